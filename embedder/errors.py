@@ -1,0 +1,144 @@
+"""Every error that Kinlens raises on purpose, one class per cause.
+
+    KinlensError
+    ├── ImageError                      an image that cannot be used
+    │   ├── EmptyImageError             no bytes
+    │   ├── ImageTooManyBytesError      more bytes than the limit
+    │   ├── ImageTooLargeError          more pixels or a longer side than the limit
+    │   ├── UnsupportedFormatError      not one of the formats we decode
+    │   └── CorruptImageError           truncated or damaged
+    ├── BundleError                     a model bundle that cannot be used
+    │   ├── BundleNotFoundError
+    │   ├── BundleCorruptError          a hash or a manifest that does not fit
+    │   ├── GoldenMismatchError         the model does not reproduce its golden vectors
+    │   └── ProviderError               asked for a GPU and got a CPU
+    ├── GalleryError                    a gallery that cannot be used
+    │   ├── GalleryNotFoundError
+    │   ├── GalleryCorruptError         a hash, a file or a catalogue that does not fit
+    │   ├── BundleMismatchError         made with another bundle
+    │   ├── ItemNotFoundError
+    │   └── SourceError                 a folder, CSV or split that cannot be indexed
+    ├── SearchError                     a request that cannot be answered
+    │   ├── InvalidParameterError       k, min_score, ... outside their range
+    │   ├── OverloadedError             the queue is full
+    │   └── DeadlineExceededError       waited longer than the limit
+    └── TrainingError                   a training job that cannot run
+        ├── JobError                    a job file that does not fit its schema
+        ├── DatasetError                a data set that is missing or malformed
+        ├── CheckpointError             a checkpoint or weight file that cannot be used
+        └── ExportError                 a parity gate that was not passed
+
+Messages name the value, what was expected and what to do.
+"""
+
+
+class KinlensError(Exception):
+    """Root of the tree."""
+
+
+class ImageError(KinlensError):
+    """An image that cannot be used."""
+
+
+class EmptyImageError(ImageError):
+    """No bytes at all."""
+
+
+class ImageTooManyBytesError(ImageError):
+    """More bytes than the limit."""
+
+
+class ImageTooLargeError(ImageError):
+    """More pixels, or a longer side, than the limit; read from the header, before decoding."""
+
+
+class UnsupportedFormatError(ImageError):
+    """Not one of the formats we decode, whatever its name says."""
+
+
+class CorruptImageError(ImageError):
+    """A known format whose content is truncated or damaged."""
+
+
+class BundleError(KinlensError):
+    """A model bundle that cannot be used."""
+
+
+class BundleNotFoundError(BundleError):
+    """No bundle at that path."""
+
+
+class BundleCorruptError(BundleError):
+    """A file, hash or manifest of the bundle that does not fit."""
+
+
+class GoldenMismatchError(BundleError):
+    """The model, or the preprocessing, does not reproduce the golden vectors of its bundle."""
+
+
+class ProviderError(BundleError):
+    """The inference engine does not run on the device that was asked for."""
+
+
+class GalleryError(KinlensError):
+    """A gallery that cannot be used."""
+
+
+class GalleryNotFoundError(GalleryError):
+    """No gallery of that name, or at that path."""
+
+
+class GalleryCorruptError(GalleryError):
+    """A file, hash or catalogue of the gallery that does not fit."""
+
+
+class BundleMismatchError(GalleryError):
+    """A gallery that was made with another bundle; its vectors cannot be compared with ours."""
+
+
+class ItemNotFoundError(GalleryError):
+    """No item with that number in the gallery."""
+
+
+class SourceError(GalleryError):
+    """A folder, CSV or data set split that cannot be indexed."""
+
+
+class SearchError(KinlensError):
+    """A request that cannot be answered."""
+
+
+class InvalidParameterError(SearchError):
+    """A parameter outside its range."""
+
+
+class OverloadedError(SearchError):
+    """The queue is full; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(SearchError):
+    """The request waited longer than its limit."""
+
+
+class TrainingError(KinlensError):
+    """A training job that cannot run."""
+
+
+class JobError(TrainingError):
+    """A job file that does not fit its schema."""
+
+
+class DatasetError(TrainingError):
+    """A data set that is missing or malformed."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint or weight file that cannot be used."""
+
+
+class ExportError(TrainingError):
+    """An exported model that did not pass a parity gate."""

@@ -1,0 +1,58 @@
+"""An embedder without a model, for tests of what stands behind it. Ships beside the real one."""
+
+import io
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from embedder.manifest import Preprocessing
+from embedder.preprocess import ImageLimits, preprocess
+from embedder.types import Embeddings, Images
+
+
+class FakeEmbedder:
+    """Same calls as `OnnxEmbedder`; a vector is a fixed random projection of the centred pixels.
+
+    Equal images give equal vectors, similar images similar ones. `delay_s` is slept in `embed`.
+    """
+
+    provider = "FakeExecutionProvider"
+
+    def __init__(
+        self,
+        dim: int = 32,
+        size_px: int = 32,
+        bundle_id: str = "fake",
+        delay_s: float = 0.0,
+        limits: ImageLimits | None = None,
+    ) -> None:
+        self.bundle_id = bundle_id
+        self.dim = dim
+        self.delay_s = delay_s
+        self.preprocessing = Preprocessing(resize_px=size_px, crop_px=size_px)
+        self._limits = limits or ImageLimits()
+        rng = np.random.default_rng(0)
+        self._projection = rng.standard_normal((3 * size_px * size_px, dim)).astype(np.float32)
+
+    def preprocess(self, data: bytes) -> NDArray[np.uint8]:
+        """Encoded image to uint8 (3, S, S). Raises: ImageError."""
+        return preprocess(data, self.preprocessing, self._limits)
+
+    def embed(self, images: Images) -> Embeddings:
+        """uint8 (N, 3, S, S) to float32 (N, D), unit norm."""
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        flat = images.reshape(len(images), -1)
+        pixels = flat.astype(np.float32) / np.float32(127.5) - np.float32(1.0)
+        vectors = pixels @ self._projection + np.float32(1e-3)
+        unit: Embeddings = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        return unit
+
+    def known_images(self) -> list[bytes]:
+        """One small picture, encoded as PNG."""
+        ramp = np.linspace(0, 255, 48 * 48 * 3, dtype=np.uint8).reshape(48, 48, 3)
+        buffer = io.BytesIO()
+        Image.fromarray(ramp).save(buffer, "PNG")
+        return [buffer.getvalue()]

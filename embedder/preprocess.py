@@ -1,0 +1,225 @@
+"""Image bytes to a preprocessed tensor: the only decoder and the only resize of the project.
+
+Training evaluation, indexing and serving all call `preprocess`, so that the same photograph gives
+the same pixels everywhere.
+"""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from embedder.errors import (
+    CorruptImageError,
+    EmptyImageError,
+    ImageTooLargeError,
+    ImageTooManyBytesError,
+    UnsupportedFormatError,
+)
+from embedder.manifest import Interpolation, Preprocessing
+
+ALLOWED_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+"""Formats that are decoded, by content; of an animation the first frame."""
+
+_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"GIF8", b"II*\0", b"MM\0*")
+_RESAMPLING = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+_EXIF_ORIENTATION = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_PILLOW_MEGAPIXELS = 178.0  # above this Pillow refuses by itself, whatever our limit says
+
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """What an image may cost. All limits are checked before a pixel is decoded."""
+
+    max_bytes: int = 20 * 2**20
+    max_megapixels: float = 64.0
+    max_side_px: int = 16384
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_megapixels <= _PILLOW_MEGAPIXELS:
+            raise ValueError(
+                f"max_megapixels = {self.max_megapixels} is outside 0..{_PILLOW_MEGAPIXELS:g}, "
+                "what the decoder can be trusted with; choose a smaller limit"
+            )
+        if self.max_bytes < 1 or self.max_side_px < 1:
+            raise ValueError("max_bytes and max_side_px must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageHeader:
+    """What the header claims: `format` is one of ALLOWED_FORMATS, sizes in pixels as stored."""
+
+    format: str
+    width: int
+    height: int
+
+
+def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
+    """Check the header against the limits without decoding.
+
+    Raises: EmptyImageError, ImageTooManyBytesError, UnsupportedFormatError, CorruptImageError,
+        ImageTooLargeError.
+    """
+    with _open(data, limits or ImageLimits()) as image:
+        return ImageHeader(_format(image), image.width, image.height)
+
+
+def decode(
+    data: bytes, limits: ImageLimits | None = None, min_side_px: int | None = None
+) -> Image.Image:
+    """Decode to an upright RGB image, transparency laid on white.
+
+    With `min_side_px` a JPEG is decoded at the smallest of its built-in scales whose shorter side
+    still has that many pixels: several times cheaper for a phone's photograph.
+
+    Raises: as `read_header`; CorruptImageError also for a truncated file.
+    """
+    with _open(data, limits or ImageLimits()) as image:
+        if min_side_px is not None:
+            _draft(image, min_side_px)
+        try:
+            image.load()
+            return _upright(_to_rgb(image), image)
+        except Exception as error:
+            # Pillow's decoders raise many kinds of exception on damaged data.
+            raise CorruptImageError(
+                f"The {_format(image)} image is truncated or damaged ({error}). "
+                "Export it again from its source."
+            ) from error
+
+
+def preprocess(
+    data: bytes, spec: Preprocessing, limits: ImageLimits | None = None
+) -> NDArray[np.uint8]:
+    """Decode, resize the shorter side to `spec.resize_px`, cut the centre: uint8 (3, S, S).
+
+    Raises: as `decode`.
+    """
+    image = decode(data, limits, min_side_px=spec.resize_px)
+    return to_chw(
+        resize_box(image, central_box(image.size, spec), spec.crop_px, spec.interpolation)
+    )
+
+
+def central_box(size: tuple[int, int], spec: Preprocessing) -> Box:
+    """The central square that `spec` keeps of an image of `size` = (width, height)."""
+    width, height = size
+    side = min(width, height) * spec.crop_px / spec.resize_px
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def resize_box(
+    image: Image.Image, box: Box, size_px: int, interpolation: Interpolation = "bilinear"
+) -> Image.Image:
+    """Scale the part of `image` inside `box` to a square of `size_px`, anti-aliased."""
+    return image.resize((size_px, size_px), _RESAMPLING[interpolation], box=box)
+
+
+def to_chw(image: Image.Image) -> NDArray[np.uint8]:
+    """An RGB image as a contiguous array (3, H, W)."""
+    return np.ascontiguousarray(np.asarray(image, dtype=np.uint8).transpose(2, 0, 1))
+
+
+def _open(data: bytes, limits: ImageLimits) -> Image.Image:
+    if not data:
+        raise EmptyImageError("The image is empty (0 bytes). Send the content of an image file.")
+    if len(data) > limits.max_bytes:
+        raise ImageTooManyBytesError(
+            f"The image has {len(data):,} bytes; the limit is {limits.max_bytes:,}. "
+            "Resize or compress it."
+        )
+    try:
+        image = Image.open(io.BytesIO(data), formats=ALLOWED_FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ImageTooLargeError(
+            f"The image claims too many pixels ({error}); the limit is "
+            f"{limits.max_megapixels:g} megapixels. Resize it."
+        ) from error
+    except Exception as error:
+        raise _unreadable(data) from error
+    _check_size(image, limits)
+    return image
+
+
+def _unreadable(data: bytes) -> CorruptImageError | UnsupportedFormatError:
+    is_webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+    if is_webp or data.startswith(_SIGNATURES):
+        return CorruptImageError(
+            "The image starts like a picture but its header is damaged. "
+            "Export it again from its source."
+        )
+    return UnsupportedFormatError(
+        f"The content is not an image in a known format. Send one of {', '.join(ALLOWED_FORMATS)}; "
+        "the name of a file does not change its format."
+    )
+
+
+def _check_size(image: Image.Image, limits: ImageLimits) -> None:
+    width, height = image.size
+    megapixels = width * height / 1e6
+    if megapixels > limits.max_megapixels or max(width, height) > limits.max_side_px:
+        raise ImageTooLargeError(
+            f"The image is {width} x {height} px ({megapixels:.1f} MP); the limits are "
+            f"{limits.max_megapixels:g} MP and {limits.max_side_px} px a side. Resize it."
+        )
+
+
+def _format(image: Image.Image) -> str:
+    # A phone's multi-picture file is a JPEG with more JPEGs behind it; the first is the photograph.
+    return "JPEG" if image.format == "MPO" else str(image.format)
+
+
+def _draft(image: Image.Image, min_side_px: int) -> None:
+    scale = min_side_px / min(image.size)
+    if scale < 1:
+        image.draft(None, (round(image.width * scale), round(image.height * scale)))
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith(("I", "F")):
+        return _deep_grey_to_rgb(image)
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
+    """16 bit, 32 bit and float grey: the full range of the values' type becomes 0..255."""
+    values = np.asarray(image).astype(np.float64)
+    top = float(values.max(initial=0.0))
+    if image.mode == "F" and top <= 1.0:
+        full = 1.0
+    else:
+        full = 255.0 if top <= 255.0 and not image.mode.startswith("I;16") else 65535.0
+    grey = np.clip(np.nan_to_num(values) * (255.0 / full), 0, 255).round().astype(np.uint8)
+    return Image.fromarray(grey).convert("RGB")
+
+
+def _upright(rgb: Image.Image, source: Image.Image) -> Image.Image:
+    try:
+        orientation = source.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:
+        # A damaged EXIF block says nothing about the pixels; the photograph is used as stored.
+        return rgb
+    turn = _TURNS.get(orientation)
+    return rgb if turn is None else rgb.transpose(turn)

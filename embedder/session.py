@@ -1,0 +1,171 @@
+"""Run a model bundle with onnxruntime: images in, unit vectors out, on the device asked for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from embedder.bundle import Bundle
+from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
+from embedder.manifest import Preprocessing
+from embedder.preprocess import ImageLimits, preprocess
+from embedder.types import Embeddings, Images
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+_MIN_GOLDEN_COSINE = 0.999
+_MAX_GOLDEN_PIXEL_DIFFERENCE = 2.0  # mean of |difference| in 0..255; decoders may round differently
+_MAX_BATCH = 64
+
+
+class Embedder(Protocol):
+    """Whatever turns image bytes into unit vectors. Thread safe."""
+
+    @property
+    def bundle_id(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def provider(self) -> str: ...
+    @property
+    def preprocessing(self) -> Preprocessing: ...
+
+    def preprocess(self, data: bytes) -> NDArray[np.uint8]:
+        """Encoded image to uint8 (3, S, S). Raises: ImageError."""
+
+    def embed(self, images: Images) -> Embeddings:
+        """uint8 (N, 3, S, S) to float32 (N, D), unit norm; N >= 1."""
+
+    def known_images(self) -> list[bytes]:
+        """Encoded images whose vectors are known; never empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """Where and how the model runs.
+
+    `threads` work on one call; 1 is best where several callers run at once, since then each core
+    has its own image. `device = "cuda"` is refused if the model would run on the CPU, unless
+    `allow_cpu_fallback`.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    threads: int = 1
+    allow_cpu_fallback: bool = False
+
+
+class OnnxEmbedder:
+    """A bundle in an onnxruntime session, checked against its golden vectors when opened."""
+
+    def __init__(self, bundle: Bundle, session: ort.InferenceSession, limits: ImageLimits) -> None:
+        self.bundle = bundle
+        self._session = session
+        self._limits = limits
+        self._input = session.get_inputs()[0].name
+
+    @classmethod
+    def open(
+        cls,
+        bundle: Bundle | Path | str,
+        settings: SessionSettings | None = None,
+        limits: ImageLimits | None = None,
+    ) -> "OnnxEmbedder":
+        """Load, assert the device, and reproduce the golden vectors.
+
+        Raises: BundleError (not found, corrupt, golden mismatch, provider).
+        """
+        if not isinstance(bundle, Bundle):
+            bundle = Bundle.open(bundle)
+        session = _create_session(bundle, settings or SessionSettings())
+        embedder = cls(bundle, session, limits or ImageLimits())
+        embedder._check_golden()
+        return embedder
+
+    @property
+    def bundle_id(self) -> str:
+        """sha256 (hex) of the bundle."""
+        return self.bundle.bundle_id
+
+    @property
+    def dim(self) -> int:
+        """Length of an embedding."""
+        return self.bundle.manifest.dim
+
+    @property
+    def provider(self) -> str:
+        """The execution provider that really runs the model."""
+        return str(self._session.get_providers()[0])
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """What the model expects of its images."""
+        return self.bundle.manifest.preprocessing
+
+    def preprocess(self, data: bytes) -> NDArray[np.uint8]:
+        """Encoded image to uint8 (3, S, S). Raises: ImageError."""
+        return preprocess(data, self.preprocessing, self._limits)
+
+    def embed(self, images: Images) -> Embeddings:
+        """uint8 (N, 3, S, S) to float32 (N, D), unit norm. Large N runs in chunks."""
+        chunks = [
+            self._session.run(None, {self._input: images[start : start + _MAX_BATCH]})[0]
+            for start in range(0, len(images), _MAX_BATCH)
+        ]
+        vectors: Embeddings = np.concatenate(chunks)
+        if not np.isfinite(vectors).all():
+            raise BundleError(
+                f"The model {self.bundle_id[:12]} gave vectors that are not finite numbers. "
+                "Export it again and compare `kinlens-train evaluate` of both."
+            )
+        return vectors
+
+    def known_images(self) -> list[bytes]:
+        """The golden images as encoded files."""
+        return self.bundle.golden_images()
+
+    def _check_golden(self) -> None:
+        inputs, expected = self.bundle.golden_inputs(), self.bundle.golden_vectors()
+        cosine = float((self.embed(inputs) * expected).sum(axis=1).min())
+        if cosine < _MIN_GOLDEN_COSINE:
+            raise GoldenMismatchError(
+                f"The model {self.bundle_id[:12]} on {self.provider} does not reproduce its golden "
+                f"vectors: cosine {cosine:.4f}, expected at least {_MIN_GOLDEN_COSINE}. "
+                "Its galleries would not fit; export it again or run it elsewhere."
+            )
+        decoded = np.stack([self.preprocess(data) for data in self.known_images()])
+        difference = float(np.abs(decoded.astype(np.int16) - inputs).mean())
+        if difference > _MAX_GOLDEN_PIXEL_DIFFERENCE:
+            raise GoldenMismatchError(
+                f"Preprocessing of the golden images is off by {difference:.2f} grey levels on "
+                f"average, allowed are {_MAX_GOLDEN_PIXEL_DIFFERENCE}: this machine decodes or "
+                "resizes otherwise. Install the pinned version of pillow."
+            )
+
+
+def _create_session(bundle: Bundle, settings: SessionSettings) -> ort.InferenceSession:
+    wanted = _PROVIDERS[settings.device]
+    chosen = [wanted] if wanted in ort.get_available_providers() else []
+    if settings.device != "cpu":
+        chosen.append(_PROVIDERS["cpu"])
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = settings.threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
+    options.log_severity_level = 3
+    try:
+        session = ort.InferenceSession(bundle.model_path, options, providers=chosen)
+    except Exception as error:
+        # onnxruntime raises a family of unrelated classes for a file that it cannot load.
+        raise BundleCorruptError(f"{bundle.model_path} cannot be loaded: {error}") from error
+    active = session.get_providers()[0]
+    if active != wanted and not settings.allow_cpu_fallback:
+        raise ProviderError(
+            f"Asked for {wanted}, but the model would run on {active}. Install the GPU packages "
+            "(`make install-gpu`) and check the driver, or allow the CPU with "
+            "--allow-cpu-fallback."
+        )
+    return session

@@ -1,0 +1,26 @@
+"""The smallest vocabulary of the project: what rooms hand to each other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Images = NDArray[np.uint8]
+"""Preprocessed images, shape (N, 3, S, S), RGB, 0..255."""
+
+Embeddings = NDArray[np.float32]
+"""Embeddings, shape (N, D), each row of unit norm."""
+
+ItemId = int
+"""Number of an item inside one gallery; stable for the life of that gallery version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One answer of a search: an item and its cosine similarity to the query, in [-1, 1]."""
+
+    id: ItemId
+    key: str
+    score: float
+    attributes: Mapping[str, str] = field(default_factory=dict)

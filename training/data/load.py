@@ -1,0 +1,49 @@
+"""From the `data` table of a job to its train and test images."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from training.config import (
+    Cars196Data,
+    CsvData,
+    Data,
+    FolderData,
+    RenderedData,
+    expand_path,
+)
+from training.data.cars import read_cars196
+from training.data.folder import read_folder
+from training.data.records import Split, without_small_classes
+from training.data.rendered import Catalogue, write_catalogue
+from training.data.splits import split_by_class
+from training.data.table import read_table, split_by_column
+
+Progress = Callable[[], None]
+
+
+def load_split(data: Data, on_image: Progress | None = None) -> Split:
+    """Load the images that `data` describes; `on_image` is called for each rendered view.
+
+    Raises: DatasetError, JobError.
+    """
+    root = expand_path(data.root, "data.root")
+    match data:
+        case Cars196Data():
+            return read_cars196(root, data.allow_partial)
+        case CsvData():
+            return _load_csv(root, data)
+        case FolderData():
+            records = without_small_classes(root, read_folder(root), data.small_classes)
+        case RenderedData():
+            catalogue = Catalogue(data.products, data.views, data.size_px, data.seed)
+            write_catalogue(root, catalogue, on_image)
+            records = read_folder(root)
+    return split_by_class(root, records, data.train_fraction, data.split_seed)
+
+
+def _load_csv(root: Path, data: CsvData) -> Split:
+    records, splits = read_table(root, data.file)
+    records = without_small_classes(root, records, data.small_classes)
+    if splits is not None:
+        return split_by_column(root, records, splits)
+    return split_by_class(root, records, data.train_fraction, data.split_seed)

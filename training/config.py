@@ -69,13 +69,17 @@ Data = Annotated[FolderData | CsvData | Cars196Data | RenderedData, Field(discri
 
 
 class Model(Section):
-    """The network: trunk, pooling, projection."""
+    """The network: trunk, pooling, projection to `dim`; without `dim` the pooled features.
+
+    `batch_norm`: "frozen" fixes statistics, scale and shift; "frozen_statistics" lets scale and
+    shift learn; "train" lets everything move, as a trunk without pretrained weights needs.
+    """
 
     backbone: Literal["mobilenet_v2", "resnet50", "googlenet"] = "mobilenet_v2"
     weights: str = "imagenet"
-    dim: int = Field(512, ge=2)
+    dim: int | None = Field(512, ge=2)
     pooling: Literal["gap", "gmp", "gap+gmp"] = "gap+gmp"
-    batch_norm: Literal["frozen", "train"] = "frozen"
+    batch_norm: Literal["frozen", "frozen_statistics", "train"] = "frozen"
 
 
 class Input(Section):
@@ -197,7 +201,7 @@ def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
-        _apply(content, override)
+        apply_override(content, override)
     return parse_job(content, origin=str(path))
 
 
@@ -230,7 +234,8 @@ def _find(source: str | Path) -> Path:
     raise JobError(f"No job {str(source)!r}. Give the path of a TOML file or one of: {known}.")
 
 
-def _apply(content: dict[str, Any], override: str) -> None:
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """Set `table.key=value` in plain data, in place. Raises: JobError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise JobError(f"--set {override!r} is not of the form table.key=value.")

@@ -7,6 +7,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -15,14 +16,15 @@ from rich.progress import (
 console = Console(stderr=True)
 
 
-def progress_bar() -> Progress:
-    """Columns: text, bar, n of m, elapsed, remaining."""
+def progress_bar(*more: ProgressColumn) -> Progress:
+    """Columns: text, bar, n of m, elapsed, remaining, and `more`."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
+        *more,
         console=console,
     )
 
@@ -31,8 +33,8 @@ class ConsoleListener:
     """Draws the epochs of a run; use as a context manager around `fit`."""
 
     def __init__(self) -> None:
-        self._progress = progress_bar()
-        self._task = self._progress.add_task("epoch", total=None)
+        self._progress = progress_bar(TextColumn("{task.fields[loss]}"))
+        self._task = self._progress.add_task("epoch", total=None, loss="")
 
     def __enter__(self) -> "ConsoleListener":
         self._progress.start()
@@ -51,8 +53,8 @@ class ConsoleListener:
         self._progress.reset(self._task, total=steps, description=f"epoch {epoch + 1}/{epochs}")
 
     def step_done(self, parts: dict[str, float]) -> None:
-        """Move the bar by one step."""
-        self._progress.advance(self._task)
+        """Move the bar by one step and show its loss."""
+        self._progress.update(self._task, advance=1, loss=f"loss {parts['loss']:.3f}")
 
     def epoch_done(self, row: dict[str, float]) -> None:
         """Print the figures of a finished epoch."""

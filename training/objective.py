@@ -26,19 +26,20 @@ class Objective(nn.Module):
 
     Args:
         job: its loss and regularizers.
-        classes: number of training classes.
+        classes: number of training classes C.
+        dim: length D of an embedding.
     """
 
-    def __init__(self, job: config.Job, classes: int) -> None:
+    def __init__(self, job: config.Job, classes: int, dim: int) -> None:
         super().__init__()
-        self.loss = _loss(job, classes)
+        self.loss = _loss(job, classes, dim)
         self.second_loss: ProxyAnchorLoss | None = None
         self.determinant: DeterminantRegularizer | None = None
         settings = job.regularizers.determinant
         if settings is not None:
-            self.determinant = _determinant(settings, job.model.dim)
+            self.determinant = _determinant(settings, dim)
             if settings.proxies == "separate":
-                self.second_loss = _loss(job, classes)
+                self.second_loss = _loss(job, classes, dim)
 
     def forward(self, net: EmbeddingNet, images: Tensor, labels: Tensor) -> Terms:
         """uint8 images (B, 3, S, S) and labels (B,) to the terms."""
@@ -59,8 +60,8 @@ class Objective(nn.Module):
         return Terms(loss + duel.penalty, parts)
 
 
-def _loss(job: config.Job, classes: int) -> ProxyAnchorLoss:
-    return ProxyAnchorLoss(classes, job.model.dim, job.loss.alpha, job.loss.margin)
+def _loss(job: config.Job, classes: int, dim: int) -> ProxyAnchorLoss:
+    return ProxyAnchorLoss(classes, dim, job.loss.alpha, job.loss.margin)
 
 
 def _determinant(settings: config.Determinant, dim: int) -> DeterminantRegularizer:

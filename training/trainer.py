@@ -97,7 +97,7 @@ def create_run(job: Job, classes: int) -> Run:
     device = choose_device(job.runtime)
     net = EmbeddingNet(job.model, job.regularizers.determinant).to(device)
     net.to(memory_format=torch.channels_last)
-    objective = Objective(job, classes).to(device)
+    objective = Objective(job, classes, net.dim).to(device)
     optimizer = torch.optim.AdamW(
         parameter_groups(job, net, objective), weight_decay=job.optimizer.weight_decay
     )

@@ -1,4 +1,4 @@
-"""Surfaces, patterns, lettering and shapes: how a rendered product is painted.
+"""Surfaces, patterns and lettering: how a rendered product is painted.
 
 Lengths are in half sides of the canvas, which spans -1..1 with x to the right and y down; normals
 look along +z at the viewer. h, w = height and width in pixels of the window that a surface covers.
@@ -8,30 +8,30 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-Plane = NDArray[np.float32]
+Plane = NDArray[np.floating[Any]]
 Colour = tuple[float, float, float]
 Point = tuple[float, float]
 Window = tuple[slice, slice]
 
-_STEEL: Colour = (0.72, 0.73, 0.76)
-_DARK: Colour = (0.16, 0.15, 0.17)
-_PAPER: Colour = (0.95, 0.93, 0.88)
+DARK: Colour = (0.16, 0.15, 0.17)
+PAPER: Colour = (0.95, 0.93, 0.88)
 _TURN = 2 * math.pi
 
 
 def _edge(wave: Plane) -> Plane:
-    return np.clip(wave * 4 + 0.5, 0, 1)
+    return np.asarray(np.clip(wave * 4 + 0.5, 0, 1))
 
 
 def _speckle(u: Plane, v: Plane, f: float) -> Plane:
     table = np.random.default_rng(5).random((32, 32), dtype=np.float32)
     columns, rows = np.floor(u * f * 4).astype(int) % 32, np.floor(v * f * 4).astype(int) % 32
-    return (table[rows, columns] > 0.72).astype(np.float32)
+    return np.asarray(table[rows, columns] > 0.72, np.float32)
 
 
 PATTERNS: dict[str, Callable[[Plane, Plane, float], Plane]] = {
@@ -125,13 +125,13 @@ class Skin:
     @property
     def plate(self) -> Colour:
         """The colour behind the word: paper, or the accent of a ribbon."""
-        return _PAPER if self.label == "plate" else self.accent
+        return PAPER if self.label == "plate" else self.accent
 
     @property
     def ink(self) -> Colour:
         """Dark on light and light on dark."""
         behind = self.body if self.label == "bare" else self.plate
-        return _DARK if sum(behind) > 1.55 else _PAPER
+        return DARK if sum(behind) > 1.55 else PAPER
 
 
 Paint = Skin | Colour
@@ -142,8 +142,7 @@ def _column(colour: Colour) -> Plane:
 
 
 def _mix(below: Plane, above: Plane, share: Plane) -> Plane:
-    out: Plane = below + (above - below) * share
-    return out
+    return np.asarray(below + (above - below) * share)
 
 
 class Canvas:
@@ -174,9 +173,10 @@ class Canvas:
         depth = np.sqrt(1 - np.clip(x / radius, -1, 1) ** 2)
         v = y - self.tilt * radius * depth
         row = np.clip(((v + 1) * (self.side_px / 2)).astype(np.intp), 0, self.side_px - 1)
-        radius = table.astype(np.float32)[row]
-        nx = np.clip(x / radius, -1, 1)
-        depth, steep = np.sqrt(1 - nx**2), slope.astype(np.float32)[row]
+        steep = slope.astype(np.float32)[row]
+        radius = table.astype(np.float32)[row] + steep * (v - self.axis[row])
+        nx = np.clip(x / np.maximum(radius, 1e-3), -1, 1)
+        depth = np.sqrt(1 - nx**2)
         inside = np.minimum(
             radius - np.abs(x), np.minimum(v - heights[0], heights[-1] - v) + 1 / self.side_px
         )
@@ -234,11 +234,11 @@ class Canvas:
         mask = mask.reduce(2)
         left, top, right, bottom = mask.getbbox() or (0, 0, 2, 2)
         window = (slice(top, bottom), slice(left, right))
-        margin = round(depth * px)
+        margin = max(1, round(depth * px))
         around = mask.crop((left - margin, top - margin, right + margin, bottom + margin))
         soft = around.filter(ImageFilter.GaussianBlur(depth * px / 2))
         height = np.asarray(soft, np.float32) * (depth * px / 2 / 255 * 2.2)
-        dy, dx = np.gradient(height[margin:-margin, margin:-margin])
+        dy, dx = (d[margin:-margin, margin:-margin] for d in np.gradient(height))
         normal = np.stack([-dx, -dy, np.ones_like(dx)])
         normal /= np.sqrt((normal**2).sum(0))
         u = np.broadcast_to(self.axis[window[1]] / squeeze, dx.shape)
@@ -289,116 +289,3 @@ def _rounded(points: Sequence[Point], closed: bool) -> list[Point]:
         ]
         line = cut if closed else [line[0], *cut, line[-1]]
     return line
-
-
-def _bottle(c: Canvas, skin: Skin, g: float) -> None:
-    r = 0.36 * g
-    neck = 0.13 * g
-    c.lathe([(-0.8, neck), (-0.5, neck), (-0.2, r), (0.8, r)], skin.at(0.28, 2 * r), 0.9)
-    c.lathe([(-0.92, 0.16 * g), (-0.74, 0.16 * g)], skin.accent)
-    c.disc(0, -0.92, (0.16 * g, 0.16 * g * c.tilt), skin.accent)
-
-
-def _can(c: Canvas, skin: Skin, g: float) -> None:
-    r = 0.4 * g
-    c.lathe([(-0.66, 0.88 * r), (-0.56, r), (0.62, r), (0.72, 0.88 * r)], _STEEL, 1.0)
-    c.lathe([(-0.56, r), (0.62, r)], skin.at(0.0, 2 * r), 0.7)
-    c.disc(0, -0.66, (0.88 * r, 0.88 * r * c.tilt), _STEEL, 0.5)
-    c.disc(0, -0.65, (0.3 * r, 0.3 * r * c.tilt), _DARK)
-
-
-def _mug(c: Canvas, skin: Skin, g: float) -> None:
-    r = 0.48 * g
-    handle = [(0.9 * r, -0.25), (1.9 * r, -0.3), (1.9 * r, 0.4), (0.9 * r, 0.35)]
-    c.pad(handle, skin.accent, 0.05, width=0.15)
-    c.lathe([(-0.48, r), (0.45, r), (0.6, 0.86 * r)], skin.at(0.02, 1.7 * r), 0.7)
-    c.disc(0, -0.48, (r, r * c.tilt), skin.body, 0.3)
-    c.disc(0, -0.46, (0.9 * r, 0.86 * r * c.tilt), (0.3, 0.19, 0.12), 0.6)
-
-
-def _jar(c: Canvas, skin: Skin, g: float) -> None:
-    r = 0.5 * g
-    c.lathe([(-0.5, 0.7 * r), (-0.3, r), (0.5, r), (0.68, 0.8 * r)], skin.at(0.1, 1.8 * r), 0.9)
-    c.lathe([(-0.74, 0.8 * r), (-0.44, 0.8 * r)], skin.accent, 0.3)
-    c.disc(0, -0.74, (0.8 * r, 0.8 * r * c.tilt), skin.accent)
-
-
-def _box(c: Canvas, skin: Skin, g: float) -> None:
-    wide, deep, high = 0.9 * g, 0.5, 1.25
-    turn, angle = math.copysign(1, c.yaw), 0.12 + abs(c.yaw)
-    front = (-turn * wide * math.cos(angle), -c.tilt * wide * math.sin(angle))
-    side = (turn * deep * math.sin(angle), -c.tilt * deep * math.cos(angle))
-    near = (-(front[0] + side[0]) / 2, -0.48)
-    left = (near[0] + front[0], near[1] + front[1])
-    lean = (math.sin(angle), math.cos(angle))
-    c.panel((near, front, side), (wide, deep), (0, -0.9, 0.44), skin.second)
-    c.panel((near, side, (0, high)), (deep, high), (turn * lean[1], 0, lean[0]), skin.accent)
-    if turn > 0:
-        near, front = left, (-front[0], -front[1])
-    face = skin.at(-0.1, 0.85 * wide)
-    c.panel((near, front, (0, high)), (wide, high), (-turn * lean[0], 0, lean[1]), face)
-
-
-def _bag(c: Canvas, skin: Skin, g: float) -> None:
-    w = 0.62 * g
-    for shift, colour in ((0.05, tuple(0.6 * part for part in skin.accent)), (0.0, skin.accent)):
-        top = -0.9 - 0.6 * shift
-        strap = [(-0.5 * w, -0.2), (-0.48 * w, top), (0.48 * w, top), (0.5 * w, -0.2)]
-        c.pad([(x + shift, y) for x, y in strap], colour, 0.04, width=0.075)
-    half = [(0.9 * w, -0.35), (0.93 * w, -0.3), (1.06 * w, 0.6), (1.06 * w, 0.68), (0.98 * w, 0.72)]
-    c.pad([*half, *((-x, y) for x, y in reversed(half))], skin.at(0.2, 1.5 * w), 0.2)
-
-
-def _ball(c: Canvas, skin: Skin, g: float) -> None:
-    c.ball(0.1, 0.62 * g, skin.at(0.1, 0.95 * g))
-
-
-def _lamp(c: Canvas, skin: Skin, g: float) -> None:
-    c.lathe([(0.62, 0.2), (0.7, 0.34 * g), (0.78, 0.34 * g)], skin.accent, 0.6)
-    c.lathe([(-0.1, 0.05), (0.68, 0.05)], _STEEL, 1.0)
-    c.lathe([(0.22, 0.05), (0.34, 0.13 * g), (0.52, 0.13 * g), (0.62, 0.05)], skin.accent, 0.6)
-    c.lathe([(-0.8, 0.3 * g), (0.1, 0.6 * g)], skin.at(-0.3, 0.9 * g), 0.1)
-    c.disc(0, -0.8, (0.3 * g, 0.3 * g * c.tilt), _PAPER, 0.0)
-
-
-def _shoe(c: Canvas, skin: Skin, g: float) -> None:
-    rise = -0.42 * g
-    lining = [(-0.7, rise), (-0.05, rise - 0.06), (-0.1, 0), (-0.6, 0)]
-    c.pad(lining, _DARK, 0.04)
-    heel = [(-0.3, rise + 0.2), (-0.62, rise), (-0.8, rise - 0.04), (-0.76, 0.0), (-0.84, 0.46)]
-    toe = [(0.88, 0.46), (0.95, 0.3), (0.84, 0.14), (0.5, 0.04), (0.22, -0.12), (-0.02, rise - 0.1)]
-    c.pad([*heel, *toe, (-0.16, rise - 0.06)], skin.at(0.16, 0.85), 0.16)
-    c.pad([(0.62, 0.06), (0.86, 0.12), (0.97, 0.3), (0.92, 0.46), (0.58, 0.46)], skin.accent, 0.08)
-    sole = [(-0.88, 0.4), (-0.88, 0.5), (-0.84, 0.58), (0.9, 0.58), (0.99, 0.48), (0.99, 0.4)]
-    c.pad(sole, _PAPER, 0.06)
-    for k in range(4):
-        x, y = 0.0 + 0.115 * k, rise + 0.1 + 0.1 * k
-        c.pad([(x - 0.1, y + 0.13), (x + 0.06, y - 0.03)], _PAPER, 0.02, width=0.045)
-
-
-def _watch(c: Canvas, skin: Skin, g: float) -> None:
-    w, r = 0.2 * g, 0.44 * g
-    half = [(0.8 * w, -0.86), (w, -0.82), (w, -0.4), (1.5 * w, -0.2)]
-    half += [(x, -y) for x, y in reversed(half)]
-    c.pad([*half, *((-x, y) for x, y in reversed(half))], skin.at(3, 1), 0.1)
-    c.pad([(r, 0), (r + 0.06, 0)], _STEEL, 0.03, width=0.1)
-    for size, paint in ((1.0, _STEEL), (0.9, skin.accent), (0.82, skin.at(0.17, 1.2 * r))):
-        c.disc(0, 0, (r * size * math.cos(c.yaw), r * size), paint, 0.6)
-    for angle, length in ((-0.9, 0.6), (0.35, 0.42)):
-        end = (r * length * math.sin(angle), -r * length * math.cos(angle))
-        c.pad([(0, 0), end], skin.ink, 0.01, width=0.045)
-
-
-SHAPES: dict[str, Callable[[Canvas, Skin, float], None]] = {
-    "bottle": _bottle,
-    "can": _can,
-    "mug": _mug,
-    "jar": _jar,
-    "box": _box,
-    "bag": _bag,
-    "ball": _ball,
-    "lamp": _lamp,
-    "shoe": _shoe,
-    "watch": _watch,
-}
-"""Painters of one product each: canvas, skin and girth (about 1)."""

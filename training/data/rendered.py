@@ -6,36 +6,22 @@ two products apart. A view adds viewpoint, light, background and a lens.
 
 import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageChops, ImageDraw, ImageFilter
+from PIL import Image, ImageFilter
 
 from embedder.errors import DatasetError
-from training.data.painting import PATTERNS, SHAPES, Canvas, Colour, Plane, Skin
+from training.data.painting import PATTERNS, Canvas, Plane, Skin
+from training.data.scenery import SCHEMES, backdrop, occlude, rgb, shadowed
+from training.data.shapes import SHAPES
 
 _DRAWING = 1  # raised whenever the same numbers give other pixels
 _FILE = "catalogue.json"
-_SCHEMES: dict[str, tuple[str, str, str]] = {
-    "reef": ("#1f7a7a", "#f3e6cf", "#e4573d"),
-    "berry": ("#8e2a4f", "#f0c9c4", "#3a2f5b"),
-    "citrus": ("#f2b632", "#f7efdc", "#2f6d4f"),
-    "navy": ("#24406e", "#e9e3d5", "#d9772b"),
-    "moss": ("#5e7d3a", "#e6dfb8", "#7a4a2b"),
-    "ember": ("#c8402c", "#f6d9a8", "#33302e"),
-    "lilac": ("#8d7cc0", "#efe9f5", "#f0b429"),
-    "slate": ("#55606b", "#dfe3e6", "#c8402c"),
-    "sky": ("#5ba3cf", "#f5f3ea", "#24406e"),
-    "sand": ("#d8b98a", "#8a5a3a", "#1f7a7a"),
-    "rose": ("#e58fa0", "#fbeee6", "#5e7d3a"),
-    "snow": ("#eceae4", "#b9bec4", "#24406e"),
-}
-_TONES = ("#d9cbb8", "#b39b84", "#9aa5ab", "#cfd6d2", "#8a7565", "#e8e2d9", "#b3bdae", "#ccb09b")
-_STEMS = "BEL COR DEL FEN GAL HAL JUN KOR LUM MIR NOR OLI PEL RIV SOL TOR URS VEN WIL YAR ZEP"
+_STEMS = "BEL COR DEL FEN GAL HAL JUN KOR LUN MIR NOR OLI PAL RIV SOL TOR URS VEN WIL YOR ZEP"
 _ENDINGS = "- A O IA EN IK UNO VI ETTA MA DRA ANO IS ELLO OVA BY STA NEY ORIN ADE"
 _WORDS = tuple(stem + ending.strip("-") for stem in _STEMS.split() for ending in _ENDINGS.split())
 
@@ -72,10 +58,10 @@ class Product:
 def describe(product: int, seed: int = 0) -> Product:
     """The attributes of a product; shape, scheme and pattern together repeat only after 1,080."""
     combination, word = (order[product % len(order)] for order in _orders(seed))
-    s, c, p = np.unravel_index(combination, (len(SHAPES), len(_SCHEMES), len(PATTERNS)))
-    scheme = list(_SCHEMES)[c]
+    s, c, p = np.unravel_index(combination, (len(SHAPES), len(SCHEMES), len(PATTERNS)))
+    scheme = list(SCHEMES)[c]
     rng = np.random.default_rng((seed, product))
-    body, second, accent = (_rgb(code, rng, 0.03) for code in _SCHEMES[scheme])
+    body, second, accent = (rgb(code, rng, 0.03) for code in SCHEMES[scheme])
     skin = Skin(
         body,
         second,
@@ -106,27 +92,28 @@ def render_view(product: int, view: int, *, size_px: int = 160, seed: int = 0) -
     _check("size_px", size_px, 32, 1024)
     _check("seed", seed, 0)
     item = describe(product, seed)
-    rng = np.random.default_rng((seed, product, view))
+    rng = np.random.default_rng((seed, product, view + 1))  # a last 0 would change nothing
     side = size_px * 5 // 4
     flat_lay = rng.random() < 0.35
     canvas = Canvas(side, yaw=rng.uniform(-0.6, 0.6), tilt=rng.uniform(0.1, 0.32))
     SHAPES[item.shape](canvas, item.skin, item.girth)
     light = _direction(rng)
     sprite = _warp(_lit(canvas, light, rng.uniform(0.45, 0.6)), rng, 0.5 if flat_lay else 0.12)
-    scene = _backdrop(rng, side, flat_lay)
-    scene = _shadowed(scene, sprite.getchannel("A"), light, flat_lay, rng.uniform(0.35, 0.7))
+    scene = backdrop(rng, side, flat_lay)
+    scene = shadowed(scene, sprite.getchannel("A"), light, flat_lay, rng.uniform(0.35, 0.7))
     scene.paste(sprite, mask=sprite.getchannel("A"))
     if rng.random() < 0.2:
-        _occlude(scene, rng)
+        occlude(scene, rng)
     return _photograph(scene.resize((size_px, size_px), Image.Resampling.BILINEAR), rng)
 
 
 def write_catalogue(
     root: Path, catalogue: Catalogue, on_image: Callable[[], None] | None = None
 ) -> list[Path]:
-    """Write `root/<class name>/<view>.jpg` and return the paths, sorted; `on_image` after each.
+    """Write `root/<class name>/<view>.jpg`, return the paths in order; call `on_image` after each.
 
-    A file that is already there is kept. Raises: DatasetError when `root` holds anything else.
+    A whole file that is already there is kept. Raises: DatasetError when `root` holds other files
+    or a catalogue of other settings.
     """
     _claim(root, catalogue)
     paths = []
@@ -156,9 +143,11 @@ def _claim(root: Path, catalogue: Catalogue) -> None:
     """Make the folder ours, or find that it already is."""
     settings = {"drawing": _DRAWING, **asdict(catalogue)}
     record = root / _FILE
-    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+    part = record.with_suffix(".part")
+    if not root.exists() or (root.is_dir() and set(root.iterdir()) <= {part}):
         root.mkdir(parents=True, exist_ok=True)
-        _replace(record, json.dumps(settings, indent=2).encode() + b"\n")
+        part.write_text(json.dumps(settings, indent=2) + "\n")
+        part.replace(record)
         return
     try:
         found = json.loads(record.read_bytes())
@@ -186,32 +175,19 @@ def _write_view(path: Path, product: int, view: int, catalogue: Catalogue) -> No
     quality = int(np.random.default_rng((view, product)).integers(85, 93))
     part = path.with_suffix(".part")
     image.save(part, "JPEG", quality=quality, subsampling="4:2:0")
-    os.replace(part, path)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    part = path.with_suffix(".part")
-    part.write_bytes(data)
     part.replace(path)
 
 
 @lru_cache(maxsize=8)
 def _orders(seed: int) -> tuple[list[int], list[int]]:
     rng = np.random.default_rng(seed)
-    combinations = len(SHAPES) * len(_SCHEMES) * len(PATTERNS)
+    combinations = len(SHAPES) * len(SCHEMES) * len(PATTERNS)
     return rng.permutation(combinations).tolist(), rng.permutation(len(_WORDS)).tolist()
-
-
-def _rgb(code: str, rng: np.random.Generator, jitter: float) -> Colour:
-    parts = np.array([int(code[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    r, g, b = np.clip(parts + rng.uniform(-jitter, jitter, 3), 0, 1).tolist()
-    return r, g, b
 
 
 def _direction(rng: np.random.Generator) -> Plane:
     light = np.array([rng.uniform(-0.9, 0.9), rng.uniform(-0.9, -0.25), 0.75], np.float32)
-    out: Plane = light / np.linalg.norm(light)
-    return out
+    return np.asarray(light / np.linalg.norm(light))
 
 
 def _lit(canvas: Canvas, light: Plane, ambient: float) -> Image.Image:
@@ -233,7 +209,7 @@ def _lit(canvas: Canvas, light: Plane, ambient: float) -> Image.Image:
 def _warp(sprite: Image.Image, rng: np.random.Generator, roll: float) -> Image.Image:
     """A camera: roll in radians at most, scale, shift and a little perspective."""
     side = sprite.width
-    angle, scale = rng.uniform(-roll, roll), rng.uniform(0.82, 1.12)
+    angle, scale = rng.uniform(-roll, roll), rng.uniform(0.8, 1.08)
     turn = scale * np.array(
         [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
     )
@@ -251,86 +227,6 @@ def _warp(sprite: Image.Image, rng: np.random.Generator, roll: float) -> Image.I
     )
 
 
-def _backdrop(rng: np.random.Generator, side: int, flat_lay: bool) -> Image.Image:
-    """A table top seen from above, or a table before a wall, with blurred things about."""
-    size = side // 2
-    table, wall = (_ink(rng, _TONES) for _ in range(2))
-    image = Image.new("RGB", (size, size), table)
-    draw = ImageDraw.Draw(image)
-    horizon = 0 if flat_lay else int(size * rng.uniform(0.45, 0.72))
-    _grain(image, rng)
-    if horizon:
-        draw.rectangle((0, 0, size, horizon), fill=wall)
-    for _ in range(int(rng.integers(0, 5))):
-        _thing(draw, rng, size, horizon)
-    image = image.filter(ImageFilter.GaussianBlur(size * rng.uniform(0.004, 0.025)))
-    return image.resize((side, side), Image.Resampling.BILINEAR)
-
-
-def _grain(image: Image.Image, rng: np.random.Generator) -> None:
-    """Boards, tiles or a smooth sheet."""
-    kind, size, draw = rng.integers(3), image.width, ImageDraw.Draw(image)
-    step = int(size * rng.uniform(0.14, 0.3)) + 1
-    base = image.getpixel((0, 0))
-    assert isinstance(base, tuple)
-    for row in range(0, size, step):
-        for column in range(0, size, step if kind == 1 else size):
-            tone = rng.uniform(0.86, 1.1) if kind < 2 else 1.0
-            fill = tuple(min(255, int(value * tone)) for value in base)
-            draw.rectangle((column, row, column + (step if kind == 1 else size), row + step), fill)
-
-
-def _thing(draw: ImageDraw.ImageDraw, rng: np.random.Generator, size: int, horizon: int) -> None:
-    """A blurred neighbour in a product's colours, standing behind or lying about."""
-    codes = [code for scheme in _SCHEMES.values() for code in scheme]
-    wide, high = (size * rng.uniform(0.08, 0.3) for _ in range(2))
-    x = rng.uniform(-0.1, 1.0) * size
-    y = horizon + size * 0.06 - high if horizon else rng.uniform(-0.1, 1.0) * size
-    box = (x, y, x + wide, y + high)
-    if rng.random() < 0.5:
-        draw.ellipse(box, _ink(rng, codes))
-    else:
-        draw.rounded_rectangle(box, min(wide, high) * 0.2, _ink(rng, codes))
-
-
-def _ink(rng: np.random.Generator, codes: tuple[str, ...] | list[str]) -> tuple[int, int, int]:
-    r, g, b = _rgb(codes[rng.integers(len(codes))], rng, 0.025)
-    return int(r * 255), int(g * 255), int(b * 255)
-
-
-def _shadowed(
-    scene: Image.Image, alpha: Image.Image, light: Plane, flat_lay: bool, strength: float
-) -> Image.Image:
-    """The product's shadow: beside it when it lies, slanting back from its foot when it stands."""
-    side, quarter = alpha.width, alpha.width // 4
-    small = alpha.resize((quarter, quarter), Image.Resampling.BILINEAR)
-    box = small.getbbox() or (0, 0, quarter, quarter)
-    if flat_lay:
-        fall = (1, 0, float(light[0]) * quarter * 0.08, 0, 1, float(light[1]) * quarter * 0.08)
-    else:
-        shear, flat, foot = float(light[0]) * 1.1, 0.4, box[3] + 1.0
-        fall = (1, shear, -shear * foot, 0, 1 / flat, foot - foot / flat)
-    cast = small.transform(small.size, Image.Transform.AFFINE, fall, Image.Resampling.BILINEAR)
-    cast = cast.filter(ImageFilter.GaussianBlur(quarter * 0.025))
-    cast = cast.point([255 - int(value * strength) for value in range(256)])
-    grey = cast.resize((side, side), Image.Resampling.BILINEAR)
-    return ImageChops.multiply(scene, Image.merge("RGB", (grey, grey, grey)))
-
-
-def _occlude(scene: Image.Image, rng: np.random.Generator) -> None:
-    """Something out of focus in front of an edge of the picture."""
-    side = scene.width
-    reach, along = side * rng.uniform(0.12, 0.24), rng.uniform(0.1, 0.9) * side
-    box = [
-        (-reach, along - 2 * reach, reach, along + reach),
-        (along - reach, side - reach, along + reach, side + reach),
-    ]
-    mask = Image.new("L", scene.size)
-    ImageDraw.Draw(mask).ellipse(box[rng.integers(2)], fill=255)
-    mask = mask.filter(ImageFilter.GaussianBlur(side * 0.015))
-    scene.paste(_ink(rng, _TONES), mask=mask)
-
-
 def _photograph(image: Image.Image, rng: np.random.Generator) -> Image.Image:
     """Exposure, colour temperature, falling light, a soft lens and the noise of a sensor."""
     size = image.width
@@ -339,6 +235,7 @@ def _photograph(image: Image.Image, rng: np.random.Generator) -> Image.Image:
     warmth, exposure = rng.uniform(-1, 1), rng.uniform(0.85, 1.08)
     gain = exposure * np.array([1 + 0.06 * warmth, 1.0, 1 - 0.08 * warmth], np.float32)
     ramp = 1 + rng.uniform(-0.12, 0.12) * np.linspace(-1, 1, size, dtype=np.float32)[:, None]
-    noise = rng.standard_normal((size, size, 1), dtype=np.float32) * rng.uniform(0.5, 3)
+    grain = rng.uniform(0.5, 3)
+    noise = rng.standard_normal((size, size, 1), dtype=np.float32) * grain
     pixels = np.asarray(image, np.float32) * (ramp[..., None] * gain) + noise
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))

@@ -1,11 +1,11 @@
-"""A CSV of images: columns path, label and, optionally, split."""
+"""Lists of images as CSV: read as a data set, written for the indexer."""
 
 import csv
 from collections import defaultdict
 from pathlib import Path
 
 from embedder.errors import DatasetError
-from training.data.records import Split, labelled
+from training.data.records import LabelledImages, Split, labelled
 
 
 def read_table(root: Path, file: str) -> tuple[list[tuple[str, str]], dict[str, str] | None]:
@@ -31,6 +31,15 @@ def read_table(root: Path, file: str) -> tuple[list[tuple[str, str]], dict[str, 
         splits[row["path"]] = (row.get("split") or "").strip()
     records = [(row["path"], row["label"]) for _, row in rows]
     return records, splits if any(splits.values()) else None
+
+
+def write_table(path: Path, images: LabelledImages) -> None:
+    """Write a list that the indexer reads: columns key, path, class; paths relative to the root."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(("key", "path", "class"))
+        for image, label in zip(images.paths, images.labels, strict=True):
+            writer.writerow((image, image, images.class_names[label]))
 
 
 def split_by_column(root: Path, records: list[tuple[str, str]], splits: dict[str, str]) -> Split:

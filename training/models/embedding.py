@@ -66,6 +66,15 @@ class FlowInput(nn.Module):
         return self.norm * F.normalize(self.activation(features), dim=1)
 
 
+def _projection(channels: int, dim: int | None) -> nn.Module:
+    if dim is None:
+        return nn.Identity()
+    layer = nn.Linear(channels, dim)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out")
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
 class EmbeddingNet(nn.Module):
     """Trunk, pooling, projection and, under determinant regularization, the first flow.
 
@@ -78,16 +87,15 @@ class EmbeddingNet(nn.Module):
         self.normalize = Normalize(backbone.mean, backbone.std)
         self.trunk = build_trunk(model.backbone, model.weights)
         self.pool = Pool(model.pooling)
-        self.projection = nn.Linear(backbone.channels, model.dim)
-        nn.init.kaiming_normal_(self.projection.weight, mode="fan_out")
-        nn.init.zeros_(self.projection.bias)
+        self.dim = model.dim or backbone.channels
+        self.projection = _projection(backbone.channels, model.dim)
         self.flow_input: nn.Module = nn.Identity()
         self.flow: RealNVP | None = None
         if determinant is not None:
             self.flow_input = FlowInput(determinant.activation, determinant.input_norm)
             shape = determinant.flow
-            self.flow = RealNVP(model.dim, shape.layers, shape.hidden, shape.clamp)
-        self.freeze_batch_norm = model.batch_norm == "frozen"
+            self.flow = RealNVP(self.dim, shape.layers, shape.hidden, shape.clamp)
+        self.batch_norm = model.batch_norm
         self._freeze()
 
     def features(self, images: Tensor) -> Tensor:
@@ -122,10 +130,10 @@ class EmbeddingNet(nn.Module):
         return self
 
     def _freeze(self) -> None:
-        if not self.freeze_batch_norm:
+        if self.batch_norm == "train":
             return
         for module in self.trunk.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.eval()
                 for parameter in module.parameters():
-                    parameter.requires_grad_(False)
+                    parameter.requires_grad_(self.batch_norm == "frozen_statistics")

@@ -123,8 +123,9 @@ def augment(z: Tensor, labels: Tensor, eps: float, neighbours: int, same_class: 
 def local_lipschitz(flow: nn.Module, z: Tensor) -> Tensor:
     """Largest singular value of the full Jacobian of `flow` at each row of z: (B, D) to (B,).
 
-    A diagnostic by automatic differentiation; its cost grows with D^2, so use it for small D or few
-    rows. It is the exact local Lipschitz constant that the penalty bounds from above.
+    The exact local Lipschitz constant, by automatic differentiation; its cost grows with D^2, so
+    use it for small D or few rows. A diagnostic that the penalty cannot replace: R sees the
+    diagonal of each layer's Jacobian, that is volume, and not how strongly the shifts shear.
     """
 
     def transform(row: Tensor) -> Tensor:

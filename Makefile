@@ -1,0 +1,58 @@
+# Kinlens: the same few commands for people and CI. `make help` lists them.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+UV     := $(BIN)/uv
+PIP    := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-gpu demo demo-check test check format bench clean
+
+help:  ## List the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
+
+$(VENV)/.uv:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, found " + sys.version.split()[0] + "; call make with PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	@touch $@
+
+$(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
+	$(PIP) --quiet --editable '.[training]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
+	$(PIP) --quiet --editable '.[training,dev]'
+	@touch $(VENV)/.training $@
+
+install: $(VENV)/.training  ## Install everything that a user needs into .venv
+
+install-gpu: $(VENV)/.uv  ## The same with onnxruntime and FAISS for CUDA 13 in place of their CPU twins
+	-$(UV) pip uninstall --python $(BIN)/python --quiet faiss-cpu onnxruntime
+	$(PIP) --excludes docker/cpu-twins.txt --editable '.[training,gpu]'
+
+demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle] for yours
+	$(BIN)/python scripts/demo.py $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)')
+
+demo-check: $(VENV)/.training  ## The same road, ending by itself with exit 0 or 1
+	$(BIN)/python scripts/demo.py --check $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)')
+
+test: $(VENV)/.dev  ## All tests
+	$(BIN)/pytest
+
+check: $(VENV)/.dev  ## Format, lint, types, architecture
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_architecture.py
+
+format: $(VENV)/.dev  ## Mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.dev  ## Benchmarks, each with its ceiling
+	set -e; for file in benchmarks/*.py; do $(BIN)/python $$file; done
+
+clean:  ## Remove the environment and what the demo made
+	rm -rf $(VENV) .kinlens .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,277 @@
+"""The whole road, as a user would walk it: images, training, bundle, gallery, service, answers.
+
+Runs only the commands that anyone can type, and prints each. Without arguments it draws a catalogue
+of products and searches among products that the model has never seen.
+
+    make demo
+    make demo IMAGES=/my/shop                 one sub-folder per product: trains on half of them
+    make demo IMAGES=/my/photos               a flat folder: a pretrained network alone
+    make demo IMAGES=/my/photos BUNDLE=/my/bundle
+    make demo WEIGHTS=/my/mobilenet_v2.pth    where ImageNet weights cannot be downloaded
+"""
+
+import argparse
+import csv
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+WORK = Path(".kinlens/demo")
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
+MIN_RECALL = 0.75  # of the rendered products; guessing among 27 gives 0.04
+READY_S = 60
+MAX_QUERIES = 400
+
+
+class DemoError(Exception):
+    """Something that the user can mend, said in one line."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """An image to send; `product` is what the first answer should be, if that is known."""
+
+    path: Path
+    key: str | None = None
+    product: str | None = None
+
+
+def main() -> int:
+    options = _options()
+    started = time.monotonic()
+    WORK.mkdir(parents=True, exist_ok=True)
+    try:
+        if options.images is None:
+            bundle, queries = rendered_products()
+        else:
+            bundle, queries = own_images(options.images, options.bundle, options.weights)
+        port = options.port if not options.check else free_port()
+        server = serve(bundle, port)
+        try:
+            passed = ask(f"http://127.0.0.1:{port}", queries, options.images is None)
+            say(f"The whole road took {time.monotonic() - started:.0f} s.")
+            if not options.check:
+                say(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
+                server.wait()
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(timeout=30)
+    except DemoError as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    return 0 if passed else 1
+
+
+def rendered_products() -> tuple[Path, list[Query]]:
+    """Draw, train, export; index half of the views of unseen products, ask with the other half."""
+    run, bundle = WORK / "run", WORK / "bundle"
+    train("demo", run, bundle)
+    products = WORK / "products"
+    unseen = read_list(run / "test.csv")
+    gallery = [row for row in unseen if view_of(row) % 2 == 0]
+    write_list(WORK / "gallery.csv", gallery)
+    build(bundle, products, "--csv", str(WORK / "gallery.csv"))
+    asked = [row for row in unseen if view_of(row) % 2 == 1]
+    return bundle, [Query(products / row["path"], product=row["class"]) for row in asked]
+
+
+def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[Path, list[Query]]:
+    """Train on the user's classes if there are any; index everything."""
+    if not images.is_dir():
+        raise DemoError(f"IMAGES={images} is not a folder.")
+    files = [p for p in sorted(images.rglob("*")) if p.suffix.lower() in SUFFIXES]
+    if not files:
+        raise DemoError(f"IMAGES={images} holds no images ({', '.join(sorted(SUFFIXES))}).")
+    classes = {
+        p.relative_to(images).parts[0] for p in files if len(p.relative_to(images).parts) > 1
+    }
+    run = WORK / "run"
+    unseen: list[dict[str, str]] = []
+    if bundle is None and len(classes) >= 2:
+        bundle = WORK / "bundle"
+        changes = ["--set", f"data.root={images}"]
+        changes += ["--set", f"model.weights={weights}"] if weights else []
+        train("shop", run, bundle, *changes)
+        unseen = read_list(run / "test.csv")
+    elif bundle is None:
+        bundle = WORK / "bundle"
+        shutil.rmtree(bundle, ignore_errors=True)
+        chosen = ["--weights", weights] if weights else []
+        kinlens("train", "export", "--backbone", "mobilenet_v2", "--out", str(bundle), *chosen)
+    build(bundle, images)
+    if unseen:
+        return bundle, [Query(images / r["path"], r["path"], r["class"]) for r in unseen]
+    return bundle, [Query(p, p.relative_to(images).as_posix()) for p in files]
+
+
+def train(job: str, run: Path, bundle: Path, *changes: str) -> None:
+    """Fit a job into a fresh run folder and export it."""
+    for folder in (run, bundle):
+        shutil.rmtree(folder, ignore_errors=True)
+    kinlens("train", "fit", job, "--out", str(run), *changes)
+    kinlens("train", "export", str(run), "--out", str(bundle))
+
+
+def build(bundle: Path, images: Path, *source: str) -> None:
+    """Index images into a fresh gallery."""
+    shutil.rmtree(WORK / "gallery", ignore_errors=True)
+    kinlens(
+        "index", "build", str(images), *source, "--bundle", str(bundle), "--out",
+        str(WORK / "gallery"), "--name", "demo",
+    )  # fmt: skip
+
+
+def kinlens(command: str, *arguments: str) -> None:
+    """Run and print one of the three commands."""
+    print(f"\n$ kinlens-{command} {' '.join(arguments)}", flush=True)
+    code = subprocess.run([BIN / f"kinlens-{command}", *arguments], check=False).returncode
+    if code:
+        raise DemoError(f"kinlens-{command} ended with exit code {code}; its message is above.")
+
+
+def serve(bundle: Path, port: int) -> "subprocess.Popen[bytes]":
+    """Start the service and wait until it is ready."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise DemoError(f"Port {port} is in use. Stop what listens there, or pass --port.")
+    arguments = ["--bundle", str(bundle), "--gallery", f"demo={WORK / 'gallery'}"]
+    arguments += ["--port", str(port), "--log-level", "warning"]
+    print(f"\n$ kinlens-serve {' '.join(arguments)}", flush=True)
+    server = subprocess.Popen([BIN / "kinlens-serve", *arguments])
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise DemoError("kinlens-serve did not start; its message is above.")
+        try:
+            fetch(urllib.request.Request(f"http://127.0.0.1:{port}/ready"))
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+        else:
+            return server
+    server.kill()
+    raise DemoError(f"kinlens-serve was not ready after {READY_S} s.")
+
+
+def ask(url: str, queries: list[Query], rendered: bool) -> bool:
+    """Send queries over HTTP, print recall@1 and one answer; False if too few were right."""
+    step = max(len(queries) // MAX_QUERIES, 1)
+    asked = queries[::step]
+    say(f"{len(asked)} queries over HTTP ...")
+    right = 0
+    for query in asked:
+        hits = others(query, search(url, query.path, k=6)["hits"])
+        wanted = query.product or query.key
+        found = hits[:1] if query.product else search(url, query.path, k=1)["hits"]
+        right += any(wanted in (hit["key"], hit["attributes"].get("class")) for hit in found)
+    show_one(url, asked[len(asked) // 3])
+    recall = right / len(asked)
+    say(f"recall@1: {100 * recall:.1f} % ({what(asked[0])})")
+    if rendered and recall < MIN_RECALL:
+        say(f"That is below {100 * MIN_RECALL:.0f} %: something is broken.")
+        return False
+    return rendered or recall > 0
+
+
+def what(query: Query) -> str:
+    """What recall@1 means for such queries, in words."""
+    if query.product is None:
+        return "each image finds itself"
+    if query.key is None:
+        return "new views of products that the model was never trained on"
+    return "another photograph of a product that the model was never trained on"
+
+
+def others(query: Query, hits: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hits that are not the query itself."""
+    return [hit for hit in hits if hit["key"] != query.key]
+
+
+def show_one(url: str, query: Query) -> None:
+    """Print the top 5 of one query."""
+    answer = search(url, query.path, k=6)
+    say(f"top 5 for {query.path}")
+    for rank, hit in enumerate(others(query, answer["hits"])[:5], start=1):
+        print(f"  {rank}. {hit['score']:.3f}  {hit['key']}")
+    timings = "  ".join(f"{k} {v:.1f} ms" for k, v in answer["timings_ms"].items())
+    print(f"  {timings}  cached: {answer['cached']}")
+
+
+def search(url: str, image: Path, k: int) -> dict[str, Any]:
+    """POST /search with the standard library alone."""
+    boundary = uuid.uuid4().hex
+    head = f'--{boundary}\r\nContent-Disposition: form-data; name="k"\r\n\r\n{k}\r\n'
+    head += (
+        f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="query"\r\n\r\n'
+    )
+    body = head.encode() + image.read_bytes() + f"\r\n--{boundary}--\r\n".encode()
+    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    try:
+        answer: dict[str, Any] = fetch(urllib.request.Request(f"{url}/search", body, headers))
+    except urllib.error.HTTPError as error:
+        raise DemoError(f"{image}: HTTP {error.code} {error.read().decode()}") from error
+    return answer
+
+
+def fetch(request: urllib.request.Request) -> Any:
+    """The JSON that a request is answered with."""
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+
+def read_list(path: Path) -> list[dict[str, str]]:
+    """Rows of a list with the columns key, path, class."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def write_list(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write rows of a list."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, fieldnames=("key", "path", "class"))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def view_of(row: dict[str, str]) -> int:
+    """The number of a rendered view: its file name."""
+    return int(Path(row["path"]).stem)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def say(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=Path, help="a folder of your own images")
+    parser.add_argument("--bundle", type=Path, help="a model bundle to use instead of training")
+    parser.add_argument("--weights", help="ImageNet weights of mobilenet_v2, as a file")
+    parser.add_argument("--port", type=int, default=8000, help="port of the service [8000]")
+    parser.add_argument("--check", action="store_true", help="end with exit code 0 or 1")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""`create_app`: the parts of a service put together, with its middleware in a visible list."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.staticfiles import StaticFiles
+from starlette.types import Lifespan
+
+from embedder.errors import KinlensError
+from embedder.session import Embedder
+from service.api import build_router
+from service.cache import Cache
+from service.limits import FORM_BYTES, BodyLimit
+from service.middleware import RequestContext, SecurityHeaders
+from service.openapi import install_openapi
+from service.problems import from_http, from_kinlens, from_validation
+from service.resources import close_all
+from service.runtime import Runtime, build_runtime
+from service.settings import Settings
+from service.types import Gallery
+
+_UI = Path(__file__).parent / "ui"
+
+
+def create_app(
+    settings: Settings | None = None,
+    embedder: Embedder | None = None,
+    galleries: Mapping[str, Gallery] | None = None,
+    cache: Cache | None = None,
+) -> FastAPI:
+    """The service as an ASGI app. What is not given is opened as the settings say, and closed.
+
+    An `embedder` that is given keeps its own limits for images.
+
+    Raises: BundleError, GalleryError.
+    """
+    settings = settings or Settings()
+    runtime = build_runtime(settings, embedder, galleries, cache)
+    app = FastAPI(
+        title="Kinlens",
+        description="Upload an image, get the most similar items of a gallery.",
+        version=_version(),
+        docs_url=None,
+        redoc_url=None,
+        telemetry={"tracing": False},
+        lifespan=_lifespan(runtime, close_galleries=galleries is None),
+        middleware=_middleware(runtime),
+        exception_handlers={
+            KinlensError: from_kinlens,
+            RequestValidationError: from_validation,
+            HTTPException: from_http,
+        },
+    )
+    app.state.runtime = runtime
+    app.include_router(build_router(runtime))
+    _add_page(app)
+    install_openapi(app)
+    return app
+
+
+def _middleware(runtime: Runtime) -> list[Middleware]:
+    """Outermost first."""
+    settings = runtime.settings
+    return [
+        Middleware(SecurityHeaders),
+        Middleware(RequestContext, metrics=runtime.metrics),
+        Middleware(
+            BodyLimit,
+            max_bytes=settings.max_upload_bytes + FORM_BYTES,
+            timeout_s=settings.body_timeout_ms / 1e3,
+        ),
+    ]
+
+
+def _lifespan(runtime: Runtime, *, close_galleries: bool) -> Lifespan[FastAPI]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        try:
+            await runtime.start()
+            yield
+        finally:
+            await runtime.stop()
+            if close_galleries:
+                close_all(runtime.galleries.values())
+
+    return lifespan
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(_UI / "index.html")
+
+    app.mount("/ui", StaticFiles(directory=_UI))
+
+
+def _version() -> str:
+    try:
+        return version("kinlens")
+    except PackageNotFoundError:
+        return "0"

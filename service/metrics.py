@@ -1,0 +1,85 @@
+"""Prometheus metrics of one app, in a registry of its own."""
+
+from collections.abc import Callable, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+
+from service.cache import Kind, Level
+from service.types import Gallery
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Metrics:
+    """What is counted and measured; `docs/operations.md` lists every name."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "kinlens_requests",
+            "Requests answered.",
+            ["route", "method", "status"],
+            registry=self.registry,
+        )
+        self.request_seconds = Histogram(
+            "kinlens_request_seconds",
+            "Time from request to answer.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.stage_seconds = Histogram(
+            "kinlens_stage_seconds",
+            "Time in each stage of a search.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.batch_size = Histogram(
+            "kinlens_batch_size",
+            "Images in each call of the model.",
+            buckets=_BATCH_SIZES,
+            registry=self.registry,
+        )
+        self.cache_lookups = Counter(
+            "kinlens_cache_lookups",
+            "Cache lookups by where they ended.",
+            ["kind", "level"],
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "kinlens_searches_in_flight", "Searches being answered.", registry=self.registry
+        )
+
+    def observe_lookup(self, kind: Kind, level: Level) -> None:
+        """Count a cache lookup."""
+        self.cache_lookups.labels(kind, level).inc()
+
+    def observe_request(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count an answered request; `route` is the template, never the address."""
+        self.requests.labels(route, method, str(status)).inc()
+        self.request_seconds.labels(route).observe(seconds)
+
+    def describe(self, provider: str, bundle_id: str, galleries: Mapping[str, Gallery]) -> None:
+        """Publish what is being served."""
+        Info("kinlens_provider", "What runs the model.", registry=self.registry).info(
+            {"provider": provider, "bundle_id": bundle_id}
+        )
+        items = Gauge(
+            "kinlens_gallery_items",
+            "Items in a gallery.",
+            ["gallery", "version"],
+            registry=self.registry,
+        )
+        for name, gallery in galleries.items():
+            items.labels(name, gallery.version).set(gallery.size)
+
+    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Publish a value that is read whenever the metrics are."""
+        Gauge(name, text, registry=self.registry).set_function(read)
+
+    def render(self) -> bytes:
+        """All of it in the text format of Prometheus."""
+        return generate_latest(self.registry)

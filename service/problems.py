@@ -1,0 +1,170 @@
+"""Errors as RFC 9457 problem details: one table from the error tree to statuses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import structlog
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from embedder import errors
+from embedder.errors import KinlensError, OverloadedError
+
+MEDIA_TYPE = "application/problem+json"
+_INTERNAL = "Something failed inside the service. Its log has the cause under this request_id."
+_RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one class of error is shown; only a `public` message is meant for the client."""
+
+    status: int
+    title: str
+    slug: str
+    public: bool = True
+
+    @property
+    def type(self) -> str:
+        """The problem type, a URN."""
+        return f"urn:kinlens:problem:{self.slug}"
+
+
+_MODEL = Kind(503, "The model cannot answer", "model-unavailable", public=False)
+_GALLERY = Kind(503, "The gallery cannot answer", "gallery-unavailable", public=False)
+INTERNAL = Kind(500, "Internal error", "internal", public=False)
+INVALID = Kind(422, "Invalid parameter", "invalid-parameter")
+BODY_TOO_LARGE = Kind(413, "Request body too large", "body-too-large")
+BODY_TOO_SLOW = Kind(408, "Request body too slow", "body-too-slow")
+
+KINDS: dict[type[KinlensError], Kind] = {
+    errors.KinlensError: INTERNAL,
+    errors.ImageError: Kind(422, "Unusable image", "unusable-image"),
+    errors.EmptyImageError: Kind(400, "Empty image", "empty-image"),
+    errors.ImageTooManyBytesError: Kind(413, "Image has too many bytes", "image-too-many-bytes"),
+    errors.ImageTooLargeError: Kind(413, "Image has too many pixels", "image-too-large"),
+    errors.UnsupportedFormatError: Kind(415, "Unsupported image format", "unsupported-format"),
+    errors.CorruptImageError: Kind(422, "Corrupt image", "corrupt-image"),
+    errors.BundleError: _MODEL,
+    errors.BundleNotFoundError: _MODEL,
+    errors.BundleCorruptError: _MODEL,
+    errors.GoldenMismatchError: _MODEL,
+    errors.ProviderError: _MODEL,
+    errors.GalleryError: _GALLERY,
+    errors.GalleryNotFoundError: Kind(404, "Unknown gallery", "unknown-gallery"),
+    errors.GalleryCorruptError: _GALLERY,
+    errors.BundleMismatchError: _GALLERY,
+    errors.ItemNotFoundError: Kind(404, "Unknown item", "unknown-item"),
+    errors.SourceError: _GALLERY,
+    errors.SearchError: Kind(503, "The search cannot be answered", "search-unavailable"),
+    errors.InvalidParameterError: INVALID,
+    errors.OverloadedError: Kind(503, "Too busy", "overloaded"),
+    errors.DeadlineExceededError: Kind(503, "Took too long", "deadline-exceeded"),
+    errors.TrainingError: INTERNAL,
+    errors.JobError: INTERNAL,
+    errors.DatasetError: INTERNAL,
+    errors.CheckpointError: INTERNAL,
+    errors.ExportError: INTERNAL,
+}
+
+
+def kind_of(error: BaseException) -> Kind:
+    """The row of the table for an error: its own class or the nearest parent."""
+    for cls in type(error).__mro__:
+        if cls in KINDS:
+            return KINDS[cls]
+    return INTERNAL
+
+
+def problem(
+    kind: Kind,
+    detail: str,
+    *,
+    request_id: str,
+    instance: str | None = None,
+    headers: dict[str, str] | None = None,
+    **extra: Any,
+) -> JSONResponse:
+    """A problem response; `extra` are extension members."""
+    content = {"type": kind.type, "title": kind.title, "status": kind.status, "detail": detail}
+    content |= {} if instance is None else {"instance": instance}
+    content |= {"request_id": request_id, **extra}
+    return JSONResponse(content, kind.status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def request_id_of(scope: Any) -> str:
+    """The id that `RequestContext` gave to this request."""
+    return str(scope.get("state", {}).get("request_id", ""))
+
+
+async def from_kinlens(request: Request, error: Exception) -> JSONResponse:
+    """A KinlensError as a problem; the text of an internal one goes to the log only."""
+    kind = kind_of(error)
+    if not kind.public:
+        structlog.get_logger().error("internal error", exc_info=error)
+    headers = {}
+    if kind.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        wait_s = error.retry_after_s if isinstance(error, OverloadedError) else _RETRY_AFTER_S
+        headers["Retry-After"] = str(wait_s)
+    return _answer(request, kind, str(error) if kind.public else _INTERNAL, headers)
+
+
+async def from_validation(request: Request, error: Exception) -> JSONResponse:
+    """Parameters that do not fit, each named with its range."""
+    assert isinstance(error, RequestValidationError)
+    faults = [_fault(entry) for entry in error.errors()]
+    detail = " ".join(fault["message"] for fault in faults)
+    return _answer(request, INVALID, detail, errors=faults)
+
+
+async def from_http(request: Request, error: Exception) -> JSONResponse:
+    """Unknown addresses, wrong methods and malformed forms."""
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase
+    detail = str(error.detail)
+    if error.status_code == HTTPStatus.NOT_FOUND and detail == phrase:
+        detail = f"Nothing is at {request.url.path}. /openapi.json lists the addresses."
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        detail = f"{request.method} is not allowed here; use {allowed}."
+    kind = Kind(error.status_code, phrase, phrase.lower().replace(" ", "-"))
+    return _answer(request, kind, detail, dict(error.headers or {}))
+
+
+async def from_unexpected(request: Request, error: Exception) -> JSONResponse:
+    """Anything else: 500, with nothing of its inside."""
+    structlog.get_logger().error("unexpected error", exc_info=error)
+    return _answer(request, INTERNAL, _INTERNAL)
+
+
+def _answer(
+    request: Request,
+    kind: Kind,
+    detail: str,
+    headers: dict[str, str] | None = None,
+    **extra: Any,
+) -> JSONResponse:
+    return problem(
+        kind,
+        detail,
+        request_id=request_id_of(request.scope),
+        instance=request.url.path,
+        headers=headers,
+        **extra,
+    )
+
+
+def _fault(entry: Any) -> dict[str, str]:
+    location: Sequence[Any] = entry.get("loc", ())
+    name = str(location[-1]) if location else "request"
+    if entry.get("type") == "missing":
+        message = f"{name} is missing; send it as a part of a multipart/form-data body."
+    elif entry.get("type") == "out_of_range":
+        message = str(entry["msg"])
+    else:
+        message = f"{name}: {entry.get('msg')}."
+    return {"name": name, "message": message}

@@ -1,0 +1,109 @@
+"""Settings of the service: read once from KINLENS_* and the command line, then passed down."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from embedder.preprocess import ImageLimits
+
+_GALLERY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+def cpu_count() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Settings(BaseSettings):
+    """Everything that can be set; `docs/operations.md` explains each line."""
+
+    model_config = SettingsConfigDict(env_prefix="KINLENS_", frozen=True, extra="forbid")
+
+    bundle: Path | None = None
+    galleries: Annotated[tuple[str, ...], NoDecode] = ()
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    allow_cpu_fallback: bool = False
+    threads: int = Field(default=1, ge=0)
+
+    max_upload_bytes: int = Field(default=20 * 2**20, ge=1)
+    max_megapixels: float = Field(default=64.0, gt=0, le=178)
+    max_side_px: int = Field(default=16384, ge=1)
+    default_k: int = Field(default=20, ge=1)
+    max_k: int = Field(default=10_000, ge=1, le=10_000)
+
+    batch_size: int = Field(default=16, ge=1)
+    queue_size: int = Field(default=64, ge=1)
+    embed_workers: int = Field(default_factory=cpu_count, ge=1)
+    decode_workers: int = Field(default_factory=cpu_count, ge=1)
+    search_workers: int = Field(default_factory=cpu_count, ge=1)
+
+    request_timeout_ms: int = Field(default=10_000, ge=1)
+    search_timeout_ms: int = Field(default=5_000, ge=1)
+    body_timeout_ms: int = Field(default=30_000, ge=1)
+    ready_timeout_ms: int = Field(default=5_000, ge=1)
+
+    cache_max_bytes: int = Field(default=64 * 2**20, ge=0)
+    cache_max_entries: int = Field(default=10_000, ge=0)
+    redis_url: SecretStr | None = None
+    redis_timeout_ms: int = Field(default=50, ge=1)
+    redis_retry_ms: int = Field(default=1_000, ge=1)
+    redis_ttl_s: int = Field(default=86_400, ge=1)
+    redis_max_value_bytes: int = Field(default=2**20, ge=1)
+    redis_connections: int = Field(default=16, ge=1)
+
+    @field_validator("galleries", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("galleries")
+    @classmethod
+    def _names_fit_in_a_link(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            name, path = split_gallery(entry)
+            if name is not None and not _GALLERY_NAME.fullmatch(name):
+                raise ValueError(
+                    f"gallery name {name!r} does not fit in a link; use up to 64 letters, digits, "
+                    "dots, dashes and underscores"
+                )
+            if path == Path():
+                raise ValueError(f"gallery {entry!r} has no path; write NAME=PATH or PATH")
+        return value
+
+    @field_validator("redis_url")
+    @classmethod
+    def _is_a_redis_url(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not value.get_secret_value():
+            return None
+        if value is not None and not value.get_secret_value().startswith(_REDIS_SCHEMES):
+            raise ValueError(f"a Redis address starts with one of {', '.join(_REDIS_SCHEMES)}")
+        return value
+
+    @model_validator(mode="after")
+    def _default_k_fits(self) -> Self:
+        if self.default_k > self.max_k:
+            raise ValueError(f"default_k = {self.default_k} is above max_k = {self.max_k}")
+        return self
+
+    def image_limits(self) -> ImageLimits:
+        """What an upload may cost."""
+        return ImageLimits(self.max_upload_bytes, self.max_megapixels, self.max_side_px)
+
+
+def split_gallery(entry: str) -> tuple[str | None, Path]:
+    """Split `NAME=PATH` or `PATH`; without a name the gallery's own name is used."""
+    name, separator, path = entry.partition("=")
+    return (name, Path(path)) if separator else (None, Path(entry))

@@ -1,0 +1,56 @@
+"""What all tests share: a tiny model bundle, and where real data may lie."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedder.bundle import Bundle, write_bundle
+from embedder.manifest import BundleManifest, GoldenHashes
+from embedder.preprocess import preprocess
+from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
+
+
+@pytest.fixture(scope="session")
+def make_tiny_bundle(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Bundle]:
+    """A function that writes a new tiny bundle; another `seed` is another model."""
+
+    def make(seed: int = 0) -> Bundle:
+        folder = tmp_path_factory.mktemp("bundle")
+        write_tiny_onnx(folder / "source.onnx", seed)
+        images = [encoded(picture(n)) for n in range(3)]
+        inputs = np.stack([preprocess(data, TINY) for data in images])
+        manifest = BundleManifest(
+            name="tiny",
+            created_at="2026-01-01T00:00:00+00:00",
+            dim=TINY_DIM,
+            preprocessing=TINY,
+            model_sha256="",
+            golden=GoldenHashes(files={}),
+            backbone="tiny",
+        )
+        vectors = tiny_embed(inputs, seed)
+        return write_bundle(
+            folder / "tiny", manifest, folder / "source.onnx", images, inputs, vectors
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(make_tiny_bundle: Callable[..., Bundle]) -> Bundle:
+    """One tiny bundle; do not change its files."""
+    return make_tiny_bundle()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with real photographs and weights; the test is skipped where there is none."""
+    root = Path(os.environ.get("KINLENS_SHARED", Path(__file__).parents[2] / "shared"))
+    if not (root / "data" / "cars196-half").is_dir():
+        pytest.skip("real data absent: set KINLENS_SHARED to the folder that holds data/, weights/")
+    return root

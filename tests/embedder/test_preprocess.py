@@ -1,0 +1,211 @@
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from embedder import errors
+from embedder.fake import FakeEmbedder
+from embedder.manifest import Preprocessing
+from embedder.preprocess import (
+    ImageLimits,
+    central_box,
+    decode,
+    preprocess,
+    read_header,
+    resize_box,
+)
+from tests.tiny import encoded, picture
+
+SPEC = Preprocessing(resize_px=40, crop_px=32)
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"x" * 900)
+
+
+def cosine(a: bytes, b: bytes) -> float:
+    fake = FakeEmbedder(size_px=32)
+    vectors = fake.embed(np.stack([fake.preprocess(a), fake.preprocess(b)]))
+    return float(vectors[0] @ vectors[1])
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF"])
+def test_every_allowed_format_gives_the_same_picture(kind: str) -> None:
+    image = picture(1)
+    assert read_header(encoded(image, kind)).format == kind
+    assert cosine(encoded(image), encoded(image, kind)) > 0.99
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_exif_turn_is_undone(kind: str, orientation: int) -> None:
+    undo = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    image = picture(2)
+    stored = image.transpose(undo[orientation]) if orientation > 1 else image
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = encoded(stored, kind, exif=exif.tobytes())
+    assert cosine(encoded(image), turned) > 0.99
+    assert decode(turned).size == image.size
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow says what is damaged
+def test_a_damaged_exif_block_does_not_refuse_the_photograph() -> None:
+    data = encoded(picture(2), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff broken")
+    assert decode(data).size == (64, 48)
+
+
+def test_cmyk_palette_grey_and_one_bit_become_rgb() -> None:
+    image = picture(3)
+    for variant in (
+        image.convert("CMYK"),
+        image.convert("P"),
+        image.convert("LA"),
+        image.convert("1"),
+    ):
+        kind = "JPEG" if variant.mode == "CMYK" else "PNG"
+        assert decode(encoded(variant, kind)).mode == "RGB"
+    assert cosine(encoded(image), encoded(image.convert("CMYK"), "JPEG", quality=95)) > 0.99
+
+
+def test_sixteen_bit_grey_keeps_its_tones() -> None:
+    grey = picture(4).convert("L")
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    for kind in ("PNG", "TIFF"):
+        assert cosine(encoded(grey), encoded(deep, kind)) > 0.99
+
+
+def test_float_grey_in_0_to_1_keeps_its_tones() -> None:
+    grey = picture(4).convert("L")
+    values = Image.fromarray(np.asarray(grey).astype(np.float32) / 255)
+    assert cosine(encoded(grey), encoded(values, "TIFF")) > 0.99
+
+
+def test_transparency_is_laid_on_white() -> None:
+    clear = Image.new("RGBA", (32, 32), (255, 0, 0, 0))
+    assert decode(encoded(clear)).getpixel((5, 5)) == (255, 255, 255)
+    half = Image.new("RGBA", (32, 32), (255, 0, 0, 128))
+    assert decode(encoded(half)).getpixel((5, 5)) == (255, 127, 127)
+    palette = Image.new("P", (32, 32), 3)
+    assert decode(encoded(palette, "GIF", transparency=3)).getpixel((5, 5)) == (255, 255, 255)
+
+
+def test_an_animation_gives_its_first_frame() -> None:
+    first, second = Image.new("RGB", (16, 16), "red"), Image.new("RGB", (16, 16), "blue")
+    data = encoded(first, "GIF", save_all=True, append_images=[second])
+    assert decode(data).getpixel((3, 3)) == (255, 0, 0)
+
+
+def test_draft_decoding_keeps_the_embedding() -> None:
+    large = picture(5, (1600, 1200))
+    data = encoded(large, "JPEG", quality=90)
+    assert min(decode(data, min_side_px=40).size) < 200
+    assert min(decode(data, min_side_px=40).size) >= 40
+    box = central_box(large.size, SPEC)
+    full = np.asarray(resize_box(decode(data), box, 32)).transpose(2, 0, 1).astype(int)
+    assert np.abs(preprocess(data, SPEC) - full).mean() < 3
+
+
+def test_the_result_is_the_centre_of_the_resized_picture() -> None:
+    image = Image.new("RGB", (100, 50), "white")
+    image.paste("black", (30, 5, 70, 45))  # exactly the central crop of 40 px at scale 40/50
+    pixels = preprocess(encoded(image), SPEC)
+    assert pixels.shape == (3, 32, 32)
+    assert pixels.dtype == np.uint8
+    assert pixels[:, 2:-2, 2:-2].max() == 0
+    assert central_box((100, 50), SPEC) == (30, 5, 70, 45)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 500), (500, 3)])
+def test_tiny_and_elongated_images_have_a_tensor(size: tuple[int, int]) -> None:
+    assert preprocess(encoded(Image.new("RGB", size, "red")), SPEC).shape == (3, 32, 32)
+
+
+def test_no_bytes_are_refused() -> None:
+    with pytest.raises(errors.EmptyImageError, match="0 bytes"):
+        decode(b"")
+
+
+def test_too_many_bytes_are_refused_with_both_figures() -> None:
+    with pytest.raises(errors.ImageTooManyBytesError, match=r"1,001 bytes; the limit is 1,000"):
+        decode(b"x" * 1001, ImageLimits(max_bytes=1000))
+
+
+def test_text_is_not_an_image_whatever_its_name() -> None:
+    with pytest.raises(errors.UnsupportedFormatError, match="JPEG, PNG, WEBP"):
+        decode(b"this is text, renamed to photo.jpg")
+
+
+@pytest.mark.parametrize("kind", ["PPM", "ICO"])
+def test_a_format_that_is_not_allowed_is_refused(kind: str) -> None:
+    with pytest.raises(errors.UnsupportedFormatError):
+        decode(encoded(picture(1), kind))
+
+
+def test_a_header_that_claims_too_much_is_refused_before_decoding() -> None:
+    with pytest.raises(errors.ImageTooLargeError):
+        decode(png_claiming(65535, 65535))
+    with pytest.raises(errors.ImageTooLargeError, match=r"9000 x 9000 px \(81.0 MP\).*64 MP"):
+        decode(png_claiming(9000, 9000))
+    with pytest.raises(errors.ImageTooLargeError, match="20000 x 10 px"):
+        decode(png_claiming(20000, 10))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
+@pytest.mark.parametrize("part", [0.15, 0.5, 0.9])
+def test_a_truncated_file_is_refused(kind: str, part: float) -> None:
+    rng = np.random.default_rng(0)
+    noise = Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8))
+    data = encoded(noise, kind)
+    with pytest.raises(errors.CorruptImageError):
+        decode(data[: int(len(data) * part)])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow says what is damaged
+def test_random_damage_never_raises_anything_but_our_errors() -> None:
+    rng = np.random.default_rng(1)
+    for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"):
+        original = bytearray(encoded(picture(6), kind))
+        for _ in range(60):
+            damaged = bytearray(original)
+            for position in rng.integers(0, len(damaged), 6):
+                damaged[position] = rng.integers(0, 256)
+            try:
+                image = decode(bytes(damaged), min_side_px=32)
+            except errors.ImageError:
+                continue
+            assert image.mode == "RGB"
+
+
+def test_limits_beyond_the_decoder_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_megapixels = 500"):
+        ImageLimits(max_megapixels=500)
+    with pytest.raises(ValueError, match="at least 1"):
+        ImageLimits(max_bytes=0)
+
+
+def test_a_multi_picture_jpeg_is_its_first_picture() -> None:
+    first, second = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32), "blue")
+    buffer = io.BytesIO()
+    first.save(buffer, "MPO", save_all=True, append_images=[second])
+    assert read_header(buffer.getvalue()).format == "JPEG"
+    red, _, blue = decode(buffer.getvalue()).getpixel((8, 8))
+    assert red > 200
+    assert blue < 50

@@ -1,0 +1,142 @@
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import embedder.session as session_module
+from embedder.bundle import MANIFEST, MODEL, Bundle
+from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
+from embedder.fake import FakeEmbedder
+from embedder.manifest import BundleManifest
+from embedder.session import Embedder, OnnxEmbedder, SessionSettings
+from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
+
+
+def restamp(folder: Path) -> None:
+    """Make the hashes fit again, as an attacker or a careless tool would."""
+    content = json.loads((folder / MANIFEST).read_text())
+    content["model_sha256"] = hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()
+    for name in content["golden"]["files"]:
+        digest = hashlib.sha256((folder / "golden" / name).read_bytes()).hexdigest()
+        content["golden"]["files"][name] = digest
+    manifest = BundleManifest.model_validate(content).with_id()
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+
+
+@pytest.fixture
+def copy(tiny_bundle: Bundle, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_bundle.path, tmp_path / "copy"))
+
+
+@pytest.fixture(scope="module")
+def embedder(tiny_bundle: Bundle) -> OnnxEmbedder:
+    return OnnxEmbedder.open(tiny_bundle)
+
+
+def random_images(count: int) -> np.ndarray:
+    rng = np.random.default_rng(3)
+    return rng.integers(0, 256, (count, 3, TINY.crop_px, TINY.crop_px), dtype=np.uint8)
+
+
+def test_vectors_are_those_of_the_model(embedder: OnnxEmbedder) -> None:
+    images = random_images(5)
+    vectors = embedder.embed(images)
+    np.testing.assert_allclose(vectors, tiny_embed(images), atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert vectors.dtype == np.float32
+    assert embedder.dim == TINY_DIM
+
+
+def test_a_batch_of_33_equals_33_singles(embedder: OnnxEmbedder) -> None:
+    images = random_images(33)
+    singles = np.concatenate([embedder.embed(images[n : n + 1]) for n in range(33)])
+    np.testing.assert_allclose(embedder.embed(images), singles, atol=1e-6)
+
+
+def test_more_images_than_one_run_takes_keep_their_order(embedder: OnnxEmbedder) -> None:
+    images = random_images(150)
+    np.testing.assert_allclose(
+        embedder.embed(images)[149], embedder.embed(images[149:])[0], atol=1e-6
+    )
+
+
+def test_the_provider_is_reported(embedder: OnnxEmbedder) -> None:
+    assert embedder.provider == "CPUExecutionProvider"
+
+
+def test_cuda_asked_for_and_absent_is_refused(tiny_bundle: Bundle) -> None:
+    with pytest.raises(ProviderError, match="Asked for CUDAExecutionProvider"):
+        OnnxEmbedder.open(tiny_bundle, SessionSettings(device="cuda"))
+
+
+def test_cuda_asked_for_may_fall_back_when_allowed(tiny_bundle: Bundle) -> None:
+    allowed = SessionSettings(device="cuda", allow_cpu_fallback=True)
+    assert OnnxEmbedder.open(tiny_bundle, allowed).provider == "CPUExecutionProvider"
+
+
+def test_a_session_that_falls_back_in_silence_is_found(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    real = session_module.ort.InferenceSession
+
+    def silent(model: Path, options: object, providers: list[str]) -> object:
+        assert providers[0] == "CUDAExecutionProvider"
+        return real(model, options, providers=providers[1:])
+
+    monkeypatch.setattr(session_module.ort, "get_available_providers", lambda: listed)
+    monkeypatch.setattr(session_module.ort, "InferenceSession", silent)
+    with pytest.raises(ProviderError, match="would run on CPUExecutionProvider"):
+        OnnxEmbedder.open(tiny_bundle, SessionSettings(device="cuda"))
+
+
+def test_another_model_under_right_hashes_fails_its_golden_vectors(copy: Path) -> None:
+    write_tiny_onnx(copy / MODEL, seed=9)
+    restamp(copy)
+    with pytest.raises(GoldenMismatchError, match="golden vectors: cosine"):
+        OnnxEmbedder.open(copy)
+
+
+def test_another_preprocessing_fails_its_golden_inputs(copy: Path) -> None:
+    (copy / "golden" / "001.img").write_bytes(encoded(picture(99)))
+    restamp(copy)
+    with pytest.raises(GoldenMismatchError, match="grey levels"):
+        OnnxEmbedder.open(copy)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", None])
+def test_a_corrupt_onnx_file_is_refused(copy: Path, content: bytes | None) -> None:
+    whole = (copy / MODEL).read_bytes()
+    (copy / MODEL).write_bytes(whole[: len(whole) // 2] if content is None else content)
+    restamp(copy)
+    with pytest.raises(BundleCorruptError, match="cannot be loaded"):
+        OnnxEmbedder.open(copy)
+
+
+def test_vectors_that_are_not_finite_are_refused(embedder: OnnxEmbedder) -> None:
+    # Constant mid-grey has no tiny model direction: 127.5 is not reachable, so force a zero vector.
+    class Broken:
+        def run(self, *_: object) -> list[np.ndarray]:
+            return [np.full((1, TINY_DIM), np.nan, dtype=np.float32)]
+
+    broken = OnnxEmbedder.__new__(OnnxEmbedder)
+    broken.__dict__ |= embedder.__dict__ | {"_session": Broken()}
+    with pytest.raises(BundleError, match="not finite"):
+        broken.embed(random_images(1))
+
+
+def test_known_images_embed_to_the_golden_vectors(embedder: OnnxEmbedder) -> None:
+    images = np.stack([embedder.preprocess(data) for data in embedder.known_images()])
+    np.testing.assert_allclose(embedder.embed(images), embedder.bundle.golden_vectors(), atol=1e-5)
+
+
+def test_the_fake_has_the_calls_of_the_real_one(embedder: OnnxEmbedder) -> None:
+    both: list[Embedder] = [embedder, FakeEmbedder()]
+    for one in both:
+        vectors = one.embed(np.stack([one.preprocess(data) for data in one.known_images()]))
+        assert vectors.shape == (len(one.known_images()), one.dim)
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+        assert one.provider.endswith("Provider")

@@ -1,0 +1,87 @@
+"""A small shop of pictures and a gallery of it."""
+
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedder.fake import FakeEmbedder
+from embedder.types import Images
+from indexer.build import BuildReport, build_gallery
+from indexer.images import folder_source
+from tests.tiny import encoded, picture
+
+PICTURES = {
+    "cup/a.png": ("PNG", 1),
+    "cup/b.jpg": ("JPEG", 2),
+    "hat/c.webp": ("WEBP", 3),
+    "hat/d.bmp": ("BMP", 4),
+    "hat/e.tiff": ("TIFF", 5),
+    "f.gif": ("GIF", 6),
+}
+
+
+class CountingEmbedder(FakeEmbedder):
+    """Counts the images that it embeds."""
+
+    def __init__(self, bundle_id: str = "b" * 64) -> None:
+        super().__init__(bundle_id=bundle_id)
+        self.batches: list[int] = []
+
+    def embed(self, images: Images) -> np.ndarray:
+        self.batches.append(len(images))
+        return super().embed(images)
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """Six pictures of six formats in two sub-folders and the root."""
+    root = tmp_path / "shop"
+    for name, (kind, seed) in PICTURES.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(picture(seed), kind))
+    return root
+
+
+@pytest.fixture
+def embedder() -> CountingEmbedder:
+    return CountingEmbedder()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where the gallery of the shop goes."""
+    return tmp_path / "gallery"
+
+
+@pytest.fixture
+def build(shop: Path, embedder: CountingEmbedder, out: Path) -> Callable[[], BuildReport]:
+    """Index whatever is in the shop now."""
+    return lambda: build_gallery(folder_source(shop), embedder, out)
+
+
+@pytest.fixture
+def built(build: Callable[[], BuildReport], out: Path) -> Path:
+    """The gallery of the shop."""
+    build()
+    return out
+
+
+def query(embedder: FakeEmbedder, file: Path) -> np.ndarray:
+    """The vector (1, D) of an image file."""
+    return FakeEmbedder.embed(embedder, embedder.preprocess(file.read_bytes())[None])
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file may grow beyond `limit` bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

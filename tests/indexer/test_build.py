@@ -1,0 +1,337 @@
+"""Building: counts, failures that are not fatal, and galleries that survive any crash."""
+
+import itertools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import indexer.layout
+import indexer.version
+from embedder.errors import GalleryError, InvalidParameterError, SourceError
+from embedder.fake import FakeEmbedder
+from indexer.build import BuildReport, BuildSettings, build_gallery, estimated_index_mb
+from indexer.embed import EmbedSettings
+from indexer.faiss_engine import FaissStore
+from indexer.gallery import Gallery
+from indexer.images import csv_source, folder_source
+from tests.indexer.conftest import PICTURES, CountingEmbedder, query, small_files
+from tests.tiny import encoded, picture
+
+Build = Callable[[], BuildReport]
+
+
+def keys(path: Path, embedder: FakeEmbedder, image: Path) -> list[str]:
+    """The answer of a gallery to one image."""
+    gallery = Gallery.open(path)
+    try:
+        return [hit.key for hit in gallery.search(query(embedder, image), 100)[0]]
+    finally:
+        gallery.close()
+
+
+def test_every_readable_image_is_indexed_and_the_report_adds_up(
+    build: Build, shop: Path, out: Path, embedder: CountingEmbedder
+) -> None:
+    (shop / "copy.gif").write_bytes((shop / "f.gif").read_bytes())
+    (shop / "text.jpg").write_text("not an image")
+    report = build()
+    assert (report.found, report.indexed, report.embedded) == (8, 7, 6)
+    assert (report.reused, report.duplicates) == (0, 1)
+    assert [failure.key for failure in report.failures] == ["text.jpg"]
+    written = json.loads((out / "versions" / report.version[:12] / "report.json").read_text())
+    assert written == json.loads(report.model_dump_json(exclude={"version"}))
+    for name in PICTURES:
+        assert keys(out, embedder, shop / name)[0] in {name, "copy.gif"}
+
+
+def test_attributes_reach_the_answers(shop: Path, out: Path, embedder: CountingEmbedder) -> None:
+    rows = 'key,path,note\nÄ1,f.gif,"a, ""b"" \u2028 👟"\nB2,cup/a.png,\n'
+    (shop / "list.csv").write_text(rows, encoding="utf-8")
+    build_gallery(csv_source(shop / "list.csv"), embedder, out)
+    gallery = Gallery.open(out)
+    best = gallery.search(query(embedder, shop / "f.gif"), 1)[0][0]
+    gallery.close()
+    assert (best.key, best.attributes) == ("Ä1", {"note": 'a, "b" \u2028 👟'})
+
+
+def test_item_numbers_do_not_depend_on_threads_or_batches(
+    shop: Path, tmp_path: Path, embedder: CountingEmbedder
+) -> None:
+    numbers = []
+    for workers, batch_size in ((1, 100), (4, 1)):
+        out = tmp_path / f"gallery-{workers}"
+        settings = BuildSettings(embed=EmbedSettings(batch_size, workers))
+        build_gallery(folder_source(shop), embedder, out, settings)
+        gallery = Gallery.open(out)
+        numbers.append([(item.id, item.key) for item in gallery.items()])
+        gallery.close()
+    assert numbers[0] == numbers[1] == list(enumerate(sorted(PICTURES)))
+
+
+def test_the_name_is_given_or_that_of_the_folder(
+    shop: Path, tmp_path: Path, embedder: CountingEmbedder
+) -> None:
+    out = tmp_path / "my shop (2)"
+    for name, expected in ((None, "my-shop-2"), ("shop.v2", "shop.v2")):
+        build_gallery(folder_source(shop), embedder, out, BuildSettings(name))
+        gallery = Gallery.open(out)
+        assert gallery.name == expected
+        gallery.close()
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", ".hidden", "ä", "x" * 65, "a b"])
+def test_a_name_that_cannot_stand_in_an_address_is_refused(
+    shop: Path, out: Path, embedder: CountingEmbedder, name: str
+) -> None:
+    with pytest.raises(InvalidParameterError, match=r"cannot stand in an address.*--name"):
+        build_gallery(folder_source(shop), embedder, out, BuildSettings(name))
+    assert not out.exists()
+
+
+def test_a_source_without_one_readable_image_is_refused_and_changes_nothing(
+    built: Path, shop: Path, embedder: CountingEmbedder, tmp_path: Path
+) -> None:
+    before = Gallery.open(built).version
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    for number in range(5):
+        (bad / f"{number}.jpg").write_text("not an image")
+    with pytest.raises(SourceError, match=r"None of the 5 images .* 0\.jpg: The content is not"):
+        build_gallery(folder_source(bad), embedder, built)
+    assert Gallery.open(built).version == before
+
+
+def test_a_new_build_replaces_the_version_and_removes_the_work_file(
+    built: Path, build: Build, shop: Path
+) -> None:
+    before = Gallery.open(built).version
+    (shop / "new.png").write_bytes(encoded(picture(99)))
+    report = build()
+    after = Gallery.open(built)
+    assert after.version == report.version != before
+    assert after.size == 7
+    assert sorted(entry.name for entry in built.iterdir()) == ["CURRENT", "LOCK", "versions"]
+    assert len(list((built / "versions").iterdir())) == 2
+
+
+def test_vectors_of_another_bundle_are_never_reused(
+    shop: Path, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder_source(shop)
+    monkeypatch.setattr(indexer.version, "write_catalog", failing)
+    with pytest.raises(GalleryError, match="No space left"):
+        build_gallery(source, embedder, out)
+    monkeypatch.undo()
+    other = CountingEmbedder(bundle_id="c" * 64)
+    report = build_gallery(source, other, out)
+    assert (report.embedded, report.reused) == (6, 0)
+    assert Gallery.open(out, expected_bundle_id="c" * 64).size == 6
+
+
+def failing(*arguments: object, **options: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+STEPS = [
+    (indexer.version, "write_catalog"),
+    (FaissStore, "save"),
+    (Path, "write_text"),
+    (Path, "rename"),
+    (Path, "replace"),
+    (indexer.layout.os, "fsync"),
+]
+
+
+class Faults:
+    """Counts the steps of a publication and fails in one of them, before or after it is done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail_at: int, after: bool) -> None:
+        self.count = 0
+        self.replaced = False
+        for owner, name in STEPS:
+            monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name), fail_at, after))
+
+    def _wrapped(self, step: Callable[..., object], fail_at: int, after: bool) -> object:
+        def wrapped(*arguments: object, **options: object) -> object:
+            self.count += 1
+            if self.count == fail_at and not after:
+                failing()
+            result = step(*arguments, **options)
+            self.replaced |= step.__name__ == "replace"
+            if self.count == fail_at and after:
+                failing()
+            return result
+
+        return wrapped
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_failure_in_any_step_leaves_the_old_or_the_new_gallery(
+    shop: Path, tmp_path: Path, after: bool
+) -> None:
+    embedder = CountingEmbedder()
+    old = tmp_path / "old"
+    build_gallery(folder_source(shop), embedder, old)
+    before = Gallery.open(old).version
+    new_image = shop / "new.png"
+    new_image.write_bytes(encoded(picture(99)))
+    failed: list[str] = []
+    for step in itertools.count(1):
+        out = tmp_path / f"gallery-{step}"
+        shutil.copytree(old, out)
+        embedder.batches.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            faults = Faults(patch, step, after)
+            try:
+                build_gallery(folder_source(shop), embedder, out)
+                break
+            except GalleryError as error:
+                failed.append(str(error))
+        assert (Gallery.open(out).version != before) == faults.replaced
+        assert ("new.png" in keys(out, embedder, new_image)) == faults.replaced
+        report = build_gallery(folder_source(shop), embedder, out)
+        assert (report.embedded, report.reused, sum(embedder.batches)) == (0, 7, 7)
+        assert keys(out, embedder, new_image)[0] == "new.png"
+        assert not list((out / "versions").glob(".stage-*"))
+    assert len(failed) == faults.count >= 14
+    assert all("No space left on device" in m and "work is kept" in m for m in failed)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import indexer.layout, os
+from embedder.fake import FakeEmbedder
+from indexer.build import BuildSettings, build_gallery
+from indexer.embed import EmbedSettings
+from indexer.images import folder_source
+
+shop, out, die_at = sys.argv[1:]
+done = 0
+def progress(count):
+    global done
+    done += count
+    print(done, flush=True)
+
+if die_at != "embedding":
+    step = getattr(Path, die_at)
+    def dying(self, target):
+        step(self, target)
+        os._exit(9)
+    setattr(Path, die_at, dying)
+delay_s = 0.02 if die_at == "embedding" else 0
+settings = BuildSettings(embed=EmbedSettings(batch_size=1, workers=2))
+embedder = FakeEmbedder(bundle_id="b" * 64, delay_s=delay_s)
+build_gallery(folder_source(shop), embedder, out, settings, progress)
+"""
+
+
+def child(shop: Path, out: Path, die_at: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(shop), str(out), die_at],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(indexer.layout.__file__).parents[1],
+    )
+
+
+def test_a_killed_build_leaves_the_gallery_intact_and_continues_where_it_stopped(
+    built: Path, shop: Path, embedder: CountingEmbedder
+) -> None:
+    before = Gallery.open(built).version
+    for number in range(200):
+        (shop / f"{number:03d}.png").write_bytes(encoded(picture(100 + number)))
+    embedder.batches.clear()
+    with child(shop, built, "embedding") as process:
+        assert process.stdout is not None
+        done = next(int(line) for line in process.stdout if int(line) >= 20)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert Gallery.open(built).version == before
+    report = build_gallery(folder_source(shop), embedder, built)
+    assert report.reused >= done
+    assert report.reused + report.embedded == 206
+    assert sum(embedder.batches) == report.embedded > 0
+    assert Gallery.open(built).size == 206
+
+
+@pytest.mark.parametrize("die_at", ["rename", "replace"])
+def test_a_build_that_dies_while_publishing_leaves_a_whole_gallery(
+    built: Path, shop: Path, embedder: CountingEmbedder, die_at: str
+) -> None:
+    (shop / "new.png").write_bytes(encoded(picture(99)))
+    with child(shop, built, die_at) as process:
+        process.communicate()
+    assert process.returncode == 9
+    assert Gallery.open(built).size == (7 if die_at == "replace" else 6)
+    report = build_gallery(folder_source(shop), embedder, built)
+    assert (report.embedded, report.reused) == (0, 7)
+    assert Gallery.open(built).size == 7
+    assert len(list((built / "versions").iterdir())) == 2
+
+
+def test_a_second_build_at_the_same_time_is_refused(built: Path, build: Build, shop: Path) -> None:
+    refused: list[str] = []
+
+    def second_build(count: int) -> None:
+        with pytest.raises(GalleryError) as caught:
+            build()
+        refused.append(str(caught.value))
+
+    build_gallery(folder_source(shop), FakeEmbedder(), built, on_progress=second_build)
+    assert len(refused) == 1
+    assert "Another build" in refused[0]
+    assert Gallery.open(built).bundle_id == "fake"
+
+
+def test_a_full_disk_is_a_clear_message_and_the_old_gallery_stays(
+    built: Path, build: Build, shop: Path
+) -> None:
+    before = Gallery.open(built).version
+    (shop / "new.png").write_bytes(encoded(picture(99)))
+    with (
+        small_files(300),
+        pytest.raises(GalleryError, match=r"Cannot write .*Check the free space"),
+    ):
+        build()
+    assert Gallery.open(built).version == before
+    assert build().indexed == 7
+
+
+def test_too_little_free_space_is_said_before_the_work(
+    build: Build, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")(10, 10, 100)
+    monkeypatch.setattr("indexer.build.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(GalleryError, match=r"needs about .* MB in .*are free.*--out"):
+        build()
+    assert embedder.batches == []
+
+
+def test_an_error_of_the_progress_display_is_not_taken_for_a_full_disk(
+    shop: Path, out: Path, embedder: CountingEmbedder
+) -> None:
+    def broken(count: int) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        build_gallery(folder_source(shop), embedder, out, on_progress=broken)
+
+
+def test_a_place_that_cannot_be_written_is_named(shop: Path, embedder: CountingEmbedder) -> None:
+    with pytest.raises(GalleryError, match=r"Cannot write the gallery .*Not a directory"):
+        build_gallery(folder_source(shop), embedder, shop / "f.gif" / "gallery")
+
+
+def test_the_estimate_is_the_size_of_the_index(built: Path, embedder: CountingEmbedder) -> None:
+    [version] = (built / "versions").iterdir()
+    size_mb = (version / "index.faiss").stat().st_size / 1e6
+    assert estimated_index_mb(6, embedder.dim) == pytest.approx(size_mb, abs=0.0002)
+    assert estimated_index_mb(1_000_000, 512) == 2056.0

@@ -1,0 +1,346 @@
+"""A published gallery: right answers, safe images, and refusal of whatever does not fit."""
+
+import io
+import json
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from embedder.bundle import sha256_of
+from embedder.errors import (
+    BundleMismatchError,
+    GalleryCorruptError,
+    GalleryNotFoundError,
+    InvalidParameterError,
+    ItemNotFoundError,
+)
+from indexer.build import BuildReport
+from indexer.gallery import Gallery
+from indexer.manifest import GalleryManifest
+from tests.indexer.conftest import PICTURES, CountingEmbedder, query
+from tests.tiny import encoded, picture
+
+
+def version_of(path: Path) -> Path:
+    return path / "versions" / (path / "CURRENT").read_text().strip()
+
+
+def number_of(gallery: Gallery, key: str) -> int:
+    return next(item.id for item in gallery.items() if item.key == key)
+
+
+def restamp(path: Path, without: str | None = None) -> None:
+    """Give a tampered version a manifest whose hashes and version fit again."""
+    version = version_of(path)
+    manifest = GalleryManifest.model_validate_json((version / "manifest.json").read_text())
+    files = {name: sha256_of(version / name) for name in manifest.files if name != without}
+    manifest = manifest.model_copy(update={"files": files}).with_version()
+    (version / "manifest.json").write_text(manifest.model_dump_json())
+    version.rename(version.with_name(manifest.version[:12]))
+    (path / "CURRENT").write_text(manifest.version[:12])
+
+
+def test_each_image_finds_itself_first_with_score_one(
+    built: Path, shop: Path, embedder: CountingEmbedder
+) -> None:
+    gallery = Gallery.open(built, expected_bundle_id=embedder.bundle_id)
+    for key in PICTURES:
+        hits = gallery.search(query(embedder, shop / key), 3)[0]
+        assert hits[0].key == key
+        assert hits[0].score == pytest.approx(1, abs=1e-5)
+        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+    gallery.close()
+
+
+def test_a_gallery_tells_what_it_is(built: Path, embedder: CountingEmbedder) -> None:
+    gallery = Gallery.open(built)
+    assert (gallery.name, gallery.size, gallery.dim) == ("gallery", 6, 32)
+    assert gallery.bundle_id == embedder.bundle_id
+    assert len(gallery.version) == 64
+    assert gallery.created_at.endswith("+00:00")
+    gallery.close()
+
+
+def test_several_queries_are_answered_as_one_by_one(
+    built: Path, shop: Path, embedder: CountingEmbedder
+) -> None:
+    gallery = Gallery.open(built)
+    queries = np.concatenate([query(embedder, shop / key) for key in PICTURES])
+    together = gallery.search(queries, 4)
+    assert together == [gallery.search(row[None], 4)[0] for row in queries]
+    assert gallery.search(queries[:0], 4) == []
+    gallery.close()
+
+
+def test_k_may_exceed_the_size(built: Path, shop: Path, embedder: CountingEmbedder) -> None:
+    gallery = Gallery.open(built)
+    hits = gallery.search(query(embedder, shop / "f.gif"), 10_000)[0]
+    assert sorted(hit.id for hit in hits) == [0, 1, 2, 3, 4, 5]
+    gallery.close()
+
+
+def test_identical_images_come_in_the_order_of_their_numbers(
+    shop: Path, build: Callable[[], BuildReport], out: Path, embedder: CountingEmbedder
+) -> None:
+    for number in (3, 1, 2):
+        (shop / f"z{number}.gif").write_bytes((shop / "f.gif").read_bytes())
+    build()
+    gallery = Gallery.open(out)
+    for k in (1, 2, 3, 4, 9):
+        hits = gallery.search(query(embedder, shop / "f.gif"), k)[0]
+        assert [hit.key for hit in hits[:4]] == ["f.gif", "z1.gif", "z2.gif", "z3.gif"][:k]
+    gallery.close()
+
+
+def test_min_score_keeps_exactly_the_hits_that_reach_it(
+    built: Path, shop: Path, embedder: CountingEmbedder
+) -> None:
+    gallery = Gallery.open(built)
+    vector = query(embedder, shop / "f.gif")
+    every = gallery.search(vector, 6)[0]
+    for hit in every:
+        kept = gallery.search(vector, 6, min_score=max(hit.score, -1.0))[0]
+        assert kept == [other for other in every if other.score >= hit.score]
+    assert gallery.search(-vector, 6, min_score=1.0) == [[]]
+    gallery.close()
+
+
+@pytest.mark.parametrize("min_score", [-1.1, 1.1, float("nan"), float("inf")])
+def test_a_min_score_outside_its_range_is_refused(built: Path, min_score: float) -> None:
+    gallery = Gallery.open(built)
+    with pytest.raises(InvalidParameterError, match=r"min_score = .* is outside -1\.\.1"):
+        gallery.search(np.ones((1, 32), np.float32), 1, min_score)
+    gallery.close()
+
+
+def test_a_query_of_another_dimension_is_refused(built: Path) -> None:
+    gallery = Gallery.open(built)
+    with pytest.raises(InvalidParameterError, match="dimension 32"):
+        gallery.search(np.ones((1, 31), np.float32), 1)
+    gallery.close()
+
+
+def test_threads_search_and_read_images_at_once(
+    built: Path, shop: Path, embedder: CountingEmbedder
+) -> None:
+    gallery = Gallery.open(built)
+    vectors = {key: query(embedder, shop / key) for key in PICTURES}
+
+    def check(key: str) -> bool:
+        hit = gallery.search(vectors[key], 2)[0][0]
+        return hit.key == key and len(gallery.image(hit.id).data) > 0
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(check, list(PICTURES) * 20))
+    gallery.close()
+
+
+def test_images_come_as_the_bytes_that_were_indexed(built: Path, shop: Path) -> None:
+    gallery = Gallery.open(built)
+    types = {
+        "cup/a.png": "image/png",
+        "cup/b.jpg": "image/jpeg",
+        "hat/c.webp": "image/webp",
+        "f.gif": "image/gif",
+    }
+    for key, media_type in types.items():
+        image = gallery.image(number_of(gallery, key))
+        assert image.data == (shop / key).read_bytes()
+        assert image.media_type == media_type
+    gallery.close()
+
+
+@pytest.mark.parametrize("key", ["hat/d.bmp", "hat/e.tiff"])
+def test_what_browsers_do_not_show_becomes_a_jpeg(built: Path, shop: Path, key: str) -> None:
+    gallery = Gallery.open(built)
+    image = gallery.image(number_of(gallery, key))
+    assert image.media_type == "image/jpeg"
+    shown, original = Image.open(io.BytesIO(image.data)), Image.open(shop / key)
+    assert shown.format == "JPEG"
+    assert shown.size == original.size
+    assert np.abs(np.asarray(shown, np.int16) - np.asarray(original, np.int16)).mean() < 5
+    gallery.close()
+
+
+@pytest.mark.parametrize("number", [-1, 6, 2**63, 10**30])
+def test_an_unknown_number_is_refused(built: Path, number: int) -> None:
+    gallery = Gallery.open(built)
+    with pytest.raises(ItemNotFoundError, match=rf"no item {number}\."):
+        gallery.image(number)
+    gallery.close()
+
+
+def test_a_file_that_is_gone_or_changed_is_not_served_and_others_are(
+    built: Path, shop: Path
+) -> None:
+    gallery = Gallery.open(built)
+    (shop / "f.gif").unlink()
+    (shop / "cup" / "a.png").write_bytes(encoded(picture(77)))
+    for key in ("f.gif", "cup/a.png"):
+        with pytest.raises(ItemNotFoundError, match="the file is gone or was changed"):
+            gallery.image(number_of(gallery, key))
+    assert gallery.image(number_of(gallery, "cup/b.jpg")).data
+    gallery.close()
+
+
+def test_a_file_replaced_by_a_link_out_of_the_root_is_not_served(
+    built: Path, shop: Path, tmp_path: Path
+) -> None:
+    gallery = Gallery.open(built)
+    (shop / "f.gif").rename(tmp_path / "moved.gif")
+    (shop / "f.gif").symlink_to(tmp_path / "moved.gif")
+    with pytest.raises(ItemNotFoundError):
+        gallery.image(number_of(gallery, "f.gif"))
+    gallery.close()
+
+
+def test_images_may_have_moved_to_another_root(built: Path, shop: Path, tmp_path: Path) -> None:
+    shop.rename(tmp_path / "moved")
+    gallery = Gallery.open(built, image_root=tmp_path / "moved")
+    assert gallery.image(0).data == (tmp_path / "moved" / "cup" / "a.png").read_bytes()
+    gallery.close()
+
+
+def test_a_gallery_of_another_bundle_is_refused_by_both_ids(built: Path) -> None:
+    with pytest.raises(BundleMismatchError) as caught:
+        Gallery.open(built, expected_bundle_id="c" * 64)
+    message = str(caught.value)
+    assert "b" * 12 in message
+    assert "c" * 12 in message
+    assert "b" * 13 not in message
+    assert "kinlens-index build" in message
+    assert "--bundle" in message
+
+
+def test_a_missing_gallery_is_told_from_a_damaged_one(built: Path, tmp_path: Path) -> None:
+    with pytest.raises(GalleryNotFoundError, match="No gallery at"):
+        Gallery.open(tmp_path / "none")
+    (version_of(built) / "manifest.json").unlink()
+    with pytest.raises(GalleryCorruptError, match=r"manifest\.json is not a gallery manifest"):
+        Gallery.open(built)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "other"}, "does not match its version"),
+        ({"bundle_id": "c" * 64}, "does not match its version"),
+        ({"source_root": "/etc"}, "does not match its version"),
+        ({"colour": "red"}, "colour: Extra inputs are not permitted"),
+        ({"schema_version": 2}, "schema_version: Input should be 1"),
+        ({"size": "many"}, "size: Input should be a valid integer"),
+    ],
+)
+def test_an_edited_manifest_is_refused(
+    built: Path, change: dict[str, object], message: str
+) -> None:
+    path = version_of(built) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(GalleryCorruptError, match=f"{message}.*Build the gallery again"):
+        Gallery.open(built)
+
+
+def test_a_manifest_that_is_no_json_is_refused(built: Path) -> None:
+    (version_of(built) / "manifest.json").write_bytes(b"\xff{")
+    with pytest.raises(GalleryCorruptError, match="is not a gallery manifest"):
+        Gallery.open(built)
+
+
+@pytest.mark.parametrize("name", ["catalog.sqlite", "index.faiss", "report.json"])
+def test_a_missing_truncated_or_changed_file_is_named(built: Path, name: str) -> None:
+    path = version_of(built) / name
+    data = path.read_bytes()
+    for damaged in (data[:-1], data[:-1] + bytes([data[-1] ^ 1]), b""):
+        path.write_bytes(damaged)
+        with pytest.raises(GalleryCorruptError, match=rf"{name} has sha256 .* manifest says"):
+            Gallery.open(built)
+    path.unlink()
+    with pytest.raises(GalleryCorruptError, match=f"{name} is missing"):
+        Gallery.open(built)
+    path.write_bytes(data)
+    Gallery.open(built).close()
+
+
+def test_damage_is_noticed_even_without_hashes(built: Path) -> None:
+    for name in ("index.faiss", "catalog.sqlite"):
+        path = version_of(built) / name
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(GalleryCorruptError, match="Build the gallery again"):
+            Gallery.open(built, verify_hashes=False)
+        path.write_bytes(data)
+
+
+def test_the_index_is_hashed_before_faiss_reads_it(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.version.FaissStore.load", lambda path: pytest.fail("was read"))
+    (version_of(built) / "index.faiss").write_bytes(b"evil")
+    with pytest.raises(GalleryCorruptError, match=r"index\.faiss has sha256"):
+        Gallery.open(built)
+
+
+def test_a_manifest_that_leaves_out_a_hash_is_refused(built: Path) -> None:
+    restamp(built, without="index.faiss")
+    with pytest.raises(GalleryCorruptError, match=r"index\.faiss has sha256 .*says no hash"):
+        Gallery.open(built)
+
+
+def test_a_catalogue_that_does_not_fit_the_index_is_refused(built: Path) -> None:
+    connection = sqlite3.connect(version_of(built) / "catalog.sqlite")
+    with connection:
+        connection.execute("DELETE FROM items WHERE id = 0")
+    connection.close()
+    restamp(built)
+    with pytest.raises(GalleryCorruptError, match="5 items in the catalogue, 6 vectors"):
+        Gallery.open(built)
+
+
+def test_a_catalogue_with_other_numbers_than_the_index_is_noticed_when_searching(
+    built: Path, shop: Path, embedder: CountingEmbedder
+) -> None:
+    connection = sqlite3.connect(version_of(built) / "catalog.sqlite")
+    with connection:
+        connection.execute("UPDATE items SET id = 99 WHERE id = 0")
+    connection.close()
+    restamp(built)
+    gallery = Gallery.open(built)
+    with pytest.raises(GalleryCorruptError, match=r"Item 0 .* not in the catalogue"):
+        gallery.search(query(embedder, shop / "f.gif"), 6)
+    gallery.close()
+
+
+def test_an_open_gallery_answers_while_newer_ones_are_published(
+    built: Path, shop: Path, build: Callable[[], BuildReport], embedder: CountingEmbedder
+) -> None:
+    gallery = Gallery.open(built)
+    version = version_of(built)
+    for number in range(3):
+        (shop / f"new{number}.png").write_bytes(encoded(picture(90 + number)))
+        build()
+    with ThreadPoolExecutor(1) as pool:  # a thread that has no connection yet
+        hits = pool.submit(gallery.search, query(embedder, shop / "f.gif"), 100).result()[0]
+    assert (hits[0].key, len(hits)) == ("f.gif", 6)
+    assert version.exists()
+    gallery.close()
+    build()
+    assert not version.exists()
+
+
+def test_closing_leaves_no_descriptor_open_and_neither_does_a_failed_opening(
+    built: Path,
+) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    Gallery.open(built).close()
+    before = descriptors()
+    Gallery.open(built).close()
+    with pytest.raises(BundleMismatchError):
+        Gallery.open(built, expected_bundle_id="c" * 64)
+    assert descriptors() == before

@@ -1,0 +1,125 @@
+"""The folder of a gallery: one builder, one current version, nothing half done."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from embedder.errors import GalleryCorruptError, GalleryError, GalleryNotFoundError
+from indexer.layout import GalleryFolder, disk_errors_explained, hold
+
+VERSIONS = [digit * 64 for digit in "abcd"]
+
+
+def publish(folder: GalleryFolder, version: str) -> Path:
+    with folder.locked(), folder.stage() as stage:
+        (stage / "data").write_text(version)
+        return folder.publish(stage, version)
+
+
+def names(out: Path) -> list[str]:
+    return sorted(entry.name for entry in (out / "versions").iterdir())
+
+
+def test_what_was_published_is_current(out: Path) -> None:
+    folder = GalleryFolder(out)
+    for version in VERSIONS[:2]:
+        publish(folder, version)
+        assert folder.current() == out / "versions" / version[:12]
+        assert (folder.current() / "data").read_text() == version
+
+
+def test_the_previous_version_stays_and_older_ones_go(out: Path) -> None:
+    for version in VERSIONS[:3]:
+        publish(GalleryFolder(out), version)
+    assert names(out) == ["b" * 12, "c" * 12]
+
+
+def test_a_version_that_is_open_is_not_removed_before_it_is_closed(out: Path) -> None:
+    folder = GalleryFolder(out)
+    descriptor = hold(publish(folder, VERSIONS[0]))
+    for version in VERSIONS[1:3]:
+        publish(folder, version)
+    assert names(out) == ["a" * 12, "b" * 12, "c" * 12]
+    os.close(descriptor)
+    publish(folder, VERSIONS[3])
+    assert names(out) == ["c" * 12, "d" * 12]
+
+
+def test_a_version_that_never_became_current_goes_with_the_next(out: Path) -> None:
+    folder = GalleryFolder(out)
+    publish(folder, VERSIONS[0])
+    (out / "versions" / ("e" * 12)).mkdir()
+    publish(folder, VERSIONS[1])
+    assert names(out) == ["a" * 12, "b" * 12]
+
+
+def test_a_stage_that_is_not_published_is_gone_and_so_are_left_overs(out: Path) -> None:
+    folder = GalleryFolder(out)
+    with folder.locked():
+        (out / "versions" / ".stage-killed").mkdir()
+        with folder.stage() as stage:
+            assert names(out) == [stage.name]
+        assert names(out) == []
+
+
+def test_a_second_build_is_refused_by_the_process_of_the_first(out: Path) -> None:
+    with (
+        GalleryFolder(out).locked(),
+        pytest.raises(GalleryError, match=rf"process {os.getpid()}\) is writing .*--out"),
+        GalleryFolder(out).locked(),
+    ):
+        raise AssertionError("two builds have the lock")
+    with GalleryFolder(out).locked():
+        assert (out / "LOCK").read_text() == str(os.getpid())
+
+
+def test_a_folder_with_other_things_in_it_is_not_touched(shop: Path) -> None:
+    before = sorted(shop.rglob("*"))
+    with (
+        pytest.raises(GalleryError, match=r"is not a gallery.*--out"),
+        GalleryFolder(shop).locked(),
+    ):
+        raise AssertionError("locked")
+    with (
+        pytest.raises(GalleryError, match="is not a gallery"),
+        GalleryFolder(shop / "f.gif").locked(),
+    ):
+        raise AssertionError("locked")
+    assert sorted(shop.rglob("*")) == before
+
+
+def test_an_empty_folder_may_become_a_gallery(out: Path) -> None:
+    out.mkdir()
+    publish(GalleryFolder(out), VERSIONS[0])
+    assert names(out) == ["a" * 12]
+
+
+def test_a_folder_without_a_gallery_is_named_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(GalleryNotFoundError, match=r"No gallery at .*kinlens-index build"):
+        GalleryFolder(tmp_path / "none").current()
+    (tmp_path / "file").touch()
+    with pytest.raises(GalleryNotFoundError, match="No gallery at"):
+        GalleryFolder(tmp_path / "file").current()
+
+
+def test_an_unfinished_gallery_is_told_from_a_missing_one(out: Path) -> None:
+    out.mkdir()
+    (out / "work.sqlite").touch()
+    with pytest.raises(GalleryNotFoundError, match=r"was interrupted.*continues"):
+        GalleryFolder(out).current()
+
+
+@pytest.mark.parametrize("content", [b"", b"../../etc", b"ffffffffffff\n", b"\xff\xfe", b"abc\n"])
+def test_a_current_file_that_points_nowhere_is_refused(out: Path, content: bytes) -> None:
+    publish(GalleryFolder(out), VERSIONS[0])
+    (out / "CURRENT").write_bytes(content)
+    with pytest.raises(GalleryCorruptError, match=r"CURRENT points to .*Build the gallery again"):
+        GalleryFolder(out).current()
+
+
+def test_a_failed_write_says_what_to_do(out: Path) -> None:
+    error = PermissionError(13, "Permission denied")
+    message = r"Cannot write .*Permission denied\. Check the free space and the permissions"
+    with pytest.raises(GalleryError, match=message), disk_errors_explained(out):
+        raise error

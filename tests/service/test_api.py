@@ -1,0 +1,336 @@
+"""The HTTP contract: good requests, every kind of bad one, and that the next request works."""
+
+import io
+import json
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from embedder.preprocess import ImageLimits
+from tests.tiny import encoded
+
+PROBLEM = "application/problem+json"
+
+
+def assert_problem(response: Any, status: int, slug: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == PROBLEM
+    problem: dict[str, Any] = response.json()
+    assert problem["type"] == f"urn:kinlens:problem:{slug}"
+    assert problem["status"] == status
+    assert problem["request_id"] == response.headers["x-request-id"]
+    return problem
+
+
+def huge_png() -> bytes:
+    """About 1 KB that claims 65,535 x 65,535 px."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    header = struct.pack(">IIBBBBB", 65_535, 65_535, 8, 2, 0, 0, 0)
+    body = chunk(b"IDAT", zlib.compress(bytes(900_000), 9))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
+
+
+@pytest.fixture
+def photo(pictures: list[bytes]) -> Image.Image:
+    return Image.open(io.BytesIO(pictures[5])).convert("RGB")
+
+
+def test_an_image_of_the_gallery_is_found_at_rank_one(running_service, pictures) -> None:
+    for number, data in enumerate(pictures):
+        answer = running_service.search(data, k=3).json()
+        assert answer["hits"][0]["id"] == number
+        assert answer["hits"][0]["score"] == pytest.approx(1, abs=1e-4)
+
+
+def test_an_answer_has_every_field_of_the_contract(running_service, pictures) -> None:
+    response = running_service.search(pictures[0], k=2, gallery="shop", min_score=-1)
+    answer = response.json()
+    assert set(answer) == {
+        "bundle_id", "gallery", "gallery_version", "k", "count", "cached", "hits", "timings_ms",
+    }  # fmt: skip
+    assert answer["bundle_id"] == response.headers["x-kinlens-bundle"] == "fake"
+    assert answer["gallery"] == "shop"
+    assert answer["k"] == answer["count"] == len(answer["hits"]) == 2
+    assert set(answer["hits"][0]) == {"id", "key", "score", "attributes", "image"}
+    assert answer["hits"][0]["image"] == "/galleries/shop/items/0/image"
+    assert answer["hits"][0]["attributes"] == {"number": "0"}
+    assert set(answer["timings_ms"]) == {"decode", "embed", "search", "total"}
+    stages = [part.split(";")[0] for part in response.headers["server-timing"].split(", ")]
+    assert stages == ["decode", "embed", "search", "total"]
+    assert response.headers["cache-control"] == "no-store"
+
+
+def test_k_above_the_size_gives_all_items_best_first(running_service, pictures) -> None:
+    hits = running_service.search(pictures[3], k=10_000).json()["hits"]
+    scores = [hit["score"] for hit in hits]
+    assert len(hits) == len(pictures)
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_min_score_leaves_out_hits_below_it(running_service, pictures) -> None:
+    everything = running_service.search(pictures[3]).json()["hits"]
+    limit = (everything[2]["score"] + everything[3]["score"]) / 2
+    kept = running_service.search(pictures[3], min_score=limit).json()["hits"]
+    assert [hit["id"] for hit in kept] == [hit["id"] for hit in everything[:3]]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_same_photo_in_any_orientation_gives_the_same_first_hit(
+    running_service, photo: Image.Image, orientation: int
+) -> None:
+    stored = {
+        1: photo,
+        2: photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        3: photo.transpose(Image.Transpose.ROTATE_180),
+        4: photo.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
+        5: photo.transpose(Image.Transpose.TRANSPOSE),
+        6: photo.transpose(Image.Transpose.ROTATE_90),
+        7: photo.transpose(Image.Transpose.TRANSVERSE),
+        8: photo.transpose(Image.Transpose.ROTATE_270),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(stored, "JPEG", quality=95, subsampling=0, exif=exif.tobytes())
+    best = running_service.search(data, k=1).json()["hits"][0]
+    assert best["id"] == 5
+    assert best["score"] >= 0.99
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp", "bmp", "tiff", "cmyk", "alpha", "16 bit"])
+def test_the_same_photo_in_any_format_gives_the_same_first_hit(
+    running_service, photo: Image.Image, kind: str
+) -> None:
+    if kind == "16 bit":
+        deep = np.asarray(photo.convert("L")).astype(np.uint16) * 257
+        grey = running_service.search(encoded(photo.convert("L"), "PNG"), k=1).json()["hits"][0]
+        best = running_service.search(encoded(Image.fromarray(deep), "PNG"), k=1).json()["hits"][0]
+        assert best["id"] == grey["id"]
+        assert best["score"] == pytest.approx(grey["score"], abs=0.01)
+        return
+    data = {
+        "jpeg": lambda: encoded(photo, "JPEG", quality=95),
+        "webp": lambda: encoded(photo, "WEBP", quality=95),
+        "bmp": lambda: encoded(photo, "BMP"),
+        "tiff": lambda: encoded(photo, "TIFF"),
+        "cmyk": lambda: encoded(photo.convert("CMYK"), "JPEG", quality=95),
+        "alpha": lambda: encoded(photo.convert("RGBA"), "PNG"),
+    }[kind]()
+    best = running_service.search(data, k=1).json()["hits"][0]
+    assert best["id"] == 5
+    assert best["score"] >= 0.99
+
+
+def test_an_empty_upload_is_400(running_service) -> None:
+    problem = assert_problem(running_service.search(b""), 400, "empty-image")
+    assert "0 bytes" in problem["detail"]
+
+
+def test_text_renamed_to_jpg_is_415_and_names_the_formats(running_service) -> None:
+    problem = assert_problem(running_service.search(b"not a picture"), 415, "unsupported-format")
+    assert "JPEG" in problem["detail"]
+
+
+def test_a_truncated_jpeg_is_422(running_service, photo: Image.Image) -> None:
+    data = encoded(photo, "JPEG")
+    assert_problem(running_service.search(data[: len(data) // 2]), 422, "corrupt-image")
+
+
+def test_a_kilobyte_that_claims_65535_px_a_side_is_413(running_service) -> None:
+    data = huge_png()
+    assert len(data) < 1500
+    problem = assert_problem(running_service.search(data), 413, "image-too-large")
+    assert "4294836225 pixels" in problem["detail"]
+    assert "64 megapixels" in problem["detail"]
+
+
+def test_an_image_above_the_byte_limit_but_within_the_form_limit_is_413(
+    start_service, embedder, pictures
+) -> None:
+    limited = type(embedder)(limits=ImageLimits(max_bytes=1000))
+    service = start_service(embedder=limited, max_upload_bytes=1000)
+    data = pictures[0] + bytes(2000)
+    problem = assert_problem(service.search(data), 413, "image-too-many-bytes")
+    assert f"{len(data):,}" in problem["detail"]
+    assert "1,000" in problem["detail"]
+
+
+@pytest.mark.parametrize("k", ["0", "-3", "10001", "x", "1.5", "9" * 5000])
+def test_k_outside_its_range_is_422_naming_value_and_range(
+    running_service, pictures, k: str
+) -> None:
+    problem = assert_problem(running_service.search(pictures[0], k=k), 422, "invalid-parameter")
+    assert f"k = {k[:40]} " in problem["detail"]
+    assert "1 to 10,000" in problem["detail"]
+    assert problem["errors"][0]["name"] == "k"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1.01", "-2", "high"])
+def test_min_score_outside_its_range_is_422_naming_value_and_range(
+    running_service, pictures, value: str
+) -> None:
+    response = running_service.search(pictures[0], min_score=value)
+    problem = assert_problem(response, 422, "invalid-parameter")
+    assert f"min_score = {value} " in problem["detail"]
+    assert "-1 to 1" in problem["detail"]
+
+
+def test_an_unknown_gallery_is_404_naming_the_known_ones(running_service, pictures) -> None:
+    response = running_service.search(pictures[0], gallery="shoes")
+    problem = assert_problem(response, 404, "unknown-gallery")
+    assert "'shoes'" in problem["detail"]
+    assert "shop" in problem["detail"]
+
+
+def test_a_form_without_image_is_422_naming_the_part(running_service) -> None:
+    response = running_service.client.post("/search", data={"k": "3"})
+    problem = assert_problem(response, 422, "invalid-parameter")
+    assert "image is missing" in problem["detail"]
+
+
+def test_an_image_sent_as_text_is_422(running_service) -> None:
+    response = running_service.client.post("/search", data={"image": "/etc/passwd"})
+    assert_problem(response, 422, "invalid-parameter")
+
+
+@pytest.mark.parametrize("address", ["http://169.254.169.254/", "file:///etc/passwd", "../x.png"])
+def test_an_address_in_place_of_a_file_is_never_followed(running_service, address: str) -> None:
+    response = running_service.search(address.encode())
+    assert_problem(response, 415, "unsupported-format")
+
+
+def test_two_images_in_one_form_are_422(running_service, pictures) -> None:
+    files = [("image", ("a.png", pictures[0])), ("image", ("b.png", pictures[1]))]
+    problem = assert_problem(
+        running_service.client.post("/search", files=files), 422, "invalid-parameter"
+    )
+    assert "2 parts" in problem["detail"]
+
+
+def test_a_form_without_boundary_is_400(running_service) -> None:
+    headers = {"content-type": "multipart/form-data"}
+    response = running_service.client.post("/search", content=b"abc", headers=headers)
+    assert_problem(response, 400, "bad-request")
+
+
+def test_json_in_place_of_a_form_is_422(running_service) -> None:
+    response = running_service.client.post("/search", json={"image": "abc"})
+    assert_problem(response, 422, "invalid-parameter")
+
+
+def test_the_request_after_each_bad_one_is_answered(running_service, pictures) -> None:
+    for bad in (b"", b"text", pictures[0][:200], huge_png()):
+        assert running_service.search(bad).status_code in {400, 413, 415, 422}
+        assert running_service.search(pictures[4], k=1).json()["hits"][0]["id"] == 4
+    assert running_service.client.get("/ready").status_code == 200
+
+
+def test_without_a_name_the_first_gallery_is_searched(
+    start_service, embedder, gallery, pictures
+) -> None:
+    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+    service = start_service(galleries={"shop": gallery, "other": other})
+    assert service.search(pictures[0]).json()["gallery"] == "shop"
+    answer = service.search(pictures[0], gallery="other").json()
+    assert answer["gallery"] == "other"
+    assert answer["count"] == 2
+    listed = service.client.get("/galleries").json()
+    assert [entry["name"] for entry in listed["galleries"]] == ["shop", "other"]
+
+
+def test_the_galleries_are_listed_with_versions(running_service) -> None:
+    answer = running_service.client.get("/galleries").json()
+    assert answer["bundle_id"] == "fake"
+    (entry,) = answer["galleries"]
+    assert set(entry) == {"name", "version", "bundle_id", "size", "dim", "created_at"}
+    assert entry["size"] == 12
+
+
+def test_the_picture_of_a_hit_is_served_and_revalidated(running_service, pictures) -> None:
+    link = running_service.search(pictures[7], k=1).json()["hits"][0]["image"]
+    response = running_service.client.get(link)
+    assert response.content == pictures[7]
+    assert response.headers["content-type"] == "image/png"
+    assert response.headers["cache-control"] == "private, no-cache"
+    again = running_service.client.get(link, headers={"if-none-match": response.headers["etag"]})
+    assert again.status_code == 304
+    assert again.content == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/galleries/shop/items/99/image", 404),
+        ("/galleries/nowhere/items/0/image", 404),
+        ("/galleries/shop/items/-1/image", 422),
+        ("/galleries/shop/items/99999999999999999999/image", 422),
+        ("/galleries/shop/items/..%2f..%2fetc%2fpasswd/image", 404),
+        ("/galleries/..%2f..%2fetc/items/0/image", 404),
+        ("/galleries/%2e%2e/items/0/image", 404),
+        ("/galleries/shop/items/0%00/image", 422),
+        ("/ui/..%2fapp.py", 404),
+        ("/ui/%2e%2e/settings.py", 404),
+    ],
+)
+def test_no_path_of_a_client_reaches_the_file_system(
+    running_service, path: str, status: int
+) -> None:
+    response = running_service.client.get(path)
+    assert response.status_code == status
+    assert response.headers["content-type"] == PROBLEM
+
+
+def test_an_unexpected_error_is_a_500_that_shows_nothing_of_its_inside(
+    start_service, gallery, pictures, monkeypatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("secret /var/lib/path")
+
+    service = start_service()
+    monkeypatch.setattr(gallery, "search", fail)
+    response = service.search(pictures[0])
+    problem = assert_problem(response, 500, "internal")
+    assert "secret" not in json.dumps(problem)
+    assert "nosniff" in response.headers["x-content-type-options"]
+    monkeypatch.undo()
+    assert service.search(pictures[0]).status_code == 200
+
+
+def test_every_answer_has_the_security_headers_and_a_request_id(running_service) -> None:
+    for path in ("/", "/ui/app.js", "/live", "/docs", "/nowhere", "/galleries"):
+        headers = running_service.client.get(path).headers
+        assert headers["content-security-policy"].startswith("default-src 'self'; img-src 'self'")
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-frame-options"] == "DENY"
+        assert len(headers["x-request-id"]) == 32
+
+
+def test_a_request_id_of_the_client_is_kept_only_if_it_is_plain(running_service) -> None:
+    def given(request_id: str) -> str:
+        response = running_service.client.get("/live", headers={"x-request-id": request_id})
+        return str(response.headers["x-request-id"])
+
+    assert given("trace-7.a") == "trace-7.a"
+    assert given("x" * 65) != "x" * 65
+    assert given('a"b') != 'a"b'
+
+
+def test_the_page_its_files_and_its_docs_are_served(running_service) -> None:
+    assert "<html" in running_service.client.get("/").text
+    assert running_service.client.head("/").status_code == 200
+    script = running_service.client.get("/ui/app.js")
+    assert "javascript" in script.headers["content-type"]
+    docs = running_service.client.get("/docs").text
+    assert "POST /search" in docs
+    assert "<script" not in docs
+    assert "http://" not in docs
+    assert "https://" not in docs

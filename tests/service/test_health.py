@@ -1,0 +1,138 @@
+"""Liveness and readiness: green when searches work, red when they do not."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from embedder.errors import BundleMismatchError, GalleryNotFoundError
+from embedder.fake import FakeEmbedder
+from service.app import create_app
+from service.settings import Settings
+
+
+def test_readiness_reports_what_is_served(running_service) -> None:
+    response = running_service.client.get("/ready")
+    answer = response.json()
+    assert response.status_code == 200
+    assert answer["status"] == "ready"
+    assert answer["provider"] == "FakeExecutionProvider"
+    assert answer["bundle_id"] == "fake"
+    assert list(answer["galleries"]) == ["shop"]
+    assert answer["checks"] == {"worker": "ok", "model": "ok", "gallery shop": "ok"}
+    assert answer["redis"] == "off"
+    assert answer["queue_depth"] == 0
+    assert answer["last_error"] is None
+
+
+def test_readiness_really_embeds_and_searches_every_gallery(
+    start_service, embedder, gallery, pictures
+) -> None:
+    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+    service = start_service(galleries={"shop": gallery, "other": other})
+    embedded = len(embedder.batches)
+    for _ in range(2):
+        assert service.client.get("/ready").status_code == 200
+    assert len(embedder.batches) == embedded + 2
+    assert (gallery.searches, other.searches) == (2, 2)
+
+
+def test_a_dead_worker_turns_readiness_red_while_the_process_stays_live(
+    start_service, embedder, pictures, monkeypatch
+) -> None:
+    def die(_: Any) -> Any:
+        raise SystemExit(1)
+
+    service = start_service()
+    assert service.client.get("/ready").status_code == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(service.runtime.batcher, "_embed", die)
+        response = service.search(pictures[0])
+    assert response.status_code == 503
+    assert response.json()["type"] == "urn:kinlens:problem:search-unavailable"
+    ready = service.client.get("/ready")
+    assert ready.status_code == 503
+    assert ready.json()["status"] == "not ready"
+    assert "stopped" in ready.json()["checks"]["worker"]
+    assert "worker" in ready.json()["last_error"]
+    assert service.metric("kinlens_worker_alive") == 0
+    assert service.client.get("/live").status_code == 200
+    assert service.search(pictures[1]).status_code == 503
+
+
+def test_a_model_that_hangs_turns_readiness_red_and_green_again(start_service, embedder) -> None:
+    service = start_service(ready_timeout_ms=100)
+    embedder.gate.clear()
+    red = service.client.get("/ready")
+    embedder.gate.set()
+    assert red.status_code == 503
+    assert red.json()["checks"]["model"] == "no result within 0.1 s"
+    service.client.get("/ready")
+    green = service.client.get("/ready")
+    assert green.status_code == 200
+    assert "no result within" in green.json()["last_error"]
+
+
+def test_a_model_that_gives_other_vectors_than_at_the_start_turns_readiness_red(
+    start_service, monkeypatch
+) -> None:
+    service = start_service()
+    embed = service.runtime.batcher._embed
+    monkeypatch.setattr(service.runtime.batcher, "_embed", lambda images: -embed(images))
+    response = service.client.get("/ready")
+    assert response.status_code == 503
+    assert "another vector: -1.0000" in response.json()["checks"]["model"]
+
+
+def test_a_gallery_that_fails_is_named_and_the_others_are_still_checked(
+    start_service, embedder, gallery, pictures, monkeypatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("/secret/path is gone")
+
+    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+    service = start_service(galleries={"shop": gallery, "other": other})
+    monkeypatch.setattr(gallery, "search", fail)
+    response = service.client.get("/ready")
+    assert response.status_code == 503
+    checks = response.json()["checks"]
+    assert checks["gallery shop"] == "failed with OSError"
+    assert checks["gallery other"] == "ok"
+    assert "secret" not in response.text
+
+
+def test_readiness_stays_green_when_the_queue_is_full(
+    start_service, embedder, pictures, until
+) -> None:
+    service = start_service(queue_size=1, batch_size=1, decode_workers=1)
+    embedder.gate.clear()
+    before = len(embedder.batches)
+    results: list[int] = []
+
+    def search(data: bytes) -> None:
+        results.append(service.search(data).status_code)
+
+    clients = [threading.Thread(target=search, args=(data,)) for data in pictures[:2]]
+    clients[0].start()
+    until(lambda: len(embedder.batches) > before)
+    clients[1].start()
+    until(lambda: service.runtime.batcher.depth == 1)
+    check: list[int] = []
+    probe = threading.Thread(target=lambda: check.append(service.client.get("/ready").status_code))
+    probe.start()
+    until(lambda: service.runtime.batcher.depth == 2)
+    embedder.gate.set()
+    for thread in (*clients, probe):
+        thread.join()
+    assert check == [200]
+    assert results == [200, 200]
+
+
+def test_a_gallery_of_another_bundle_is_refused_at_start_by_both_ids(gallery) -> None:
+    with pytest.raises(BundleMismatchError, match=r"(?s)shop.*fake.*other-bundle"):
+        create_app(Settings(), FakeEmbedder(bundle_id="other-bundle"), {"shop": gallery})
+
+
+def test_a_service_without_a_gallery_is_refused_at_start() -> None:
+    with pytest.raises(GalleryNotFoundError, match="--gallery"):
+        create_app(Settings(), FakeEmbedder(), {})

@@ -1,0 +1,152 @@
+"""kinlens-serve: help with an example, a clear line for each reason not to start, and a start."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from embedder.bundle import Bundle
+from service.__main__ import app
+from tests.tiny import encoded, picture
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def unchanged_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the loggers of this process; the start in a process of its own tests the real ones."""
+    monkeypatch.setattr("service.__main__.configure_logs", lambda level: None)
+
+
+def refused(*arguments: str) -> str:
+    """The one line that kinlens-serve ends with."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 1, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("kinlens-serve: ")
+    return line
+
+
+def test_help_shows_every_option_and_an_example() -> None:
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    for option in ("--bundle", "--gallery", "--host", "--port", "--device", "--redis-url"):
+        assert option in text
+    assert "Example: kinlens-serve --bundle" in text
+
+
+def test_without_a_bundle_it_says_which_option_to_give() -> None:
+    assert "--bundle or KINLENS_BUNDLE" in refused()
+
+
+def test_a_missing_bundle_is_refused_by_its_path(tmp_path: Path) -> None:
+    line = refused("--bundle", str(tmp_path / "nowhere"), "--gallery", str(tmp_path))
+    assert str(tmp_path / "nowhere") in line
+
+
+def test_a_corrupt_bundle_is_refused_by_the_file(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    assert "manifest.json" in refused("--bundle", str(tmp_path), "--gallery", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--port", "99999"], "port: Input should be less than or equal to 65535"),
+        (["--device", "tpu"], "device: Input should be 'cpu' or 'cuda'"),
+        (["--redis-url", "http://user:hunter2@cache"], "redis_url"),
+        (["--gallery", "no name=/a"], "gallery name 'no name' does not fit in a link"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name_without_a_traceback(
+    arguments: list[str], expected: str
+) -> None:
+    line = refused(*arguments)
+    assert expected in line
+    assert "hunter2" not in line
+
+
+def test_a_changed_model_file_is_refused(make_tiny_bundle: Callable[..., Bundle]) -> None:
+    bundle = make_tiny_bundle()
+    bundle.model_path.write_bytes(bundle.model_path.read_bytes()[:-10])
+    line = refused("--bundle", str(bundle.path), "--gallery", "nowhere")
+    assert "model.onnx" in line
+    assert "sha256" in line
+
+
+def test_without_a_gallery_it_says_which_option_to_give(tiny_bundle: Bundle) -> None:
+    assert "--gallery or KINLENS_GALLERIES" in refused("--bundle", str(tiny_bundle.path))
+
+
+def test_a_missing_gallery_is_refused_by_its_path(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    missing = str(tmp_path / "nowhere")
+    assert missing in refused("--bundle", str(tiny_bundle.path), "--gallery", missing)
+
+
+def test_a_gallery_of_another_bundle_is_refused_by_both_ids(
+    make_tiny_bundle: Callable[..., Bundle], tiny_gallery: Path, tiny_bundle: Bundle
+) -> None:
+    other = make_tiny_bundle(seed=1)
+    line = refused("--bundle", str(other.path), "--gallery", str(tiny_gallery))
+    assert tiny_bundle.bundle_id[:12] in line
+    assert other.bundle_id[:12] in line
+
+
+def test_a_corrupt_index_is_refused(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_gallery, copy, symlinks=True)
+    (index,) = copy.glob("versions/*/index.faiss")
+    index.write_bytes(index.read_bytes()[:-4])
+    line = refused("--bundle", str(tiny_bundle.path), "--gallery", str(copy))
+    assert "index.faiss" in line
+
+
+def test_two_galleries_of_one_name_are_refused(tiny_bundle: Bundle, tiny_gallery: Path) -> None:
+    gallery = ["--gallery", f"shop={tiny_gallery}"]
+    assert "'shop'" in refused("--bundle", str(tiny_bundle.path), *gallery, *gallery)
+
+
+def test_a_port_in_use_is_refused_by_its_number(tiny_bundle: Bundle, tiny_gallery: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        paths = ["--bundle", str(tiny_bundle.path), "--gallery", str(tiny_gallery)]
+        assert f"127.0.0.1:{port}" in refused(*paths, "--port", port)
+
+
+def test_it_prints_its_address_answers_logs_json_and_ends_with_ctrl_c(
+    tiny_bundle: Bundle, tiny_gallery: Path
+) -> None:
+    command = [sys.executable, "-m", "service", "--bundle", str(tiny_bundle.path), "--port", "0"]
+    command += ["--gallery", f"shop={tiny_gallery}"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        url = line.split()[3]
+        try:
+            for number in range(4):
+                files = {"image": encoded(picture(number))}
+                answer = httpx.post(f"{url}search", files=files, data={"k": "2"}).json()
+                assert answer["hits"][0]["key"] == f"{number}.png"
+                assert answer["hits"][0]["score"] == pytest.approx(1, abs=1e-4)
+                shown = httpx.get(url.rstrip("/") + answer["hits"][0]["image"])
+                assert shown.content == encoded(picture(number))
+            assert httpx.get(f"{url}ready").json()["provider"] == "CPUExecutionProvider"
+        finally:
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=20)
+    events = [json.loads(entry) for entry in errors.splitlines()]
+    requests = [event for event in events if event["event"] == "request"]
+    assert len(requests) == 9
+    assert all(event["request_id"] and event["level"] == "info" for event in requests)
+    assert process.returncode == 0

@@ -1,0 +1,84 @@
+"""Metrics and logs: what is counted, and what is never written down."""
+
+import re
+from pathlib import Path
+
+import structlog
+
+from service.metrics import CONTENT_TYPE
+
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+def test_requests_are_counted_by_route_and_status_never_by_address(start_service, pictures) -> None:
+    service = start_service()
+    service.search(pictures[0])
+    service.search(b"")
+    service.client.get("/galleries/shop/items/3/image")
+    service.client.get("/secret-address")
+    text = service.client.get("/metrics").text
+
+    def requests(route: str, method: str, status: str) -> float:
+        labels = {"route": route, "method": method, "status": status}
+        return service.metric("kinlens_requests_total", **labels)
+
+    assert requests("/search", "POST", "200") == 1
+    assert requests("/search", "POST", "400") == 1
+    assert requests("/galleries/{name}/items/{item_id}/image", "GET", "200") == 1
+    assert requests("unmatched", "GET", "404") == 1
+    assert "secret-address" not in text
+
+
+def test_stages_batches_and_what_is_served_are_published(start_service, pictures) -> None:
+    service = start_service()
+    service.search(pictures[0])
+    for stage in ("decode", "embed", "search", "total"):
+        assert service.metric("kinlens_stage_seconds_count", stage=stage) == 1
+    assert service.metric("kinlens_batch_size_count") == 2  # the warm-up and the search
+    assert service.metric("kinlens_queue_depth") == 0
+    assert service.metric("kinlens_worker_alive") == 1
+    response = service.client.get("/metrics")
+    assert response.headers["content-type"] == CONTENT_TYPE
+    assert 'kinlens_provider_info{bundle_id="fake",provider="FakeExecutionProvider"} 1.0' in (
+        response.text
+    )
+    assert re.search(
+        r'kinlens_gallery_items\{gallery="shop",version="\w{64}"\} 12\.0', response.text
+    )
+
+
+def test_every_metric_is_in_the_operations_page_and_nothing_else_is(start_service) -> None:
+    registry = start_service().runtime.metrics.registry
+    found = {
+        {"counter": f"{family.name}_total", "info": f"{family.name}_info"}.get(
+            family.type, family.name
+        )
+        for family in registry.collect()
+    }
+    pages = re.findall(r"^\| `(kinlens_\w+)` \|", OPERATIONS.read_text("utf-8"), re.MULTILINE)
+    assert set(pages) == found
+
+
+def test_two_apps_in_one_process_count_for_themselves(start_service, pictures) -> None:
+    one, other = start_service(), start_service()
+    one.search(pictures[0])
+    labels = {"route": "/search", "method": "POST", "status": "200"}
+    assert one.metric("kinlens_requests_total", **labels) == 1
+    assert other.metric("kinlens_requests_total", **labels) == 0
+
+
+def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(
+    start_service, pictures
+) -> None:
+    service = start_service()
+    merge = structlog.contextvars.merge_contextvars
+    with structlog.testing.capture_logs(processors=[merge]) as events:
+        files = {"image": ("holiday-secret.png", b"content-secret", "image/png")}
+        refused = service.client.post("/search?token=query-secret", files=files)
+        service.search(pictures[0])
+    line = next(event for event in events if event["event"] == "request")
+    assert line["route"] == "/search"
+    assert line["status"] == 415
+    assert line["request_id"] == refused.headers["x-request-id"]
+    assert "secret" not in str(events)
+    assert str(pictures[0][:40]) not in str(events)

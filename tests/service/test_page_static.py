@@ -1,0 +1,132 @@
+"""The page's files, read without a browser: content security, hooks and contrast."""
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import service
+
+UI = Path(service.__file__).parent / "ui"
+SCRIPTS = sorted(UI.glob("*.js"))
+TEXT_PAIRS = [
+    ("text", "ground"),
+    ("text", "surface"),
+    ("text", "sunken"),
+    ("muted", "ground"),
+    ("muted", "surface"),
+    ("on-accent", "accent"),
+    ("on-accent", "accent-strong"),
+    ("error-text", "error-ground"),
+]
+CONTROL_PAIRS = [("control-line", "ground"), ("control-line", "surface"), ("accent", "ground")]
+
+
+class Page(HTMLParser):
+    """Collects every start tag with its attributes, and the text inside scripts and styles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.inline: list[str] = []
+        self.feed((UI / "index.html").read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if data.strip() and self.tags and self.tags[-1][0] in ("script", "style"):
+            self.inline.append(data)
+
+    def values(self, attribute: str) -> list[str]:
+        return [value for _, attrs in self.tags if (value := attrs.get(attribute)) is not None]
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page()
+
+
+def test_the_page_has_no_inline_script_or_style(page: Page) -> None:
+    names = {name for _, attrs in page.tags for name in attrs}
+    assert page.inline == []
+    assert "style" not in names
+    assert not {name for name in names if name.startswith("on")}
+
+
+def test_every_resource_is_a_local_file_that_exists(page: Page) -> None:
+    links = [link for link in page.values("src") + page.values("href") if link.startswith("/ui/")]
+    others = set(page.values("src") + page.values("href")) - set(links)
+    assert links
+    assert all((UI / link.removeprefix("/ui/")).is_file() for link in links)
+    assert others == {"/", "/docs", "#results"}
+
+
+def test_every_imported_module_exists() -> None:
+    imports = [
+        name for path in SCRIPTS for name in re.findall(r'from "/ui/(.+?)"', path.read_text())
+    ]
+    assert imports
+    assert all((UI / name).is_file() for name in imports)
+
+
+def test_ids_are_unique_and_every_id_that_a_script_uses_exists(page: Page) -> None:
+    ids = page.values("id")
+    source = "".join(path.read_text(encoding="utf-8") for path in SCRIPTS)
+    used = {a or b for a, b in re.findall(r'\b(?:ui|elements)(?:\.(\w+)|\["([\w-]+)"\])', source)}
+    assert len(ids) == len(set(ids))
+    assert used
+    assert used <= set(ids)
+
+
+def test_every_field_has_a_label(page: Page) -> None:
+    fields = [attrs for tag, attrs in page.tags if tag in ("select", "input")]
+    visible = {attrs["id"] for attrs in fields if attrs.get("type") != "file"}
+    assert visible == {"gallery", "k", "min-score"}
+    assert visible <= set(page.values("for"))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_no_script_writes_markup_or_evaluates_text(path: Path) -> None:
+    forbidden = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|https?:"
+    )
+    assert re.findall(forbidden, path.read_text(encoding="utf-8")) == []
+
+
+def schemes() -> dict[str, dict[str, str]]:
+    css = (UI / "style.css").read_text(encoding="utf-8")
+    light_block, dark_block = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    light = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", light_block))
+    dark = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", dark_block))
+    assert light.keys() == dark.keys()
+    return {"light": light, "dark": dark}
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[a:b], 16) / 255 for a, b in pairwise((1, 3, 5, 7))]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_contrast_of_black_on_white_is_21() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("pairs", "least"), [(TEXT_PAIRS, 4.5), (CONTROL_PAIRS, 3.0)], ids=["text", "controls"]
+)
+def test_colours_keep_the_contrast_of_wcag_aa(
+    scheme: str, pairs: list[tuple[str, str]], least: float
+) -> None:
+    colours = schemes()[scheme]
+    ratios = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in pairs}
+    assert {pair: ratio for pair, ratio in ratios.items() if ratio < least} == {}

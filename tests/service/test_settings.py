@@ -1,0 +1,102 @@
+"""Settings: read from the environment once, each documented, each refused by name if wrong."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from service.settings import Settings, split_gallery
+
+ROOT = Path(__file__).parents[2]
+OPERATIONS = ROOT / "docs" / "operations.md"
+
+
+def documented() -> dict[str, str]:
+    """Name and default of each row of the settings table."""
+    row = re.compile(r"^\| `KINLENS_([A-Z_]+)` \| ([^|]*) \|", re.MULTILINE)
+    rows = row.findall(OPERATIONS.read_text(encoding="utf-8"))
+    return {name.lower(): default.strip().strip("`").replace(",", "") for name, default in rows}
+
+
+def test_every_setting_is_in_the_operations_page_and_nothing_else_is() -> None:
+    assert set(documented()) == set(Settings.model_fields)
+
+
+def test_the_defaults_in_the_operations_page_are_true() -> None:
+    rows = documented()
+    for name, field in Settings.model_fields.items():
+        if field.default_factory is not None:
+            assert rows[name] == "cores"
+        elif field.default is None or field.default == ():
+            assert rows[name] == "none"
+        else:
+            assert rows[name] == str(field.default).lower(), name
+
+
+def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> None:
+    monkeypatch.setenv("KINLENS_PORT", "9000")
+    monkeypatch.setenv("KINLENS_GALLERIES", "shop=/a/b, /c ,")
+    monkeypatch.setenv("KINLENS_REDIS_URL", "redis://cache:6379/0")
+    settings = Settings(max_k=50)
+    assert (settings.port, settings.max_k) == (9000, 50)
+    assert settings.galleries == ("shop=/a/b", "/c")
+    assert Settings(port=1).port == 1
+
+
+def test_the_environment_is_not_read_at_import(monkeypatch) -> None:
+    code = "import service.__main__, service.app, service.api; print('imported')"
+    environment = {"KINLENS_PORT": "no number", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "imported\n", done.stderr
+
+
+def test_importing_the_service_loads_no_torch() -> None:
+    code = (
+        "import importlib, pkgutil, sys, service\n"
+        "for found in pkgutil.iter_modules(service.__path__, 'service.'):\n"
+        "    importlib.import_module(found.name)\n"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'torchvision')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", 70_000),
+        ("max_k", 10_001),
+        ("max_megapixels", 0),
+        ("device", "tpu"),
+        ("redis_url", "http://cache"),
+        ("galleries", ("bad name=/a",)),
+        ("galleries", ("shop=",)),
+        ("embed_workers", 0),
+        ("unknown", 1),
+    ],
+)
+def test_a_value_outside_its_range_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=name):
+        Settings(**{name: value})
+
+
+def test_a_default_k_above_the_limit_is_refused() -> None:
+    with pytest.raises(ValidationError, match="default_k = 30 is above max_k = 20"):
+        Settings(default_k=30, max_k=20)
+
+
+def test_settings_do_not_change_and_do_not_show_the_password_of_redis() -> None:
+    settings = Settings(redis_url="redis://user:hunter2@cache/0")
+    assert "hunter2" not in repr(settings)
+    with pytest.raises(ValidationError):
+        settings.port = 1
+
+
+def test_a_gallery_is_a_path_with_or_without_a_name() -> None:
+    assert split_gallery("shop=/a/b") == ("shop", Path("/a/b"))
+    assert split_gallery("/a/b") == (None, Path("/a/b"))

@@ -1,0 +1,113 @@
+"""Which room may import which, read from the source, and what an import costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("embedder", "training", "indexer", "service")
+ALLOWED = {
+    "embedder": set(),
+    "training": {"embedder"},
+    "indexer": {"embedder"},
+    "service": {"embedder", "indexer"},
+}
+ONLY_IN = {
+    "torch": {"training"},
+    "torchvision": {"training"},
+    "faiss": {"indexer"},
+    "onnxruntime": {"embedder"},
+    "fastapi": {"service"},
+    "redis": {"service"},
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """Every module named in an import statement, at the top of the file or inside a function."""
+    named: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            assert node.module is not None
+            named.add(node.module)
+            named |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return named
+
+
+def test_rooms_import_only_in_the_allowed_direction() -> None:
+    for name, path in modules().items():
+        room = name.split(".")[0]
+        rooms = {imported.split(".")[0] for imported in imports(path)} & set(ROOMS)
+        wrong = rooms - ALLOWED[room] - {room}
+        assert not wrong, f"{path} imports {wrong}"
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_a_heavy_package_is_imported_in_its_room_alone(package: str) -> None:
+    users = {
+        name.split(".")[0]
+        for name, path in modules().items()
+        if package in {imported.split(".")[0] for imported in imports(path)}
+    }
+    assert users <= ONLY_IN[package]
+
+
+def test_there_are_no_cycles() -> None:
+    known = modules()
+    graph = {name: imports(path) & known.keys() - {name} for name, path in known.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"cycle: {' -> '.join((*trail, name))}"
+        if name not in done:
+            for imported in sorted(graph[name]):
+                visit(imported, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("room", ["embedder", "indexer", "service"])
+def test_importing_a_room_of_the_road_to_answers_loads_no_torch(room: str) -> None:
+    names = [name for name in modules() if name.split(".")[0] == room]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print([m for m in ('torch', 'torchvision', 'onnx', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_packages_have_empty_init_files() -> None:
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("__init__.py"):
+            assert path.read_text() == "", f"{path} is not empty"
+
+
+def test_files_and_functions_stay_readable() -> None:
+    for name, path in modules().items():
+        source = path.read_text(encoding="utf-8")
+        assert source.count("\n") <= 300, f"{name} has more than 300 lines; split it by noun"
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = (
+                    node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+                )
+                length = (node.end_lineno or 0) - first.lineno + 1
+                assert length <= 40, f"{name}.{node.name} has {length} lines; split it"

@@ -1,0 +1,72 @@
+"""Pictures and a model small enough for every test."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+
+from embedder.manifest import Preprocessing
+from embedder.types import Embeddings, Images
+
+TINY = Preprocessing(resize_px=20, crop_px=16)
+TINY_DIM = 8
+
+
+def picture(seed: int, size: tuple[int, int] = (64, 48)) -> Image.Image:
+    """A smooth random picture (width, height) that survives JPEG."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    """The file content of an image."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def tiny_weights(seed: int = 0) -> np.ndarray:
+    """The projection (3 S S, D) of the tiny model."""
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((3 * TINY.crop_px**2, TINY_DIM)).astype(np.float32)
+
+
+def tiny_embed(images: Images, seed: int = 0) -> Embeddings:
+    """What the tiny model computes, in numpy."""
+    flat = images.reshape(len(images), -1).astype(np.float32) / np.float32(255) - np.float32(0.5)
+    vectors = flat @ tiny_weights(seed)
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+def write_tiny_onnx(path: Path, seed: int = 0) -> None:
+    """uint8 (N, 3, 16, 16) to float32 (N, 8), unit norm."""
+    constants = {
+        "weights": tiny_weights(seed),
+        "scale": np.float32(1 / 255),
+        "half": np.float32(0.5),
+        "flat": np.array([0, -1], dtype=np.int64),
+        "axis": np.array([1], dtype=np.int64),
+    }
+    nodes = [
+        helper.make_node("Cast", ["images"], ["float"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["float", "scale"], ["scaled"]),
+        helper.make_node("Sub", ["scaled", "half"], ["centred"]),
+        helper.make_node("Reshape", ["centred", "flat"], ["rows"]),
+        helper.make_node("MatMul", ["rows", "weights"], ["vectors"]),
+        helper.make_node("ReduceL2", ["vectors", "axis"], ["norm"], keepdims=1),
+        helper.make_node("Div", ["vectors", "norm"], ["embeddings"]),
+    ]
+    side = TINY.crop_px
+    graph = helper.make_graph(
+        nodes,
+        "tiny",
+        [helper.make_tensor_value_info("images", TensorProto.UINT8, ["n", 3, side, side])],
+        [helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, ["n", TINY_DIM])],
+        [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()],
+    )
+    opset = [helper.make_opsetid("", 20)]
+    onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), path)

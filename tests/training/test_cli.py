@@ -1,0 +1,102 @@
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from embedder.errors import KinlensError
+from training.__main__ import app, main
+
+runner = CliRunner()
+ROOT = Path(__file__).parents[2]
+
+
+def write_job(folder: Path) -> Path:
+    path = folder / "job.toml"
+    path.write_text(
+        f"""
+        name = "cli"
+        recall_at = [1]
+        [data]
+        kind = "rendered"
+        root = "{folder}/products"
+        products = 4
+        views = 2
+        size_px = 40
+        [model]
+        weights = "none"
+        dim = 8
+        [input]
+        size_px = 32
+        resize_px = 36
+        [optimizer]
+        epochs = 1
+        batch_size = 4
+        [runtime]
+        workers = 0
+        """
+    )
+    return path
+
+
+def test_fit_evaluate_and_export_walk_the_road(tmp_path: Path) -> None:
+    job, out, bundle = write_job(tmp_path), tmp_path / "run", tmp_path / "bundle"
+    done = runner.invoke(app, ["fit", str(job), "--out", str(out), "--set", "optimizer.epochs=2"])
+    assert done.exit_code == 0, done.output
+    names = {path.name for path in out.iterdir()}
+    assert names >= {
+        "job.json",
+        "log.jsonl",
+        "checkpoint.pt",
+        "curves.png",
+        "report.md",
+        "test.csv",
+    }
+    done = runner.invoke(app, ["export", str(out), "--out", str(bundle)])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"8-d  R@1 \d+\.\d\d", done.output)
+    of_run = runner.invoke(app, ["evaluate", str(out), "--set", "runtime.precision=fp32"]).output
+    of_bundle = runner.invoke(app, ["evaluate", str(bundle)]).output
+    figure = re.compile(r"R@1 \d+\.\d+")
+    assert figure.search(of_run)[0] == figure.search(of_bundle)[0]
+
+
+def test_a_run_is_never_overwritten_in_silence(tmp_path: Path) -> None:
+    job, out = str(write_job(tmp_path)), str(tmp_path / "run")
+    with pytest.raises(KinlensError, match="no checkpoint to resume from"):
+        runner.invoke(app, ["fit", job, "--out", out, "--resume"], catch_exceptions=False)
+    assert runner.invoke(app, ["fit", job, "--out", out]).exit_code == 0
+    with pytest.raises(KinlensError, match="--resume"):
+        runner.invoke(app, ["fit", job, "--out", out], catch_exceptions=False)
+
+
+def test_our_errors_are_one_line_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["kinlens-train", "fit", "no-such-job"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    message = capsys.readouterr().err
+    assert "error: No job 'no-such-job'" in message
+    assert "Traceback" not in message
+
+
+def test_export_wants_a_run_or_a_backbone() -> None:
+    assert runner.invoke(app, ["export"]).exit_code == 2
+    with pytest.raises(KinlensError, match="backbone = 'vgg'"):
+        runner.invoke(app, ["export", "--backbone", "vgg"], catch_exceptions=False)
+
+
+def test_render_draws_a_catalogue(tmp_path: Path) -> None:
+    arguments = ["data", "render", str(tmp_path / "new"), "--products", "2", "--views", "2"]
+    done = runner.invoke(app, [*arguments, "--size-px", "32"])
+    assert done.exit_code == 0
+    assert "4 images in" in done.output
+    assert len(list((tmp_path / "new").rglob("*.jpg"))) == 4
+
+
+@pytest.mark.parametrize("command", [["fit"], ["evaluate"], ["export"], ["data", "render"]])
+def test_every_command_has_help_with_an_example(command: list[str]) -> None:
+    shown = runner.invoke(app, [*command, "--help"]).output
+    assert f"Example: kinlens-train {' '.join(command)}" in " ".join(shown.split())

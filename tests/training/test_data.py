@@ -1,0 +1,202 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.io
+
+from embedder.errors import DatasetError
+from tests.tiny import encoded, picture
+from training.config import Cars196Data, CsvData, FolderData, RenderedData
+from training.data.cars import read_cars196
+from training.data.folder import read_folder
+from training.data.load import load_split
+from training.data.records import labelled, without_small_classes
+from training.data.splits import split_by_class
+from training.data.table import read_table, write_table
+
+
+def fill(root: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(encoded(picture(number)))
+    return root
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    names = [f"{product}/{view}.png" for product in ("mug", "hat", "pen", "cup") for view in "123"]
+    return fill(tmp_path, *names)
+
+
+def test_a_folder_gives_a_class_per_sub_folder(shop: Path) -> None:
+    fill(shop, "mug/detail/4.jpg", ".cache/x.png", "hat/.hidden.png")
+    (shop / "hat" / "notes.txt").write_text("no image")
+    records = read_folder(shop)
+    assert len(records) == 13
+    assert ("mug/detail/4.jpg", "mug") in records
+
+
+def test_a_missing_or_flat_folder_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"nowhere does not exist. Check data.root"):
+        read_folder(tmp_path / "nowhere")
+    with pytest.raises(DatasetError, match="no images in sub-folders"):
+        read_folder(fill(tmp_path, "flat.png"))
+
+
+def test_no_class_is_on_both_sides_of_a_split(shop: Path) -> None:
+    split = load_split(FolderData(kind="folder", root=str(shop)))
+    assert set(split.train.class_names).isdisjoint(split.test.class_names)
+    assert len(split.train) + len(split.test) == 12
+    assert split.train.classes == split.test.classes == 2
+    assert set(split.train.labels.tolist()) == {0, 1}
+
+
+def test_a_split_depends_on_its_seed_alone(shop: Path) -> None:
+    records = read_folder(shop)
+    splits = [split_by_class(shop, records, 0.5, seed) for seed in range(6)]
+    again = split_by_class(shop, list(reversed(records)), 0.5, 3)
+    assert again.sha256() == splits[3].sha256()
+    assert len({split.sha256() for split in splits}) > 1
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.99])
+def test_each_side_of_a_split_has_a_class(shop: Path, fraction: float) -> None:
+    split = split_by_class(shop, read_folder(shop), fraction, 0)
+    assert split.train.classes >= 1
+    assert split.test.classes >= 1
+
+
+def test_one_class_cannot_be_split(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"1 class\(es\)"):
+        split_by_class(tmp_path, [("a/1.png", "a"), ("a/2.png", "a")], 0.5, 0)
+
+
+def test_a_class_with_one_image_is_refused_by_name_or_dropped(shop: Path) -> None:
+    fill(shop, "lone/1.png")
+    with pytest.raises(DatasetError, match=r"1 of the 5 classes .*'lone'.*small_classes"):
+        load_split(FolderData(kind="folder", root=str(shop)))
+    split = load_split(FolderData(kind="folder", root=str(shop), small_classes="drop"))
+    assert "lone" not in split.train.class_names + split.test.class_names
+
+
+def test_dropping_everything_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="fewer than 2 classes"):
+        without_small_classes(tmp_path, [("a/1.png", "a"), ("b/1.png", "b")], "drop")
+
+
+@pytest.fixture
+def table(shop: Path) -> Callable[..., CsvData]:
+    def make(text: str) -> CsvData:
+        (shop / "images.csv").write_text(text, encoding="utf-8-sig")
+        return CsvData(kind="csv", root=str(shop))
+
+    return make
+
+
+def test_a_csv_states_labels_and_split(table: Callable[..., CsvData]) -> None:
+    rows = "".join(
+        f"{product}/{view}.png,{product},{part}\n"
+        for product, part in (("mug", "train"), ("hat", "test"))
+        for view in "123"
+    )
+    split = load_split(table("path,label,split\n" + rows))
+    assert split.train.class_names == ("mug",)
+    assert split.test.class_names == ("hat",)
+
+
+def test_a_csv_without_split_is_split_by_class(table: Callable[..., CsvData]) -> None:
+    rows = "".join(f"{p}/{v}.png,{p}\n" for p in ("mug", "hat") for v in "12")
+    split = load_split(table("path,label\n" + rows))
+    assert len(split.train) == len(split.test) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file,label\nx,y\n", r"lacks the column\(s\) path; it has file, label"),
+        ("path,label\nmug/1.png,\n", "line 2: path and label must not be empty"),
+        ("path,label\nmug/1.png,a\nmug/9.png,a\n", r"line 3: the image .*mug/9.png is missing"),
+        (
+            "path,label,split\nmug/1.png,a,train\nmug/2.png,a,test\nhat/1.png,b,train\nhat/2.png,b,test\n",
+            "in train and in test, for example 'a'",
+        ),
+        (
+            "path,label,split\nmug/1.png,a,train\nmug/2.png,a,train\nhat/1.png,b,dev\nhat/2.png,b,dev\n",
+            "holds 'dev', 'train'",
+        ),
+    ],
+)
+def test_a_csv_that_does_not_fit_names_the_line(
+    table: Callable[..., CsvData], text: str, message: str
+) -> None:
+    with pytest.raises(DatasetError, match=message):
+        load_split(table(text))
+
+
+def test_a_missing_csv_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"images.csv does not exist"):
+        read_table(tmp_path, "images.csv")
+
+
+def test_a_list_for_the_indexer_holds_key_path_and_class(tmp_path: Path) -> None:
+    images = labelled(tmp_path, [("b/1.png", "b, the second"), ("a/1.png", "a")])
+    write_table(tmp_path / "list.csv", images)
+    lines = (tmp_path / "list.csv").read_text().splitlines()
+    assert lines == ["key,path,class", "a/1.png,a/1.png,a", 'b/1.png,b/1.png,"b, the second"']
+
+
+@pytest.fixture
+def cars(tmp_path: Path) -> Path:
+    numbers = [1, 1, 98, 98, 99, 99, 196, 196]
+    names = [f"car_ims/{n:06d}.jpg" for n in range(1, len(numbers) + 1)]
+    fill(tmp_path, *names)
+    kinds = [(name, "O") for name in ("relative_im_path", "class", "test")]
+    rows = np.array([[(name, n, 0) for name, n in zip(names, numbers, strict=True)]], dtype=kinds)
+    scipy.io.savemat(tmp_path / "cars_annos.mat", {"annotations": rows})
+    return tmp_path
+
+
+def test_cars196_trains_on_classes_1_to_98(cars: Path) -> None:
+    split = load_split(Cars196Data(kind="cars196", root=str(cars), allow_partial=True))
+    assert split.train.class_names == ("001", "098")
+    assert split.test.class_names == ("099", "196")
+    assert len(split.train) == len(split.test) == 4
+
+
+def test_cars196_asserts_the_official_counts(cars: Path) -> None:
+    with pytest.raises(DatasetError, match=r"4 train and 4 test.*8,054 and 8,131.*allow_partial"):
+        read_cars196(cars)
+
+
+def test_cars196_names_missing_images(cars: Path) -> None:
+    (cars / "car_ims" / "000003.jpg").unlink()
+    with pytest.raises(DatasetError, match=r"1 of the 8 images .*car_ims/000003.jpg"):
+        read_cars196(cars)
+    assert len(read_cars196(cars, allow_partial=True).train) == 3
+
+
+def test_cars196_in_another_layout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="official layout"):
+        read_cars196(tmp_path)
+    (tmp_path / "car_ims").mkdir()
+    (tmp_path / "cars_annos.mat").write_bytes(b"not a mat file" * 20)
+    with pytest.raises(DatasetError, match="not the annotation file"):
+        read_cars196(tmp_path)
+
+
+@pytest.mark.real_data
+def test_the_half_of_cars196_has_its_counts(shared_data: Path) -> None:
+    split = read_cars196(shared_data / "data" / "cars196-half", allow_partial=True)
+    assert (len(split.train), len(split.test)) == (4052, 4092)
+    assert (split.train.classes, split.test.classes) == (98, 98)
+
+
+def test_rendered_products_are_drawn_when_missing(tmp_path: Path) -> None:
+    seen = []
+    data = RenderedData(
+        kind="rendered", root=str(tmp_path / "new"), products=4, views=2, size_px=32
+    )
+    split = load_split(data, lambda: seen.append(1))
+    assert len(seen) == 8
+    assert len(split.train) == len(split.test) == 4

@@ -1,0 +1,135 @@
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import training.export as export_module
+from embedder.bundle import Bundle
+from embedder.errors import BundleError, ExportError
+from embedder.session import OnnxEmbedder
+from tests.training.jobs import Silent, small_job
+from training.checkpoint import Checkpoint, load_checkpoint
+from training.config import Input, Model
+from training.data.load import load_split
+from training.data.records import Split
+from training.evaluation import Recall
+from training.export import (
+    MAX_DIFFERENCE,
+    PARITY_BATCHES,
+    export_backbone,
+    export_checkpoint,
+    network_of,
+)
+from training.trainer import fit
+
+Trained = tuple[Checkpoint, Split, Bundle]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("run")
+    job = small_job(folder / "products", epochs=2)
+    split = load_split(job.data)
+    fit(job, split, folder, Silent())
+    checkpoint = load_checkpoint(folder)
+    return checkpoint, split, export_checkpoint(checkpoint, split, folder / "bundle")
+
+
+def test_the_graph_holds_only_what_inference_needs(trained: Trained) -> None:
+    checkpoint, _, bundle = trained
+    model = onnx.load(bundle.model_path)
+    names = {tensor.name for tensor in model.graph.initializer}
+    names |= {name for node in model.graph.node for name in (node.name, *node.input, *node.output)}
+    forbidden = ("proxies", "second", "determinant", "objective", "loss", "augment")
+    assert not [name for name in names if any(word in name for word in forbidden)]
+    assert any("flow.layers" in name for name in names)
+    # Names can lie, so compare contents: no tensor of the objective is in the file, in any order.
+    inside = [np.sort(onnx.numpy_helper.to_array(t), axis=None) for t in model.graph.initializer]
+    for name, value in checkpoint.objective.items():
+        wanted = np.sort(value.numpy(), axis=None)
+        if wanted.any():
+            assert not any(a.shape == wanted.shape and np.allclose(a, wanted) for a in inside), name
+    first = np.sort(checkpoint.net["flow.layers.0.conditioner.0.weight"].numpy(), axis=None)
+    assert any(a.shape == first.shape and np.allclose(a, first) for a in inside)
+
+
+def test_the_weights_lie_inside_the_file(trained: Trained) -> None:
+    bundle = trained[2]
+    assert sorted(p.name for p in bundle.path.iterdir()) == [
+        "golden",
+        "manifest.json",
+        "model.onnx",
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 3, 5, 17])
+def test_torch_and_onnx_agree_at_batch_sizes_that_were_never_traced(
+    trained: Trained, size: int
+) -> None:
+    checkpoint, _, bundle = trained
+    _, net = network_of(checkpoint)
+    batch = np.resize(bundle.golden_inputs(), (size, 3, 32, 32))
+    with torch.inference_mode():
+        expected = net(torch.from_numpy(batch)).numpy()
+    np.testing.assert_allclose(OnnxEmbedder.open(bundle).embed(batch), expected, atol=1e-4)
+
+
+def test_the_manifest_tells_where_the_model_comes_from(trained: Trained) -> None:
+    checkpoint, split, bundle = trained
+    manifest = bundle.manifest
+    assert manifest.job == checkpoint.job
+    assert manifest.split_sha256 == split.sha256()
+    assert manifest.recall.keys() == {"R@1", "R@2"}
+    assert manifest.parity is not None
+    assert manifest.parity.batch_sizes == PARITY_BATCHES
+    assert manifest.parity.max_abs_difference <= MAX_DIFFERENCE
+    assert manifest.parity.recall_at_1_onnx == manifest.recall["R@1"]
+    assert manifest.versions["torch"] == torch.__version__
+
+
+def test_a_model_that_differs_from_torch_is_not_written(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, split, _ = trained
+    real = export_module._torch_embed
+    monkeypatch.setattr(export_module, "_torch_embed", lambda net, x: real(net, x) + 2e-4)
+    with pytest.raises(ExportError, match="differs from torch by 2"):
+        export_checkpoint(checkpoint, split, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_model_that_lost_recall_is_not_written(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, split, _ = trained
+    figures = iter([50.0, 49.8])
+    monkeypatch.setattr(
+        export_module,
+        "recall_at",
+        lambda *_: Recall({1: next(figures)}, queries=9, without_positive=0),
+    )
+    with pytest.raises(ExportError, match=r"R@1 is 49.80 .* 50.00 with torch"):
+        export_checkpoint(checkpoint, split, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_an_existing_bundle_is_not_overwritten(trained: Trained) -> None:
+    checkpoint, split, bundle = trained
+    with pytest.raises(BundleError, match="exists already"):
+        export_checkpoint(checkpoint, split, bundle.path)
+
+
+def test_the_network_of_a_checkpoint_needs_no_weight_file(trained: Trained) -> None:
+    checkpoint = trained[0]
+    job = {**checkpoint.job, "model": {**checkpoint.job["model"], "weights": "/gone.pth"}}
+    network_of(dataclasses.replace(checkpoint, job=job))
+
+
+def test_a_backbone_alone_becomes_a_bundle(tmp_path: Path) -> None:
+    spec = Input(size_px=32, resize_px=36)
+    bundle = export_backbone("plain", Model(weights="none"), spec, tmp_path / "bundle")
+    assert bundle.manifest.dim == 1280
+    assert OnnxEmbedder.open(bundle).embed(bundle.golden_inputs()).shape == (8, 1280)

@@ -1,0 +1,127 @@
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+import torch
+import torchvision.models as tv
+from torch import nn
+
+import training.models.backbones as backbones
+from embedder.errors import CheckpointError
+from training.config import Determinant, Flow, Model
+from training.models.backbones import BACKBONES, build_trunk
+from training.models.embedding import EmbeddingNet, Normalize, Pool
+
+
+def images(count: int = 2, side: int = 64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_every_backbone_gives_unit_vectors_and_learns(name: str) -> None:
+    net = EmbeddingNet(Model(backbone=name, weights="none", dim=16))
+    vectors = net(images())
+    assert vectors.shape == (2, 16)
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
+    vectors.sum().backward()
+    convolutions = [m for m in net.trunk.modules() if isinstance(m, nn.Conv2d)]
+    assert all(m.weight.grad is not None for m in convolutions)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_trunk_computes_what_torchvision_computes(name: str, tmp_path: Path) -> None:
+    network = BACKBONES[name].build().eval()
+    seen = {}
+    pool = network.get_submodule("avgpool") if name != "mobilenet_v2" else network.classifier
+    pool.register_forward_pre_hook(lambda _, inputs: seen.setdefault("input", inputs[0]))
+    torch.save({k: v.half() for k, v in network.state_dict().items()}, tmp_path / "w.pth")
+    network.load_state_dict({k: v.half().float() if v.is_floating_point() else v
+                             for k, v in network.state_dict().items()})  # fmt: skip
+    x = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        network(x)
+        maps = build_trunk(name, str(tmp_path / "w.pth")).eval()(x)
+    assert maps.shape[1] == BACKBONES[name].channels
+    expected = maps.mean(dim=(2, 3)) if name == "mobilenet_v2" else maps
+    torch.testing.assert_close(seen["input"], expected)
+
+
+def test_googlenet_weights_with_auxiliary_classifiers_load(tmp_path: Path) -> None:
+    network = tv.googlenet(weights=None, aux_logits=True, init_weights=False)
+    torch.save(network.state_dict(), tmp_path / "w.pth")
+    build_trunk("googlenet", str(tmp_path / "w.pth"))
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    state = BACKBONES["mobilenet_v2"].build().state_dict()
+    state.pop("classifier.1.bias")
+    torch.save(state, tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match=r"do not fit the network.*classifier.1.bias"):
+        build_trunk("mobilenet_v2", str(tmp_path / "w.pth"))
+
+
+@pytest.mark.parametrize("content", [b"", b"no weights", None])
+def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is None:
+        torch.save([1, 2, 3], tmp_path / "w.pth")
+    else:
+        (tmp_path / "w.pth").write_bytes(content)
+    with pytest.raises(CheckpointError, match="state dict"):
+        build_trunk("mobilenet_v2", str(tmp_path / "w.pth"))
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere.pth does not exist"):
+        build_trunk("mobilenet_v2", str(tmp_path / "nowhere.pth"))
+
+
+def test_imagenet_weights_without_a_network_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise URLError("offline")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
+    monkeypatch.setattr(tv._api, "load_state_dict_from_url", offline)
+    with pytest.raises(CheckpointError, match=r"could not be downloaded.*pass its path"):
+        backbones.build_trunk("mobilenet_v2", "imagenet")
+
+
+def test_frozen_batch_norm_neither_moves_nor_learns() -> None:
+    net = EmbeddingNet(Model(weights="none", dim=4, batch_norm="frozen")).train()
+    norms = [m for m in net.trunk.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert norms
+    assert not any(m.training for m in norms)
+    assert not any(p.requires_grad for m in norms for p in m.parameters())
+    before = norms[0].running_mean.clone()
+    net(images())
+    assert torch.equal(norms[0].running_mean, before)
+
+
+def test_trained_batch_norm_moves() -> None:
+    net = EmbeddingNet(Model(weights="none", dim=4, batch_norm="train")).train()
+    assert all(m.training for m in net.trunk.modules() if isinstance(m, nn.BatchNorm2d))
+
+
+def test_normalisation_is_mean_and_std_on_0_to_1() -> None:
+    pixels = images(1, 8)
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+    expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    torch.testing.assert_close(Normalize(mean, std)(pixels), expected)
+
+
+def test_pooling_is_average_maximum_or_their_sum() -> None:
+    maps = torch.randn(2, 3, 4, 4)
+    average, maximum = maps.mean(dim=(2, 3)), maps.amax(dim=(2, 3))
+    torch.testing.assert_close(Pool("gap")(maps), average)
+    torch.testing.assert_close(Pool("gmp")(maps), maximum)
+    torch.testing.assert_close(Pool("gap+gmp")(maps), average + maximum)
+
+
+def test_what_enters_the_flow_has_the_norm_of_the_job() -> None:
+    settings = Determinant(flow=Flow(layers=2, hidden=4), input_norm=7.0)
+    net = EmbeddingNet(Model(weights="none", dim=6), settings)
+    torch.testing.assert_close(net.features(images()).norm(dim=1), torch.full((2,), 7.0))
+
+
+def test_without_a_dimension_the_pooled_features_are_the_embedding() -> None:
+    assert EmbeddingNet(Model(weights="none", dim=None)).dim == 1280

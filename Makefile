@@ -52,7 +52,7 @@ format: $(VENV)/.dev  ## Mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev  ## Benchmarks, each with its ceiling
-	set -e; for file in benchmarks/*.py; do $(BIN)/python $$file; done
+	set -e; for file in $$(grep -l "__main__" benchmarks/*.py); do $(BIN)/python $$file; done
 
 clean:  ## Remove the environment and what the demo made
 	rm -rf $(VENV) .kinlens .pytest_cache .mypy_cache .ruff_cache

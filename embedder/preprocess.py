@@ -39,6 +39,7 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_STRIP_ROWS = 256
 _PILLOW_MEGAPIXELS = 178.0  # above this Pillow refuses by itself, whatever our limit says
 
 Box = tuple[float, float, float, float]
@@ -97,6 +98,8 @@ def decode(
         try:
             image.load()
             return _upright(_to_rgb(image), image)
+        except MemoryError:
+            raise
         except Exception as error:
             # Pillow's decoders raise many kinds of exception on damaged data.
             raise CorruptImageError(
@@ -119,10 +122,13 @@ def preprocess(
 
 
 def central_box(size: tuple[int, int], spec: Preprocessing) -> Box:
-    """The central square that `spec` keeps of an image of `size` = (width, height)."""
+    """The central square that `spec` keeps of an image of `size` = (width, height).
+
+    Its corner lies on a whole pixel: half a pixel off would blur an image that needs no scaling.
+    """
     width, height = size
     side = min(width, height) * spec.crop_px / spec.resize_px
-    left, top = (width - side) / 2, (height - side) / 2
+    left, top = (width - side) // 2, (height - side) // 2
     return left, top, left + side, top + side
 
 
@@ -197,21 +203,28 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith(("I", "F")):
         return _deep_grey_to_rgb(image)
     if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, "white")
-        return Image.alpha_composite(white, rgba).convert("RGB")
+        rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+        white = Image.new("RGB", rgba.size, "white")
+        white.paste(rgba, mask=rgba.getchannel("A"))
+        return white
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
-    """16 bit, 32 bit and float grey: the full range of the values' type becomes 0..255."""
-    values = np.asarray(image).astype(np.float64)
-    top = float(values.max(initial=0.0))
+    """16 bit, 32 bit and float grey: the full range of the values' type becomes 0..255.
+
+    Works in strips of rows, so that a large scan needs little more memory than its pixels.
+    """
+    values = np.asarray(image)
+    top = float(np.nanmax(values, initial=0.0))
     if image.mode == "F" and top <= 1.0:
         full = 1.0
     else:
         full = 255.0 if top <= 255.0 and not image.mode.startswith("I;16") else 65535.0
-    grey = np.clip(np.nan_to_num(values) * (255.0 / full), 0, 255).round().astype(np.uint8)
+    grey = np.empty(values.shape, dtype=np.uint8)
+    for start in range(0, len(values), _STRIP_ROWS):
+        strip = np.nan_to_num(values[start : start + _STRIP_ROWS].astype(np.float32))
+        grey[start : start + _STRIP_ROWS] = np.clip(strip * (255.0 / full), 0, 255).round()
     return Image.fromarray(grey).convert("RGB")
 
 

@@ -109,16 +109,26 @@ class OnnxEmbedder:
 
     def embed(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm. Large N runs in chunks."""
-        chunks = [
-            self._session.run(None, {self._input: images[start : start + _MAX_BATCH]})[0]
-            for start in range(0, len(images), _MAX_BATCH)
-        ]
-        vectors: Embeddings = np.concatenate(chunks)
+        starts = range(0, len(images), _MAX_BATCH)
+        vectors: Embeddings = np.concatenate(
+            [self._run(images[start : start + _MAX_BATCH]) for start in starts]
+        )
         if not np.isfinite(vectors).all():
             raise BundleError(
                 f"The model {self.bundle_id[:12]} gave vectors that are not finite numbers. "
                 "Export it again and compare `kinlens-train evaluate` of both."
             )
+        return vectors
+
+    def _run(self, images: Images) -> Embeddings:
+        try:
+            vectors: Embeddings = self._session.run(None, {self._input: images})[0]
+        except Exception as error:
+            # onnxruntime raises a family of unrelated classes.
+            raise BundleError(
+                f"The model {self.bundle_id[:12]} failed on {len(images)} image(s) of shape "
+                f"{images.shape[1:]} on {self.provider}: {error}. Use smaller batches, free memory."
+            ) from error
         return vectors
 
     def known_images(self) -> list[bytes]:

@@ -71,15 +71,16 @@ Data = Annotated[FolderData | CsvData | Cars196Data | RenderedData, Field(discri
 class Model(Section):
     """The network: trunk, pooling, projection to `dim`; without `dim` the pooled features.
 
-    `batch_norm`: "frozen" fixes statistics, scale and shift; "frozen_statistics" lets scale and
-    shift learn; "train" lets everything move, as a trunk without pretrained weights needs.
+    `batch_norm`: "frozen" fixes statistics, scale and shift; "folded" folds all three into the
+    convolutions before training, which is faster and lets scale and shift learn; "train" lets
+    everything move, as a trunk without pretrained weights needs.
     """
 
     backbone: Literal["mobilenet_v2", "resnet50", "googlenet"] = "mobilenet_v2"
     weights: str = "imagenet"
     dim: int | None = Field(512, ge=2)
     pooling: Literal["gap", "gmp", "gap+gmp"] = "gap+gmp"
-    batch_norm: Literal["frozen", "frozen_statistics", "train"] = "frozen"
+    batch_norm: Literal["frozen", "folded", "train"] = "frozen"
 
 
 class Input(Section):
@@ -142,7 +143,10 @@ class Regularizers(Section):
 
 
 class Optimizer(Section):
-    """AdamW with a learning rate for each parameter group."""
+    """AdamW with a learning rate for each parameter group.
+
+    All rates are constant until `decay_start`, a part of the run, then follow `schedule` to 0.
+    """
 
     epochs: int = Field(30, ge=1)
     batch_size: int = Field(90, ge=2)
@@ -152,6 +156,7 @@ class Optimizer(Section):
     lr_flows: float = Field(1e-3, ge=0)
     weight_decay: float = Field(1e-4, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    decay_start: float = Field(0.0, ge=0, lt=1)
     warmup_epochs: int = Field(0, ge=0)
     clip_norm: float | None = None
     max_steps: int | None = Field(None, ge=1)

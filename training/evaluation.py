@@ -10,6 +10,9 @@ from torch import Tensor
 
 from embedder.errors import DatasetError
 
+TIE = 1e-5
+"""Scores that are closer than this are a tie."""
+
 _CHUNK_ROWS = 1024
 
 
@@ -35,8 +38,9 @@ def recall_at(
     """Recall at K by self-retrieval: each image against all others, itself left out.
 
     A query succeeds at K if a gallery image of its class is among the K most similar ones. **Ties**
-    count against us: a negative with the score of the best positive ranks before it. Memory is
-    bounded by chunk_rows^2, whatever N.
+    count against us: a negative ranks before the best positive unless it is worse by more than
+    1e-5, so that rounding decides nothing, not even for the same photograph in two classes. Memory
+    is bounded by chunk_rows^2, whatever N.
 
     Args:
         embeddings: (N, D), unit norm.
@@ -71,7 +75,7 @@ def _ranks(vectors: Tensor, classes: Tensor, start: int, rows: int) -> Tensor:
         best = torch.maximum(best, scores.masked_fill(~positive, -torch.inf).amax(dim=1))
     above = torch.zeros(len(best), dtype=torch.int64)
     for others, scores, positive in _blocks(vectors, classes, queries, rows):
-        above += ((scores >= best[:, None]) & ~positive & others).sum(dim=1)
+        above += ((scores >= best[:, None] - TIE) & ~positive & others).sum(dim=1)
     return torch.where(best.isfinite(), above, -1)
 
 

@@ -6,12 +6,14 @@ from typing import Literal
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-def rate(schedule: Schedule, step: int, total_steps: int) -> float:
+def rate(schedule: Schedule, step: int, total_steps: int, decay_start: float = 0.0) -> float:
     """The factor of all learning rates at `step` of `total_steps`, in [0, 1].
 
-    Linear and cosine fall from 1 at step 0 towards 0 at `total_steps`.
+    Linear and cosine stay at 1 until the part `decay_start` of the steps, then fall towards 0 at
+    `total_steps`.
     """
-    progress = min(step / max(total_steps, 1), 1.0)
+    done = min(step / max(total_steps, 1), 1.0)
+    progress = max(done - decay_start, 0.0) / (1.0 - decay_start)
     if schedule == "linear":
         return 1.0 - progress
     if schedule == "cosine":

@@ -218,7 +218,8 @@ def _finite(loss: Tensor, run: Run) -> float:
 
 
 def _set_rates(run: Run, total_steps: int, warm: bool) -> None:
-    factor = rate(run.job.optimizer.schedule, run.step, total_steps)
+    settings = run.job.optimizer
+    factor = rate(settings.schedule, run.step, total_steps, settings.decay_start)
     for group in run.optimizer.param_groups:
         frozen = warm and group["name"] == "trunk"
         group["lr"] = 0.0 if frozen else factor * group["initial_lr"]

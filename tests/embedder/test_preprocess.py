@@ -1,6 +1,9 @@
 import io
 import struct
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -133,6 +136,13 @@ def test_the_result_is_the_centre_of_the_resized_picture() -> None:
     assert central_box((100, 50), SPEC) == (30, 5, 70, 45)
 
 
+def test_an_image_that_needs_no_scaling_keeps_its_pixels() -> None:
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (40, 53, 3), dtype=np.uint8)  # an odd margin: (53 - 32) / 2
+    kept = preprocess(encoded(Image.fromarray(pixels)), SPEC)
+    assert np.array_equal(kept, pixels[4:36, 10:42].transpose(2, 0, 1))
+
+
 @pytest.mark.parametrize("size", [(1, 1), (3, 500), (500, 3)])
 def test_tiny_and_elongated_images_have_a_tensor(size: tuple[int, int]) -> None:
     assert preprocess(encoded(Image.new("RGB", size, "red")), SPEC).shape == (3, 32, 32)
@@ -192,6 +202,25 @@ def test_random_damage_never_raises_anything_but_our_errors() -> None:
             except errors.ImageError:
                 continue
             assert image.mode == "RGB"
+
+
+@pytest.mark.parametrize("mode", ["I;16", "RGBA"])
+def test_a_large_image_needs_little_more_memory_than_its_pixels(mode: str, tmp_path: Path) -> None:
+    side = 6000  # 36 megapixels in a file of some kilobytes
+    Image.new(mode, (side, side)).save(tmp_path / "large.png")
+    code = """
+import resource, sys
+from pathlib import Path
+from embedder.manifest import Preprocessing
+from embedder.preprocess import preprocess
+data = Path(sys.argv[1]).read_bytes()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+preprocess(data, Preprocessing(resize_px=40, crop_px=32))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "large.png")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 11 * side * side
 
 
 def test_limits_beyond_the_decoder_are_refused() -> None:

@@ -116,8 +116,12 @@ def test_a_corrupt_onnx_file_is_refused(copy: Path, content: bytes | None) -> No
         OnnxEmbedder.open(copy)
 
 
+def test_an_error_of_the_engine_is_one_of_ours(embedder: OnnxEmbedder) -> None:
+    with pytest.raises(BundleError, match=r"failed on 2 image\(s\) of shape \(3, 5, 5\)"):
+        embedder.embed(np.zeros((2, 3, 5, 5), dtype=np.uint8))
+
+
 def test_vectors_that_are_not_finite_are_refused(embedder: OnnxEmbedder) -> None:
-    # Constant mid-grey has no tiny model direction: 127.5 is not reachable, so force a zero vector.
     class Broken:
         def run(self, *_: object) -> list[np.ndarray]:
             return [np.full((1, TINY_DIM), np.nan, dtype=np.float32)]

@@ -3,11 +3,23 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torchvision.models import mobilenet_v2
+
+from embedder.preprocess import to_chw
 from training.config import Job, parse_job
+from training.data.rendered import render_view
 
 
-def small_job(root: Path, *, regularized: bool = True, **optimizer: Any) -> Job:
-    """A job on 6 rendered products with 4 views; `optimizer` settings may be given."""
+def small_job(
+    root: Path, *, regularized: bool = True, weights: Path | None = None, **optimizer: Any
+) -> Job:
+    """A job on 6 rendered products with 4 views; `optimizer` settings may be given.
+
+    With `weights` (see `calibrated_weights`) batch norm is frozen.
+    """
+    model = {"weights": str(weights), "batch_norm": "frozen"} if weights else {"weights": "none"}
     determinant = {"determinant": {"flow": {"layers": 2, "hidden": 8}, "lambda1": 1, "lambda2": 1}}
     return parse_job(
         {
@@ -20,13 +32,31 @@ def small_job(root: Path, *, regularized: bool = True, **optimizer: Any) -> Job:
                 "size_px": 40,
             },
             "recall_at": [1, 2],
-            "model": {"weights": "none", "dim": 8, "batch_norm": "train"},
+            "model": {"dim": 16, "batch_norm": "train", **model},
             "input": {"size_px": 32, "resize_px": 36},
             "regularizers": determinant if regularized else {},
             "optimizer": {"epochs": 1, "batch_size": 4, "lr_trunk": 1e-3, **optimizer},
             "runtime": {"workers": 0, "precision": "fp32", "device": "cpu"},
         }
     )
+
+
+def calibrated_weights(path: Path) -> Path:
+    """Write MobileNetV2 weights, random but with batch statistics of rendered products.
+
+    Without them an untrained network maps all images to nearly one vector.
+    """
+    torch.manual_seed(0)
+    network = mobilenet_v2(weights=None).train()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    views = [to_chw(render_view(n, n, size_px=32)) for n in range(24)]
+    pixels = torch.stack([torch.from_numpy(view) for view in views]).float()
+    with torch.no_grad():
+        network((pixels - 120) / 60)
+    torch.save(network.state_dict(), path)
+    return path
 
 
 class Silent:

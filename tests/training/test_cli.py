@@ -5,6 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embedder.errors import KinlensError
+from tests.training.jobs import calibrated_weights
 from training.__main__ import app, main
 
 runner = CliRunner()
@@ -24,7 +25,7 @@ def write_job(folder: Path) -> Path:
         views = 2
         size_px = 40
         [model]
-        weights = "none"
+        weights = "{calibrated_weights(folder / "weights.pth")}"
         dim = 8
         [input]
         size_px = 32

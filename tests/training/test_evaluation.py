@@ -44,6 +44,12 @@ def test_ties_count_against_us() -> None:
     assert recall.at == {1: 0.0, 2: 100.0}
 
 
+def test_rounding_decides_nothing() -> None:
+    vectors = np.array([[1, 0], [1, 0], [1, 3e-4]], dtype=np.float32)
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        assert recall_at(vectors[order], np.array([0, 1, 0])[order], (1,)).at == {1: 0.0}
+
+
 def test_a_query_without_a_positive_is_left_out_and_counted() -> None:
     vectors = np.eye(3, dtype=np.float32)
     vectors[1] = vectors[0]

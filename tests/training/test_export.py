@@ -10,7 +10,7 @@ import training.export as export_module
 from embedder.bundle import Bundle
 from embedder.errors import BundleError, ExportError
 from embedder.session import OnnxEmbedder
-from tests.training.jobs import Silent, small_job
+from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import Checkpoint, load_checkpoint
 from training.config import Input, Model
 from training.data.load import load_split
@@ -31,7 +31,8 @@ Trained = tuple[Checkpoint, Split, Bundle]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("run")
-    job = small_job(folder / "products", epochs=2)
+    weights = calibrated_weights(folder / "weights.pth")
+    job = small_job(folder / "products", weights=weights, epochs=2)
     split = load_split(job.data)
     fit(job, split, folder, Silent())
     checkpoint = load_checkpoint(folder)

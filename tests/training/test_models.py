@@ -9,7 +9,7 @@ from torch import nn
 import training.models.backbones as backbones
 from embedder.errors import CheckpointError
 from training.config import Determinant, Flow, Model
-from training.models.backbones import BACKBONES, build_trunk
+from training.models.backbones import BACKBONES, build_trunk, fold_batch_norm
 from training.models.embedding import EmbeddingNet, Normalize, Pool
 
 
@@ -95,6 +95,27 @@ def test_frozen_batch_norm_neither_moves_nor_learns() -> None:
     before = norms[0].running_mean.clone()
     net(images())
     assert torch.equal(norms[0].running_mean, before)
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_folding_batch_norm_changes_nothing_but_the_layers(name: str) -> None:
+    torch.manual_seed(0)
+    trunk = build_trunk(name, "none")
+    for module in trunk.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.8, 1.2)
+            for tensor in (module.bias, module.running_mean):
+                nn.init.normal_(tensor, std=0.1)
+            nn.init.uniform_(module.running_var, 0.8, 1.2)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = trunk.eval()(x)
+        fold_batch_norm(trunk)
+        torch.testing.assert_close(trunk.train()(x), expected, rtol=1e-3, atol=1e-4)
+    kinds = [type(module) for module in trunk.modules()]
+    assert nn.BatchNorm2d not in kinds
+    assert all(m.bias is not None for m in trunk.modules() if isinstance(m, nn.Conv2d))
+    assert all(parameter.requires_grad for parameter in trunk.parameters())
 
 
 def test_trained_batch_norm_moves() -> None:

@@ -181,4 +181,6 @@ def test_a_run_folder_holds_log_curves_and_report(products: Path, tmp_path: Path
 def test_schedules_start_at_1_and_fall_as_named(schedule: str, middle: float) -> None:
     assert rate(schedule, 0, 10) == 1.0
     assert rate(schedule, 5, 10) == pytest.approx(middle)
+    assert rate(schedule, 6, 12, decay_start=0.5) == 1.0
+    assert rate(schedule, 9, 12, decay_start=0.5) == pytest.approx(middle)
     assert rate(schedule, 10, 10) == pytest.approx(1.0 if schedule == "constant" else 0.0)

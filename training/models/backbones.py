@@ -9,6 +9,7 @@ from urllib.error import URLError
 import torch
 import torchvision.models as tv
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from embedder.errors import CheckpointError
 from training.config import expand_path
@@ -85,6 +86,21 @@ def build_trunk(name: str, weights: str) -> nn.Module:
     if weights != "none":
         _load(network, _state_dict(name, backbone, weights), weights)
     return nn.Sequential(*backbone.layers(network))
+
+
+def fold_batch_norm(trunk: nn.Module) -> None:
+    """Fold each batch norm, as it evaluates, into the convolution before it, in place.
+
+    The network computes the same; its convolutions then have a bias, and nothing is left to freeze.
+    """
+    before: tuple[str, nn.Module] | None = None
+    for name, module in list(trunk.named_children()):
+        if isinstance(module, nn.BatchNorm2d) and before and isinstance(before[1], nn.Conv2d):
+            setattr(trunk, before[0], fuse_conv_bn_eval(before[1].eval(), module.eval()))
+            setattr(trunk, name, nn.Identity())
+        else:
+            fold_batch_norm(module)
+        before = (name, module)
 
 
 def _state_dict(name: str, backbone: Backbone, weights: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from training import config
 from training.flows.coupling import FlowOutput
 from training.flows.real_nvp import RealNVP
-from training.models.backbones import BACKBONES, build_trunk
+from training.models.backbones import BACKBONES, build_trunk, fold_batch_norm
 
 Pooling = Literal["gap", "gmp", "gap+gmp"]
 
@@ -86,6 +86,8 @@ class EmbeddingNet(nn.Module):
         backbone = BACKBONES[model.backbone]
         self.normalize = Normalize(backbone.mean, backbone.std)
         self.trunk = build_trunk(model.backbone, model.weights)
+        if model.batch_norm == "folded":
+            fold_batch_norm(self.trunk)
         self.pool = Pool(model.pooling)
         self.dim = model.dim or backbone.channels
         self.projection = _projection(backbone.channels, model.dim)
@@ -95,7 +97,7 @@ class EmbeddingNet(nn.Module):
             self.flow_input = FlowInput(determinant.activation, determinant.input_norm)
             shape = determinant.flow
             self.flow = RealNVP(self.dim, shape.layers, shape.hidden, shape.clamp)
-        self.batch_norm = model.batch_norm
+        self.freeze_batch_norm = model.batch_norm == "frozen"
         self._freeze()
 
     def features(self, images: Tensor) -> Tensor:
@@ -130,10 +132,10 @@ class EmbeddingNet(nn.Module):
         return self
 
     def _freeze(self) -> None:
-        if self.batch_norm == "train":
+        if not self.freeze_batch_norm:
             return
         for module in self.trunk.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.eval()
                 for parameter in module.parameters():
-                    parameter.requires_grad_(self.batch_norm == "frozen_statistics")
+                    parameter.requires_grad_(False)

@@ -26,6 +26,7 @@
         ├── JobError                    a job file that does not fit its schema
         ├── DatasetError                a data set that is missing or malformed
         ├── CheckpointError             a checkpoint or weight file that cannot be used
+        ├── EvaluationError             embeddings that cannot be evaluated
         └── ExportError                 a parity gate that was not passed
 
 Messages name the value, what was expected and what to do.
@@ -138,6 +139,10 @@ class DatasetError(TrainingError):
 
 class CheckpointError(TrainingError):
     """A checkpoint or weight file that cannot be used."""
+
+
+class EvaluationError(TrainingError):
+    """Embeddings that cannot be evaluated."""
 
 
 class ExportError(TrainingError):

@@ -162,6 +162,11 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
     except Exception as error:
         raise _unreadable(data) from error
     _check_size(image, limits)
+    if image.mode in ("I", "F"):
+        raise UnsupportedFormatError(
+            f"The {_format(image)} image has 32 bits a pixel, which have no agreed range of "
+            "brightness. Save it with 8 or 16 bits."
+        )
     return image
 
 
@@ -200,7 +205,7 @@ def _draft(image: Image.Image, min_side_px: int) -> None:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith(("I", "F")):
+    if image.mode.startswith("I;16"):
         return _deep_grey_to_rgb(image)
     if image.has_transparency_data:
         rgba = image if image.mode == "RGBA" else image.convert("RGBA")
@@ -211,20 +216,12 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
-    """16 bit, 32 bit and float grey: the full range of the values' type becomes 0..255.
-
-    Works in strips of rows, so that a large scan needs little more memory than its pixels.
-    """
+    """16 bit grey: 0..65535 becomes 0..255, in strips, so that a scan needs little more memory."""
     values = np.asarray(image)
-    top = float(np.nanmax(values, initial=0.0))
-    if image.mode == "F" and top <= 1.0:
-        full = 1.0
-    else:
-        full = 255.0 if top <= 255.0 and not image.mode.startswith("I;16") else 65535.0
     grey = np.empty(values.shape, dtype=np.uint8)
     for start in range(0, len(values), _STRIP_ROWS):
-        strip = np.nan_to_num(values[start : start + _STRIP_ROWS].astype(np.float32))
-        grey[start : start + _STRIP_ROWS] = np.clip(strip * (255.0 / full), 0, 255).round()
+        strip = values[start : start + _STRIP_ROWS].astype(np.float32)
+        grey[start : start + _STRIP_ROWS] = (strip * (255.0 / 65535.0)).round()
     return Image.fromarray(grey).convert("RGB")
 
 

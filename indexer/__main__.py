@@ -1,6 +1,7 @@
 """kinlens-index: build galleries, check them, show what is in them."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,6 +24,7 @@ from indexer.version import read_manifest
 Device = Literal["cpu", "cuda"]
 
 _SHOWN = 10
+_SPEED_PERIOD_S = 600.0  # a batch may take minutes, and an estimate needs several of them
 _TABLES = ("formats", "attributes")
 
 app = typer.Typer(
@@ -99,7 +101,11 @@ def verify(
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
 ) -> None:
-    """Check every hash, and that items find themselves."""
+    """Check every hash, and that items find themselves.
+
+    Without --bundle the stored vectors search for themselves, so vectors that stand under the wrong
+    items go unnoticed.
+    """
     with _errors_shown():
         embedder = open_embedder(bundle, device, allow_cpu_fallback) if bundle else None
         size = read_manifest(GalleryFolder(gallery).current()).size
@@ -178,6 +184,9 @@ def _errors_shown() -> Iterator[None]:
     except KinlensError as error:
         _err.print(f"Error: {' '.join(str(error).split())}", soft_wrap=True)
         raise typer.Exit(1) from error
+    except MemoryError as error:
+        _err.print("Error: Not enough memory. Build with a lower --batch-size or --workers.")
+        raise typer.Exit(1) from error
     except KeyboardInterrupt as interrupt:
         _err.print("Stopped. Finished work is kept: run the same command again to continue.")
         raise typer.Exit(1) from interrupt
@@ -185,7 +194,8 @@ def _errors_shown() -> Iterator[None]:
 
 class _Speed(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(f"{task.speed or 0:.1f} images/s")
+        elapsed_s = task.finished_time or task.elapsed or math.inf
+        return Text(f"{task.speed or task.completed / elapsed_s:.1f} images/s")
 
 
 @contextlib.contextmanager
@@ -197,7 +207,7 @@ def _progress(total: int, label: str) -> Iterator["_Advance"]:
         _Speed(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
-    with Progress(*columns, console=_err) as progress:
+    with Progress(*columns, console=_err, speed_estimate_period=_SPEED_PERIOD_S) as progress:
         yield _Advance(progress, label, total)
 
 

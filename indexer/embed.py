@@ -6,7 +6,6 @@ uses one thread a call, and memory holds a few batches whatever the number of im
 
 import contextlib
 import hashlib
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from embedder.errors import ImageError, SourceError
 from embedder.preprocess import ImageLimits, read_header
 from embedder.session import Embedder
+from indexer.cores import core_count
 from indexer.images import ANY_SIZE, Record, Source, read_image
 from indexer.work import WorkFile
 
@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class EmbedSettings:
-    """How a build uses the machine; `workers` = 0 takes every core."""
+    """How a build uses the machine; `workers` = 0 takes every core it may use."""
 
     batch_size: int = 32
     workers: int = 0
@@ -40,7 +40,7 @@ class EmbedSettings:
     @property
     def worker_count(self) -> int:
         """The number of threads."""
-        return self.workers or os.cpu_count() or 1
+        return self.workers or core_count()
 
 
 @dataclass(frozen=True, slots=True)

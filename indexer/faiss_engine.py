@@ -1,6 +1,5 @@
 """Exact inner-product search with FAISS."""
 
-import os
 from pathlib import Path
 
 import faiss
@@ -8,6 +7,7 @@ import numpy as np
 
 from embedder.errors import GalleryCorruptError, InvalidParameterError
 from embedder.types import Embeddings
+from indexer.cores import core_count
 from indexer.engine import Ids, Scores
 
 
@@ -69,7 +69,7 @@ class FaissStore:
             shape = (len(queries), k)
             return np.empty(shape, np.float32), np.empty(shape, np.int64)
         # A second OpenMP thread makes a single query ten times slower; the setting is per thread.
-        faiss.omp_set_num_threads(min(len(queries), os.cpu_count() or 1))
+        faiss.omp_set_num_threads(min(len(queries), core_count()))
         rows = [self._ranked(query, k) for query in self._fetch(queries, k + 1)]
         return np.stack([scores for scores, _ in rows]), np.stack([ids for _, ids in rows])
 

@@ -15,6 +15,7 @@ from embedder.errors import (
     BundleMismatchError,
     GalleryCorruptError,
     ImageError,
+    ImageTooManyBytesError,
     InvalidParameterError,
     ItemNotFoundError,
     SourceError,
@@ -23,7 +24,7 @@ from embedder.preprocess import decode
 from embedder.types import Embeddings, Hit, ItemId
 from indexer.catalog import Catalog, Item
 from indexer.engine import VectorStore
-from indexer.images import ANY_SIZE, inside
+from indexer.images import ANY_SIZE, read_image
 from indexer.layout import SHORT, GalleryFolder, hold
 from indexer.manifest import GalleryManifest
 from indexer.version import open_version, read_manifest
@@ -47,7 +48,7 @@ class Gallery:
         self, manifest: GalleryManifest, catalog: Catalog, store: VectorStore, image_root: Path
     ) -> None:
         self.manifest = manifest
-        self.image_root = image_root
+        self._image_root = image_root
         self._catalog = catalog
         self._store = store
         self._open_files = contextlib.ExitStack()
@@ -115,6 +116,11 @@ class Gallery:
         """When this version was built: ISO 8601, UTC."""
         return self.manifest.created_at
 
+    @property
+    def image_root(self) -> Path:
+        """The folder that the images are read from; it may be missing."""
+        return self._image_root
+
     def search(
         self, queries: Embeddings, k: int, min_score: float | None = None
     ) -> list[list[Hit]]:
@@ -144,7 +150,7 @@ class Gallery:
         """The indexed bytes of an item, read from the image root; BMP and TIFF become JPEG.
 
         Raises: ItemNotFoundError for an unknown number, or if the file is gone, was changed after
-            the build or lies outside the image root.
+            the build or lies outside the image root; GalleryCorruptError if it cannot be read.
         """
         item = self.item(item_id)
         try:
@@ -152,11 +158,16 @@ class Gallery:
             if item.format in _MEDIA_TYPES:
                 return ItemImage(data, _MEDIA_TYPES[item.format])
             return ItemImage(_as_jpeg(data), "image/jpeg")
-        except (OSError, SourceError, ImageError) as error:
+        except (SourceError, ImageTooManyBytesError) as error:
             raise ItemNotFoundError(
                 f"The image of item {item_id} of gallery {self.name} is not what was indexed: "
                 "the file is gone or was changed. Put it back below the image root, or build the "
                 "gallery again."
+            ) from error
+        except (OSError, ImageError) as error:
+            raise GalleryCorruptError(
+                f"The image {item.path} of gallery {self.name} cannot be read: {error}. Check the "
+                "permissions, the disk and the limit of open files (`ulimit -n`)."
             ) from error
 
     def item(self, item_id: ItemId) -> Item:
@@ -173,9 +184,10 @@ class Gallery:
     def source_bytes(self, item: Item) -> bytes:
         """The file of an item as it was indexed.
 
-        Raises: SourceError if it was changed or lies outside the image root; OSError.
+        Raises: SourceError or ImageTooManyBytesError if it is gone, was changed or lies outside the
+            image root; OSError.
         """
-        data = inside(self.image_root, item.path).read_bytes()
+        data = read_image(self.image_root, item.path, ANY_SIZE.max_bytes)
         if hashlib.sha256(data).hexdigest() != item.sha256:
             raise SourceError(f"{item.path} was changed after the build. Build the gallery again.")
         return data

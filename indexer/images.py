@@ -2,9 +2,11 @@
 
 import csv
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from embedder.errors import ImageTooManyBytesError, SourceError
 from embedder.preprocess import ImageLimits
@@ -12,8 +14,8 @@ from embedder.preprocess import ImageLimits
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 """Names that a folder walk takes for images, in any case; the content decides in the end."""
 
-ANY_SIZE = ImageLimits(max_bytes=2**40, max_megapixels=178.0, max_side_px=2**20)
-"""For images that an embedder has accepted already, whatever its own limits were."""
+ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
+"""For images that an embedder has accepted already, within whatever limits of its own."""
 
 _COLUMNS = ("key", "path")
 
@@ -42,7 +44,7 @@ def folder_source(root: Path | str) -> Source:
     Images in a sub-folder get its relative name as attribute `class`. Hidden files and folders are
     left out, links to folders are not followed.
 
-    Raises: SourceError for a missing folder or one without images.
+    Raises: SourceError for a missing folder, one without images, a folder that cannot be read.
     """
     root = _existing_folder(root)
     records = [_folder_record(path) for path in _walk(root)]
@@ -101,27 +103,41 @@ def inside(root: Path, path: str) -> Path:
 def read_image(root: Path, path: str, max_bytes: int) -> bytes:
     """The bytes of one image of a source.
 
-    Raises: SourceError, ImageTooManyBytesError, OSError.
+    Raises: SourceError if it is missing, not a regular file or outside `root`;
+        ImageTooManyBytesError; OSError.
     """
     if not _is_unicode(path):
         raise SourceError("The name of the file is not valid UTF-8. Rename the file.")
     file = inside(root, path)
-    if not file.is_file():
-        raise SourceError(f"{path} is missing below {root}, or is not a file.")
-    size = file.stat().st_size
-    if size > max_bytes:
-        raise ImageTooManyBytesError(
-            f"The image has {size:,} bytes; the limit is {max_bytes:,}. Resize or compress it."
-        )
-    return file.read_bytes()
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceError(f"{path} below {root} is not a regular file. Put an image there.")
+        if status.st_size > max_bytes:
+            raise ImageTooManyBytesError(
+                f"The image has {status.st_size:,} bytes; the limit is {max_bytes:,}. Resize or "
+                "compress it."
+            )
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SourceError(
+            f"{path} is missing below {root}. Put it back, or leave it out."
+        ) from error
 
 
 def _walk(root: Path) -> Iterator[str]:
-    for folder, subfolders, files in os.walk(root):
+    for folder, subfolders, files in os.walk(root, onerror=_refuse_unreadable):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for name in files:
             if name.lower().endswith(SUFFIXES) and not name.startswith("."):
                 yield (Path(folder) / name).relative_to(root).as_posix()
+
+
+def _refuse_unreadable(error: OSError) -> NoReturn:
+    raise SourceError(
+        f"The folder {error.filename} cannot be read: {error.strerror}. Allow this user to "
+        "read it, or list the files to index with --csv."
+    ) from error
 
 
 def _folder_record(path: str) -> Record:

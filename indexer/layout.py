@@ -22,11 +22,20 @@ from embedder.errors import GalleryCorruptError, GalleryError, GalleryNotFoundEr
 SHORT = 12
 """Hex digits of a version or bundle id that are shown and used as names."""
 
+MANIFEST = "manifest.json"
+"""The file that makes a folder a version."""
+
 _CURRENT = "CURRENT"
 _LOCK = "LOCK"
 _WORK = "work.sqlite"
 _VERSIONS = "versions"
 _STAGE = ".stage-"
+_VERSION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
+_STAGE_NAME = re.compile(rf"{re.escape(_STAGE)}[0-9a-z_]+")
+_OWN_NAMES = {
+    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _VERSIONS),
+    *(f"{_WORK}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
+}
 
 
 class GalleryFolder:
@@ -45,7 +54,7 @@ class GalleryFolder:
         name = self._current_name()
         if name is None:
             raise GalleryNotFoundError(self._absence())
-        if not re.fullmatch(f"[0-9a-f]{{{SHORT}}}", name) or not (self._versions / name).is_dir():
+        if not _VERSION_NAME.fullmatch(name) or not (self._versions / name).is_dir():
             raise GalleryCorruptError(
                 f"{self.path / _CURRENT} points to the version {name[:40]!r}, which is not there. "
                 "Build the gallery again, or write the name of a folder in "
@@ -78,8 +87,9 @@ class GalleryFolder:
     @contextlib.contextmanager
     def stage(self) -> Iterator[Path]:
         """An empty folder to write a new version in; gone afterwards unless it was published."""
-        for left_over in self._versions.glob(f"{_STAGE}*"):
-            shutil.rmtree(left_over, ignore_errors=True)
+        for folder in self._versions.iterdir():
+            if _STAGE_NAME.fullmatch(folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
         stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=self._versions))
         try:
             yield stage
@@ -112,8 +122,10 @@ class GalleryFolder:
 
     def _prune(self, keep: set[str | None]) -> None:
         for folder in self._versions.iterdir():
-            if folder.name not in keep and not in_use(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            if _is_version(folder) and folder.name not in keep and not in_use(folder):
+                with contextlib.suppress(OSError):
+                    # Named like a stage: if the removal is cut short, the next build ends it.
+                    shutil.rmtree(folder.rename(folder.with_name(f"{_STAGE}{folder.name}")))
 
     def _current_name(self) -> str | None:
         try:
@@ -133,16 +145,22 @@ class GalleryFolder:
         )
 
     def _refuse_foreign_folder(self) -> None:
-        ours = {_CURRENT, _LOCK, _WORK, _VERSIONS}
+        foreign = sorted(self._foreign_entries())
+        if foreign:
+            raise GalleryError(
+                f"{self.path} is not a gallery, or not only that: {foreign[0]} is something else. "
+                "Choose a new or an empty folder with --out, or move that elsewhere."
+            )
+
+    def _foreign_entries(self) -> Iterator[Path]:
         if self.path.is_dir():
-            found = {entry.name for entry in self.path.iterdir()}
-            if not found or found & ours:
-                return
-        elif not self.path.exists():
-            return
-        raise GalleryError(
-            f"{self.path} exists and is not a gallery. Choose a new or an empty folder with --out."
-        )
+            yield from (entry for entry in self.path.iterdir() if entry.name not in _OWN_NAMES)
+        elif self.path.exists():
+            yield self.path
+        if self._versions.is_dir():
+            for entry in self._versions.iterdir():
+                if not (_VERSION_NAME.fullmatch(entry.name) or _STAGE_NAME.fullmatch(entry.name)):
+                    yield entry
 
 
 @contextlib.contextmanager
@@ -177,6 +195,11 @@ def in_use(version: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _is_version(folder: Path) -> bool:
+    is_named_so = _VERSION_NAME.fullmatch(folder.name) is not None
+    return is_named_so and (folder / MANIFEST).is_file()
 
 
 def _sync(path: Path) -> None:

@@ -54,7 +54,8 @@ def verify_gallery(
     """Check all hashes, then that each of `sample` items finds itself or an equal one first.
 
     With an `embedder` the images are read and embedded again, so the check covers the whole road
-    from the file to the answer; without, the stored vectors search for themselves.
+    from the file to the answer. Without, the stored vectors search for themselves: that says
+    nothing of vectors that stand under the wrong items, or were made of other images.
 
     Raises: GalleryError if the gallery cannot be opened or belongs to another bundle.
     """

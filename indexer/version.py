@@ -19,13 +19,12 @@ from embedder.errors import GalleryCorruptError
 from indexer.catalog import Catalog, Item, write_catalog
 from indexer.engine import VectorStore
 from indexer.faiss_engine import FaissStore
-from indexer.layout import SHORT
+from indexer.layout import MANIFEST, SHORT
 from indexer.manifest import GalleryManifest
 
 CATALOG = "catalog.sqlite"
 INDEX = "index.faiss"
 REPORT = "report.json"
-MANIFEST = "manifest.json"
 
 _HASHED = (CATALOG, INDEX, REPORT)
 _CURE = "Build the gallery again."

@@ -26,6 +26,10 @@ _SELECT = """
 SELECT sha256, vector FROM vectors
 WHERE bundle_id = ? AND sha256 IN (SELECT value FROM json_each(?))
 """
+_HAS_OTHERS = """
+SELECT EXISTS (SELECT 1 FROM vectors WHERE bundle_id < ?1)
+    OR EXISTS (SELECT 1 FROM vectors WHERE bundle_id > ?1)
+"""
 
 
 class WorkFile:
@@ -68,9 +72,19 @@ class WorkFile:
         self._connection.close()
 
     def remove(self) -> None:
-        """Close and delete the file, once its vectors are published."""
+        """Close and drop the vectors of this bundle, once they are published.
+
+        The file goes too, unless it holds the vectors of a build with another bundle.
+        """
+        [(is_shared,)] = self._connection.execute(_HAS_OTHERS, (self._bundle_id,))
+        if is_shared:
+            with self._connection:
+                self._connection.execute(
+                    "DELETE FROM vectors WHERE bundle_id = ?", (self._bundle_id,)
+                )
         self.close()
-        _delete(self._path)
+        if not is_shared:
+            _delete(self._path)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -7,14 +7,16 @@ from typing import Annotated, Any
 
 import typer
 import uvicorn
+from fastapi import FastAPI
 from pydantic import ValidationError
 
 from embedder.errors import KinlensError
 from service.app import create_app
 from service.logs import configure_logs
+from service.resources import missing_image_roots
 from service.settings import Settings
 
-app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
 _EXAMPLE = (
     "Example: [bold]kinlens-serve --bundle runs/shop/bundle --gallery shop=galleries/shop[/bold]"
@@ -27,6 +29,10 @@ def serve(
     gallery: Annotated[
         list[str] | None,
         typer.Option(help="Gallery as NAME=PATH or PATH; repeat for more, the first is default."),
+    ] = None,
+    image_root: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=DIR, where the images of a gallery are now; repeat for more."),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 picks a free one [8000].")] = None,
@@ -49,7 +55,8 @@ def serve(
     """
     given: dict[str, Any] = {
         "bundle": bundle,
-        "galleries": tuple(gallery) if gallery else None,
+        "galleries": gallery or None,
+        "image_roots": image_root or None,
         "host": host,
         "port": port,
         "device": device,
@@ -58,8 +65,9 @@ def serve(
         "redis_url": redis_url,
         "log_level": log_level,
     }
+    given = {name: value for name, value in given.items() if value is not None}
     try:
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        settings = Settings(**given)
         configure_logs(settings.log_level)
         service = create_app(settings)
         listener = _listen(settings.host, settings.port)
@@ -68,8 +76,19 @@ def serve(
     except (KinlensError, OSError) as error:
         _refuse(str(error))
     typer.echo(f"Kinlens is at {_address(listener)} (Ctrl-C ends it)")
+    for warning in missing_image_roots(service.state.runtime.galleries):
+        typer.echo(f"Warning: {warning}")
+    _run(service, listener, settings.shutdown_timeout_s)
+
+
+def _run(service: FastAPI, listener: socket.socket, shutdown_timeout_s: int) -> None:
     config = uvicorn.Config(
-        service, log_config=None, access_log=False, server_header=False, timeout_keep_alive=20
+        service,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=20,
+        timeout_graceful_shutdown=shutdown_timeout_s,
     )
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])

@@ -1,17 +1,21 @@
 """Thin routes: HTTP in, use case, HTTP out."""
 
+import asyncio
 from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, File, Form, Path, Request, Response, UploadFile
+from fastapi import Query as Parameter
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BeforeValidator
 
-from embedder.errors import InvalidParameterError
+from embedder import errors
+from embedder.types import ItemId
 from service.disconnect import ClientGoneError, while_connected
 from service.metrics import CONTENT_TYPE
 from service.openapi import problems, render_docs
 from service.parameters import finite_number, whole_number
+from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
 from service.runtime import Runtime
 from service.schemas import (
     Galleries,
@@ -23,9 +27,31 @@ from service.schemas import (
     Timings,
 )
 from service.search import Answer, Query
+from service.types import Gallery, ItemImage
 
 _CLIENT_GONE = 499
 _MAX_ID = 2**63 - 1
+_VERSION_DIGITS = 12
+_VERSION_TEXT = "The gallery version that the number is from; default: the one being served."
+_VERSION = rf"^[0-9a-f]{{{_VERSION_DIGITS},64}}$"
+_FAILURES = (
+    KINDS[errors.GalleryNotFoundError],
+    KINDS[errors.InvalidParameterError],
+    KINDS[errors.OverloadedError],
+    KINDS[errors.DeadlineExceededError],
+    KINDS[errors.GalleryError],
+)
+_SEARCH_FAILURES = (
+    *_FAILURES,
+    *(BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE),
+    KINDS[errors.EmptyImageError],
+    KINDS[errors.ImageTooManyBytesError],
+    KINDS[errors.ImageTooLargeError],
+    KINDS[errors.UnsupportedFormatError],
+    KINDS[errors.CorruptImageError],
+    KINDS[errors.SearchError],
+    KINDS[errors.BundleError],
+)
 
 
 def build_router(runtime: Runtime) -> APIRouter:
@@ -56,7 +82,7 @@ def _add_search(router: APIRouter, runtime: Runtime) -> None:
     @router.post(
         "/search",
         response_model=SearchAnswer,
-        responses=problems(400, 404, 408, 413, 415, 422, 500, 503),
+        responses=problems(*_SEARCH_FAILURES),
         summary="Search with an image",
     )
     async def search(
@@ -74,14 +100,11 @@ def _add_search(router: APIRouter, runtime: Runtime) -> None:
             answer = await while_connected(request, runtime.searching.search(query))
         except ClientGoneError:
             return Response(status_code=_CLIENT_GONE)
-        response.headers["Cache-Control"] = "no-store"
-        response.headers["X-Kinlens-Bundle"] = runtime.embedder.bundle_id
-        response.headers["Server-Timing"] = _server_timing(answer)
-        return _search_answer(runtime.embedder.bundle_id, query, answer)
+        return _search_answer(runtime.embedder.bundle_id, query, answer, response)
 
 
 def _add_galleries(router: APIRouter, runtime: Runtime) -> None:
-    @router.get("/galleries", summary="List the galleries")
+    @router.get("/galleries", responses=problems(), summary="List the galleries")
     async def galleries() -> Galleries:
         """Every gallery with its version; the first is the default of a search."""
         listed = [
@@ -105,25 +128,31 @@ def _add_pictures(router: APIRouter, runtime: Runtime) -> None:
         responses={
             200: {"content": {"image/*": {}}, "description": "The picture."},
             304: {"description": "Unchanged since the given ETag."},
-            **problems(404, 422, 503),
+            **problems(*_FAILURES, KINDS[errors.ItemNotFoundError]),
         },
         summary="The picture of an item",
     )
     async def item_image(
-        request: Request, name: str, item_id: Annotated[int, Path(ge=0, le=_MAX_ID)]
+        request: Request,
+        name: str,
+        item_id: Annotated[int, Path(ge=0, le=_MAX_ID)],
+        version: Annotated[
+            str | None, Parameter(pattern=_VERSION, description=_VERSION_TEXT)
+        ] = None,
     ) -> Response:
         """The picture as a browser can show it; items are found by number only."""
         _, gallery = runtime.searching.gallery(name)
+        _check_version(name, gallery, version)
         etag = f'"{gallery.version[:32]}-{item_id}"'
         headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
-        picture = await runtime.pools["file"].run(lambda: gallery.image(item_id))
         if etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
+        picture = await _picture(runtime, gallery, item_id)
         return Response(picture.data, media_type=picture.media_type, headers=headers)
 
 
 def _add_operations(router: APIRouter, runtime: Runtime) -> None:
-    @router.get("/live", summary="Is the process there")
+    @router.get("/live", responses=problems(), summary="Is the process there")
     async def live() -> Live:
         """Answers as long as the process does."""
         return Live()
@@ -131,7 +160,7 @@ def _add_operations(router: APIRouter, runtime: Runtime) -> None:
     @router.get(
         "/ready",
         response_model=Ready,
-        responses={503: {"model": Ready, "description": "A check failed."}},
+        responses={**problems(), 503: {"model": Ready, "description": "A check failed."}},
         summary="Can it answer searches",
     )
     async def ready() -> JSONResponse:
@@ -149,7 +178,12 @@ def _add_operations(router: APIRouter, runtime: Runtime) -> None:
         )
         return JSONResponse(content.model_dump(), 200 if readiness.ready else 503)
 
-    @router.get("/metrics", response_class=Response, summary="Metrics for Prometheus")
+    @router.get(
+        "/metrics",
+        response_class=Response,
+        responses=problems(),
+        summary="Metrics for Prometheus",
+    )
     async def metrics() -> Response:
         """Counters, histograms and gauges in the text format of Prometheus."""
         return Response(runtime.metrics.render(), media_type=CONTENT_TYPE)
@@ -162,24 +196,39 @@ def _add_operations(router: APIRouter, runtime: Runtime) -> None:
 async def _refuse_several_images(request: Request) -> None:
     count = len((await request.form()).getlist("image"))
     if count > 1:
-        raise InvalidParameterError(
+        raise errors.InvalidParameterError(
             f"The form has {count} parts called image; send exactly one, and a request for each."
         )
 
 
-def _search_answer(bundle_id: str, query: Query, answer: Answer) -> SearchAnswer:
-    items = f"/galleries/{quote(answer.gallery, safe='')}/items"
-    hits = [
-        HitModel(
-            id=hit.id,
-            key=hit.key,
-            score=hit.score,
-            attributes=dict(hit.attributes),
-            image=f"{items}/{hit.id}/image",
+def _check_version(name: str, gallery: Gallery, version: str | None) -> None:
+    if version is not None and not gallery.version.startswith(version):
+        raise errors.ItemNotFoundError(
+            f"This link is from version {version[:_VERSION_DIGITS]} of gallery {name}, which is at "
+            f"version {gallery.version[:_VERSION_DIGITS]} now. Search again."
         )
-        for hit in answer.hits
-    ]
-    stages = answer.stages
+
+
+async def _picture(runtime: Runtime, gallery: Gallery, item_id: ItemId) -> ItemImage:
+    limit_s = runtime.settings.request_timeout_ms / 1e3
+    try:
+        async with asyncio.timeout(limit_s):
+            return await runtime.pools["file"].run(lambda: gallery.image(item_id))
+    except TimeoutError as error:
+        raise errors.DeadlineExceededError(
+            f"Reading the picture took longer than {limit_s:g} s, which is the limit. "
+            "Try again in a second."
+        ) from error
+
+
+def _search_answer(
+    bundle_id: str, query: Query, answer: Answer, response: Response
+) -> SearchAnswer:
+    response.headers["Cache-Control"] = "no-store"
+    response.headers["X-Kinlens-Bundle"] = bundle_id
+    timings = _timings(answer)
+    response.headers["Server-Timing"] = ", ".join(f"{s};dur={ms:.3f}" for s, ms in timings)
+    hits = _hits(answer)
     return SearchAnswer(
         bundle_id=bundle_id,
         gallery=answer.gallery,
@@ -188,18 +237,30 @@ def _search_answer(bundle_id: str, query: Query, answer: Answer) -> SearchAnswer
         count=len(hits),
         cached=answer.cached,
         hits=hits,
-        timings_ms=Timings(
-            decode=round(stages.decode, 3),
-            embed=round(stages.embed, 3),
-            search=round(stages.search, 3),
-            total=round(stages.total, 3),
-        ),
+        timings_ms=timings,
     )
 
 
-def _server_timing(answer: Answer) -> str:
+def _hits(answer: Answer) -> list[HitModel]:
+    items = f"/galleries/{quote(answer.gallery, safe='')}/items"
+    version = answer.gallery_version[:_VERSION_DIGITS]
+    return [
+        HitModel(
+            id=hit.id,
+            key=hit.key,
+            score=hit.score,
+            attributes=dict(hit.attributes),
+            image=f"{items}/{hit.id}/image?version={version}",
+        )
+        for hit in answer.hits
+    ]
+
+
+def _timings(answer: Answer) -> Timings:
     stages = answer.stages
-    return (
-        f"decode;dur={stages.decode:.3f}, embed;dur={stages.embed:.3f}, "
-        f"search;dur={stages.search:.3f}, total;dur={stages.total:.3f}"
+    return Timings(
+        decode=round(stages.decode, 3),
+        embed=round(stages.embed, 3),
+        search=round(stages.search, 3),
+        total=round(stages.total, 3),
     )

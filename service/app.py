@@ -18,7 +18,7 @@ from embedder.session import Embedder
 from service.api import build_router
 from service.cache import Cache
 from service.limits import FORM_BYTES, BodyLimit
-from service.middleware import RequestContext, SecurityHeaders
+from service.middleware import AllowedHosts, RequestContext, SecurityHeaders
 from service.openapi import install_openapi
 from service.problems import from_http, from_kinlens, from_validation
 from service.resources import close_all
@@ -71,10 +71,12 @@ def _middleware(runtime: Runtime) -> list[Middleware]:
     return [
         Middleware(SecurityHeaders),
         Middleware(RequestContext, metrics=runtime.metrics),
+        Middleware(AllowedHosts, hosts=settings.hosts()),
         Middleware(
             BodyLimit,
             max_bytes=settings.max_upload_bytes + FORM_BYTES,
             timeout_s=settings.body_timeout_ms / 1e3,
+            max_concurrent=settings.max_concurrent_uploads,
         ),
     ]
 

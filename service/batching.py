@@ -6,14 +6,15 @@ No timer: a lone image starts at once, a crowd forms batches while the workers a
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import BundleError, OverloadedError, SearchError
 from embedder.types import Embeddings, Images
+from service.pools import DaemonThreads
 
 Image = NDArray[np.uint8]
 Vector = NDArray[np.float32]
@@ -46,10 +47,10 @@ class MicroBatcher:
         self._queue_size = queue_size
         self._worker_count = workers
         self._on_batch = on_batch
-        self._waiting: dict[asyncio.Future[Vector], Image] = {}
+        self._waiting: OrderedDict[asyncio.Future[Vector], Image] = OrderedDict()
         self._work = asyncio.Event()
         self._workers: list[asyncio.Task[None]] = []
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="kinlens-embed")
+        self._threads = DaemonThreads("embed", workers)
 
     @property
     def depth(self) -> int:
@@ -74,24 +75,26 @@ class MicroBatcher:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
         self._fail_waiting()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._threads.close)
 
-    async def submit(self, image: Image, *, bounded: bool = True) -> Vector:
+    async def submit(self, image: Image, *, urgent: bool = False) -> Vector:
         """The vector (D,) of `image` (3, S, S); a cancelled call is dropped from the queue.
 
-        `bounded=False` lets the readiness check in when the queue is full.
+        An `urgent` one is never refused and goes first.
 
         Raises: OverloadedError, SearchError if the workers have stopped, whatever `embed` raises.
         """
         if not self.alive:
             raise self._stopped()
-        if bounded and len(self._waiting) >= self._queue_size:
+        if not urgent and len(self._waiting) >= self._queue_size:
             raise OverloadedError(
                 f"{len(self._waiting)} images wait for the model, which is the limit. "
                 "Try again in a second, or raise KINLENS_QUEUE_SIZE."
             )
         future: asyncio.Future[Vector] = asyncio.get_running_loop().create_future()
         self._waiting[future] = image
+        if urgent:
+            self._waiting.move_to_end(future, last=False)
         self._work.set()
         try:
             return await future
@@ -108,8 +111,7 @@ class MicroBatcher:
     def _take(self) -> list[Waiting]:
         batch: list[Waiting] = []
         while self._waiting and len(batch) < self._batch_size:
-            future = next(iter(self._waiting))
-            image = self._waiting.pop(future)
+            future, image = self._waiting.popitem(last=False)
             if not future.done():
                 batch.append((future, image))
         if not self._waiting:
@@ -149,8 +151,7 @@ class MicroBatcher:
 
     async def _run(self, images: list[Image]) -> Embeddings:
         self._on_batch(len(images))
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._call, images)
+        return await asyncio.wrap_future(self._threads.submit(lambda: self._call(images)))
 
     def _call(self, images: list[Image]) -> Embeddings:
         try:

@@ -62,8 +62,10 @@ class LruCache:
         return value
 
     def set(self, key: str, value: bytes) -> None:
-        """Keep a value, at the expense of older ones."""
+        """Keep a value, at the expense of older ones; one above the bound is not kept."""
         self.remove(key)
+        if len(key) + len(value) > self._max_bytes:
+            return
         self._values[key] = value
         self._bytes += len(key) + len(value)
         while len(self._values) > self._max_entries or self._bytes > self._max_bytes:

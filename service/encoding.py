@@ -42,12 +42,12 @@ class Encoder:
         """
         return await self._flights.run(digest, lambda: self._look_up(data, digest))
 
-    async def infer(self, data: bytes, *, bounded: bool = True) -> Encoded:
-        """As `encode`, without any cache; `bounded=False` is for the readiness check."""
+    async def infer(self, data: bytes, *, urgent: bool = False) -> Encoded:
+        """As `encode`, without any cache; an `urgent` call goes first everywhere."""
         started = time.perf_counter()
-        image = await self._decoding.run(lambda: self._embedder.preprocess(data), bounded=bounded)
+        image = await self._decoding.run(lambda: self._embedder.preprocess(data), urgent=urgent)
         decoded = time.perf_counter()
-        vector = await self._batcher.submit(image, bounded=bounded)
+        vector = await self._batcher.submit(image, urgent=urgent)
         embedded = time.perf_counter()
         return Encoded(vector, (decoded - started) * 1e3, (embedded - decoded) * 1e3)
 

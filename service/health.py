@@ -55,7 +55,7 @@ class Health:
         self._known = (await self.encoder.infer(self._image)).vector
 
     async def check(self) -> Readiness:
-        """Embed the known image, compare, and search with it everywhere, within the time limit."""
+        """Embed the known image, compare, and search everywhere, ahead of all that waits."""
         return await self._flights.run("ready", self._check)
 
     async def _check(self) -> Readiness:
@@ -73,7 +73,7 @@ class Health:
         checks["worker"] = "ok" if self.batcher.alive else "the worker has stopped"
         try:
             async with asyncio.timeout(self.timeout_s):
-                encoded = await self.encoder.infer(self._image, bounded=False)
+                encoded = await self.encoder.infer(self._image, urgent=True)
         except Exception as error:
             # Any failure at all makes the service unready; the class says enough to the outside.
             checks["model"] = self._verdict(error)
@@ -88,7 +88,7 @@ class Health:
             return "not searched, since the model failed"
         try:
             async with asyncio.timeout(self.timeout_s):
-                hits = await self.searching.search_gallery(gallery, encoded, 1, None, bounded=False)
+                hits = await self.searching.search_gallery(gallery, encoded, 1, None, urgent=True)
         except Exception as error:
             return self._verdict(error)
         if gallery.size and not (hits and math.isfinite(hits[0].score)):

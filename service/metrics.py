@@ -1,6 +1,7 @@
 """Prometheus metrics of one app, in a registry of its own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPMethod
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
@@ -10,6 +11,7 @@ from service.types import Gallery
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+_METHODS = frozenset(HTTPMethod)
 
 
 class Metrics:
@@ -17,37 +19,20 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "kinlens_requests",
-            "Requests answered.",
-            ["route", "method", "status"],
-            registry=self.registry,
+        self.requests = self._counter(
+            "kinlens_requests", "Requests answered.", "route", "method", "status"
         )
-        self.request_seconds = Histogram(
-            "kinlens_request_seconds",
-            "Time from request to answer.",
-            ["route"],
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.request_seconds = self._histogram(
+            "kinlens_request_seconds", "Time from request to answer.", _SECONDS, "route"
         )
-        self.stage_seconds = Histogram(
-            "kinlens_stage_seconds",
-            "Time in each stage of a search.",
-            ["stage"],
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.stage_seconds = self._histogram(
+            "kinlens_stage_seconds", "Time in each stage of a search.", _SECONDS, "stage"
         )
-        self.batch_size = Histogram(
-            "kinlens_batch_size",
-            "Images in each call of the model.",
-            buckets=_BATCH_SIZES,
-            registry=self.registry,
+        self.batch_size = self._histogram(
+            "kinlens_batch_size", "Images in each call of the model.", _BATCH_SIZES
         )
-        self.cache_lookups = Counter(
-            "kinlens_cache_lookups",
-            "Cache lookups by where they ended.",
-            ["kind", "level"],
-            registry=self.registry,
+        self.cache_lookups = self._counter(
+            "kinlens_cache_lookups", "Cache lookups by where they ended.", "kind", "level"
         )
         self.in_flight = Gauge(
             "kinlens_searches_in_flight", "Searches being answered.", registry=self.registry
@@ -58,8 +43,12 @@ class Metrics:
         self.cache_lookups.labels(kind, level).inc()
 
     def observe_request(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count an answered request; `route` is the template, never the address."""
-        self.requests.labels(route, method, str(status)).inc()
+        """Count an answered request; `route` is the template, never the address.
+
+        A client can send any word as method, so one that HTTP does not know counts as `other`.
+        """
+        known = method if method in _METHODS else "other"
+        self.requests.labels(route, known, str(status)).inc()
         self.request_seconds.labels(route).observe(seconds)
 
     def describe(self, provider: str, bundle_id: str, galleries: Mapping[str, Gallery]) -> None:
@@ -83,3 +72,9 @@ class Metrics:
     def render(self) -> bytes:
         """All of it in the text format of Prometheus."""
         return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)

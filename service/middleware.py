@@ -1,8 +1,9 @@
-"""What wraps every request: its id, log line and metrics, and the headers that browsers obey."""
+"""What wraps every request: id, log line, metrics, its host, the headers that browsers obey."""
 
 import re
 import time
 import uuid
+from collections.abc import Set
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -10,9 +11,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.metrics import Metrics
-from service.problems import from_unexpected
+from service.problems import UNKNOWN_HOST, from_unexpected, problem, request_id_of
+from service.settings import ANY_HOST
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
+_SHOWN_CHARACTERS = 64
 _SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' blob: data:; object-src 'none'; base-uri 'none'; "
@@ -79,6 +83,35 @@ class RequestContext:
             status=status,
             ms=round(seconds * 1e3, 1),
         )
+
+
+class AllowedHosts:
+    """Refuses a request whose Host is none of `hosts`, unless they hold `*`.
+
+    Without it a web page could point its own name at this machine and read what is served here.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Set[str]) -> None:
+        self.app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or ANY_HOST in self._hosts:
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("host", "")
+        match = _HOST.fullmatch(given)
+        if match and match[1].lower() in self._hosts:
+            await self.app(scope, receive, send)
+            return
+        response = problem(
+            UNKNOWN_HOST,
+            f"The host {given[:_SHOWN_CHARACTERS]!r} is not served here; known are "
+            f"{', '.join(sorted(self._hosts))}. Name it in KINLENS_ALLOWED_HOSTS to allow it.",
+            request_id=request_id_of(scope),
+            instance=scope["path"],
+        )
+        await response(scope, receive, send)
 
 
 class SecurityHeaders:

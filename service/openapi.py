@@ -6,13 +6,27 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from service.problems import MEDIA_TYPE
+from embedder import errors
+from service.problems import (
+    BAD_REQUEST,
+    BODY_TOO_LARGE,
+    BODY_TOO_SLOW,
+    INTERNAL,
+    INTERNAL_TEXT,
+    INVALID,
+    KINDS,
+    MEDIA_TYPE,
+    OVERLOADED,
+    UNKNOWN_HOST,
+    Kind,
+)
 from service.schemas import Fault, Problem
 
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
+_RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _TEXTS = {
-    400: "The image is empty or the form is malformed.",
-    404: "The gallery or the item is unknown.",
+    400: "The image is empty, the form is malformed, or the host is not one of this service.",
+    404: "The gallery or the item is unknown, or the link comes from another gallery version.",
     408: "The body did not arrive in time.",
     413: "The body, or the image, is larger than the limit.",
     415: "The content is not an image in a format that is read.",
@@ -20,28 +34,50 @@ _TEXTS = {
     500: "Something failed inside the service.",
     503: "The service is too busy or not able to answer now; Retry-After says when to ask again.",
 }
+_DETAILS = {
+    UNKNOWN_HOST: "The host 'shop.example' is not served here; known are 127.0.0.1, [::1], "
+    "localhost. Name it in KINLENS_ALLOWED_HOSTS to allow it.",
+    BAD_REQUEST: "Missing boundary in multipart.",
+    KINDS[errors.EmptyImageError]: "The image is empty (0 bytes). Send the content of an "
+    "image file.",
+    KINDS[errors.GalleryNotFoundError]: "gallery = 'shoes' is unknown. Known are: shop.",
+    KINDS[errors.ItemNotFoundError]: "This link is from version 9b2e00000000 of gallery shop, "
+    "which is at version 51c7a90be2f4 now. Search again.",
+    BODY_TOO_SLOW: "The request body was not complete after 30 s, which is the limit. Send a "
+    "smaller image or use a faster connection.",
+    BODY_TOO_LARGE: "The request body has 62,914,877 bytes; the limit is 21,037,056. Resize or "
+    "compress the image.",
+    KINDS[errors.ImageTooManyBytesError]: "The image has 21,000,000 bytes; the limit is "
+    "20,971,520. Resize or compress it.",
+    KINDS[errors.ImageTooLargeError]: "The image is 14000 x 9000 px (126.0 MP); the limits "
+    "are 64 MP and 16384 px a side. Resize it.",
+    KINDS[errors.UnsupportedFormatError]: "The content is no image in a known format. Send JPEG, "
+    "PNG, WebP, BMP, TIFF or GIF.",
+    KINDS[errors.CorruptImageError]: "The JPEG image is truncated or damaged (broken data "
+    "stream). Export it again from its source.",
+    INVALID: "k = 0 is outside its range; send a whole number from 1 to 10,000.",
+    OVERLOADED: "64 images wait for the model, which is the limit. Try again in a second, or "
+    "raise KINLENS_QUEUE_SIZE.",
+    KINDS[errors.DeadlineExceededError]: "The search took longer than 10 s, which is the limit. "
+    "Try again in a second.",
+    KINDS[errors.SearchError]: "The worker that runs the model has stopped. Restart the service.",
+}
 
 
-def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses=` of a route: each status as a problem."""
-    return {
-        status: {
-            "description": _TEXTS[status],
-            "content": {
-                MEDIA_TYPE: {
-                    "schema": _PROBLEM,
-                    "example": {
-                        "type": "urn:kinlens:problem:example",
-                        "title": "What kind of error",
-                        "status": status,
-                        "detail": _TEXTS[status],
-                        "request_id": "6f0c2d8e5b7a4c31a1d0c9e8f7b6a594",
-                    },
-                }
+def problems(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
+    """The `responses=` of a route: these problems, and those that any route can answer with."""
+    responses: dict[int | str, dict[str, Any]] = {}
+    for kind in sorted({*kinds, UNKNOWN_HOST, INTERNAL}, key=lambda k: (k.status, k.slug)):
+        response = responses.setdefault(
+            kind.status,
+            {
+                "description": _TEXTS[kind.status],
+                "content": {MEDIA_TYPE: {"schema": _PROBLEM, "examples": {}}},
+                **({"headers": _RETRY_AFTER} if kind.status == 503 else {}),
             },
-        }
-        for status in statuses
-    }
+        )
+        response["content"][MEDIA_TYPE]["examples"][kind.slug] = {"value": _example(kind)}
+    return responses
 
 
 def install_openapi(app: FastAPI) -> None:
@@ -93,3 +129,13 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
         f"<p>{escape(operation.get('description', operation.get('summary', '')))}</p>"
         f"<ul>{rows}</ul></section>"
     )
+
+
+def _example(kind: Kind) -> dict[str, Any]:
+    return {
+        "type": kind.type,
+        "title": kind.title,
+        "status": kind.status,
+        "detail": _DETAILS.get(kind, INTERNAL_TEXT),
+        "request_id": "6f0c2d8e5b7a4c31a1d0c9e8f7b6a594",
+    }

@@ -15,7 +15,7 @@ def whole_number(name: str, low: int, high: int) -> Callable[[Any], int]:
     def check(value: Any) -> int:
         try:
             number = int(value)
-        except ValueError:
+        except (TypeError, ValueError):
             number = low - 1
         if not low <= number <= high:
             raise _out_of_range(name, value, f"a whole number from {low:,} to {high:,}")
@@ -32,7 +32,7 @@ def finite_number(name: str, low: float, high: float) -> Callable[[Any], float |
             return None
         try:
             number = float(value)
-        except ValueError:
+        except (TypeError, ValueError):
             number = math.nan
         if not low <= number <= high:
             raise _out_of_range(name, value, f"a number from {low:g} to {high:g}")
@@ -42,7 +42,7 @@ def finite_number(name: str, low: float, high: float) -> Callable[[Any], float |
 
 
 def _out_of_range(name: str, value: Any, expected: str) -> PydanticCustomError:
-    shown = str(value)[:_SHOWN_CHARACTERS]
+    shown = value[:_SHOWN_CHARACTERS] if isinstance(value, str) else "a file"
     return PydanticCustomError(
         "out_of_range",
         "{name} = {shown} is outside its range; send {expected}.",

@@ -15,7 +15,7 @@ from embedder import errors
 from embedder.errors import KinlensError, OverloadedError
 
 MEDIA_TYPE = "application/problem+json"
-_INTERNAL = "Something failed inside the service. Its log has the cause under this request_id."
+INTERNAL_TEXT = "Something failed inside the service. Its log has the cause under this request_id."
 _RETRY_AFTER_S = 1
 
 
@@ -34,10 +34,13 @@ class Kind:
         return f"urn:kinlens:problem:{self.slug}"
 
 
+BAD_REQUEST = Kind(400, "Bad Request", "bad-request")
+UNKNOWN_HOST = Kind(400, "Unknown host", "unknown-host")
 _MODEL = Kind(503, "The model cannot answer", "model-unavailable", public=False)
 _GALLERY = Kind(503, "The gallery cannot answer", "gallery-unavailable", public=False)
 INTERNAL = Kind(500, "Internal error", "internal", public=False)
 INVALID = Kind(422, "Invalid parameter", "invalid-parameter")
+OVERLOADED = Kind(503, "Too busy", "overloaded")
 BODY_TOO_LARGE = Kind(413, "Request body too large", "body-too-large")
 BODY_TOO_SLOW = Kind(408, "Request body too slow", "body-too-slow")
 
@@ -62,12 +65,13 @@ KINDS: dict[type[KinlensError], Kind] = {
     errors.SourceError: _GALLERY,
     errors.SearchError: Kind(503, "The search cannot be answered", "search-unavailable"),
     errors.InvalidParameterError: INVALID,
-    errors.OverloadedError: Kind(503, "Too busy", "overloaded"),
+    errors.OverloadedError: OVERLOADED,
     errors.DeadlineExceededError: Kind(503, "Took too long", "deadline-exceeded"),
     errors.TrainingError: INTERNAL,
     errors.JobError: INTERNAL,
     errors.DatasetError: INTERNAL,
     errors.CheckpointError: INTERNAL,
+    errors.EvaluationError: INTERNAL,
     errors.ExportError: INTERNAL,
 }
 
@@ -89,7 +93,9 @@ def problem(
     headers: dict[str, str] | None = None,
     **extra: Any,
 ) -> JSONResponse:
-    """A problem response; `extra` are extension members."""
+    """A problem response; `extra` are extension members. Each 503 says when to ask again."""
+    if kind.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers = {"Retry-After": str(_RETRY_AFTER_S)} | (headers or {})
     content = {"type": kind.type, "title": kind.title, "status": kind.status, "detail": detail}
     content |= {} if instance is None else {"instance": instance}
     content |= {"request_id": request_id, **extra}
@@ -107,10 +113,9 @@ async def from_kinlens(request: Request, error: Exception) -> JSONResponse:
     if not kind.public:
         structlog.get_logger().error("internal error", exc_info=error)
     headers = {}
-    if kind.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        wait_s = error.retry_after_s if isinstance(error, OverloadedError) else _RETRY_AFTER_S
-        headers["Retry-After"] = str(wait_s)
-    return _answer(request, kind, str(error) if kind.public else _INTERNAL, headers)
+    if isinstance(error, OverloadedError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    return _answer(request, kind, str(error) if kind.public else INTERNAL_TEXT, headers)
 
 
 async def from_validation(request: Request, error: Exception) -> JSONResponse:
@@ -138,7 +143,7 @@ async def from_http(request: Request, error: Exception) -> JSONResponse:
 async def from_unexpected(request: Request, error: Exception) -> JSONResponse:
     """Anything else: 500, with nothing of its inside."""
     structlog.get_logger().error("unexpected error", exc_info=error)
-    return _answer(request, INTERNAL, _INTERNAL)
+    return _answer(request, INTERNAL, INTERNAL_TEXT)
 
 
 def _answer(

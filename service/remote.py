@@ -1,22 +1,44 @@
 """Redis as the shared cache level: a short timeout, a breaker, and no error that gets out."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import structlog
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 
 T = TypeVar("T")
 _FIRST_PROBE_S = 0.1
+_DATABASE = re.compile(r"/?\d*")
+
+
+def check_url(url: str) -> None:
+    """Refuse an address that no connection can be made from, without showing its password.
+
+    Raises: ValueError.
+    """
+    try:
+        ConnectionPool.from_url(url).make_connection()  # type: ignore[no-untyped-call]
+        parts = urlsplit(url)
+        fits = parts.scheme == "unix" or bool(_DATABASE.fullmatch(parts.path))
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            "the Redis address cannot be read; write redis://USER:PASSWORD@HOST:PORT/DATABASE "
+            "(rediss:// for TLS), with numbers for PORT and DATABASE, or unix:///PATH"
+        )
 
 
 class RedisStore:
-    """Values in Redis under `ttl_s`; a call takes at most about `timeout_s`, then gives None.
+    """Values in Redis under `ttl_s`; what it cannot answer in time is None.
 
+    A call waits at most about `timeout_s` for a free connection, and as long again for the answer.
     The first call that fails opens the breaker: later ones return at once, while a task of its own
     asks every `retry_s` whether Redis is back. Waiting for a free connection opens nothing.
     """

@@ -1,10 +1,14 @@
 """Opens what the settings name: the model, its galleries, the cache. Refuses what does not fit."""
 
+import contextlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from embedder.errors import BundleMismatchError, BundleNotFoundError, GalleryNotFoundError
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
 from indexer.gallery import Gallery as IndexedGallery
+from indexer.layout import GalleryFolder
+from indexer.version import read_manifest
 from service.cache import Cache, LruCache
 from service.remote import RedisStore
 from service.settings import Settings, split_gallery
@@ -23,19 +27,21 @@ def open_embedder(settings: Settings) -> Embedder:
 
 def open_galleries(settings: Settings, bundle_id: str) -> dict[str, Gallery]:
     """The galleries of the settings, by name, in their order. Raises: GalleryError."""
+    roots = dict(split_gallery(entry) for entry in settings.image_roots)
     galleries: dict[str, Gallery] = {}
     try:
         for entry in settings.galleries:
             name, path = split_gallery(entry)
-            gallery = IndexedGallery.open(path, expected_bundle_id=bundle_id)
-            name = name or gallery.name
+            name = name or read_manifest(GalleryFolder(path).current()).name
             if name in galleries:
-                gallery.close()
                 raise GalleryNotFoundError(
                     f"Two galleries are called {name!r}. Give one of them another name: "
                     f"--gallery NAME={path}."
                 )
-            galleries[name] = gallery
+            galleries[name] = IndexedGallery.open(
+                path, expected_bundle_id=bundle_id, image_root=roots.get(name)
+            )
+        _check_names(roots, galleries)
     except BaseException:
         close_all(galleries.values())
         raise
@@ -46,6 +52,16 @@ def close_all(galleries: Iterable[Gallery]) -> None:
     """Close every gallery."""
     for gallery in galleries:
         gallery.close()
+
+
+def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:
+    """What to say about each gallery whose pictures are not where they should be."""
+    return [
+        f"The images of gallery {name!r} are not shown: {gallery.image_root} is no folder. Name "
+        f"the folder that holds them with --image-root {name}=DIR or KINLENS_IMAGE_ROOTS."
+        for name, gallery in galleries.items()
+        if not _is_folder(gallery.image_root)
+    ]
 
 
 def check_galleries(galleries: Mapping[str, Gallery], embedder: Embedder) -> None:
@@ -64,6 +80,21 @@ def check_galleries(galleries: Mapping[str, Gallery], embedder: Embedder) -> Non
                 f"{embedder.bundle_id}. Serve the bundle it was made with, or build it again: "
                 "kinlens-index build."
             )
+
+
+def _check_names(roots: Iterable[str | None], galleries: Mapping[str, Gallery]) -> None:
+    for name in roots:
+        if name not in galleries:
+            raise GalleryNotFoundError(
+                f"--image-root names the gallery {name!r}, which is not served. Known are: "
+                f"{', '.join(galleries) or 'none'}."
+            )
+
+
+def _is_folder(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.is_dir()
+    return False
 
 
 def create_cache(settings: Settings) -> Cache:

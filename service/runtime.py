@@ -1,5 +1,6 @@
 """Everything a running service consists of, built once and handed to the routes."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,13 @@ from service.encoding import Encoder
 from service.health import Health
 from service.metrics import Metrics
 from service.pools import BoundedPool
-from service.resources import check_galleries, create_cache, open_embedder, open_galleries
+from service.resources import (
+    check_galleries,
+    create_cache,
+    missing_image_roots,
+    open_embedder,
+    open_galleries,
+)
 from service.search import SearchService, Timeouts
 from service.settings import Settings
 from service.types import Gallery
@@ -46,13 +53,14 @@ class Runtime:
             galleries={name: gallery.size for name, gallery in self.galleries.items()},
             redis=self.cache.remote_state,
         )
+        for warning in missing_image_roots(self.galleries):
+            structlog.get_logger().warning("image root is missing", detail=warning)
 
     async def stop(self) -> None:
-        """Stop the workers, disconnect, let go of the threads."""
+        """Stop the workers, disconnect, let go of the threads; one that hangs is left behind."""
         await self.batcher.stop()
         await self.cache.close()
-        for pool in self.pools.values():
-            pool.close()
+        await asyncio.gather(*(asyncio.to_thread(pool.close) for pool in self.pools.values()))
 
 
 def build_runtime(

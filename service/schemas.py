@@ -11,7 +11,7 @@ _HIT: dict[str, JsonValue] = {
     "key": "shoes/0017.jpg",
     "score": 0.9312,
     "attributes": {"class": "shoes"},
-    "image": "/galleries/shop/items/17/image",
+    "image": "/galleries/shop/items/17/image?version=9b2e00000000",
 }
 _TIMINGS: dict[str, JsonValue] = {"decode": 3.1, "embed": 11.8, "search": 0.4, "total": 15.9}
 
@@ -25,7 +25,9 @@ class HitModel(BaseModel):
     key: str
     score: float
     attributes: dict[str, str]
-    image: Annotated[str, Field(description="Address of the item's picture.")]
+    image: Annotated[
+        str, Field(description="Address of the item's picture, good for this gallery version.")
+    ]
 
 
 class Timings(BaseModel):

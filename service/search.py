@@ -115,14 +115,17 @@ class SearchService:
         k: int,
         min_score: float | None,
         *,
-        bounded: bool = True,
+        urgent: bool = False,
     ) -> list[Hit]:
-        """The hits of one vector. Raises: DeadlineExceededError, OverloadedError."""
+        """The hits of one vector; an `urgent` search goes first.
+
+        Raises: DeadlineExceededError, OverloadedError.
+        """
         queries = np.ascontiguousarray(encoded.vector[np.newaxis])
         try:
             async with asyncio.timeout(self._timeouts.search_s):
                 found = await self._pool.run(
-                    lambda: gallery.search(queries, k, min_score), bounded=bounded
+                    lambda: gallery.search(queries, k, min_score), urgent=urgent
                 )
         except TimeoutError as error:
             raise DeadlineExceededError(

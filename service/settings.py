@@ -1,6 +1,7 @@
 """Settings of the service: read once from KINLENS_* and the command line, then passed down."""
 
-import os
+import contextlib
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -8,28 +9,30 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from embedder.errors import InvalidParameterError
 from embedder.preprocess import ImageLimits
+from indexer.cores import core_count
+from indexer.manifest import checked_name
+from service.remote import check_url
 
-_GALLERY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
-
-
-def cpu_count() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+ANY_HOST = "*"
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+_HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 
 
 class Settings(BaseSettings):
     """Everything that can be set; `docs/operations.md` explains each line."""
 
-    model_config = SettingsConfigDict(env_prefix="KINLENS_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(
+        env_prefix="KINLENS_", frozen=True, extra="forbid", hide_input_in_errors=True
+    )
 
     bundle: Path | None = None
     galleries: Annotated[tuple[str, ...], NoDecode] = ()
+    image_roots: Annotated[tuple[str, ...], NoDecode] = ()
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -41,17 +44,19 @@ class Settings(BaseSettings):
     max_side_px: int = Field(default=16384, ge=1)
     default_k: int = Field(default=20, ge=1)
     max_k: int = Field(default=10_000, ge=1, le=10_000)
+    max_concurrent_uploads: int = Field(default=64, ge=1)
 
     batch_size: int = Field(default=16, ge=1)
     queue_size: int = Field(default=64, ge=1)
-    embed_workers: int = Field(default_factory=cpu_count, ge=1)
-    decode_workers: int = Field(default_factory=cpu_count, ge=1)
-    search_workers: int = Field(default_factory=cpu_count, ge=1)
+    embed_workers: int = Field(default_factory=core_count, ge=1)
+    decode_workers: int = Field(default_factory=core_count, ge=1)
+    search_workers: int = Field(default_factory=core_count, ge=1)
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
     search_timeout_ms: int = Field(default=5_000, ge=1)
     body_timeout_ms: int = Field(default=30_000, ge=1)
     ready_timeout_ms: int = Field(default=5_000, ge=1)
+    shutdown_timeout_s: int = Field(default=5, ge=1)
 
     cache_max_bytes: int = Field(default=64 * 2**20, ge=0)
     cache_max_entries: int = Field(default=10_000, ge=0)
@@ -62,7 +67,7 @@ class Settings(BaseSettings):
     redis_max_value_bytes: int = Field(default=2**20, ge=1)
     redis_connections: int = Field(default=16, ge=1)
 
-    @field_validator("galleries", mode="before")
+    @field_validator("galleries", "image_roots", "allowed_hosts", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -74,22 +79,39 @@ class Settings(BaseSettings):
     def _names_fit_in_a_link(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for entry in value:
             name, path = split_gallery(entry)
-            if name is not None and not _GALLERY_NAME.fullmatch(name):
-                raise ValueError(
-                    f"gallery name {name!r} does not fit in a link; use up to 64 letters, digits, "
-                    "dots, dashes and underscores"
-                )
+            if name is not None:
+                _check_name(name)
             if path == Path():
                 raise ValueError(f"gallery {entry!r} has no path; write NAME=PATH or PATH")
+        return value
+
+    @field_validator("image_roots")
+    @classmethod
+    def _roots_have_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            name, path = split_gallery(entry)
+            if not name or path == Path():
+                raise ValueError(f"image root {entry!r} is not NAME=DIR; NAME is that of a gallery")
+            _check_name(name)
+        return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for host in value:
+            if not _HOST.fullmatch(host.lower()):
+                raise ValueError(
+                    f"{host!r} is not a host; write a name, an address ([::1] in brackets), both "
+                    f"without a port, or {ANY_HOST} for any host"
+                )
         return value
 
     @field_validator("redis_url")
     @classmethod
     def _is_a_redis_url(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not value.get_secret_value():
+        if value is None or not value.get_secret_value():
             return None
-        if value is not None and not value.get_secret_value().startswith(_REDIS_SCHEMES):
-            raise ValueError(f"a Redis address starts with one of {', '.join(_REDIS_SCHEMES)}")
+        check_url(value.get_secret_value())
         return value
 
     @model_validator(mode="after")
@@ -102,8 +124,28 @@ class Settings(BaseSettings):
         """What an upload may cost."""
         return ImageLimits(self.max_upload_bytes, self.max_megapixels, self.max_side_px)
 
+    def hosts(self) -> frozenset[str]:
+        """Hosts that a request may name; without a choice those of this machine and of `host`."""
+        if self.allowed_hosts:
+            return frozenset(host.lower() for host in self.allowed_hosts)
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(self.host).is_unspecified:
+                return frozenset({ANY_HOST})
+        bound = f"[{self.host}]" if ":" in self.host else self.host
+        return frozenset({*_LOCAL_HOSTS, bound.lower()})
+
 
 def split_gallery(entry: str) -> tuple[str | None, Path]:
     """Split `NAME=PATH` or `PATH`; without a name the gallery's own name is used."""
     name, separator, path = entry.partition("=")
     return (name, Path(path)) if separator else (None, Path(entry))
+
+
+def _check_name(name: str) -> None:
+    try:
+        checked_name(name)
+    except InvalidParameterError:
+        raise ValueError(
+            f"gallery name {name!r} does not fit in a link; use up to 64 letters, digits, dots, "
+            "dashes and underscores, beginning with a letter or digit"
+        ) from None

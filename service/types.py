@@ -1,5 +1,6 @@
 """What the service asks of a gallery; `indexer.gallery.Gallery` is one."""
 
+from pathlib import Path
 from typing import Protocol
 
 from embedder.types import Embeddings, Hit, ItemId
@@ -27,6 +28,8 @@ class Gallery(Protocol):
     def size(self) -> int: ...
     @property
     def created_at(self) -> str: ...
+    @property
+    def image_root(self) -> Path: ...
 
     def search(
         self, queries: Embeddings, k: int, min_score: float | None = None
@@ -34,7 +37,7 @@ class Gallery(Protocol):
         """For each row of `queries` (Q, D) the best `k` hits, best first."""
 
     def image(self, item_id: ItemId) -> ItemImage:
-        """The picture of an item. Raises: ItemNotFoundError."""
+        """The picture of an item. Raises: GalleryError, ItemNotFoundError if there is none."""
 
     def close(self) -> None:
         """Let go of files and memory."""

@@ -28,7 +28,7 @@ def first_eight(images: LabelledImages) -> LabelledImages:
 
 def test_each_image_of_the_gallery_is_found_at_rank_1(tmp_path: Path) -> None:
     weights = calibrated_weights(tmp_path / "weights.pth")
-    job = small_job(tmp_path / "products", weights=weights, max_steps=2).as_dict()
+    job = small_job(tmp_path / "products", weights=weights, steps_per_epoch=2).as_dict()
     job["data"] |= {"products": 4, "views": 4}
     parsed = parse_job(job)
     split = load_split(parsed.data)
@@ -51,7 +51,7 @@ async def find_each(app: FastAPI, bundle_id: str, root: Path, paths: tuple[str, 
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://kinlens") as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
         assert (await client.get("/ready")).status_code == 200
         for path in paths:

@@ -1,5 +1,6 @@
 """kinlens-train: fit, evaluate, export, data."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,16 +38,13 @@ def fit(
 
     Example: kinlens-train fit cars196-half-detreg --out runs/cars --set optimizer.epochs=8
     """
-    from training.data.table import write_table
     from training.report import write_report
     from training.trainer import fit as run_fit
 
     settings = load_job(job, overrides or ())
     folder = out or Path("runs") / settings.name
-    _prepare(folder, settings, resume)
+    _prepare(folder, resume)
     split = _load(settings)
-    write_table(folder / "train.csv", split.train)
-    write_table(folder / "test.csv", split.test)
     console.print(
         f"{settings.name}: {len(split.train):,} train images of {split.train.classes:,} classes, "
         f"{len(split.test):,} test images of {split.test.classes:,} others"
@@ -73,11 +71,13 @@ def evaluate(
     from training.export import embed_with
 
     if (source / MANIFEST).is_file():
-        job, function = _bundle_function(source)
+        job, split_sha256, function = _bundle_function(source)
     else:
-        job, function = _run_function(source)
-    job = _with(job, overrides or ())
-    test = _load(job).test
+        job, split_sha256, function = _run_function(source)
+    job = _with(job, overrides or (), ("data.", "recall_at="))
+    split = _load(job)
+    split.require(split_sha256, str(source))
+    test = split.test
     with progress_bar() as bar:
         task = bar.add_task("embed", total=len(test))
         vectors = embed_with(
@@ -119,7 +119,7 @@ def export(
     else:
         assert run is not None
         checkpoint = load_checkpoint(run)
-        job = _with(parse_job(checkpoint.job), overrides or ())
+        job = _with(parse_job(checkpoint.job), overrides or (), ("data.",))
         split = _load(job)
         with progress_bar() as bar:
             task = bar.add_task("check recall", total=2 * len(split.test))
@@ -154,7 +154,7 @@ def main() -> None:
         raise SystemExit(1) from error
 
 
-def _prepare(folder: Path, job: Job, resume: bool) -> None:
+def _prepare(folder: Path, resume: bool) -> None:
     from training.checkpoint import FILE
 
     if (folder / FILE).exists() and not resume:
@@ -164,7 +164,6 @@ def _prepare(folder: Path, job: Job, resume: bool) -> None:
     if resume and not (folder / FILE).exists():
         raise JobError(f"{folder} has no checkpoint to resume from. Start without --resume.")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.json").write_text(job.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def _load(job: Job) -> Split:
@@ -186,11 +185,16 @@ def _render(root: Path, catalogue: Catalogue) -> None:
         write_catalogue(root, catalogue, lambda: bar.advance(task))
 
 
-def _with(job: Job, overrides: list[str] | tuple[()]) -> Job:
+def _with(job: Job, overrides: Sequence[str], allowed: tuple[str, ...]) -> Job:
     from training.config import apply_override
 
     content = job.as_dict()
     for override in overrides:
+        if not override.startswith(allowed):
+            raise JobError(
+                f"--set {override}: a trained model keeps its settings; here only "
+                f"{' and '.join(allowed)}... can be changed."
+            )
         apply_override(content, override)
     return parse_job(content)
 
@@ -205,28 +209,30 @@ def _section(kind: type[Any], **values: Any) -> Any:
         raise JobError(f"{first['loc'][0]} = {first['input']!r}: {first['msg']}") from error
 
 
-def _bundle_function(source: Path) -> tuple[Job, Any]:
+def _bundle_function(source: Path) -> tuple[Job, str, Any]:
     from embedder.session import OnnxEmbedder
 
     bundle = Bundle.open(source)
-    if not bundle.manifest.job:
+    manifest = bundle.manifest
+    if not manifest.job or manifest.split_sha256 is None:
         raise JobError(f"The bundle {source} was made without a job; it has no test images.")
-    return parse_job(bundle.manifest.job), OnnxEmbedder.open(bundle).embed
+    return parse_job(manifest.job), manifest.split_sha256, OnnxEmbedder.open(bundle).embed
 
 
-def _run_function(source: Path) -> tuple[Job, Any]:
+def _run_function(source: Path) -> tuple[Job, str, Any]:
     import torch
 
     from training.checkpoint import load_checkpoint
     from training.export import network_of
 
-    job, net = network_of(load_checkpoint(source))
+    checkpoint = load_checkpoint(source)
+    job, net = network_of(checkpoint)
 
     def function(images: Any) -> Any:
         with torch.inference_mode():
             return net(torch.from_numpy(images)).numpy()
 
-    return job, function
+    return job, checkpoint.split_sha256, function
 
 
 def _describe(bundle: Bundle) -> None:

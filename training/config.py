@@ -29,7 +29,7 @@ class FolderData(Section):
     kind: Literal["folder"]
     root: str
     train_fraction: float = Field(0.5, gt=0, lt=1)
-    split_seed: int = 0
+    split_seed: int = Field(0, ge=0)
     small_classes: Literal["refuse", "drop"] = "refuse"
 
 
@@ -40,7 +40,7 @@ class CsvData(Section):
     root: str
     file: str = "images.csv"
     train_fraction: float = Field(0.5, gt=0, lt=1)
-    split_seed: int = 0
+    split_seed: int = Field(0, ge=0)
     small_classes: Literal["refuse", "drop"] = "refuse"
 
 
@@ -61,7 +61,7 @@ class RenderedData(Section):
     views: int = 16
     size_px: int = 160
     train_fraction: float = Field(0.5, gt=0, lt=1)
-    split_seed: int = 0
+    split_seed: int = Field(0, ge=0)
     seed: int = 0
 
 
@@ -84,10 +84,16 @@ class Model(Section):
 
 
 class Input(Section):
-    """Sizes in pixels; `min_crop_area` is the smallest part of an image that a crop may keep."""
+    """Sizes in pixels; `min_crop_area` is the smallest part of an image that a crop may keep.
+
+    Training views have `size_px`. Evaluation, index and service cut `test_px` (default `size_px`)
+    from the image resized to `resize_px`; random crops enlarge objects, so a somewhat larger
+    `test_px` shows them at the size that was trained on.
+    """
 
     size_px: int = Field(224, ge=16)
     resize_px: int = Field(256, ge=16)
+    test_px: int | None = Field(None, ge=16)
     interpolation: Interpolation = "bilinear"
     min_crop_area: float = Field(0.16, gt=0, le=1)
     flip: bool = True
@@ -100,7 +106,9 @@ class Input(Section):
     def preprocessing(self) -> Preprocessing:
         """What evaluation, index and service do with an image."""
         return Preprocessing(
-            resize_px=self.resize_px, crop_px=self.size_px, interpolation=self.interpolation
+            resize_px=self.resize_px,
+            crop_px=self.test_px or self.size_px,
+            interpolation=self.interpolation,
         )
 
 
@@ -159,7 +167,7 @@ class Optimizer(Section):
     decay_start: float = Field(0.0, ge=0, lt=1)
     warmup_epochs: int = Field(0, ge=0)
     clip_norm: float | None = None
-    max_steps: int | None = Field(None, ge=1)
+    steps_per_epoch: int | None = Field(None, ge=1)
 
 
 class Runtime(Section):
@@ -178,8 +186,8 @@ class Job(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     description: str = ""
     licence: str = "unspecified"
-    seed: int = 0
-    recall_at: tuple[int, ...] = (1, 2, 4, 8)
+    seed: int = Field(0, ge=0)
+    recall_at: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 4, 8), min_length=1)
     data: Data
     model: Model = Model()
     input: Input = Input()

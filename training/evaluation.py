@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embedder.errors import DatasetError
+from embedder.errors import DatasetError, EvaluationError
 
 TIE = 1e-5
 """Scores that are closer than this are a tie."""
@@ -48,8 +48,15 @@ def recall_at(
         ks: values of K.
         chunk_rows: rows of a block of the similarity matrix.
 
-    Raises: DatasetError if no query has another image of its class.
+    Raises: DatasetError if no query has another image of its class; EvaluationError if an embedding
+        is not finite.
     """
+    if not np.isfinite(embeddings).all():
+        broken = int((~np.isfinite(embeddings)).any(axis=1).sum())
+        raise EvaluationError(
+            f"{broken:,} of {len(embeddings):,} embeddings are not finite numbers. "
+            "Train again with lower learning rates."
+        )
     vectors, classes = torch.from_numpy(embeddings), torch.from_numpy(labels)
     ranks = torch.cat(
         [

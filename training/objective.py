@@ -24,6 +24,9 @@ class Objective(nn.Module):
 
     All of it runs in float32, whatever the precision of the trunk.
 
+    **Reading.** Under determinant regularization the loss is the mean of both branches, so that its
+    scale, and with it the meaning of lambda, is that of the loss alone.
+
     Args:
         job: its loss and regularizers.
         classes: number of training classes C.

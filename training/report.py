@@ -65,13 +65,24 @@ def _lines(job: Job, split: Split, history: Rows) -> list[str]:
         f"- split sha256: `{split.sha256()[:16]}`",
         f"- training time: {seconds / 60:.1f} minutes on {platform.machine()}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}",
-        "- the model is that of the last epoch; test recall chose nothing",
+        "- the model is that of the last epoch; no epoch was chosen by its test recall",
+        *_lipschitz(history),
         "",
         "![curves](curves.png)",
         "",
         "| " + " | ".join(header) + " |",
         "|" + "---|" * len(header),
         *(_table_row(row, names) for row in history),
+    ]
+
+
+def _lipschitz(history: Rows) -> list[str]:
+    if not history or "lipschitz_max" not in history[-1]:
+        return []
+    row = history[-1]
+    return [
+        "- local Lipschitz constant of the exported flow on test images: "
+        f"mean {row['lipschitz_mean']:.3f}, largest {row['lipschitz_max']:.3f}"
     ]
 
 

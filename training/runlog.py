@@ -8,10 +8,17 @@ from embedder.errors import JobError
 
 
 class RunLog:
-    """Append records to `log.jsonl` in a run folder; numbers also go to TensorBoard."""
+    """Records in `log.jsonl` of a run folder; numbers also go to TensorBoard.
 
-    def __init__(self, folder: Path, tensorboard: bool = False) -> None:
-        self._file = (folder / "log.jsonl").open("a", encoding="utf-8")
+    A resumed run passes the step of its checkpoint: what was logged after it is dropped, since it
+    will be logged again. A fresh run passes 0.
+    """
+
+    def __init__(self, folder: Path, tensorboard: bool = False, step: int = 0) -> None:
+        path = folder / "log.jsonl"
+        kept = _records_until(path, step)
+        path.write_text("".join(kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
         self._writer = _summary_writer(folder) if tensorboard else None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
@@ -28,6 +35,14 @@ class RunLog:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def _records_until(path: Path, step: int) -> list[str]:
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    return [line for line in whole if json.loads(line)["step"] <= step]
 
 
 def _summary_writer(folder: Path) -> Any:

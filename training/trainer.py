@@ -1,14 +1,12 @@
 """The training loop, in running order: batch, loss, step, log, evaluate, save."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,16 +18,18 @@ from training.checkpoint import (
     save_checkpoint,
     seed_everything,
 )
-from training.config import Job, Runtime
-from training.data.dataset import EvaluationImages, RandomBatches, TrainingImages
+from training.config import Job
+from training.data.dataset import RandomBatches, TrainingImages
 from training.data.records import LabelledImages, Split
-from training.evaluation import Recall, recall_at
+from training.data.table import write_table
+from training.inference import autocast, batches, choose_device, evaluate, flow_lipschitz
 from training.models.embedding import EmbeddingNet
-from training.objective import Objective
+from training.objective import Objective, Terms
 from training.runlog import RunLog
 from training.schedule import rate
 
 _LOG_EVERY_STEPS = 10
+_FREE_SETTINGS = frozenset(("runtime", "data.root", "description", "licence", "recall_at"))
 
 
 class Listener(Protocol):
@@ -67,23 +67,20 @@ def fit(
     seed_everything(job.seed)
     run = create_run(job, split.train.classes)
     history = _restore(run, split, folder / FILE) if resume else []
-    log = RunLog(folder, job.runtime.tensorboard)
-    batches = RandomBatches(len(split.train), job.optimizer.batch_size, job.seed)
-    loader = _training_loader(job, split.train, batches)
-    total_steps = job.optimizer.epochs * len(batches)
+    _write_inputs(folder, job, split)
+    log = RunLog(folder, job.runtime.tensorboard, run.step)
+    settings = job.optimizer
+    order = RandomBatches(len(split.train), settings.batch_size, job.seed, settings.steps_per_epoch)
+    loader = _training_loader(job, split.train, order)
     try:
-        while run.epoch < job.optimizer.epochs and not _spent(run):
-            started = time.perf_counter()
-            batches.epoch = run.epoch
-            listener.epoch_started(run.epoch, job.optimizer.epochs, len(batches))
-            loss, images = _train_epoch(run, loader, total_steps, log, listener)
-            seconds = time.perf_counter() - started
-            run.epoch += 1
-            row = {"epoch": float(run.epoch), "loss": loss, "seconds": seconds}
-            row["images_per_s"] = images / seconds
-            if _evaluates(run):
-                row |= evaluate(run.net, split.test, job).as_dict()
+        while run.epoch < settings.epochs:
+            order.epoch = run.epoch
+            listener.epoch_started(run.epoch, settings.epochs, len(order))
+            row = _train_epoch(run, loader, settings.epochs * len(order), log, listener)
             history.append(row)
+            # Saved before evaluation too: a damaged test image must not cost the epoch.
+            save_checkpoint(folder / FILE, _checkpoint(run, split, history))
+            row |= _evaluation(run, split.test)
             log.write("epoch", run.step, **row)
             save_checkpoint(folder / FILE, _checkpoint(run, split, history))
             listener.epoch_done(row)
@@ -132,71 +129,22 @@ def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[
     return groups
 
 
-def evaluate(net: EmbeddingNet, images: LabelledImages, job: Job) -> Recall:
-    """Recall of `net` on `images`, preprocessed as in the service."""
-    return recall_at(embed(net, images, job), images.labels, job.recall_at)
-
-
-def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.float32]:
-    """Embeddings (N, D) of all images, in their order."""
-    was_training = net.training
-    net.eval()
-    device = next(net.parameters()).device
-    dataset = EvaluationImages(images, job.input.preprocessing())
-    loader = DataLoader(dataset, job.optimizer.batch_size, num_workers=job.runtime.workers)
-    with torch.inference_mode(), autocast(job.runtime, device):
-        chunks = [net(batch.to(device)).float().cpu().numpy() for batch, _ in loader]
-    net.train(was_training)
-    vectors: NDArray[np.float32] = np.concatenate(chunks)
-    return vectors
-
-
-def choose_device(runtime: Runtime) -> torch.device:
-    """The device of the job. Raises: TrainingError if CUDA is asked for and absent."""
-    available = torch.cuda.is_available()
-    if runtime.device == "cuda" and not available:
-        raise TrainingError(
-            'runtime.device = "cuda", but torch sees no GPU. Check the driver, or set it to '
-            '"auto" or "cpu".'
-        )
-    return torch.device("cuda" if available and runtime.device != "cpu" else "cpu")
-
-
-def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:
-    """bf16 where asked for or, under "auto", where the processor computes in it."""
-    if runtime.precision == "auto":
-        fast = (
-            torch.cuda.is_bf16_supported()
-            if device.type == "cuda"
-            else torch.cpu._is_avx512_bf16_supported()
-        )
-    else:
-        fast = runtime.precision == "bf16"
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
-
-
 def _train_epoch(
     run: Run,
     loader: DataLoader[tuple[Tensor, Tensor]],
     total_steps: int,
     log: RunLog,
     listener: Listener,
-) -> tuple[float, int]:
-    """One pass over the loader; returns the mean total loss and the number of images."""
+) -> dict[str, float]:
+    """One pass over the loader; returns the figures of the epoch."""
+    started = time.perf_counter()
     run.net.train()
     run.objective.train()
     warm = run.epoch < run.job.optimizer.warmup_epochs
     losses, seen = [], 0
-    for images, labels in _limited(run, loader):
+    for images, labels in batches(loader):
         _set_rates(run, total_steps, warm)
-        images, labels = images.to(run.device), labels.to(run.device)
-        with autocast(run.job.runtime, run.device):
-            terms = run.objective(run.net, images, labels)
-        run.optimizer.zero_grad(set_to_none=True)
-        terms.total.backward()
-        if run.job.optimizer.clip_norm is not None:
-            nn.utils.clip_grad_norm_(_all(run), run.job.optimizer.clip_norm)
-        run.optimizer.step()
+        terms = _step(run, images.to(run.device), labels.to(run.device))
         run.step += 1
         losses.append(_finite(terms.total, run))
         seen += len(labels)
@@ -204,7 +152,26 @@ def _train_epoch(
         if run.step % _LOG_EVERY_STEPS == 0:
             log.write("step", run.step, **parts)
         listener.step_done(parts)
-    return sum(losses) / len(losses), seen
+    run.epoch += 1
+    seconds = time.perf_counter() - started
+    return {
+        "epoch": float(run.epoch),
+        "loss": sum(losses) / len(losses),
+        "seconds": seconds,
+        "images_per_s": seen / seconds,
+    }
+
+
+def _step(run: Run, images: Tensor, labels: Tensor) -> Terms:
+    with autocast(run.job.runtime, run.device):
+        terms: Terms = run.objective(run.net, images, labels)
+    run.optimizer.zero_grad(set_to_none=True)
+    terms.total.backward()  # type: ignore[no-untyped-call]
+    if run.job.optimizer.clip_norm is not None:
+        parameters = [*run.net.parameters(), *run.objective.parameters()]
+        nn.utils.clip_grad_norm_(parameters, run.job.optimizer.clip_norm)
+    run.optimizer.step()
+    return terms
 
 
 def _finite(loss: Tensor, run: Run) -> float:
@@ -225,28 +192,19 @@ def _set_rates(run: Run, total_steps: int, warm: bool) -> None:
         group["lr"] = 0.0 if frozen else factor * group["initial_lr"]
 
 
-def _limited(
-    run: Run, loader: DataLoader[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    for batch in loader:
-        if _spent(run):
-            return
-        yield batch
-
-
-def _all(run: Run) -> list[nn.Parameter]:
-    return [*run.net.parameters(), *run.objective.parameters()]
-
-
-def _spent(run: Run) -> bool:
-    limit = run.job.optimizer.max_steps
-    return limit is not None and run.step >= limit
-
-
-def _evaluates(run: Run) -> bool:
+def _evaluation(run: Run, test: LabelledImages) -> dict[str, float]:
     every = run.job.runtime.eval_every_epochs
-    last = run.epoch >= run.job.optimizer.epochs or _spent(run)
-    return last or (every > 0 and run.epoch % every == 0)
+    last = run.epoch >= run.job.optimizer.epochs
+    if not last and (every == 0 or run.epoch % every):
+        return {}
+    figures = evaluate(run.net, test, run.job).as_dict()
+    return figures | (flow_lipschitz(run.net, test, run.job) if last else {})
+
+
+def _write_inputs(folder: Path, job: Job, split: Split) -> None:
+    (folder / "job.json").write_text(job.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    write_table(folder / "train.csv", split.train)
+    write_table(folder / "test.csv", split.test)
 
 
 def _training_loader(
@@ -277,10 +235,12 @@ def _checkpoint(run: Run, split: Split, history: list[dict[str, float]]) -> Chec
 
 def _restore(run: Run, split: Split, path: Path) -> list[dict[str, float]]:
     checkpoint = load_checkpoint(path)
-    if checkpoint.split_sha256 != split.sha256():
+    split.require(checkpoint.split_sha256, str(path))
+    changed = _changed(checkpoint.job, run.job.as_dict())
+    if changed:
         raise CheckpointError(
-            f"{path} was trained on other images (split {checkpoint.split_sha256[:12]}, now "
-            f"{split.sha256()[:12]}). Restore the data set, or start a new run."
+            f"{path} was trained with other settings: {', '.join(changed)}. Resume with the same "
+            "job, or start a new run with another --out."
         )
     run.net.load_state_dict(checkpoint.net)
     run.objective.load_state_dict(checkpoint.objective)
@@ -288,3 +248,18 @@ def _restore(run: Run, split: Split, path: Path) -> list[dict[str, float]]:
     torch.set_rng_state(checkpoint.rng)
     run.epoch, run.step = checkpoint.epoch, checkpoint.step
     return list(checkpoint.history)
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Settings that differ and change what is learnt."""
+    names = []
+    for key in sorted(old.keys() | new.keys()):
+        name = prefix + key
+        before, after = old.get(key), new.get(key)
+        if name in _FREE_SETTINGS or before == after:
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):
+            names += _changed(before, after, f"{name}.")
+        else:
+            names.append(f"{name} = {before!r}, now {after!r}")
+    return names

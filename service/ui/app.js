@@ -73,6 +73,18 @@ function searchAgain() {
   else if (entry !== null) search(entry.query, trail.replace);
 }
 
+// An <img> cannot say why it failed, a request can; once an answer is enough.
+async function explainPicture({ target }) {
+  const entry = trail.current();
+  if (entry === null || entry.explained) return;
+  entry.explained = true;
+  try {
+    await fetchImage(target.src);
+  } catch (error) {
+    if (running === null && entry === trail.current()) showProblem(error, null);
+  }
+}
+
 function cancel() {
   settle(focusIsInResults());
   view.announce("Search cancelled");
@@ -111,6 +123,7 @@ ui.gallery.addEventListener("change", () => {
 });
 ui["min-score"].addEventListener("input", filter);
 ui["error-close"].addEventListener("click", view.hideError);
+ui.grid.addEventListener("error", explainPicture, true); // true: this event does not bubble
 ui["query-image"].addEventListener("error", () => ui["query-image"].classList.add("broken"));
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;

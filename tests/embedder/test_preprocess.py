@@ -95,10 +95,11 @@ def test_sixteen_bit_grey_keeps_its_tones() -> None:
         assert cosine(encoded(grey), encoded(deep, kind)) > 0.99
 
 
-def test_float_grey_in_0_to_1_keeps_its_tones() -> None:
-    grey = picture(4).convert("L")
-    values = Image.fromarray(np.asarray(grey).astype(np.float32) / 255)
-    assert cosine(encoded(grey), encoded(values, "TIFF")) > 0.99
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_32_bits_a_pixel_are_refused(dtype: type) -> None:
+    values = Image.fromarray(np.asarray(picture(4).convert("L")).astype(dtype))
+    with pytest.raises(errors.UnsupportedFormatError, match="32 bits a pixel"):
+        decode(encoded(values, "TIFF"))
 
 
 def test_transparency_is_laid_on_white() -> None:

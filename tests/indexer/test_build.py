@@ -135,6 +135,35 @@ def test_vectors_of_another_bundle_are_never_reused(
     assert Gallery.open(out, expected_bundle_id="c" * 64).size == 6
 
 
+def test_an_interrupted_build_survives_a_finished_one_with_another_bundle(
+    shop: Path, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder_source(shop)
+    monkeypatch.setattr(indexer.version, "write_catalog", failing)
+    with pytest.raises(GalleryError, match="No space left"):
+        build_gallery(source, embedder, out)
+    monkeypatch.undo()
+    build_gallery(source, CountingEmbedder(bundle_id="c" * 64), out)
+    report = build_gallery(source, embedder, out)
+    assert (report.embedded, report.reused) == (0, 6)
+    assert not (out / "work.sqlite").exists()
+
+
+def test_a_project_of_the_user_is_refused_and_stays_whole(
+    shop: Path, tmp_path: Path, embedder: CountingEmbedder
+) -> None:
+    project = tmp_path / "project"
+    thesis = project / "versions" / "2024-final" / "src" / "thesis.tex"
+    thesis.parent.mkdir(parents=True)
+    for file in (thesis, project / "notes.txt"):
+        file.write_text("years of work")
+    before = sorted(project.rglob("*"))
+    with pytest.raises(GalleryError, match=r"notes\.txt is something else.*--out"):
+        build_gallery(folder_source(shop), embedder, project)
+    assert sorted(project.rglob("*")) == before
+    assert embedder.batches == []
+
+
 def failing(*arguments: object, **options: object) -> None:
     raise OSError(28, "No space left on device")
 

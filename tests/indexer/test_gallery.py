@@ -1,8 +1,11 @@
 """A published gallery: right answers, safe images, and refusal of whatever does not fit."""
 
+import errno
 import io
 import json
+import os
 import sqlite3
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -185,6 +188,62 @@ def test_a_file_that_is_gone_or_changed_is_not_served_and_others_are(
         with pytest.raises(ItemNotFoundError, match="the file is gone or was changed"):
             gallery.image(number_of(gallery, key))
     assert gallery.image(number_of(gallery, "cup/b.jpg")).data
+    gallery.close()
+
+
+def test_a_pipe_in_place_of_an_image_keeps_nobody_waiting(built: Path, shop: Path) -> None:
+    gallery = Gallery.open(built)
+    number = number_of(gallery, "f.gif")
+    (shop / "f.gif").unlink()
+    os.mkfifo(shop / "f.gif")
+    errors: list[Exception] = []
+
+    def read() -> None:
+        try:
+            gallery.image(number)
+        except ItemNotFoundError as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(timeout=10)
+    assert not reader.is_alive()
+    assert len(errors) == 1
+    gallery.close()
+
+
+def test_a_file_that_has_become_huge_is_not_read(
+    built: Path, shop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gallery = Gallery.open(built)
+    os.truncate(shop / "f.gif", 2**30 + 1)  # sparse
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("was read"))
+    with pytest.raises(ItemNotFoundError, match="was changed"):
+        gallery.image(number_of(gallery, "f.gif"))
+    gallery.close()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.EACCES])
+def test_an_image_that_cannot_be_read_just_now_is_not_called_gone(
+    built: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gallery = Gallery.open(built)
+    number = number_of(gallery, "f.gif")
+
+    def failing(path: Path) -> bytes:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    with pytest.raises(GalleryCorruptError, match=rf"f\.gif .*{os.strerror(code)}.*Check the"):
+        gallery.image(number)
+    gallery.close()
+
+
+def test_the_image_root_is_told_and_cannot_be_changed(built: Path, shop: Path) -> None:
+    gallery = Gallery.open(built)
+    assert gallery.image_root == shop.resolve()
+    with pytest.raises(AttributeError):
+        gallery.image_root = Path("/etc")  # type: ignore[misc]
     gallery.close()
 
 

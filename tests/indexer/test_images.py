@@ -68,6 +68,23 @@ def test_a_folder_without_images_is_refused_with_the_names_looked_for(tmp_path: 
         folder_source(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["", "hat"])
+def test_a_folder_that_cannot_be_read_is_named_instead_of_left_out(
+    shop: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def closed(path: str) -> object:
+        if Path(path) == shop / name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    message = rf"{shop / name} cannot be read: Permission denied\. Allow .*--csv"
+    with pytest.raises(SourceError, match=message):
+        folder_source(shop)
+
+
 def test_further_columns_of_a_csv_are_attributes(tmp_path: Path) -> None:
     file = listed(
         tmp_path,
@@ -188,9 +205,23 @@ def test_a_file_over_the_limit_is_not_read(shop: Path) -> None:
 
 def test_what_is_no_regular_file_is_refused(shop: Path) -> None:
     os.mkfifo(shop / "pipe.png")
-    for name in ("pipe.png", "cup", "gone.png"):
-        with pytest.raises(SourceError, match=r"is missing below .*or is not a file"):
+    for name in ("pipe.png", "cup"):
+        with pytest.raises(SourceError, match=rf"{name} below .* is not a regular file"):
             read_image(shop, name, 10**6)
+    for name in ("gone.png", "f.gif/gone.png"):
+        with pytest.raises(SourceError, match=rf"{name} is missing below "):
+            read_image(shop, name, 10**6)
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_a_missing_one(
+    shop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, *arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(PermissionError):
+        read_image(shop, "f.gif", 10**6)
 
 
 def test_a_name_that_is_not_unicode_gets_a_printable_key_and_a_reason(shop: Path) -> None:

@@ -1,6 +1,7 @@
 """The folder of a gallery: one builder, one current version, nothing half done."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ VERSIONS = [digit * 64 for digit in "abcd"]
 def publish(folder: GalleryFolder, version: str) -> Path:
     with folder.locked(), folder.stage() as stage:
         (stage / "data").write_text(version)
+        (stage / "manifest.json").touch()
         return folder.publish(stage, version)
 
 
@@ -49,7 +51,9 @@ def test_a_version_that_is_open_is_not_removed_before_it_is_closed(out: Path) ->
 def test_a_version_that_never_became_current_goes_with_the_next(out: Path) -> None:
     folder = GalleryFolder(out)
     publish(folder, VERSIONS[0])
-    (out / "versions" / ("e" * 12)).mkdir()
+    orphan = out / "versions" / ("e" * 12)
+    orphan.mkdir()
+    (orphan / "manifest.json").touch()
     publish(folder, VERSIONS[1])
     assert names(out) == ["a" * 12, "b" * 12]
 
@@ -87,6 +91,68 @@ def test_a_folder_with_other_things_in_it_is_not_touched(shop: Path) -> None:
     ):
         raise AssertionError("locked")
     assert sorted(shop.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("notes.txt", "versions/2024-final/src/thesis.tex"),
+        ("versions/2024-final/thesis.tex",),
+        ("versions/0123456789ab/manifest.json", "versions/2024-final/thesis.tex"),
+        ("versions/0123456789ABC/thesis.tex",),
+        ("LOCK", "notes.txt"),
+        ("CURRENT", "LOCK", "work.sqlite", "work.sqlite.bak"),
+    ],
+)
+def test_a_familiar_name_does_not_make_a_folder_ours(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    project = tmp_path / "project"
+    for name in names:
+        file = project / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("years of work")
+    with pytest.raises(GalleryError, match=r"is not a gallery.*is something else.*--out"):
+        publish(GalleryFolder(project), VERSIONS[0])
+    left = [file for file in project.rglob("*") if file.is_file()]
+    assert sorted(left) == sorted(project / name for name in names)
+    assert {file.read_text() for file in left} == {"years of work"}
+
+
+def test_a_folder_without_a_manifest_is_never_removed(out: Path) -> None:
+    work = out / "versions" / "0123456789ab" / "thesis.tex"
+    work.parent.mkdir(parents=True)
+    work.write_text("years of work")
+    for version in VERSIONS:
+        publish(GalleryFolder(out), version)
+    assert work.read_text() == "years of work"
+    assert names(out) == ["0123456789ab", "c" * 12, "d" * 12]
+
+
+def test_a_removal_that_was_cut_short_is_ended_by_the_next_build(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = GalleryFolder(out)
+    for version in VERSIONS[:2]:
+        publish(folder, version)
+
+    def cut_short(path: Path, ignore_errors: bool = False) -> None:
+        (path / "manifest.json").unlink(missing_ok=True)
+
+    monkeypatch.setattr(shutil, "rmtree", cut_short)
+    publish(folder, VERSIONS[2])
+    monkeypatch.undo()
+    assert names(out) == [f".stage-{'a' * 12}", "b" * 12, "c" * 12]
+    publish(folder, VERSIONS[3])
+    assert names(out) == ["c" * 12, "d" * 12]
+
+
+def test_an_interrupted_build_leaves_a_folder_that_is_still_ours(out: Path) -> None:
+    (out / "versions" / ".stage-a1b2_c3d").mkdir(parents=True)
+    for name in ("LOCK", ".CURRENT.tmp", "work.sqlite", "work.sqlite-wal", "work.sqlite-shm"):
+        (out / name).touch()
+    publish(GalleryFolder(out), VERSIONS[0])
+    assert names(out) == ["a" * 12]
 
 
 def test_an_empty_folder_may_become_a_gallery(out: Path) -> None:

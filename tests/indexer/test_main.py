@@ -1,5 +1,7 @@
 """The command line: what it prints, how it ends, and that it needs no torch."""
 
+import functools
+import io
 import json
 import re
 import subprocess
@@ -7,12 +9,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
+from rich.console import Console
+from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
 import indexer.__main__ as main
 from embedder.bundle import Bundle
 from embedder.errors import ProviderError
+from embedder.session import OnnxEmbedder, SessionSettings
+from embedder.types import Images
 from tests.indexer.conftest import CountingEmbedder
 from tests.tiny import encoded, picture
 
@@ -32,8 +40,37 @@ def test_build_says_the_cost_before_and_the_result_after(run: Run, shop: Path, o
     assert "Found 6 images in the folder" in result.stdout
     assert "Dimension 32, index about 0.0 MB, model on FakeExecutionProvider" in result.stdout
     assert "6 items (6 embedded, 0 from an earlier run, 0 copies)" in result.stdout
-    assert re.search(r"[\d.]+ images/s", result.stderr)
+    assert re.search(r"6 of 6 +(?!0\.0 )[\d.]+ images/s +\d:\d\d:\d\d", result.stderr)
     assert json.loads(run("stats", out, "--json").stdout)["name"] == "shoes"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    ("batches", "between_s", "shown"),
+    [
+        ([20], 4, "20 of 100 5.0 images/s -:--:--"),
+        ([10, 10, 10], 1, "30 of 100 10.0 images/s 0:00:07"),
+        ([32, 32], 100, "64 of 100 0.3 images/s 0:01:53"),
+    ],
+    ids=["first batch", "fast", "a slow machine"],
+)
+def test_progress_shows_images_per_second_and_the_remaining_time(
+    monkeypatch: pytest.MonkeyPatch,
+    batches: list[int],
+    between_s: int,
+    shown: str,
+    terminal: bool,
+) -> None:
+    now_s = 0.0
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120, no_color=True)
+    monkeypatch.setattr(main, "_err", console)
+    monkeypatch.setattr(main, "Progress", functools.partial(Progress, get_time=lambda: now_s))
+    with main._progress(100, "Embedding") as advance:
+        for count in batches:
+            now_s += between_s
+            advance(count)
+    plain = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", console.file.getvalue())
+    assert shown in " ".join(plain.splitlines()[-1].split())
 
 
 def test_unreadable_images_are_the_last_lines_and_no_failure(
@@ -117,6 +154,54 @@ def test_a_device_that_is_not_there_is_an_error(
     assert run(*arguments).stderr == "Error: b cuda False\n"
     assert run(*arguments, "--allow-cpu-fallback").stderr == "Error: b cuda True\n"
     assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["build", "verify"])
+def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
+    shop: Path,
+    out: Path,
+    tiny_bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    model = OnnxEmbedder.open(tiny_bundle, SessionSettings())
+    monkeypatch.setattr(main, "open_embedder", lambda *arguments: model)
+
+    def invoke(*arguments: object) -> Result:
+        return CliRunner().invoke(main.app, [str(argument) for argument in arguments])
+
+    build = ("build", shop, "--bundle", "b", "--out", out)
+    arguments = build if command == "build" else ("verify", out, "--bundle", "b")
+    if command == "verify":
+        assert invoke(*build).exit_code == 0
+    monkeypatch.setattr(model, "_session", OutOfMemory())
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.splitlines()[-1].startswith("Error: The model ")
+    assert "Failed to allocate memory" in result.stderr
+
+
+class OutOfMemory:
+    """A session whose device is full."""
+
+    def run(self, *arguments: object) -> list[np.ndarray]:
+        raise RuntimeException("Failed to allocate memory for requested buffer of size 42")
+
+    def get_providers(self) -> list[str]:
+        return ["CPUExecutionProvider"]
+
+
+def test_too_little_memory_is_one_line_without_a_traceback(
+    run: Run, shop: Path, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(images: Images) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(embedder, "embed", failing)
+    result = run("build", shop, "--bundle", "b", "--out", out)
+    assert result.exit_code == 1
+    assert "Error: Not enough memory. Build with a lower --batch-size" in result.stderr
 
 
 def test_an_interrupted_build_says_how_to_continue(

@@ -52,13 +52,14 @@ def tampered(built: Path, numbers: list[int], vectors: Callable[[np.ndarray], np
     restamp(built)
 
 
-def test_vectors_under_the_wrong_numbers_are_found_with_the_images(
+def test_vectors_under_the_wrong_numbers_are_found_with_the_images_only(
     built: Path, embedder: CountingEmbedder
 ) -> None:
     tampered(built, [1, 0, 2, 3, 4, 5], lambda old: old)
     report = verify_gallery(built, embedder)
     assert [problem.key for problem in report.problems] == ["cup/a.png", "cup/b.jpg"]
     assert "cosine" in report.problems[0].reason
+    assert verify_gallery(built).problems == ()
 
 
 def test_vectors_that_do_not_find_themselves_are_found_without_images(built: Path) -> None:

@@ -61,6 +61,24 @@ def test_what_was_added_is_on_disk_without_closing(tmp_path: Path) -> None:
     work.close()
 
 
+def test_removing_keeps_the_vectors_of_a_build_with_another_bundle(tmp_path: Path) -> None:
+    for bundle_id in ("a", "b", "c"):
+        work = WorkFile(tmp_path / "work", bundle_id, 4)
+        work.add(ROWS)
+        work.close()
+    for bundle_id, others in (("b", ("a", "c")), ("a", ("c",))):
+        WorkFile(tmp_path / "work", bundle_id, 4).remove()
+        left = WorkFile(tmp_path / "work", bundle_id, 4)
+        assert left.known() == set()
+        left.close()
+        for other in others:
+            left = WorkFile(tmp_path / "work", other, 4)
+            assert left.known() == set(ROWS)
+            left.close()
+    WorkFile(tmp_path / "work", "c", 4).remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_removing_leaves_no_file_behind(tmp_path: Path) -> None:
     work = WorkFile(tmp_path / "work", "bundle", 4)
     work.add(ROWS)

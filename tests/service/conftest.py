@@ -70,6 +70,7 @@ class FakeGallery:
         self.dim = embedder.dim
         self.size = len(pictures)
         self.created_at = CREATED_AT
+        self.image_root = Path(__file__).parent
         self.searches = 0
         self._pictures = list(pictures)
         inputs = np.stack([embedder.preprocess(data) for data in pictures])

@@ -24,6 +24,7 @@ class Model:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.values: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)
@@ -33,6 +34,7 @@ class Model:
         self.entered.release()
         assert self.gate.wait(WAIT_S)
         values = images[:, 0, 0, 0]
+        self.values += values.tolist()
         if 99 in values:
             raise SystemExit(1)
         if 13 in values:
@@ -102,7 +104,7 @@ def test_a_full_queue_is_refused_but_the_readiness_check_gets_in() -> None:
             with pytest.raises(OverloadedError, match="2 images wait") as refused:
                 await batcher.submit(image(3))
             assert refused.value.retry_after_s >= 1
-            tasks.append(asyncio.create_task(batcher.submit(image(4), bounded=False)))
+            tasks.append(asyncio.create_task(batcher.submit(image(4), urgent=True)))
             await asyncio.sleep(0)
             assert batcher.depth == 3
 
@@ -110,6 +112,23 @@ def test_a_full_queue_is_refused_but_the_readiness_check_gets_in() -> None:
         assert [float(v[0]) for v in await asyncio.gather(*tasks)] == [0, 1, 2, 4]
 
     run(test, queue_size=2)
+
+
+def test_an_urgent_image_is_embedded_before_all_that_waits() -> None:
+    async def test(model: Model, batcher: MicroBatcher) -> None:
+        model.gate.clear()
+        tasks = [asyncio.create_task(batcher.submit(image(0)))]
+
+        async def queue() -> None:
+            tasks.extend(asyncio.create_task(batcher.submit(image(n))) for n in range(1, 7))
+            await asyncio.sleep(0)
+            tasks.append(asyncio.create_task(batcher.submit(image(77), urgent=True)))
+            await asyncio.sleep(0)
+
+        await while_held(model, queue)
+        await asyncio.gather(*tasks)
+
+    assert run(test, batch_size=2).values == [0, 77, 1, 2, 3, 4, 5, 6]
 
 
 def test_cancelled_calls_are_never_embedded_and_the_others_are_right() -> None:

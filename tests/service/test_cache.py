@@ -80,6 +80,17 @@ def test_bytes_are_bounded_and_counted_through_any_sequence() -> None:
     assert len(cache) == len(alive)
 
 
+def test_a_value_above_the_bound_is_not_kept_and_pushes_nothing_out() -> None:
+    cache = LruCache(max_entries=9, max_bytes=10)
+    cache.set("a", b"123")
+    cache.set("b", b"456")
+    cache.set("big", bytes(8))
+    assert (cache.get("a"), cache.get("b"), cache.get("big")) == (b"123", b"456", None)
+    cache.set("a", bytes(10))
+    assert cache.get("a") is None  # not the old value either
+    assert cache.size_bytes == 4
+
+
 def test_a_cache_of_no_entries_keeps_nothing() -> None:
     cache = LruCache(max_entries=0, max_bytes=1000)
     cache.set("a", b"1")

@@ -19,7 +19,7 @@ def send_raw(service: Any, data: bytes) -> socket.socket:
         + b"\r\n--b--\r\n"
     )
     head = (
-        "POST /search HTTP/1.1\r\nHost: test\r\n"
+        "POST /search HTTP/1.1\r\nHost: localhost\r\n"
         "Content-Type: multipart/form-data; boundary=b\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )

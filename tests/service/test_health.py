@@ -1,6 +1,7 @@
 """Liveness and readiness: green when searches work, red when they do not."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -126,6 +127,24 @@ def test_readiness_stays_green_when_the_queue_is_full(
         thread.join()
     assert check == [200]
     assert results == [200, 200]
+
+
+def test_readiness_does_not_wait_behind_a_long_queue_of_a_slow_model(
+    start_service, embedder, pictures, until
+) -> None:
+    slow = type(embedder)(delay_s=0.05)
+    limits = {"ready_timeout_ms": 3_000, "request_timeout_ms": 60_000}
+    service = start_service(embedder=slow, queue_size=80, batch_size=1, **limits)
+    uploads = [pictures[0] + number.to_bytes(4, "big") for number in range(80)]
+    slow.gate.clear()
+    with ThreadPoolExecutor(80) as clients:
+        answers = [clients.submit(service.search, upload) for upload in uploads]
+        until(lambda: service.runtime.batcher.depth == 79)
+        slow.gate.set()
+        ready = service.client.get("/ready")
+        assert service.runtime.batcher.depth > 0, "the check waited for the queue"
+        assert ready.status_code == 200, ready.text
+        assert [answer.result().status_code for answer in answers] == [200] * 80
 
 
 def test_a_gallery_of_another_bundle_is_refused_at_start_by_both_ids(gallery) -> None:

@@ -2,9 +2,14 @@
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 PROBLEM = "application/problem+json"
+STALLED = (
+    b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
+    b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+)
 
 
 def connect(service: Any) -> socket.socket:
@@ -59,7 +64,7 @@ def test_a_client_that_asks_before_it_sends_is_refused_without_sending(start_ser
     service = start_service(max_upload_bytes=1000)
     with connect(service) as connection:
         connection.sendall(
-            b"POST /search HTTP/1.1\r\nHost: test\r\nContent-Length: 9999999\r\n"
+            b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999\r\n"
             b"Content-Type: multipart/form-data; boundary=b\r\nExpect: 100-continue\r\n\r\n"
         )
         answer = read_all(connection)
@@ -70,10 +75,7 @@ def test_a_client_that_asks_before_it_sends_is_refused_without_sending(start_ser
 def test_a_body_that_takes_too_long_is_408_and_the_connection_ends(start_service, pictures) -> None:
     service = start_service(body_timeout_ms=150)
     with connect(service) as connection:
-        connection.sendall(
-            b"POST /search HTTP/1.1\r\nHost: test\r\nContent-Length: 5000\r\n"
-            b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
-        )
+        connection.sendall(STALLED)
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"body-too-slow" in answer
@@ -87,9 +89,40 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
     service = start_service()
     for _ in range(5):
         with connect(service) as connection:
-            connection.sendall(
-                b"POST /search HTTP/1.1\r\nHost: test\r\nContent-Length: 5000\r\n"
-                b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
-            )
+            connection.sendall(STALLED)
     assert service.search(pictures[0]).status_code == 200
     assert service.metric("kinlens_searches_in_flight") == 0
+
+
+def test_uploads_above_the_number_that_may_arrive_at_a_time_are_503_until_one_ends(
+    start_service, pictures, until
+) -> None:
+    service = start_service(max_concurrent_uploads=2)
+    with connect(service) as first, connect(service) as second:
+        first.sendall(STALLED)
+        chunked = STALLED.replace(b"Content-Length: 5000", b"Transfer-Encoding: chunked")
+        second.sendall(chunked.replace(b"--b\r\n", b"5\r\n--b\r\n\r\n"))
+        until(lambda: service.search(pictures[0]).status_code == 503)
+        refused = service.search(pictures[0])
+        assert refused.headers["content-type"] == PROBLEM
+        assert refused.json()["type"] == "urn:kinlens:problem:overloaded"
+        assert "2 uploads" in refused.json()["detail"]
+        assert "KINLENS_MAX_CONCURRENT_UPLOADS" in refused.json()["detail"]
+        assert int(refused.headers["retry-after"]) >= 1
+        assert service.client.get("/ready").status_code == 200
+        first.close()
+        until(lambda: service.search(pictures[0]).status_code == 200)
+
+
+def test_an_upload_that_has_arrived_leaves_its_place_to_the_next(
+    start_service, embedder, pictures, until
+) -> None:
+    service = start_service(max_concurrent_uploads=1)
+    embedder.gate.clear()
+    with ThreadPoolExecutor(3) as clients:
+        held = []
+        for number in range(3):
+            held.append(clients.submit(service.search, pictures[number]))
+            until(lambda n=number: service.metric("kinlens_searches_in_flight") == n + 1)
+        embedder.gate.set()
+        assert [call.result().status_code for call in held] == [200] * 3

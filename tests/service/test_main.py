@@ -1,12 +1,15 @@
 """kinlens-serve: help with an example, a clear line for each reason not to start, and a start."""
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -18,6 +21,24 @@ from service.__main__ import app
 from tests.tiny import encoded, picture
 
 ROOT = Path(__file__).parents[2]
+HANGING = """
+import sys, threading
+from indexer.gallery import Gallery
+from service.__main__ import app
+
+Gallery.image = lambda self, item_id: threading.Event().wait()
+app(sys.argv[1:])
+"""
+
+
+@dataclass
+class Started:
+    """A service in a process of its own; `output` and `errors` are what it said until its end."""
+
+    process: subprocess.Popen[str]
+    url: str
+    output: str = ""
+    errors: str = ""
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +58,8 @@ def refused(*arguments: str) -> str:
 
 def test_help_shows_every_option_and_an_example() -> None:
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
-    for option in ("--bundle", "--gallery", "--host", "--port", "--device", "--redis-url"):
+    options = ("--bundle", "--gallery", "--image-root", "--host", "--port", "--device")
+    for option in (*options, "--redis-url"):
         assert option in text
     assert "Example: kinlens-serve --bundle" in text
 
@@ -62,6 +84,9 @@ def test_a_corrupt_bundle_is_refused_by_the_file(tmp_path: Path) -> None:
         (["--port", "99999"], "port: Input should be less than or equal to 65535"),
         (["--device", "tpu"], "device: Input should be 'cpu' or 'cuda'"),
         (["--redis-url", "http://user:hunter2@cache"], "redis_url"),
+        (["--redis-url", "redis://user:hunter2@cache:abc/0"], "redis_url"),
+        (["--redis-url", "redis://cache:hunter2"], "redis_url"),
+        (["--image-root", "/data"], "image_roots"),
         (["--gallery", "no name=/a"], "gallery name 'no name' does not fit in a link"),
     ],
 )
@@ -122,31 +147,101 @@ def test_a_port_in_use_is_refused_by_its_number(tiny_bundle: Bundle, tiny_galler
         assert f"127.0.0.1:{port}" in refused(*paths, "--port", port)
 
 
+def test_an_image_root_of_an_unknown_gallery_is_refused_by_its_name(
+    tiny_bundle: Bundle, tiny_gallery: Path
+) -> None:
+    arguments = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+    line = refused(*arguments, "--image-root", "shoes=/data")
+    assert "'shoes'" in line
+    assert "shop" in line
+
+
+@contextlib.contextmanager
+def started(code: list[str], *arguments: str, **environment: str) -> Iterator[Started]:
+    """A service in a process of its own; it is stopped with Ctrl-C in the end."""
+    with subprocess.Popen(
+        [sys.executable, *code, "--port", "0", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        service = Started(process, process.stdout.readline().split()[3].rstrip("/"))
+        try:
+            yield service
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                service.output, service.errors = process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
 def test_it_prints_its_address_answers_logs_json_and_ends_with_ctrl_c(
     tiny_bundle: Bundle, tiny_gallery: Path
 ) -> None:
-    command = [sys.executable, "-m", "service", "--bundle", str(tiny_bundle.path), "--port", "0"]
-    command += ["--gallery", f"shop={tiny_gallery}"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        url = line.split()[3]
-        try:
-            for number in range(4):
-                files = {"image": encoded(picture(number))}
-                answer = httpx.post(f"{url}search", files=files, data={"k": "2"}).json()
-                assert answer["hits"][0]["key"] == f"{number}.png"
-                assert answer["hits"][0]["score"] == pytest.approx(1, abs=1e-4)
-                shown = httpx.get(url.rstrip("/") + answer["hits"][0]["image"])
-                assert shown.content == encoded(picture(number))
-            assert httpx.get(f"{url}ready").json()["provider"] == "CPUExecutionProvider"
-        finally:
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=20)
-    events = [json.loads(entry) for entry in errors.splitlines()]
+    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+    with started(["-m", "service"], *paths) as service:
+        for number in range(4):
+            files = {"image": encoded(picture(number))}
+            answer = httpx.post(f"{service.url}/search", files=files, data={"k": "2"}).json()
+            assert answer["hits"][0]["key"] == f"{number}.png"
+            assert answer["hits"][0]["score"] == pytest.approx(1, abs=1e-4)
+            shown = httpx.get(service.url + answer["hits"][0]["image"])
+            assert shown.content == encoded(picture(number))
+        assert httpx.get(f"{service.url}/ready").json()["provider"] == "CPUExecutionProvider"
+    events = [json.loads(entry) for entry in service.errors.splitlines()]
     requests = [event for event in events if event["event"] == "request"]
     assert len(requests) == 9
     assert all(event["request_id"] and event["level"] == "info" for event in requests)
-    assert process.returncode == 0
+    assert service.output == ""
+    assert service.process.returncode == 0
+
+
+def test_images_that_moved_are_named_at_the_start_and_shown_from_their_new_root(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(tiny_gallery.parent / "pictures", moved)
+    missing = tmp_path / "missing"
+    paths = ["--bundle", str(tiny_bundle.path), "--gallery", str(tiny_gallery)]  # named in itself
+    paths += ["--gallery", f"other={tiny_gallery}", "--image-root", f"other={missing}"]
+    (moved / "0.png").write_bytes(b"changed")  # tells the two folders apart
+    with started(["-m", "service"], *paths, "--image-root", f"shop={moved}") as service:
+        statuses = [
+            httpx.get(f"{service.url}/galleries/{name}/items/{number}/image").status_code
+            for name in ("shop", "other")
+            for number in (0, 1)
+        ]
+        found = httpx.post(f"{service.url}/search", files={"image": encoded(picture(0))})
+    assert statuses == [404, 200, 404, 404]
+    assert found.status_code == 200
+    (line,) = service.output.splitlines()
+    assert line.startswith("Warning: ")
+    assert f"{missing} is no folder" in line
+    assert "--image-root other=DIR" in line
+    events = [json.loads(entry) for entry in service.errors.splitlines()]
+    (event,) = (event for event in events if event["event"] == "image root is missing")
+    assert event["level"] == "warning"
+    assert str(missing) in event["detail"]
+
+
+def test_ctrl_c_ends_it_although_a_read_hangs_and_an_upload_stalls(
+    tiny_bundle: Bundle, tiny_gallery: Path
+) -> None:
+    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+    limits = {"KINLENS_REQUEST_TIMEOUT_MS": "300", "KINLENS_SHUTDOWN_TIMEOUT_S": "1"}
+    with started(["-c", HANGING], *paths, **limits) as service:
+        address = ("127.0.0.1", int(service.url.rsplit(":", 1)[1]))
+        picture_of = httpx.get(f"{service.url}/galleries/shop/items/0/image", timeout=20)
+        stalled = socket.create_connection(address)
+        stalled.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
+        assert httpx.get(f"{service.url}/ready").status_code == 200
+    stalled.close()
+    assert picture_of.status_code == 503
+    assert picture_of.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
+    assert service.process.returncode == 0
+    assert "Traceback" not in service.errors

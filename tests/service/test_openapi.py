@@ -1,11 +1,19 @@
 """The OpenAPI document: examples, every error answer, and limits that are true."""
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.schemas import SearchAnswer
+from service import problems
+from service.problems import KINDS, Kind
+from service.schemas import Problem, SearchAnswer
+
+API = Path(__file__).parents[2] / "docs" / "api.md"
+PROBLEM = "application/problem+json"
+ALL_KINDS = {*KINDS.values(), *(k for k in vars(problems).values() if isinstance(k, Kind))}
 
 
 @pytest.fixture
@@ -19,14 +27,71 @@ def references(value: Any) -> set[str]:
     return set(re.findall(r"#/components/schemas/(\w+)", text))
 
 
-def test_a_search_documents_every_error_answer_as_a_problem(document) -> None:
-    responses = document["paths"]["/search"]["post"]["responses"]
-    assert {"200", "400", "404", "413", "415", "422", "503"} <= set(responses)
-    for status, response in responses.items():
-        if status != "200":
-            content = response["content"]["application/problem+json"]
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            yield path, method, operation["responses"]
+
+
+def documented(document: dict[str, Any]) -> dict[tuple[str, str], set[str]]:
+    """The names of the problems of each operation."""
+    return {
+        (method, path): {
+            slug
+            for response in responses.values()
+            for slug in response.get("content", {}).get(PROBLEM, {}).get("examples", {})
+        }
+        for path, method, responses in operations(document)
+    }
+
+
+def test_every_error_answer_of_every_route_has_real_problems_as_examples(document) -> None:
+    known = {kind.type: kind for kind in ALL_KINDS}
+    for path, method, responses in operations(document):
+        assert {"400", "500"} <= set(responses), path
+        for status, response in responses.items():
+            if int(status) < 400 or (path, status) == ("/ready", "503"):
+                continue
+            content = response["content"][PROBLEM]
             assert content["schema"] == {"$ref": "#/components/schemas/Problem"}
-            assert content["example"]["status"] == int(status)
+            assert content["examples"], (method, path, status)
+            for slug, example in content["examples"].items():
+                shown = Problem.model_validate(example["value"])
+                kind = known[shown.type]
+                assert (kind.slug, kind.status, kind.title) == (slug, int(status), shown.title)
+                assert shown.status == int(status)
+                assert shown.detail.endswith(".")
+            assert ("Retry-After" in response.get("headers", {})) is (status == "503")
+
+
+def test_a_search_and_a_picture_document_what_they_can_answer_with(document) -> None:
+    found = documented(document)
+    anywhere = {"unknown-host", "internal"}
+    assert found["get", "/live"] == found["get", "/metrics"] == anywhere
+    assert found["get", "/ready"] == found["get", "/galleries"] == anywhere
+    picture = anywhere | {
+        "unknown-gallery", "unknown-item", "invalid-parameter", "overloaded",
+        "deadline-exceeded", "gallery-unavailable",
+    }  # fmt: skip
+    assert found["get", "/galleries/{name}/items/{item_id}/image"] == picture
+    assert found["post", "/search"] == (picture - {"unknown-item"}) | {
+        "bad-request", "body-too-slow", "body-too-large", "empty-image", "image-too-many-bytes",
+        "image-too-large", "unsupported-format", "corrupt-image", "search-unavailable",
+        "model-unavailable",
+    }  # fmt: skip
+
+
+def test_the_api_page_lists_the_same_problems_under_the_same_status(document) -> None:
+    rows = re.findall(r"^\| (\d{3}) \| ((?:`[a-z-]+`(?:, )?)+) \|", API.read_text("utf-8"), re.M)
+    page = {(slug, status) for status, slugs in rows for slug in re.findall("[a-z-]+", slugs)}
+    shown = {
+        (slug, status)
+        for _, _, responses in operations(document)
+        for status, response in responses.items()
+        for slug in response.get("content", {}).get(PROBLEM, {}).get("examples", {})
+    }
+    assert page - shown == {("not-found", "404"), ("method-not-allowed", "405")}
+    assert shown <= page
 
 
 def test_every_reference_points_to_a_schema(document) -> None:

@@ -259,6 +259,30 @@ def answer_with(page: Page, hits: list[dict[str, Any]]) -> None:
     page.route("**/search", lambda route: route.fulfill(json=answer))
 
 
+def test_links_of_another_gallery_version_are_explained_by_the_service(
+    opened: tuple[Page, list[str]],
+) -> None:
+    page, errors = opened
+    link = "/galleries/shop/items/{}/image?version=000000000000"
+    answer_with(page, [{"key": f"{n}", "score": 0.5, "image": link.format(n)} for n in range(3)])
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    send_bytes(page, "drop", "query.png", "image/png", b"any")
+    expect(page.get_by_test_id("card").locator("img.broken")).to_have_count(3)
+    detail = page.get_by_test_id("error-detail")
+    expect(detail).to_contain_text("This link is from version 000000000000 of gallery shop")
+    expect(detail).to_contain_text("Search again")
+    assert sum("version=000000000000" in url for url in requests) == 4  # three and one to ask why
+
+    page.get_by_test_id("error-close").click()
+    expect(page.get_by_test_id("error")).to_be_hidden()
+    page.get_by_test_id("card-search").nth(1).click()
+    expect(detail).to_contain_text("Search again")
+    expect(page.get_by_test_id("card")).to_have_count(3)
+    assert errors
+    assert all("404" in error for error in errors)
+
+
 def test_a_cancelled_search_leaves_the_page_as_is(page: Page, running_service: Running) -> None:
     page.route("**/search", lambda route: None)  # never answered
     send(page, running_service.images[0])

@@ -1,14 +1,32 @@
 """The bounded pool refuses instead of piling up, and forgets what was cancelled."""
 
 import asyncio
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from embedder.errors import OverloadedError
 from service.pools import BoundedPool
 
+ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
+HANG = """
+import asyncio, threading
+from service.pools import BoundedPool
+
+async def main():
+    pool = BoundedPool("file", workers=1, queue_size=0)
+    try:
+        await asyncio.wait_for(pool.run(threading.Event().wait), 0.05)
+    except TimeoutError:
+        print("timed out")
+    pool.close()
+
+asyncio.run(main())
+"""
 
 
 def test_a_full_pool_refuses_and_takes_again_when_work_has_ended() -> None:
@@ -57,13 +75,13 @@ def test_an_error_of_the_work_reaches_the_caller_and_frees_the_place() -> None:
     asyncio.run(main())
 
 
-def test_unbounded_work_gets_in_when_the_pool_is_full() -> None:
+def test_urgent_work_gets_in_when_the_pool_is_full() -> None:
     async def main() -> None:
         gate = threading.Event()
         pool = BoundedPool("search", workers=1, queue_size=0)
         held = asyncio.create_task(pool.run(lambda: gate.wait(WAIT_S)))
         await asyncio.sleep(0)
-        check = asyncio.create_task(pool.run(lambda: "ok", bounded=False))
+        check = asyncio.create_task(pool.run(lambda: "ok", urgent=True))
         await asyncio.sleep(0)
         gate.set()
         assert await check == "ok"
@@ -71,3 +89,61 @@ def test_unbounded_work_gets_in_when_the_pool_is_full() -> None:
         pool.close()
 
     asyncio.run(main())
+
+
+def test_urgent_work_goes_before_all_that_waits() -> None:
+    async def main() -> None:
+        gate, order = threading.Event(), []
+        pool = BoundedPool("search", workers=1, queue_size=9)
+        calls = [asyncio.create_task(pool.run(lambda: gate.wait(WAIT_S)))]
+        await asyncio.sleep(0)
+        calls += [asyncio.create_task(pool.run(lambda n=n: order.append(n))) for n in range(8)]
+        await asyncio.sleep(0)
+        calls.append(asyncio.create_task(pool.run(lambda: order.append(99), urgent=True)))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*calls)
+        assert order == [99, *range(8)]
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_cancelled_calls_behind_one_that_hangs_do_not_pile_up() -> None:
+    async def main() -> None:
+        gate = threading.Event()
+        pool = BoundedPool("file", workers=1, queue_size=2)
+        held = asyncio.create_task(pool.run(lambda: gate.wait(WAIT_S)))
+        await asyncio.sleep(0)
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(pool.run(lambda: True), 0.001)
+        assert pool.waiting == 0
+        gate.set()
+        assert await held
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_calls_that_wait_are_dropped_when_the_pool_is_closed() -> None:
+    async def main() -> None:
+        gate = threading.Event()
+        pool = BoundedPool("file", workers=1, queue_size=1)
+        held, waiting = (asyncio.create_task(pool.run(lambda: gate.wait(WAIT_S))) for _ in "ab")
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(asyncio.to_thread(pool.close))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        gate.set()
+        assert await held
+        await closing
+
+    asyncio.run(main())
+
+
+def test_work_that_hangs_does_not_keep_the_process_alive() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HANG], cwd=ROOT, capture_output=True, text=True, timeout=20
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "timed out\n", "")

@@ -40,9 +40,13 @@ def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> No
     monkeypatch.setenv("KINLENS_PORT", "9000")
     monkeypatch.setenv("KINLENS_GALLERIES", "shop=/a/b, /c ,")
     monkeypatch.setenv("KINLENS_REDIS_URL", "redis://cache:6379/0")
+    monkeypatch.setenv("KINLENS_IMAGE_ROOTS", "shop=/pictures,other=relative")
+    monkeypatch.setenv("KINLENS_ALLOWED_HOSTS", "shop.example, [::1]")
     settings = Settings(max_k=50)
     assert (settings.port, settings.max_k) == (9000, 50)
     assert settings.galleries == ("shop=/a/b", "/c")
+    assert settings.image_roots == ("shop=/pictures", "other=relative")
+    assert settings.allowed_hosts == ("shop.example", "[::1]")
     assert Settings(port=1).port == 1
 
 
@@ -74,8 +78,21 @@ def test_importing_the_service_loads_no_torch() -> None:
         ("max_megapixels", 0),
         ("device", "tpu"),
         ("redis_url", "http://cache"),
+        ("redis_url", "redis://cache:port/0"),
+        ("redis_url", "redis://cache/first"),
+        ("redis_url", "redis://cache/0?colour=red"),
         ("galleries", ("bad name=/a",)),
         ("galleries", ("shop=",)),
+        ("image_roots", ("/no/name",)),
+        ("image_roots", ("=/a",)),
+        ("image_roots", ("shop=",)),
+        ("image_roots", ("bad name=/a",)),
+        ("allowed_hosts", ("http://shop",)),
+        ("allowed_hosts", ("shop:80",)),
+        ("allowed_hosts", ("*.shop",)),
+        ("allowed_hosts", ("::1",)),
+        ("max_concurrent_uploads", 0),
+        ("shutdown_timeout_s", 0),
         ("embed_workers", 0),
         ("unknown", 1),
     ],
@@ -88,6 +105,38 @@ def test_a_value_outside_its_range_is_refused_by_name(name: str, value: object) 
 def test_a_default_k_above_the_limit_is_refused() -> None:
     with pytest.raises(ValidationError, match="default_k = 30 is above max_k = 20"):
         Settings(default_k=30, max_k=20)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://cache",
+        "redis://cache:6379/0",
+        "rediss://user:hunter2@cache/3?ssl_cert_reqs=none",
+        "unix:///run/redis.sock?db=1",
+    ],
+)
+def test_an_address_that_redis_takes_is_kept_and_an_empty_one_is_none(url: str) -> None:
+    settings = Settings(redis_url=url)
+    assert settings.redis_url is not None
+    assert settings.redis_url.get_secret_value() == url
+    assert Settings(redis_url="").redis_url is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:hunter2@cache:abc/0",
+        "redis://user:hunter2",
+        "redis://user:hunter2@cache/0?db=x",
+        "redis://user:hunter2@[::1/0",
+        "http://user:hunter2@cache",
+    ],
+)
+def test_an_address_that_redis_does_not_take_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(ValidationError, match="the Redis address cannot be read") as refused:
+        Settings(redis_url=url)
+    assert "hunter2" not in str(refused.value)
 
 
 def test_settings_do_not_change_and_do_not_show_the_password_of_redis() -> None:

@@ -56,10 +56,18 @@ def test_fit_evaluate_and_export_walk_the_road(tmp_path: Path) -> None:
     done = runner.invoke(app, ["export", str(out), "--out", str(bundle)])
     assert done.exit_code == 0, done.output
     assert re.search(r"8-d  R@1 \d+\.\d\d", done.output)
-    of_run = runner.invoke(app, ["evaluate", str(out), "--set", "runtime.precision=fp32"]).output
+    of_run = runner.invoke(app, ["evaluate", str(out)]).output
     of_bundle = runner.invoke(app, ["evaluate", str(bundle)]).output
     figure = re.compile(r"R@1 \d+\.\d+")
     assert figure.search(of_run)[0] == figure.search(of_bundle)[0]
+
+    for change in ("input.size_px=24", "optimizer.epochs=9"):
+        with pytest.raises(KinlensError, match="a trained model keeps its settings"):
+            runner.invoke(app, ["export", str(out), "--set", change], catch_exceptions=False)
+    for source in (out, bundle):
+        arguments = ["evaluate", str(source), "--set", "data.split_seed=2"]
+        with pytest.raises(KinlensError, match="may have been trained on"):
+            runner.invoke(app, arguments, catch_exceptions=False)
 
 
 def test_a_run_is_never_overwritten_in_silence(tmp_path: Path) -> None:

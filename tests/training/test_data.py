@@ -116,6 +116,7 @@ def test_a_csv_without_split_is_split_by_class(table: Callable[..., CsvData]) ->
     [
         ("file,label\nx,y\n", r"lacks the column\(s\) path; it has file, label"),
         ("path,label\nmug/1.png,\n", "line 2: path and label must not be empty"),
+        ("path,label\nmug/1.png,a\nmug/1.png,b\n", "line 3: mug/1.png is listed a second time"),
         ("path,label\nmug/1.png,a\nmug/9.png,a\n", r"line 3: the image .*mug/9.png is missing"),
         (
             "path,label,split\nmug/1.png,a,train\nmug/2.png,a,test\nhat/1.png,b,train\nhat/2.png,b,test\n",

@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from embedder.errors import DatasetError
+from embedder.errors import DatasetError, EvaluationError
 from training.evaluation import recall_at
 
 
@@ -56,6 +56,13 @@ def test_a_query_without_a_positive_is_left_out_and_counted() -> None:
     recall = recall_at(vectors, np.array([0, 0, 1]), (1,))
     assert recall.at == {1: 100.0}
     assert (recall.queries, recall.without_positive) == (2, 1)
+
+
+def test_embeddings_that_are_not_finite_are_refused() -> None:
+    vectors, labels = random_set()
+    vectors[3, 1] = np.nan
+    with pytest.raises(EvaluationError, match="1 of 120 embeddings are not finite"):
+        recall_at(vectors, labels)
 
 
 def test_no_positive_at_all_is_an_error() -> None:

@@ -1,14 +1,16 @@
 import dataclasses
+import io
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from PIL import Image
 
 import training.export as export_module
 from embedder.bundle import Bundle
-from embedder.errors import BundleError, ExportError
+from embedder.errors import BundleError, DatasetError, ExportError
 from embedder.session import OnnxEmbedder
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import Checkpoint, load_checkpoint
@@ -19,10 +21,12 @@ from training.evaluation import Recall
 from training.export import (
     MAX_DIFFERENCE,
     PARITY_BATCHES,
+    check_parity,
     export_backbone,
     export_checkpoint,
     network_of,
 )
+from training.models.backbones import BACKBONES
 from training.trainer import fit
 
 Trained = tuple[Checkpoint, Split, Bundle]
@@ -117,6 +121,32 @@ def test_a_model_that_lost_recall_is_not_written(
     assert not (tmp_path / "bundle").exists()
 
 
+def test_another_split_is_refused_since_its_test_classes_were_trained_on(
+    trained: Trained, tmp_path: Path
+) -> None:
+    checkpoint, split, _ = trained
+    job, _ = network_of(checkpoint)
+    other = load_split(job.data.model_copy(update={"split_seed": 3}))
+    assert other.sha256() != split.sha256()
+    with pytest.raises(DatasetError, match="may have been trained on"):
+        export_checkpoint(checkpoint, other, tmp_path / "bundle")
+
+
+def test_vectors_that_are_not_finite_do_not_pass_the_gate(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, _, bundle = trained
+    monkeypatch.setattr(export_module, "_torch_embed", lambda net, x: np.full((len(x), 16), np.nan))
+    with pytest.raises(ExportError, match="differs from torch by inf"):
+        check_parity(network_of(checkpoint)[1], OnnxEmbedder.open(bundle), bundle.golden_inputs())
+
+
+def test_golden_images_exercise_reduced_decoding_and_exif(trained: Trained) -> None:
+    images = [Image.open(io.BytesIO(data)) for data in trained[2].golden_images()]
+    assert any(min(image.size) >= 2 * 36 for image in images)
+    assert any(image.getexif().get(0x0112) == 6 for image in images)
+
+
 def test_an_existing_bundle_is_not_overwritten(trained: Trained) -> None:
     checkpoint, split, bundle = trained
     with pytest.raises(BundleError, match="exists already"):
@@ -129,8 +159,18 @@ def test_the_network_of_a_checkpoint_needs_no_weight_file(trained: Trained) -> N
     network_of(dataclasses.replace(checkpoint, job=job))
 
 
-def test_a_backbone_alone_becomes_a_bundle(tmp_path: Path) -> None:
-    spec = Input(size_px=32, resize_px=36)
-    bundle = export_backbone("plain", Model(weights="none"), spec, tmp_path / "bundle")
-    assert bundle.manifest.dim == 1280
-    assert OnnxEmbedder.open(bundle).embed(bundle.golden_inputs()).shape == (8, 1280)
+@pytest.mark.parametrize("name", BACKBONES)
+def test_every_backbone_alone_becomes_a_bundle(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    spec, channels = Input(size_px=32, resize_px=36), BACKBONES[name].channels
+    model = Model(backbone=name, weights="none")
+    bundle = export_backbone("plain", model, spec, tmp_path / "bundle")
+    assert bundle.manifest.dim == channels
+    assert OnnxEmbedder.open(bundle).embed(bundle.golden_inputs()).shape == (8, channels)
+
+
+def test_a_batch_of_33_equals_33_singles_on_a_real_network(trained: Trained) -> None:
+    embedder = OnnxEmbedder.open(trained[2])
+    batch = np.random.default_rng(0).integers(0, 256, (33, 3, 32, 32), dtype=np.uint8)
+    singles = np.concatenate([embedder.embed(batch[n : n + 1]) for n in range(33)])
+    np.testing.assert_allclose(embedder.embed(batch), singles, atol=1e-5)

@@ -65,17 +65,19 @@ class EvaluationImages(Dataset[Item]):
 class RandomBatches(Sampler[list[Index]]):
     """Batches of (epoch, image) in an order that depends on seed and epoch alone.
 
-    The last, incomplete batch is left out, unless it is the only one.
+    The last, incomplete batch is left out, unless it is the only one; `limit` ends an epoch early.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int) -> None:
+    def __init__(self, size: int, batch_size: int, seed: int, limit: int | None = None) -> None:
         self.size = size
         self.batch_size = batch_size
         self.seed = seed
+        self.limit = limit
         self.epoch = 0
 
     def __len__(self) -> int:
-        return max(self.size // self.batch_size, 1)
+        whole = max(self.size // self.batch_size, 1)
+        return whole if self.limit is None else min(whole, self.limit)
 
     def __iter__(self) -> Iterator[list[Index]]:
         order: Sequence[int] = (
@@ -96,5 +98,6 @@ def _read(images: LabelledImages, number: int) -> bytes:
 
 def _named(images: LabelledImages, number: int, error: ImageError) -> DatasetError:
     return DatasetError(
-        f"{images.root / images.paths[number]}: {error} Mend or remove the file and resume."
+        f"{images.root / images.paths[number]}: {error} Mend the file and go on with --resume, or "
+        "remove it and start a new run."
     )

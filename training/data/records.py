@@ -31,6 +31,13 @@ class LabelledImages:
         """Number of classes C."""
         return len(self.class_names)
 
+    def content_sha256(self) -> str:
+        """Digest of paths, classes and the content of every file."""
+        digest = hashlib.sha256(self.sha256().encode())
+        for path in self.paths:
+            digest.update(hashlib.sha256((self.root / path).read_bytes()).digest())
+        return digest.hexdigest()
+
     def sha256(self) -> str:
         """Digest of the list of paths and classes (not of the pixels)."""
         digest = hashlib.sha256()
@@ -49,6 +56,15 @@ class Split:
     def sha256(self) -> str:
         """Digest of both lists."""
         return hashlib.sha256((self.train.sha256() + self.test.sha256()).encode()).hexdigest()
+
+    def require(self, expected: str, user: str) -> None:
+        """Raises: DatasetError unless this split is the one whose sha256 is `expected`."""
+        if self.sha256() != expected:
+            raise DatasetError(
+                f"{user} was trained on another split of the images (sha256 {expected[:12]}, now "
+                f"{self.sha256()[:12]}), so its test classes may have been trained on. Restore the "
+                "images and the settings of the split, or train again."
+            )
 
 
 def labelled(root: Path, records: Iterable[tuple[str, str]]) -> LabelledImages:

@@ -25,9 +25,11 @@ def read_table(root: Path, file: str) -> tuple[list[tuple[str, str]], dict[str, 
                 f"{', '.join(reader.fieldnames or ()) or 'none'}. The first line names the columns."
             )
         rows = [(number, row) for number, row in enumerate(reader, start=2)]
-    splits = {}
+    splits: dict[str, str] = {}
     for number, row in rows:
         _check_row(path, root, number, row)
+        if row["path"] in splits:
+            raise DatasetError(f"{path}, line {number}: {row['path']} is listed a second time.")
         splits[row["path"]] = (row.get("split") or "").strip()
     records = [(row["path"], row["label"]) for _, row in rows]
     return records, splits if any(splits.values()) else None

@@ -115,11 +115,12 @@ class EmbeddingNet(nn.Module):
         return z
 
     def embed(self, features: Tensor) -> Tensor:
-        """What `features` gave, to unit embeddings (B, D)."""
-        if self.flow is not None:
-            output: FlowOutput = self.flow(features)
-            features = output.y
-        return F.normalize(features, dim=1)
+        """What `features` gave, to unit embeddings (B, D), in float32 whatever the autocast."""
+        with torch.autocast(features.device.type, enabled=False):
+            if self.flow is not None:
+                output: FlowOutput = self.flow(features)
+                features = output.y
+            return F.normalize(features, dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8 (B, 3, S, S) to unit embeddings (B, D)."""

@@ -1,0 +1,46 @@
+"""The number of cores: what this process may use, not what the machine has."""
+
+import os
+
+import faiss
+import numpy as np
+import pytest
+
+from indexer.cores import core_count
+from indexer.embed import EmbedSettings
+from indexer.faiss_engine import FaissStore
+
+
+@pytest.fixture
+def three_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 4, 7}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+
+
+@pytest.mark.usefixtures("three_of_many")
+def test_threads_are_as_many_as_the_cores_of_this_process() -> None:
+    assert core_count() == 3
+    assert EmbedSettings().worker_count == 3
+    assert EmbedSettings(workers=5).worker_count == 5
+
+
+@pytest.mark.usefixtures("three_of_many")
+def test_a_search_takes_no_more_threads_than_cores_or_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(faiss, "omp_set_num_threads", taken.append)
+    store = FaissStore.create(2)
+    store.add(np.arange(4), np.eye(2, dtype=np.float32)[[0, 1, 0, 1]])
+    for count in (1, 2, 10):
+        store.search(np.ones((count, 2), np.float32), 1)
+    assert taken == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("found", "expected"), [(8, 8), (None, 1)])
+def test_a_system_without_affinity_counts_all_cores(
+    monkeypatch: pytest.MonkeyPatch, found: int | None, expected: int
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: found)
+    assert core_count() == expected

@@ -72,7 +72,7 @@ class Model(Section):
     """The network: trunk, pooling, projection to `dim`; without `dim` the pooled features.
 
     `batch_norm`: "frozen" fixes statistics, scale and shift; "folded" folds all three into the
-    convolutions before training, which is faster and lets scale and shift learn; "train" lets
+    convolutions before training, which is faster, and fixes statistics and shift; "train" lets
     everything move, as a trunk without pretrained weights needs.
     """
 

@@ -1,5 +1,6 @@
 """kinlens-serve: help with an example, a clear line for each reason not to start, and a start."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,14 +18,14 @@ import pytest
 from typer.testing import CliRunner
 
 from embedder.bundle import Bundle
-from service.__main__ import app
+from service.__main__ import _listen, app
 from tests.tiny import encoded, picture
 
 ROOT = Path(__file__).parents[2]
 HANGING = """
 import sys, threading
 from indexer.gallery import Gallery
-from service.__main__ import app
+from service.__main__ import _listen, app
 
 Gallery.image = lambda self, item_id: threading.Event().wait()
 app(sys.argv[1:])
@@ -245,3 +246,23 @@ def test_ctrl_c_ends_it_although_a_read_hangs_and_an_upload_stalls(
     assert picture_of.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
     assert service.process.returncode == 0
     assert "Traceback" not in service.errors
+
+
+def test_connections_send_answers_without_delay() -> None:
+    async def nodelay_of_a_connection() -> int:
+        seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            seen.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = _listen("127.0.0.1", 0)
+        async with await asyncio.start_server(accepted, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            value = await asyncio.wait_for(seen, 10)
+            writer.close()
+            await writer.wait_closed()
+        return value
+
+    assert asyncio.run(nodelay_of_a_connection()) != 0

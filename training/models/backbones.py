@@ -91,12 +91,16 @@ def build_trunk(name: str, weights: str) -> nn.Module:
 def fold_batch_norm(trunk: nn.Module) -> None:
     """Fold each batch norm, as it evaluates, into the convolution before it, in place.
 
-    The network computes the same; its convolutions then have a bias, and nothing is left to freeze.
+    The network computes the same. Scales, now part of the weights, learn with them; the shifts, now
+    biases, stay as they are.
     """
     before: tuple[str, nn.Module] | None = None
     for name, module in list(trunk.named_children()):
         if isinstance(module, nn.BatchNorm2d) and before and isinstance(before[1], nn.Conv2d):
-            setattr(trunk, before[0], fuse_conv_bn_eval(before[1].eval(), module.eval()))
+            folded = fuse_conv_bn_eval(before[1].eval(), module.eval())
+            assert folded.bias is not None
+            folded.bias.requires_grad_(False)
+            setattr(trunk, before[0], folded)
             setattr(trunk, name, nn.Identity())
         else:
             fold_batch_norm(module)
@@ -143,4 +147,5 @@ def _load(network: nn.Module, state: dict[str, Tensor], source: str) -> None:
     try:
         network.load_state_dict(wide, strict=True)
     except RuntimeError as error:
-        raise CheckpointError(f"The weights {source} do not fit the network: {error}") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"The weights {source} do not fit the network: {reason}") from error

@@ -96,18 +96,19 @@ def _run(service: FastAPI, listener: socket.socket, shutdown_timeout_s: int) -> 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named so that asyncio sets TCP_NODELAY on every connection; otherwise answers
+    # on a kept-alive connection wait 40 ms for the client's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        # The protocol is named so that asyncio sets TCP_NODELAY on every connection; without it each
-        # answer on a kept-alive connection waits 40 ms for the client's delayed acknowledgement.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(1024)
-        return listener
     except OSError as error:
+        listener.close()
         raise OSError(
             f"Cannot listen on {host}:{port} ({error.strerror}). Choose another --port or --host."
         ) from error
+    return listener
 
 
 def _address(listener: socket.socket) -> str:

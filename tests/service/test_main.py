@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 HANGING = """
 import sys, threading
 from indexer.gallery import Gallery
-from service.__main__ import _listen, app
+from service.__main__ import app
 
 Gallery.image = lambda self, item_id: threading.Event().wait()
 app(sys.argv[1:])

@@ -87,4 +87,6 @@ def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     try:
         yield from loader
     except DatasetError as error:
-        raise DatasetError(str(error).strip().splitlines()[-1]) from error
+        # A worker process sends its whole traceback as the message; the last line is ours.
+        line = str(error).strip().splitlines()[-1]
+        raise DatasetError(line.removeprefix("embedder.errors.DatasetError: ")) from error

@@ -1,0 +1,86 @@
+"""What a newcomer relies on: the commands and files that the documents name, and the installs."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import indexer.__main__
+import service.__main__
+import training.__main__
+
+ROOT = Path(__file__).parents[1]
+APPS = {
+    "kinlens-train": training.__main__.app,
+    "kinlens-index": indexer.__main__.app,
+    "kinlens-serve": service.__main__.app,
+}
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[\[<>=; ]", requirement)[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_and_link_of_a_page_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)|^    make ([a-z-]+)", text)) <= {
+        pair for target in targets for pair in ((target, ""), ("", target))
+    }
+    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+COMMANDS = sorted(
+    {
+        line.split("#")[0].strip()
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if re.match(r"    kinlens-(train|index|serve) ", line) and not line.endswith("\\")
+    }
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_of_a_page_has_the_options_it_uses(command: str) -> None:
+    name, *words = command.split()
+    path = []
+    for word in words:
+        if word.startswith("-") or not word.islower() or "/" in word or len(path) == 2:
+            break
+        path.append(word)
+    runner = CliRunner(env={"COLUMNS": "200"})
+    for depth in range(len(path), -1, -1):  # the words before the options may be arguments
+        shown = runner.invoke(APPS[name], [*path[:depth], "--help"])
+        if shown.exit_code == 0 and "No such command" not in shown.output:
+            break
+    for option in re.findall(r"(--[a-z-]+)", command):
+        assert option in shown.output, f"{option} of `{command}`"
+
+
+def test_the_base_install_serves_without_torch() -> None:
+    names = {name_of(requirement) for requirement in PROJECT["dependencies"]}
+    assert names >= {"onnxruntime", "faiss-cpu", "fastapi", "redis"}
+    assert not names & {"torch", "torchvision", "onnx", "matplotlib", "scipy"}
+
+
+def test_the_gpu_twins_take_the_place_of_what_the_file_excludes() -> None:
+    excluded = set((ROOT / "docker" / "cpu-twins.txt").read_text().split())
+    twins = {name_of(r) for r in PROJECT["optional-dependencies"]["gpu"]}
+    assert excluded == {"faiss-cpu", "onnxruntime"}
+    assert excluded <= {name_of(requirement) for requirement in PROJECT["dependencies"]}
+    assert twins == {"faiss-gpu-cuvs", "onnxruntime-gpu"}
+
+
+def test_every_dependency_is_pinned_and_no_index_is_named() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[^\s/]+( ;.*)?", line) for line in lines if line)
+    pinned = {line.split("==")[0] for line in lines}
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *extras["training"], *extras["dev"]]
+    assert {name_of(requirement).lower() for requirement in wanted} <= pinned

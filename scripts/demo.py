@@ -11,6 +11,7 @@ of products and searches among products that the model has never seen.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import shutil
@@ -63,7 +64,8 @@ def main() -> int:
             say(f"The whole road took {time.monotonic() - started:.0f} s.")
             if not options.check:
                 say(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
-                server.wait()
+                with contextlib.suppress(KeyboardInterrupt):
+                    server.wait()
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(timeout=30)
@@ -71,7 +73,8 @@ def main() -> int:
         say(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        return 0
+        say("Stopped before the end.")
+        return 130
     return 0 if passed else 1
 
 

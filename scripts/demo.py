@@ -175,9 +175,9 @@ def ask(url: str, queries: list[Query], rendered: bool) -> bool:
     say(f"{len(asked)} queries over HTTP ...")
     right = 0
     for query in asked:
-        hits = others(query, search(url, query.path, k=6)["hits"])
+        hits = search(url, query.path, k=6)["hits"]
         wanted = query.product or query.key
-        found = hits[:1] if query.product else search(url, query.path, k=1)["hits"]
+        found = (others(query, hits) if query.product else hits)[:1]
         right += any(wanted in (hit["key"], hit["attributes"].get("class")) for hit in found)
     show_one(url, asked[len(asked) // 3])
     recall = right / len(asked)

@@ -167,14 +167,14 @@ def _prepare(folder: Path, resume: bool) -> None:
 
 
 def _load(job: Job) -> Split:
-    from training.config import RenderedData, expand_path
+    from training.config import RenderedData
     from training.data.load import load_split
 
     if isinstance(job.data, RenderedData):
-        data = job.data
-        root = expand_path(data.root, "data.root")
-        _render(root, Catalogue(data.products, data.views, data.size_px, data.seed))
-    elif isinstance(job.data, Cars196Data) and job.data.allow_partial:
+        with progress_bar() as bar:
+            task = bar.add_task("render products", total=job.data.products * job.data.views)
+            return load_split(job.data, lambda: bar.advance(task))
+    if isinstance(job.data, Cars196Data) and job.data.allow_partial:
         console.print("Cars196: allow_partial is set, the official counts are not asserted")
     return load_split(job.data)
 

@@ -80,9 +80,11 @@ def fit(
             history.append(row)
             # Saved before evaluation too: a damaged test image must not cost the epoch.
             save_checkpoint(folder / FILE, _checkpoint(run, split, history))
-            row |= _evaluation(run, split.test)
+            figures = _evaluation(run, split.test)
+            if figures:
+                row |= figures
+                save_checkpoint(folder / FILE, _checkpoint(run, split, history))
             log.write("epoch", run.step, **row)
-            save_checkpoint(folder / FILE, _checkpoint(run, split, history))
             listener.epoch_done(row)
     finally:
         log.close()

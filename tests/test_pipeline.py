@@ -14,7 +14,7 @@ from service.app import create_app
 from service.settings import Settings
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import load_checkpoint
-from training.config import parse_job
+from training.config.job import parse_job
 from training.data.load import load_split
 from training.data.records import LabelledImages
 from training.data.table import write_table

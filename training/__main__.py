@@ -8,7 +8,9 @@ import typer
 
 from embedder.bundle import MANIFEST, Bundle
 from embedder.errors import JobError, KinlensError
-from training.config import Cars196Data, Input, Job, Model, load_job, parse_job
+from training.config.data import Cars196Data
+from training.config.job import Job, load_job, parse_job
+from training.config.model import Input, Model
 from training.console import ConsoleListener, console, progress_bar
 from training.data.records import Split
 from training.data.rendered import Catalogue, write_catalogue
@@ -167,7 +169,7 @@ def _prepare(folder: Path, resume: bool) -> None:
 
 
 def _load(job: Job) -> Split:
-    from training.config import RenderedData
+    from training.config.data import RenderedData
     from training.data.load import load_split
 
     if isinstance(job.data, RenderedData):
@@ -186,7 +188,7 @@ def _render(root: Path, catalogue: Catalogue) -> None:
 
 
 def _with(job: Job, overrides: Sequence[str], allowed: tuple[str, ...]) -> Job:
-    from training.config import apply_override
+    from training.config.job import apply_override
 
     content = job.as_dict()
     for override in overrides:

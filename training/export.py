@@ -26,7 +26,8 @@ from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder, SessionSettings
 from embedder.types import Embeddings, Images
 from training.checkpoint import Checkpoint
-from training.config import Input, Job, Model, parse_job
+from training.config.job import Job, parse_job
+from training.config.model import Input, Model
 from training.data.dataset import EvaluationImages
 from training.data.records import LabelledImages, Split
 from training.data.rendered import render_view

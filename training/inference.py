@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from embedder.errors import DatasetError, TrainingError
-from training.config import Job, Runtime
+from training.config.job import Job
+from training.config.optimizer import Runtime
 from training.data.dataset import EvaluationImages
 from training.data.records import LabelledImages
 from training.evaluation import Recall, recall_at

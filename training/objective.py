@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from training import config
+from training.config.job import Job
+from training.config.regularizers import Determinant
 from training.losses.proxy_anchor import ProxyAnchorLoss
 from training.models.embedding import EmbeddingNet
 from training.regularizers.determinant import DeterminantRegularizer
@@ -33,7 +34,7 @@ class Objective(nn.Module):
         dim: length D of an embedding.
     """
 
-    def __init__(self, job: config.Job, classes: int, dim: int) -> None:
+    def __init__(self, job: Job, classes: int, dim: int) -> None:
         super().__init__()
         self.loss = _loss(job, classes, dim)
         self.second_loss: ProxyAnchorLoss | None = None
@@ -63,11 +64,11 @@ class Objective(nn.Module):
         return Terms(loss + duel.penalty, parts)
 
 
-def _loss(job: config.Job, classes: int, dim: int) -> ProxyAnchorLoss:
+def _loss(job: Job, classes: int, dim: int) -> ProxyAnchorLoss:
     return ProxyAnchorLoss(classes, dim, job.loss.alpha, job.loss.margin)
 
 
-def _determinant(settings: config.Determinant, dim: int) -> DeterminantRegularizer:
+def _determinant(settings: Determinant, dim: int) -> DeterminantRegularizer:
     return DeterminantRegularizer(
         dim,
         layers=settings.flow.layers,

@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 
-from training.config import Job
+from training.config.job import Job
 from training.data.records import Split
 
 Rows = Sequence[dict[str, float]]

@@ -18,7 +18,7 @@ from training.checkpoint import (
     save_checkpoint,
     seed_everything,
 )
-from training.config import Job
+from training.config.job import Job
 from training.data.dataset import RandomBatches, TrainingImages
 from training.data.records import LabelledImages, Split
 from training.data.table import write_table

@@ -8,7 +8,7 @@ from torch import nn
 from torchvision.models import mobilenet_v2
 
 from embedder.preprocess import to_chw
-from training.config import Job, parse_job
+from training.config.job import Job, parse_job
 from training.data.rendered import render_view
 
 

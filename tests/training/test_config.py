@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import JobError
-from training.config import JOBS, expand_path, load_job, parse_job
+from training.config.job import JOBS, expand_path, load_job, parse_job
 
 MINIMAL = 'name = "x"\n[data]\nkind = "folder"\nroot = "shop"\n'
 

@@ -7,7 +7,7 @@ import scipy.io
 
 from embedder.errors import DatasetError
 from tests.tiny import encoded, picture
-from training.config import Cars196Data, CsvData, FolderData, RenderedData
+from training.config.data import Cars196Data, CsvData, FolderData, RenderedData
 from training.data.cars import read_cars196
 from training.data.folder import read_folder
 from training.data.load import load_split

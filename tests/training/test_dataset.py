@@ -7,7 +7,7 @@ import torch
 from embedder.errors import DatasetError
 from embedder.preprocess import preprocess
 from tests.tiny import encoded, picture
-from training.config import Input
+from training.config.model import Input
 from training.data.augment import random_box
 from training.data.dataset import EvaluationImages, RandomBatches, TrainingImages
 from training.data.records import LabelledImages, labelled

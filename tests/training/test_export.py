@@ -14,7 +14,7 @@ from embedder.errors import BundleError, DatasetError, ExportError
 from embedder.session import OnnxEmbedder
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import Checkpoint, load_checkpoint
-from training.config import Input, Model
+from training.config.model import Input, Model
 from training.data.load import load_split
 from training.data.records import Split
 from training.evaluation import Recall

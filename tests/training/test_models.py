@@ -8,7 +8,8 @@ from torch import nn
 
 import training.models.backbones as backbones
 from embedder.errors import CheckpointError
-from training.config import Determinant, Flow, Model
+from training.config.model import Model
+from training.config.regularizers import Determinant, Flow
 from training.models.backbones import BACKBONES, build_trunk, fold_batch_norm
 from training.models.embedding import EmbeddingNet, Normalize, Pool
 

@@ -11,7 +11,8 @@ import training.trainer as trainer
 from embedder.errors import CheckpointError, DatasetError, TrainingError
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import FILE, load_checkpoint
-from training.config import Job, Runtime, parse_job
+from training.config.job import Job, parse_job
+from training.config.optimizer import Runtime
 from training.data.load import load_split
 from training.data.records import Split
 from training.report import write_report

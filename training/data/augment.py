@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from embedder.preprocess import Box, resize_box
-from training.config import Input
+from training.config.model import Input
 
 _ATTEMPTS = 10
 _LOG_RATIO = math.log(4 / 3)

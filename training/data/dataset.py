@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Sampler
 from embedder.errors import DatasetError, ImageError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import decode, preprocess, to_chw
-from training.config import Input
+from training.config.model import Input
 from training.data.augment import random_view
 from training.data.records import LabelledImages
 

@@ -3,14 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from training.config import (
-    Cars196Data,
-    CsvData,
-    Data,
-    FolderData,
-    RenderedData,
-    expand_path,
-)
+from training.config.data import Cars196Data, CsvData, Data, FolderData, RenderedData
+from training.config.job import expand_path
 from training.data.cars import read_cars196
 from training.data.folder import read_folder
 from training.data.records import Split, without_small_classes

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training import config
+from training.config.model import Model
+from training.config.regularizers import Determinant
 from training.flows.coupling import FlowOutput
 from training.flows.real_nvp import RealNVP
 from training.models.backbones import BACKBONES, build_trunk, fold_batch_norm
@@ -81,7 +82,7 @@ class EmbeddingNet(nn.Module):
     `forward` is what is exported. `features` stops before the flow, where the regularizer begins.
     """
 
-    def __init__(self, model: config.Model, determinant: config.Determinant | None = None) -> None:
+    def __init__(self, model: Model, determinant: Determinant | None = None) -> None:
         super().__init__()
         backbone = BACKBONES[model.backbone]
         self.normalize = Normalize(backbone.mean, backbone.std)

@@ -1,0 +1,52 @@
+"""The `data` table of a job: which images, and where."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from training.config.section import Section
+
+
+class FolderData(Section):
+    """A folder with one sub-folder per class; the classes are split into train and test."""
+
+    kind: Literal["folder"]
+    root: str
+    train_fraction: float = Field(0.5, gt=0, lt=1)
+    split_seed: int = Field(0, ge=0)
+    small_classes: Literal["refuse", "drop"] = "refuse"
+
+
+class CsvData(Section):
+    """A CSV with the columns path, label and, optionally, split (train or test)."""
+
+    kind: Literal["csv"]
+    root: str
+    file: str = "images.csv"
+    train_fraction: float = Field(0.5, gt=0, lt=1)
+    split_seed: int = Field(0, ge=0)
+    small_classes: Literal["refuse", "drop"] = "refuse"
+
+
+class Cars196Data(Section):
+    """Cars196 in its official layout: `car_ims/` and `cars_annos.mat`."""
+
+    kind: Literal["cars196"]
+    root: str
+    allow_partial: bool = False
+
+
+class RenderedData(Section):
+    """A catalogue of rendered products, drawn into `root` if it is not there yet."""
+
+    kind: Literal["rendered"]
+    root: str
+    products: int = 90
+    views: int = 16
+    size_px: int = 160
+    train_fraction: float = Field(0.5, gt=0, lt=1)
+    split_seed: int = Field(0, ge=0)
+    seed: int = 0
+
+
+Data = Annotated[FolderData | CsvData | Cars196Data | RenderedData, Field(discriminator="kind")]

@@ -1,0 +1,121 @@
+"""A training job: one frozen, typed page. An unknown key is an error that names its neighbours."""
+
+import difflib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from embedder.errors import JobError
+from training.config.data import Data
+from training.config.losses import ProxyAnchor
+from training.config.model import Input, Model
+from training.config.optimizer import Optimizer, Runtime
+from training.config.regularizers import Regularizers
+from training.config.section import Section
+
+JOBS = Path(__file__).parents[1] / "jobs"
+
+
+class Job(Section):
+    """One training job."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = ""
+    licence: str = "unspecified"
+    seed: int = Field(0, ge=0)
+    recall_at: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 4, 8), min_length=1)
+    data: Data
+    model: Model = Model()
+    input: Input = Input()
+    loss: ProxyAnchor = ProxyAnchor()
+    regularizers: Regularizers = Regularizers()
+    optimizer: Optimizer = Optimizer()
+    runtime: Runtime = Runtime()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for checkpoints, manifests and reports."""
+        return self.model_dump(mode="json")
+
+
+def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """Read a job from a TOML file, or by the name of one in `training/jobs/`.
+
+    `overrides` are `table.key=value` with TOML values (a bare word is a string).
+
+    Raises: JobError.
+    """
+    path = _find(source)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        apply_override(content, override)
+    return parse_job(content, origin=str(path))
+
+
+def parse_job(content: dict[str, Any], origin: str = "job") -> Job:
+    """A job from plain data. Raises: JobError naming each key that does not fit."""
+    try:
+        return Job.model_validate(content)
+    except ValidationError as error:
+        lines = [_explain(dict(problem)) for problem in error.errors()]
+        raise JobError(f"{origin} is not a valid job:\n  " + "\n  ".join(lines)) from error
+
+
+def expand_path(value: str, setting: str) -> Path:
+    """`value` with ~ and $VARIABLES replaced. Raises: JobError if a variable is not set."""
+    expanded = os.path.expandvars(value)
+    missing = re.findall(r"\$\{?(\w+)\}?", expanded)
+    if missing:
+        raise JobError(
+            f"{setting} = {value!r} needs the environment variable {missing[0]}, which is not set. "
+            f"Export it, or pass --set {setting}=/path."
+        )
+    return Path(expanded).expanduser()
+
+
+def _find(source: str | Path) -> Path:
+    for candidate in (Path(source), JOBS / f"{source}.toml"):
+        if candidate.is_file():
+            return candidate
+    known = ", ".join(sorted(p.stem for p in JOBS.glob("*.toml")))
+    raise JobError(f"No job {str(source)!r}. Give the path of a TOML file or one of: {known}.")
+
+
+def apply_override(content: dict[str, Any], override: str) -> None:
+    """Set `table.key=value` in plain data, in place. Raises: JobError."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise JobError(f"--set {override!r} is not of the form table.key=value.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *tables, last = key.split(".")
+    for table in tables:
+        content = content.setdefault(table, {})
+        if not isinstance(content, dict):
+            raise JobError(f"--set {override!r}: {table} is a value, not a table.")
+    content[last] = value
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "extra_forbidden":
+        given = json.dumps(problem["input"], default=str)[:80]
+        return f"{where}: {problem['msg']} (given: {given})"
+    close = difflib.get_close_matches(str(problem["loc"][-1]), _known_keys(), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{where}: unknown key{hint}"
+
+
+def _known_keys() -> list[str]:
+    tables: list[type[BaseModel]] = [Job, *Section.__subclasses__()]
+    return sorted({name for table in tables for name in table.model_fields})

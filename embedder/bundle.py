@@ -2,22 +2,24 @@
 
 bundle/
   model.onnx          uint8 (N, 3, S, S) -> float32 (N, D), unit norm
+  model.int8.onnx     the same in other precisions, where they were exported: int8, fp16
   manifest.json       BundleManifest, stamped with the bundle_id
-  golden/             encoded images, their preprocessed tensors, their vectors
+  golden/             encoded images, their preprocessed tensors, their vectors by each precision
 """
 
 import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
 
 from embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
-from embedder.manifest import BundleManifest, GoldenHashes
+from embedder.manifest import BundleManifest, GoldenHashes, OtherPrecision, Precision
 from embedder.types import Embeddings, Images
 
 MODEL = "model.onnx"
@@ -25,6 +27,14 @@ MANIFEST = "manifest.json"
 GOLDEN = "golden"
 _INPUTS = "inputs.npy"
 _VECTORS = "vectors.npy"
+
+
+@dataclass(frozen=True, slots=True)
+class VariantFiles:
+    """The ONNX file of another precision, and what it makes of the golden images."""
+
+    model: Path
+    golden_vectors: Embeddings
 
 
 class Bundle:
@@ -57,8 +67,23 @@ class Bundle:
 
     @property
     def model_path(self) -> Path:
-        """The ONNX file."""
+        """The ONNX file in fp32."""
         return self.path / MODEL
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions that the bundle has; fp32 always."""
+        return ("fp32", *self.manifest.variants)
+
+    def model_file(self, precision: Precision) -> Path:
+        """The ONNX file of a precision. Raises: BundleError if the bundle lacks it."""
+        if precision not in self.precisions:
+            raise BundleError(
+                f"The bundle {self.path} has no {precision} model, only "
+                f"{', '.join(self.precisions)}. Choose one of these, or export it again with "
+                f"--precision {precision}."
+            )
+        return self.path / _model_name(precision)
 
     def golden_images(self) -> list[bytes]:
         """The golden images as encoded files, in the order of the vectors."""
@@ -70,9 +95,10 @@ class Bundle:
         inputs: Images = np.load(self.path / GOLDEN / _INPUTS, allow_pickle=False)
         return inputs
 
-    def golden_vectors(self) -> Embeddings:
-        """The embeddings of the golden images, float32 (N, D)."""
-        vectors: Embeddings = np.load(self.path / GOLDEN / _VECTORS, allow_pickle=False)
+    def golden_vectors(self, precision: Precision = "fp32") -> Embeddings:
+        """The embeddings of the golden images by that model of the bundle, float32 (N, D)."""
+        path = self.path / GOLDEN / _vectors_name(precision)
+        vectors: Embeddings = np.load(path, allow_pickle=False)
         return vectors
 
     def _verify(self) -> None:
@@ -83,6 +109,13 @@ class Bundle:
                 "it was edited after the export. Export the bundle again."
             )
         expected = {MODEL: manifest.model_sha256}
+        for precision, variant in manifest.variants.items():
+            expected[_model_name(precision)] = variant.sha256
+            if _vectors_name(precision) not in manifest.golden.files:
+                raise BundleCorruptError(
+                    f"{self.path / MANIFEST} has a {precision} model without golden vectors. "
+                    "Export the bundle again."
+                )
         expected |= {f"{GOLDEN}/{name}": digest for name, digest in manifest.golden.files.items()}
         for name, digest in expected.items():
             _check_hash(self.path / name, digest)
@@ -95,10 +128,12 @@ def write_bundle(
     golden_images: Sequence[bytes],
     golden_inputs: Images,
     golden_vectors: Embeddings,
+    variants: Mapping[OtherPrecision, VariantFiles] | None = None,
 ) -> Bundle:
     """Write a bundle to the new folder `out`: either all of it is there or nothing.
 
-    `manifest` comes without hashes and id; both are filled in here.
+    `manifest` comes without hashes and id; both are filled in here. `variants` are the files of
+    the precisions that it names.
 
     Raises: BundleError if `out` exists.
     """
@@ -114,14 +149,12 @@ def write_bundle(
         np.save(golden / _INPUTS, golden_inputs)
         np.save(golden / _VECTORS, golden_vectors)
         shutil.copyfile(model, stage / MODEL)
-        hashes = {p.name: sha256_of(p) for p in sorted(golden.iterdir())}
-        stamped = manifest.model_copy(
-            update={
-                "model_sha256": sha256_of(stage / MODEL),
-                "golden": GoldenHashes(files=hashes),
-            }
-        ).with_id()
-        (stage / MANIFEST).write_text(stamped.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        for precision, files in (variants or {}).items():
+            np.save(golden / _vectors_name(precision), files.golden_vectors)
+            shutil.copyfile(files.model, stage / _model_name(precision))
+        page = _stamped(manifest, stage).page()
+        text = json.dumps(page, indent=2, ensure_ascii=False)
+        (stage / MANIFEST).write_text(text + "\n", encoding="utf-8")
         stage.chmod(0o755)
         stage.replace(out)
     except BaseException:
@@ -130,10 +163,33 @@ def write_bundle(
     return Bundle.open(out)
 
 
+def _stamped(manifest: BundleManifest, stage: Path) -> BundleManifest:
+    """The manifest with the hashes of the files in `stage`, and its id."""
+    golden = {p.name: sha256_of(p) for p in sorted((stage / GOLDEN).iterdir())}
+    variants = {
+        precision: variant.model_copy(update={"sha256": sha256_of(stage / _model_name(precision))})
+        for precision, variant in manifest.variants.items()
+    }
+    hashes = {
+        "model_sha256": sha256_of(stage / MODEL),
+        "golden": GoldenHashes(files=golden),
+        "variants": variants,
+    }
+    return manifest.model_copy(update=hashes).with_id()
+
+
 def sha256_of(path: Path) -> str:
     """sha256 (hex) of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _model_name(precision: Precision) -> str:
+    return MODEL if precision == "fp32" else f"model.{precision}.onnx"
+
+
+def _vectors_name(precision: Precision) -> str:
+    return _VECTORS if precision == "fp32" else f"vectors.{precision}.npy"
 
 
 def _read_manifest(path: Path) -> BundleManifest:

@@ -6,7 +6,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from embedder.calibration import Calibration
+
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
+Precision = Literal["fp32", "int8", "fp16"]
+OtherPrecision = Literal["int8", "fp16"]
+HeldOutSplit = Literal["validation", "test"]
+
+_ADDED = ("held_out", "variants", "calibration")
+"""Keys that a manifest of schema 1 may lack; while empty they are left out of page and id."""
 
 
 class _Frozen(BaseModel):
@@ -39,6 +47,34 @@ class Parity(_Frozen):
     recall_at_1_onnx: float | None = None
 
 
+class HeldOut(_Frozen):
+    """Images on which the precisions were compared and the scores calibrated: never trained on.
+
+    `split` is "test" where the job keeps no validation classes. `recall` is that of `model.onnx`.
+    """
+
+    split: HeldOutSplit
+    images: int = Field(ge=1)
+    recall: dict[str, float]
+    no_calibration: str | None = None
+
+
+class Variant(_Frozen):
+    """The same network in another precision.
+
+    `recall` on the held-out images, `recall_at_1_loss` in points below `model.onnx` there;
+    `mixed_recall_at_1_loss`: points lost where queries in this precision search a gallery in fp32;
+    cosines to the vectors of `model.onnx` over the golden images.
+    """
+
+    sha256: str
+    recall: dict[str, float]
+    recall_at_1_loss: float
+    mixed_recall_at_1_loss: float
+    min_cosine: float
+    mean_cosine: float
+
+
 class GoldenHashes(_Frozen):
     """sha256 of each file under `golden/`."""
 
@@ -61,13 +97,22 @@ class BundleManifest(_Frozen):
     split_sha256: str | None = None
     recall: dict[str, float] = Field(default_factory=dict)
     parity: Parity | None = None
+    held_out: HeldOut | None = None
+    variants: dict[OtherPrecision, Variant] = Field(default_factory=dict)
+    calibration: Calibration | None = None
     licence: str = "unspecified"
     versions: dict[str, str] = Field(default_factory=dict)
     bundle_id: str = ""
 
+    def page(self) -> dict[str, Any]:
+        """What is written to disk: everything but the newer keys that are empty."""
+        content = self.model_dump(mode="json")
+        return {k: v for k, v in content.items() if v or k not in _ADDED}
+
     def computed_id(self) -> str:
         """sha256 over this manifest without its id; `model_sha256` ties in the model file."""
-        content = self.model_dump(mode="json", exclude={"bundle_id"})
+        content = self.page()
+        del content["bundle_id"]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 

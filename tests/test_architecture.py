@@ -19,7 +19,7 @@ ONLY_IN = {
     "torch": {"training"},
     "torchvision": {"training"},
     "faiss": {"indexer"},
-    "onnxruntime": {"embedder"},
+    "onnxruntime": {"embedder", "training"},
     "fastapi": {"service"},
     "redis": {"service"},
 }
@@ -64,6 +64,14 @@ def test_a_heavy_package_is_imported_in_its_room_alone(package: str) -> None:
         if package in {imported.split(".")[0] for imported in imports(path)}
     }
     assert users <= ONLY_IN[package]
+
+
+def test_training_runs_no_model_beside_the_embedder() -> None:
+    """Of onnxruntime it may use the quantizer alone."""
+    for name, path in modules().items():
+        if name.startswith("training."):
+            used = {i for i in imports(path) if i.split(".")[0] == "onnxruntime"}
+            assert all(i.startswith("onnxruntime.quantization") for i in used), f"{name}: {used}"
 
 
 def test_there_are_no_cycles() -> None:

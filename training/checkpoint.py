@@ -12,6 +12,7 @@ from torch import Tensor
 from embedder.errors import CheckpointError
 
 FILE = "checkpoint.pt"
+BEST = "best.pt"
 _FORMAT = 1
 
 
@@ -29,6 +30,9 @@ class Checkpoint:
     optimizer: dict[str, Any]
     rng: Tensor
     history: list[dict[str, float]]
+    evaluated: int = 0
+    best_epoch: int = 0
+    best_score: float = -1.0
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

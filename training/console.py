@@ -58,7 +58,7 @@ class ConsoleListener:
 
     def epoch_done(self, row: dict[str, float]) -> None:
         """Print the figures of a finished epoch."""
-        recalls = "  ".join(f"{k} {v:.1f}" for k, v in row.items() if k.startswith("R@"))
+        recalls = "  ".join(f"{k} {v:.1f}" for k, v in row.items() if "R@" in k)
         console.print(
             f"epoch {row['epoch']:.0f}  loss {row['loss']:.3f}  {recalls}  "
             f"{row['images_per_s']:.0f} images/s"

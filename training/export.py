@@ -1,76 +1,101 @@
-"""From a checkpoint to a model bundle, through parity gates.
+"""From a checkpoint to a model bundle, through gates.
 
 Only what inference needs is exported: normalisation, trunk, pooling, projection, the first flow and
 the L2 normalisation. Proxies, the second flow and the augmentation stay behind.
 """
 
-import io
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from embedder.bundle import Bundle, write_bundle
-from embedder.errors import ExportError
-from embedder.manifest import BundleManifest, GoldenHashes, Parity, Preprocessing
+from embedder.calibration import Calibration
+from embedder.errors import BundleError, EvaluationError, ExportError
+from embedder.manifest import (
+    BundleManifest,
+    GoldenHashes,
+    HeldOut,
+    HeldOutSplit,
+    Precision,
+    Preprocessing,
+)
 from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder, SessionSettings
 from embedder.types import Embeddings, Images
+from training.calibration import fit_calibration
 from training.checkpoint import Checkpoint
-from training.config.job import Job, parse_job
 from training.config.model import Input, Model
 from training.data.dataset import EvaluationImages
 from training.data.records import LabelledImages, Split
-from training.data.rendered import render_view
-from training.evaluation import Recall, recall_at
+from training.evaluation.retrieval import Recall, recall_at, retrieval
+from training.golden import golden_images
 from training.models.embedding import EmbeddingNet
+from training.network import network_of
+from training.onnx_file import check_parity, torch_embed, write_onnx
+from training.variants import Reference, make_variants
 
-PARITY_BATCHES = (1, 3, 8, 13)
-"""Batch sizes at which torch and ONNX are compared; the graph is traced with none of them."""
-
-MAX_DIFFERENCE = 1e-4
 MAX_RECALL_DIFFERENCE = 0.1  # points of R@1
-_TRACE_BATCH = 2
-_OPSET = 20
-_GOLDEN_IMAGES = 8
-_GOLDEN_SCALES = (1.3, 2.5)
-_EXIF_ORIENTATION = 0x0112
 _BATCH = 64
 
+Embed = Callable[[Images], Embeddings]
 OnBatch = Callable[[int], None]
 
 
-def network_of(checkpoint: Checkpoint) -> tuple[Job, EmbeddingNet]:
-    """The job and the trained network of a checkpoint, in evaluation mode on the CPU."""
-    job = parse_job(checkpoint.job, origin="the job in the checkpoint")
-    random_start = job.model.model_copy(update={"weights": "none"})
-    net = EmbeddingNet(random_start, job.regularizers.determinant)
-    net.load_state_dict(checkpoint.net)
-    return job, net.eval()
+@dataclass(frozen=True)
+class _Data:
+    """The images that an export is measured on, preprocessed as in the service."""
+
+    split: Split
+    spec: Preprocessing
+    ks: tuple[int, ...]
+    on_batch: OnBatch | None = None
+
+    @property
+    def held_out(self) -> LabelledImages:
+        """Images on which precisions are compared and scores calibrated."""
+        return self.split.test if self.split.validation is None else self.split.validation
+
+    def embed_test(self, function: Embed) -> list[Embeddings]:
+        """The test images and, if there is one, the gallery."""
+        parts = (self.split.test, self.split.gallery)
+        return [self._embed(function, part) for part in parts if part is not None]
+
+    def embed_held_out(self, function: Embed) -> Embeddings:
+        return self._embed(function, self.held_out)
+
+    def _embed(self, function: Embed, images: LabelledImages) -> Embeddings:
+        return embed_with(function, images, self.spec, self.on_batch)
 
 
 def export_checkpoint(
-    checkpoint: Checkpoint, split: Split, out: Path, on_batch: OnBatch | None = None
+    checkpoint: Checkpoint,
+    split: Split,
+    out: Path,
+    on_batch: OnBatch | None = None,
+    precisions: Sequence[Precision] = ("fp32",),
 ) -> Bundle:
     """Write the bundle of a checkpoint to the new folder `out`.
 
     The ONNX file must agree with torch to 1e-4 on the golden images at several batch sizes and to
-    0.1 points of R@1 on the test images, or nothing is written.
+    0.1 points of R@1 on the test images, and no other precision may lose more than 0.5 points of
+    R@1 on the held-out images, or nothing is written.
 
     Args:
         checkpoint: of a run.
-        split: the run's data; R@1 is measured on `split.test`.
+        split: the run's data. Scores are calibrated and precisions compared on `split.validation`
+            or, without one, on `split.test`; int8 takes its ranges from `split.train`.
         out: must not exist.
-        on_batch: called with the number of images after each batch that was embedded.
+        on_batch: called with the number of images after each batch; `images_to_embed` in all.
+        precisions: fp32 is always written.
 
     Raises: DatasetError if `split` is not the one of the run; ExportError, BundleError.
     """
@@ -85,97 +110,132 @@ def export_checkpoint(
             "licence": job.licence,
         }
     )
-    return _export(net, manifest, out, split.test, job.recall_at, on_batch)
+    data = _Data(split, manifest.preprocessing, tuple(sorted({1, *job.recall_at})), on_batch)
+    return _export(net, manifest, out, data, precisions)
 
 
-def export_backbone(name: str, model: Model, spec: Input, out: Path) -> Bundle:
+def export_backbone(
+    name: str,
+    model: Model,
+    spec: Input,
+    out: Path,
+    split: Split | None = None,
+    precisions: Sequence[Precision] = ("fp32",),
+) -> Bundle:
     """Write the bundle of a pretrained trunk alone: its pooled features, L2-normalised.
+
+    Recall, calibration and other precisions need images: `split`.
 
     Raises: CheckpointError if the weights cannot be had; ExportError, BundleError.
     """
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
     manifest = _manifest(name, net.dim, spec.preprocessing(), model.backbone)
-    return _export(net, manifest, out, None, (), None)
+    data = None if split is None else _Data(split, manifest.preprocessing, (1,))
+    return _export(net, manifest, out, data, precisions)
+
+
+def images_to_embed(split: Split, precisions: Sequence[Precision] = ("fp32",)) -> int:
+    """How many images `export_checkpoint` embeds: the total of a progress bar."""
+    compared = 2 * (len(split.test) + len(split.gallery or ()))
+    others = len(set(precisions) - {"fp32"})
+    if split.validation is None:
+        return compared + others * len(split.test)
+    return compared + (1 + others) * len(split.validation)
 
 
 def _export(
     net: EmbeddingNet,
     manifest: BundleManifest,
     out: Path,
-    test: LabelledImages | None,
-    recall_ks: tuple[int, ...],
-    on_batch: OnBatch | None,
+    data: _Data | None,
+    precisions: Sequence[Precision],
 ) -> Bundle:
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model.onnx"
-        write_onnx(net, manifest.preprocessing.crop_px, model)
-        images = golden_images(manifest.preprocessing)
-        inputs = np.stack([preprocess(data, manifest.preprocessing) for data in images])
-        golden = _torch_embed(net, inputs)
-        trial = write_bundle(Path(folder) / "trial", manifest, model, images, inputs, golden)
-        embedder = OnnxEmbedder.open(trial, SessionSettings(threads=os.cpu_count() or 1))
-        parity = check_parity(net, embedder, inputs)
-        if test is not None:
-            recall, parity = _check_recall(net, embedder, test, recall_ks, parity, on_batch)
-            manifest = manifest.model_copy(update={"recall": recall.as_dict()})
-        manifest = manifest.model_copy(update={"parity": parity})
-        return write_bundle(out, manifest, model, images, inputs, embedder.embed(inputs))
-
-
-def write_onnx(net: EmbeddingNet, size_px: int, path: Path) -> None:
-    """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, D), N free."""
-    sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
-    with torch.no_grad():
-        torch.onnx.export(
-            net,
-            (sample,),
-            path,
-            dynamo=True,
-            external_data=False,
-            opset_version=_OPSET,
-            input_names=["images"],
-            output_names=["embeddings"],
-            dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
-            verbose=False,
-        )
-
-
-def golden_images(spec: Preprocessing) -> list[bytes]:
-    """Rendered products as JPEG files: known images that belong to nobody.
-
-    Every second one is large enough to be decoded at a reduced scale; the last is turned by EXIF.
-    """
-    files = []
-    for number in range(_GOLDEN_IMAGES):
-        size = round(spec.resize_px * _GOLDEN_SCALES[number % 2])
-        view = render_view(number, number, size_px=min(max(size, 32), 1024))
-        exif = Image.Exif()
-        if number == _GOLDEN_IMAGES - 1:
-            exif[_EXIF_ORIENTATION] = 6
-        buffer = io.BytesIO()
-        view.save(buffer, "JPEG", quality=92, exif=exif)
-        files.append(buffer.getvalue())
-    return files
-
-
-def check_parity(net: EmbeddingNet, embedder: OnnxEmbedder, inputs: Images) -> Parity:
-    """Compare torch and ONNX on the golden tensors. Raises: ExportError above 1e-4."""
-    worst = 0.0
-    for size in PARITY_BATCHES:
-        batch = np.resize(inputs, (size, *inputs.shape[1:]))
-        difference = np.abs(_torch_embed(net, batch) - embedder.embed(batch)).max()
-        worst = max(worst, float(np.nan_to_num(difference, nan=np.inf)))
-    if worst > MAX_DIFFERENCE:
+    others = [precision for precision in precisions if precision != "fp32"]
+    if others and data is None:
         raise ExportError(
-            f"The ONNX file differs from torch by {worst:.2e} on the golden images, allowed is "
-            f"{MAX_DIFFERENCE:.0e}. No bundle was written; compare the versions of torch, onnx and "
-            "onnxruntime with constraints.txt."
+            f"{' and '.join(others)} must be compared with fp32 on images, and a trunk alone has "
+            "none. Export a run, or fp32 alone."
         )
-    return Parity(max_abs_difference=worst, batch_sizes=PARITY_BATCHES)
+    if out.exists():
+        raise BundleError(f"{out} exists already. Choose another folder or remove it first.")
+    with tempfile.TemporaryDirectory() as name:
+        trial = _trial(net, manifest, Path(name))
+        inputs = trial.golden_inputs()
+        embedder = OnnxEmbedder.open(trial, SessionSettings(threads=os.cpu_count() or 1))
+        manifest = manifest.model_copy(update={"parity": check_parity(net, embedder, inputs)})
+        files = {}
+        if data is not None:
+            manifest, reference = _measured(net, embedder, manifest, data)
+            made = make_variants(others, trial, reference, data.split.train, Path(name))
+            files = {precision: one.files for precision, one in made.items()}
+            pages = {precision: one.page for precision, one in made.items()}
+            manifest = manifest.model_copy(update={"variants": pages})
+        golden = embedder.embed(inputs)
+        images = trial.golden_images()
+        return write_bundle(out, manifest, trial.model_path, images, inputs, golden, files)
+
+
+def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
+    """A bundle with the golden vectors of torch, to be measured."""
+    spec = manifest.preprocessing
+    write_onnx(net, spec.crop_px, folder / "model.onnx")
+    images = golden_images(spec)
+    inputs = np.stack([preprocess(data, spec) for data in images])
+    golden = torch_embed(net, inputs)
+    return write_bundle(folder / "trial", manifest, folder / "model.onnx", images, inputs, golden)
+
+
+def _measured(
+    net: EmbeddingNet, embedder: OnnxEmbedder, manifest: BundleManifest, data: _Data
+) -> tuple[BundleManifest, Reference]:
+    """The manifest with recall, its parity and the calibration; fp32 on the held-out images."""
+    by_torch = _recall(data, data.embed_test(lambda batch: torch_embed(net, batch)))
+    vectors = data.embed_test(embedder.embed)
+    by_onnx = _recall(data, vectors)
+    if abs(by_torch.at[1] - by_onnx.at[1]) > MAX_RECALL_DIFFERENCE:
+        raise ExportError(
+            f"R@1 is {by_onnx.at[1]:.2f} with the ONNX file and {by_torch.at[1]:.2f} with torch on "
+            f"the test images; allowed is a difference of {MAX_RECALL_DIFFERENCE} points. "
+            "No bundle was written."
+        )
+    figures = {"recall_at_1_torch": by_torch.at[1], "recall_at_1_onnx": by_onnx.at[1]}
+    known = data.held_out is data.split.test
+    held_out = vectors[0] if known else data.embed_held_out(embedder.embed)
+    reference, calibration = _reference(data, held_out)
+    update = {
+        "recall": by_onnx.as_dict(),
+        "parity": manifest.parity and manifest.parity.model_copy(update=figures),
+        "held_out": reference.page,
+        "calibration": calibration,
+    }
+    return manifest.model_copy(update=update), reference
+
+
+def _recall(data: _Data, vectors: Sequence[Embeddings]) -> Recall:
+    """Recall of the test images, in the gallery if there is one."""
+    if len(vectors) == 1:
+        return recall_at(vectors[0], data.split.test.labels, data.ks)
+    gallery = data.split.gallery_labels()
+    found = retrieval(vectors[0], data.split.test.labels, vectors[1], gallery, ks=data.ks)
+    return Recall(found.recall, found.queries, found.without_positive)
+
+
+def _reference(data: _Data, vectors: Embeddings) -> tuple[Reference, Calibration | None]:
+    """fp32 on the held-out images, and the calibration of its scores if they allow one."""
+    name: HeldOutSplit = "test" if data.held_out is data.split.test else "validation"
+    labels = data.held_out.labels
+    calibration, reason = None, None
+    try:
+        calibration = fit_calibration(vectors, labels, name)
+    except EvaluationError as error:
+        reason = str(error)
+    recall = recall_at(vectors, labels, data.ks).as_dict()
+    page = HeldOut(split=name, images=len(labels), recall=recall, no_calibration=reason)
+    return Reference(page, labels, vectors, data.embed_held_out), calibration
 
 
 def embed_with(
-    function: Callable[[Images], Embeddings],
+    function: Embed,
     images: LabelledImages,
     spec: Preprocessing,
     on_batch: OnBatch | None = None,
@@ -188,36 +248,6 @@ def embed_with(
         if on_batch is not None:
             on_batch(len(batch))
     vectors: NDArray[np.float32] = np.concatenate(chunks)
-    return vectors
-
-
-def _check_recall(
-    net: EmbeddingNet,
-    embedder: OnnxEmbedder,
-    test: LabelledImages,
-    ks: tuple[int, ...],
-    parity: Parity,
-    on_batch: OnBatch | None,
-) -> tuple[Recall, Parity]:
-    spec = embedder.preprocessing
-    ks = tuple(sorted({1, *ks}))
-    by_torch = recall_at(
-        embed_with(lambda batch: _torch_embed(net, batch), test, spec, on_batch), test.labels, ks
-    )
-    by_onnx = recall_at(embed_with(embedder.embed, test, spec, on_batch), test.labels, ks)
-    if abs(by_torch.at[1] - by_onnx.at[1]) > MAX_RECALL_DIFFERENCE:
-        raise ExportError(
-            f"R@1 is {by_onnx.at[1]:.2f} with the ONNX file and {by_torch.at[1]:.2f} with torch on "
-            f"the test images; allowed is a difference of {MAX_RECALL_DIFFERENCE} points. "
-            "No bundle was written."
-        )
-    figures = {"recall_at_1_torch": by_torch.at[1], "recall_at_1_onnx": by_onnx.at[1]}
-    return by_onnx, parity.model_copy(update=figures)
-
-
-def _torch_embed(net: EmbeddingNet, images: Images) -> Embeddings:
-    with torch.inference_mode():
-        vectors: Embeddings = net(torch.from_numpy(images)).numpy()
     return vectors
 
 

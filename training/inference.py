@@ -1,42 +1,87 @@
 """Run a network over images: devices, precision, embeddings, recall."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
 from embedder.errors import DatasetError, TrainingError
 from training.config.job import Job
 from training.config.optimizer import Runtime
 from training.data.dataset import EvaluationImages
-from training.data.records import LabelledImages
-from training.evaluation import Recall, recall_at
+from training.data.records import LabelledImages, labels_in
+from training.distributed import gather_objects, is_main, rank, world
+from training.evaluation.suite import evaluate_embeddings
 from training.models.embedding import EmbeddingNet
 from training.regularizers.determinant import local_lipschitz
 
 _LIPSCHITZ_IMAGES = 16
 
 
-def evaluate(net: EmbeddingNet, images: LabelledImages, job: Job) -> Recall:
-    """Recall of `net` on `images`, preprocessed as in the service."""
-    return recall_at(embed(net, images, job), images.labels, job.recall_at)
+def evaluate(
+    net: EmbeddingNet,
+    images: LabelledImages,
+    job: Job,
+    gallery: LabelledImages | None = None,
+    full: bool = False,
+) -> dict[str, float]:
+    """Recall@K and MAP@R of `net` on `images`, preprocessed as in the service.
+
+    Args:
+        gallery: what is searched; without it each image is searched for among the others.
+        full: also clustering, structure and, with a flow, its local Lipschitz constant.
+
+    Under several ranks each embeds its share and all get the figures.
+    """
+    parts = [images] if gallery is None else [images, gallery]
+    vectors = [embed(net, part, job) for part in parts]
+    figures = figures_of(vectors, parts, job, full) if is_main() else {}
+    if full:
+        figures |= flow_lipschitz(net, images, job)
+    found: dict[str, float] = gather_objects(figures)[0]
+    return found
+
+
+def figures_of(
+    vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job, full: bool
+) -> dict[str, float]:
+    """Figures of embedded test images or, with two parts, of queries and their gallery."""
+    images, *others = parts
+    gallery = labels = None
+    if others:
+        gallery, labels = vectors[1], labels_in(others[0], images.class_names)
+    return evaluate_embeddings(
+        vectors[0],
+        images.labels,
+        gallery,
+        labels,
+        ks=job.recall_at,
+        clustering=full,
+        structure=full,
+        seed=job.seed,
+    )
 
 
 def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.float32]:
-    """Embeddings (N, D) of all images, in their order."""
-    was_training = net.training
-    net.eval()
+    """Embeddings (N, D) of all images, in their order; several ranks share the work."""
     device = next(net.parameters()).device
-    dataset = EvaluationImages(images, job.input.preprocessing())
-    loader = DataLoader(dataset, job.optimizer.batch_size, num_workers=job.runtime.workers)
-    with torch.inference_mode(), autocast(job.runtime, device):
-        chunks = [net(batch.to(device)).float().cpu().numpy() for batch, _ in batches(loader)]
-    net.train(was_training)
-    vectors: NDArray[np.float32] = np.concatenate(chunks)
+    mine = np.array_split(np.arange(len(images)), world())[rank()]
+    dataset = Subset(EvaluationImages(images, job.input.preprocessing()), mine.tolist())
+    loader = DataLoader(
+        dataset,
+        job.optimizer.batch_size,
+        num_workers=job.runtime.workers,
+        generator=own_generator(job.seed),
+    )
+    chunks = [np.empty((0, net.dim), np.float32)]
+    with evaluating(net), torch.inference_mode(), autocast(job.runtime, device):
+        chunks += [net(batch.to(device)).float().cpu().numpy() for batch, _ in batches(loader)]
+    vectors: NDArray[np.float32] = np.concatenate(gather_objects(np.concatenate(chunks)))
     return vectors
 
 
@@ -71,13 +116,29 @@ def flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict[
     chosen = np.linspace(0, len(images) - 1, min(_LIPSCHITZ_IMAGES, len(images)), dtype=int)
     dataset = EvaluationImages(images, job.input.preprocessing())
     pixels = torch.stack([dataset[int(number)][0] for number in chosen])
-    with torch.no_grad():
+    with evaluating(net), torch.no_grad():
         features = net.features(pixels.to(next(net.parameters()).device))
         constants = local_lipschitz(net.flow, features)
     return {
         "lipschitz_mean": float(constants.mean()),
         "lipschitz_max": float(constants.max()),
     }
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """A block in which `net` is in evaluation mode, so that looking at images changes nothing."""
+    was_training = net.training
+    net.eval()
+    try:
+        yield
+    finally:
+        net.train(was_training)
+
+
+def own_generator(seed: int) -> torch.Generator:
+    """For a loader: without one it draws from the global stream, which losses draw from too."""
+    return torch.Generator().manual_seed(seed)
 
 
 def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:

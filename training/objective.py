@@ -1,15 +1,23 @@
-"""What is minimised: a loss, plus the regularizers that the job names."""
+"""What is minimised: a loss, plus the regularizers that the job names, one or several."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from training.config.job import Job
 from training.config.regularizers import Determinant
-from training.losses.proxy_anchor import ProxyAnchorLoss
+from training.distributed import gather
+from training.losses.build import build_loss
+from training.losses.proxies import ProxyLoss
 from training.models.embedding import EmbeddingNet
 from training.regularizers.determinant import DeterminantRegularizer
+from training.regularizers.graph_consistency import GraphConsistency
+from training.regularizers.non_isotropy import NonIsotropyRegularizer
+from training.regularizers.skewed_mean import SkewedMeanRegularizer, class_means
+
+Parts = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -17,16 +25,19 @@ class Terms:
     """The scalar to minimise and its named parts, for the log."""
 
     total: Tensor
-    parts: dict[str, Tensor]
+    parts: Parts
 
 
 class Objective(nn.Module):
-    """Loss and regularizers with their own parameters (proxies, the second flow).
+    r"""Loss and regularizers with their own parameters (proxies, flows that are not exported).
+
+    .. math:: w L + \lambda_1 R_{g_1} - \lambda_2 R_{g_2} + \sum_r \lambda_r R_r
 
     All of it runs in float32, whatever the precision of the trunk.
 
-    **Reading.** Under determinant regularization the loss is the mean of both branches, so that its
-    scale, and with it the meaning of lambda, is that of the loss alone.
+    **Readings.** Under determinant regularization L is the mean over both branches, under graph
+    consistency the mean over both draws, so that its scale, and with it the meaning of each lambda,
+    is that of the loss alone. The other regularizers act on the first branch, the one that is kept.
 
     Args:
         job: its loss and regularizers.
@@ -36,44 +47,112 @@ class Objective(nn.Module):
 
     def __init__(self, job: Job, classes: int, dim: int) -> None:
         super().__init__()
-        self.loss = _loss(job, classes, dim)
-        self.second_loss: ProxyAnchorLoss | None = None
+        self.settings = settings = job.regularizers
+        self.loss = build_loss(job.loss, classes, dim)
+        self.second_loss: nn.Module | None = None
         self.determinant: DeterminantRegularizer | None = None
-        settings = job.regularizers.determinant
-        if settings is not None:
-            self.determinant = _determinant(settings, dim)
-            if settings.proxies == "separate":
-                self.second_loss = _loss(job, classes, dim)
+        if settings.determinant is not None:
+            self.determinant = _determinant(settings.determinant, dim)
+            if settings.determinant.proxies == "separate":
+                self.second_loss = build_loss(job.loss, classes, dim)
+        self.skewed_mean: SkewedMeanRegularizer | None = None
+        if (skewed := settings.skewed_mean) is not None:
+            self.skewed_mean = SkewedMeanRegularizer(
+                skewed.kind,
+                skewed.gamma,
+                skewed.delta,
+                skewed.exponent,
+                skewed.subset,
+                skewed.hinge,
+            )
+        self.non_isotropy: NonIsotropyRegularizer | None = None
+        if (nir := settings.non_isotropy) is not None:
+            options = nir.model_dump(exclude={"weight", "loss_weight"})
+            self.non_isotropy = NonIsotropyRegularizer(dim, **options)
+        self.graph_consistency: GraphConsistency | None = None
+        if (graph := settings.graph_consistency) is not None:
+            self.graph_consistency = GraphConsistency(graph.sigma, graph.form)
 
-    def forward(self, net: EmbeddingNet, images: Tensor, labels: Tensor) -> Terms:
-        """uint8 images (B, 3, S, S) and labels (B,) to the terms."""
-        features = net.features(images)
-        with torch.autocast(images.device.type, enabled=False):
+    def forward(self, net: EmbeddingNet, features: Tensor, labels: Tensor) -> Terms:
+        """Features (B, D) of `net` before its flow and labels (B,) to the terms."""
+        with torch.autocast(features.device.type, enabled=False):
+            penalties, watched = {}, {}
             if self.determinant is None or net.flow is None:
-                loss = self.loss(net.embed(features), labels)
-                return Terms(loss, {"loss": loss.detach()})
-            duel = self.determinant(features, labels, net.flow)
-            second = self.loss if self.second_loss is None else self.second_loss
-            loss = (self.loss(duel.first, labels) + second(duel.second, labels)) / 2
-        parts = {
-            "loss": loss.detach(),
-            "determinant": duel.penalty.detach(),
-            "r_first": duel.r_first,
-            "r_second": duel.r_second,
-        }
-        return Terms(loss + duel.penalty, parts)
+                branches = [net.transform(features)]  # (B, D) each
+            else:
+                duel = self.determinant(features, labels, net.flow)
+                branches = [duel.first, duel.second]
+                penalties = {"determinant": duel.penalty}
+                watched = {"r_first": duel.r_first, "r_second": duel.r_second}
+            losses = [self.loss, self.second_loss or self.loss]
+            loss = torch.stack(
+                [self._over_draws(f, x, labels) for f, x in zip(losses, branches, strict=False)]
+            ).mean()
+            penalties |= self._regularize(F.normalize(branches[0], dim=1), labels)
+            total = self._loss_weight * loss + sum(penalties.values())
+        parts = {"loss": loss, **penalties, **watched}
+        return Terms(total, {name: value.detach() for name, value in parts.items()})
+
+    @property
+    def _loss_weight(self) -> float:
+        nir = self.settings.non_isotropy
+        return 1.0 if nir is None else nir.loss_weight
+
+    def _over_draws(self, loss: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:
+        """The loss of one branch, under graph consistency the mean over its two draws."""
+        if getattr(loss, "normalized", True):
+            vectors = F.normalize(vectors, dim=1)
+        draws = 1 if self.graph_consistency is None else 2
+        parts = zip(vectors.chunk(draws), labels.chunk(draws), strict=True)
+        return torch.stack([loss(x, y) for x, y in parts]).mean()
+
+    def _regularize(self, embeddings: Tensor, labels: Tensor) -> Parts:
+        """The weighted penalties on unit embeddings (B, D) and on centres."""
+        penalties: Parts = {}
+        if (skewed := self.settings.skewed_mean) is not None and self.skewed_mean is not None:
+            if skewed.centres == "batch":
+                centres = class_means(embeddings, labels)
+            else:
+                centres = self._proxies().class_centres()
+            penalties["skewed_mean"] = skewed.weight * self.skewed_mean(centres)
+        if (nir := self.settings.non_isotropy) is not None and self.non_isotropy is not None:
+            own = self._proxies().centre_of(embeddings, labels)
+            penalties["non_isotropy"] = nir.weight * self.non_isotropy(embeddings, own)
+        graph = self.settings.graph_consistency
+        if graph is not None and self.graph_consistency is not None:
+            first, second = embeddings.chunk(2)
+            penalties["graph_consistency"] = graph.weight * self.graph_consistency(first, second)
+        return penalties
+
+    def _proxies(self) -> ProxyLoss:
+        if not isinstance(self.loss, ProxyLoss):
+            raise TypeError(f"{type(self.loss).__name__} has no proxies")  # the job forbids it
+        return self.loss
 
 
-def _loss(job: Job, classes: int, dim: int) -> ProxyAnchorLoss:
-    return ProxyAnchorLoss(classes, dim, job.loss.alpha, job.loss.margin)
+class TrainingStep(nn.Module):
+    """Network and objective as one module: what one backward pass, on any ranks, covers."""
+
+    def __init__(self, net: EmbeddingNet, objective: Objective) -> None:
+        super().__init__()
+        self.net = net
+        self.objective = objective
+
+    def forward(self, images: Tensor, labels: Tensor) -> Terms:
+        """This rank's uint8 images (B, 3, S, S) and labels (B,) to the terms of all ranks."""
+        features = gather(self.net.features(images))
+        terms: Terms = self.objective(self.net, features, gather(labels))
+        return terms
 
 
 def _determinant(settings: Determinant, dim: int) -> DeterminantRegularizer:
+    flow = settings.flow
     return DeterminantRegularizer(
         dim,
-        layers=settings.flow.layers,
-        hidden=settings.flow.hidden,
-        clamp=settings.flow.clamp,
+        kind=flow.kind,
+        layers=flow.layers,
+        hidden=flow.hidden,
+        clamp=flow.clamp,
         lambda1=settings.lambda1,
         lambda2=settings.lambda2,
         eps=settings.eps,

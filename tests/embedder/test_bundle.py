@@ -1,3 +1,5 @@
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,12 +9,19 @@ import pytest
 
 from embedder.bundle import MANIFEST, MODEL, Bundle, write_bundle
 from embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
-from tests.tiny import TINY, TINY_DIM
+from embedder.manifest import GoldenHashes
+from tests.embedder.bundles import CALIBRATION, HELD_OUT, write_full_bundle
+from tests.tiny import TINY, TINY_DIM, tiny_embed
 
 
 @pytest.fixture
 def copy(tiny_bundle: Bundle, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_bundle.path, tmp_path / "copy"))
+
+
+@pytest.fixture
+def full_bundle(tiny_bundle: Bundle, tmp_path: Path) -> Bundle:
+    return write_full_bundle(tiny_bundle, tmp_path)
 
 
 def test_a_written_bundle_reads_back(tiny_bundle: Bundle) -> None:
@@ -86,3 +95,85 @@ def test_a_failed_write_leaves_nothing(tiny_bundle: Bundle, tmp_path: Path) -> N
             out, tiny_bundle.manifest, tmp_path / "absent.onnx", [], np.zeros((0,)), np.zeros((0,))
         )
     assert list(out.parent.iterdir()) == []
+
+
+def test_a_manifest_from_before_variants_still_opens_under_its_id(copy: Path) -> None:
+    content = json.loads((copy / MANIFEST).read_text())
+    for key in ("held_out", "variants", "calibration"):
+        content.pop(key, None)
+    content.pop("bundle_id")
+    # The id as it was computed before these keys existed.
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    content["bundle_id"] = hashlib.sha256(canonical.encode()).hexdigest()
+    (copy / MANIFEST).write_text(json.dumps(content))
+    bundle = Bundle.open(copy)
+    assert bundle.bundle_id == content["bundle_id"]
+    assert bundle.precisions == ("fp32",)
+    assert bundle.manifest.calibration is None
+
+
+def test_a_manifest_without_variants_is_written_as_before(tiny_bundle: Bundle) -> None:
+    content = json.loads((tiny_bundle.path / MANIFEST).read_text())
+    assert not content.keys() & {"held_out", "variants", "calibration"}
+
+
+def test_a_bundle_with_all_precisions_reads_back(full_bundle: Bundle) -> None:
+    bundle = Bundle.open(full_bundle.path)
+    assert bundle.manifest == full_bundle.manifest
+    assert bundle.precisions == ("fp32", "int8")
+    assert bundle.model_file("int8").name == "model.int8.onnx"
+    assert bundle.model_file("fp32") == bundle.model_path
+    assert bundle.manifest.calibration == CALIBRATION
+    assert bundle.manifest.held_out == HELD_OUT
+    assert len(bundle.golden_images()) == 3
+
+
+def test_the_golden_vectors_are_those_of_the_precision(full_bundle: Bundle) -> None:
+    inputs = full_bundle.golden_inputs()
+    np.testing.assert_allclose(full_bundle.golden_vectors(), tiny_embed(inputs, 0), atol=1e-6)
+    np.testing.assert_allclose(full_bundle.golden_vectors("int8"), tiny_embed(inputs, 5), atol=1e-6)
+
+
+def test_a_precision_that_is_absent_names_what_there_is(full_bundle: Bundle) -> None:
+    with pytest.raises(BundleError, match="has no fp16 model, only fp32, int8"):
+        full_bundle.model_file("fp16")
+
+
+def test_the_id_covers_variants_and_calibration(full_bundle: Bundle, tiny_bundle: Bundle) -> None:
+    ids = {tiny_bundle.bundle_id, full_bundle.bundle_id}
+    for change in ({"calibration": None}, {"variants": {}}, {"held_out": None}):
+        ids.add(full_bundle.manifest.model_copy(update=change).computed_id())
+    assert len(ids) == 5
+
+
+@pytest.mark.parametrize("file", ["model.int8.onnx", "golden/vectors.int8.npy"])
+def test_a_changed_byte_of_a_variant_is_found(full_bundle: Bundle, file: str) -> None:
+    content = bytearray((full_bundle.path / file).read_bytes())
+    content[-1] ^= 1
+    (full_bundle.path / file).write_bytes(bytes(content))
+    with pytest.raises(BundleCorruptError, match=f"{file} has sha256"):
+        Bundle.open(full_bundle.path)
+
+
+def test_a_missing_variant_is_found(full_bundle: Bundle) -> None:
+    full_bundle.model_file("int8").unlink()
+    with pytest.raises(BundleCorruptError, match=r"model.int8.onnx is missing"):
+        Bundle.open(full_bundle.path)
+
+
+def test_a_variant_without_golden_vectors_is_refused(full_bundle: Bundle) -> None:
+    manifest = full_bundle.manifest
+    files = {k: v for k, v in manifest.golden.files.items() if k != "vectors.int8.npy"}
+    stripped = manifest.model_copy(update={"golden": GoldenHashes(files=files)}).with_id()
+    (full_bundle.path / MANIFEST).write_text(json.dumps(stripped.page()))
+    with pytest.raises(BundleCorruptError, match="int8 model without golden vectors"):
+        Bundle.open(full_bundle.path)
+
+
+@pytest.mark.parametrize("table", ["variants", "calibration", "held_out"])
+def test_an_unknown_key_in_a_new_table_is_refused(full_bundle: Bundle, table: str) -> None:
+    content = json.loads((full_bundle.path / MANIFEST).read_text())
+    content[table]["unknown"] = 1
+    (full_bundle.path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(BundleCorruptError, match="not a bundle manifest"):
+        Bundle.open(full_bundle.path)

@@ -12,6 +12,7 @@ from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError
 from embedder.fake import FakeEmbedder
 from embedder.manifest import BundleManifest
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
+from tests.embedder.bundles import write_full_bundle
 from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
 
 
@@ -114,6 +115,42 @@ def test_a_corrupt_onnx_file_is_refused(copy: Path, content: bytes | None) -> No
     restamp(copy)
     with pytest.raises(BundleCorruptError, match="cannot be loaded"):
         OnnxEmbedder.open(copy)
+
+
+def test_a_precision_runs_its_own_model(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    bundle = write_full_bundle(tiny_bundle, tmp_path, seed=5)
+    images = random_images(4)
+    for precision, seed in (("fp32", 0), ("int8", 5)):
+        embedder = OnnxEmbedder.open(bundle, SessionSettings(precision=precision))
+        np.testing.assert_allclose(embedder.embed(images), tiny_embed(images, seed), atol=1e-5)
+        assert embedder.precision == precision
+        assert embedder.bundle_id == bundle.bundle_id
+
+
+def test_a_precision_that_the_bundle_lacks_is_refused(tiny_bundle: Bundle) -> None:
+    with pytest.raises(BundleError, match="has no int8 model, only fp32"):
+        OnnxEmbedder.open(tiny_bundle, SessionSettings(precision="int8"))
+
+
+@pytest.mark.parametrize(("degrees", "opens"), [(7.0, True), (9.0, False)])
+def test_int8_may_round_otherwise_on_another_processor_but_not_much(
+    tiny_bundle: Bundle, tmp_path: Path, degrees: float, opens: bool
+) -> None:
+    bundle = write_full_bundle(tiny_bundle, tmp_path)
+    path = bundle.path / "golden" / "vectors.int8.npy"
+    vectors = np.load(path)
+    across = np.random.default_rng(0).standard_normal(vectors.shape)
+    across -= (across * vectors).sum(axis=1, keepdims=True) * vectors
+    across /= np.linalg.norm(across, axis=1, keepdims=True)
+    angle = np.radians(degrees)  # cosine 0.9925 and 0.9877; the limit is 0.99
+    np.save(path, (np.cos(angle) * vectors + np.sin(angle) * across).astype(np.float32))
+    restamp(bundle.path)
+    settings = SessionSettings(precision="int8")
+    if opens:
+        OnnxEmbedder.open(bundle.path, settings)
+    else:
+        with pytest.raises(GoldenMismatchError, match=r"The int8 model .* cosine 0\.98"):
+            OnnxEmbedder.open(bundle.path, settings)
 
 
 def test_an_error_of_the_engine_is_one_of_ours(embedder: OnnxEmbedder) -> None:

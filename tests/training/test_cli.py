@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -6,6 +7,7 @@ from typer.testing import CliRunner
 
 from embedder.errors import KinlensError
 from tests.training.jobs import calibrated_weights
+from tests.training.official_layouts import write_layout
 from training.__main__ import app, main
 
 runner = CliRunner()
@@ -51,6 +53,7 @@ def test_fit_evaluate_and_export_walk_the_road(tmp_path: Path) -> None:
         "checkpoint.pt",
         "curves.png",
         "report.md",
+        "result.json",
         "test.csv",
     }
     done = runner.invoke(app, ["export", str(out), "--out", str(bundle)])
@@ -60,6 +63,8 @@ def test_fit_evaluate_and_export_walk_the_road(tmp_path: Path) -> None:
     of_bundle = runner.invoke(app, ["evaluate", str(bundle)]).output
     figure = re.compile(r"R@1 \d+\.\d+")
     assert figure.search(of_run)[0] == figure.search(of_bundle)[0]
+    figures = json.loads(runner.invoke(app, ["evaluate", str(bundle), "--full", "--json"]).stdout)
+    assert figures.keys() >= {"R@1", "MAP@R", "NMI", "F1", "uniformity", "spectral_decay"}
 
     for change in ("input.size_px=24", "optimizer.epochs=9"):
         with pytest.raises(KinlensError, match="a trained model keeps its settings"):
@@ -105,7 +110,35 @@ def test_render_draws_a_catalogue(tmp_path: Path) -> None:
     assert len(list((tmp_path / "new").rglob("*.jpg"))) == 4
 
 
-@pytest.mark.parametrize("command", [["fit"], ["evaluate"], ["export"], ["data", "render"]])
-def test_every_command_has_help_with_an_example(command: list[str]) -> None:
-    shown = runner.invoke(app, [*command, "--help"]).output
-    assert f"Example: kinlens-train {' '.join(command)}" in " ".join(shown.split())
+@pytest.mark.parametrize(
+    "command",
+    "fit,evaluate,export,crossval,search,tournament,data render,data download,data doctor".split(
+        ","
+    ),
+)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    shown = runner.invoke(app, [*command.split(), "--help"]).output
+    assert re.search(f"Examples?: kinlens-train {command} ", " ".join(shown.split()))
+
+
+def test_choosing_by_test_needs_the_flag(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    change = ["--set", "protocol.choose_by=test", "--set", "recall_at=[1]"]
+    arguments = ["fit", str(job), "--out", str(tmp_path / "run"), *change]
+    with pytest.raises(KinlensError, match="--choose-by-test"):
+        runner.invoke(app, arguments, catch_exceptions=False)
+    assert runner.invoke(app, [*arguments, "--choose-by-test"]).exit_code == 0
+    assert "CHOSEN BY TEST" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_part_of_an_official_data_set_needs_the_flag(tmp_path: Path) -> None:
+    root = write_layout("cub", tmp_path / "cub")
+    job = write_job(tmp_path).read_text().split("[model]")[1]
+    path = tmp_path / "cub.toml"
+    path.write_text(f'name = "cub"\n[data]\nkind = "cub"\nroot = "{root}"\n[model]{job}')
+    arguments = ["fit", str(path), "--out", str(tmp_path / "run")]
+    with pytest.raises(KinlensError, match="--allow-partial"):
+        runner.invoke(app, arguments, catch_exceptions=False)
+    done = runner.invoke(app, [*arguments, "--allow-partial"])
+    assert done.exit_code == 0, done.output
+    assert "the official counts are not asserted" in done.output

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from embedder.errors import DatasetError
-from embedder.preprocess import preprocess
+from embedder.preprocess import decode, preprocess, to_chw
 from tests.tiny import encoded, picture
 from training.config.model import Input
-from training.data.augment import random_box
-from training.data.dataset import EvaluationImages, RandomBatches, TrainingImages
+from training.data.augment import random_box, random_view
+from training.data.dataset import EvaluationImages, TrainingImages
 from training.data.records import LabelledImages, labelled
 
 SPEC = Input(size_px=16, resize_px=20)
@@ -24,10 +24,25 @@ def images(tmp_path: Path) -> LabelledImages:
 
 def test_a_view_depends_on_seed_epoch_and_image_alone(images: LabelledImages) -> None:
     first, second = TrainingImages(images, SPEC, 0), TrainingImages(images, SPEC, 0)
-    _ = first[(0, 2)]
-    assert torch.equal(first[(1, 3)][0], second[(1, 3)][0])
-    assert not torch.equal(first[(1, 3)][0], first[(2, 3)][0])
-    assert not torch.equal(first[(1, 3)][0], TrainingImages(images, SPEC, 1)[(1, 3)][0])
+    _ = first[(0, 2, 0)]
+    assert torch.equal(first[(1, 3, 0)][0], second[(1, 3, 0)][0])
+    assert not torch.equal(first[(1, 3, 0)][0], first[(2, 3, 0)][0])
+    assert not torch.equal(first[(1, 3, 0)][0], TrainingImages(images, SPEC, 1)[(1, 3, 0)][0])
+
+
+def test_an_image_used_twice_in_an_epoch_gives_two_views(images: LabelledImages) -> None:
+    training = TrainingImages(images, SPEC, 0)
+    views = [training[(1, 3, draw)][0] for draw in range(4)]
+    for i in range(4):
+        assert torch.equal(views[i], training[(1, 3, i)][0])
+        for j in range(i):
+            assert not torch.equal(views[i], views[j])
+
+
+def test_the_first_view_is_seeded_by_seed_epoch_and_image(images: LabelledImages) -> None:
+    data = (images.root / images.paths[3]).read_bytes()
+    view = random_view(decode(data), SPEC, np.random.default_rng((7, 1, 3)))
+    assert np.array_equal(TrainingImages(images, SPEC, 7)[(1, 3, 0)][0].numpy(), to_chw(view))
 
 
 def test_evaluation_sees_what_the_service_sees(images: LabelledImages) -> None:
@@ -39,30 +54,15 @@ def test_evaluation_sees_what_the_service_sees(images: LabelledImages) -> None:
 
 def test_a_damaged_image_is_named(images: LabelledImages) -> None:
     (images.root / images.paths[0]).write_bytes(b"damaged")
-    for one in (TrainingImages(images, SPEC, 0)[(0, 1)],):
+    for one in (TrainingImages(images, SPEC, 0)[(0, 1, 0)],):
         assert one[0].shape == (3, 16, 16)
     with pytest.raises(DatasetError, match=f"{images.paths[0]}.*not an image"):
-        TrainingImages(images, SPEC, 0)[(0, 0)]
+        TrainingImages(images, SPEC, 0)[(0, 0, 0)]
     with pytest.raises(DatasetError, match=f"{images.paths[0]}.*not an image"):
         EvaluationImages(images, SPEC.preprocessing())[0]
     (images.root / images.paths[0]).unlink()
     with pytest.raises(DatasetError, match="cannot be read"):
-        TrainingImages(images, SPEC, 0)[(0, 0)]
-
-
-def test_batches_cover_every_image_once_and_differ_between_epochs() -> None:
-    batches = RandomBatches(10, 5, seed=0)
-    first = list(batches)
-    batches.epoch = 1
-    second = list(batches)
-    assert sorted(number for batch in first for _, number in batch) == list(range(10))
-    assert [[n for _, n in b] for b in first] != [[n for _, n in b] for b in second]
-    assert {epoch for batch in second for epoch, _ in batch} == {1}
-
-
-def test_an_incomplete_batch_is_left_out_unless_it_is_the_only_one() -> None:
-    assert [len(batch) for batch in RandomBatches(11, 5, seed=0)] == [5, 5]
-    assert [len(batch) for batch in RandomBatches(3, 5, seed=0)] == [3]
+        TrainingImages(images, SPEC, 0)[(0, 0, 0)]
 
 
 def test_boxes_lie_inside_the_image_and_keep_enough_of_it() -> None:

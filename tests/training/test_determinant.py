@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from training.flows.build import build_flow
+from training.flows.nice import NICE
 from training.flows.real_nvp import RealNVP
 from training.regularizers.determinant import (
     DeterminantRegularizer,
@@ -22,10 +24,15 @@ def features(count: int = 8) -> tuple[Tensor, Tensor]:
     return z, torch.arange(count) % 3
 
 
-def duel(**settings: object) -> tuple[DeterminantRegularizer, RealNVP]:
+KINDS = pytest.mark.parametrize("kind", ["real_nvp", "nice"])
+
+
+def duel(
+    kind: str = "real_nvp", **settings: object
+) -> tuple[DeterminantRegularizer, RealNVP | NICE]:
     torch.manual_seed(0)
-    regularizer = DeterminantRegularizer(DIM, layers=4, hidden=8, **settings)
-    first = RealNVP(DIM, layers=4, hidden=8)
+    regularizer = DeterminantRegularizer(DIM, kind=kind, layers=4, hidden=8, **settings)
+    first = build_flow(kind, DIM, layers=4, hidden=8, clamp=2.0)
     with torch.no_grad():
         for flow in (first, regularizer.second_flow):
             for parameter in flow.parameters():
@@ -33,21 +40,25 @@ def duel(**settings: object) -> tuple[DeterminantRegularizer, RealNVP]:
     return regularizer, first
 
 
-def test_r_of_an_untrained_flow_is_log_2() -> None:
+@KINDS
+def test_r_of_an_untrained_flow_is_log_2(kind: str) -> None:
     z, labels = features()
-    regularizer = DeterminantRegularizer(DIM, layers=4, hidden=8)
-    output = regularizer(z, labels, RealNVP(DIM, layers=4, hidden=8))
+    regularizer = DeterminantRegularizer(DIM, kind=kind, layers=4, hidden=8)
+    output = regularizer(z, labels, build_flow(kind, DIM, layers=4, hidden=8, clamp=2.0))
     assert float(output.r_first) == pytest.approx(math.log(2))
     assert float(output.r_second) == pytest.approx(math.log(2))
     assert float(output.penalty.detach()) == pytest.approx(0.0, abs=1e-7)
 
 
-def test_r_is_equation_7_on_the_jacobian_of_each_layer() -> None:
-    _, flow = duel()
+@KINDS
+def test_r_is_equation_7_on_the_jacobian_of_each_layer(kind: str) -> None:
+    _, flow = duel(kind)
     z, _ = features(3)
     r = log_scale_penalty(flow(z).log_scales)  # (L, B)
     x = z
-    for number, layer in enumerate(flow.layers):
+    layers = [*flow.layers, flow.scaling] if kind == "nice" else flow.layers
+    assert len(r) == len(layers)
+    for number, layer in enumerate(layers):
         for b, row in enumerate(x):
             jacobian = torch.autograd.functional.jacobian(lambda v, f=layer: f(v[None])[0][0], row)
             expected = torch.log(jacobian.diagonal() + 1).mean()
@@ -55,8 +66,9 @@ def test_r_is_equation_7_on_the_jacobian_of_each_layer() -> None:
         x, _ = layer(x)
 
 
-def test_the_penalty_presses_one_flow_down_and_the_other_up() -> None:
-    regularizer, first = duel(lambda1=0.3, lambda2=0.7)
+@KINDS
+def test_the_penalty_presses_one_flow_down_and_the_other_up(kind: str) -> None:
+    regularizer, first = duel(kind, lambda1=0.3, lambda2=0.7)
     second = regularizer.second_flow
     z, labels = features()
     output = regularizer(z, labels, first)
@@ -67,15 +79,28 @@ def test_the_penalty_presses_one_flow_down_and_the_other_up() -> None:
     with torch.no_grad():
         for flow in (first, second):
             for parameter in flow.parameters():
-                assert parameter.grad is not None
-                parameter -= 0.05 * parameter.grad
+                if kind == "real_nvp" or parameter is flow.scaling.raw:
+                    assert parameter.grad is not None
+                    parameter -= 0.05 * parameter.grad
     after = regularizer(z, labels, first)
     assert float(after.r_first) < before[0]
     assert float(after.r_second) > before[1]
 
 
-def test_the_gradient_reaches_both_flows_and_the_features() -> None:
-    regularizer, first = duel()
+def test_the_penalty_presses_the_last_layer_of_nice_and_nothing_else() -> None:
+    regularizer, first = duel("nice")
+    z, labels = features()
+    z.requires_grad_()
+    regularizer(z, labels, first).penalty.backward()
+    for flow, sign in ((first, 1), (regularizer.second_flow, -1)):
+        assert (sign * flow.scaling.raw.grad > 0).all()
+        assert all(parameter.grad is None for parameter in flow.layers.parameters())
+    assert z.grad is None
+
+
+@KINDS
+def test_the_gradient_reaches_both_flows_and_the_features(kind: str) -> None:
+    regularizer, first = duel(kind)
     z, labels = features()
     z.requires_grad_()
     output = regularizer(z, labels, first)
@@ -87,19 +112,21 @@ def test_the_gradient_reaches_both_flows_and_the_features() -> None:
     assert (z.grad.norm(dim=1) > 0).all()
 
 
-def test_the_branches_are_unit_vectors_of_the_batch_alone() -> None:
+def test_the_branches_are_the_flows_of_the_batch_alone() -> None:
     regularizer, first = duel(neighbours=3)
     z, labels = features()
     output = regularizer(z, labels, first)
-    torch.testing.assert_close(output.first, F.normalize(first(z).y, dim=1))
-    torch.testing.assert_close(output.second, F.normalize(regularizer.second_flow(z).y, dim=1))
+    torch.testing.assert_close(output.first, first(z).y)
+    torch.testing.assert_close(output.second, regularizer.second_flow(z).y)
 
 
-def test_summing_over_layers_multiplies_by_their_number() -> None:
+@pytest.mark.parametrize(("kind", "count"), [("real_nvp", 4), ("nice", 5)])
+def test_summing_over_layers_multiplies_by_their_number(kind: str, count: int) -> None:
     z, labels = features()
-    mean, first = duel()
-    total, _ = duel(normalize_depth=False)
-    torch.testing.assert_close(total(z, labels, first).r_first, 4 * mean(z, labels, first).r_first)
+    mean, first = duel(kind)
+    total, _ = duel(kind, normalize_depth=False)
+    expected = count * mean(z, labels, first).r_first
+    torch.testing.assert_close(total(z, labels, first).r_first, expected)
 
 
 def test_augmented_points_lie_between_a_sample_and_its_nearest_neighbour() -> None:
@@ -121,8 +148,9 @@ def test_a_single_sample_has_no_neighbour() -> None:
     assert len(augment(torch.ones(1, 2), torch.zeros(1), 0.4, 1, same_class=False)) == 0
 
 
-def test_the_lipschitz_diagnostic_is_the_largest_singular_value() -> None:
-    _, flow = duel()
+@KINDS
+def test_the_lipschitz_diagnostic_is_the_largest_singular_value(kind: str) -> None:
+    _, flow = duel(kind)
     z, _ = features(3)
     measured = local_lipschitz(flow, z)
     for row, value in zip(z, measured, strict=True):
@@ -130,8 +158,9 @@ def test_the_lipschitz_diagnostic_is_the_largest_singular_value() -> None:
         torch.testing.assert_close(torch.linalg.svdvals(jacobian)[0], value)
 
 
-def test_pressing_r_down_contracts_volume() -> None:
-    _, flow = duel()
+@KINDS
+def test_pressing_r_down_contracts_volume(kind: str) -> None:
+    _, flow = duel(kind)
     z, _ = features(16)
     before = flow(z).log_det.mean()
     optimizer = torch.optim.Adam(flow.parameters(), lr=1e-2)

@@ -1,11 +1,8 @@
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from embedder.errors import DatasetError, EvaluationError
-from training.evaluation import recall_at
+from training.evaluation.retrieval import recall_at
 
 
 def random_set(count: int = 120, dim: int = 5) -> tuple[np.ndarray, np.ndarray]:
@@ -68,20 +65,3 @@ def test_embeddings_that_are_not_finite_are_refused() -> None:
 def test_no_positive_at_all_is_an_error() -> None:
     with pytest.raises(DatasetError, match="recall is not defined"):
         recall_at(np.eye(3, dtype=np.float32), np.arange(3))
-
-
-def test_memory_is_bounded_by_the_chunk() -> None:
-    # The full matrix of 16,000 images would take 1,024 MB.
-    code = """
-import resource
-import numpy as np
-from training.evaluation import recall_at
-vectors = np.random.default_rng(0).standard_normal((16_000, 8)).astype(np.float32)
-labels = np.arange(16_000) % 100
-recall_at(vectors[:1000], labels[:1000], (1,), chunk_rows=500)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-recall_at(vectors, labels, (1,), chunk_rows=500)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 200

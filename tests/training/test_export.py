@@ -9,26 +9,26 @@ import torch
 from PIL import Image
 
 import training.export as export_module
+import training.onnx_file as onnx_module
+import training.variants as variants_module
 from embedder.bundle import Bundle
 from embedder.errors import BundleError, DatasetError, ExportError
-from embedder.session import OnnxEmbedder
+from embedder.session import OnnxEmbedder, SessionSettings
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import Checkpoint, load_checkpoint
+from training.config.job import parse_job
 from training.config.model import Input, Model
 from training.data.load import load_split
 from training.data.records import Split
-from training.evaluation import Recall
-from training.export import (
-    MAX_DIFFERENCE,
-    PARITY_BATCHES,
-    check_parity,
-    export_backbone,
-    export_checkpoint,
-    network_of,
-)
+from training.evaluation.retrieval import Recall
+from training.export import export_backbone, export_checkpoint, images_to_embed
 from training.models.backbones import BACKBONES
+from training.network import network_of
+from training.onnx_file import MAX_DIFFERENCE, PARITY_BATCHES, check_parity
+from training.protocols import with_protocol
 from training.trainer import fit
 
+ALL = ("fp32", "int8", "fp16")
 Trained = tuple[Checkpoint, Split, Bundle]
 
 
@@ -36,11 +36,20 @@ Trained = tuple[Checkpoint, Split, Bundle]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("run")
     weights = calibrated_weights(folder / "weights.pth")
-    job = small_job(folder / "products", weights=weights, epochs=2)
-    split = load_split(job.data)
+    content = small_job(folder / "products", weights=weights, epochs=2).as_dict()
+    content["data"]["products"] = 12
+    content["protocol"] = {"validation_fraction": 0.5}
+    job = parse_job(content)
+    split = with_protocol(load_split(job.data), job.protocol)
     fit(job, split, folder, Silent())
     checkpoint = load_checkpoint(folder)
-    return checkpoint, split, export_checkpoint(checkpoint, split, folder / "bundle")
+    embedded: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        # Of 12 validation images, one is 8 points of recall.
+        patch.setattr(variants_module, "MAX_RECALL_LOSS", 100.0)
+        bundle = export_checkpoint(checkpoint, split, folder / "bundle", embedded.append, ALL)
+    assert sum(embedded) == images_to_embed(split, ALL)
+    return checkpoint, split, bundle
 
 
 def test_the_graph_holds_only_what_inference_needs(trained: Trained) -> None:
@@ -66,6 +75,8 @@ def test_the_weights_lie_inside_the_file(trained: Trained) -> None:
     assert sorted(p.name for p in bundle.path.iterdir()) == [
         "golden",
         "manifest.json",
+        "model.fp16.onnx",
+        "model.int8.onnx",
         "model.onnx",
     ]
 
@@ -99,8 +110,8 @@ def test_a_model_that_differs_from_torch_is_not_written(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, split, _ = trained
-    real = export_module._torch_embed
-    monkeypatch.setattr(export_module, "_torch_embed", lambda net, x: real(net, x) + 2e-4)
+    real = onnx_module.torch_embed
+    monkeypatch.setattr(onnx_module, "torch_embed", lambda net, x: real(net, x) + 2e-4)
     with pytest.raises(ExportError, match="differs from torch by 2"):
         export_checkpoint(checkpoint, split, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
@@ -121,6 +132,44 @@ def test_a_model_that_lost_recall_is_not_written(
     assert not (tmp_path / "bundle").exists()
 
 
+def test_every_precision_tells_its_recall_on_the_validation_images(trained: Trained) -> None:
+    _, split, bundle = trained
+    held_out, variants = bundle.manifest.held_out, bundle.manifest.variants
+    assert held_out is not None
+    assert split.validation is not None
+    assert (held_out.split, held_out.images) == ("validation", len(split.validation))
+    assert bundle.precisions == ALL
+    for variant in variants.values():
+        assert variant.recall.keys() == held_out.recall.keys() == {"R@1", "R@2"}
+        assert variant.recall_at_1_loss == held_out.recall["R@1"] - variant.recall["R@1"]
+        assert -1 <= variant.min_cosine <= variant.mean_cosine <= 1.00001
+    assert variants["fp16"].min_cosine > 0.99
+
+
+@pytest.mark.parametrize("precision", ALL)
+def test_every_precision_opens_and_gives_unit_vectors(trained: Trained, precision: str) -> None:
+    bundle = trained[2]
+    embedder = OnnxEmbedder.open(bundle, SessionSettings(precision=precision))
+    vectors = embedder.embed(np.resize(bundle.golden_inputs(), (5, 3, 32, 32)))
+    assert (vectors.shape, vectors.dtype) == ((5, 16), np.float32)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+def test_scores_are_calibrated_on_the_validation_images(trained: Trained) -> None:
+    _, split, bundle = trained
+    calibration = bundle.manifest.calibration
+    assert calibration is not None
+    assert split.validation is not None
+    assert (calibration.split, calibration.queries) == ("validation", len(split.validation))
+    assert [t.false_matches for t in calibration.thresholds] == [0.01, 0.05, 0.1]
+
+
+def test_a_trunk_alone_has_nothing_to_compare_precisions_on(tmp_path: Path) -> None:
+    model = Model(backbone="mobilenet_v2", weights="none")
+    with pytest.raises(ExportError, match="int8 must be compared with fp32 on images"):
+        export_backbone("plain", model, Input(), tmp_path / "b", precisions=("fp32", "int8"))
+
+
 def test_another_split_is_refused_since_its_test_classes_were_trained_on(
     trained: Trained, tmp_path: Path
 ) -> None:
@@ -136,7 +185,7 @@ def test_vectors_that_are_not_finite_do_not_pass_the_gate(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, _, bundle = trained
-    monkeypatch.setattr(export_module, "_torch_embed", lambda net, x: np.full((len(x), 16), np.nan))
+    monkeypatch.setattr(onnx_module, "torch_embed", lambda net, x: np.full((len(x), 16), np.nan))
     with pytest.raises(ExportError, match="differs from torch by inf"):
         check_parity(network_of(checkpoint)[1], OnnxEmbedder.open(bundle), bundle.golden_inputs())
 

@@ -4,19 +4,45 @@ from urllib.error import URLError
 import pytest
 import torch
 import torchvision.models as tv
+from pydantic import ValidationError
 from torch import nn
 
 import training.models.backbones as backbones
 from embedder.errors import CheckpointError
-from training.config.model import Model
+from training.config.model import BACKBONE_NAMES, Model
 from training.config.regularizers import Determinant, Flow
-from training.models.backbones import BACKBONES, build_trunk, fold_batch_norm
-from training.models.embedding import EmbeddingNet, Normalize, Pool
+from training.models.backbones import BACKBONES, build_trunk
+from training.models.embedding import EmbeddingNet
+from training.models.folding import fold_batch_norm
+from training.models.normalize import Normalize
+from training.models.pooling import Pool
 
 
 def images(count: int = 2, side: int = 64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+
+
+def test_a_job_may_name_every_backbone() -> None:
+    assert set(BACKBONE_NAMES) == set(BACKBONES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet_50", r"did you mean 'resnet50'\?.*timm:NAME"),
+        ("vgg", "Known are mobilenet_v2"),
+        ("timm:", "unknown backbone"),
+    ],
+)
+def test_an_unknown_backbone_names_the_known(name: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Model(backbone=name)
+
+
+def test_a_map_has_no_class_token() -> None:
+    with pytest.raises(ValidationError, match="needs a class token, which resnet50 does not have"):
+        Model(backbone="resnet50", pooling="cls")
 
 
 @pytest.mark.parametrize("name", BACKBONES)
@@ -30,7 +56,7 @@ def test_every_backbone_gives_unit_vectors_and_learns(name: str) -> None:
     assert all(m.weight.grad is not None for m in convolutions)
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet50", "googlenet"])
 def test_a_trunk_computes_what_torchvision_computes(name: str, tmp_path: Path) -> None:
     network = BACKBONES[name].build().eval()
     seen = {}
@@ -136,6 +162,66 @@ def test_pooling_is_average_maximum_or_their_sum() -> None:
     torch.testing.assert_close(Pool("gap")(maps), average)
     torch.testing.assert_close(Pool("gmp")(maps), maximum)
     torch.testing.assert_close(Pool("gap+gmp")(maps), average + maximum)
+
+
+def test_gem_starts_at_the_cube_and_is_its_formula() -> None:
+    maps = torch.rand(2, 3, 4, 4)
+    torch.testing.assert_close(Pool("gem")(maps), maps.pow(3).mean(dim=(2, 3)).pow(1 / 3))
+
+
+def gem(maps: torch.Tensor, exponent: float) -> torch.Tensor:
+    pool = Pool("gem")
+    with torch.no_grad():
+        pool.exponent.fill_(exponent)
+    return pool(maps)
+
+
+def test_gem_runs_from_the_mean_to_the_maximum() -> None:
+    maps = 100 * torch.rand(2, 3, 4, 4)
+    torch.testing.assert_close(gem(maps, 1.0), maps.mean(dim=(2, 3)))
+    torch.testing.assert_close(gem(maps, 5000.0), maps.amax(dim=(2, 3)), rtol=1e-3, atol=0)
+    ladder = torch.stack([gem(maps, p) for p in (0.5, 1.0, 3.0, 10.0, 100.0)])
+    assert (ladder.diff(dim=0) > 0).all()
+
+
+@pytest.mark.parametrize("exponent", [-2.0, 0.0, 1e4])
+def test_gem_is_finite_at_any_exponent_and_on_an_empty_map(exponent: float) -> None:
+    maps = torch.stack([torch.zeros(3, 2, 2), 1e4 * torch.rand(3, 2, 2)]).requires_grad_()
+    pooled = gem(maps, exponent)
+    pooled.sum().backward()
+    assert pooled.isfinite().all()
+    assert maps.grad.isfinite().all()
+
+
+def test_gem_has_the_gradient_of_its_formula() -> None:
+    maps = (torch.rand(2, 3, 2, 2, dtype=torch.float32) + 0.1).requires_grad_()
+    pool = Pool("gem")
+    found = torch.autograd.grad(pool(maps)[:, 0].sum(), [maps, pool.exponent])
+    naive = maps.pow(pool.exponent).mean(dim=(2, 3)).pow(1 / pool.exponent)
+    expected = torch.autograd.grad(naive[:, 0].sum(), [maps, pool.exponent])
+    torch.testing.assert_close(found, expected)
+
+
+def test_gem_is_float32_under_autocast() -> None:
+    maps = torch.rand(2, 3, 2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(Pool("gem")(maps), Pool("gem")(maps.float()))
+        assert Pool("gem")(maps.bfloat16()).dtype == torch.float32
+
+
+def test_tokens_are_pooled_without_their_prefix() -> None:
+    tokens = torch.rand(2, 6, 3)
+    maps = tokens[:, 2:].transpose(1, 2).reshape(2, 3, 2, 2)
+    for kind in ("gap", "gmp", "gap+gmp", "gem"):
+        torch.testing.assert_close(Pool(kind, prefix=2)(tokens), Pool(kind)(maps))
+    assert torch.equal(Pool("cls", prefix=2)(tokens), tokens[:, 0])
+
+
+def test_channels_can_be_turned_and_scaled() -> None:
+    pixels = images(1, 8)
+    expected = pixels.flip(1).float() - torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
+    found = Normalize((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), bgr=True, peak=255.0)(pixels)
+    torch.testing.assert_close(found, expected)
 
 
 def test_what_enters_the_flow_has_the_norm_of_the_job() -> None:

@@ -7,17 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-import training.trainer as trainer
-from embedder.errors import CheckpointError, DatasetError, TrainingError
+from embedder.errors import CheckpointError, DatasetError, JobError, TrainingError
 from tests.training.jobs import Silent, calibrated_weights, small_job
-from training.checkpoint import FILE, load_checkpoint
+from training.checkpoint import FILE, load_checkpoint, seed_everything
 from training.config.job import Job, parse_job
-from training.config.optimizer import Runtime
+from training.config.optimizer import Optimizer, Runtime
 from training.data.load import load_split
 from training.data.records import Split
-from training.report import write_report
+from training.inference import autocast, choose_device
+from training.protocols import with_protocol
+from training.result import read_result
+from training.runner import load_chosen, run_job
 from training.schedule import rate
-from training.trainer import create_run, fit, parameter_groups
+from training.state import create_run
+from training.trainer import fit
 
 
 class Stopping(Silent):
@@ -64,7 +67,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_training_lowers_the_loss(products: Path, calibrated: Path, tmp_path: Path) -> None:
-    job = small_job(products, weights=calibrated, epochs=8, lr_trunk=3e-4, lr_head=3e-3)
+    job = small_job(products, weights=calibrated, epochs=10, lr_trunk=3e-4, lr_head=3e-3)
     _, history = run(job, tmp_path)
     assert history[-1]["loss"] < 0.9 * history[0]["loss"]
     assert set(history[-1]) >= {"epoch", "seconds", "images_per_s", "R@1", "R@2", "lipschitz_max"}
@@ -144,7 +147,8 @@ def test_a_step_moves_trunk_head_proxies_and_both_flows(products: Path) -> None:
         rates.lr_trunk, rates.lr_head, rates.lr_proxies, rates.lr_flows,
     ]  # fmt: skip
     images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
-    terms = state.objective(state.net, images, torch.arange(6) % split.train.classes)
+    labels = torch.arange(6) % split.train.classes
+    terms = state.objective(state.net, state.net.features(images), labels)
     terms.total.backward()
     groups = {g["name"]: g["params"] for g in state.optimizer.param_groups}
     assert all(
@@ -152,14 +156,6 @@ def test_a_step_moves_trunk_head_proxies_and_both_flows(products: Path) -> None:
         for parameters in groups.values()
     )
     assert terms.parts.keys() == {"loss", "determinant", "r_first", "r_second"}
-
-
-def test_a_parameter_that_no_group_holds_is_an_error(products: Path) -> None:
-    job = small_job(products)
-    state = create_run(job, 3)
-    state.objective.forgotten = nn.Parameter(torch.zeros(1))
-    with pytest.raises(TrainingError, match="forgotten is in no optimizer group"):
-        parameter_groups(job, state.net, state.objective)
 
 
 def test_separate_proxies_are_a_second_set(products: Path) -> None:
@@ -195,8 +191,8 @@ def test_criteria_and_flows_run_in_float32_under_bf16(products: Path) -> None:
         module.register_forward_hook(remember(name))
     images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     wide = dict.fromkeys(("projection", "first", "second", "loss"), torch.float32)
-    with trainer.autocast(job.runtime, state.device):
-        state.objective(state.net, images, torch.arange(4) % 3)
+    with autocast(job.runtime, state.device):
+        state.objective(state.net, state.net.features(images), torch.arange(4) % 3)
         assert seen == {"trunk": torch.bfloat16, **wide}
         seen.clear()
         assert state.net(images).dtype == torch.float32
@@ -210,7 +206,7 @@ def test_the_trunk_rests_while_it_warms_up(products: Path, tmp_path: Path) -> No
     run(job, tmp_path)
     trained = weights(tmp_path)
     trunk = {n: p for n, p in start.net.named_parameters() if n.startswith("trunk")}
-    trainer.seed_everything(job.seed)
+    seed_everything(job.seed)
     fresh = dict(create_run(job, 3).net.named_parameters())
     assert all(torch.equal(fresh[name], trained[name]) for name in trunk)
     assert not torch.equal(fresh["projection.weight"], trained["projection.weight"])
@@ -242,29 +238,136 @@ def test_cuda_asked_for_and_absent_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(TrainingError, match="torch sees no GPU"):
-        trainer.choose_device(Runtime(device="cuda"))
+        choose_device(Runtime(device="cuda"))
 
 
-def test_a_run_folder_holds_log_curves_and_report(products: Path, tmp_path: Path) -> None:
-    job = small_job(products, epochs=2)
-    job = job.model_copy(update={"runtime": job.runtime.model_copy(update={"tensorboard": True})})
-    split, history = run(job, tmp_path)
-    lines = log_of(tmp_path)
-    assert [line["epoch"] for line in lines if line["kind"] == "epoch"] == [1, 2]
+def test_a_run_folder_holds_log_curves_result_and_report(products: Path, tmp_path: Path) -> None:
+    job = changed(small_job(products, epochs=2), runtime={"tensorboard": True})
+    split = load_split(job.data)
+    result = run_job(job, split, tmp_path, Silent())
+    assert [line["epoch"] for line in log_of(tmp_path) if line["kind"] == "epoch"] == [1, 2]
     assert list((tmp_path / "tensorboard").iterdir())
-    page = write_report(tmp_path, job, split, history).read_text()
+    page = (tmp_path / "report.md").read_text()
     assert "| 2 |" in page
-    assert "determinant" in page
-    assert "local Lipschitz constant" in page
+    assert "regularizers: determinant" in page
+    assert f"| lipschitz_mean | {result.figures['lipschitz_mean']:.3f} |" in page
+    assert "no epoch was chosen by its test recall" in page
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert read_result(tmp_path) == result
+    assert set(result.figures) >= {"R@1", "R@2", "MAP@R", "NMI", "F1", "uniformity", "density"}
+
+
+def test_a_finished_run_is_not_trained_again(products: Path, tmp_path: Path) -> None:
+    job = small_job(products)
+    first = run_job(job, load_split(job.data), tmp_path, Silent())
+    listener = Silent()
+    assert run_job(job, load_split(job.data), tmp_path, listener) == first
+    assert not listener.steps
+
+
+def validated(products: Path, **protocol: object) -> Job:
+    settings = {"validation_fraction": 0.5, "choose_by": "validation", "evaluate_test": "end"}
+    job = small_job(products, epochs=3, lr_trunk=1e-2)
+    return changed(job, data={"products": 10}, protocol=settings | protocol)
+
+
+def test_the_best_epoch_by_validation_is_tested_once(products: Path, tmp_path: Path) -> None:
+    job = validated(tmp_path / "products")
+    split = with_protocol(load_split(job.data), job.protocol)
+    seen = Silent()
+    result = run_job(job, split, tmp_path / "run", seen)
+    scores = [row["validation R@1"] for row in seen.rows]
+    assert result.best_epoch == 1 + scores.index(max(scores))
+    assert result.validation["R@1"] == max(scores)
+    assert not any("R@1" in row for row in seen.rows), "test classes were looked at while training"
+    assert load_chosen(tmp_path / "run").epoch == result.best_epoch
+    assert result.figures["R@1"] >= 0
+    assert "the best R@1 on validation classes" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_choosing_by_test_is_stamped_on_the_report(tmp_path: Path) -> None:
+    job = validated(tmp_path / "products", choose_by="test", evaluate_test="every")
+    split = with_protocol(load_split(job.data), job.protocol)
+    result = run_job(job, split, tmp_path / "run", Silent())
+    assert result.chosen_by == "test"
+    assert "CHOSEN BY TEST" in (tmp_path / "run" / "report.md").read_text()
+    with pytest.raises(JobError, match="--choose-by-test"):
+        job.protocol.require_flag(given=False)
+
+
+def test_a_run_stopped_before_its_evaluation_still_chooses_the_best_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = validated(tmp_path / "products")
+    split = with_protocol(load_split(job.data), job.protocol)
+    whole = run_job(job, split, tmp_path / "whole", Silent())
+
+    def stopped(*_: object, **__: object) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.trainer.evaluate", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run_job(job, split, tmp_path / "parts", Silent())
+    parts = run_job(job, split, tmp_path / "parts", Silent())
+    assert parts.best_epoch == whole.best_epoch
+    assert parts.figures == whole.figures
+    assert parts.validation == whole.validation
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork of a threaded process
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_that_draws_at_random_resumes_bit_for_bit(
+    products: Path, tmp_path: Path, workers: int
+) -> None:
+    regularizers = {
+        "skewed_mean": {"subset": 2, "kind": "mhe1"},
+        "non_isotropy": {"blocks": 1, "hidden": 4, "layers": 2},
+        "graph_consistency": {},
+    }
+    job = changed(
+        small_job(products, epochs=4),
+        regularizers=regularizers,
+        sampling={"kind": "paired", "per_class": 1},
+        runtime={"workers": workers},
+    )
+    run(job, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(job, tmp_path / "parts", listener=Stopping(7))
+    run(job, tmp_path / "parts", resume=True)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_how_often_a_run_is_evaluated_changes_nothing(products: Path, tmp_path: Path) -> None:
+    """With a loss that mines at random, statistics that move, and a flow to look at."""
+    job = parse_job(small_job(products, epochs=2).as_dict() | {"loss": {"name": "margin"}})
+    run(job, tmp_path / "often")
+    run(changed(job, runtime={"eval_every_epochs": 0}), tmp_path / "last")
+    run(changed(job, protocol={"evaluate_test": "never"}), tmp_path / "never")
+    often, last, never = (weights(tmp_path / name) for name in ("often", "last", "never"))
+    assert all(torch.equal(often[name], last[name]) for name in often)
+    assert all(torch.equal(often[name], never[name]) for name in often)
 
 
 @pytest.mark.parametrize(
     ("schedule", "middle"), [("constant", 1.0), ("linear", 0.5), ("cosine", 0.5)]
 )
 def test_schedules_start_at_1_and_fall_as_named(schedule: str, middle: float) -> None:
-    assert rate(schedule, 0, 10) == 1.0
-    assert rate(schedule, 5, 10) == pytest.approx(middle)
-    assert rate(schedule, 6, 12, decay_start=0.5) == 1.0
-    assert rate(schedule, 9, 12, decay_start=0.5) == pytest.approx(middle)
-    assert rate(schedule, 10, 10) == pytest.approx(1.0 if schedule == "constant" else 0.0)
+    settings = Optimizer(schedule=schedule, epochs=5)
+    assert rate(settings, 0, 2) == 1.0
+    assert rate(settings, 5, 2) == pytest.approx(middle)
+    assert rate(settings, 10, 2) == pytest.approx(1.0 if schedule == "constant" else 0.0)
+    late = Optimizer(schedule=schedule, epochs=6, decay_start=0.5)
+    assert rate(late, 6, 2) == 1.0
+    assert rate(late, 9, 2) == pytest.approx(middle)
+
+
+def test_steps_fall_every_so_many_epochs_or_at_milestones() -> None:
+    every = Optimizer(schedule="step", step_epochs=2, gamma=0.1)
+    assert [rate(every, 10 * epoch, 10) for epoch in range(5)] == pytest.approx(
+        [1, 1, 0.1, 0.1, 0.01]
+    )
+    assert rate(every, 19, 10) == 1
+    listed = Optimizer(schedule="step", step_epochs=(1, 4), gamma=0.5)
+    assert [rate(listed, 10 * epoch, 10) for epoch in range(5)] == [1, 0.5, 0.5, 0.5, 0.25]

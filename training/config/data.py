@@ -36,6 +36,38 @@ class Cars196Data(Section):
     allow_partial: bool = False
 
 
+class CubData(Section):
+    """CUB-200-2011 in its official layout: `images/` and its three lists."""
+
+    kind: Literal["cub"]
+    root: str
+    allow_partial: bool = False
+
+
+class SopData(Section):
+    """Stanford Online Products in its official layout: `Ebay_train.txt`, `Ebay_test.txt`."""
+
+    kind: Literal["sop"]
+    root: str
+    allow_partial: bool = False
+
+
+class InShopData(Section):
+    """In-Shop Clothes Retrieval in its official layout: `img/`, `list_eval_partition.txt`."""
+
+    kind: Literal["in_shop"]
+    root: str
+    allow_partial: bool = False
+
+
+class AircraftData(Section):
+    """FGVC-Aircraft in its official layout: `data/images/` and the lists in `data/`."""
+
+    kind: Literal["aircraft"]
+    root: str
+    allow_partial: bool = False
+
+
 class RenderedData(Section):
     """A catalogue of rendered products, drawn into `root` if it is not there yet."""
 
@@ -49,4 +81,5 @@ class RenderedData(Section):
     seed: int = 0
 
 
-Data = Annotated[FolderData | CsvData | Cars196Data | RenderedData, Field(discriminator="kind")]
+OfficialData = Cars196Data | CubData | SopData | InShopData | AircraftData
+Data = Annotated[FolderData | CsvData | OfficialData | RenderedData, Field(discriminator="kind")]

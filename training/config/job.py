@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from embedder.errors import JobError
 from training.config.data import Data
-from training.config.losses import ProxyAnchor
+from training.config.losses import WITH_PROXIES, Loss, ProxyAnchor
 from training.config.model import Input, Model
-from training.config.optimizer import Optimizer, Runtime
+from training.config.optimizer import Optimizer, Runtime, Sampling
+from training.config.protocol import Protocol
 from training.config.regularizers import Regularizers
 from training.config.section import Section
 
@@ -33,10 +34,30 @@ class Job(Section):
     data: Data
     model: Model = Model()
     input: Input = Input()
-    loss: ProxyAnchor = ProxyAnchor()
+    loss: Loss = ProxyAnchor()
     regularizers: Regularizers = Regularizers()
+    sampling: Sampling = Sampling()
     optimizer: Optimizer = Optimizer()
+    protocol: Protocol = Protocol()
     runtime: Runtime = Runtime()
+
+    @model_validator(mode="after")
+    def _check(self) -> "Job":
+        wanted = self.regularizers
+        by_proxies = wanted.skewed_mean is not None and wanted.skewed_mean.centres == "proxies"
+        if (by_proxies or wanted.non_isotropy) and self.loss.name not in WITH_PROXIES:
+            name = "skewed_mean" if by_proxies else "non_isotropy"
+            cure = ', or set centres = "batch"' if by_proxies else ""
+            raise ValueError(
+                f"regularizers.{name} acts on proxies, and {self.loss.name} has none; use one of "
+                f"{', '.join(WITH_PROXIES)}{cure}"
+            )
+        if wanted.graph_consistency is not None and self.sampling.kind != "paired":
+            raise ValueError(
+                "regularizers.graph_consistency compares two draws of the same classes; set "
+                'sampling.kind = "paired" and sampling.per_class'
+            )
+        return self
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for checkpoints, manifests and reports."""

@@ -1,26 +1,60 @@
 """The tables `model` and `input` of a job: the network and the sizes of its images."""
 
+import difflib
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from embedder.manifest import Interpolation, Preprocessing
 from training.config.section import Section
+
+BACKBONE_NAMES = ("mobilenet_v2", "resnet50", "googlenet", "bn_inception")
+TIMM = "timm:"
+"""What the name of a network of timm begins with."""
+
+Pooling = Literal["gap", "gmp", "gap+gmp", "gem", "cls"]
 
 
 class Model(Section):
     """The network: trunk, pooling, projection to `dim`; without `dim` the pooled features.
 
-    `batch_norm`: "frozen" fixes statistics, scale and shift; "folded" folds all three into the
-    convolutions before training, which is faster, and fixes statistics and shift; "train" lets
-    everything move, as a trunk without pretrained weights needs.
+    `backbone`: one of BACKBONE_NAMES, or "timm:" and any network of timm, an optional extra.
+    `weights`: "imagenet" downloads the published ones, "none" starts from random ones, all else is
+    the path of a state dict. `pooling`: average, maximum, their sum, the generalised mean with a
+    learnt exponent, or the class token of a timm transformer.
+
+    `batch_norm`: "frozen" fixes statistics, scale and shift; "statistics" fixes these alone, as
+    most papers' code does; "folded" folds all three into the convolutions before training, which is
+    faster, and fixes statistics and shift; "train" lets everything move, as a trunk without
+    pretrained weights needs. A trunk without batch norm is the same under all of them.
     """
 
-    backbone: Literal["mobilenet_v2", "resnet50", "googlenet"] = "mobilenet_v2"
+    backbone: str = "mobilenet_v2"
     weights: str = "imagenet"
     dim: int | None = Field(512, ge=2)
-    pooling: Literal["gap", "gmp", "gap+gmp"] = "gap+gmp"
-    batch_norm: Literal["frozen", "folded", "train"] = "frozen"
+    pooling: Pooling = "gap+gmp"
+    batch_norm: Literal["frozen", "statistics", "folded", "train"] = "frozen"
+
+    @field_validator("backbone")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name in BACKBONE_NAMES or (name.startswith(TIMM) and name != TIMM):
+            return name
+        close = difflib.get_close_matches(name, BACKBONE_NAMES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(
+            f"unknown backbone; {hint}Known are {', '.join(BACKBONE_NAMES)} and {TIMM}NAME for any "
+            "network of timm"
+        )
+
+    @model_validator(mode="after")
+    def _token_to_pool(self) -> "Model":
+        if self.pooling == "cls" and not self.backbone.startswith(TIMM):
+            raise ValueError(
+                f'pooling = "cls" needs a class token, which {self.backbone} does not have; choose '
+                f'"gap", "gmp", "gap+gmp" or "gem", or a transformer of {TIMM}NAME'
+            )
+        return self
 
 
 class Input(Section):

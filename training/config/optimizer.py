@@ -1,30 +1,63 @@
-"""The tables `optimizer` and `runtime` of a job."""
+"""The tables `sampling`, `optimizer` and `runtime` of a job."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from training.config.section import Section
 
+Rate = Annotated[float, Field(ge=0)] | Annotated[str, Field(pattern=r"^x\d+(\.\d+)?$")]
+"""A learning rate, or "x100": so many times `lr_trunk`."""
 
-class Optimizer(Section):
-    """AdamW with a learning rate for each parameter group.
 
-    All rates are constant until `decay_start`, a part of the run, then follow `schedule` to 0.
+class Sampling(Section):
+    """How batches are drawn: at random, m images of each class, or two draws of each class.
+
+    `per_class` is m; under "paired", which graph consistency needs, each draw has m of each class.
     """
 
+    kind: Literal["random", "balanced", "paired"] = "random"
+    per_class: int = Field(2, ge=1)
+
+
+class Optimizer(Section):
+    """Adam or AdamW with a learning rate for each parameter group.
+
+    All rates are constant until `decay_start`, a part of the run, then follow `schedule` to 0;
+    under "step" they are multiplied by `gamma` every `step_epochs` epochs, or at each epoch of a
+    list. `weight_decay_criterion` is that of proxies and flows (default: `weight_decay`).
+    The trunk rests for the first `warmup_epochs`. `clip_value` bounds each gradient entry,
+    `clip_norm` the norm of them all.
+    """
+
+    kind: Literal["adamw", "adam"] = "adamw"
     epochs: int = Field(30, ge=1)
     batch_size: int = Field(90, ge=2)
     lr_trunk: float = Field(1e-4, ge=0)
-    lr_head: float = Field(1e-4, ge=0)
-    lr_proxies: float = Field(1e-2, ge=0)
-    lr_flows: float = Field(1e-3, ge=0)
+    lr_head: Rate = 1e-4
+    lr_proxies: Rate = 1e-2
+    lr_flows: Rate = 1e-3
     weight_decay: float = Field(1e-4, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    weight_decay_criterion: float | None = Field(None, ge=0)
+    eps: float = Field(1e-8, gt=0)
+    schedule: Literal["constant", "linear", "cosine", "step"] = "linear"
     decay_start: float = Field(0.0, ge=0, lt=1)
+    step_epochs: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] = 10
+    gamma: float = Field(0.5, gt=0, le=1)
     warmup_epochs: int = Field(0, ge=0)
-    clip_norm: float | None = None
+    clip_norm: float | None = Field(None, gt=0)
+    clip_value: float | None = Field(None, gt=0)
     steps_per_epoch: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> "Optimizer":
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise ValueError("set clip_norm or clip_value, not both")
+        return self
+
+    def rate_of(self, value: Rate) -> float:
+        """`value` as a number: "x100" is 100 times `lr_trunk`."""
+        return self.lr_trunk * float(value[1:]) if isinstance(value, str) else value
 
 
 class Runtime(Section):

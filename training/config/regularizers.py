@@ -1,15 +1,17 @@
-"""The `regularizers` tables of a job."""
+"""The `regularizers` tables of a job. A missing table is a regularizer that is off."""
 
+import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from training.config.section import Section
 
 
 class Flow(Section):
-    """Shape of a Real-NVP flow."""
+    """Shape of a flow of coupling layers."""
 
+    kind: Literal["real_nvp", "nice"] = "real_nvp"
     layers: int = Field(12, ge=1)
     hidden: int = Field(256, ge=1)
     clamp: float = Field(2.0, gt=0)
@@ -31,7 +33,65 @@ class Determinant(Section):
     proxies: Literal["shared", "separate"] = "shared"
 
 
+class SkewedMean(Section):
+    """See training.regularizers.skewed_mean.
+
+    `centres`: the proxies of the loss, or the class means of the batch for a loss without any.
+    Only "r1" reads `gamma`, `delta` and `hinge`, only "r2" and "distance" read `exponent`.
+    """
+
+    weight: float = Field(1.0, gt=0)
+    kind: Literal["r1", "r2", "distance", "uniform_face", "mhe0", "mhe1", "mhe2"] = "r1"
+    gamma: float = 16.0
+    delta: float = Field(0.55, allow_inf_nan=False)
+    exponent: float = 8.0
+    subset: int | None = Field(None, ge=2)
+    hinge: bool = False
+    centres: Literal["proxies", "batch"] = "proxies"
+
+    @model_validator(mode="after")
+    def _check(self) -> "SkewedMean":
+        if self.gamma == 0 or math.isnan(self.gamma) or math.isnan(self.exponent):
+            raise ValueError("gamma must not be 0; gamma and exponent must be numbers")
+        if self.hinge and not 0 < self.gamma < math.inf:
+            raise ValueError(f"hinge = true needs a finite gamma above 0, not {self.gamma}")
+        read = {"r1": {"gamma", "delta", "hinge"}, "r2": {"exponent"}, "distance": {"exponent"}}
+        options = {"gamma", "delta", "hinge", "exponent"} - read.get(self.kind, set())
+        idle = sorted(
+            name for name in options if getattr(self, name) != type(self).model_fields[name].default
+        )
+        if idle:
+            raise ValueError(f'kind = "{self.kind}" does not read {", ".join(idle)}; remove it')
+        return self
+
+
+class NonIsotropy(Section):
+    """See training.regularizers.non_isotropy.
+
+    `loss_weight` multiplies the loss beside it: the authors weight the loss, not the regularizer.
+    """
+
+    weight: float = Field(1.0, gt=0)
+    loss_weight: float = Field(1.0, gt=0)
+    exponentiate: bool = True
+    blocks: int = Field(5, ge=1)
+    hidden: int = Field(128, ge=1)
+    layers: int = Field(8, ge=2)
+    clamp: float = Field(2.0, gt=0)
+
+
+class GraphConsistency(Section):
+    """See training.regularizers.graph_consistency; needs `sampling.kind = "paired"`."""
+
+    weight: float = Field(0.001, gt=0)
+    sigma: float = Field(1.0, gt=0, allow_inf_nan=False)
+    form: Literal["bound", "graph"] = "bound"
+
+
 class Regularizers(Section):
-    """The regularizers to add to the loss; a missing table is one that is off."""
+    """The regularizers to add to the loss, one or several."""
 
     determinant: Determinant | None = None
+    skewed_mean: SkewedMean | None = None
+    non_isotropy: NonIsotropy | None = None
+    graph_consistency: GraphConsistency | None = None

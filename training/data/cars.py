@@ -1,56 +1,34 @@
-"""Cars196 in its official layout: classes 1-98 train, 99-196 test."""
+"""Cars196: classes 1-98 train, 99-196 test."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import scipy.io
 
 from embedder.errors import DatasetError
-from training.data.records import LabelledImages, Split, labelled
+from training.data.annotations import inside
+from training.data.official import Count, Official, Record, read_official
+from training.data.records import Split
 
-TRAIN_CLASSES = range(1, 99)
-EXPECTED_TRAIN = 8054
-EXPECTED_TEST = 8131
+TRAIN_CLASSES = 98
+CLASSES = 196
 
 
-def read_cars196(root: Path, allow_partial: bool = False) -> Split:
-    """Read `cars_annos.mat` and `car_ims/`.
-
-    References:
-        3D Object Representations for Fine-Grained Categorization (Krause et al., 2013).
-
-    Args:
-        root: folder that holds both.
-        allow_partial: accept other counts than the official ones (a subset of the images).
-
-    Raises: DatasetError if files are missing or counts differ.
-    """
+def _read(root: Path) -> Iterator[Record]:
+    """`cars_annos.mat`: a path below the folder and a class for each image."""
     annotations = root / "cars_annos.mat"
-    if not annotations.is_file() or not (root / "car_ims").is_dir():
-        raise DatasetError(
-            f"{root} is not Cars196 in the official layout: it must hold cars_annos.mat and "
-            "car_ims/. Check data.root."
-        )
-    records = _read_annotations(annotations)
-    missing = [path for path, _ in records if not (root / path).is_file()]
-    if missing and not allow_partial:
-        raise DatasetError(
-            f"{len(missing)} of the {len(records)} images that {annotations} lists are missing, "
-            f"for example {missing[0]}. Unpack car_ims again, or set data.allow_partial = true."
-        )
-    gone = set(missing)
-    split = Split(
-        train=_part(root, records, gone, train=True), test=_part(root, records, gone, train=False)
-    )
-    found = (len(split.train), len(split.test))
-    if found != (EXPECTED_TRAIN, EXPECTED_TEST) and not allow_partial:
-        raise DatasetError(
-            f"Cars196 in {root} has {found[0]:,} train and {found[1]:,} test images; expected are "
-            f"{EXPECTED_TRAIN:,} and {EXPECTED_TEST:,}. For a subset set data.allow_partial = true."
-        )
-    return split
+    for number, (path, label) in enumerate(_rows(annotations), start=1):
+        if not 1 <= label <= CLASSES:
+            raise DatasetError(
+                f"{annotations}, row {number}: class {label} is not one of 1 to {CLASSES}. "
+                "Download it again."
+            )
+        part = "train" if label <= TRAIN_CLASSES else "test"
+        image = inside(annotations, number, path)
+        yield Record(part, image, f"{label:03d}", f"{annotations}, row {number}")
 
 
-def _read_annotations(path: Path) -> list[tuple[str, int]]:
+def _rows(path: Path) -> list[tuple[str, int]]:
     try:
         table = scipy.io.loadmat(path, squeeze_me=True)["annotations"]
         return [(str(row["relative_im_path"]), int(row["class"])) for row in table]
@@ -60,14 +38,15 @@ def _read_annotations(path: Path) -> list[tuple[str, int]]:
         ) from error
 
 
-def _part(
-    root: Path, records: list[tuple[str, int]], gone: set[str], train: bool
-) -> LabelledImages:
-    chosen = [
-        (path, f"{number:03d}")
-        for path, number in records
-        if (number in TRAIN_CLASSES) == train and path not in gone
-    ]
-    if not chosen:
-        raise DatasetError(f"{root} holds no {'train' if train else 'test'} image of Cars196.")
-    return labelled(root, chosen)
+CARS196 = Official(
+    name="Cars196",
+    needs=(("cars_annos.mat",), ("car_ims",)),
+    expected={"train": Count(8054, 98), "test": Count(8131, 98)},
+    read=_read,
+)
+"""3D Object Representations for Fine-Grained Categorization (Krause et al., 2013)."""
+
+
+def read_cars196(root: Path, allow_partial: bool = False) -> Split:
+    """Read Cars196. Raises: DatasetError, as `read_official`."""
+    return read_official(CARS196, root, allow_partial)

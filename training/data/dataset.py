@@ -1,11 +1,9 @@
 """Torch data sets over labelled images: augmented for training, as served for evaluation."""
 
-from collections.abc import Iterator, Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from embedder.errors import DatasetError, ImageError
 from embedder.manifest import Preprocessing
@@ -15,13 +13,14 @@ from training.data.augment import random_view
 from training.data.records import LabelledImages
 
 Item = tuple[Tensor, Tensor]
-Index = tuple[int, int]
+Index = tuple[int, int, int]
+"""(epoch, image, draw): `draw` is 0 at the first use of an image in an epoch, then 1, 2, ..."""
 
 
 class TrainingImages(Dataset[Item]):
-    """Augmented views. Indexed by (epoch, image), so a view depends on nothing but the seed.
+    """Augmented views. Indexed by (epoch, image, draw): on these and the seed alone a view depends.
 
-    Gives uint8 (3, S, S) and the label.
+    An image that an epoch uses twice gives two views. Gives uint8 (3, S, S) and the label.
     """
 
     def __init__(self, images: LabelledImages, spec: Input, seed: int) -> None:
@@ -33,8 +32,9 @@ class TrainingImages(Dataset[Item]):
         return len(self.images)
 
     def __getitem__(self, index: Index) -> Item:
-        epoch, number = index
-        rng = np.random.default_rng((self.seed, epoch, number))
+        epoch, number, draw = index
+        repeat = (draw,) if draw else ()
+        rng = np.random.default_rng((self.seed, epoch, number, *repeat))
         data = _read(self.images, number)
         try:
             image = decode(data, min_side_px=2 * self.spec.size_px)
@@ -60,32 +60,6 @@ class EvaluationImages(Dataset[Item]):
         except ImageError as error:
             raise _named(self.images, number, error) from error
         return torch.from_numpy(view), torch.tensor(self.images.labels[number])
-
-
-class RandomBatches(Sampler[list[Index]]):
-    """Batches of (epoch, image) in an order that depends on seed and epoch alone.
-
-    The last, incomplete batch is left out, unless it is the only one; `limit` ends an epoch early.
-    """
-
-    def __init__(self, size: int, batch_size: int, seed: int, limit: int | None = None) -> None:
-        self.size = size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.limit = limit
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        whole = max(self.size // self.batch_size, 1)
-        return whole if self.limit is None else min(whole, self.limit)
-
-    def __iter__(self) -> Iterator[list[Index]]:
-        order: Sequence[int] = (
-            np.random.default_rng((self.seed, self.epoch)).permutation(self.size).tolist()
-        )
-        for batch in range(len(self)):
-            chosen = order[batch * self.batch_size : (batch + 1) * self.batch_size]
-            yield [(self.epoch, number) for number in chosen]
 
 
 def _read(images: LabelledImages, number: int) -> bytes:

@@ -4,6 +4,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -48,14 +49,56 @@ class LabelledImages:
 
 @dataclass(frozen=True)
 class Split:
-    """Train and test images; in the class-disjoint protocol no class is in both."""
+    """Train, test and perhaps validation images; no class is in two of them.
+
+    With a `gallery` the test images are queries and are searched for in it; without one each test
+    image is searched for among the other test images.
+
+    Raises: DatasetError if a class is in two of train, validation and test.
+    """
 
     train: LabelledImages
     test: LabelledImages
+    validation: LabelledImages | None = None
+    gallery: LabelledImages | None = None
+
+    def __post_init__(self) -> None:
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        names = {part: set(images.class_names) for part, images in parts.items() if images}
+        if self.gallery is not None:
+            names["test"] |= set(self.gallery.class_names)
+        for one, other in combinations(names, 2):
+            both = names[one] & names[other]
+            if both:
+                raise DatasetError(
+                    f"{len(both)} class(es) are in {one} and in {other}, for example "
+                    f"{min(both)!r}. The classes of the parts must differ: the model is tested on "
+                    "unseen classes."
+                )
+
+    @property
+    def without_gallery(self) -> tuple[str, ...]:
+        """Classes of queries that the gallery lacks: these queries have no right answer."""
+        if self.gallery is None:
+            return ()
+        return tuple(sorted(set(self.test.class_names) - set(self.gallery.class_names)))
+
+    def gallery_labels(self) -> NDArray[np.int64]:
+        """Labels (G,) of the gallery in the numbering of `test`; other classes come after it.
+
+        Without a gallery: the labels of `test`.
+        """
+        if self.gallery is None:
+            return self.test.labels
+        return labels_in(self.gallery, self.test.class_names)
 
     def sha256(self) -> str:
-        """Digest of both lists."""
-        return hashlib.sha256((self.train.sha256() + self.test.sha256()).encode()).hexdigest()
+        """Digest of the lists; validation and gallery count where they exist."""
+        content = self.train.sha256() + self.test.sha256()
+        for part, images in (("validation", self.validation), ("gallery", self.gallery)):
+            if images is not None:
+                content += f"{part}{images.sha256()}"
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def require(self, expected: str, user: str) -> None:
         """Raises: DatasetError unless this split is the one whose sha256 is `expected`."""
@@ -65,6 +108,13 @@ class Split:
                 f"{self.sha256()[:12]}), so its test classes may have been trained on. Restore the "
                 "images and the settings of the split, or train again."
             )
+
+
+def labels_in(images: LabelledImages, class_names: tuple[str, ...]) -> NDArray[np.int64]:
+    """Labels (N,) of `images` in another numbering of the classes; new classes come after it."""
+    number = {name: index for index, name in enumerate(class_names)}
+    table = [number.setdefault(name, len(number)) for name in images.class_names]
+    return np.array(table, dtype=np.int64)[images.labels]
 
 
 def labelled(root: Path, records: Iterable[tuple[str, str]]) -> LabelledImages:

@@ -13,26 +13,30 @@ def read_table(root: Path, file: str) -> tuple[list[tuple[str, str]], dict[str, 
 
     Raises: DatasetError naming the line of the first fault.
     """
-    path = root / file
-    if not path.is_file():
-        raise DatasetError(f"The CSV {path} does not exist. Check data.root and data.file.")
-    with path.open(newline="", encoding="utf-8-sig") as stream:
-        reader = csv.DictReader(stream)
-        missing = {"path", "label"} - set(reader.fieldnames or ())
-        if missing:
-            raise DatasetError(
-                f"{path} lacks the column(s) {', '.join(sorted(missing))}; it has "
-                f"{', '.join(reader.fieldnames or ()) or 'none'}. The first line names the columns."
-            )
-        rows = [(number, row) for number, row in enumerate(reader, start=2)]
-    splits: dict[str, str] = {}
-    for number, row in rows:
-        _check_row(path, root, number, row)
-        if row["path"] in splits:
-            raise DatasetError(f"{path}, line {number}: {row['path']} is listed a second time.")
-        splits[row["path"]] = (row.get("split") or "").strip()
-    records = [(row["path"], row["label"]) for _, row in rows]
+    rows, faults = scan_table(root, file)
+    if faults:
+        raise DatasetError(faults[0])
+    splits = {row["path"]: (row.get("split") or "").strip() for row in rows}
+    records = [(row["path"], row["label"]) for row in rows]
     return records, splits if any(splits.values()) else None
+
+
+def scan_table(root: Path, file: str) -> tuple[list[dict[str, str]], list[str]]:
+    """Rows that can be used, and what is wrong with the others.
+
+    Raises: DatasetError if the file is missing, is not a text or lacks a column.
+    """
+    path = root / file
+    seen: set[str] = set()
+    faults, usable = [], []
+    for number, row in _numbered_rows(path):
+        what = _fault(root, row, seen)
+        if what:
+            faults.append(f"{path}, line {number}: {what}")
+        else:
+            usable.append(row)
+        seen.add(row["path"])
+    return usable, faults
 
 
 def write_table(path: Path, images: LabelledImages) -> None:
@@ -54,17 +58,34 @@ def split_by_column(root: Path, records: list[tuple[str, str]], splits: dict[str
             f"The column split holds {', '.join(repr(p) for p in sorted(parts))}; "
             "it must hold 'train' and 'test', both at least once."
         )
-    both = {name for _, name in parts["train"]} & {name for _, name in parts["test"]}
-    if both:
-        raise DatasetError(
-            f"{len(both)} class(es) are in train and in test, for example {min(both)!r}. "
-            "The classes of the two parts must differ: the model is tested on unseen classes."
-        )
     return Split(labelled(root, parts["train"]), labelled(root, parts["test"]))
 
 
-def _check_row(path: Path, root: Path, number: int, row: dict[str, str]) -> None:
+def _numbered_rows(path: Path) -> list[tuple[int, dict[str, str]]]:
+    if not path.is_file():
+        raise DatasetError(f"The CSV {path} does not exist. Check data.root and data.file.")
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream)
+            missing = {"path", "label"} - set(reader.fieldnames or ())
+            if missing:
+                raise DatasetError(
+                    f"{path} lacks the column(s) {', '.join(sorted(missing))}; it has "
+                    f"{', '.join(reader.fieldnames or ()) or 'none'}. "
+                    "The first line names the columns."
+                )
+            return [(reader.line_num, row) for row in reader]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(
+            f"{path} is not a CSV in UTF-8 ({error}). Save it again as CSV in UTF-8."
+        ) from error
+
+
+def _fault(root: Path, row: dict[str, str], seen: set[str]) -> str:
     if not row["path"] or not row["label"]:
-        raise DatasetError(f"{path}, line {number}: path and label must not be empty.")
+        return "path and label must not be empty."
+    if row["path"] in seen:
+        return f"{row['path']} is listed a second time."
     if not (root / row["path"]).is_file():
-        raise DatasetError(f"{path}, line {number}: the image {root / row['path']} is missing.")
+        return f"the image {root / row['path']} is missing."
+    return ""

@@ -1,4 +1,4 @@
-"""The affine coupling layer, the step that every flow of this folder is made of."""
+"""The affine coupling layer, and what every coupling layer and every flow of this folder shares."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,37 @@ class FlowOutput(NamedTuple):
         return self.log_scales.sum(dim=(0, 2))
 
 
-class AffineCoupling(nn.Module):
+class Coupling(nn.Module):
+    """Change one half of the dimensions by functions of the other half.
+
+    The first half has D // 2 dimensions, the second the rest.
+
+    Args:
+        dim: number of dimensions D, at least 2.
+        transform_first: transform the first half given the second, instead of the reverse.
+    """
+
+    def __init__(self, dim: int, transform_first: bool) -> None:
+        super().__init__()
+        if dim < 2:
+            raise ValueError(f"a coupling layer needs at least 2 dimensions, got {dim}")
+        self.split = dim // 2
+        self.transform_first = transform_first
+        self.changed = self.split if transform_first else dim - self.split
+        self.given = dim - self.changed
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, D) to the half that is given and the half to change."""
+        first, second = x[:, : self.split], x[:, self.split :]
+        return (second, first) if self.transform_first else (first, second)
+
+    def join(self, given: Tensor, changed: Tensor) -> Tensor:
+        """What `halves` took apart."""
+        parts = (changed, given) if self.transform_first else (given, changed)
+        return torch.cat(parts, dim=1)
+
+
+class AffineCoupling(Coupling):
     r"""Scale and shift one half of the dimensions by functions of the other half.
 
     .. math:: y_a = x_a, \quad y_b = x_b \odot \exp(s(x_a)) + t(x_a), \quad s = c \tanh(\hat s / c)
@@ -43,50 +73,45 @@ class AffineCoupling(nn.Module):
     """
 
     def __init__(self, dim: int, hidden: int, clamp: float, transform_first: bool) -> None:
-        super().__init__()
-        if dim < 2:
-            raise ValueError(f"a coupling layer needs at least 2 dimensions, got {dim}")
-        if clamp <= 0:
-            raise ValueError(f"clamp = {clamp} must be larger than 0")
-        self.split = dim // 2
-        self.clamp = clamp
-        self.transform_first = transform_first
-        given, changed = (
-            (dim - self.split, self.split)
-            if transform_first
-            else (
-                self.split,
-                dim - self.split,
-            )
-        )
-        last = nn.Linear(hidden, 2 * changed)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-        self.conditioner = nn.Sequential(
-            nn.Linear(given, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), last
-        )
+        super().__init__(dim, transform_first)
+        self.clamp = positive_clamp(clamp)
+        self.conditioner = zero_ended(self.given, hidden, 2 * self.changed)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(B, D) to (y, log_scale), both (B, D)."""
-        given, changed = self._halves(x)
+        given, changed = self.halves(x)
         log_scale, shift = self._scale_and_shift(given)
-        y = self._join(given, changed * log_scale.exp() + shift)
-        return y, self._join(torch.zeros_like(given), log_scale)
+        y = self.join(given, changed * log_scale.exp() + shift)
+        return y, self.join(torch.zeros_like(given), log_scale)
 
     def inverse(self, y: Tensor) -> Tensor:
         """The x whose image is y, both (B, D)."""
-        given, changed = self._halves(y)
+        given, changed = self.halves(y)
         log_scale, shift = self._scale_and_shift(given)
-        return self._join(given, (changed - shift) * (-log_scale).exp())
+        return self.join(given, (changed - shift) * (-log_scale).exp())
 
     def _scale_and_shift(self, given: Tensor) -> tuple[Tensor, Tensor]:
         raw, shift = self.conditioner(given).chunk(2, dim=1)
-        return self.clamp * torch.tanh(raw / self.clamp), shift
+        return soft_clamp(raw, self.clamp), shift
 
-    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = x[:, : self.split], x[:, self.split :]
-        return (second, first) if self.transform_first else (first, second)
 
-    def _join(self, given: Tensor, changed: Tensor) -> Tensor:
-        parts = (changed, given) if self.transform_first else (given, changed)
-        return torch.cat(parts, dim=1)
+def soft_clamp(raw: Tensor, clamp: float) -> Tensor:
+    """clamp * tanh(raw / clamp): the identity near 0, within [-clamp, clamp] everywhere."""
+    return clamp * torch.tanh(raw / clamp)
+
+
+def positive_clamp(clamp: float) -> float:
+    """`clamp` itself. Raises: ValueError unless it is larger than 0."""
+    if not clamp > 0:
+        raise ValueError(f"clamp = {clamp} must be larger than 0")
+    return clamp
+
+
+def zero_ended(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    """A network of two hidden layers whose output starts at 0: (B, inputs) to (B, outputs)."""
+    last = nn.Linear(hidden, outputs)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), last
+    )

@@ -1,13 +1,13 @@
 """Proxy-Anchor: every class has a proxy, and the proxies are the anchors."""
 
-import math
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from training.losses.log_sum_exp import log_1p_sum_exp
+from training.losses.precision import full_precision
+from training.losses.proxies import ProxyLoss, normal_proxies
 
 
-class ProxyAnchorLoss(nn.Module):
+class ProxyAnchorLoss(ProxyLoss):
     r"""Pull the samples of a class towards its proxy, push all others away, hard ones more.
 
     With s(x, p) the cosine of sample x and proxy p, P+ the proxies with a sample in the batch, X_p+
@@ -31,27 +31,22 @@ class ProxyAnchorLoss(nn.Module):
     """
 
     def __init__(self, classes: int, dim: int, alpha: float = 32.0, margin: float = 0.1) -> None:
-        super().__init__()
+        super().__init__(normal_proxies(classes, dim), classes)
         self.alpha = alpha
         self.margin = margin
-        self.proxies = nn.Parameter(torch.randn(classes, dim) * math.sqrt(2.0 / classes))
 
+    @full_precision
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar, in float32 or wider.
+        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar; an empty batch gives 0.
 
-        An empty batch gives 0.
+        Raises: TrainingError if a label is not in [0, C).
         """
-        embeddings = embeddings.to(torch.promote_types(embeddings.dtype, self.proxies.dtype))
-        with torch.autocast(embeddings.device.type, enabled=False):
-            cosines = embeddings @ F.normalize(self.proxies, dim=1).to(embeddings.dtype).T  # (B, C)
-            positive = F.one_hot(labels, len(self.proxies)).bool()  # (B, C)
-            pull = _log_1p_sum_exp(-self.alpha * (cosines - self.margin), positive)  # (C,)
-            push = _log_1p_sum_exp(self.alpha * (cosines + self.margin), ~positive)  # (C,)
-            present = positive.any(dim=0).sum().clamp(min=1)
-            return pull.sum() / present + push.mean()
+        cosines, own = self.cosines(embeddings), self.own(labels)  # (B, C) each
+        push = log_1p_sum_exp(self.alpha * (cosines + self.margin), ~own, dim=0)  # (C,)
+        return pull_to_proxies(cosines, own, self.alpha, self.margin) + push.mean()
 
 
-def _log_1p_sum_exp(exponents: Tensor, mask: Tensor) -> Tensor:
-    """log(1 + sum of exp(exponents) over the rows in mask): (B, C) to (C,); 0 without a row."""
-    masked = exponents.masked_fill(~mask, -torch.inf)
-    return torch.logsumexp(F.pad(masked, (0, 0, 0, 1)), dim=0)
+def pull_to_proxies(cosines: Tensor, own: Tensor, alpha: float, margin: float) -> Tensor:
+    """The first term of the loss: cosines (B, C) and which are of the own class, to a scalar."""
+    pull = log_1p_sum_exp(-alpha * (cosines - margin), own, dim=0)  # (C,)
+    return pull.sum() / own.any(dim=0).sum().clamp(min=1)

@@ -1,18 +1,24 @@
-"""The trunks: torchvision networks without their classifiers."""
+"""The trunks: networks without their classifiers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
-import torch
 import torchvision.models as tv
-from torch import Tensor, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
+from torch import nn
 
 from embedder.errors import CheckpointError
-from training.config.job import expand_path
+from training.config.model import TIMM
+from training.models.bn_inception import CHANNELS, BNInception
+from training.models.normalize import Normalize
+from training.models.timm_trunk import TimmTrunk, build_timm_trunk
+from training.models.weights import (
+    DOWNLOAD_ERRORS,
+    PublishedWeights,
+    State,
+    load_weights,
+    read_weights,
+)
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -23,7 +29,8 @@ _HALF = (0.5, 0.5, 0.5)
 class Backbone:
     """How to build a trunk, what it gives and what it expects.
 
-    `mean` and `std` apply to RGB in 0..1.
+    `mean` and `std` apply to RGB in 0..1, or to what `bgr` and `peak` say (see Normalize). `cure`
+    is what to do if the weights cannot be downloaded.
     """
 
     build: Callable[[], nn.Module]
@@ -32,6 +39,9 @@ class Backbone:
     channels: int
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
+    bgr: bool = False
+    peak: float = 1.0
+    cure: str = "Download {url} where there is a network and pass its path as model.weights."
 
 
 def _googlenet() -> nn.Module:
@@ -51,6 +61,11 @@ def _before(name: str) -> Callable[[Any], list[nn.Module]]:
     return layers
 
 
+def _without_classifier(network: BNInception) -> list[nn.Module]:
+    del network.last_linear
+    return [network]
+
+
 BACKBONES = {
     "mobilenet_v2": Backbone(
         lambda: tv.mobilenet_v2(weights=None),
@@ -61,26 +76,41 @@ BACKBONES = {
     "resnet50": Backbone(
         lambda: tv.resnet50(weights=None),
         _before("avgpool"),
-        tv.ResNet50_Weights.IMAGENET1K_V2,
+        tv.ResNet50_Weights.IMAGENET1K_V1,
         2048,
     ),
     # Its ImageNet weights were trained on inputs in -1..1.
     "googlenet": Backbone(
         _googlenet, _before("avgpool"), tv.GoogLeNet_Weights.IMAGENET1K_V1, 1024, _HALF, _HALF
     ),
+    "bn_inception": Backbone(
+        BNInception,
+        _without_classifier,
+        PublishedWeights("http://data.lip6.fr/cadene/pretrainedmodels/bn_inception-52deb4733.pth"),
+        CHANNELS,
+        mean=(104.0, 117.0, 128.0),
+        std=(1.0, 1.0, 1.0),
+        bgr=True,
+        peak=255.0,
+        cure="Its host at {url} is often down: find a copy of that file, whose sha256 begins with "
+        '52deb4733, and pass its path as model.weights; "none" starts from random weights.',
+    ),
 }
 
 
 def build_trunk(name: str, weights: str) -> nn.Module:
-    """A trunk from float (B, 3, S, S) to feature maps (B, C, H, W).
+    """A trunk from float (B, 3, S, S) to maps (B, C, H, W), or to tokens (B, T, C).
 
     Args:
-        name: a key of BACKBONES.
-        weights: "imagenet" (torchvision's), "none" (random) or the path of a state dict of the
-            torchvision network of that name; half precision is widened to float32.
+        name: a key of BACKBONES, or "timm:" and a name of timm.
+        weights: "imagenet" (the published ones), "none" (random) or the path of a state dict of the
+            network of that name; half precision is widened to float32.
 
-    Raises: CheckpointError if the weights cannot be had or do not fit.
+    Raises: CheckpointError if the weights cannot be had or do not fit; JobError if timm is missing
+        or does not know the name.
     """
+    if name.startswith(TIMM):
+        return build_timm_trunk(name.removeprefix(TIMM), weights)
     backbone = BACKBONES[name]
     network = backbone.build()
     if weights != "none":
@@ -88,64 +118,32 @@ def build_trunk(name: str, weights: str) -> nn.Module:
     return nn.Sequential(*backbone.layers(network))
 
 
-def fold_batch_norm(trunk: nn.Module) -> None:
-    """Fold each batch norm, as it evaluates, into the convolution before it, in place.
-
-    The network computes the same. Scales, now part of the weights, learn with them; the shifts, now
-    biases, stay as they are.
-    """
-    before: tuple[str, nn.Module] | None = None
-    for name, module in list(trunk.named_children()):
-        if isinstance(module, nn.BatchNorm2d) and before and isinstance(before[1], nn.Conv2d):
-            folded = fuse_conv_bn_eval(before[1].eval(), module.eval())
-            assert folded.bias is not None
-            folded.bias.requires_grad_(False)
-            setattr(trunk, before[0], folded)
-            setattr(trunk, name, nn.Identity())
-        else:
-            fold_batch_norm(module)
-        before = (name, module)
+def channels_of(name: str, trunk: nn.Module) -> int:
+    """C of what `trunk`, built as `name`, gives."""
+    return trunk.channels if isinstance(trunk, TimmTrunk) else BACKBONES[name].channels
 
 
-def _state_dict(name: str, backbone: Backbone, weights: str) -> dict[str, Tensor]:
-    if weights == "imagenet":
-        try:
-            state: dict[str, Tensor] = backbone.weights.get_state_dict(check_hash=True)
-        except (URLError, OSError, RuntimeError) as error:
-            raise CheckpointError(
-                f"The ImageNet weights of {name} could not be downloaded ({error}). Download "
-                f"{backbone.weights.url} where there is a network and pass its path as "
-                "model.weights."
-            ) from error
-        return state
-    path = expand_path(weights, "model.weights")
-    if not path.is_file():
-        raise CheckpointError(
-            f"The weight file {path} does not exist. Set model.weights to a state dict of "
-            f'torchvision\'s {name}, "imagenet" or "none".'
-        )
-    return _read_state_dict(path)
+def normalization_of(name: str, trunk: nn.Module) -> Normalize:
+    """From pixels to the input of `trunk`, built as `name`."""
+    if isinstance(trunk, TimmTrunk):
+        return Normalize(trunk.mean, trunk.std)
+    backbone = BACKBONES[name]
+    return Normalize(backbone.mean, backbone.std, backbone.bgr, backbone.peak)
 
 
-def _read_state_dict(path: Path) -> dict[str, Tensor]:
+def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
+    if weights != "imagenet":
+        return read_weights(weights, name)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # torch.load raises pickle, zip, runtime and key errors on a file that is no state dict.
-        raise CheckpointError(f"{path} is not a torch state dict: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise CheckpointError(f"{path} is not a state dict (a mapping of names to tensors).")
+        state: State = backbone.weights.get_state_dict(check_hash=True)
+    except DOWNLOAD_ERRORS as error:
+        raise CheckpointError(
+            f"The ImageNet weights of {name} could not be downloaded ({error}). "
+            + backbone.cure.format(url=backbone.weights.url)
+        ) from error
     return state
 
 
-def _load(network: nn.Module, state: dict[str, Tensor], source: str) -> None:
-    wide = {
-        key: value.float() if value.is_floating_point() else value
-        for key, value in state.items()
-        if not key.startswith("aux")  # GoogLeNet's training-time classifiers
-    }
-    try:
-        network.load_state_dict(wide, strict=True)
-    except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"The weights {source} do not fit the network: {reason}") from error
+def _load(network: nn.Module, state: State, source: str) -> None:
+    # GoogLeNet's training-time classifiers are not part of the network.
+    load_weights(network, {k: v for k, v in state.items() if not k.startswith("aux")}, source)

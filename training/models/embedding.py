@@ -9,45 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embedder.errors import JobError
 from training.config.model import Model
 from training.config.regularizers import Determinant
+from training.flows.build import build_flow
 from training.flows.coupling import FlowOutput
+from training.flows.nice import NICE
 from training.flows.real_nvp import RealNVP
-from training.models.backbones import BACKBONES, build_trunk, fold_batch_norm
-
-Pooling = Literal["gap", "gmp", "gap+gmp"]
-
-
-class Normalize(nn.Module):
-    """uint8 RGB (B, 3, S, S) to the float32 input of a trunk."""
-
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        super().__init__()
-        scale = 1.0 / (255.0 * torch.tensor(std))
-        shift = -torch.tensor(mean) / torch.tensor(std)
-        self.register_buffer("scale", scale.view(3, 1, 1), persistent=False)
-        self.register_buffer("shift", shift.view(3, 1, 1), persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) to the same shape."""
-        scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
-        return images.float() * scale + shift
-
-
-class Pool(nn.Module):
-    """Global average (GAP) and maximum (GMP) pooling, or their sum: (B, C, H, W) to (B, C)."""
-
-    def __init__(self, kind: Pooling) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, maps: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, C)."""
-        if self.kind == "gap":
-            return maps.mean(dim=(2, 3))
-        if self.kind == "gmp":
-            return maps.amax(dim=(2, 3))
-        return maps.mean(dim=(2, 3)) + maps.amax(dim=(2, 3))
+from training.models.backbones import build_trunk, channels_of, normalization_of
+from training.models.folding import BATCH_NORMS, fold_batch_norm
+from training.models.pooling import Pool
+from training.models.timm_trunk import TimmTrunk
 
 
 class FlowInput(nn.Module):
@@ -76,6 +48,24 @@ def _projection(channels: int, dim: int | None) -> nn.Module:
     return layer
 
 
+def _fold(trunk: nn.Module) -> None:
+    if isinstance(trunk, TimmTrunk):
+        fold_batch_norm(trunk, trunk.side)
+    else:
+        fold_batch_norm(trunk)
+
+
+def _pool(model: Model, trunk: nn.Module) -> Pool:
+    if not isinstance(trunk, TimmTrunk):
+        return Pool(model.pooling)
+    if model.pooling == "cls" and not trunk.class_token:
+        raise JobError(
+            f'model.pooling = "cls" needs a class token, which {model.backbone} does not have. '
+            'Choose "gap", "gmp", "gap+gmp" or "gem".'
+        )
+    return Pool(model.pooling, trunk.prefix)
+
+
 class EmbeddingNet(nn.Module):
     """Trunk, pooling, projection and, under determinant regularization, the first flow.
 
@@ -84,21 +74,21 @@ class EmbeddingNet(nn.Module):
 
     def __init__(self, model: Model, determinant: Determinant | None = None) -> None:
         super().__init__()
-        backbone = BACKBONES[model.backbone]
-        self.normalize = Normalize(backbone.mean, backbone.std)
         self.trunk = build_trunk(model.backbone, model.weights)
+        self.normalize = normalization_of(model.backbone, self.trunk)
+        channels = channels_of(model.backbone, self.trunk)
         if model.batch_norm == "folded":
-            fold_batch_norm(self.trunk)
-        self.pool = Pool(model.pooling)
-        self.dim = model.dim or backbone.channels
-        self.projection = _projection(backbone.channels, model.dim)
+            _fold(self.trunk)
+        self.pool = _pool(model, self.trunk)
+        self.dim = model.dim or channels
+        self.projection = _projection(channels, model.dim)
         self.flow_input: nn.Module = nn.Identity()
-        self.flow: RealNVP | None = None
+        self.flow: RealNVP | NICE | None = None
         if determinant is not None:
             self.flow_input = FlowInput(determinant.activation, determinant.input_norm)
             shape = determinant.flow
-            self.flow = RealNVP(self.dim, shape.layers, shape.hidden, shape.clamp)
-        self.freeze_batch_norm = model.batch_norm == "frozen"
+            self.flow = build_flow(shape.kind, self.dim, shape.layers, shape.hidden, shape.clamp)
+        self.batch_norm = model.batch_norm
         self._freeze()
 
     def features(self, images: Tensor) -> Tensor:
@@ -109,23 +99,41 @@ class EmbeddingNet(nn.Module):
         x = self.normalize(images)
         if not torch.onnx.is_in_onnx_export():
             x = x.contiguous(memory_format=torch.channels_last)
-        maps = self.trunk(x)  # (B, C, H, W)
+        maps = self.trunk(x)  # (B, C, H, W) or (B, T, C)
         pooled = self.pool(maps.float())  # (B, C)
         with torch.autocast(images.device.type, enabled=False):
             z: Tensor = self.flow_input(self.projection(pooled))
         return z
 
+    def transform(self, features: Tensor) -> Tensor:
+        """What `features` gave, through the flow if there is one: (B, D), of any length."""
+        if self.flow is None:
+            return features
+        with torch.autocast(features.device.type, enabled=False):
+            output: FlowOutput = self.flow(features)
+            return output.y
+
     def embed(self, features: Tensor) -> Tensor:
         """What `features` gave, to unit embeddings (B, D), in float32 whatever the autocast."""
         with torch.autocast(features.device.type, enabled=False):
-            if self.flow is not None:
-                output: FlowOutput = self.flow(features)
-                features = output.y
-            return F.normalize(features, dim=1)
+            return F.normalize(self.transform(features), dim=1)
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8 (B, 3, S, S) to unit embeddings (B, D)."""
         return self.embed(self.features(images))
+
+    def check_sizes(self, *sides: int) -> None:
+        """Run the trunk once at each side S, in pixels, before a job spends time on images.
+
+        Raises: JobError naming the sizes that fit.
+        """
+        device = next(self.trunk.parameters()).device
+        mode = self.training
+        self.eval()
+        with torch.no_grad():
+            for side in sorted(set(sides)):
+                self(torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device))
+        self.train(mode)
 
     def train(self, mode: bool = True) -> "EmbeddingNet":
         """As torch's, but frozen batch norm stays in evaluation mode."""
@@ -134,10 +142,10 @@ class EmbeddingNet(nn.Module):
         return self
 
     def _freeze(self) -> None:
-        if not self.freeze_batch_norm:
+        if self.batch_norm not in ("frozen", "statistics"):
             return
         for module in self.trunk.modules():
-            if isinstance(module, nn.BatchNorm2d):
+            if isinstance(module, BATCH_NORMS):
                 module.eval()
                 for parameter in module.parameters():
-                    parameter.requires_grad_(False)
+                    parameter.requires_grad_(self.batch_norm == "statistics")

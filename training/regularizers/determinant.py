@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from training.flows.build import FlowKind, build_flow
 from training.flows.coupling import FlowOutput
-from training.flows.real_nvp import RealNVP
 
 Direction = Literal["between", "beyond"]
 
 
 class DuelOutput(NamedTuple):
-    """`first` and `second`: unit embeddings (B, D) of the two branches; `penalty`: a scalar."""
+    """`first` and `second`: what the flows give (B, D), of any length; `penalty`: a scalar."""
 
     first: Tensor
     second: Tensor
@@ -35,17 +35,18 @@ class DeterminantRegularizer(nn.Module):
     z_j. The metric loss is applied to both branches, never to the augmented points. An untrained
     flow has R = log 2.
 
-    **Readings.** The paper sums over dimensions and layers; here both are averaged, so that lambda
-    does not depend on depth (`normalize_depth = False` sums over layers). It writes
-    e_ij = z_i - z_j but says that the new point lies between; `direction = "beyond"` is the formula
-    as printed.
+    **Readings.** The paper has the mean over dimensions and does not say how layers are joined:
+    here they are averaged, so that lambda does not depend on depth (`normalize_depth = False`
+    sums). It writes e_ij = z_i - z_j but says that the new point lies between; `direction =
+    "beyond"` is the formula as printed.
 
     References:
-        Determinant Regularization for Deep Metric Learning, eq. 7 (R) and section 3.3 (the duel);
+        Determinant Regularization for Deep Metric Learning, eq. 7 and 10 (R) and 11 (the duel);
         ICLR 2023 submission, https://openreview.net/forum?id=NUBuJsAq1U
 
     Args:
         dim: length D of an embedding.
+        kind: of the second flow, "real_nvp" or "nice"; NICE says what R can press in it.
         layers, hidden, clamp: of the second flow, see RealNVP.
         lambda1, lambda2: weights of contraction and expansion.
         eps: how far an augmented point lies from its sample, as a part of the way.
@@ -58,6 +59,7 @@ class DeterminantRegularizer(nn.Module):
     def __init__(
         self,
         dim: int,
+        kind: FlowKind = "real_nvp",
         layers: int = 12,
         hidden: int = 256,
         clamp: float = 2.0,
@@ -70,7 +72,7 @@ class DeterminantRegularizer(nn.Module):
         normalize_depth: bool = True,
     ) -> None:
         super().__init__()
-        self.second_flow = RealNVP(dim, layers, hidden, clamp)
+        self.second_flow = build_flow(kind, dim, layers, hidden, clamp)
         self.lambda1 = lambda1
         self.lambda2 = lambda2
         self.eps = eps if direction == "between" else -eps
@@ -85,8 +87,8 @@ class DeterminantRegularizer(nn.Module):
         second: FlowOutput = self.second_flow(points)
         r1, r2 = self._r(first), self._r(second)
         return DuelOutput(
-            F.normalize(first.y[: len(z)], dim=1),
-            F.normalize(second.y[: len(z)], dim=1),
+            first.y[: len(z)],
+            second.y[: len(z)],
             self.lambda1 * r1 - self.lambda2 * r2,
             r1.detach(),
             r2.detach(),

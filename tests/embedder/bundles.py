@@ -1,0 +1,48 @@
+"""A tiny bundle with all that a manifest can hold."""
+
+from pathlib import Path
+
+from embedder.bundle import Bundle, VariantFiles, write_bundle
+from embedder.calibration import Calibration, Threshold
+from embedder.manifest import HeldOut, Variant
+from tests.tiny import tiny_embed, write_tiny_onnx
+
+CALIBRATION = Calibration(
+    slope=12.0,
+    intercept=-6.0,
+    thresholds=(Threshold(false_matches=0.01, pair_score=0.5, search_score=0.75),),
+    split="validation",
+    gallery_images=40,
+    queries=40,
+    neighbours=10,
+    positive_hits=100,
+    negative_hits=300,
+    negative_pairs=700,
+)
+HELD_OUT = HeldOut(split="validation", images=40, recall={"R@1": 80.0})
+INT8 = Variant(
+    sha256="",
+    recall={"R@1": 79.8},
+    recall_at_1_loss=0.2,
+    mixed_recall_at_1_loss=0.1,
+    min_cosine=0.98,
+    mean_cosine=0.99,
+)
+
+
+def write_full_bundle(tiny: Bundle, folder: Path, seed: int = 5) -> Bundle:
+    """The tiny bundle with another tiny model, that of `seed`, in the place of int8."""
+    manifest = tiny.manifest.model_copy(
+        update={"held_out": HELD_OUT, "variants": {"int8": INT8}, "calibration": CALIBRATION}
+    )
+    inputs = tiny.golden_inputs()
+    write_tiny_onnx(folder / "int8.onnx", seed)
+    return write_bundle(
+        folder / "full",
+        manifest,
+        tiny.model_path,
+        tiny.golden_images(),
+        inputs,
+        tiny.golden_vectors(),
+        {"int8": VariantFiles(folder / "int8.onnx", tiny_embed(inputs, seed))},
+    )

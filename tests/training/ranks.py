@@ -1,0 +1,95 @@
+"""Gradients of one training step for every loss and regularizer, alone or on several ranks.
+
+`python -m torch.distributed.run --nproc-per-node=2 -m tests.training.ranks FOLDER` writes what each
+rank found; called in one process, `gradients` gives what they must equal.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from training.checkpoint import seed_everything
+from training.config.job import Job, parse_job
+from training.config.losses import Loss
+from training.distributed import process_group, rank, world
+from training.state import create_run
+
+CLASSES, BATCH, SIZE = 6, 8, 32
+LOSSES = [section.model_fields["name"].default for section in get_args(get_args(Loss)[0])]
+FLOW = {"layers": 2, "hidden": 8}
+NIR = {"blocks": 2, "hidden": 8, "layers": 3, "exponentiate": False}
+REGULARIZERS: dict[str, dict[str, Any]] = {
+    "determinant": {"determinant": {"flow": FLOW, "lambda1": 1, "lambda2": 1}},
+    "nice": {"determinant": {"flow": {"kind": "nice", **FLOW}, "proxies": "separate"}},
+    "skewed_mean": {"skewed_mean": {}},
+    "skewed_mean_subset": {"skewed_mean": {"subset": 3, "kind": "mhe1"}},
+    "skewed_mean_of_the_batch": {"skewed_mean": {"centres": "batch"}},
+    "non_isotropy": {"non_isotropy": NIR},
+    "graph_consistency": {"graph_consistency": {"weight": 1}},
+    "all": {
+        "determinant": {"flow": FLOW, "lambda1": 1, "lambda2": 1},
+        "skewed_mean": {},
+        "non_isotropy": NIR,
+        "graph_consistency": {"weight": 1},
+    },
+}
+
+
+def cases(weights: Path) -> dict[str, Job]:
+    """A job for each loss alone, and Proxy-Anchor with each regularizer."""
+    jobs = {name: _job(weights, {"name": name}, {}) for name in LOSSES}
+    for name, tables in REGULARIZERS.items():
+        jobs[f"proxy_anchor + {name}"] = _job(weights, {"name": "proxy_anchor"}, tables)
+    return jobs
+
+
+def _job(weights: Path, loss: dict[str, Any], regularizers: dict[str, Any]) -> Job:
+    return parse_job(
+        {
+            "name": "step",
+            "data": {"kind": "folder", "root": "unused"},
+            "model": {"weights": str(weights), "dim": 16},
+            "input": {"size_px": SIZE, "resize_px": 36},
+            "loss": loss,
+            "regularizers": regularizers,
+            "sampling": {"kind": "paired", "per_class": 2},
+            "runtime": {"device": "cpu", "precision": "fp32"},
+        }
+    )
+
+
+def gradients(job: Job) -> dict[str, Tensor]:
+    """The gradient of every trainable parameter after one step on this rank's part of a batch."""
+    seed_everything(0)
+    run = create_run(job, CLASSES)
+    _stir(run.objective)
+    run.net.train()
+    model = run.warm_up(False)
+    images = torch.randint(0, 256, (BATCH, 3, SIZE, SIZE), dtype=torch.uint8)
+    labels = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])
+    mine = slice(rank() * BATCH // world(), (rank() + 1) * BATCH // world())
+    model(images[mine], labels[mine]).total.backward()
+    parameters = {**dict(run.net.named_parameters()), **dict(run.objective.named_parameters())}
+    return {
+        name: parameter.grad
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and parameter.grad is not None
+    }
+
+
+def _stir(objective: torch.nn.Module) -> None:
+    """Move the flows off the identity, where some of their gradients vanish."""
+    with torch.no_grad():
+        for parameter in objective.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    with process_group("cpu"):
+        found = {name: gradients(job) for name, job in cases(folder / "weights.pth").items()}
+        torch.save(found, folder / f"rank{rank()}.pt")

@@ -1,0 +1,63 @@
+"""Splits, jobs and runners without images, for tests of what happens around a run."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from training.config.job import Job, parse_job
+from training.data.records import LabelledImages, Split, labelled
+from training.files import replace_json
+from training.result import RESULT, Result
+from training.trainer import Listener
+
+Score = Callable[[Job, Split], dict[str, float]]
+
+
+def images(prefix: str, classes: int, per_class: int = 3) -> LabelledImages:
+    """Names of images that do not exist."""
+    return labelled(
+        Path("nowhere"),
+        [
+            (f"{prefix}{c:02d}/{n}.png", f"{prefix}{c:02d}")
+            for c in range(classes)
+            for n in range(per_class)
+        ],
+    )
+
+
+def some_split(train: int = 20, test: int = 5, per_class: int = 3) -> Split:
+    """Train classes a00, a01, ... and test classes z00, z01, ..."""
+    return Split(images("a", train, per_class), images("z", test, per_class))
+
+
+def some_job(**changes: Any) -> Job:
+    """A job on a folder that does not exist."""
+    return parse_job(
+        {
+            "name": "study",
+            "recall_at": [1, 2],
+            "data": {"kind": "folder", "root": "nowhere"},
+            "model": {"weights": "none", "dim": 16},
+            **changes,
+        }
+    )
+
+
+class FakeRunner:
+    """Stands for `run_job`: writes a result with the scores that `score` gives; remembers calls."""
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+        self.calls: list[tuple[Job, Split, Path]] = []
+
+    def __call__(self, job: Job, split: Split, folder: Path, listener: Listener) -> Result:
+        self.calls.append((job, split, folder))
+        validation = self._score(job, split)
+        tested = job.protocol.evaluate_test != "never"
+        figures = {"R@1": validation["R@1"] - 10, "R@2": 90.0} if tested else {}
+        chosen_by = job.protocol.choose_by
+        result = Result(job.as_dict(), figures, validation, 2, chosen_by, 1.5)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_json(folder / RESULT, asdict(result))
+        return result

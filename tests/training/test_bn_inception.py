@@ -1,0 +1,177 @@
+import csv
+from pathlib import Path
+from urllib.error import URLError
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from embedder.errors import CheckpointError
+from training.config.model import Model
+from training.models.backbones import build_trunk, normalization_of
+from training.models.bn_inception import BLOCKS, BNInception
+from training.models.embedding import EmbeddingNet
+from training.models.folding import fold_batch_norm
+
+FACTS = Path(__file__).parent / "bn_inception_state_dict.tsv"
+
+
+def published_shapes() -> dict[str, tuple[int, ...]]:
+    with FACTS.open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return {
+        row["name"]: () if row["shape"] == "scalar" else tuple(map(int, row["shape"].split("x")))
+        for row in rows
+    }
+
+
+def published_file(folder: Path, counts: bool = True) -> Path:
+    """Random weights as in the published file: batch norms with a leading axis of 1."""
+    state = {}
+    for name, shape in published_shapes().items():
+        if shape == ():
+            if counts:
+                state[name] = torch.tensor(0)
+            continue
+        norm = name.rsplit(".", 1)[0].endswith("_bn")
+        state[name] = torch.rand((1, *shape) if norm else shape) * 0.1 + 0.5 * norm
+    torch.save(state, folder / "w.pth")
+    return folder / "w.pth"
+
+
+def randomise(trunk: nn.Module) -> None:
+    torch.manual_seed(0)
+    for module in trunk.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.8, 1.2)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+            for tensor in (module.bias, module.running_mean):
+                nn.init.normal_(tensor, std=0.2)
+        elif isinstance(module, nn.Conv2d):
+            nn.init.normal_(module.bias, std=0.2)
+
+
+def test_all_485_names_and_shapes_are_the_published_ones() -> None:
+    shapes = {name: tuple(t.shape) for name, t in BNInception().state_dict().items()}
+    assert len(shapes) == 485
+    assert shapes == published_shapes()
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["with counters", "as torch 0.3 wrote"])
+def test_the_published_layout_loads_strictly(tmp_path: Path, counts: bool) -> None:
+    path = published_file(tmp_path, counts)
+    trunk = build_trunk("bn_inception", str(path))
+    state = torch.load(path, weights_only=True)
+    loaded = {name.removeprefix("0."): tensor for name, tensor in trunk.state_dict().items()}
+    assert not any(name.startswith("last_linear") for name in loaded)
+    for name, tensor in loaded.items():
+        if not name.endswith("num_batches_tracked"):
+            assert torch.equal(tensor, state[name].reshape(tensor.shape)), name
+
+
+def test_a_missing_or_misshapen_tensor_is_refused(tmp_path: Path) -> None:
+    path = published_file(tmp_path)
+    state = torch.load(path, weights_only=True)
+    torch.save({k: v for k, v in state.items() if k != "inception_4a_1x1.bias"}, path)
+    with pytest.raises(CheckpointError, match=r"do not fit.*inception_4a_1x1.bias"):
+        build_trunk("bn_inception", str(path))
+    state["conv2_3x3_bn.weight"] = torch.rand(2, 192)
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match=r"do not fit.*conv2_3x3_bn.weight"):
+        build_trunk("bn_inception", str(path))
+
+
+def test_without_its_host_the_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise URLError("gone")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", gone)
+    with pytest.raises(CheckpointError, match=r"bn_inception-52deb4733.pth .*model\.weights"):
+        build_trunk("bn_inception", "imagenet")
+
+
+@pytest.mark.parametrize(
+    ("side", "size"), [(32, 1), (64, 2), (90, 3), (224, 7), (225, 7), (232, 8)]
+)
+def test_the_map_is_about_a_32nd_of_the_image_at_even_and_odd_sides(side: int, size: int) -> None:
+    trunk = build_trunk("bn_inception", "none").eval()
+    with torch.no_grad():
+        assert trunk(torch.zeros(1, 3, side, side)).shape == (1, 1024, size, size)
+
+
+def test_its_input_is_bgr_in_0_to_255_less_the_mean() -> None:
+    trunk = build_trunk("bn_inception", "none")
+    red = torch.tensor([255, 10, 0], dtype=torch.uint8).view(1, 3, 1, 1)
+    expected = torch.tensor([0.0 - 104, 10.0 - 117, 255.0 - 128]).view(1, 3, 1, 1)
+    torch.testing.assert_close(normalization_of("bn_inception", trunk)(red), expected)
+
+
+def layer(network: BNInception, name: str, x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(network.get_submodule(f"{name}_bn")(network.get_submodule(name)(x)))
+
+
+def chain(network: BNInception, x: torch.Tensor, *names: str) -> torch.Tensor:
+    for name in names:
+        x = layer(network, name, x)
+    return x
+
+
+def by_hand(network: BNInception, x: torch.Tensor) -> torch.Tensor:
+    """The figure of the paper, branch by branch, for sides that halve evenly."""
+    x = F.max_pool2d(layer(network, "conv1_7x7_s2", x), 3, 2, ceil_mode=True)
+    x = chain(network, x, "conv2_3x3_reduce", "conv2_3x3")
+    x = F.max_pool2d(x, 3, 2, ceil_mode=True)
+    for block in ("3a", "3b", "3c", "4a", "4b", "4c", "4d", "4e", "5a", "5b"):
+        at = f"inception_{block}_"
+        triple = chain(network, x, f"{at}3x3_reduce", f"{at}3x3")
+        double = chain(
+            network, x, f"{at}double_3x3_reduce", f"{at}double_3x3_1", f"{at}double_3x3_2"
+        )
+        if block in ("3c", "4e"):
+            x = torch.cat([triple, double, F.max_pool2d(x, 3, 2, ceil_mode=True)], 1)
+            continue
+        pooled = F.max_pool2d(x, 3, 1, 1) if block == "5b" else F.avg_pool2d(x, 3, 1, 1)
+        single = chain(network, x, f"{at}1x1")
+        x = torch.cat([single, triple, double, chain(network, pooled, f"{at}pool_proj")], 1)
+    return x
+
+
+def test_the_network_is_the_figure_of_the_paper() -> None:
+    network = BNInception().eval()
+    randomise(network)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        maps = network(x)
+        torch.testing.assert_close(maps, by_hand(network, x))
+    assert maps.min() == 0
+
+
+def test_widths_add_up_from_block_to_block() -> None:
+    channels, widths = 192, []
+    for block in BLOCKS.values():
+        channels = block.width(channels)
+        widths.append(channels)
+    assert widths == [256, 320, 576, 576, 576, 608, 608, 1056, 1024, 1024]
+
+
+def test_folding_its_batch_norm_changes_no_output() -> None:
+    trunk = build_trunk("bn_inception", "none")
+    randomise(trunk)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = trunk.eval()(x)
+        fold_batch_norm(trunk)
+        torch.testing.assert_close(trunk(x), expected, rtol=1e-3, atol=1e-4)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in trunk.modules())
+
+
+@pytest.mark.parametrize("batch_norm", ["frozen", "folded", "train"])
+def test_every_trainable_parameter_gets_a_gradient(batch_norm: str) -> None:
+    model = Model(
+        backbone="bn_inception", weights="none", dim=4, batch_norm=batch_norm, pooling="gem"
+    )
+    net = EmbeddingNet(model).train()
+    net(torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8))[:, 0].sum().backward()
+    missing = [n for n, p in net.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing

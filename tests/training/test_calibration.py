@@ -1,0 +1,224 @@
+import numpy as np
+import pytest
+
+import training.calibration as calibration_module
+from embedder.calibration import Calibration, Threshold
+from embedder.errors import EvaluationError
+from embedder.types import Embeddings
+from training.calibration import (
+    FALSE_MATCHES,
+    calibration_error,
+    fit_calibration,
+    fit_logistic,
+    least_score,
+    search,
+    wrong_pairs,
+)
+
+
+def clouds(
+    classes: int = 30, images: int = 12, noise: float = 0.35, seed: int = 0, dim: int = 16
+) -> tuple[Embeddings, np.ndarray]:
+    """Unit vectors around the centre of their class, in a random order."""
+    rng = np.random.default_rng(seed)
+    centres = rng.standard_normal((classes, dim))
+    centres /= np.linalg.norm(centres, axis=1, keepdims=True)
+    labels = rng.permutation(np.repeat(np.arange(classes), images))
+    vectors = centres[labels] + noise * rng.standard_normal((len(labels), dim))
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    return unit.astype(np.float32), labels
+
+
+def drawn(slope: float, intercept: float, count: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    scores = rng.uniform(0.2, 1.0, count).astype(np.float32)
+    probability = 1 / (1 + np.exp(-(slope * scores.astype(np.float64) + intercept)))
+    return scores, rng.random(count) < probability, probability
+
+
+@pytest.mark.parametrize(("slope", "intercept"), [(12.0, -8.0), (3.0, -4.0), (25.0, -12.0)])
+def test_a_known_curve_is_recovered(slope: float, intercept: float) -> None:
+    scores, right, probability = drawn(slope, intercept, 200_000)
+    found = fit_logistic(scores, right)
+    np.testing.assert_allclose(found, (slope, intercept), rtol=0.03)
+    logits = found[0] * scores.astype(np.float64) + found[1]
+    assert np.abs(1 / (1 + np.exp(-logits)) - probability).max() < 0.01
+
+
+def test_the_fit_is_where_the_likelihood_is_highest() -> None:
+    scores, right, _ = drawn(6.0, -4.0, 500)
+    positive, negative = right.sum(), (~right).sum()
+    target = np.where(right, (positive + 1) / (positive + 2), 1 / (negative + 2))
+
+    def loss(slope: float, intercept: float) -> float:
+        logits = slope * scores.astype(np.float64) + intercept
+        return float((np.logaddexp(0, logits) - target * logits).mean())
+
+    slope, intercept = fit_logistic(scores, right)
+    for step in (-1e-2, 1e-2):
+        assert loss(slope, intercept) < loss(slope + step, intercept)
+        assert loss(slope, intercept) < loss(slope, intercept + step)
+
+
+def test_separable_scores_give_a_finite_curve() -> None:
+    scores = np.array([0.1, 0.2, 0.8, 0.9], dtype=np.float32)
+    slope, intercept = fit_logistic(scores, scores > 0.5)
+    assert 1 < slope < 1000
+    assert np.isfinite(intercept)
+
+
+def test_scores_that_mislead_give_a_flat_curve_and_never_a_falling_one() -> None:
+    scores, right, _ = drawn(10.0, -6.0, 1000)
+    slope, intercept = fit_logistic(scores, ~right)
+    assert slope == 0
+    assert 1 / (1 + np.exp(-intercept)) == pytest.approx((~right).mean(), abs=0.01)
+
+
+def test_probability_rises_with_the_score_and_stays_between_0_and_1() -> None:
+    found = fit_calibration(*clouds(), split="validation")
+    scores = np.linspace(-1, 1, 2001, dtype=np.float32).reshape(3, 667)
+    probability = found.probability(scores)
+    assert probability.shape == scores.shape
+    assert probability.dtype == np.float64
+    assert (np.diff(probability.ravel()) >= 0).all()
+    assert (probability >= 0).all()
+    assert (probability <= 1).all()
+    assert probability[-1, -1] > 0.8
+    assert probability[0, 0] < 0.01
+
+
+def test_extreme_slopes_do_not_overflow() -> None:
+    steep = fit_calibration(*clouds(), split="test").model_copy(update={"slope": 1e6})
+    assert steep.probability(np.array([-1.0, 1.0])).tolist() == [0.0, 1.0]
+
+
+def test_probabilities_hold_on_pairs_of_other_classes() -> None:
+    found = fit_calibration(*clouds(classes=60, seed=0), split="validation")
+    # The same centres come from the same law; none of these images was fitted on.
+    embeddings, labels = clouds(classes=60, seed=1)
+    hits = search(embeddings, labels, np.arange(len(labels)), 10)
+    error = calibration_error(found.probability(hits.scores).ravel(), hits.right.ravel())
+    assert error < 0.05
+    assert found.calibration_error is not None
+    assert found.calibration_error < 0.05
+
+
+def test_the_error_of_a_curve_is_its_distance_from_the_truth() -> None:
+    _, right, probability = drawn(8.0, -5.0, 100_000)
+    assert calibration_error(probability, right) < 0.01
+    assert calibration_error(np.clip(probability + 0.2, 0, 2), right) == pytest.approx(
+        0.2, abs=0.01
+    )
+
+
+def test_thresholds_have_their_false_match_rates_on_the_pairs() -> None:
+    embeddings, labels = clouds()
+    found = fit_calibration(embeddings, labels, "validation")
+    scores = (embeddings @ embeddings.T)[np.triu_indices(len(labels), 1)]
+    wrong = (labels[:, None] != labels)[np.triu_indices(len(labels), 1)]
+    assert found.negative_pairs == wrong.sum()
+    assert tuple(t.false_matches for t in found.thresholds) == FALSE_MATCHES
+    for threshold in found.thresholds:
+        rate = (scores[wrong] >= threshold.pair_score).mean()
+        assert rate == pytest.approx(threshold.false_matches, abs=2 / wrong.sum())
+
+
+def test_thresholds_of_a_search_hold_for_classes_that_are_absent() -> None:
+    embeddings, labels = clouds()
+    found = fit_calibration(embeddings, labels, "validation")
+    best = []
+    for query, label in zip(embeddings, labels, strict=True):
+        gallery = embeddings[labels != label]  # the query's class is not in it
+        best.append((gallery @ query).max())
+    for threshold in found.thresholds:
+        rate = (np.array(best) >= threshold.search_score).mean()
+        # Two images that are the best wrong hit of each other tie, so a step may be two of them.
+        assert rate == pytest.approx(threshold.false_matches, abs=2.5 / len(labels))
+        assert threshold.search_score > threshold.pair_score
+
+
+@pytest.mark.parametrize(("rate", "reached"), [(0.01, 1), (0.05, 5), (0.1, 10), (0.99, 99)])
+def test_a_threshold_lets_exactly_its_share_pass(rate: float, reached: int) -> None:
+    wrong = np.random.default_rng(0).permutation(np.arange(100, dtype=np.float32) / 100)
+    assert (wrong >= least_score(wrong, rate)).sum() == reached
+
+
+def test_of_tied_scores_a_threshold_lets_none_pass_beyond_its_share() -> None:
+    wrong = np.full(50, 0.5, np.float32)
+    assert 0.5 < least_score(wrong, 0.1) < 0.5001
+
+
+def test_hits_are_the_nearest_others() -> None:
+    embeddings, labels = clouds(classes=5, images=4)
+    hits = search(embeddings, labels, np.array([3, 7]), 6)
+    for row, query in enumerate((3, 7)):
+        others = np.delete(np.arange(20), query)
+        scores = embeddings[others] @ embeddings[query]
+        order = np.argsort(-scores)[:6]
+        found = np.argsort(-hits.scores[row])
+        np.testing.assert_allclose(hits.scores[row][found], scores[order], atol=1e-6)
+        same = labels[others][order] == labels[query]
+        np.testing.assert_array_equal(hits.right[row][found], same)
+
+
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clouds(classes=8, images=6)
+    whole = fit_calibration(*data, split="test")
+    monkeypatch.setattr(calibration_module, "_BLOCK", 100)
+    monkeypatch.setattr(calibration_module, "_PAIRS_AT_A_TIME", 7)
+    parts = fit_calibration(*data, split="test")
+    assert parts.slope == pytest.approx(whole.slope, rel=1e-4)
+    assert parts.thresholds[0].pair_score == pytest.approx(whole.thresholds[0].pair_score, abs=1e-6)
+
+
+def test_many_images_are_sampled_by_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    embeddings, labels = clouds(classes=40)
+    whole = fit_calibration(embeddings, labels, "test")
+    monkeypatch.setattr(calibration_module, "_MAX_QUERIES", 200)
+    monkeypatch.setattr(calibration_module, "_MAX_PAIRS", 30_000)
+    found = fit_calibration(embeddings, labels, "test")
+    assert found == fit_calibration(embeddings, labels, "test")
+    assert found != fit_calibration(embeddings, labels, "test", seed=1)
+    assert (found.queries, found.gallery_images) == (200, len(labels))
+    assert 0.95 * 30_000 < found.negative_pairs < 30_000
+    for one, all_pairs in zip(found.thresholds, whole.thresholds, strict=True):
+        assert one.pair_score == pytest.approx(all_pairs.pair_score, abs=0.05)
+
+
+def test_no_pair_is_an_image_with_itself() -> None:
+    embeddings = clouds(classes=3, images=2)[0]
+    drawn_pairs = wrong_pairs(embeddings, np.arange(6), 10, np.random.default_rng(0))
+    assert len(drawn_pairs) == 10
+    assert drawn_pairs.max() < 0.9999
+
+
+@pytest.mark.parametrize(
+    ("labels", "embeddings", "reason"),
+    [
+        (np.zeros(6, np.int64), clouds(2, 3)[0], "all are of one class"),
+        (np.arange(6), clouds(2, 3)[0], "no image is among the nearest"),
+        (np.repeat([0, 1], 3), np.ones((6, 1), np.float32), "all scores are equal"),
+        (np.repeat([0, 1], 11), np.repeat(np.eye(2, dtype=np.float32), 11, 0), "are right"),
+    ],
+)
+def test_what_cannot_be_calibrated_says_why(
+    labels: np.ndarray, embeddings: Embeddings, reason: str
+) -> None:
+    with pytest.raises(EvaluationError, match=reason):
+        fit_calibration(embeddings, labels, "validation")
+
+
+def test_a_calibration_survives_json() -> None:
+    found = fit_calibration(*clouds(), split="validation")
+    again = Calibration.model_validate_json(found.model_dump_json())
+    assert again == found
+    scores = np.linspace(0, 1, 11)
+    np.testing.assert_array_equal(again.probability(scores), found.probability(scores))
+
+
+def test_a_threshold_is_found_by_its_rate() -> None:
+    found = fit_calibration(*clouds(), split="validation")
+    assert isinstance(found.threshold(0.05), Threshold)
+    assert found.threshold(0.05).false_matches == 0.05
+    with pytest.raises(KeyError):
+        found.threshold(0.2)

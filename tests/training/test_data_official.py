@@ -1,0 +1,275 @@
+"""The loaders of the official layouts, on miniature trees."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from embedder.errors import DatasetError
+from tests.training.official_layouts import KINDS, write_image, write_layout
+from training.config.data import Data
+from training.data.layouts import OFFICIAL, recognise
+from training.data.load import load_split, remarks
+from training.data.official import Count, read_official
+from training.data.records import Split, labelled
+
+PUBLISHED = {
+    "cub": "5,864 train images of 100 classes, 5,924 test images of 100",
+    "cars196": "8,054 train images of 98 classes, 8,131 test images of 98",
+    "sop": "59,551 train images of 11,318 classes, 60,502 test images of 11,316",
+    "in_shop": "25,882 train images of 3,997 classes, 14,218 query images of 3,985 classes, "
+    "12,612 gallery images of 3,985",
+    "aircraft": "5,000 train images of 50 classes, 5,000 test images of 50",
+}
+
+
+def data_of(kind: str, root: Path, **more: object):
+    return TypeAdapter(Data).validate_python({"kind": kind, "root": str(root), **more})
+
+
+def partial(kind: str, root: Path) -> Split:
+    return load_split(data_of(kind, root, allow_partial=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_official_layout_gives_class_disjoint_parts(tmp_path: Path, kind: str) -> None:
+    split = partial(kind, write_layout(kind, tmp_path, classes=3, images=4))
+    assert (len(split.train), split.train.classes) == (12, 3)
+    assert split.test.classes == 3
+    assert len(split.test) + (len(split.gallery) if split.gallery else 0) == 12
+    for images in filter(None, (split.train, split.test, split.gallery)):
+        assert all((images.root / path).is_file() for path in images.paths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_published_counts_are_asserted(tmp_path: Path, kind: str) -> None:
+    write_layout(kind, tmp_path, classes=2)
+    with pytest.raises(DatasetError) as caught:
+        load_split(data_of(kind, tmp_path))
+    message = str(caught.value)
+    assert "has 8 train images of 2 classes" in message
+    assert f"expected are {PUBLISHED[kind]} classes" in message
+    assert "data.allow_partial = true (--allow-partial)" in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_data_set_needs_no_leave(tmp_path: Path, kind: str) -> None:
+    write_layout(kind, tmp_path, classes=2, images=4)
+    sizes = {part: Count(8, 2) for part in ("train", "test")}
+    if kind == "in_shop":
+        sizes |= {part: Count(4, 2) for part in ("test", "gallery")}
+    whole = replace(OFFICIAL[kind], expected=sizes)
+    assert read_official(whole, tmp_path).sha256() == partial(kind, tmp_path).sha256()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_images_are_counted_and_one_is_named(tmp_path: Path, kind: str) -> None:
+    write_layout(kind, tmp_path)
+    gone = sorted(path for path in tmp_path.rglob("*") if path.suffix in (".jpg", ".JPG"))[:2]
+    for path in gone:
+        path.unlink()
+    total = 16
+    with pytest.raises(DatasetError, match=f"2 of the {total} images .* missing in") as caught:
+        load_split(data_of(kind, tmp_path))
+    assert gone[0].name in str(caught.value)
+    assert len(partial(kind, tmp_path).train) == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_lacks_a_list_or_the_images_is_refused(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(DatasetError, match=r"official layout: it must hold .*it lacks"):
+        partial(kind, tmp_path)
+    with pytest.raises(DatasetError, match="does not exist"):
+        partial(kind, tmp_path / "nowhere")
+    write_layout(kind, tmp_path / "data-set")
+    with pytest.raises(DatasetError, match="data-set looks right"):
+        partial(kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layout_is_recognised(tmp_path: Path, kind: str) -> None:
+    assert recognise(tmp_path) is None
+    assert recognise(write_layout(kind, tmp_path)) == kind
+
+
+FAULTS = [
+    ("cub", "image_class_labels.txt", 2, "2 201", "'201' is not a number from 1 to 200"),
+    ("cub", "image_class_labels.txt", 2, "2", "lacks a field"),
+    ("cub", "image_class_labels.txt", 2, "99 1", "image 99 is not in images.txt"),
+    ("cub", "image_class_labels.txt", 2, "1 1", "image 1 is not in images.txt or has two"),
+    ("cub", "images.txt", 2, "1 x.jpg", "the id 1 is used a second time"),
+    ("cub", "images.txt", 2, "2 ../../x.jpg", "lies outside the data set"),
+    ("sop", "Ebay_train.txt", 1, "1 1 1 x.jpg", "must begin with the line 'image_id class_id"),
+    ("sop", "Ebay_train.txt", 3, "2 one 8 x.JPG", "'one' is not a number from 1 to 22,634"),
+    ("sop", "Ebay_test.txt", 3, "2 11319 8", "lacks a field"),
+    ("in_shop", "Eval/list_eval_partition.txt", 2, "img/a.jpg id_1 train", "must begin with"),
+    ("in_shop", "Eval/list_eval_partition.txt", 4, "img/a.jpg id_1 val", "'val' is not one of"),
+    ("in_shop", "Eval/list_eval_partition.txt", 4, "/a.jpg id_1 train", "outside the data set"),
+    ("aircraft", "data/images_variant_val.txt", 2, "0000001 Concorde", "'Concorde' is not in"),
+    ("aircraft", "data/variants.txt", 2, "Boeing 700", "'Boeing 700' is listed a second time"),
+]
+
+
+@pytest.mark.parametrize(("kind", "file", "line", "text", "message"), FAULTS)
+def test_a_line_that_does_not_fit_is_named(
+    tmp_path: Path, kind: str, file: str, line: int, text: str, message: str
+) -> None:
+    path = write_layout(kind, tmp_path) / file
+    lines = path.read_text().splitlines()
+    lines[line - 1] = text
+    path.write_text("\n".join(lines))
+    with pytest.raises(DatasetError, match=f"{path.name}, line {line}: .*") as caught:
+        partial(kind, tmp_path)
+    assert message in str(caught.value)
+
+
+def test_an_image_without_a_class_is_named(tmp_path: Path) -> None:
+    labels = write_layout("cub", tmp_path) / "image_class_labels.txt"
+    labels.write_text("\n".join(labels.read_text().splitlines()[:-1]))
+    with pytest.raises(DatasetError, match=r"images.txt, line 16: image 16 .* has no class"):
+        partial("cub", tmp_path)
+
+
+def test_an_image_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
+    path = write_layout("in_shop", tmp_path) / "Eval" / "list_eval_partition.txt"
+    again = path.read_text().splitlines()[2].replace("train", "gallery")
+    path.write_text(f"{path.read_text()}{again}\n")
+    with pytest.raises(DatasetError, match=r"line 19: img/.* a second time; first in .*line 3"):
+        partial("in_shop", tmp_path)
+
+
+def test_a_list_that_is_no_text_is_named(tmp_path: Path) -> None:
+    write_layout("sop", tmp_path)
+    (tmp_path / "Ebay_test.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DatasetError, match=r"Ebay_test.txt is not a text file"):
+        partial("sop", tmp_path)
+
+
+def test_lists_with_other_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    write_layout("sop", tmp_path)
+    before = partial("sop", tmp_path).sha256()
+    for path in tmp_path.glob("Ebay_*.txt"):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
+    assert partial("sop", tmp_path).sha256() == before
+
+
+def test_cub_does_not_follow_the_split_for_classification(tmp_path: Path) -> None:
+    write_layout("cub", tmp_path)
+    (tmp_path / "train_test_split.txt").write_text("".join(f"{n} {n % 2}\n" for n in range(1, 17)))
+    split = partial("cub", tmp_path)
+    assert split.train.class_names == ("001.Bird_1", "002.Bird_2")
+    assert split.test.class_names == ("101.Bird_101", "102.Bird_102")
+
+
+def test_aircraft_takes_its_three_lists_together_in_the_order_of_its_variants(
+    tmp_path: Path,
+) -> None:
+    write_layout("aircraft", tmp_path, classes=2, images=5)
+    variants = tmp_path / "data" / "variants.txt"
+    variants.write_text("\n".join(reversed(variants.read_text().splitlines())))
+    split = partial("aircraft", tmp_path)
+    assert len(split.train) == len(split.test) == 10
+    assert split.train.class_names == ("Boeing 750", "Boeing 751")
+
+
+@pytest.mark.parametrize("place", ["Eval", "Anno", "."])
+@pytest.mark.parametrize("images", ["img", "Img/img"])
+def test_in_shop_is_read_wherever_its_list_and_images_lie(
+    tmp_path: Path, place: str, images: str
+) -> None:
+    write_layout("in_shop", tmp_path / "usual")
+    write_layout("in_shop", tmp_path / "other")
+    other = tmp_path / "other"
+    (other / images).parent.mkdir(exist_ok=True)
+    (other / "img").rename(other / images)
+    (other / place).mkdir(exist_ok=True)
+    name = "list_eval_partition.txt"
+    (other / "Eval" / name).rename(other / place / name)
+    assert partial("in_shop", other).sha256() == partial("in_shop", tmp_path / "usual").sha256()
+
+
+def test_in_shop_searches_the_gallery_for_its_queries(tmp_path: Path) -> None:
+    split = partial("in_shop", write_layout("in_shop", tmp_path, classes=2, images=4))
+    assert split.gallery is not None
+    assert split.test.class_names == split.gallery.class_names == ("id_00000003", "id_00000004")
+    assert len(split.test) == len(split.gallery) == 4
+    assert not split.without_gallery
+    assert split.gallery_labels().tolist() == [0, 0, 1, 1]
+
+
+def test_queries_without_a_gallery_class_are_reported(tmp_path: Path) -> None:
+    write_layout("in_shop", tmp_path)
+    for path in sorted((tmp_path / "img").rglob("id_00000003/*"))[1::2]:
+        path.unlink()
+    split = partial("in_shop", tmp_path)
+    assert split.without_gallery == ("id_00000003",)
+    said = remarks(data_of("in_shop", tmp_path, allow_partial=True), split)
+    assert "allow_partial is set" in said[0]
+    assert "1 class(es) of queries have no image in the gallery, for example 'id_0" in said[1]
+    sizes = {"train": Count(8, 2), "test": Count(4, 2), "gallery": Count(2, 1)}
+    images = set((tmp_path / "img").rglob("*.jpg"))
+    lines = (tmp_path / "Eval" / "list_eval_partition.txt").read_text().splitlines()
+    kept = lines[:2] + [x for x in lines[2:] if tmp_path / x.split()[0] in images]
+    (tmp_path / "Eval" / "list_eval_partition.txt").write_text("\n".join(kept))
+    with pytest.raises(DatasetError, match=r"1 class\(es\) of queries .* have no image in the g"):
+        read_official(replace(OFFICIAL["in_shop"], expected=sizes), tmp_path)
+
+
+def test_labels_of_a_gallery_are_numbered_as_those_of_the_queries(tmp_path: Path) -> None:
+    queries = labelled(tmp_path, [("q/b.png", "b"), ("q/d.png", "d")])
+    gallery = labelled(tmp_path, [(f"g/{name}.png", name) for name in "abcd"])
+    split = Split(labelled(tmp_path, [("t/z.png", "z")]), queries, gallery=gallery)
+    assert split.gallery_labels().tolist() == [2, 0, 3, 1]
+    assert np.array_equal(replace(split, gallery=None).gallery_labels(), queries.labels)
+
+
+def test_a_class_in_two_parts_is_refused(tmp_path: Path) -> None:
+    one, two, three = (labelled(tmp_path, [(f"{n}/1.png", n)]) for n in "abc")
+    both = labelled(tmp_path, [("a/2.png", "a"), ("d/1.png", "d")])
+    assert Split(one, two, validation=three).validation is three
+    for parts in ((one, both), (one, two, both), (one, two, None, both)):
+        with pytest.raises(DatasetError, match=r"1 class\(es\) are in train and in .*'a'"):
+            Split(*parts)
+    with pytest.raises(DatasetError, match="in validation and in test"):
+        Split(two, one, validation=both)
+
+
+def test_the_digest_of_a_split_covers_validation_and_gallery_where_they_exist(
+    tmp_path: Path,
+) -> None:
+    train, test, more = (labelled(tmp_path, [(f"{n}/1.png", n)]) for n in "abc")
+    digests = {
+        split.sha256()
+        for split in (
+            Split(train, test),
+            Split(train, test, validation=more),
+            Split(train, test, gallery=more),
+        )
+    }
+    assert len(digests) == 3
+    # As checkpoints from before validation and gallery existed have it.
+    old = "b3cbba382a2a683df17cb3925d258426584ce677c51bed96861362fc41dbffa0"
+    assert Split(train, test).sha256() == old
+
+
+def test_an_empty_part_is_refused(tmp_path: Path) -> None:
+    write_layout("cub", tmp_path)
+    for path in (tmp_path / "images").glob("0*/*"):
+        path.unlink()
+    with pytest.raises(DatasetError, match="holds no train image of CUB"):
+        partial("cub", tmp_path)
+
+
+def test_cars196_names_a_class_that_does_not_exist(tmp_path: Path) -> None:
+    write_layout("cars196", tmp_path, classes=99, images=1)  # up to class 197
+    with pytest.raises(DatasetError, match=r"row 198: class 197 is not one of 1 to 196"):
+        partial("cars196", tmp_path)
+
+
+def test_images_beside_the_lists_are_not_used(tmp_path: Path) -> None:
+    write_layout("sop", tmp_path)
+    before = partial("sop", tmp_path).sha256()
+    write_image(tmp_path / "mug_final" / "extra.JPG", 99)
+    assert partial("sop", tmp_path).sha256() == before

@@ -1,0 +1,75 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from embedder.errors import TrainingError
+from tests.training.jobs import calibrated_weights, small_job
+from tests.training.ranks import cases, gradients
+from training import distributed
+from training.config.toml import job_toml
+from training.result import read_result
+from training.state import create_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(*arguments: object) -> None:
+    """Two processes on the CPU; their output is shown if they fail."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    calibrated_weights(folder / "weights.pth")
+    torchrun("-m", "tests.training.ranks", folder)
+    return folder
+
+
+def test_gradients_of_two_ranks_equal_those_of_one_process(two_ranks: Path) -> None:
+    ranks = [torch.load(two_ranks / f"rank{number}.pt") for number in range(2)]
+    for case, job in cases(two_ranks / "weights.pth").items():
+        expected = gradients(job)
+        assert sum(g.abs().sum() for g in expected.values()) > 0, f"{case} has no gradient"
+        for found in ranks:
+            assert found[case].keys() == expected.keys(), case
+            for name, gradient in expected.items():
+                difference = (found[case][name] - gradient).abs().max()
+                bound = 1e-5 * max(1.0, float(gradient.abs().max()))
+                assert difference <= bound, f"{case}: {name} differs by {difference:.1e}"
+
+
+def test_a_run_of_two_ranks_learns_what_one_process_learns(two_ranks: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path / "products", weights=two_ranks / "weights.pth", epochs=2)
+    (tmp_path / "job.toml").write_text(job_toml(job))
+    torchrun("-m", "training", "fit", tmp_path / "job.toml", "--out", tmp_path / "two")
+    command = [sys.executable, "-m", "training", "fit", str(tmp_path / "job.toml")]
+    subprocess.run([*command, "--out", str(tmp_path / "one")], check=True, cwd=ROOT)
+    two, one = read_result(tmp_path / "two"), read_result(tmp_path / "one")
+    assert one is not None
+    assert two is not None
+    assert two.figures == pytest.approx(one.figures, rel=1e-3, abs=1e-3)
+
+
+def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.state.world", lambda: 2)
+    with pytest.raises(TrainingError, match="statistics of all of them"):
+        create_run(small_job(tmp_path), 3)
+
+
+def test_alone_nothing_is_gathered() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert distributed.gather(x) is x
+    assert distributed.gather_objects({"a": 1}) == [{"a": 1}]
+    assert distributed.is_main()

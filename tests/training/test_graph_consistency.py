@@ -1,0 +1,232 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from training.regularizers.graph_consistency import GraphConsistency, adjacency
+
+FORMS = ("bound", "graph")
+
+
+def draws(
+    classes: int = 3,
+    each: int = 2,
+    dim: int = 5,
+    spread: float = 0.3,
+    dtype: torch.dtype = torch.double,
+) -> tuple[Tensor, Tensor]:
+    """Two draws of unit vectors around the same centres."""
+    generator = torch.Generator().manual_seed(0)
+    centres = F.normalize(torch.randn(classes, dim, generator=generator, dtype=dtype), dim=1)
+    centres = centres.repeat_interleave(each, dim=0)
+    noise = torch.randn(2, classes * each, dim, generator=generator, dtype=dtype)
+    first, second = F.normalize(centres + spread * noise, dim=2)
+    return first, second
+
+
+def naive(first: Tensor, second: Tensor, sigma: float, form: str) -> float:
+    """Equations 1 and 3 of the paper, term by term."""
+
+    def graph(x: list[list[float]]) -> list[list[float]]:
+        return [
+            [math.exp(-sum((a - b) ** 2 for a, b in zip(p, q, strict=True)) / sigma) for q in x]
+            for p in x
+        ]
+
+    x1, x2 = first.tolist(), second.tolist()
+    s1, s2 = graph(x1), graph(x2)
+    n, dim = len(x1), len(x1[0])
+    total = 0.0
+    for i in range(n):
+        if form == "graph":
+            total += sum((s1[i][j] - s2[i][j]) ** 2 for j in range(n))
+            continue
+        for d in range(dim):
+            moved1 = sum(s1[i][j] * x1[j][d] for j in range(n))
+            moved2 = sum(s2[i][j] * x2[j][d] for j in range(n))
+            total += (moved1 - moved2) ** 2
+    return total if form == "graph" else math.sqrt(total)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
+def test_it_equals_the_formula_of_the_paper(form: str, sigma: float) -> None:
+    first, second = draws()
+    value = GraphConsistency(sigma, form)(first, second)
+    assert float(value) == pytest.approx(naive(first, second, sigma, form), rel=1e-12)
+
+
+def test_two_points_by_hand() -> None:
+    first = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # |x - x'|^2 = 2
+    second = torch.tensor([[1.0, 0.0], [1.0, 0.0]])  # 0
+    a = math.exp(-2)
+    graph = GraphConsistency(form="graph")(first, second)
+    assert float(graph) == pytest.approx(2 * (1 - a) ** 2)
+    bound = GraphConsistency()(first, second)  # S'X' = [[1, a], [a, 1]], S''X'' = [[2, 0], [2, 0]]
+    assert float(bound) == pytest.approx(math.sqrt(1 + a**2 + (2 - a) ** 2 + 1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_identical_draws_give_0_with_a_finite_gradient(form: str, dtype: torch.dtype) -> None:
+    first = draws()[0].to(dtype).requires_grad_()
+    second = first.detach().clone().requires_grad_()
+    value = GraphConsistency(form=form)(first, second)
+    value.backward()
+    assert float(value.detach()) == 0
+    for x in (first, second):
+        assert x.grad is not None
+        assert (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_almost_identical_draws_have_a_bounded_gradient(form: str) -> None:
+    first = draws(dtype=torch.float32)[0].requires_grad_()
+    GraphConsistency(form=form)(first, first.detach() + 1e-7).backward()
+    assert first.grad is not None
+    assert 0 < float(first.grad.norm()) < 20
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_points_of_each_class_give_0_however_they_are_drawn(form: str) -> None:
+    first, second = draws(spread=0.0)
+    within = torch.tensor([1, 0, 3, 2, 5, 4])
+    assert float(GraphConsistency(form=form)(first, second[within])) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reordering_a_class_counts_only_as_much_as_it_is_spread(form: str) -> None:
+    within = torch.tensor([2, 0, 1, 5, 3, 4, 8, 6, 7])
+    values = []
+    for spread in (0.1, 0.01, 0.001):
+        first, _ = draws(each=3, spread=spread)
+        values.append(float(GraphConsistency(form=form)(first, first[within])))
+    power = 2 if form == "graph" else 1  # L_gc is a square, L_GC is not
+    for near, far in zip(values[1:], values[:-1], strict=True):
+        assert 0 < near < 2 * far / 10**power
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_mixing_classes_counts_even_without_spread(form: str) -> None:
+    first, _ = draws(spread=0.0)
+    across = torch.tensor([0, 2, 1, 3, 4, 5])
+    assert float(GraphConsistency(form=form)(first, first[across])) > 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_symmetric_in_the_draws_and_blind_to_a_common_order(form: str) -> None:
+    first, second = draws()
+    value = GraphConsistency(form=form)(first, second)
+    torch.testing.assert_close(GraphConsistency(form=form)(second, first), value)
+    order = torch.randperm(len(first), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(GraphConsistency(form=form)(first[order], second[order]), value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_blind_to_a_common_rotation(form: str) -> None:
+    first, second = draws()
+    turn = torch.linalg.qr(
+        torch.randn(5, 5, generator=torch.Generator().manual_seed(2), dtype=torch.double)
+    ).Q
+    value = GraphConsistency(form=form)(first, second)
+    torch.testing.assert_close(GraphConsistency(form=form)(first @ turn, second @ turn), value)
+
+
+def sides(first: Tensor, second: Tensor) -> tuple[float, float]:
+    """Both sides of the inequality, equation 2."""
+    s_first, s_second = adjacency(first, 1.0), adjacency(second, 1.0)
+    left = torch.linalg.matrix_norm(s_first - s_second)
+    loss = GraphConsistency()(first, second)
+    residual = torch.linalg.matrix_norm(second - first)
+    inverse = torch.linalg.matrix_norm(torch.linalg.pinv(first))
+    right = (loss + torch.linalg.matrix_norm(s_second) * residual) * inverse
+    return float(left), float(right)
+
+
+@pytest.mark.parametrize("spread", [1e-3, 0.1, 1.0])
+def test_the_inequality_of_the_paper_holds_for_independent_points(spread: float) -> None:
+    left, right = sides(*draws(dim=8, spread=spread))
+    assert 0 < left <= right
+
+
+def test_the_inequality_fails_for_dependent_points() -> None:
+    first = 100 + torch.tensor([[0.0], [0.0], [1.0], [1.0]], dtype=torch.double)  # N 4, D 1
+    left, right = sides(first, first[[0, 2, 1, 3]])
+    assert left > right
+
+
+def test_the_trained_form_alone_is_no_bound() -> None:
+    first = 100 + torch.tensor([[0.0], [0.0], [0.5], [0.5]], dtype=torch.double)
+    second = first[[0, 2, 1, 3]]
+    assert float(GraphConsistency()(first, second)) < math.sqrt(
+        float(GraphConsistency(form="graph")(first, second))
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_minimising_it_over_random_draws_makes_classes_compact(form: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    points = (
+        torch.stack(draws(each=3, dim=4, spread=0.1)).view(2, 3, 3, 4).transpose(0, 1).flatten(1, 2)
+    )
+    points.requires_grad_()  # (3 classes, 6 images, 4)
+    optimizer = torch.optim.Adam([points], lr=0.01)
+
+    def spread_and_gap() -> tuple[float, float]:
+        units = F.normalize(points.detach(), dim=2)
+        means = units.mean(1)  # (3, 4)
+        return float((units - means[:, None]).norm()), float(torch.pdist(means).min())
+
+    spread, gap = spread_and_gap()
+    for _ in range(80):
+        order = torch.randperm(6, generator=generator)
+        drawn = F.normalize(points, dim=2)[:, order]
+        optimizer.zero_grad()
+        first, second = drawn[:, :3].flatten(0, 1), drawn[:, 3:].flatten(0, 1)
+        GraphConsistency(form=form)(first, second).backward()
+        optimizer.step()
+    new_spread, new_gap = spread_and_gap()
+    assert new_spread < spread / 4
+    assert new_gap > 0.9 * gap
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_gradient_reaches_both_draws_and_is_that_of_differences(form: str) -> None:
+    first, second = (x.requires_grad_() for x in draws())
+    assert torch.autograd.gradcheck(GraphConsistency(form=form), (first, second))
+    GraphConsistency(form=form)(first, second).backward()
+    for x in (first, second):
+        assert x.grad is not None
+        assert (x.grad.norm(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_is_computed_in_float32_whatever_the_autocast(form: str) -> None:
+    first, second = draws(dtype=torch.float32)
+    expected = GraphConsistency(form=form)(first, second)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = GraphConsistency(form=form)(first, second)
+        low = GraphConsistency(form=form)(first.bfloat16(), second.bfloat16())
+    assert value.dtype == low.dtype == torch.float32
+    torch.testing.assert_close(value, expected, rtol=0, atol=0)
+    torch.testing.assert_close(low, expected, rtol=0.1, atol=0)
+
+
+def test_no_images_give_0_that_is_connected_to_the_graph() -> None:
+    nothing = torch.zeros(0, 4, requires_grad=True)
+    for form in FORMS:
+        value = GraphConsistency(form=form)(nothing, torch.zeros(0, 4))
+        value.backward()
+        assert float(value.detach()) == 0
+
+
+def test_wrong_settings_and_draws_are_refused() -> None:
+    for sigma in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="sigma"):
+            GraphConsistency(sigma)
+    with pytest.raises(ValueError, match="'gc' is not one of bound, graph"):
+        GraphConsistency(form="gc")
+    with pytest.raises(ValueError, match="do not pair up"):
+        GraphConsistency()(torch.zeros(4, 3), torch.zeros(6, 3))

@@ -1,0 +1,108 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training.jobs import Silent
+from tests.training.official_layouts import KINDS, write_layout
+from training.config.job import JOBS, Job, load_job, parse_job
+from training.data.load import load_split
+from training.data.samplers import build_sampler
+from training.protocols import with_protocol
+from training.runner import run_job
+from training.tournament.grid import load_grid
+
+NAMES = sorted(path.stem for path in JOBS.glob("*.toml"))
+GRIDS = sorted((JOBS / "tournaments").glob("*.toml"))
+OFFICIAL = ("cub", "cars196", "sop", "in-shop")
+METHODS = ("proxy-anchor", "determinant", "skewed-mean", "nir", "graph-consistency")
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("layouts")
+    return {kind: write_layout(kind, root / kind, classes=4, images=4) for kind in KINDS}
+
+
+def miniature(name: str, layouts: dict[str, Path], tmp_path: Path) -> Job:
+    """The job as it stands but for images, sizes, start weights and the number of steps."""
+    content = load_job(name).as_dict()
+    kind = content["data"]["kind"]
+    if kind in layouts:
+        content["data"] |= {"root": str(layouts[kind]), "allow_partial": True}
+    else:
+        products = {"kind": "rendered", "root": str(tmp_path / "products"), "size_px": 40}
+        content["data"] = products | {"products": 8, "views": 4}
+    content["model"]["weights"] = "none"
+    content["input"] |= {"size_px": 64, "resize_px": 72, "test_px": None}
+    content["optimizer"] |= {"epochs": 1, "steps_per_epoch": 2, "batch_size": 8}
+    if content["sampling"]["kind"] != "random":
+        content["sampling"]["per_class"] = 2
+    content["runtime"] = {"workers": 0, "device": "cpu", "precision": "fp32"}
+    return parse_job(content)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_job_trains_two_steps(name: str, layouts: dict[str, Path], tmp_path: Path) -> None:
+    job = miniature(name, layouts, tmp_path)
+    split = with_protocol(load_split(job.data), job.protocol)
+    listener = Silent()
+    result = run_job(job, split, tmp_path / "run", listener)
+    assert len(listener.steps) == 2
+    assert result.figures.keys() >= {f"R@{k}" for k in job.recall_at} | {"MAP@R", "NMI", "F1"}
+    terms = {part for part, value in job.regularizers if value is not None}
+    assert terms | {"loss"} <= listener.steps[-1].keys()
+
+
+def test_there_is_a_job_for_each_data_set_and_method() -> None:
+    expected = {f"{data}-{method}" for data in OFFICIAL for method in METHODS}
+    assert expected | {f"cars196-half-{method}" for method in METHODS} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_job_opens_with_command_machine_time_and_expectation(name: str) -> None:
+    head = (JOBS / f"{name}.toml").read_text().split("\n\n")[0]
+    for word in ("command", "machine", "time", "expected"):
+        assert f"# {word} " in head, f"{name} does not say its {word}"
+    assert name in head.split("# command")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "classes", "images", "iterations"),
+    [
+        ("cub", 100, 5864, 5000),
+        ("cars196", 98, 8054, 10_000),
+        ("sop", 11_318, 59_551, 20_000),
+        ("in-shop", 3997, 25_882, 20_000),
+    ],
+)
+def test_graph_consistency_trains_for_the_papers_iterations(
+    data: str, classes: int, images: int, iterations: int
+) -> None:
+    job = load_job(f"{data}-graph-consistency")
+    steps = len(build_sampler(job, np.arange(images) % classes))
+    assert iterations <= steps * job.optimizer.epochs < iterations + steps
+
+
+def test_there_are_tournaments_of_the_ten_losses() -> None:
+    assert {path.stem for path in GRIDS} == {
+        f"ten-losses-{data}" for data in ("cub", "cars196", "sop", "cars196-half")
+    }
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_every_tournament_has_the_settings_of_the_table(path: Path) -> None:
+    combinations = load_grid(path)
+    losses = {one.loss for one in combinations}
+    assert len(losses) == 10
+    networks = {(one.backbone, one.dim) for one in combinations}
+    assert len(combinations) == 10 * len(networks)
+    assert len(networks) == (1 if "half" in path.stem else 12)
+    by_name = {one.loss: one.job for one in combinations}
+    assert by_name["lifted_structure"].sampling.kind == "balanced"
+    assert by_name["multi_similarity"].sampling.kind == "balanced"
+    assert by_name["triplet"].loss.mining == "semi_hard"
+    assert by_name["margin"].optimizer.lr_proxies == 5e-5
+    assert by_name["proxy_nca"].optimizer.lr_proxies == 1e-5
+    assert by_name["arcface"].optimizer.lr_proxies == 1e-4
+    assert by_name["soft_triple"].optimizer.lr_proxies == 1e-4

@@ -1,0 +1,159 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from embedder.errors import JobError, TrainingError
+from tests.training.jobs import calibrated_weights
+from tests.training.ranks import NIR, REGULARIZERS
+from training.config.job import Job, parse_job
+from training.state import Run, create_run, parameter_groups
+
+BATCH, CLASSES = 8, 4
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calibrated_weights(tmp_path_factory.mktemp("weights") / "weights.pth")
+
+
+def job(weights: Path, regularizers: dict[str, Any], **tables: Any) -> Job:
+    content = {
+        "name": "objective",
+        "data": {"kind": "folder", "root": "unused"},
+        "model": {"weights": str(weights), "dim": 16},
+        "input": {"size_px": 32, "resize_px": 36},
+        "regularizers": regularizers,
+        "sampling": {"kind": "paired", "per_class": 2},
+        "runtime": {"device": "cpu", "precision": "fp32"},
+    }
+    return parse_job(content | tables)
+
+
+def features(run: Run) -> tuple[Tensor, Tensor]:
+    images = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8)
+    return run.net.features(images), torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_the_total_is_the_loss_and_the_weighted_penalties(weights: Path, name: str) -> None:
+    run = create_run(job(weights, REGULARIZERS[name]), CLASSES)
+    terms = run.objective(run.net, *features(run))
+    watched = {"r_first", "r_second"}
+    expected = sum(value for part, value in terms.parts.items() if part not in watched)
+    torch.testing.assert_close(terms.total.detach(), torch.as_tensor(expected))
+    wanted = {part for part, value in run.job.regularizers if value is not None}
+    assert terms.parts.keys() - watched == {"loss"} | wanted
+
+
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_a_step_reaches_every_group(weights: Path, name: str) -> None:
+    torch.manual_seed(0)
+    run = create_run(job(weights, REGULARIZERS[name]), CLASSES)
+    run.objective(run.net, *features(run)).total.backward()
+    for group in run.optimizer.param_groups:
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in group["params"]), group
+
+
+def test_the_authors_of_nir_weight_the_loss_beside_it(weights: Path) -> None:
+    tables = {"non_isotropy": {**NIR, "loss_weight": 0.25, "weight": 2.0}}
+    run = create_run(job(weights, tables), CLASSES)
+    terms = run.objective(run.net, *features(run))
+    expected = 0.25 * terms.parts["loss"] + terms.parts["non_isotropy"]
+    torch.testing.assert_close(terms.total.detach(), expected)
+
+
+def test_the_loss_is_the_mean_over_both_draws(weights: Path) -> None:
+    run = create_run(job(weights, {"graph_consistency": {}}), CLASSES)
+    x, labels = features(run)
+    embeddings, half = F.normalize(x, dim=1), BATCH // 2
+    loss = run.objective.loss
+    expected = (loss(embeddings[:half], labels[:half]) + loss(embeddings[half:], labels[half:])) / 2
+    torch.testing.assert_close(run.objective(run.net, x, labels).parts["loss"], expected.detach())
+
+
+def test_n_pair_gets_features_of_any_length(weights: Path) -> None:
+    run = create_run(job(weights, {}, loss={"name": "n_pair"}), CLASSES)
+    x, labels = features(run)
+    longer = run.objective(run.net, 2 * x, labels).parts["loss"]
+    assert not torch.isclose(longer, run.objective(run.net, x, labels).parts["loss"])
+
+
+def test_flows_of_regularizers_and_proxies_have_their_own_rates(weights: Path) -> None:
+    rates = {"lr_trunk": 1e-5, "lr_head": "x10", "lr_proxies": "x4000", "lr_flows": "x50"}
+    decay = {"weight_decay": 4e-4, "weight_decay_criterion": 0.0}
+    settings = job(weights, REGULARIZERS["non_isotropy"], optimizer=rates | decay)
+    run = create_run(settings, CLASSES)
+    groups = {g["name"]: g for g in parameter_groups(settings, run.net, run.objective)}
+    assert {name: g["lr"] for name, g in groups.items()} == pytest.approx(
+        {"trunk": 1e-5, "head": 1e-4, "proxies": 0.04, "flows": 5e-4}
+    )
+    assert {name: g["weight_decay"] for name, g in groups.items()} == {
+        "trunk": 4e-4, "head": 4e-4, "proxies": 0.0, "flows": 0.0,
+    }  # fmt: skip
+
+
+def test_the_skewed_mean_of_soft_triple_does_not_part_the_centres_of_one_class(
+    weights: Path,
+) -> None:
+    loss = {"name": "soft_triple", "centres_per_class": 2}
+    run = create_run(job(weights, {"skewed_mean": {}}, loss=loss), 2)
+    soft_triple, skewed_mean = run.objective.loss, run.objective.skewed_mean
+    # Centres in a plane: class 0 at -20 and 20 degrees, class 1 at 160 and 200.
+    angles = torch.deg2rad(torch.tensor([-20.0, 20.0, 160.0, 200.0]))
+    with torch.no_grad():
+        soft_triple.proxies.zero_()
+        soft_triple.proxies[:, 0], soft_triple.proxies[:, 1] = angles.cos(), angles.sin()
+    skewed_mean(soft_triple.class_centres()).backward()
+    # The classes are opposite already: nothing is pushed, least of all centres of one class.
+    assert soft_triple.proxies.grad.abs().max() < 1e-6
+
+
+def test_a_criterion_with_parameters_in_no_group_is_an_error(weights: Path) -> None:
+    run = create_run(job(weights, {}), CLASSES)
+    run.objective.forgotten = torch.nn.Linear(2, 2)
+    with pytest.raises(TrainingError, match=r"forgotten\.weight is in no optimizer group"):
+        parameter_groups(run.job, run.net, run.objective)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"gamma": 0}, "gamma must not be 0"),
+        ({"gamma": -4, "hinge": True}, "needs a finite gamma above 0"),
+        ({"kind": "mhe1", "exponent": 2}, 'kind = "mhe1" does not read exponent'),
+        ({"kind": "r2", "delta": 0.1}, 'kind = "r2" does not read delta'),
+        ({"subset": 1}, "greater than or equal to 2"),
+    ],
+)
+def test_settings_of_the_skewed_mean_that_do_nothing_or_fail_are_refused(
+    weights: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        job(weights, {"skewed_mean": settings})
+
+
+@pytest.mark.parametrize(
+    ("tables", "loss", "sampling", "message"),
+    [
+        ({"non_isotropy": {}}, "triplet", "random", "non_isotropy acts on proxies"),
+        ({"skewed_mean": {}}, "margin", "random", 'or set centres = "batch"'),
+        ({"graph_consistency": {}}, "proxy_anchor", "random", 'sampling.kind = "paired"'),
+    ],
+)
+def test_regularizers_that_do_not_fit_the_job_are_refused(
+    weights: Path, tables: dict[str, Any], loss: str, sampling: str, message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        job(weights, tables, loss={"name": loss}, sampling={"kind": sampling})
+
+
+def test_the_skewed_mean_of_the_batch_needs_no_proxies(weights: Path) -> None:
+    tables = {"skewed_mean": {"centres": "batch"}}
+    run = create_run(job(weights, tables, loss={"name": "triplet"}), CLASSES)
+    terms = run.objective(run.net, *features(run))
+    assert torch.isfinite(terms.total)
+    assert terms.parts["skewed_mean"] != 0

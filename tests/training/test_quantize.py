@@ -1,0 +1,305 @@
+"""The precisions of a small real network: MobileNetV2, projection and flow at 32 px."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+from torch.nn import functional as F
+
+from embedder.bundle import Bundle, write_bundle
+from embedder.errors import BundleError, ExportError
+from embedder.manifest import BundleManifest, GoldenHashes, HeldOut, Preprocessing
+from embedder.preprocess import preprocess
+from embedder.session import OnnxEmbedder, SessionSettings, create_session
+from embedder.types import Embeddings, Images
+from tests.training.jobs import calibrated_weights, small_job
+from training.config.model import Model
+from training.data.load import load_split
+from training.data.records import Split
+from training.golden import golden_images
+from training.graph import trunk_nodes
+from training.half import convert_fp16
+from training.models.embedding import EmbeddingNet
+from training.onnx_file import torch_embed, write_onnx
+from training.quantize import calibration_images, quantize_int8
+from training.variants import Reference, compare, every_second, make_variants
+
+SPEC = Preprocessing(resize_px=36, crop_px=32)
+
+
+@dataclass
+class Small:
+    split: Split
+    bundle: Bundle
+    pixels: Images
+    int8: Path
+    fp16: Path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    folder = tmp_path_factory.mktemp("small")
+    job = small_job(folder / "products", weights=calibrated_weights(folder / "weights.pth"))
+    torch.manual_seed(0)
+    net = EmbeddingNet(job.model, job.regularizers.determinant).eval()
+    write_onnx(net, SPEC.crop_px, folder / "model.onnx")
+    split = load_split(job.data)
+    pixels = calibration_images(split.train, SPEC, count=8)
+    manifest = BundleManifest(
+        name="small",
+        created_at="",
+        dim=16,
+        preprocessing=SPEC,
+        model_sha256="",
+        golden=GoldenHashes(files={}),
+        backbone="mobilenet_v2",
+    )
+    images, golden = golden_images(SPEC), torch_embed(net, pixels)
+    bundle = write_bundle(folder / "b", manifest, folder / "model.onnx", images, pixels, golden)
+    quantize_int8(bundle.model_path, pixels, folder / "int8.onnx")
+    convert_fp16(bundle.model_path, folder / "fp16.onnx")
+    return Small(split, bundle, pixels, folder / "int8.onnx", folder / "fp16.onnx")
+
+
+def embed(path: Path, images: Images) -> Embeddings:
+    vectors: Embeddings = create_session(path, SessionSettings()).run(None, {"images": images})[0]
+    return vectors
+
+
+def weight_types(path: Path) -> dict[str, int]:
+    return {t.name: t.data_type for t in onnx.load(path).graph.initializer if len(t.dims) > 1}
+
+
+class Shallow(nn.Module):
+    """Two convolutions as a trunk: unlike 52 random ones, they do not amplify rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Sequential(
+            nn.Conv2d(3, 16, 3, 2), nn.ReLU6(), nn.Conv2d(16, 32, 3, 2), nn.ReLU()
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return F.normalize(self.trunk(images.float() / 64 - 2).mean(dim=(2, 3)), dim=1)
+
+
+def test_vectors_of_a_shallow_network_are_near_those_of_fp32(small: Small, tmp_path: Path) -> None:
+    model, int8, fp16 = (tmp_path / f"{name}.onnx" for name in ("model", "int8", "fp16"))
+    write_onnx(Shallow().eval(), 32, model)
+    quantize_int8(model, small.pixels, int8)
+    convert_fp16(model, fp16)
+    expected = embed(model, small.pixels)
+    others = (expected @ expected.T)[~np.eye(8, dtype=bool)]
+    distance = {p: 1 - (embed(p, small.pixels) * expected).sum(axis=1) for p in (int8, fp16)}
+    assert distance[int8].max() < 0.1 * (1 - others).mean()
+    assert distance[fp16].max() < 1e-5
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fp16.onnx", "int8.onnx", "model.onnx"]
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp16"])
+def test_vectors_are_of_unit_norm_at_any_batch_size(small: Small, precision: str) -> None:
+    for size in (1, 5):
+        vectors = embed(getattr(small, precision), np.resize(small.pixels, (size, 3, 32, 32)))
+        assert vectors.shape == (size, 16)
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+@pytest.mark.real_data
+def test_pretrained_weights_stay_near_fp32(shared_data: Path, tmp_path: Path) -> None:
+    weights = shared_data / "weights" / "mobilenet_v2-imagenet-fp16.pth"
+    net = EmbeddingNet(Model(backbone="mobilenet_v2", weights=str(weights), dim=None)).eval()
+    write_onnx(net, 96, tmp_path / "model.onnx")
+    spec = Preprocessing(resize_px=110, crop_px=96)
+    pixels = np.stack([preprocess(image, spec) for image in golden_images(spec)])
+    quantize_int8(tmp_path / "model.onnx", pixels, tmp_path / "int8.onnx")
+    convert_fp16(tmp_path / "model.onnx", tmp_path / "fp16.onnx")
+    expected = embed(tmp_path / "model.onnx", pixels)
+    assert (embed(tmp_path / "int8.onnx", pixels) * expected).sum(axis=1).min() > 0.96
+    assert (embed(tmp_path / "fp16.onnx", pixels) * expected).sum(axis=1).min() > 0.9999
+
+
+def test_int8_quantizes_every_convolution_and_nothing_of_the_head(small: Small) -> None:
+    before, after = weight_types(small.bundle.model_path), weight_types(small.int8)
+    kernels = [name for name in before if name.startswith("trunk.")]
+    assert len(kernels) == 52
+    assert all(after[f"{name}_quantized"] == TensorProto.INT8 for name in kernels)
+    head = [name for name in before if name.startswith(("projection.", "flow.", "normalize."))]
+    assert len(head) > 5
+    assert all(after[name] == TensorProto.FLOAT for name in head)
+
+
+def test_int8_has_a_scale_for_each_output_channel(small: Small) -> None:
+    kernel = "trunk.0.1.conv.0.0.weight"
+    scales = {t.name: t for t in onnx.load(small.int8).graph.initializer}[f"{kernel}_scale"]
+    assert scales.dims == [32]
+
+
+def test_int8_is_a_quarter_and_fp16_half_of_the_size(small: Small) -> None:
+    sizes = [p.stat().st_size for p in (small.bundle.model_path, small.int8, small.fp16)]
+    assert sizes[1] < 0.4 * sizes[0]
+    assert sizes[2] < 0.6 * sizes[0]
+
+
+def test_fp16_converts_the_trunk_and_leaves_what_makes_unit_norm(small: Small) -> None:
+    before, after = weight_types(small.bundle.model_path), weight_types(small.fp16)
+    for name in before:
+        if name.startswith("trunk."):
+            assert name not in after
+            assert after[f"{name}.fp16"] == TensorProto.FLOAT16
+        else:
+            assert after[name] == TensorProto.FLOAT
+    graph = onnx.load(small.fp16).graph
+    assert graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
+    assert graph.output[0].type.tensor_type.elem_type == TensorProto.FLOAT
+    # One cast of the pixels, one into the trunk, one out of it.
+    assert [node.op_type for node in graph.node].count("Cast") == 3
+
+
+def test_a_weight_beyond_the_range_of_fp16_is_refused(small: Small, tmp_path: Path) -> None:
+    model = onnx.load(small.bundle.model_path)
+    kernel = next(t for t in model.graph.initializer if t.name.startswith("trunk."))
+    values = numpy_helper.to_array(kernel).copy()
+    values.flat[0] = 1e5
+    kernel.CopyFrom(numpy_helper.from_array(values, kernel.name))
+    onnx.save(model, tmp_path / "large.onnx")
+    with pytest.raises(ExportError, match=r"reaches 1e\+05, fp16 ends at 65504"):
+        convert_fp16(tmp_path / "large.onnx", tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def branches() -> onnx.ModelProto:
+    """x -> scale -> conv -> (conv, itself) -> sum -> relu -> (mean, maximum) -> sum."""
+    nodes = [
+        helper.make_node("Mul", ["x", "scale"], ["scaled"], name="normalize"),
+        helper.make_node("Conv", ["scaled", "trunk.a"], ["a"]),
+        helper.make_node("Sigmoid", ["a"], ["between"], name="between"),
+        helper.make_node("Conv", ["between", "trunk.b"], ["b"], name="last"),
+        helper.make_node("Add", ["a", "b"], ["residual"], name="residual"),
+        helper.make_node("Relu", ["residual"], ["maps"], name="relu"),
+        helper.make_node("ReduceMean", ["maps"], ["mean"], name="mean"),
+        helper.make_node("ReduceMax", ["maps"], ["max"], name="max"),
+        helper.make_node("Add", ["mean", "max"], ["pooled"], name="pooled"),
+    ]
+    weights = [
+        numpy_helper.from_array(np.ones((2, 2, 1, 1), np.float32), f"trunk.{n}") for n in "ab"
+    ]
+    weights.append(numpy_helper.from_array(np.float32(2), "scale"))
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 4, 4])
+    out = helper.make_tensor_value_info("pooled", TensorProto.FLOAT, ["n", 2, 1, 1])
+    return helper.make_model(helper.make_graph(nodes, "branches", [value], [out], weights))
+
+
+def test_the_trunk_ends_with_its_last_sum_and_activation() -> None:
+    found = trunk_nodes(branches())
+    assert found == ["Conv_unnamed_1", "between", "last", "residual", "relu"]
+
+
+def test_a_graph_without_a_trunk_is_refused() -> None:
+    model = branches()
+    for node in model.graph.node:
+        node.input[:] = [name.replace("trunk.", "other.") for name in node.input]
+    with pytest.raises(ExportError, match=r"no weight whose name begins with 'trunk\."):
+        trunk_nodes(model)
+
+
+def test_calibration_images_are_training_images_drawn_by_the_seed(small: Small) -> None:
+    chosen = calibration_images(small.split.train, SPEC, count=5)
+    assert chosen.shape == (5, 3, 32, 32)
+    np.testing.assert_array_equal(chosen, calibration_images(small.split.train, SPEC, count=5))
+    other = calibration_images(small.split.train, SPEC, count=5, seed=1)
+    assert not np.array_equal(chosen, other)
+    everything = calibration_images(small.split.train, SPEC)
+    assert len(everything) == len(small.split.train)
+    assert {image.tobytes() for image in chosen} <= {image.tobytes() for image in everything}
+
+
+def directions(*degrees: float) -> Embeddings:
+    angles = np.radians(np.array(degrees, dtype=np.float32))
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+LABELS = np.array([0, 0, 0, 1, 1, 1])
+RIGHT = directions(0, 1, 2, 90, 91, 92)
+
+
+def of_fp32(vectors: Embeddings, recall_at_1: float) -> Reference:
+    page = HeldOut(split="validation", images=6, recall={"R@1": recall_at_1, "R@2": 100.0})
+    return Reference(page, LABELS, vectors, lambda _: vectors)
+
+
+def test_half_a_point_of_recall_is_allowed_and_more_is_refused() -> None:
+    one_wrong = directions(0, 1, 88.5, 90, 91, 92)
+    cosines = np.ones(3, np.float32)
+    found = compare("int8", of_fp32(RIGHT, 83.8), one_wrong, cosines)
+    assert found.recall["R@1"] == pytest.approx(100 * 5 / 6)
+    assert found.recall_at_1_loss == pytest.approx(83.8 - 100 * 5 / 6)
+    with pytest.raises(ExportError, match=r"from 83.90 in fp32 to 83.33 in int8 on the 6 valid"):
+        compare("int8", of_fp32(RIGHT, 83.9), one_wrong, cosines)
+
+
+def test_the_loss_of_queries_in_a_gallery_of_fp32_is_told() -> None:
+    # Turned by 90 degrees all classes keep together, but each meets the other one's gallery.
+    turned = directions(90, 91, 92, 0, 1, 2)
+    found = compare("fp16", of_fp32(RIGHT, 100.0), turned, np.ones(3, np.float32))
+    assert found.recall_at_1_loss == 0
+    assert found.mixed_recall_at_1_loss == 100
+
+
+def test_every_second_image_of_a_class_asks() -> None:
+    labels = np.array([1, 0, 1, 0, 1, 2])
+    np.testing.assert_array_equal(every_second(labels), [1, 1, 0, 0, 1, 1])
+
+
+def test_a_precision_that_loses_recall_is_not_made(small: Small, tmp_path: Path) -> None:
+    images = small.split.test
+    good = np.eye(16, dtype=np.float32)[images.labels]
+    page = HeldOut(split="test", images=len(images), recall={"R@1": 100.0})
+
+    def noise(_: object) -> Embeddings:
+        return good[np.random.default_rng(0).permutation(len(good))]
+
+    with pytest.raises(ExportError, match=r"R@1 falls from 100.00 in fp32 to"):
+        make_variants(
+            ["fp16"],
+            small.bundle,
+            Reference(page, images.labels, good, noise),
+            small.split.train,
+            tmp_path,
+        )
+
+
+def test_the_model_without_its_twin_says_what_it_has(small: Small) -> None:
+    with pytest.raises(BundleError, match="has no int8 model, only fp32"):
+        OnnxEmbedder.open(small.bundle, SessionSettings(precision="int8"))
+
+
+def test_the_lower_bound_of_generalised_mean_pooling_is_of_the_head() -> None:
+    model = branches()
+    for node in model.graph.node:
+        if node.name in ("mean", "max"):
+            node.input[0] = "clipped"
+    clip = helper.make_node("Clip", ["maps", "least"], ["clipped"], name="clip")
+    model.graph.node.insert(6, clip)
+    for least, expected in ((1e-6, "relu"), (0.0, "clip")):
+        bound = numpy_helper.from_array(np.float32(least), "least")
+        model.graph.initializer.append(bound)
+        assert trunk_nodes(model)[-1] == expected
+        model.graph.initializer.remove(bound)
+
+
+def test_a_precision_in_which_the_network_breaks_is_named(small: Small, tmp_path: Path) -> None:
+    def broken(_: object) -> Embeddings:
+        raise BundleError("The model gave vectors that are not finite numbers.")
+
+    labels = small.split.test.labels
+    vectors = np.eye(16, dtype=np.float32)[labels]
+    page = HeldOut(split="test", images=len(labels), recall={"R@1": 100.0})
+    reference = Reference(page, labels, vectors, broken)
+    with pytest.raises(ExportError, match=r"does not work in fp16: .* not finite"):
+        make_variants(["fp16"], small.bundle, reference, small.split.train, tmp_path)

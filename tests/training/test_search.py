@@ -1,0 +1,288 @@
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedder.errors import JobError, TrainingError
+from tests.training.jobs import Silent, small_job
+from tests.training.studies import FakeRunner, some_job, some_split
+from training.config.job import Job, load_job, parse_job
+from training.config.space import load_space, parse_space
+from training.data.load import load_split
+from training.data.records import Split
+from training.protocols import hold_out
+from training.search import Plan, search
+from training.study import Study
+
+SPACE = {
+    "loss": {"margin": {"low": 0.0, "high": 1.0}},
+    "optimizer": {
+        "lr_trunk": {"low": 1e-6, "high": 1e-2, "log": True},
+        "batch_size": {"low": 10, "high": 100, "step": 10},
+        "schedule": {"values": ["linear", "cosine"]},
+    },
+}
+
+
+def plan(trials: int = 6, **options: Any) -> Plan:
+    return Plan(parse_space(SPACE), trials, **options)
+
+
+def by_margin(job: Job, split: Split) -> dict[str, float]:
+    """Best at margin 0.4."""
+    return {"R@1": 100 - 100 * abs(job.loss.margin - 0.4)}
+
+
+def values(runner: FakeRunner) -> list[tuple[object, ...]]:
+    jobs = [job for job, _, _ in runner.calls]
+    return [
+        (j.loss.margin, j.optimizer.lr_trunk, j.optimizer.batch_size, j.optimizer.schedule)
+        for j in jobs
+    ]
+
+
+def test_values_lie_in_the_space_and_the_best_trial_wins(tmp_path: Path) -> None:
+    runner = FakeRunner(by_margin)
+    best = search(some_job(), some_split(), plan(12), tmp_path, Silent(), runner)
+    assert len(runner.calls) == 12
+    for margin, rate, batch, schedule in values(runner):
+        assert 0 <= margin <= 1
+        assert 1e-6 <= rate <= 1e-2
+        assert batch in range(10, 101, 10)
+        assert schedule in ("linear", "cosine")
+    scores = [by_margin(job, split)["R@1"] for job, split, _ in runner.calls]
+    assert best.score == max(scores)
+    assert best.number == scores.index(max(scores))
+    assert best.score > 80
+
+
+def test_a_trial_is_chosen_on_validation_and_is_not_handed_a_test_image(tmp_path: Path) -> None:
+    runner = FakeRunner(by_margin)
+    split = some_split()
+    search(some_job(), split, plan(2, fraction=0.3), tmp_path, Silent(), runner)
+    for job, part, _ in runner.calls:
+        assert len(part.test) == 0
+        assert part.validation.class_names == hold_out(split, 0.3).validation.class_names
+        assert job.protocol.choose_by == "validation"
+        assert job.protocol.evaluate_test == "never"
+        assert job.protocol.validation_fraction == 0.3
+
+
+def test_the_best_job_is_a_file_that_tests_once(tmp_path: Path) -> None:
+    runner = FakeRunner(by_margin)
+    base = some_job(optimizer={"epochs": 40})
+    best = search(base, some_split(), plan(4, trial_epochs=3), tmp_path, Silent(), runner)
+    assert {job.optimizer.epochs for job, _, _ in runner.calls} == {3}
+    job = load_job(tmp_path / "best.toml")
+    assert job.loss.margin == best.values["loss.margin"]
+    assert job.optimizer.lr_trunk == best.values["optimizer.lr_trunk"]
+    assert job.optimizer.epochs == 40
+    assert job.protocol.evaluate_test == "end"
+    assert job.protocol.choose_by == "validation"
+    assert job.protocol.validation_fraction == 0.1
+
+
+def test_a_search_that_was_stopped_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+    class Interrupted(FakeRunner):
+        def __call__(self, *arguments):
+            result = super().__call__(*arguments)
+            if len(self.calls) == 5:
+                raise KeyboardInterrupt
+            return result
+
+    job, split = some_job(), some_split()
+    whole, first, second = FakeRunner(by_margin), Interrupted(by_margin), FakeRunner(by_margin)
+    best = search(job, split, plan(12), tmp_path / "whole", Silent(), whole)
+    with pytest.raises(KeyboardInterrupt):
+        search(job, split, plan(12), tmp_path / "parts", Silent(), first)
+    again = search(job, split, plan(12), tmp_path / "parts", Silent(), second)
+    assert values(first)[:4] + values(second) == values(whole)
+    assert second.calls[0][2].name == "trial-004"
+    assert again == best
+
+
+def test_more_trials_go_on_where_a_search_ended(tmp_path: Path) -> None:
+    first, second = FakeRunner(by_margin), FakeRunner(by_margin)
+    search(some_job(), some_split(), plan(3), tmp_path, Silent(), first)
+    search(some_job(), some_split(), plan(3), tmp_path, Silent(), second)
+    assert not second.calls
+    search(some_job(), some_split(), plan(5), tmp_path, Silent(), second)
+    assert [folder.name for _, _, folder in second.calls] == ["trial-003", "trial-004"]
+
+
+def test_another_seed_draws_other_values(tmp_path: Path) -> None:
+    first, second = FakeRunner(by_margin), FakeRunner(by_margin)
+    search(some_job(), some_split(), plan(2), tmp_path / "a", Silent(), first)
+    search(some_job(), some_split(), plan(2, seed=1), tmp_path / "b", Silent(), second)
+    assert values(first) != values(second)
+
+
+def test_a_trial_that_fails_is_kept_with_its_reason_and_the_search_goes_on(tmp_path: Path) -> None:
+    class Failing(FakeRunner):
+        def __call__(self, *arguments):
+            result = super().__call__(*arguments)
+            if len(self.calls) == 2:
+                raise RuntimeError("the GPU | is full")
+            return result
+
+    runner = Failing(by_margin)
+    search(some_job(), some_split(), plan(4), tmp_path, Silent(), runner)
+    trials = json.loads((tmp_path / "trials.json").read_text())
+    assert [trial["state"] for trial in trials] == ["complete", "failed", "complete", "complete"]
+    assert trials[1]["reason"] == "RuntimeError: the GPU | is full"
+    assert trials[0]["best_epoch"] == 2
+    assert "Traceback" in (tmp_path / "trial-001" / "failure.txt").read_text()
+    page = (tmp_path / "report.md").read_text()
+    assert "failed: RuntimeError: the GPU \\| is full" in page
+    assert "no trial saw a test class" in page
+
+
+def test_a_search_without_hope_stops(tmp_path: Path) -> None:
+    class Hopeless(FakeRunner):
+        def __call__(self, *arguments):
+            self.calls.append(arguments[:3])
+            raise RuntimeError("no GPU")
+
+    runner = Hopeless(by_margin)
+    with pytest.raises(TrainingError, match=r"last 5 trials failed.*no GPU"):
+        search(some_job(), some_split(), plan(50), tmp_path / "a", Silent(), runner)
+    assert len(runner.calls) == 5
+    with pytest.raises(TrainingError, match="All 2 trials failed"):
+        search(some_job(), some_split(), plan(2), tmp_path / "b", Silent(), runner)
+
+
+def test_checkpoints_of_trials_are_removed(tmp_path: Path) -> None:
+    class Saving(FakeRunner):
+        def __call__(self, *arguments):
+            result = super().__call__(*arguments)
+            (arguments[2] / "checkpoint.pt").write_bytes(b"big")
+            return result
+
+    search(some_job(), some_split(), plan(2), tmp_path, Silent(), Saving(by_margin))
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_another_space_job_or_fraction_is_refused_in_the_same_folder(tmp_path: Path) -> None:
+    def run(job: Job | None = None, **options: Any) -> None:
+        chosen = Plan(options.pop("space", parse_space(SPACE)), 1, **options)
+        runner = FakeRunner(by_margin)
+        search(job or some_job(), some_split(), chosen, tmp_path, Silent(), runner)
+
+    run()
+    wider = {**SPACE, "loss": {"margin": {"low": 0.0, "high": 2.0}}}
+    with pytest.raises(JobError, match=r"space.loss.margin.high = 1.0, now 2.0"):
+        run(space=parse_space(wider))
+    with pytest.raises(JobError, match=r"fraction = 0.1, now 0.2"):
+        run(fraction=0.2)
+    with pytest.raises(JobError, match=r"job.seed = 0, now 1"):
+        run(some_job(seed=1))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"loss": {"margni": {"low": 0.0, "high": 1.0}}}, "did you mean 'margin'"),
+        ({"optimizer": {"batch_size": {"low": 0, "high": 9}}}, "batch_size"),
+        ({"lossy": {"margin": {"low": 0.0, "high": 1.0}}}, "no table 'lossy'"),
+        ({"seed": {"low": 0, "high": 9}}, "seed cannot be searched"),
+        ({"data": {"root": {"values": ["a", "b"]}}}, "data.root cannot be searched"),
+        ({"protocol": {"choose_by": {"values": ["test"]}}}, "cannot be searched"),
+    ],
+)
+def test_a_space_that_does_not_fit_the_job_is_refused_before_any_work(
+    tmp_path: Path, table: dict[str, Any], message: str
+) -> None:
+    runner = FakeRunner(by_margin)
+    with pytest.raises(JobError, match=message):
+        search(some_job(), some_split(), Plan(parse_space(table)), tmp_path, Silent(), runner)
+    assert not runner.calls
+    assert not list(tmp_path.iterdir())
+
+
+def test_plans_without_meaning_are_refused(tmp_path: Path) -> None:
+    for options, message in (
+        ({"trials": 0}, "trials = 0"),
+        ({"fraction": 1.0}, "between 0 and 1"),
+    ):
+        with pytest.raises(JobError, match=message):
+            search(some_job(), some_split(), plan(**options), tmp_path, Silent())
+    epochs = Plan(parse_space({"optimizer": {"epochs": {"low": 1, "high": 9}}}), trial_epochs=3)
+    with pytest.raises(JobError, match=r"optimizer.epochs is searched"):
+        search(some_job(), some_split(), epochs, tmp_path, Silent())
+    with pytest.raises(JobError, match="lacks 1"):
+        search(some_job(recall_at=[2]), some_split(), plan(), tmp_path, Silent())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("{low = 1.0, high = 1.0}", "must be below"),
+        ("{low = 0.0, high = 1.0, log = true}", "above 0 on a logarithmic scale"),
+        ("{low = 1, high = 8, log = true, step = 2}", "exclude each other"),
+        ("{low = 0.0, high = 1.0, step = 0.3}", "multiple of step"),
+        ("{low = 1, high = 8, step = 2}", "multiple of step"),
+        ("{values = []}", "values"),
+        ("{values = [[1]]}", "values"),
+        ("{values = [1], low = 2}", "low"),
+        ("{low = 1}", "high"),
+        ("{lo = 1, high = 2}", "low"),
+        ("{}", "give a range"),
+        ("0.3", "give a range"),
+    ],
+)
+def test_ranges_without_meaning_are_refused(tmp_path: Path, setting: str, message: str) -> None:
+    path = tmp_path / "space.toml"
+    path.write_text(f"loss.margin = {setting}\n")
+    with pytest.raises(JobError, match=message) as error:
+        load_space(path)
+    assert "loss.margin" in str(error.value)
+
+
+def test_a_space_may_stand_in_a_table_of_its_own(tmp_path: Path) -> None:
+    bare, table = tmp_path / "bare.toml", tmp_path / "table.toml"
+    bare.write_text(
+        "loss.margin = {low = 0.0, high = 1.0, step = 0.1}\nloss.alpha = {values = [1]}"
+    )
+    table.write_text("[space]\n" + bare.read_text())
+    assert load_space(bare) == load_space(table)
+    bare.write_text("")
+    with pytest.raises(JobError, match="names no setting"):
+        load_space(bare)
+    bare.write_text("a = = b")
+    with pytest.raises(JobError, match="not valid TOML"):
+        load_space(bare)
+    with pytest.raises(JobError, match="cannot be read"):
+        load_space(tmp_path / "absent.toml")
+
+
+def test_a_trial_whose_values_were_not_all_drawn_is_failed(tmp_path: Path) -> None:
+    space = parse_space(SPACE)
+    with Study(tmp_path, space, 0) as half:
+        half._study.ask()
+    with Study(tmp_path, space, 0) as study:
+        drawn = list(study.until(2))
+        assert [trial.number for trial in drawn] == [1]
+        assert study.trials()[0].state == "failed"
+        assert "values were drawn" in study.trials()[0].reason
+
+
+def test_without_optuna_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(JobError, match=r"pip install 'kinlens\[search\]'"):
+        Study(tmp_path, {}, 0)
+
+
+def test_a_real_search_trains_and_never_tests(tmp_path: Path) -> None:
+    content = small_job(tmp_path / "products", regularized=False).as_dict()
+    content["data"] |= {"products": 8, "train_fraction": 0.6}
+    job = parse_job(content)
+    settings = Plan(parse_space({"loss": {"margin": {"values": [0.1, 0.2]}}}), 1, fraction=0.3)
+    out = tmp_path / "out"
+    best = search(job, load_split(job.data), settings, out, Silent())
+    assert best.state == "complete"
+    assert json.loads((out / "trial-000" / "result.json").read_text())["figures"] == {}
+    best_toml = tomllib.loads((out / "best.toml").read_text())
+    assert best_toml["loss"]["margin"] == best.values["loss.margin"]

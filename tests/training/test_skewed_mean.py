@@ -1,0 +1,323 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from training.regularizers.skewed_mean import SkewedMeanRegularizer, k_skewed_mean
+
+KINDS = ("r1", "r2", "distance", "uniform_face", "mhe0", "mhe1", "mhe2")
+SETTINGS: list[dict[str, object]] = [
+    {"kind": "r1"},
+    {"kind": "r1", "gamma": -16.0},
+    {"kind": "r1", "gamma": 2.0, "delta": 0.1},
+    {"kind": "r1", "gamma": math.inf},
+    {"kind": "r1", "gamma": -math.inf},
+    {"kind": "r1", "hinge": True},
+    {"kind": "r2"},
+    {"kind": "r2", "exponent": -3.0},
+    {"kind": "r2", "exponent": 0.0},
+    {"kind": "distance"},
+    {"kind": "distance", "exponent": -4.0},
+    {"kind": "distance", "exponent": 0.0},
+    {"kind": "uniform_face"},
+    {"kind": "mhe0"},
+    {"kind": "mhe1"},
+    {"kind": "mhe2"},
+]
+FARTHEST = [s for s in SETTINGS if float(s.get("gamma", 1)) < 0 or float(s.get("exponent", 1)) < 0]
+FARTHEST.append({"kind": "r2", "exponent": 0.0})
+
+
+def centres_of(count: int = 6, dim: int = 4, dtype: torch.dtype = torch.double) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return F.normalize(torch.randn(count, dim, generator=generator, dtype=dtype), dim=1)
+
+
+def on_a_circle(*degrees: float) -> Tensor:
+    angles = torch.tensor(degrees, dtype=torch.double).deg2rad()
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+def naive(centres: Tensor, settings: dict[str, object]) -> float:
+    """Equations 8 and 10 and the energies, term by term."""
+    kind, gamma = settings["kind"], float(settings.get("gamma", 16.0))
+    delta, lam = float(settings.get("delta", 0.55)), float(settings.get("exponent", 8.0))
+    points = centres.tolist()
+    rows = []
+    for i, p in enumerate(points):
+        others = [q for j, q in enumerate(points) if j != i]
+        rows.append([sum(a * b for a, b in zip(p, q, strict=True)) for q in others])
+    if kind == "r1" and math.isinf(gamma):
+        return sum((max if gamma > 0 else min)(row) - delta for row in rows) / len(rows)
+    if kind == "r1":
+        one = 1.0 if settings.get("hinge") else 0.0
+        sums = [one + sum(math.exp(gamma * (s - delta)) for s in row) for row in rows]
+        return sum(math.log(x) / gamma for x in sums) / len(rows)
+    pairs = [s for row in rows for s in row]
+    if kind == "r2":
+        halves = [(1 + s) / 2 for s in pairs]
+        return mean_of(halves, lam)
+    distances = [math.sqrt(2 - 2 * s) for s in pairs]
+    if kind == "distance":
+        return -mean_of(distances, -lam)
+    if kind == "mhe0":
+        return sum(-math.log(d) for d in distances) / len(distances)
+    return sum(d ** (-2 if kind == "mhe2" else -1) for d in distances) / len(distances)
+
+
+def mean_of(values: list[float], lam: float) -> float:
+    if lam == 0:
+        return math.prod(values) ** (1 / len(values))
+    return (sum(v**lam for v in values) / len(values)) ** (1 / lam)
+
+
+def named(settings: dict[str, object]) -> str:
+    return " ".join(str(value) for value in settings.values())
+
+
+def gradient(regularizer: SkewedMeanRegularizer, centres: Tensor) -> Tensor:
+    """Of the regularizer, along the sphere: (C, D)."""
+    raw = centres.clone().requires_grad_()
+    regularizer(F.normalize(raw, dim=1)).backward()
+    assert raw.grad is not None
+    return raw.grad
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=named)
+def test_it_equals_the_formula(settings: dict[str, object]) -> None:
+    centres = centres_of()
+    value = SkewedMeanRegularizer(**settings)(centres)
+    assert float(value) == pytest.approx(naive(centres, settings), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "opposite", "orthogonal"),
+    [
+        ({"kind": "r1", "gamma": 2.0, "delta": 0.5}, -1.5, -0.5),
+        ({"kind": "r1", "gamma": -2.0, "delta": 0.5}, -1.5, -0.5),
+        ({"kind": "r2"}, 0.0, 0.5),
+        ({"kind": "distance"}, -2.0, -math.sqrt(2)),
+        ({"kind": "distance", "exponent": -3.0}, -2.0, -math.sqrt(2)),
+        ({"kind": "uniform_face"}, 0.5, math.sqrt(0.5)),
+        ({"kind": "mhe0"}, -math.log(2), -math.log(2) / 2),
+        ({"kind": "mhe1"}, 0.5, math.sqrt(0.5)),
+        ({"kind": "mhe2"}, 0.25, 0.5),
+    ],
+)
+def test_two_centres_by_hand(
+    settings: dict[str, object], opposite: float, orthogonal: float
+) -> None:
+    regularizer = SkewedMeanRegularizer(**settings)
+    assert float(regularizer(on_a_circle(0, 180))) == pytest.approx(opposite, abs=2e-6)
+    assert float(regularizer(on_a_circle(0, 90))) == pytest.approx(orthogonal)
+
+
+def test_the_energies_are_transforms_of_the_distance_form() -> None:
+    centres = centres_of()
+
+    def mean(exponent: float) -> Tensor:
+        return -SkewedMeanRegularizer("distance", exponent=exponent)(centres)
+
+    def energy(kind: str) -> Tensor:
+        return SkewedMeanRegularizer(kind)(centres)
+
+    torch.testing.assert_close(energy("uniform_face"), 1 / mean(1.0))
+    torch.testing.assert_close(energy("mhe0"), -mean(0.0).log())
+    torch.testing.assert_close(energy("mhe1"), 1 / mean(1.0))
+    torch.testing.assert_close(energy("mhe2"), 1 / mean(2.0) ** 2)
+
+
+def test_the_energies_descend_in_the_direction_of_the_distance_form() -> None:
+    centres = centres_of()
+    for kind, exponent in (("uniform_face", 1.0), ("mhe0", 0.0), ("mhe1", 1.0), ("mhe2", 2.0)):
+        ours = gradient(SkewedMeanRegularizer("distance", exponent=exponent), centres).flatten()
+        theirs = gradient(SkewedMeanRegularizer(kind), centres).flatten()
+        assert float(F.cosine_similarity(ours, theirs, dim=0)) == pytest.approx(1.0)
+
+
+def two_pairs() -> Tensor:
+    """Centres 0 and 1 are 16 degrees apart, 2 and 3 are 130, all others 82 to 98."""
+    near, far = on_a_circle(82, 98), on_a_circle(-65, 65)
+    zero = torch.zeros(2, 1, dtype=torch.double)
+    return torch.cat([torch.cat([zero, near], dim=1), torch.cat([far, zero], dim=1)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "nearest", "farthest"), [("r2", 20.0, -20.0), ("distance", 20.0, -60.0)]
+)
+def test_the_sign_of_lambda_chooses_between_the_nearest_and_the_farthest_pair(
+    kind: str, nearest: float, farthest: float
+) -> None:
+    centres = two_pairs()
+    near = gradient(SkewedMeanRegularizer(kind, exponent=nearest), centres).norm(dim=1)
+    far = gradient(SkewedMeanRegularizer(kind, exponent=farthest), centres).norm(dim=1)
+    assert near[:2].min() > 20 * near[2:].max()
+    assert far[2:].min() > 20 * far[:2].max()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_sign_of_gamma_chooses_the_nearest_or_the_farthest_centre_of_each(sign: float) -> None:
+    raw = centres_of().requires_grad_()
+    units = F.normalize(raw, dim=1)
+    rows = (units @ units.T)[~torch.eye(6, dtype=torch.bool)].view(6, 5)
+    extremes = torch.stack([k_skewed_mean(row, int(sign)) for row in rows]).mean()
+    extremes.backward()
+    regularizer = SkewedMeanRegularizer("r1", gamma=sign * 300, delta=0.0)
+    assert float(regularizer(units.detach())) == pytest.approx(float(extremes.detach()), abs=0.01)
+    torch.testing.assert_close(gradient(regularizer, raw.detach()), raw.grad, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=named)
+def test_it_is_invariant_to_the_order_of_the_centres(settings: dict[str, object]) -> None:
+    centres = centres_of()
+    regularizer = SkewedMeanRegularizer(**settings)
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    torch.testing.assert_close(regularizer(centres[order]), regularizer(centres))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [s for s in SETTINGS if s not in FARTHEST],
+    ids=named,
+)
+def test_steps_push_the_nearest_centres_apart(settings: dict[str, object]) -> None:
+    raw = centres_of(8, 3).requires_grad_()
+    regularizer = SkewedMeanRegularizer(**settings)
+    optimizer = torch.optim.Adam([raw], lr=0.02)
+    before = torch.pdist(F.normalize(raw.detach(), dim=1)).min()
+    for _ in range(60):
+        optimizer.zero_grad()
+        regularizer(F.normalize(raw, dim=1)).backward()
+        optimizer.step()
+    assert torch.pdist(F.normalize(raw.detach(), dim=1)).min() > 1.2 * before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "r1", "gamma": -40.0},
+        {"kind": "r2", "exponent": -8.0},
+        {"kind": "distance", "exponent": -8.0},
+    ],
+    ids=named,
+)
+def test_steps_push_the_farthest_centres_apart(settings: dict[str, object]) -> None:
+    raw = on_a_circle(0, 10, 40, 80).requires_grad_()
+    regularizer = SkewedMeanRegularizer(**settings)
+    optimizer = torch.optim.SGD([raw], lr=0.1)
+    before = torch.pdist(F.normalize(raw.detach(), dim=1)).max()
+    for _ in range(20):
+        optimizer.zero_grad()
+        regularizer(F.normalize(raw, dim=1)).backward()
+        optimizer.step()
+    assert torch.pdist(F.normalize(raw.detach(), dim=1)).max() > 1.2 * before
+
+
+def test_pushing_far_pairs_alone_can_gather_centres_at_two_opposite_points() -> None:
+    raw = centres_of(8, 3).requires_grad_()
+    optimizer = torch.optim.Adam([raw], lr=0.02)
+    for _ in range(100):
+        optimizer.zero_grad()
+        SkewedMeanRegularizer("r2", exponent=0.0)(F.normalize(raw, dim=1)).backward()
+        optimizer.step()
+    distances = torch.pdist(F.normalize(raw.detach(), dim=1))
+    assert distances.max() > 1.99
+    assert distances.min() < 0.2
+
+
+def test_delta_only_shifts_r1_unless_there_is_a_hinge() -> None:
+    centres = centres_of()
+    low, high = (SkewedMeanRegularizer("r1", delta=delta) for delta in (0.45, 0.7))
+    torch.testing.assert_close(low(centres) - high(centres), torch.tensor(0.25).double())
+    torch.testing.assert_close(gradient(low, centres), gradient(high, centres))
+    low, high = (SkewedMeanRegularizer("r1", delta=delta, hinge=True) for delta in (0.45, 0.7))
+    assert gradient(high, centres).norm() < 0.9 * gradient(low, centres).norm()
+
+
+def test_the_hinge_lets_centres_alone_that_are_farther_apart_than_delta() -> None:
+    regularizer = SkewedMeanRegularizer("r1", gamma=60.0, delta=0.5, hinge=True)
+    near, far = on_a_circle(0, 30), on_a_circle(0, 100)
+    assert gradient(regularizer, near).norm() > 1e6 * gradient(regularizer, far).norm() > 0
+
+
+def test_a_subset_touches_only_its_centres() -> None:
+    centres = centres_of(20)
+    torch.manual_seed(5)
+    touched = [
+        gradient(SkewedMeanRegularizer("mhe1", subset=4), centres).norm(dim=1) > 0 for _ in range(3)
+    ]
+    assert [int(one.sum()) for one in touched] == [4, 4, 4]
+    assert not torch.equal(touched[0], touched[1])
+    torch.manual_seed(5)
+    chosen = torch.randperm(20)[:4]
+    assert touched[0][chosen].all()
+    torch.manual_seed(5)
+    value = SkewedMeanRegularizer("mhe1", subset=4)(centres)
+    torch.testing.assert_close(value, SkewedMeanRegularizer("mhe1")(centres[chosen]))
+
+
+def test_a_subset_of_all_centres_draws_nothing() -> None:
+    centres = centres_of()
+    state = torch.get_rng_state()
+    value = SkewedMeanRegularizer("mhe1", subset=6)(centres)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(value, SkewedMeanRegularizer("mhe1")(centres))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=named)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_coinciding_and_opposite_centres_have_finite_gradients(
+    settings: dict[str, object], dtype: torch.dtype
+) -> None:
+    point = centres_of(1, dtype=dtype)
+    for centres in (
+        torch.cat([point, point, -point, centres_of(2, dtype=dtype)]),
+        torch.cat([point, point]),
+        torch.cat([point, -point]),
+    ):
+        raw = centres.clone().requires_grad_()
+        value = SkewedMeanRegularizer(**settings)(raw)
+        value.backward()
+        assert value.isfinite()
+        assert raw.grad is not None
+        assert raw.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fewer_than_two_centres_give_0_connected_to_the_graph(kind: str) -> None:
+    for count in (0, 1):
+        centres = centres_of()[:count].requires_grad_()
+        value = SkewedMeanRegularizer(kind, subset=2)(centres)
+        value.backward()
+        assert float(value.detach()) == 0
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=named)
+def test_it_is_computed_in_float32_whatever_the_autocast(settings: dict[str, object]) -> None:
+    centres = centres_of(dtype=torch.float32)
+    regularizer = SkewedMeanRegularizer(**settings)
+    expected = regularizer(centres)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = regularizer(centres)
+        low = regularizer(centres.bfloat16())
+    assert value.dtype == low.dtype == torch.float32
+    torch.testing.assert_close(value, expected, rtol=0, atol=0)
+    torch.testing.assert_close(low, expected, rtol=0.05, atol=0.02)
+    exact = SkewedMeanRegularizer(**settings)(centres.double())
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(expected.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_settings_are_refused() -> None:
+    for wrong, message in (
+        ({"kind": "r3"}, "'r3' is not one of r1, r2"),
+        ({"gamma": 0.0}, "gamma 0.0 must not be 0"),
+        ({"gamma": math.nan}, "gamma nan"),
+        ({"exponent": math.nan}, "numbers"),
+        ({"gamma": -1.0, "hinge": True}, "hinge needs .* not -1.0"),
+        ({"subset": 1}, "subset 1 has no pair"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SkewedMeanRegularizer(**wrong)

@@ -1,0 +1,101 @@
+"""crossval, search and tournament from the command line, on a few rendered products."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from embedder.errors import JobError
+from training.__main__ import app
+from training.tournament import process
+
+runner = CliRunner()
+
+
+def write_job(folder: Path) -> Path:
+    path = folder / "job.toml"
+    path.write_text(
+        f"""
+        name = "few"
+        recall_at = [1]
+        model = {{weights = "none", dim = 8, batch_norm = "train"}}
+        input = {{size_px = 32, resize_px = 36}}
+        optimizer = {{epochs = 1, batch_size = 4}}
+        runtime = {{workers = 0, device = "cpu", precision = "fp32"}}
+        [data]
+        kind = "rendered"
+        root = "{folder}/products"
+        products = 8
+        views = 2
+        size_px = 40
+        """
+    )
+    return path
+
+
+def call(*words: object, code: int = 0) -> str:
+    done = runner.invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_cross_validation_prints_mean_and_deviation_and_goes_on(tmp_path: Path) -> None:
+    words = "crossval", write_job(tmp_path), "--folds", 2, "--out", tmp_path / "out"
+    first = call(*words)
+    assert "R@1 " in first
+    assert " ± " in first
+    again = call(*words)
+    assert again.count("finished before") == 2
+    with pytest.raises(JobError, match="holds runs with other settings"):
+        call(*words, "--seed", 1)
+
+
+def test_a_search_prints_the_best_values_and_leaves_a_job(tmp_path: Path) -> None:
+    space = tmp_path / "space.toml"
+    space.write_text("loss.margin = {low = 0.05, high = 0.2}")
+    out = tmp_path / "out"
+    words = "search", write_job(tmp_path), "--space", space, "--trials", 1, "--out", out
+    output = call(*words, "--validation", 0.5, "--set", "loss.name=proxy_anchor")
+    assert "best: trial 0, R@1 " in output
+    assert "loss.margin = 0." in output
+    assert "0.5" in (out / "best.toml").read_text()
+    with pytest.raises(JobError, match="cannot be read"):
+        call(*words, "--space", tmp_path / "absent.toml")
+
+
+def test_a_tournament_trains_ranks_and_reports(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    grid, out = tmp_path / "grid.toml", tmp_path / "out"
+    grid.write_text('job = "job.toml"\nlosses = ["proxy_anchor"]\nseeds = [7]')
+    assert "1 runs, 0 finished" in call("tournament", grid, "--out", out, "--plan")
+    assert not out.exists()
+    call("tournament", grid, "--out", out, "--missing", "last")
+    (row,) = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert (row["loss"], row["seed"]) == ("proxy_anchor", 7)
+    assert 0 <= row["R@1"] <= 100
+    assert "1 of 1 runs finished, 0 failed" in (out / "report.html").read_text()
+    assert "1 runs, 1 finished" in call("tournament", grid, "--out", out, "--plan")
+
+
+def test_a_tournament_with_failed_runs_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [sys.executable, "-m", "training", "fit", "no-such-job"]
+    monkeypatch.setattr(process, "command", lambda job, folder: words)
+    write_job(tmp_path)
+    grid, out = tmp_path / "grid.toml", tmp_path / "out"
+    grid.write_text('job = "job.toml"')
+    call("tournament", grid, "--out", out, code=1)
+    assert "exit code 1: No job &#x27;no-such-job&#x27;." in (out / "report.html").read_text()
+
+
+def test_a_tournament_chosen_by_test_needs_the_flag(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    grid = tmp_path / "grid.toml"
+    grid.write_text('job = "job.toml"')
+    words = "tournament", grid, "--plan", "--set", "protocol.choose_by=test"
+    with pytest.raises(JobError, match="--choose-by-test"):
+        call(*words)
+    assert "1 runs" in call(*words, "--choose-by-test")

@@ -1,0 +1,257 @@
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+from embedder.errors import CheckpointError, JobError
+from training.config.model import Model
+from training.export import write_onnx
+from training.models.backbones import build_trunk, normalization_of
+from training.models.embedding import EmbeddingNet
+from training.models.folding import fold_batch_norm
+
+timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")
+
+VIT = "timm:test_vit.r160_in1k"
+RESNET = "timm:test_resnet.r160_in1k"
+
+
+def images(count: int = 2, side: int = 64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+
+
+def net_of(backbone: str, **settings: object) -> EmbeddingNet:
+    torch.manual_seed(0)
+    return EmbeddingNet(Model(backbone=backbone, weights="none", **{"dim": 8, **settings}))
+
+
+@pytest.mark.parametrize("side", [64, 96])
+@pytest.mark.parametrize(
+    ("backbone", "pooling"),
+    [
+        (VIT, "cls"),
+        (VIT, "gap"),
+        (VIT, "gem"),
+        (RESNET, "gap+gmp"),
+        (RESNET, "gem"),
+        ("timm:test_convnext", "gmp"),
+        ("timm:test_mambaout", "gap"),
+    ],
+)
+def test_any_network_of_timm_embeds_and_learns(backbone: str, pooling: str, side: int) -> None:
+    net = net_of(backbone, pooling=pooling)
+    vectors = net(images(side=side))
+    assert vectors.shape == (2, 8)
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
+    vectors[:, 0].sum().backward()
+    missing = [n for n, p in net.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing
+
+
+@pytest.mark.parametrize("backbone", [VIT, RESNET, "timm:test_convnext", "timm:test_mambaout"])
+def test_without_a_dimension_the_embedding_has_the_channels_of_the_trunk(backbone: str) -> None:
+    net = net_of(backbone, dim=None)
+    assert net.eval()(images()).shape == (2, net.dim)
+
+
+def test_maps_with_channels_last_are_turned() -> None:
+    trunk = build_trunk("timm:test_mambaout", "none").eval()
+    assert trunk(torch.zeros(1, 3, 96, 64)).shape == (1, trunk.channels, 3, 2)
+
+
+def test_the_trunk_normalises_as_its_weights_were_trained() -> None:
+    trunk = build_trunk("timm:vit_tiny_patch16_224.augreg_in21k", "none")
+    expected = (images() / 255 - 0.5) / 0.5
+    torch.testing.assert_close(normalization_of("timm:x", trunk)(images()), expected)
+
+
+def test_class_and_register_tokens_are_not_pooled() -> None:
+    net = net_of("timm:test_vit3", pooling="gap", dim=None).eval()
+    tokens = net.trunk(net.normalize(images()))
+    assert tokens.shape[1] == 16 + 1  # 4 x 4 patches and a register
+    torch.testing.assert_close(net.features(images()), tokens[:, 1:].mean(dim=1))
+
+
+def test_cls_takes_the_class_token() -> None:
+    net = net_of(VIT, pooling="cls", dim=None).eval()
+    tokens = net.trunk(net.normalize(images()))
+    torch.testing.assert_close(net.features(images()), tokens[:, 0])
+
+
+@pytest.mark.parametrize("backbone", [RESNET, "timm:test_vit3"])
+def test_cls_needs_a_class_token(backbone: str) -> None:
+    with pytest.raises(JobError, match=r'pooling = "cls" needs a class token'):
+        net_of(backbone, pooling="cls")
+
+
+def test_a_side_that_is_no_multiple_of_the_patch_names_its_neighbours() -> None:
+    net = net_of(VIT)
+    net.check_sizes(64, 96)
+    with pytest.raises(JobError, match=r"images of 100 px.*to 96 or 112 \(multiples of 16\)"):
+        net.check_sizes(64, 100)
+
+
+def test_a_network_of_one_size_names_it() -> None:
+    with pytest.raises(JobError, match=r"images of 96 px.*to 160, the only size"):
+        net_of("timm:test_vit_relpos", pooling="gap").check_sizes(96)
+
+
+def test_a_network_that_pools_by_itself_is_refused() -> None:
+    with pytest.raises(JobError, match="cannot be had without its own pooling"):
+        build_trunk("timm:crossvit_tiny_240", "none")
+    with pytest.raises(JobError, match="gives a vector for an image"):
+        build_trunk("timm:deit_tiny_distilled_patch16_224", "none")(torch.zeros(1, 3, 32, 32))
+
+
+def test_checking_sizes_leaves_the_mode_as_it_was() -> None:
+    net = net_of(RESNET, batch_norm="train")
+    net.check_sizes(64)
+    assert all(m.training for m in net.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_smal_patch14_dinov2", "timm has no network.*timm:vit_small_patch14_dinov2"),
+        ("qqqqq", "timm has no network 'qqqqq'.*timm.list_models"),
+        ("test_vit.imagenet", "no weights 'imagenet' of test_vit.*r160_in1k"),
+    ],
+)
+def test_an_unknown_name_lists_close_ones(name: str, message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        build_trunk(f"timm:{name}", "none")
+
+
+def test_without_timm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(JobError, match=r"pip install 'kinlens\[timm\]'"):
+        build_trunk(VIT, "none")
+
+
+def test_weights_that_cannot_be_downloaded_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = timm.create_model
+
+    def offline(name: str, pretrained: bool, **options: object) -> nn.Module:
+        if pretrained:
+            raise OSError("offline")
+        return create(name, pretrained=pretrained, **options)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    with pytest.raises(CheckpointError, match=r"could not be downloaded \(offline\).*torch.save"):
+        build_trunk(VIT, "imagenet")
+
+
+def test_pretrained_weights_are_asked_for_with_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    create, asked = timm.create_model, []
+
+    def online(name: str, pretrained: bool, **options: object) -> nn.Module:
+        asked.append((name, pretrained))
+        return create(name, pretrained=False, **options)
+
+    monkeypatch.setattr(timm, "create_model", online)
+    build_trunk(VIT, "imagenet")
+    assert asked == [("test_vit.r160_in1k", True)]
+
+
+@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext"])
+def test_a_file_of_timms_state_dict_loads_less_its_classifier(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    network = timm.create_model(name, pretrained=False)
+    path = tmp_path / f"w.{kind}"
+    if kind == "pth":
+        torch.save(network.state_dict(), path)
+    else:
+        from safetensors.torch import save_file
+
+        save_file(network.state_dict(), path)
+    trunk = build_trunk(f"timm:{name}", str(path)).eval()
+    x = torch.randn(2, 3, 160, 160)
+    with torch.no_grad():
+        network.reset_classifier(0, "")
+        torch.testing.assert_close(trunk(x), network.eval()(x))
+
+
+def test_a_norm_behind_the_pooling_keeps_its_weights(tmp_path: Path) -> None:
+    network = timm.create_model("test_vit2", pretrained=False)
+    nn.init.normal_(network.fc_norm.weight)
+    torch.save(network.state_dict(), tmp_path / "w.pth")
+    trunk = build_trunk("timm:test_vit2", str(tmp_path / "w.pth")).eval()
+    x = torch.randn(2, 3, 160, 160)
+    with torch.no_grad():
+        tokens = network.eval().forward_features(x)
+        torch.testing.assert_close(trunk(x), network.fc_norm(tokens))
+
+
+def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
+    torch.save(timm.create_model("test_vit2").state_dict(), tmp_path / "w.pth")
+    with pytest.raises(CheckpointError, match=r"do not fit the network.*fc_norm"):
+        build_trunk("timm:test_vit", str(tmp_path / "w.pth"))
+
+
+@pytest.mark.parametrize("kind", ["pth", "safetensors"])
+def test_a_file_that_holds_no_weights_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"w.{kind}"
+    path.write_bytes(b"no weights")
+    with pytest.raises(CheckpointError, match="state dict"):
+        build_trunk(VIT, str(path))
+
+
+def test_frozen_batch_norm_stays_frozen() -> None:
+    net = net_of(RESNET, batch_norm="frozen").train()
+    norms = [m for m in net.trunk.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert norms
+    assert not any(m.training or m.weight.requires_grad for m in norms)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    net(images())
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])
+def test_folding_keeps_the_activation_that_timm_keeps_in_a_batch_norm(name: str) -> None:
+    torch.manual_seed(0)
+    trunk = build_trunk(f"timm:{name}", "none")
+    for module in trunk.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.8, 1.2)
+            nn.init.normal_(module.running_mean, std=0.1)
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        expected = trunk.eval()(x)
+        fold_batch_norm(trunk, 160)
+        torch.testing.assert_close(trunk(x), expected, rtol=1e-3, atol=1e-4)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in trunk.modules())
+
+
+def test_folding_a_trunk_without_batch_norm_changes_nothing() -> None:
+    plain, folded = net_of(VIT), net_of(VIT, batch_norm="folded")
+    assert torch.equal(plain.eval()(images()), folded.eval()(images()))
+
+
+def test_batch_norm_that_cannot_be_folded_is_refused() -> None:
+    with pytest.raises(JobError, match=r'"folded" needs a convolution before each batch norm'):
+        net_of("timm:test_coatnet", batch_norm="folded")
+
+
+@pytest.mark.parametrize(
+    ("backbone", "pooling", "side"), [(VIT, "gap+gmp", 96), (RESNET, "gem", 64)]
+)
+def test_onnx_computes_what_torch_computes(
+    backbone: str, pooling: str, side: int, tmp_path: Path
+) -> None:
+    net = net_of(backbone, pooling=pooling).eval()
+    write_onnx(net, side, tmp_path / "m.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    for count in (1, 3):
+        batch = images(count, side)
+        with torch.no_grad():
+            expected = net(batch).numpy()
+        (found,) = session.run(None, {"images": batch.numpy()})
+        np.testing.assert_allclose(found, expected, atol=1e-4)

@@ -1,0 +1,43 @@
+"""`kinlens-train crossval`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from training.commands.jobs import AllowPartial, Overrides, load_images, settings_of
+from training.config.job import load_job
+from training.console import ConsoleListener, console
+
+
+def crossval(
+    job: Annotated[str, typer.Argument(help="TOML file, or the name of a job in training/jobs.")],
+    folds: Annotated[int, typer.Option(min=2, help="Number of folds.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME-crossval.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the choice of the folds.")] = 0,
+    overrides: Overrides = None,
+    allow_partial: AllowPartial = False,
+) -> None:
+    """Cross validate a job over its train classes; finished folds are kept and not trained again.
+
+    Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
+    """
+    from training.crossval import cross_validate
+
+    settings = load_job(job, settings_of(overrides, allow_partial))
+    folder = out or Path("runs") / f"{settings.name}-crossval"
+
+    def started(number: int, count: int, finished: bool) -> None:
+        state = "finished before" if finished else "trains"
+        console.print(f"fold {number + 1} of {count}: {state}")
+
+    split = load_images(settings, hold_out=False)
+    try:
+        with ConsoleListener() as listener:
+            found = cross_validate(settings, split, folder, listener, folds, seed, on_fold=started)
+    except KeyboardInterrupt:
+        console.print("Stopped. Call again with the same --out to go on.")
+        raise typer.Exit(130) from None
+    for name, (mean, deviation) in found.scores().items():
+        typer.echo(f"{name} {mean:.2f} ± {deviation:.2f}")
+    console.print(f"Report: {folder / 'report.md'}")

@@ -1,0 +1,139 @@
+"""kinlens-train data: render, download, doctor."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from training.console import console, progress_bar
+from training.data.rendered import Catalogue, write_catalogue
+
+app = typer.Typer(
+    help="Make, fetch and look at data sets.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def render(
+    out: Annotated[Path, typer.Argument(help="Folder to fill.")],
+    products: Annotated[int, typer.Option(help="Number of products.")] = 90,
+    views: Annotated[int, typer.Option(help="Views of each product.")] = 16,
+    size_px: Annotated[int, typer.Option(help="Side of an image.")] = 160,
+    seed: Annotated[int, typer.Option(help="Another seed gives other products.")] = 0,
+) -> None:
+    """Draw a catalogue of products: a data set for demos and tests, without a download.
+
+    Example: kinlens-train data render /tmp/shop --products 90
+    """
+    catalogue = Catalogue(products, views, size_px, seed)
+    with progress_bar() as bar:
+        task = bar.add_task("render products", total=products * views)
+        write_catalogue(out, catalogue, lambda: bar.advance(task))
+    typer.echo(f"{products * views} images in {out}")
+
+
+@app.command()
+def download(
+    name: Annotated[str, typer.Argument(help="cub, aircraft, sop; how to get cars196, in_shop.")],
+    root: Annotated[Path, typer.Option(help="Folder to put the data set's folder into.")],
+    url: Annotated[
+        str | None, typer.Option(help="Another address of the same file; the checksum stays.")
+    ] = None,
+    keep_archive: Annotated[bool, typer.Option(help="Leave the archive in the folder.")] = False,
+) -> None:
+    """Fetch an official data set: resumed after a break, checked, unpacked.
+
+    Example: kinlens-train data download cub --root data
+    """
+    from training.data.download import find_source, instructions, obtain
+    from training.data.fetch import Patience
+    from training.data.sources import BY_HAND
+
+    if name in BY_HAND:
+        typer.echo(instructions(name, root))
+        raise typer.Exit(1)
+    source = find_source(name)
+    if (root / source.folder).exists():
+        typer.echo(f"{root / source.folder} is there already; nothing was fetched.")
+    else:
+        typer.echo(f"{source.name} is given out {source.licence}.")
+        with _byte_bar() as bar:
+            patience = Patience(on_retry=lambda n, most: _say_retry(source.name, n, most))
+            obtain(source, root, _listener(bar), url, keep_archive, patience)
+    folder = root / source.folder
+    typer.echo(f'data.kind = "{name}", data.root = "{folder}"')
+    typer.echo(f"Check it: kinlens-train data doctor {folder}")
+
+
+@app.command()
+def doctor(
+    path: Annotated[Path, typer.Argument(help="Folder of a data set.")],
+    kind: Annotated[
+        str | None,
+        typer.Option(help="cub, cars196, sop, in_shop, aircraft, csv or folder; else recognised."),
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="Headers alone: damage inside is missed.")] = False,
+    allow_partial: Annotated[
+        bool, typer.Option(help="Accept a subset of an official data set.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A report for programs.")] = False,
+) -> None:
+    """Say everything that is wrong with the folder of a data set; exit code 1 if it must be mended.
+
+    Example: kinlens-train data doctor data/CUB_200_2011
+    """
+    from training.commands.data_report import print_report
+    from training.data.doctor import examine
+
+    with progress_bar() as bar:
+
+        def watch(total: int) -> Callable[[], None]:
+            task = bar.add_task("look at images", total=total)
+            return lambda: bar.advance(task)
+
+        report = examine(path, kind, quick, allow_partial, watch)
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        print_report(report, typer.echo)
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+def _byte_bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _listener(bar: Progress) -> Callable[[str, int, int | None], None]:
+    tasks = {}
+
+    def listen(step: str, done: int, total: int | None) -> None:
+        if step not in tasks:
+            tasks[step] = bar.add_task(step, total=total)
+        bar.update(tasks[step], completed=done, total=total)
+
+    return listen
+
+
+def _say_retry(name: str, attempt: int, most: int) -> None:
+    console.print(escape(f"{name}: connection lost; attempt {attempt} of {most}"))

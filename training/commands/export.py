@@ -1,0 +1,94 @@
+"""kinlens-train export."""
+
+from pathlib import Path
+from typing import Annotated, cast, get_args
+
+import typer
+
+from embedder.bundle import Bundle
+from embedder.manifest import Precision
+from training.commands.jobs import Overrides, load_images, section, with_settings
+from training.config.job import parse_job
+from training.config.model import Input, Model
+from training.console import progress_bar
+
+
+def export(
+    run: Annotated[Path | None, typer.Argument(help="Run folder.")] = None,
+    out: Annotated[Path, typer.Option(help="Bundle folder to write.")] = Path("bundle"),
+    overrides: Overrides = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also in this precision: int8 (CPU) or fp16 (GPU). Repeatable.",
+        ),
+    ] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="Export this pretrained trunk alone, without a run.")
+    ] = None,
+    weights: Annotated[str, typer.Option(help="With --backbone: imagenet or a path.")] = "imagenet",
+    size_px: Annotated[int, typer.Option(help="With --backbone: side of the input.")] = 224,
+    resize_px: Annotated[
+        int, typer.Option(help="With --backbone: shorter side before the crop.")
+    ] = 256,
+) -> None:
+    """Write the model bundle of a run; refused unless ONNX and torch agree.
+
+    Example: kinlens-train export runs/cars --out bundles/cars --precision int8
+    """
+    from training.export import export_backbone
+
+    if (run is None) == (backbone is None):
+        raise typer.BadParameter("give a run folder or --backbone NAME, one of the two")
+    unknown = set(precision or ()) - set(get_args(Precision))
+    if unknown:
+        known = ", ".join(get_args(Precision))
+        raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
+    precisions = cast(tuple[Precision, ...], ("fp32", *(precision or ())))
+    if run is not None:
+        _describe(_of_run(run, out, overrides or [], precisions))
+    elif backbone is not None:
+        model = section(Model, backbone=backbone, weights=weights)
+        spec = section(Input, size_px=size_px, resize_px=resize_px)
+        _describe(export_backbone(backbone, model, spec, out, precisions=precisions))
+
+
+def _of_run(
+    run: Path, out: Path, overrides: list[str], precisions: tuple[Precision, ...]
+) -> Bundle:
+    from training.export import export_checkpoint, images_to_embed
+    from training.runner import load_chosen
+
+    checkpoint = load_chosen(run)
+    split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
+    with progress_bar() as bar:
+        task = bar.add_task("check recall", total=images_to_embed(split, precisions))
+        return export_checkpoint(checkpoint, split, out, lambda n: bar.advance(task, n), precisions)
+
+
+def _describe(bundle: Bundle) -> None:
+    manifest = bundle.manifest
+    typer.echo(
+        f"bundle {bundle.bundle_id[:12]} in {bundle.path}: {manifest.dim}-d  "
+        f"{_figures(manifest.recall)}"
+    )
+    if manifest.parity is not None:
+        typer.echo(f"ONNX and torch differ by at most {manifest.parity.max_abs_difference:.1e}")
+    held_out = manifest.held_out
+    if held_out is None:
+        return
+    typer.echo(f"on {held_out.images:,} {held_out.split} images: fp32 {_figures(held_out.recall)}")
+    for name, variant in manifest.variants.items():
+        typer.echo(f"  {name} {_figures(variant.recall)}  cosine >= {variant.min_cosine:.4f}")
+    if manifest.calibration is None:
+        typer.echo(f"no calibration: {held_out.no_calibration}")
+        return
+    for threshold in manifest.calibration.thresholds:
+        typer.echo(
+            f"{threshold.false_matches:.0%} false matches: of pairs at {threshold.pair_score:.3f}, "
+            f"of searches at {threshold.search_score:.3f}"
+        )
+
+
+def _figures(recall: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.2f}" for name, value in recall.items())

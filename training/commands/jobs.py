@@ -1,0 +1,90 @@
+"""What the commands share: options, and the way from a job to its images."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from embedder.errors import JobError
+from training.config.data import RenderedData
+from training.config.job import Job, apply_override, parse_job
+from training.console import console, progress_bar
+from training.data.records import Split
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a setting of the job: table.key=value. Repeatable."),
+]
+AllowPartial = Annotated[
+    bool, typer.Option("--allow-partial", help="Accept a part of an official data set.")
+]
+ChooseByTest = Annotated[
+    bool,
+    typer.Option(
+        "--choose-by-test", help="Let test classes choose the epoch; the report will say so."
+    ),
+]
+
+
+def load_images(job: Job, hold_out: bool = True) -> Split:
+    """The images of a job; a bar while products are rendered, a line for each remark.
+
+    With `hold_out` the protocol of the job takes validation classes from the train classes.
+
+    Raises: DatasetError.
+    """
+    from training.data.load import load_split, remarks
+    from training.protocols import with_protocol
+
+    if isinstance(job.data, RenderedData):
+        with progress_bar() as bar:
+            task = bar.add_task("render products", total=job.data.products * job.data.views)
+            split = load_split(job.data, lambda: bar.advance(task))
+    else:
+        split = load_split(job.data)
+    for remark in remarks(job.data, split):
+        console.print(remark, highlight=False, markup=False)
+    return with_protocol(split, job.protocol) if hold_out else split
+
+
+def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
+    """The overrides of a command, `--allow-partial` among them."""
+    return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
+
+
+def with_settings(job: Job, overrides: Sequence[str], allowed: tuple[str, ...]) -> Job:
+    """`job` with overrides that a trained model allows. Raises: JobError."""
+    content = job.as_dict()
+    for override in overrides:
+        if not override.startswith(allowed):
+            raise JobError(
+                f"--set {override}: a trained model keeps its settings; here only "
+                f"{' and '.join(allowed)}... can be changed."
+            )
+        apply_override(content, override)
+    return parse_job(content)
+
+
+def section(kind: type[Any], **values: Any) -> Any:
+    """A table of a job from options of the command line. Raises: JobError."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise JobError(f"{first['loc'][0]} = {first['input']!r}: {first['msg']}") from error
+
+
+def summary(split: Split) -> str:
+    """How many images of how many classes each part has."""
+    parts = {
+        "train": split.train,
+        "validation": split.validation,
+        "test": split.test,
+        "gallery": split.gallery,
+    }
+    return "; ".join(
+        f"{name} {len(images):,} images of {images.classes:,} classes"
+        for name, images in parts.items()
+        if images is not None
+    )

@@ -1,0 +1,35 @@
+"""Jobs written as TOML, the format they are read from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tomli_w
+
+from embedder.errors import JobError
+from training.config.job import Job, parse_job
+
+
+def job_toml(job: Job, *comments: str) -> str:
+    """`job` as a TOML file with all its settings, below a line for each comment.
+
+    Raises: JobError for a setting that TOML cannot hold: none where the default is a value.
+    """
+    content = job.as_dict()
+    text = "".join(f"# {line}\n" for line in comments) + toml(content)
+    if parse_job(_without_none(content)) != job:
+        raise JobError(
+            f"The job {job.name} sets a value to none whose default is not; TOML has no none. "
+            "Choose a value for it."
+        )
+    return text
+
+
+def toml(content: Mapping[str, Any]) -> str:
+    """Plain data as TOML; keys that are None are left out."""
+    return tomli_w.dumps(_without_none(content))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,111 @@
+"""Several processes that train one model and learn what one process would.
+
+Every rank computes the whole objective on the embeddings of all ranks. The gather sums gradients
+over the ranks and DistributedDataParallel averages them, so that network, proxies and flows get
+exactly the gradient of one process with the whole batch.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from embedder.errors import TrainingError
+
+
+def rank() -> int:
+    """Number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this process writes files and talks."""
+    return rank() == 0
+
+
+@contextmanager
+def process_group(device: str = "auto") -> Iterator[None]:
+    """Join the processes that `torchrun` started, for the duration of a block; alone, do nothing.
+
+    With a GPU for each local rank the ranks talk over NCCL, on CPUs over gloo.
+
+    Raises: TrainingError if there are fewer GPUs than local ranks and a GPU was asked for.
+    """
+    if "RANK" not in os.environ or dist.is_initialized():
+        yield
+        return
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if gpus and local >= gpus:
+        raise TrainingError(
+            f"torchrun started local rank {local}, but there are {gpus} GPUs. Start with "
+            f'--nproc-per-node={gpus}, or set runtime.device = "cpu".'
+        )
+    if gpus:
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if gpus else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def gather(x: Tensor) -> Tensor:
+    """The rows of all ranks in the order of the ranks, with gradient: (B, ...) to (W B, ...).
+
+    Every rank must have the same number of rows.
+    """
+    if world() == 1:
+        return x
+    gathered: Tensor = _Gather.apply(x)
+    return gathered
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The values of all ranks, in their order."""
+    if world() == 1:
+        return [value]
+    values: list[Any] = [None] * world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def wait_for_all() -> None:
+    """Return when every rank has come here."""
+    if world() > 1:
+        dist.barrier()
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """A block that the main process goes through before the others: it may write files."""
+    if not is_main():
+        wait_for_all()
+    yield
+    if is_main():
+        wait_for_all()
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather; the gradient of a row is the sum of what all ranks made of it."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(world())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total)
+        return total.chunk(world())[rank()]

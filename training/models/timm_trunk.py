@@ -1,0 +1,164 @@
+"""Any network of timm as a trunk: `model.backbone = "timm:NAME"`.
+
+timm is an optional extra and imported only here, when a job names one of its networks.
+"""
+
+import difflib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embedder.errors import CheckpointError, JobError
+from training.config.model import TIMM
+from training.models.weights import State, load_weights, read_weights
+
+_DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+class TimmTrunk(nn.Module):
+    """A network of timm without pooling and classifier.
+
+    Attributes:
+        channels: C of what it gives.
+        side: side of the images that it was made for, in pixels.
+        mean: of RGB in 0..1.
+        std: likewise.
+        class_token: whether the first token stands for the image.
+        prefix: number of tokens before those of the patches.
+    """
+
+    def __init__(self, name: str, network: Any) -> None:
+        super().__init__()
+        self.name = name
+        self.network = network
+        settings = network.pretrained_cfg
+        self.side = int(settings["input_size"][-1])
+        self.mean = tuple(settings["mean"])
+        self.std = tuple(settings["std"])
+        self.channels = int(getattr(network, "head_hidden_size", None) or network.num_features)
+        self.class_token = getattr(network, "cls_token", None) is not None
+        self.prefix = int(getattr(network, "num_prefix_tokens", int(self.class_token)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Float (B, 3, S, S) to maps (B, C, H, W) or tokens (B, T, C).
+
+        Raises: JobError naming the sizes that fit if S does not.
+        """
+        side = images.shape[-1]
+        try:
+            features: Tensor = self.network(images)
+        except (AssertionError, RuntimeError) as error:
+            # timm tells a wrong size by whatever breaks first.
+            if side == self.side or isinstance(error, _DEVICE_ERRORS):
+                raise
+            raise JobError(
+                f"{TIMM}{self.name} does not take images of {side} px ({error}). Set "
+                f"input.size_px and input.test_px to {self._sizes(side)}."
+            ) from error
+        if features.ndim == 2:
+            raise JobError(
+                f"{TIMM}{self.name} gives a vector for an image, not a map or tokens to pool. "
+                "Choose another model.backbone."
+            )
+        if features.ndim == 4 and getattr(self.network, "output_fmt", "NCHW") == "NHWC":
+            features = features.permute(0, 3, 1, 2)
+        return features
+
+    def _sizes(self, side: int) -> str:
+        patch = getattr(getattr(self.network, "patch_embed", None), "patch_size", None)
+        if not getattr(self.network, "dynamic_img_size", False) or patch is None:
+            return f"{self.side}, the only size that it certainly takes"
+        below = side // patch[0] * patch[0]
+        return f"{below} or {below + patch[0]} (multiples of {patch[0]})"
+
+
+def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
+    """The network `name` of timm.
+
+    Args:
+        name: with or without the tag of its weights, as `vit_small_patch14_dinov2.lvd142m`.
+        weights: "imagenet" (timm's own for that name, whatever they were trained on), "none"
+            (random) or the path of a state dict, .pth or .safetensors.
+
+    Raises: JobError if timm is missing or has no such network; CheckpointError if the weights
+        cannot be had or do not fit.
+    """
+    timm = _timm()
+    _require(timm, name)
+    if weights == "imagenet":
+        network = _pretrained(timm, name)
+    else:
+        network = _create(timm, name, pretrained=False)
+        if weights != "none":
+            _load(network, read_weights(weights, f"timm's {name}"), weights)
+    try:
+        # Pooling goes last: norms that stand behind it keep their weights and act on each position.
+        network.reset_classifier(0, "")
+    except AssertionError as error:
+        raise JobError(
+            f"{TIMM}{name} cannot be had without its own pooling ({error}). Choose another "
+            "model.backbone."
+        ) from error
+    return TimmTrunk(name, network)
+
+
+def _timm() -> Any:
+    try:
+        import timm
+    except ModuleNotFoundError as error:
+        raise JobError(
+            f"A backbone {TIMM}NAME needs the package timm: pip install 'kinlens[timm]'."
+        ) from error
+    return timm
+
+
+def _require(timm: Any, name: str) -> None:
+    architecture, _, tag = name.partition(".")
+    if timm.is_model(architecture):
+        tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}.*")]
+        if not tag or tag in tags:
+            return
+        raise JobError(
+            f"timm has no weights {tag!r} of {architecture}. Set model.backbone to "
+            f"{TIMM}{architecture} or one of its tags: {', '.join(tags) or 'none'}."
+        )
+    known = [*timm.list_models(), *timm.list_pretrained()]
+    close = difflib.get_close_matches(name, known, n=3) or ["resnet50", "convnext_tiny"]
+    raise JobError(
+        f"timm has no network {name!r}. Set model.backbone to one of timm.list_models(), for "
+        f"example {', '.join(TIMM + match for match in close)}."
+    )
+
+
+def _create(timm: Any, name: str, pretrained: bool) -> Any:
+    options: dict[str, Any] = {"pretrained": pretrained, "num_classes": 0}
+    try:
+        return timm.create_model(name, dynamic_img_size=True, **options)
+    except TypeError:  # an architecture without that option, as every convolutional one
+        return timm.create_model(name, **options)
+
+
+def _pretrained(timm: Any, name: str) -> Any:
+    try:
+        return _create(timm, name, pretrained=True)
+    except Exception as error:
+        # The hub raises its own errors, those of its HTTP client, URLError, OSError, RuntimeError.
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"The weights of {TIMM}{name} could not be downloaded ({reason}). Where there is a "
+            f"network, save timm.create_model({name!r}, pretrained=True).state_dict() with "
+            'torch.save and pass its path as model.weights; "none" starts from random weights.'
+        ) from error
+
+
+def _load(network: Any, state: State, source: str) -> None:
+    """Load a file in timm's own format or in one that timm knows to rename, less its classifier."""
+    rename = getattr(inspect.getmodule(type(network)), "checkpoint_filter_fn", None)
+    if rename is not None:
+        state = rename(state, network)
+    classifiers = network.pretrained_cfg.get("classifier") or ()
+    names = (classifiers,) if isinstance(classifiers, str) else classifiers
+    heads = tuple(f"{name}." for name in names)
+    load_weights(network, {k: v for k, v in state.items() if not k.startswith(heads)}, source)

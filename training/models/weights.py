@@ -1,0 +1,94 @@
+"""Weight files: reading them and fitting them to a network."""
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+
+import torch
+from torch import Tensor, nn
+
+from embedder.errors import CheckpointError
+from training.config.job import expand_path
+
+State = dict[str, Tensor]
+
+DOWNLOAD_ERRORS = (URLError, OSError, RuntimeError, pickle.UnpicklingError)
+"""What torch.hub raises without a network, at a wrong address and for a wrong file."""
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """A state dict at an address; its file name ends with the start of its sha256."""
+
+    url: str
+
+    def get_state_dict(self, check_hash: bool = True) -> State:
+        """As torchvision's weights. Raises: DOWNLOAD_ERRORS."""
+        state: State = torch.hub.load_state_dict_from_url(
+            self.url, map_location="cpu", check_hash=check_hash, weights_only=True
+        )
+        return state
+
+
+def read_weights(weights: str, name: str) -> State:
+    """The state dict in the file `weights`, of a network called `name`.
+
+    Raises: CheckpointError if there is none; JobError if the path has an unset variable.
+    """
+    path = expand_path(weights, "model.weights")
+    if not path.is_file():
+        raise CheckpointError(
+            f"The weight file {path} does not exist. Set model.weights to a state dict of {name}, "
+            '"imagenet" or "none".'
+        )
+    return _read_state_dict(path)
+
+
+def load_weights(network: nn.Module, state: State, source: str) -> None:
+    """Give `network` every tensor of `state` and no other; half precision is widened.
+
+    A leading axis of 1 that the network does not have is dropped: files of the time of BN-Inception
+    have one on each tensor of a batch norm.
+
+    Raises: CheckpointError naming the tensors that do not fit.
+    """
+    shapes = {key: value.shape for key, value in network.state_dict().items()}
+    fitted = {}
+    for key, value in state.items():
+        if value.ndim and value.shape[0] == 1 and value.shape[1:] == shapes.get(key):
+            value = value.squeeze(0)
+        fitted[key] = value.float() if value.is_floating_point() else value
+    try:
+        network.load_state_dict(fitted, strict=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"The weights {source} do not fit the network: {reason}") from error
+
+
+def _read_state_dict(path: Path) -> State:
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # torch.load raises pickle, zip, runtime and key errors on a file that is no state dict.
+        raise CheckpointError(f"{path} is not a torch state dict: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise CheckpointError(f"{path} is not a state dict (a mapping of names to tensors).")
+    return state
+
+
+def _read_safetensors(path: Path) -> State:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{path} needs the package safetensors: pip install 'kinlens[timm]'."
+        ) from error
+    try:
+        state: State = load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a safetensors state dict: {error}") from error
+    return state

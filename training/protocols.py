@@ -1,0 +1,111 @@
+"""Validation classes taken from the train classes; the test classes stay as they are.
+
+Three protocols: the default one (train, test), a fixed validation (`hold_out`) and cross
+validation over classes (`folds`).
+
+References:
+    Psomas, Metric Learning: A Deep Dive (2020), part 5 "Our setup": 10-fold cross validation and
+    fixed validation with 90/10, 70/30, 80/20 and 95/5 of the classes.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.errors import DatasetError
+from training.config.protocol import Protocol
+from training.data.records import LabelledImages, Split
+
+_FEWEST = 2
+"""With one class every neighbour is right, so recall would always be 100 %."""
+
+
+def with_protocol(split: Split, protocol: Protocol) -> Split:
+    """`split` with the validation classes that the job asks for. Raises: DatasetError."""
+    if protocol.validation_fraction == 0:
+        return split
+    return hold_out(split, protocol.validation_fraction, protocol.validation_seed)
+
+
+def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
+    """Move a random `fraction` of the train classes, at least 2, to validation.
+
+    Train labels are numbered from 0 again, in the old order. **Reading**: fraction * C is rounded
+    to the nearest number of classes.
+
+    Args:
+        split: without validation classes of its own.
+        fraction: between 0 and 1: 0.1 trains on 90 % of the classes.
+        seed: of the choice.
+
+    Raises: DatasetError if train or validation would have fewer than 2 classes, if no validation
+        class has 2 images, or if there are validation classes already.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction = {fraction} must lie between 0 and 1")
+    classes = split.train.classes
+    count = max(round(classes * fraction), _FEWEST)
+    if classes - count < _FEWEST:
+        raise DatasetError(
+            f"{split.train.root} has {classes} train classes; holding out {fraction:.0%} of them "
+            f"leaves {classes - count} to train on, at least {_FEWEST} are needed. Hold out fewer, "
+            "or add classes."
+        )
+    order = np.random.default_rng(seed).permutation(classes)
+    return _validating(split, order[:count])
+
+
+def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
+    """Class cross validation: each train class is a validation class in exactly one fold.
+
+    Classes are dealt at random, since neighbours in a list are often alike; the numbers of
+    validation classes differ by at most one.
+
+    Raises: DatasetError if there are fewer than 2 classes a fold, or if the validation classes of
+        a fold all have a single image.
+    """
+    if count < 2:
+        raise ValueError(f"count = {count} must be at least 2")
+    classes = split.train.classes
+    if classes < _FEWEST * count:
+        raise DatasetError(
+            f"{split.train.root} has {classes} train classes; {count} folds need at least "
+            f"{_FEWEST * count}, {_FEWEST} to validate each. Use at most {classes // _FEWEST} "
+            "folds."
+        )
+    order = np.random.default_rng(seed).permutation(classes)
+    return [_validating(split, held) for held in np.array_split(order, count)]
+
+
+def without_test(split: Split) -> Split:
+    """`split` without its test images: nothing that is given it can look at them."""
+    return replace(split, test=_of_classes(split.test, np.array([], dtype=np.int64)), gallery=None)
+
+
+def _validating(split: Split, held: NDArray[np.int64]) -> Split:
+    if split.validation is not None:
+        raise DatasetError(
+            f"{split.train.root} comes with {split.validation.classes} validation classes. Use "
+            "them, with validation_fraction = 0, or mark their images as train."
+        )
+    sizes = np.bincount(split.train.labels, minlength=split.train.classes)
+    if sizes[held].max() < 2:
+        raise DatasetError(
+            f"None of the {len(held)} validation classes of {split.train.root} has 2 images, so "
+            "recall is not defined on them. Hold out more classes, use fewer folds or another seed."
+        )
+    kept = np.setdiff1d(np.arange(split.train.classes), held)
+    train, validation = _of_classes(split.train, kept), _of_classes(split.train, np.sort(held))
+    return replace(split, train=train, validation=validation)
+
+
+def _of_classes(images: LabelledImages, classes: NDArray[np.int64]) -> LabelledImages:
+    """The images of `classes`, (c,) sorted, relabelled 0..c-1."""
+    rows = np.flatnonzero(np.isin(images.labels, classes))
+    return replace(
+        images,
+        paths=tuple(images.paths[row] for row in rows),
+        labels=np.searchsorted(classes, images.labels[rows]).astype(np.int64),
+        class_names=tuple(images.class_names[number] for number in classes),
+    )

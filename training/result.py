@@ -1,0 +1,41 @@
+"""What a finished run found, and its file."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embedder.errors import CheckpointError
+from training.state import Row
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run found; stored as `result.json` in its folder.
+
+    `figures` are those of the chosen model on the test classes ({} if the protocol never tests),
+    `validation` its figures on the validation classes ({} without any). `seconds_per_epoch` is the
+    median, without evaluation.
+    """
+
+    job: dict[str, Any]
+    figures: Row
+    validation: Row
+    best_epoch: int
+    chosen_by: str
+    seconds_per_epoch: float
+
+
+def read_result(folder: Path) -> Result | None:
+    """The result of the run in `folder`; None if it has not finished. Raises: CheckpointError."""
+    path = folder / RESULT
+    if not path.is_file():
+        return None
+    try:
+        return Result(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged ({error}). Remove it and run the job again with --resume."
+        ) from error

@@ -1,0 +1,84 @@
+"""A whole run: train, choose the model, test it once, write result and report."""
+
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+
+from embedder.errors import JobError
+from training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint
+from training.config.job import Job
+from training.data.records import Split
+from training.distributed import is_main, wait_for_all
+from training.files import replace_json
+from training.inference import choose_device, evaluate
+from training.network import network_of
+from training.report import write_report
+from training.result import RESULT, Result
+from training.state import Row
+from training.trainer import VALIDATION, Listener, fit
+
+_OF_TRAINING = frozenset(("epoch", "loss", "seconds", "images_per_s"))
+
+
+def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
+    """Train `job` in `folder` and test the model that its protocol chooses.
+
+    A run that was stopped goes on.
+
+    Args:
+        split: with the validation classes of the protocol, or a fold of a cross validation.
+        folder: is made; holds checkpoint, log, curves, report and result.
+
+    Raises: TrainingError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    history = fit(job, split, folder, listener, resume=(folder / FILE).exists())
+    chosen = load_chosen(folder)
+    result = Result(
+        job=job.as_dict(),
+        figures=_test(job, split, chosen, history),
+        validation=_validation(chosen.history[-1]),
+        best_epoch=chosen.epoch,
+        chosen_by=job.protocol.choose_by,
+        seconds_per_epoch=statistics.median(row["seconds"] for row in history),
+    )
+    if is_main():
+        write_report(folder, job, split, history, result)
+        replace_json(folder / RESULT, asdict(result))
+    wait_for_all()
+    return result
+
+
+def require_fresh_or_resumable(folder: Path, resume: bool) -> None:
+    """Raises: JobError if `folder` holds a run and `resume` was not asked for, or the reverse."""
+    if (folder / FILE).exists() and not resume:
+        raise JobError(
+            f"{folder} holds a run already. Pass --resume to go on with it, or another --out."
+        )
+    if resume and not (folder / FILE).exists():
+        raise JobError(f"{folder} has no checkpoint to resume from. Start without --resume.")
+
+
+def load_chosen(folder: Path) -> Checkpoint:
+    """The checkpoint that the run's protocol chose: the last epoch or the best.
+
+    Raises: CheckpointError.
+    """
+    last = load_checkpoint(folder)
+    return load_checkpoint(folder / BEST) if last.best_epoch else last
+
+
+def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row:
+    """The figures of the chosen model on the test classes."""
+    if job.protocol.evaluate_test == "never":
+        return {}
+    row = history[-1]
+    if chosen.epoch == len(history) and "R@1" in row:
+        names = [name for name in row if not name.startswith(VALIDATION)]
+        return {name: row[name] for name in names if name not in _OF_TRAINING}
+    _, net = network_of(chosen)
+    return evaluate(net.to(choose_device(job.runtime)), split.test, job, split.gallery, full=True)
+
+
+def _validation(row: Row) -> Row:
+    return {k.removeprefix(VALIDATION): v for k, v in row.items() if k.startswith(VALIDATION)}

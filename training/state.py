@@ -1,0 +1,160 @@
+"""A run in progress: all that a step changes, how it is made, saved and taken up again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from embedder.errors import CheckpointError, TrainingError
+from training.checkpoint import Checkpoint, load_checkpoint
+from training.config.job import Job, parse_job
+from training.data.records import Split
+from training.distributed import world
+from training.inference import choose_device
+from training.models.embedding import EmbeddingNet
+from training.objective import Objective, TrainingStep
+from training.stamp import changes
+
+Row = dict[str, float]
+_FREE_SETTINGS = frozenset(("runtime", "data.root", "description", "licence", "recall_at"))
+
+
+@dataclass
+class Run:
+    """Everything that a step changes. `history` has a row of figures per epoch.
+
+    `evaluated` is the last epoch that was evaluated; `best_score` that of the `best_epoch`.
+    """
+
+    job: Job
+    net: EmbeddingNet
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    epoch: int = 0
+    step: int = 0
+    evaluated: int = 0
+    best_epoch: int = 0
+    best_score: float = -1.0
+    history: list[Row] = field(default_factory=list)
+
+    def checkpoint(self, split: Split) -> Checkpoint:
+        """What `restore` needs."""
+        return Checkpoint(
+            job=self.job.as_dict(),
+            epoch=self.epoch,
+            step=self.step,
+            classes=split.train.classes,
+            split_sha256=split.sha256(),
+            net=self.net.state_dict(),
+            objective=self.objective.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            rng=torch.get_rng_state(),
+            history=self.history,
+            evaluated=self.evaluated,
+            best_epoch=self.best_epoch,
+            best_score=self.best_score,
+        )
+
+    def warm_up(self, warm: bool) -> nn.Module:
+        """Rest the trunk, or wake it, and give the module whose output is minimised.
+
+        Under several ranks it is wrapped to average gradients.
+        """
+        for group in self.optimizer.param_groups:
+            if group["name"] == "trunk":
+                for parameter in group["params"]:
+                    parameter.requires_grad_(not warm)
+        step = TrainingStep(self.net, self.objective)
+        if world() == 1:
+            return step
+        return DistributedDataParallel(
+            step, device_ids=[self.device] if self.device.type == "cuda" else None
+        )
+
+
+def create_run(job: Job, classes: int) -> Run:
+    """A fresh network, objective and optimizer on the device of the job. Raises: TrainingError."""
+    device = choose_device(job.runtime)
+    net = EmbeddingNet(job.model, job.regularizers.determinant).to(device)
+    net.to(memory_format=torch.channels_last)
+    if world() > 1 and job.model.batch_norm == "train":
+        net = _synchronized(net, device)
+    objective = Objective(job, classes, net.dim).to(device)
+    groups = parameter_groups(job, net, objective)
+    kind = torch.optim.AdamW if job.optimizer.kind == "adamw" else torch.optim.Adam
+    return Run(job, net, objective, kind(groups, eps=job.optimizer.eps), device)
+
+
+def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[dict[str, Any]]:
+    """A group each for trunk, head, proxies and flows, with its own rate and weight decay.
+
+    Proxies are all parameters of the loss; flows are those of the regularizers and of the network.
+
+    Raises: TrainingError if a trainable parameter is in no group.
+    """
+    rates = job.optimizer
+    criterion_decay = rates.weight_decay_criterion
+    decay = rates.weight_decay if criterion_decay is None else criterion_decay
+    flows = [net.flow, objective.determinant, objective.non_isotropy]
+    losses = [objective.loss, objective.second_loss]
+    members: list[tuple[str, float, float, list[nn.Module | None]]] = [
+        ("trunk", rates.lr_trunk, rates.weight_decay, [net.trunk]),
+        ("head", rates.rate_of(rates.lr_head), rates.weight_decay, [net.pool, net.projection]),
+        ("proxies", rates.rate_of(rates.lr_proxies), decay, [*losses]),
+        ("flows", rates.rate_of(rates.lr_flows), decay, [*flows]),
+    ]
+    groups: list[dict[str, Any]] = []
+    held: set[int] = set()
+    for name, lr, weight_decay, modules in members:
+        parameters = [
+            p for m in modules if m is not None for p in m.parameters() if p.requires_grad
+        ]
+        held |= {id(p) for p in parameters}
+        if parameters:
+            group = {"name": name, "params": parameters, "lr": lr, "initial_lr": lr}
+            groups.append({**group, "weight_decay": weight_decay})
+    for module in (net, objective):
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in held:
+                raise TrainingError(f"The parameter {name} is in no optimizer group.")
+    return groups
+
+
+def restore(run: Run, split: Split, path: Path) -> None:
+    """Put `run` where the checkpoint at `path` left it.
+
+    Raises: DatasetError for other images; CheckpointError for other settings or a damaged file.
+    """
+    checkpoint = load_checkpoint(path)
+    split.require(checkpoint.split_sha256, str(path))
+    stored = parse_job(checkpoint.job, origin=f"the job in {path}")
+    changed = changes(stored.as_dict(), run.job.as_dict(), _FREE_SETTINGS)
+    if changed:
+        raise CheckpointError(
+            f"{path} was trained with other settings: {', '.join(changed)}. Resume with the same "
+            "job, or start a new run with another --out."
+        )
+    run.net.load_state_dict(checkpoint.net)
+    run.objective.load_state_dict(checkpoint.objective)
+    run.optimizer.load_state_dict(checkpoint.optimizer)
+    torch.set_rng_state(checkpoint.rng)
+    run.epoch, run.step = checkpoint.epoch, checkpoint.step
+    run.evaluated = checkpoint.evaluated
+    run.best_epoch, run.best_score = checkpoint.best_epoch, checkpoint.best_score
+    run.history = list(checkpoint.history)
+
+
+def _synchronized(net: EmbeddingNet, device: torch.device) -> EmbeddingNet:
+    if device.type != "cuda":
+        raise TrainingError(
+            'model.batch_norm = "train" under several processes needs the statistics of all of '
+            'them, which torch computes on GPUs only. Set it to "frozen" or "folded", or train in '
+            "one process."
+        )
+    convert: Callable[[EmbeddingNet], EmbeddingNet] = nn.SyncBatchNorm.convert_sync_batchnorm
+    return convert(net)

@@ -112,9 +112,17 @@ def test_render_draws_a_catalogue(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    "fit,evaluate,export,crossval,search,tournament,data render,data download,data doctor".split(
-        ","
-    ),
+    [
+        "fit",
+        "evaluate",
+        "export",
+        "crossval",
+        "search",
+        "tournament",
+        "data render",
+        "data download",
+        "data doctor",
+    ],
 )
 def test_every_command_has_help_with_an_example(command: str) -> None:
     shown = runner.invoke(app, [*command.split(), "--help"]).output

@@ -41,12 +41,12 @@ class SkewedMeanRegularizer(nn.Module):
 
     **Readings.** The paper gives neither gamma3 nor lambda: 16 and 8 here, which follow the nearest
     few of some hundred centres. Its eq. 10 gives UniformFace as lambda = -1, which as printed is
-    the mean distance; the inverse distance is lambda = 1, as here. R1 is printed for one centre i; here its mean. R2 needs positive
-    numbers, hence (1 + s) / 2. The paper's energies are of the squared distance, those of Liu et
-    al. of the distance, as here. **As printed, delta3 only shifts R1 and has no gradient**, though
-    the paper reports that its choice matters; `hinge` adds 1 to the sum, the soft form of the
-    constraint s_ij < delta3 which the paper derives R1 from, so that centres farther apart than
-    that are let alone.
+    the mean distance; the inverse distance is lambda = 1, as here. R1 is printed for one centre i;
+    here its mean. R2 needs positive numbers, hence (1 + s) / 2. The paper's energies are of the
+    squared distance, those of Liu et al. of the distance, as here. **As printed, delta3 only shifts
+    R1 and has no gradient**, though the paper reports that its choice matters; `hinge` adds 1 to
+    the sum, the soft form of the constraint s_ij < delta3 which the paper derives R1 from, so that
+    centres farther apart than that are let alone.
 
     Centres nearer than 0.001 count as 0.001 apart and similarities below 1e-6 as 1e-6: they do not
     push, where the formula would have an infinite gradient.

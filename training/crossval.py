@@ -10,7 +10,7 @@ from embedder.errors import JobError
 from training.config.job import Job, parse_job
 from training.data.records import Split
 from training.files import replace_json, replace_text
-from training.protocols import folds
+from training.protocols import with_protocol
 from training.result import Result, read_result
 from training.runner import run_job
 from training.stamp import changes, stamp
@@ -63,32 +63,31 @@ def cross_validate(
 
     Raises: TrainingError; finished folds are kept.
     """
-    job = fold_job(job, count)
     content = {"job": job.as_dict(), "split_sha256": split.sha256(), "folds": count, "seed": seed}
-    parts = folds(split, count, seed)
+    jobs = [fold_job(job, number, count, seed) for number in range(count)]
+    parts = [with_protocol(split, one.protocol) for one in jobs]
     stamp(folder, "crossval.json", content)
     results = []
-    for number, part in enumerate(parts):
+    for number, (one, part) in enumerate(zip(jobs, parts, strict=True)):
         place = folder / f"fold-{number:02d}"
-        finished = finished_result(job, place)
+        finished = finished_result(one, place)
         on_fold(number, count, finished is not None)
-        results.append(finished or runner(job, part, place, listener))
+        results.append(finished or runner(one, part, place, listener))
     found = CrossValidation(tuple(results))
     write_report(folder, job, split, found)
     return found
 
 
-def fold_job(job: Job, count: int) -> Job:
+def fold_job(job: Job, number: int, count: int, seed: int) -> Job:
     """`job` under the protocol of a fold. Raises: JobError if it does not measure R@1."""
-    if 1 not in job.recall_at:
-        raise JobError(f"recall_at = {list(job.recall_at)} lacks 1; R@1 chooses the epoch. Add it.")
-    content = job.as_dict()
-    content["protocol"] |= {
-        "validation_fraction": 1 / count,
+    protocol = {
+        "folds": count,
+        "fold": number,
+        "validation_seed": seed,
         "choose_by": "validation",
         "evaluate_test": "end",
     }
-    return parse_job(content)
+    return parse_job(job.as_dict() | {"protocol": protocol})
 
 
 def finished_result(job: Job, folder: Path) -> Result | None:

@@ -8,13 +8,17 @@ exactly the gradient of one process with the whole batch.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedder.errors import TrainingError
+from embedder.errors import JobError, TrainingError
+
+_LONGEST_WAIT = timedelta(hours=2)
+"""The others wait while one process clusters a large test set."""
 
 
 def rank() -> int:
@@ -52,7 +56,7 @@ def process_group(device: str = "auto") -> Iterator[None]:
         )
     if gpus:
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if gpus else "gloo")
+    dist.init_process_group("nccl" if gpus else "gloo", timeout=_LONGEST_WAIT)
     try:
         yield
     finally:
@@ -83,6 +87,15 @@ def wait_for_all() -> None:
     """Return when every rank has come here."""
     if world() > 1:
         dist.barrier()
+
+
+def require_alone() -> None:
+    """Raises: JobError under torchrun, for commands that several processes would only repeat."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise JobError(
+            f"torchrun started {os.environ['WORLD_SIZE']} processes, but only `fit` shares its "
+            "work. Call this command without torchrun."
+        )
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:
     """bf16 where asked for or, under "auto", where the processor computes in it."""
     if runtime.precision == "auto":
         fast = (
-            torch.cuda.is_bf16_supported()
+            torch.cuda.is_bf16_supported(including_emulation=False)
             if device.type == "cuda"
             else torch.cpu._is_avx512_bf16_supported()
         )

@@ -23,6 +23,8 @@ _FEWEST = 2
 
 def with_protocol(split: Split, protocol: Protocol) -> Split:
     """`split` with the validation classes that the job asks for. Raises: DatasetError."""
+    if protocol.folds is not None and protocol.fold is not None:
+        return folds(split, protocol.folds, protocol.validation_seed)[protocol.fold]
     if protocol.validation_fraction == 0:
         return split
     return hold_out(split, protocol.validation_fraction, protocol.validation_seed)

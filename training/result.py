@@ -17,7 +17,7 @@ class Result:
 
     `figures` are those of the chosen model on the test classes ({} if the protocol never tests),
     `validation` its figures on the validation classes ({} without any). `seconds_per_epoch` is the
-    median, without evaluation.
+    median, without evaluation; `split_sha256` tells the images.
     """
 
     job: dict[str, Any]
@@ -26,6 +26,7 @@ class Result:
     best_epoch: int
     chosen_by: str
     seconds_per_epoch: float
+    split_sha256: str = ""
 
 
 def read_result(folder: Path) -> Result | None:

@@ -41,6 +41,7 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         best_epoch=chosen.epoch,
         chosen_by=job.protocol.choose_by,
         seconds_per_epoch=statistics.median(row["seconds"] for row in history),
+        split_sha256=split.sha256(),
     )
     if is_main():
         write_report(folder, job, split, history, result)

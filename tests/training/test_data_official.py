@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.io
 from pydantic import TypeAdapter
 
 from embedder.errors import DatasetError
@@ -273,3 +274,23 @@ def test_images_beside_the_lists_are_not_used(tmp_path: Path) -> None:
     before = partial("sop", tmp_path).sha256()
     write_image(tmp_path / "mug_final" / "extra.JPG", 99)
     assert partial("sop", tmp_path).sha256() == before
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "zeroed", "newer"])
+def test_a_damaged_cars_annotation_file_is_one_clear_error(tmp_path: Path, damage: str) -> None:
+    root = write_layout("cars196", tmp_path)
+    path = root / "cars_annos.mat"
+    rows = {"annotations": scipy.io.loadmat(path)["annotations"]}
+    scipy.io.savemat(path, rows, do_compression=True)
+    content = path.read_bytes()
+    newer = b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM" + bytes(64)
+    path.write_bytes(
+        {
+            "empty": b"",
+            "short": content[:50],
+            "zeroed": content[:150] + bytes(50) + content[200:],
+            "newer": newer,
+        }[damage]
+    )
+    with pytest.raises(DatasetError, match="is not the annotation file of Cars196"):
+        read_official(OFFICIAL["cars196"], root, allow_partial=True)

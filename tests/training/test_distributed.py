@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from embedder.errors import TrainingError
+from embedder.errors import JobError, TrainingError
 from tests.training.jobs import calibrated_weights, small_job
 from tests.training.ranks import cases, gradients
 from training import distributed
@@ -66,6 +66,17 @@ def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(
     monkeypatch.setattr("training.state.world", lambda: 2)
     with pytest.raises(TrainingError, match="statistics of all of them"):
         create_run(small_job(tmp_path), 3)
+
+
+def test_commands_that_do_not_share_their_work_refuse_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(JobError, match="without torchrun"):
+        distributed.require_alone()
+    for command in ("crossval", "search", "tournament", "evaluate", "export"):
+        page = (ROOT / "training" / "commands" / f"{command}.py").read_text()
+        assert "    require_alone()" in page, command
 
 
 def test_alone_nothing_is_gathered() -> None:

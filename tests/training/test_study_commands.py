@@ -48,6 +48,8 @@ def test_cross_validation_prints_mean_and_deviation_and_goes_on(tmp_path: Path) 
     assert " ± " in first
     again = call(*words)
     assert again.count("finished before") == 2
+    for fold in ("fold-00", "fold-01"):
+        assert "R@1 " in call("evaluate", tmp_path / "out" / fold)
     with pytest.raises(JobError, match="holds runs with other settings"):
         call(*words, "--seed", 1)
 

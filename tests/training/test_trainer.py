@@ -285,6 +285,20 @@ def test_the_best_epoch_by_validation_is_tested_once(products: Path, tmp_path: P
     assert "the best R@1 on validation classes" in (tmp_path / "run" / "report.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"recall_at": [2]}, "R@1 chooses the epoch"),
+        ({"runtime": {"eval_every_epochs": 0}}, "compares epochs"),
+    ],
+)
+def test_a_choice_that_could_not_be_made_is_refused(
+    tmp_path: Path, tables: dict[str, object], message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        parse_job(validated(tmp_path).as_dict() | tables)
+
+
 def test_choosing_by_test_is_stamped_on_the_report(tmp_path: Path) -> None:
     job = validated(tmp_path / "products", choose_by="test", evaluate_test="every")
     split = with_protocol(load_split(job.data), job.protocol)

@@ -23,7 +23,9 @@ def crossval(
     Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
     """
     from training.crossval import cross_validate
+    from training.distributed import require_alone
 
+    require_alone()
     settings = load_job(job, settings_of(overrides, allow_partial))
     folder = out or Path("runs") / f"{settings.name}-crossval"
 

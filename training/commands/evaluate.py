@@ -25,9 +25,11 @@ def evaluate(
 
     Example: kinlens-train evaluate bundles/cars --set data.root=/data/cars196 --full
     """
+    from training.distributed import require_alone
     from training.export import embed_with
     from training.inference import figures_of
 
+    require_alone()
     is_bundle = (source / MANIFEST).is_file()
     job, split_sha256, function = _of_bundle(source) if is_bundle else _of_run(source)
     job = with_settings(job, overrides or (), ("data.", "recall_at="))

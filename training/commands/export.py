@@ -36,8 +36,10 @@ def export(
 
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
+    from training.distributed import require_alone
     from training.export import export_backbone
 
+    require_alone()
     if (run is None) == (backbone is None):
         raise typer.BadParameter("give a run folder or --backbone NAME, one of the two")
     unknown = set(precision or ()) - set(get_args(Precision))

@@ -31,9 +31,11 @@ def search(
 
     Example: kinlens-train search cars196-half-detreg --space space.toml --trials 50 --epochs 10
     """
+    from training.distributed import require_alone
     from training.search import Plan
     from training.search import search as run_search
 
+    require_alone()
     settings = load_job(job, settings_of(overrides, allow_partial))
     plan = Plan(load_space(space), trials, validation, seed, epochs)
     folder = out or Path("runs") / f"{settings.name}-search"

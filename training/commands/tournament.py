@@ -57,11 +57,13 @@ def tournament(
 
     Example: kinlens-train tournament grid.toml --out runs/tournament
     """
+    from training.distributed import require_alone
     from training.tournament.grid import load_grid
     from training.tournament.ledger import Ledger
     from training.tournament.report import write_report
     from training.tournament.runs import play
 
+    require_alone()
     combinations = load_grid(grid, settings_of(overrides, allow_partial))
     for combination in combinations:
         combination.job.protocol.require_flag(choose_by_test)

@@ -52,6 +52,13 @@ class Job(Section):
                 f"regularizers.{name} acts on proxies, and {self.loss.name} has none; use one of "
                 f"{', '.join(WITH_PROXIES)}{cure}"
             )
+        if self.protocol.choose_by != "last" and 1 not in self.recall_at:
+            raise ValueError(f"recall_at = {list(self.recall_at)} lacks 1; R@1 chooses the epoch")
+        if self.protocol.choose_by != "last" and not self.runtime.eval_every_epochs:
+            raise ValueError(
+                f'choose_by = "{self.protocol.choose_by}" compares epochs; set '
+                "runtime.eval_every_epochs to 1 or more"
+            )
         if wanted.graph_consistency is not None and self.sampling.kind != "paired":
             raise ValueError(
                 "regularizers.graph_consistency compares two draws of the same classes; set "

@@ -14,7 +14,8 @@ CHOOSE_BY_TEST = "--choose-by-test"
 class Protocol(Section):
     """How a model is chosen and tested.
 
-    `validation_fraction` is the part of the train classes that is held out (0: none).
+    `validation_fraction` is the part of the train classes that is held out (0: none); in a cross
+    validation it is fold number `fold` of `folds` instead. `validation_seed` is of either choice.
     `choose_by`: the epoch that a run keeps: "last"; the best R@1 on "validation" classes; or on
     "test" classes, which makes its test recall too high and needs the flag `--choose-by-test`.
     `evaluate_test`: "every" evaluated epoch, the "end" of the run alone, or "never".
@@ -22,12 +23,20 @@ class Protocol(Section):
 
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     validation_seed: int = Field(0, ge=0)
+    folds: int | None = Field(None, ge=2)
+    fold: int | None = Field(None, ge=0)
     choose_by: Literal["last", "validation", "test"] = "last"
     evaluate_test: Literal["never", "end", "every"] = "every"
 
     @model_validator(mode="after")
     def _check(self) -> "Protocol":
-        if self.choose_by == "validation" and self.validation_fraction == 0:
+        if (self.folds is None) != (self.fold is None) or (self.fold or 0) >= (self.folds or 1):
+            raise ValueError(
+                f"fold = {self.fold} does not fit folds = {self.folds}: 0 .. folds - 1"
+            )
+        if self.fold is not None and self.validation_fraction:
+            raise ValueError("a fold is the validation part; remove validation_fraction")
+        if self.choose_by == "validation" and self.validation_fraction == 0 and self.fold is None:
             raise ValueError(
                 'choose_by = "validation" needs validation classes; set validation_fraction = 0.1'
             )

@@ -32,7 +32,8 @@ def _rows(path: Path) -> list[tuple[str, int]]:
     try:
         table = scipy.io.loadmat(path, squeeze_me=True)["annotations"]
         return [(str(row["relative_im_path"]), int(row["class"])) for row in table]
-    except (KeyError, ValueError, TypeError, OSError) as error:
+    except Exception as error:
+        # scipy raises key, index, value, zlib, struct and its own errors on a damaged file.
         raise DatasetError(
             f"{path} is not the annotation file of Cars196 ({error}). Download it again."
         ) from error

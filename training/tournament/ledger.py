@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embedder.errors import CheckpointError
+from embedder.errors import CheckpointError, JobError
 from training.crossval import finished_result
 from training.files import replace_text
 from training.result import Result
@@ -61,7 +61,7 @@ class Ledger:
         for combination in self._in_order_of_finish():
             result = finished_result(combination.job, folder / combination.folder)
             if result is not None:
-                self.finished.append(Finished(combination, result))
+                self._take_up(Finished(combination, result))
 
     def open_combinations(self) -> list[Combination]:
         """Those without a result, in the order of the grid."""
@@ -86,13 +86,24 @@ class Ledger:
             raise CheckpointError(f"The run ended well but left no result in {place}.")
         (place / FAILURE).unlink(missing_ok=True)
         finished = Finished(combination, result)
-        self.finished.append(finished)
+        self._take_up(finished)
         self.write()
         return finished
 
     def add_failure(self, combination: Combination, reason: str) -> None:
         """Keep why a run failed; it will be tried again on the next call."""
         keep_failure(self._folder / combination.folder, reason)
+
+    def _take_up(self, finished: Finished) -> None:
+        """Raises: JobError if the run was trained on other images than those before it."""
+        known = {one.result.split_sha256: one.combination for one in self.finished}
+        if known and finished.result.split_sha256 not in known:
+            raise JobError(
+                f"{finished.combination.folder} was trained on other images than "
+                f"{next(iter(known.values())).folder}, so their figures do not compare. Use "
+                f"another --out for other images, or delete one of the two in {self._folder}."
+            )
+        self.finished.append(finished)
 
     def _in_order_of_finish(self) -> list[Combination]:
         """Those with a row first, in the order of the rows."""

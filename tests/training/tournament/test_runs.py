@@ -8,6 +8,7 @@ import pytest
 from embedder.errors import JobError
 from tests.training.tournament.fakes import FakeLaunch, Notes, combination
 from training.config.job import Job
+from training.result import RESULT
 from training.tournament.ledger import Ledger
 from training.tournament.process import alone_in
 from training.tournament.runs import play
@@ -44,6 +45,14 @@ def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
     assert notes.lines[0] == "planned 6 4 0"
     assert notes.lines[1] == f"started 5/6 {ALL[4].job.name}"
     assert len(rows(tmp_path)) == 6
+
+
+def test_runs_on_other_images_are_not_ranked_together(tmp_path: Path) -> None:
+    play(ALL[:2], tmp_path, Notes(), FakeLaunch(fine))
+    path = tmp_path / ALL[1].folder / RESULT
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"split_sha256": "0123"}))
+    with pytest.raises(JobError, match="was trained on other images than"):
+        Ledger(tmp_path, ALL)
 
 
 def test_a_run_that_fails_is_kept_and_tried_again_on_the_next_call(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from training.config.job import Job, parse_job
 from training.data.records import Split
 from training.distributed import world
 from training.inference import choose_device
+from training.memory import keep_freed_memory
 from training.models.embedding import EmbeddingNet
 from training.objective import Objective, TrainingStep
 from training.stamp import changes
@@ -80,6 +81,8 @@ class Run:
 def create_run(job: Job, classes: int) -> Run:
     """A fresh network, objective and optimizer on the device of the job. Raises: TrainingError."""
     device = choose_device(job.runtime)
+    if device.type == "cpu":
+        keep_freed_memory()
     net = EmbeddingNet(job.model, job.regularizers.determinant).to(device)
     net.to(memory_format=torch.channels_last)
     if world() > 1 and job.model.batch_norm == "train":
@@ -87,7 +90,7 @@ def create_run(job: Job, classes: int) -> Run:
     objective = Objective(job, classes, net.dim).to(device)
     groups = parameter_groups(job, net, objective)
     kind = torch.optim.AdamW if job.optimizer.kind == "adamw" else torch.optim.Adam
-    return Run(job, net, objective, kind(groups, eps=job.optimizer.eps), device)
+    return Run(job, net, objective, kind(groups, eps=job.optimizer.eps, fused=True), device)
 
 
 def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[dict[str, Any]]:

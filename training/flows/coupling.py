@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class FlowOutput(NamedTuple):
@@ -47,6 +48,10 @@ class Coupling(nn.Module):
         first, second = x[:, : self.split], x[:, self.split :]
         return (second, first) if self.transform_first else (first, second)
 
+    def pad(self, changed: Tensor) -> Tensor:
+        """The half that is changed with zeros for the other half: to (B, D)."""
+        return F.pad(changed, (0, self.given) if self.transform_first else (self.given, 0))
+
     def join(self, given: Tensor, changed: Tensor) -> Tensor:
         """What `halves` took apart."""
         parts = (changed, given) if self.transform_first else (given, changed)
@@ -81,8 +86,8 @@ class AffineCoupling(Coupling):
         """(B, D) to (y, log_scale), both (B, D)."""
         given, changed = self.halves(x)
         log_scale, shift = self._scale_and_shift(given)
-        y = self.join(given, changed * log_scale.exp() + shift)
-        return y, self.join(torch.zeros_like(given), log_scale)
+        y = self.join(given, torch.addcmul(shift, changed, log_scale.exp()))
+        return y, self.pad(log_scale)
 
     def inverse(self, y: Tensor) -> Tensor:
         """The x whose image is y, both (B, D)."""

@@ -52,8 +52,8 @@ class ConditionalCoupling(Coupling):
         """(B, D) and (B, C) to (y, log_scale), both (B, D)."""
         given, changed = self.halves(x)
         log_scale, shift = self._scale_and_shift(given, condition)
-        y = self.join(given, changed * log_scale.exp() + shift)
-        return y, self.join(torch.zeros_like(given), log_scale)
+        y = self.join(given, torch.addcmul(shift, changed, log_scale.exp()))
+        return y, self.pad(log_scale)
 
     def inverse(self, y: Tensor, condition: Tensor) -> Tensor:
         """The x (B, D) whose image is y (B, D) under the condition (B, C)."""

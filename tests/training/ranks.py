@@ -66,6 +66,9 @@ def gradients(job: Job) -> dict[str, Tensor]:
     seed_everything(0)
     run = create_run(job, CLASSES)
     _stir(run.objective)
+    # In float64 rounding cannot be mistaken for a wrong gradient, nor hide one.
+    run.net.double()
+    run.objective.double()
     run.net.train()
     model = run.warm_up(False)
     images = torch.randint(0, 256, (BATCH, 3, SIZE, SIZE), dtype=torch.uint8)

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -43,21 +44,30 @@ def test_gradients_of_two_ranks_equal_those_of_one_process(two_ranks: Path) -> N
         for found in ranks:
             assert found[case].keys() == expected.keys(), case
             for name, gradient in expected.items():
-                difference = (found[case][name] - gradient).abs().max()
-                bound = 1e-5 * max(1.0, float(gradient.abs().max()))
+                difference = (found[case][name] - gradient).norm()
+                bound = 1e-8 * max(1.0, float(gradient.norm()))
                 assert difference <= bound, f"{case}: {name} differs by {difference:.1e}"
 
 
+def epochs(folder: Path) -> list[dict[str, float]]:
+    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "epoch"]
+
+
 def test_a_run_of_two_ranks_learns_what_one_process_learns(two_ranks: Path, tmp_path: Path) -> None:
-    job = small_job(tmp_path / "products", weights=two_ranks / "weights.pth", epochs=2)
+    # Small steps, so that rounding does not grow from step to step.
+    rates = {"lr_trunk": 1e-6, "lr_head": 1e-5, "lr_proxies": 1e-3, "lr_flows": 1e-5}
+    weights = two_ranks / "weights.pth"
+    job = small_job(tmp_path / "products", weights=weights, epochs=2, **rates)
     (tmp_path / "job.toml").write_text(job_toml(job))
     torchrun("-m", "training", "fit", tmp_path / "job.toml", "--out", tmp_path / "two")
     command = [sys.executable, "-m", "training", "fit", str(tmp_path / "job.toml")]
     subprocess.run([*command, "--out", str(tmp_path / "one")], check=True, cwd=ROOT)
-    two, one = read_result(tmp_path / "two"), read_result(tmp_path / "one")
-    assert one is not None
-    assert two is not None
-    assert two.figures == pytest.approx(one.figures, rel=1e-3, abs=1e-3)
+    two, one = epochs(tmp_path / "two"), epochs(tmp_path / "one")
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-4)
+    assert two[-1]["loss"] < two[0]["loss"]
+    assert two[-1]["uniformity"] == pytest.approx(one[-1]["uniformity"], rel=1e-3)
+    assert read_result(tmp_path / "two") is not None
 
 
 def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(

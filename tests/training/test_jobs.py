@@ -21,7 +21,7 @@ METHODS = ("proxy-anchor", "determinant", "skewed-mean", "nir", "graph-consisten
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("layouts")
-    return {kind: write_layout(kind, root / kind, classes=4, images=4) for kind in KINDS}
+    return {kind: write_layout(kind, root / kind, classes=6, images=4) for kind in KINDS}
 
 
 def miniature(name: str, layouts: dict[str, Path], tmp_path: Path) -> Job:

@@ -94,13 +94,14 @@ class EmbeddingNet(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """uint8 (B, 3, S, S) to what enters the flow, or to the unnormalised embedding: (B, D).
 
-        The result is float32; under autocast only the trunk runs in lower precision.
+        The result is float32 or wider; under autocast only the trunk runs in lower precision.
         """
         x = self.normalize(images)
         if not torch.onnx.is_in_onnx_export():
             x = x.contiguous(memory_format=torch.channels_last)
         maps = self.trunk(x)  # (B, C, H, W) or (B, T, C)
-        pooled = self.pool(maps.float())  # (B, C)
+        wide = maps.to(torch.promote_types(maps.dtype, torch.float32))
+        pooled = self.pool(wide)  # (B, C)
         with torch.autocast(images.device.type, enabled=False):
             z: Tensor = self.flow_input(self.projection(pooled))
         return z

@@ -119,7 +119,28 @@ class RandomBatches(BatchSampler):
         return order[: self._whole * self.batch_size].reshape(self._whole, -1)
 
 
-class BalancedBatches(BatchSampler):
+class ClassBatches(BatchSampler):
+    """Batches of whole classes: `draws` times per_class images of each; see its two kinds."""
+
+    draws: int
+
+    def __init__(
+        self,
+        labels: Numbers,
+        batch_size: int,
+        per_class: int,
+        seed: int,
+        limit: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        super().__init__(len(labels), batch_size, seed, limit, rank, world)
+        self.per_class = per_class
+        self.classes_per_batch = _classes_per_batch(labels, batch_size, per_class, self.draws)
+        self._labels = _numbered(labels)
+
+
+class BalancedBatches(ClassBatches):
     """batch_size // per_class different classes with per_class images each, class after class.
 
     Every class comes once before any comes again, and so do the images of a class. A class with
@@ -135,20 +156,7 @@ class BalancedBatches(BatchSampler):
     Raises: JobError if the settings do not fit each other or the classes.
     """
 
-    def __init__(
-        self,
-        labels: Numbers,
-        batch_size: int,
-        per_class: int,
-        seed: int,
-        limit: int | None = None,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        super().__init__(len(labels), batch_size, seed, limit, rank, world)
-        self.per_class = per_class
-        self.classes_per_batch = _classes_per_batch(labels, batch_size, per_class, draws=1)
-        self._labels = _numbered(labels)
+    draws = 1
 
     def _images(self, rng: np.random.Generator) -> Numbers:
         classes = _class_order(self._labels, self.classes_per_batch, self._whole, rng)
@@ -156,7 +164,7 @@ class BalancedBatches(BatchSampler):
         return dealt.reshape(self._whole, self.batch_size)
 
 
-class PairedBatches(BatchSampler):
+class PairedBatches(ClassBatches):
     """The same classes drawn twice, for graph consistency: a batch is [first draw; second draw].
 
     Each draw has c = batch_size / (2 per_class) different classes with per_class images each, in
@@ -180,20 +188,7 @@ class PairedBatches(BatchSampler):
     Raises: JobError if the settings do not fit each other or the classes.
     """
 
-    def __init__(
-        self,
-        labels: Numbers,
-        batch_size: int,
-        per_class: int,
-        seed: int,
-        limit: int | None = None,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        super().__init__(len(labels), batch_size, seed, limit, rank, world)
-        self.per_class = per_class
-        self.classes_per_batch = _classes_per_batch(labels, batch_size, per_class, draws=2)
-        self._labels = _numbered(labels)
+    draws = 2
 
     def _images(self, rng: np.random.Generator) -> Numbers:
         classes = _class_order(self._labels, self.classes_per_batch, self._whole, rng)

@@ -23,7 +23,7 @@ $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --editable '.[training,dev]'
+	$(PIP) --quiet --editable '.[training,dev,milvus,parquet,milvus-server]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
@@ -51,7 +51,11 @@ format: $(VENV)/.dev  ## Mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.dev  ## Benchmarks, each with its ceiling
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) --quiet --editable '.[training,dev,milvus,parquet,milvus-server,bench]'
+	@touch $@
+
+bench: $(VENV)/.bench  ## Benchmarks, each with its ceiling
 	set -e; for file in $$(grep -l "__main__" benchmarks/*.py); do $(BIN)/python $$file; done
 
 clean:  ## Remove the environment and what the demo made

@@ -17,9 +17,15 @@
     │   ├── GalleryCorruptError         a hash, a file or a catalogue that does not fit
     │   ├── BundleMismatchError         made with another bundle
     │   ├── ItemNotFoundError
-    │   └── SourceError                 a folder, CSV or split that cannot be indexed
+    │   ├── SourceError                 a folder, CSV or split that cannot be indexed
+    │   ├── GalleryBusyError            another process is building or compacting it
+    │   ├── GalleryWriteError           a change that could not be made durable
+    │   ├── PlanError                   an index that does not fit the machine
+    │   ├── RecallError                 an index that misses its recall target
+    │   └── EngineUnavailableError      a vector database that does not answer
     ├── SearchError                     a request that cannot be answered
     │   ├── InvalidParameterError       k, min_score, ... outside their range
+    │   ├── FilterError                 a filter that is malformed or does not fit the attributes
     │   ├── OverloadedError             the queue is full
     │   └── DeadlineExceededError       waited longer than the limit
     └── TrainingError                   a training job that cannot run
@@ -105,12 +111,36 @@ class SourceError(GalleryError):
     """A folder, CSV or data set split that cannot be indexed."""
 
 
+class GalleryBusyError(GalleryError):
+    """Another process is building, compacting or restoring the gallery."""
+
+
+class GalleryWriteError(GalleryError):
+    """A change that could not be made durable; the gallery is as it was before."""
+
+
+class PlanError(GalleryError):
+    """An index that does not fit the memory, the device or the number of vectors."""
+
+
+class RecallError(GalleryError):
+    """An index that finds too few of the true neighbours, whatever its search parameters."""
+
+
+class EngineUnavailableError(GalleryError):
+    """A vector database that does not answer, or refuses."""
+
+
 class SearchError(KinlensError):
     """A request that cannot be answered."""
 
 
 class InvalidParameterError(SearchError):
     """A parameter outside its range."""
+
+
+class FilterError(SearchError):
+    """A filter that is malformed, or does not fit the attributes of the gallery."""
 
 
 class OverloadedError(SearchError):

@@ -13,7 +13,10 @@ Embeddings = NDArray[np.float32]
 """Embeddings, shape (N, D), each row of unit norm."""
 
 ItemId = int
-"""Number of an item inside one gallery; stable for the life of that gallery version."""
+"""Number of an item inside one gallery; never given to another item or content."""
+
+AttributeValue = str | int | float | bool
+"""What an attribute of an item can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,4 +26,4 @@ class Hit:
     id: ItemId
     key: str
     score: float
-    attributes: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)

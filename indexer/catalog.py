@@ -1,160 +1,155 @@
-"""The catalogue of a gallery: what each item is. One SQLite file, written once, then only read."""
+"""The catalogue of a gallery: its items, their attributes and vectors. One SQLite file with a
+write-ahead log: readers see one state each and are never kept waiting, writers take turns.
+"""
 
-import json
+import contextlib
 import sqlite3
-import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
-from embedder.errors import GalleryCorruptError
-from embedder.types import ItemId
+from embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
+from indexer.catalog_connections import Connections, has_log
+from indexer.catalog_errors import error_code, read_error, write_error
+from indexer.catalog_schema import FIRST_STATE, INDEXES, NEW_FILE, RESTORE, TABLES, check_schema
+from indexer.catalog_view import CatalogView, State
+from indexer.catalog_writer import CatalogWriter
 
-_SCHEMA_VERSION = 1
-_SCHEMA = f"""
-PRAGMA journal_mode = MEMORY;
-PRAGMA user_version = {_SCHEMA_VERSION};
-CREATE TABLE items (
-    id INTEGER PRIMARY KEY,
-    key TEXT NOT NULL UNIQUE,
-    path TEXT NOT NULL,
-    sha256 TEXT NOT NULL,
-    attributes TEXT NOT NULL,
-    format TEXT NOT NULL
-) STRICT;
-"""
-_BY_ID = """
-SELECT id, key, path, sha256, attributes, format FROM items
-WHERE id IN (SELECT value FROM json_each(?))
-"""
-_PAGE = """
-SELECT id, key, path, sha256, attributes, format FROM items
-WHERE id > ? ORDER BY id LIMIT ?
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One image of a gallery; `path` is relative to the root of its source."""
-
-    id: ItemId
-    key: str
-    path: str
-    sha256: str
-    attributes: Mapping[str, str]
-    format: str
-
-
-def write_catalog(path: Path, items: Iterable[Item]) -> None:
-    """Write all items to the new file `path`. Raises: sqlite3.Error."""
-    rows = (
-        (
-            i.id,
-            i.key,
-            i.path,
-            i.sha256,
-            json.dumps(dict(i.attributes), ensure_ascii=False),
-            i.format,
-        )
-        for i in items
-    )
-    connection = sqlite3.connect(path)
-    try:
-        connection.executescript(_SCHEMA)
-        with connection:
-            connection.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)", rows)
-    finally:
-        connection.close()
+__all__ = ["Catalog", "CatalogView", "CatalogWriter", "State"]
 
 
 class Catalog:
-    """A catalogue opened for reading; each thread gets a connection of its own."""
+    """An open catalogue; thread safe, and any number of processes may have it open."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._threads = threading.local()
-        self._lock = threading.Lock()
-        self._closers: set[weakref.finalize[Any, _Holder]] = set()
+    def __init__(self, path: Path, connections: Connections) -> None:
+        self.path = path
+        self._connections = connections
 
     @classmethod
-    def open(cls, path: Path) -> "Catalog":
-        """Open and check the file. Raises: GalleryCorruptError."""
-        if not path.is_file():
-            raise GalleryCorruptError(f"{path} is missing. Build the gallery again.")
-        catalog = cls(path)
+    def create(cls, path: Path, dim: int) -> None:
+        """Make the new, empty file for vectors of length `dim`. Raises: GalleryWriteError."""
+        if path.exists():
+            raise GalleryWriteError(f"{path} is there already. Choose another folder.")
         try:
-            catalog._check()
+            connection = sqlite3.connect(path, isolation_level=None)
+            with contextlib.closing(connection):
+                connection.executescript(NEW_FILE)
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("BEGIN IMMEDIATE")
+                for statement in (TABLES + INDEXES).split(";"):
+                    connection.execute(statement)
+                connection.execute(FIRST_STATE, (dim, 0, 0))
+                connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise write_error(path, error) from error
+
+    @classmethod
+    def open(cls, path: Path, *, writable: bool = False) -> "Catalog":
+        """Open the file and check that it is a catalogue; `CatalogView.check` looks at all of it.
+
+        Raises: GalleryCorruptError; GalleryError if it cannot be read.
+        """
+        if not path.is_file():
+            raise GalleryCorruptError(f"{path} is missing. {RESTORE}.")
+        connections = Connections(path, writable=writable)
+        catalog = cls(path, connections)
+        try:
+            catalog._check(may_be_unwritable=not writable)
         except BaseException:
-            catalog.close()
+            connections.close()
             raise
         return catalog
 
-    def count(self) -> int:
-        """Number of items."""
-        return int(self._query("SELECT count(*) FROM items")[0][0])
+    def reading(self) -> AbstractContextManager[CatalogView]:
+        """A view of one state, for the length of the block.
 
-    def get(self, ids: Sequence[ItemId]) -> dict[ItemId, Item]:
-        """The items with these numbers; unknown numbers are left out."""
-        rows = self._query(_BY_ID, json.dumps(list(ids)))
-        return {row[0]: _item(row) for row in rows}
+        Raises: GalleryCorruptError; GalleryError if the file cannot be read.
+        """
+        return _Reading(self.path, self._connections)
 
-    def items(self, page_size: int = 1000) -> Iterator[Item]:
-        """Every item in the order of its number."""
-        last = -1
-        while rows := self._query(_PAGE, last, page_size):
-            yield from (_item(row) for row in rows)
-            last = rows[-1][0]
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[CatalogWriter]:
+        """Changes that come true together, on disk, when the block ends, or not at all if it
+        raises. Writers take turns, and wait 30 s at most.
+
+        Raises: GalleryWriteError if they could not be written, GalleryCorruptError.
+        """
+        idle = self._connections.idle()
+        connection = idle.take()
+        try:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                yield CatalogWriter(connection)
+                connection.execute("COMMIT")
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            raise write_error(self.path, error) from error
+        finally:
+            idle.give_back(connection)
 
     def close(self) -> None:
-        """Close the connections of all threads."""
-        with self._lock:
-            for closer in self._closers:
-                closer()
-            self._closers.clear()
-        self._threads = threading.local()
+        """Close the connections of all threads; blocks that still run close theirs at their end."""
+        self._connections.close()
 
-    def _check(self) -> None:
-        [(version,)] = self._query("PRAGMA user_version")
-        if version != _SCHEMA_VERSION:
-            raise GalleryCorruptError(
-                f"{self._path} has schema {version}, this version reads {_SCHEMA_VERSION}. "
-                "Build the gallery again."
-            )
-        [(verdict,), *_] = self._query("PRAGMA quick_check")
-        if verdict != "ok":
-            raise GalleryCorruptError(
-                f"{self._path} is damaged: {verdict}. Build the gallery again."
-            )
-
-    def _query(self, sql: str, *parameters: int | str) -> list[tuple[Any, ...]]:
+    def _check(self, *, may_be_unwritable: bool) -> None:
         try:
-            return self._connection().execute(sql, parameters).fetchall()
-        except sqlite3.DatabaseError as error:
-            raise GalleryCorruptError(
-                f"{self._path} cannot be read as a catalogue: {error}. Build the gallery again."
-            ) from error
-
-    def _connection(self) -> sqlite3.Connection:
-        holder: _Holder | None = getattr(self._threads, "holder", None)
-        if holder is None:
-            holder = _Holder(self._path)
-            self._threads.holder = holder
-            closer = weakref.finalize(holder, holder.connection.close)
-            with self._lock:
-                self._closers = {known for known in self._closers if known.alive} | {closer}
-        return holder.connection
+            with self.reading() as view:
+                check_schema(self.path, view._connection)
+                view.state()
+        except GalleryError as error:
+            if not may_be_unwritable or not _is_unwritable(self.path, error):
+                raise
+            self._connections.expect_unwritable()
+            self._check(may_be_unwritable=False)
 
 
-class _Holder:
-    """A connection that is closed when its thread has ended and dropped this holder."""
+class _Reading:
+    """Entered at every search, so a class: a generator costs twice as much."""
 
-    def __init__(self, path: Path) -> None:
-        uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
-        self.connection = sqlite3.connect(uri, uri=True, check_same_thread=False)
+    __slots__ = ("_connection", "_connections", "_idle", "_path", "_view")
+
+    def __init__(self, path: Path, connections: Connections) -> None:
+        self._path = path
+        self._connections = connections
+
+    def __enter__(self) -> CatalogView:
+        self._idle = self._connections.idle()
+        self._connection = self._idle.take()
+        try:
+            self._connection.execute("BEGIN")
+        except sqlite3.Error as error:
+            self._idle.give_back(self._connection)
+            raise read_error(self._path, error) from error
+        self._view = CatalogView(self._connection)
+        return self._view
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("COMMIT")
+        except sqlite3.Error as second:
+            raise read_error(self._path, second) from second
+        finally:
+            # A view that outlives its block must fail, not read another state.
+            del self._view._connection
+            self._idle.give_back(self._connection)
+        if isinstance(error, sqlite3.Error):
+            raise read_error(self._path, error) from error
 
 
-def _item(row: tuple[Any, ...]) -> Item:
-    number, key, path, sha256, attributes, format_ = row
-    return Item(number, key, path, sha256, json.loads(attributes), format_)
+def _is_unwritable(path: Path, error: GalleryError) -> bool:
+    """Whether SQLite could not make its log beside the file, and no log is needed to read it."""
+    cause = error.__cause__
+    return (
+        isinstance(cause, sqlite3.Error)
+        and error_code(cause) in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
+        and not has_log(path)
+    )

@@ -1,235 +1,153 @@
-"""A published gallery, opened for searching."""
+"""A gallery on this machine: a FAISS segment, what came after it, and a catalogue in SQLite."""
 
 import contextlib
-import hashlib
-import io
-import os
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
-
-from embedder.errors import (
-    BundleMismatchError,
-    GalleryCorruptError,
-    ImageError,
-    ImageTooManyBytesError,
-    InvalidParameterError,
-    ItemNotFoundError,
-    SourceError,
-)
-from embedder.preprocess import decode
-from embedder.types import Embeddings, Hit, ItemId
-from indexer.catalog import Catalog, Item
-from indexer.engine import VectorStore
-from indexer.images import ANY_SIZE, read_image
-from indexer.layout import SHORT, GalleryFolder, hold
+from embedder.errors import KinlensError
+from embedder.types import AttributeValue
+from indexer.background import BackgroundCompaction
+from indexer.catalog import Catalog, CatalogWriter
+from indexer.compaction import CATALOG, CompactReport, compact
+from indexer.durable import reach
+from indexer.engine import Entry, Written
+from indexer.filters import Filter
+from indexer.generation import publish_generation
+from indexer.layout import GalleryFolder
 from indexer.manifest import GalleryManifest
-from indexer.version import open_version, read_manifest
+from indexer.plan import IndexSettings
+from indexer.reader import GalleryReader, compaction_due
 
-_MEDIA_TYPES = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp", "GIF": "image/gif"}
-_JPEG_QUALITY = 90
-
-
-@dataclass(frozen=True, slots=True)
-class ItemImage:
-    """The image of an item in a format that browsers show."""
-
-    data: bytes = field(repr=False)
-    media_type: str
+Progress = Callable[[int], None]
 
 
-class Gallery:
-    """One version of a gallery: checked when opened, unchanged from then on, thread safe."""
+class Gallery(GalleryReader):
+    """One generation of a gallery, changed while it is searched, also by several processes.
 
-    def __init__(
-        self, manifest: GalleryManifest, catalog: Catalog, store: VectorStore, image_root: Path
-    ) -> None:
-        self.manifest = manifest
-        self._image_root = image_root
-        self._catalog = catalog
-        self._store = store
-        self._open_files = contextlib.ExitStack()
-        self._open_files.callback(catalog.close)
-        self._close = weakref.finalize(self, self._open_files.close)
+    Implements `indexer.engine.VectorStore`. A change is durable when its call returns, and every
+    search that begins afterwards sees it. Thread safe.
+    """
+
+    _background: BackgroundCompaction | None = None
 
     @classmethod
-    def open(
+    def create(
         cls,
         path: Path | str,
         *,
-        expected_bundle_id: str | None = None,
-        image_root: Path | None = None,
-        verify_hashes: bool = True,
+        name: str,
+        bundle_id: str,
+        dim: int,
+        source: str = "",
+        source_root: Path | str = "",
     ) -> "Gallery":
-        """Open the current version of the gallery in folder `path`.
+        """A new gallery without items in folder `path`, opened; it replaces an old one.
 
-        `image_root` replaces the recorded folder of the images. Without `verify_hashes` the files
-        have to be trusted.
-
-        Raises: GalleryNotFoundError, GalleryCorruptError, BundleMismatchError.
+        Raises: GalleryBusyError, GalleryWriteError, GalleryError for a folder of something else.
         """
-        try:
-            version = GalleryFolder(path).current()
-            with contextlib.ExitStack() as held:
-                held.callback(os.close, hold(version))
-                manifest = read_manifest(version)
-                _check_bundle(Path(path), manifest, expected_bundle_id)
-                root = image_root or Path(manifest.source_root)
-                gallery = cls(manifest, *open_version(version, manifest, verify_hashes), root)
-                gallery._open_files.push(held.pop_all())
-        except OSError as error:
-            raise GalleryCorruptError(
-                f"The gallery {path} cannot be read: {error}. Check its permissions and the disk."
-            ) from error
-        return gallery
+        folder = GalleryFolder(path)
+        manifest = GalleryManifest(
+            name=name, bundle_id=bundle_id, dim=dim, source=source, source_root=str(source_root)
+        )
+        with folder.locked():
+            publish_generation(folder, manifest, ())
+        return cls.open(path)
 
-    @property
-    def name(self) -> str:
-        """The name in addresses."""
-        return self.manifest.name
+    def add(self, entries: Iterable[Entry]) -> Written:
+        """Store entries, all or none.
 
-    @property
-    def version(self) -> str:
-        """sha256 (hex) over everything in this version."""
-        return self.manifest.version
+        Equal key and content: nothing, or new attributes alone. Other content under an old key
+        replaces the item, which gets a new number.
 
-    @property
-    def bundle_id(self) -> str:
-        """The bundle that made the vectors."""
-        return self.manifest.bundle_id
-
-    @property
-    def dim(self) -> int:
-        """Length of a vector."""
-        return self.manifest.dim
-
-    @property
-    def size(self) -> int:
-        """Number of items."""
-        return self.manifest.size
-
-    @property
-    def created_at(self) -> str:
-        """When this version was built: ISO 8601, UTC."""
-        return self.manifest.created_at
-
-    @property
-    def image_root(self) -> Path:
-        """The folder that the images are read from; it may be missing."""
-        return self._image_root
-
-    def search(
-        self, queries: Embeddings, k: int, min_score: float | None = None
-    ) -> list[list[Hit]]:
-        """The `k` best items of each query (Q, D): best first, equal scores by id. Thread safe.
-
-        `k` may exceed the size; with `min_score` there may be fewer hits.
-
-        Raises: InvalidParameterError, GalleryCorruptError.
+        Raises: InvalidParameterError for a wrong dimension, a vector that is not finite or not of
+            unit norm, a key twice, an attribute of another kind than before; GalleryWriteError;
+            GalleryBusyError.
         """
-        lowest = -1.0 if min_score is None else min_score
-        if not -1.0 <= lowest <= 1.0:
-            raise InvalidParameterError(
-                f"min_score = {min_score} is outside -1..1, the range of a cosine similarity. "
-                "Choose a value inside, or leave it out."
-            )
-        scores, ids = self._store.search(queries, k)
-        kept = scores >= lowest
-        items = self._known_items(np.unique(ids[kept]).tolist())
-        return [
-            [_hit(items[number], score) for number, score in zip(*row, strict=True)]
-            for row in (
-                (ids[q][kept[q]].tolist(), scores[q][kept[q]].tolist()) for q in range(len(ids))
-            )
-        ]
+        entries = list(entries)
+        with self._writing() as writer:
+            return writer.add(entries)
 
-    def image(self, item_id: ItemId) -> ItemImage:
-        """The indexed bytes of an item, read from the image root; BMP and TIFF become JPEG.
+    def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
+        """Change attributes by key; None takes an attribute away. How many items differ now.
 
-        Raises: ItemNotFoundError for an unknown number, or if the file is gone, was changed after
-            the build or lies outside the image root; GalleryCorruptError if it cannot be read.
+        Raises: ItemNotFoundError for an unknown key, and then nothing was changed;
+            InvalidParameterError for a value of another kind than the attribute has;
+            GalleryWriteError; GalleryBusyError.
         """
-        item = self.item(item_id)
-        try:
-            data = self.source_bytes(item)
-            if item.format in _MEDIA_TYPES:
-                return ItemImage(data, _MEDIA_TYPES[item.format])
-            return ItemImage(_as_jpeg(data), "image/jpeg")
-        except (SourceError, ImageTooManyBytesError) as error:
-            raise ItemNotFoundError(
-                f"The image of item {item_id} of gallery {self.name} is not what was indexed: "
-                "the file is gone or was changed. Put it back below the image root, or build the "
-                "gallery again."
-            ) from error
-        except (OSError, ImageError) as error:
-            raise GalleryCorruptError(
-                f"The image {item.path} of gallery {self.name} cannot be read: {error}. Check the "
-                "permissions, the disk and the limit of open files (`ulimit -n`)."
-            ) from error
+        with self._writing() as writer:
+            return writer.update(changes)
 
-    def item(self, item_id: ItemId) -> Item:
-        """What the catalogue knows about an item. Raises: ItemNotFoundError."""
-        fits_sqlite = 0 <= item_id < 2**63
-        found = self._catalog.get([item_id]) if fits_sqlite else {}
-        if item_id not in found:
-            raise ItemNotFoundError(
-                f"Gallery {self.name} has no item {item_id}. Take the number from the answer of a "
-                f"search in version {self.version[:SHORT]}."
-            )
-        return found[item_id]
+    def remove(self, keys: Iterable[str]) -> int:
+        """Remove items by key; unknown keys are left out of the count.
 
-    def source_bytes(self, item: Item) -> bytes:
-        """The file of an item as it was indexed.
-
-        Raises: SourceError or ImageTooManyBytesError if it is gone, was changed or lies outside the
-            image root; OSError.
+        Raises: GalleryWriteError; GalleryBusyError.
         """
-        data = read_image(self.image_root, item.path, ANY_SIZE.max_bytes)
-        if hashlib.sha256(data).hexdigest() != item.sha256:
-            raise SourceError(f"{item.path} was changed after the build. Build the gallery again.")
-        return data
+        keys = list(keys)
+        with self._writing() as writer:
+            return writer.remove(list(writer.find(keys).values()))
 
-    def items(self) -> Iterator[Item]:
-        """Every item in the order of its number."""
-        return self._catalog.items()
+    def remove_where(self, where: Filter) -> int:
+        """Remove every item that fits. Raises: FilterError, GalleryWriteError, GalleryBusyError."""
+        with self._writing() as writer:
+            return writer.remove(writer.matching(where).tolist())
 
-    def vectors(self, ids: Sequence[ItemId]) -> Embeddings:
-        """The stored vectors (N, D) of known items."""
-        return self._store.vectors(np.asarray(ids, dtype=np.int64))
+    def compact(
+        self,
+        settings: IndexSettings | None = None,
+        *,
+        wait: bool = False,
+        on_progress: Progress | None = None,
+    ) -> CompactReport:
+        """Make a new segment of all items and switch to it; searches and changes go on meanwhile.
+
+        Without `settings` the kind of index, its target and its device stay as they are.
+
+        Raises: GalleryBusyError if another process compacts, unless this is to `wait`; PlanError,
+            RecallError, GalleryWriteError, and then the old segment stays.
+        """
+        return compact(
+            self._generation,
+            settings or self._settings(),
+            wait=wait,
+            on_progress=on_progress,
+        )
+
+    def needs_compaction(self) -> str | None:
+        """Why a compaction is due: 20 % of the segment removed, many items after it; or None."""
+        with self._reading() as reading:
+            return compaction_due(reading)
+
+    def compact_in_background(
+        self, on_error: Callable[[KinlensError], None] | None = None
+    ) -> BackgroundCompaction:
+        """From now on, compact in a thread of its own after changes that make it due."""
+        if self._background is None:
+            self._background = BackgroundCompaction(self, on_error)
+            self._background.nudge()
+        return self._background
 
     def close(self) -> None:
         """Let go of the files; the gallery cannot be used afterwards."""
-        self._close()
+        if self._background is not None:
+            self._background.close()
+        if "_writable" in self.__dict__:
+            self._writable.close()
+        super().close()
 
-    def _known_items(self, ids: Sequence[ItemId]) -> Mapping[ItemId, Item]:
-        items = self._catalog.get(ids)
-        missing = [number for number in ids if number not in items]
-        if missing:
-            raise GalleryCorruptError(
-                f"Item {missing[0]} of gallery {self.name} is in the index but not in the "
-                "catalogue. Build the gallery again."
-            )
-        return items
+    @functools.cached_property
+    def _writable(self) -> Catalog:
+        return Catalog.open(self._generation / CATALOG, writable=True)
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[CatalogWriter]:
+        with self._folder.writing(self.generation), self._writable.writing() as writer:
+            yield writer
+            reach("write: before commit")
+        reach("write: after commit")
+        if self._background is not None:
+            self._background.nudge()
 
-def _hit(item: Item, score: float) -> Hit:
-    return Hit(item.id, item.key, score, item.attributes)
-
-
-def _check_bundle(path: Path, manifest: GalleryManifest, expected_id: str | None) -> None:
-    if expected_id is not None and manifest.bundle_id != expected_id:
-        raise BundleMismatchError(
-            f"Gallery {manifest.name} was made with bundle {manifest.bundle_id[:SHORT]}, but the "
-            f"bundle in use is {expected_id[:SHORT]}: their vectors cannot be compared. Build it "
-            f"again from the {manifest.source} with `kinlens-index build ... --bundle BUNDLE --out "
-            f"{path}`, or use the bundle that it was made with."
-        )
-
-
-def _as_jpeg(data: bytes) -> bytes:
-    buffer = io.BytesIO()
-    decode(data, ANY_SIZE).save(buffer, "JPEG", quality=_JPEG_QUALITY)
-    return buffer.getvalue()
+    def _settings(self) -> IndexSettings:
+        segment = self.facts().segment
+        return IndexSettings() if segment is None else segment.settings

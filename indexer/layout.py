@@ -1,15 +1,14 @@
-"""The folder of a gallery: its versions, which one is current, and how a new one replaces it.
+"""The folder of a gallery: its generations, which one is current, and how a new one replaces it.
 
 gallery/
-  CURRENT              the first 12 hex digits of the published version
-  LOCK                 held while a build is running
+  CURRENT              the name of the current generation
+  LOCK                 held while a build runs
+  WRITE                shared by writes, held alone while a build replaces the gallery
   work.sqlite          vectors of a build that has not been published yet
-  versions/<version>/  the files of one version; they never change
+  versions/<name>/     a generation: what one build made, and every change since
 """
 
 import contextlib
-import fcntl
-import os
 import re
 import shutil
 import sqlite3
@@ -17,29 +16,33 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from embedder.errors import GalleryCorruptError, GalleryError, GalleryNotFoundError
-
-SHORT = 12
-"""Hex digits of a version or bundle id that are shown and used as names."""
-
-MANIFEST = "manifest.json"
-"""The file that makes a folder a version."""
+from embedder.errors import (
+    GalleryBusyError,
+    GalleryCorruptError,
+    GalleryError,
+    GalleryNotFoundError,
+    GalleryWriteError,
+)
+from indexer.durable import rename, sync, sync_tree
+from indexer.locks import exclusive, holder, in_use, shared
+from indexer.manifest import MANIFEST, SHORT
 
 _CURRENT = "CURRENT"
 _LOCK = "LOCK"
+_WRITE = "WRITE"
 _WORK = "work.sqlite"
 _VERSIONS = "versions"
 _STAGE = ".stage-"
-_VERSION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
+_GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _STAGE_NAME = re.compile(rf"{re.escape(_STAGE)}[0-9a-z_]+")
 _OWN_NAMES = {
-    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _VERSIONS),
+    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _VERSIONS),
     *(f"{_WORK}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
 }
 
 
 class GalleryFolder:
-    """The files of a gallery as a whole; what is inside a version is not known here."""
+    """The files of a gallery as a whole; what is inside a generation is not known here."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -47,91 +50,107 @@ class GalleryFolder:
         self._versions = self.path / _VERSIONS
 
     def current(self) -> Path:
-        """The folder of the published version.
+        """The folder of the current generation.
 
         Raises: GalleryNotFoundError, GalleryCorruptError.
         """
-        name = self._current_name()
+        name = self.current_name()
         if name is None:
             raise GalleryNotFoundError(self._absence())
-        if not _VERSION_NAME.fullmatch(name) or not (self._versions / name).is_dir():
+        if not _GENERATION_NAME.fullmatch(name) or not (self._versions / name).is_dir():
             raise GalleryCorruptError(
-                f"{self.path / _CURRENT} points to the version {name[:40]!r}, which is not there. "
-                "Build the gallery again, or write the name of a folder in "
+                f"{self.path / _CURRENT} points to the generation {name[:40]!r}, which is not "
+                "there. Build the gallery again, or write the name of a folder in "
                 f"{self._versions} into that file."
             )
         return self._versions / name
 
+    def current_name(self) -> str | None:
+        """The name of the current generation; None where there is no gallery."""
+        try:
+            return (self.path / _CURRENT).read_text(encoding="utf-8", errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Create the folder if needed and keep other builds out of it.
+        """Create the folder if needed; keep other builds and all writes out of it.
 
-        Raises: GalleryError if another build is running or the folder holds something else.
+        Raises: GalleryBusyError if another build runs; GalleryError if the folder holds something
+            else.
         """
         self._refuse_foreign_folder()
         self._versions.mkdir(parents=True, exist_ok=True)
-        with (self.path / _LOCK).open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                file.seek(0)
-                raise GalleryError(
-                    f"Another build (process {file.read() or 'unknown'}) is writing {self.path}. "
+        lock = self.path / _LOCK
+        with exclusive(lock, wait=False) as is_alone:
+            if not is_alone:
+                raise GalleryBusyError(
+                    f"Another build (process {holder(lock)}) is writing {self.path}. "
                     "Wait for it to finish, or choose another folder with --out."
+                )
+            # Writes hold it for moments only, so this wait is short.
+            with exclusive(self.path / _WRITE, wait=True):
+                yield
+
+    @contextlib.contextmanager
+    def writing(self, generation: str) -> Iterator[None]:
+        """Hold off a build for the moment of one write into `generation`.
+
+        Raises: GalleryBusyError if a build runs, or has replaced the generation.
+        """
+        with contextlib.ExitStack() as held:
+            try:
+                is_free = held.enter_context(shared(self.path / _WRITE))
+            except OSError as error:
+                raise GalleryWriteError(
+                    f"The gallery {self.path} cannot be changed: {error.strerror}. Check that this "
+                    "user may write there and that the file system is not read-only."
                 ) from error
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            if not is_free:
+                raise GalleryBusyError(
+                    f"A build (process {holder(self.path / _LOCK)}) is replacing the gallery "
+                    f"{self.path}; a change made now would be lost. Repeat it when the build ended."
+                )
+            if self.current_name() != generation:
+                raise GalleryBusyError(
+                    f"The gallery {self.path} was replaced by a build since it was opened; nothing "
+                    "was changed. Open it again and repeat the change."
+                )
             yield
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[Path]:
-        """An empty folder to write a new version in; gone afterwards unless it was published."""
+        """An empty folder to write a new generation in; gone afterwards unless it was published."""
         for folder in self._versions.iterdir():
             if _STAGE_NAME.fullmatch(folder.name):
                 shutil.rmtree(folder, ignore_errors=True)
-        stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=self._versions))
-        try:
+        with staged(self._versions) as stage:
             yield stage
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
 
-    def publish(self, stage: Path, version: str) -> Path:
-        """Make `stage` the current version: everything reaches the disk before anyone sees it.
+    def publish(self, stage: Path, name: str) -> Path:
+        """Make `stage` the current generation: everything is on the disk before anyone sees it.
 
-        The version before it stays, older ones go as soon as nobody has them open.
+        The generation before it stays, older ones go as soon as nobody has them open.
         """
-        previous = self._current_name()
-        target = self._versions / version[:SHORT]
-        for file in sorted(stage.iterdir()):
-            _sync(file)
+        previous = self.current_name()
+        target = self._versions / name
         stage.chmod(0o755)
-        _sync(stage)
-        stage.rename(target)
-        _sync(self._versions)
-        self._switch(target.name)
-        self._prune(keep={target.name, previous})
+        sync_tree(stage, "generation")
+        rename(stage, target, "generation")
+        self._switch(name)
+        self._prune(keep={name, previous})
         return target
 
     def _switch(self, name: str) -> None:
         temporary = self.path / f".{_CURRENT}.tmp"
         temporary.write_text(f"{name}\n", encoding="ascii")
-        _sync(temporary)
-        temporary.replace(self.path / _CURRENT)
-        _sync(self.path)
+        sync(temporary, "current")
+        rename(temporary, self.path / _CURRENT, "current")
 
     def _prune(self, keep: set[str | None]) -> None:
         for folder in self._versions.iterdir():
-            if _is_version(folder) and folder.name not in keep and not in_use(folder):
-                with contextlib.suppress(OSError):
-                    # Named like a stage: if the removal is cut short, the next build ends it.
-                    shutil.rmtree(folder.rename(folder.with_name(f"{_STAGE}{folder.name}")))
-
-    def _current_name(self) -> str | None:
-        try:
-            return (self.path / _CURRENT).read_text(encoding="utf-8", errors="replace").strip()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+            if _is_generation(folder) and folder.name not in keep and not in_use(folder):
+                discard(folder)
 
     def _absence(self) -> str:
         if self.work_path.exists():
@@ -159,52 +178,48 @@ class GalleryFolder:
             yield self.path
         if self._versions.is_dir():
             for entry in self._versions.iterdir():
-                if not (_VERSION_NAME.fullmatch(entry.name) or _STAGE_NAME.fullmatch(entry.name)):
+                is_ours = _GENERATION_NAME.fullmatch(entry.name) or is_stage(entry)
+                if not is_ours:
                     yield entry
 
 
 @contextlib.contextmanager
+def staged(parent: Path) -> Iterator[Path]:
+    """An empty folder below `parent` to write aside in; gone afterwards unless it was renamed."""
+    stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=parent))
+    try:
+        yield stage
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def is_stage(folder: Path) -> bool:
+    """Whether this is what an interrupted write left over."""
+    return _STAGE_NAME.fullmatch(folder.name) is not None
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that nobody needs; a removal that is cut short is ended by the next write."""
+    with contextlib.suppress(OSError):
+        if not is_stage(folder):
+            folder = folder.rename(folder.with_name(f"{_STAGE}{folder.name.replace('-', '_')}"))
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
 def disk_errors_explained(path: Path) -> Iterator[None]:
-    """Turn a failed write below `path` into a GalleryError that says what to do."""
+    """Turn a failed write below `path` into a GalleryWriteError that says what to do."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise GalleryError(
+        raise GalleryWriteError(
             f"Cannot write the gallery {path}: {reason}. Check the free space "
             "and the permissions of that folder, then run the same command again; finished work "
             "is kept."
         ) from error
 
 
-def hold(version: Path) -> int:
-    """Mark a version as being read, until the returned descriptor is closed."""
-    descriptor = os.open(version, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks; pruning then does not wait
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return descriptor
-
-
-def in_use(version: Path) -> bool:
-    """Whether a process has this version open."""
-    descriptor = os.open(version, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _is_version(folder: Path) -> bool:
-    is_named_so = _VERSION_NAME.fullmatch(folder.name) is not None
+def _is_generation(folder: Path) -> bool:
+    is_named_so = _GENERATION_NAME.fullmatch(folder.name) is not None
     return is_named_so and (folder / MANIFEST).is_file()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,44 +1,104 @@
-"""The manifest of a gallery version: frozen, versioned, an unknown key is an error."""
+"""The manifest of a gallery generation: frozen, versioned, an unknown key is an error."""
 
 import hashlib
 import json
 import re
+import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from embedder.errors import InvalidParameterError
+from embedder.errors import GalleryCorruptError, InvalidParameterError
+
+MANIFEST = "manifest.json"
+"""The file that makes a folder a generation."""
+
+SHORT = 12
+"""Hex digits of an id that are shown and used as names."""
+
+SCHEMA_VERSION = 2
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
 class GalleryManifest(BaseModel):
-    """All that is known about a gallery version; `files` holds the sha256 of each of its files."""
+    """What stays as it is while the items of a generation change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
+    uid: str = Field(pattern=r"^[0-9a-f]{32}$", default_factory=lambda: uuid.uuid4().hex)
     name: str = Field(pattern=f"^{_NAME}$")
     bundle_id: str = Field(min_length=1)
     dim: int = Field(ge=1)
-    size: int = Field(ge=1)
-    created_at: str
-    source: str
-    source_root: str
-    index: Literal["exact"] = "exact"
-    files: dict[str, str]
-    version: str = ""
+    created_at: str = Field(
+        default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
+    )
+    source: str = ""
+    source_root: str = ""
+    digest: str = ""
 
-    def computed_version(self) -> str:
-        """sha256 (hex) over this manifest without its version."""
-        content = self.model_dump(mode="json", exclude={"version"})
+    def stamped(self) -> "GalleryManifest":
+        """The same manifest with its digest."""
+        return self.model_copy(update={"digest": self.computed_digest()})
+
+    def computed_digest(self) -> str:
+        """sha256 (hex) over this manifest without its digest."""
+        content = self.model_dump(mode="json", exclude={"digest"})
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
-    def with_version(self) -> "GalleryManifest":
-        """The same manifest, stamped with its own version."""
-        return self.model_copy(update={"version": self.computed_version()})
+    @property
+    def generation(self) -> str:
+        """The name of its folder."""
+        return self.uid[:SHORT]
+
+
+def write_manifest(folder: Path, manifest: GalleryManifest) -> None:
+    """Write the manifest into a folder that nobody reads yet. Raises: OSError."""
+    text = manifest.stamped().model_dump_json(indent=2) + "\n"
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> GalleryManifest:
+    """The manifest of a generation. Raises: GalleryCorruptError, also for another schema."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        _refuse_other_schema(path, content)
+        manifest = GalleryManifest.model_validate(content)
+    except (OSError, ValueError) as error:
+        raise GalleryCorruptError(
+            f"{path} is not a gallery manifest that this version of Kinlens can read: "
+            f"{_brief(error)}. Restore a backup (kinlens-index restore) or build the gallery again."
+        ) from error
+    if manifest.digest != manifest.computed_digest():
+        raise GalleryCorruptError(
+            f"{path} does not match its digest: it was edited after the build. Restore a backup "
+            "(kinlens-index restore) or build the gallery again."
+        )
+    if manifest.generation != folder.name:
+        raise GalleryCorruptError(
+            f"{path} belongs to the generation {manifest.generation}, not to {folder.name}: the "
+            "folder was renamed or the file was edited. Give the folder its name back."
+        )
+    return manifest
+
+
+def _refuse_other_schema(path: Path, content: object) -> None:
+    found = content.get("schema_version") if isinstance(content, dict) else None
+    if found == 1:
+        raise GalleryCorruptError(
+            f"{path} has schema 1, this version of Kinlens reads {SCHEMA_VERSION}. Bring the "
+            "gallery over, with its vectors: kinlens-index import OLD_GALLERY --out NEW_GALLERY."
+        )
+    if isinstance(found, int) and found > SCHEMA_VERSION:
+        raise GalleryCorruptError(
+            f"{path} has schema {found}, this version of Kinlens reads {SCHEMA_VERSION}. Use the "
+            "version of Kinlens that wrote it, or a newer one."
+        )
 
 
 def checked_name(name: str) -> str:
@@ -58,3 +118,10 @@ def name_of(folder: Path) -> str:
     """A gallery name made from the name of its folder."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name)[:64]
     return cleaned.strip("-._") or "gallery"
+
+
+def _brief(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error)

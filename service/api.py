@@ -1,7 +1,8 @@
 """Thin routes: HTTP in, use case, HTTP out."""
 
 import asyncio
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
 from fastapi import APIRouter, File, Form, Path, Request, Response, UploadFile
@@ -10,7 +11,6 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BeforeValidator
 
 from embedder import errors
-from embedder.types import ItemId
 from service.disconnect import ClientGoneError, while_connected
 from service.metrics import CONTENT_TYPE
 from service.openapi import problems, render_docs
@@ -27,19 +27,24 @@ from service.schemas import (
     Timings,
 )
 from service.search import Answer, Query
-from service.types import Gallery, ItemImage
+from service.types import Gallery
+
+T = TypeVar("T")
 
 _CLIENT_GONE = 499
 _MAX_ID = 2**63 - 1
 _VERSION_DIGITS = 12
-_VERSION_TEXT = "The gallery version that the number is from; default: the one being served."
+_VERSION_TEXT = "The gallery generation that the number is from; default: the one being served."
 _VERSION = rf"^[0-9a-f]{{{_VERSION_DIGITS},64}}$"
-_FAILURES = (
-    KINDS[errors.GalleryNotFoundError],
-    KINDS[errors.InvalidParameterError],
+_LOOK_FAILURES = (
     KINDS[errors.OverloadedError],
     KINDS[errors.DeadlineExceededError],
     KINDS[errors.GalleryError],
+)
+_FAILURES = (
+    KINDS[errors.GalleryNotFoundError],
+    KINDS[errors.InvalidParameterError],
+    *_LOOK_FAILURES,
 )
 _SEARCH_FAILURES = (
     *_FAILURES,
@@ -104,20 +109,10 @@ def _add_search(router: APIRouter, runtime: Runtime) -> None:
 
 
 def _add_galleries(router: APIRouter, runtime: Runtime) -> None:
-    @router.get("/galleries", responses=problems(), summary="List the galleries")
+    @router.get("/galleries", responses=problems(*_LOOK_FAILURES), summary="List the galleries")
     async def galleries() -> Galleries:
-        """Every gallery with its version; the first is the default of a search."""
-        listed = [
-            GalleryModel(
-                name=name,
-                version=gallery.version,
-                bundle_id=gallery.bundle_id,
-                size=gallery.size,
-                dim=gallery.dim,
-                created_at=gallery.created_at,
-            )
-            for name, gallery in runtime.galleries.items()
-        ]
+        """Every gallery as it is now; the first is the default of a search."""
+        listed = [await _listed(runtime, name) for name in runtime.galleries]
         return Galleries(bundle_id=runtime.embedder.bundle_id, galleries=listed)
 
 
@@ -142,12 +137,13 @@ def _add_pictures(router: APIRouter, runtime: Runtime) -> None:
     ) -> Response:
         """The picture as a browser can show it; items are found by number only."""
         _, gallery = runtime.searching.gallery(name)
-        _check_version(name, gallery, version)
-        etag = f'"{gallery.version[:32]}-{item_id}"'
+        _check_generation(name, gallery, version)
+        etag = f'"{gallery.generation}-{item_id}"'
         headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
         if etag in request.headers.get("if-none-match", ""):
+            await _look(runtime, lambda: gallery.item(item_id))  # it may have been removed
             return Response(status_code=304, headers=headers)
-        picture = await _picture(runtime, gallery, item_id)
+        picture = await _look(runtime, lambda: gallery.image(item_id))
         return Response(picture.data, media_type=picture.media_type, headers=headers)
 
 
@@ -170,7 +166,7 @@ def _add_operations(router: APIRouter, runtime: Runtime) -> None:
             status="ready" if readiness.ready else "not ready",
             provider=runtime.embedder.provider,
             bundle_id=runtime.embedder.bundle_id,
-            galleries={name: gallery.version for name, gallery in runtime.galleries.items()},
+            galleries=readiness.versions,
             queue_depth=runtime.batcher.depth,
             redis=runtime.cache.remote_state,
             checks=readiness.checks,
@@ -186,6 +182,7 @@ def _add_operations(router: APIRouter, runtime: Runtime) -> None:
     )
     async def metrics() -> Response:
         """Counters, histograms and gauges in the text format of Prometheus."""
+        await runtime.observe_sizes()
         return Response(runtime.metrics.render(), media_type=CONTENT_TYPE)
 
     @router.get("/docs", include_in_schema=False)
@@ -201,19 +198,34 @@ async def _refuse_several_images(request: Request) -> None:
         )
 
 
-def _check_version(name: str, gallery: Gallery, version: str | None) -> None:
-    if version is not None and not gallery.version.startswith(version):
+async def _listed(runtime: Runtime, name: str) -> GalleryModel:
+    gallery = runtime.galleries[name]
+    state = await runtime.searching.state(gallery)
+    return GalleryModel(
+        name=name,
+        version=state.version,
+        generation=gallery.generation,
+        bundle_id=gallery.bundle_id,
+        size=state.size,
+        dim=gallery.dim,
+        created_at=gallery.created_at,
+    )
+
+
+def _check_generation(name: str, gallery: Gallery, version: str | None) -> None:
+    if version is not None and not gallery.generation.startswith(version):
         raise errors.ItemNotFoundError(
-            f"This link is from version {version[:_VERSION_DIGITS]} of gallery {name}, which is at "
-            f"version {gallery.version[:_VERSION_DIGITS]} now. Search again."
+            f"This link is from version {version[:_VERSION_DIGITS]} of gallery {name}, which was "
+            f"built again and is at version {gallery.generation[:_VERSION_DIGITS]} now. "
+            "Search again."
         )
 
 
-async def _picture(runtime: Runtime, gallery: Gallery, item_id: ItemId) -> ItemImage:
+async def _look(runtime: Runtime, work: Callable[[], T]) -> T:
     limit_s = runtime.settings.request_timeout_ms / 1e3
     try:
         async with asyncio.timeout(limit_s):
-            return await runtime.pools["file"].run(lambda: gallery.image(item_id))
+            return await runtime.pools["file"].run(work)
     except TimeoutError as error:
         raise errors.DeadlineExceededError(
             f"Reading the picture took longer than {limit_s:g} s, which is the limit. "
@@ -243,7 +255,7 @@ def _search_answer(
 
 def _hits(answer: Answer) -> list[HitModel]:
     items = f"/galleries/{quote(answer.gallery, safe='')}/items"
-    version = answer.gallery_version[:_VERSION_DIGITS]
+    version = answer.generation[:_VERSION_DIGITS]
     return [
         HitModel(
             id=hit.id,

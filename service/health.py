@@ -18,13 +18,15 @@ from service.search import SearchService
 from service.types import Gallery
 
 _MIN_COSINE = 0.999
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """The verdict of each check: `ok` or what is wrong."""
+    """The verdict of each check, `ok` or what is wrong, and the versions that were searched."""
 
     checks: dict[str, str]
+    versions: dict[str, str]
     last_error: str | None = None
 
     @property
@@ -60,14 +62,16 @@ class Health:
 
     async def _check(self) -> Readiness:
         checks: dict[str, str] = {}
+        versions: dict[str, str] = {}
         encoded = await self._check_model(checks)
         for name, gallery in self.galleries.items():
-            checks[f"gallery {name}"] = await self._check_gallery(gallery, encoded)
+            verdict, versions[name] = await self._check_gallery(gallery, encoded)
+            checks[f"gallery {name}"] = verdict
         faults = [f"{name}: {verdict}" for name, verdict in checks.items() if verdict != "ok"]
         if faults:
             self.last_error = "; ".join(faults)
             structlog.get_logger().error("not ready", checks=checks)
-        return Readiness(checks, self.last_error)
+        return Readiness(checks, versions, self.last_error)
 
     async def _check_model(self, checks: dict[str, str]) -> Encoded | None:
         checks["worker"] = "ok" if self.batcher.alive else "the worker has stopped"
@@ -83,17 +87,20 @@ class Health:
         checks["model"] = "ok" if ok else f"the known image gives another vector: {cosine:.4f}"
         return encoded if ok else None
 
-    async def _check_gallery(self, gallery: Gallery, encoded: Encoded | None) -> str:
+    async def _check_gallery(self, gallery: Gallery, encoded: Encoded | None) -> tuple[str, str]:
+        """The verdict, and the version that it is about."""
         if encoded is None:
-            return "not searched, since the model failed"
+            return "not searched, since the model failed", _UNKNOWN
         try:
             async with asyncio.timeout(self.timeout_s):
-                hits = await self.searching.search_gallery(gallery, encoded, 1, None, urgent=True)
+                state = await self.searching.state(gallery, urgent=True)
+                found = await self.searching.search_gallery(gallery, encoded, 1, None, urgent=True)
         except Exception as error:
-            return self._verdict(error)
-        if gallery.size and not (hits and math.isfinite(hits[0].score)):
-            return "the search found nothing"
-        return "ok"
+            return self._verdict(error), _UNKNOWN
+        has_items = state.size > 0 and state.version == found.version
+        if (has_items and not found.hits) or not all(math.isfinite(h.score) for h in found.hits):
+            return "the search found nothing", state.version
+        return "ok", state.version
 
     def _verdict(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):

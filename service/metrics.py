@@ -1,12 +1,11 @@
 """Prometheus metrics of one app, in a registry of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPMethod
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
 from service.cache import Kind, Level
-from service.types import Gallery
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -37,6 +36,12 @@ class Metrics:
         self.in_flight = Gauge(
             "kinlens_searches_in_flight", "Searches being answered.", registry=self.registry
         )
+        self.gallery_items = Gauge(
+            "kinlens_gallery_items",
+            "Items in a gallery.",
+            ["gallery", "generation"],
+            registry=self.registry,
+        )
 
     def observe_lookup(self, kind: Kind, level: Level) -> None:
         """Count a cache lookup."""
@@ -51,19 +56,11 @@ class Metrics:
         self.requests.labels(route, known, str(status)).inc()
         self.request_seconds.labels(route).observe(seconds)
 
-    def describe(self, provider: str, bundle_id: str, galleries: Mapping[str, Gallery]) -> None:
-        """Publish what is being served."""
+    def describe(self, provider: str, bundle_id: str) -> None:
+        """Publish what runs the model."""
         Info("kinlens_provider", "What runs the model.", registry=self.registry).info(
             {"provider": provider, "bundle_id": bundle_id}
         )
-        items = Gauge(
-            "kinlens_gallery_items",
-            "Items in a gallery.",
-            ["gallery", "version"],
-            registry=self.registry,
-        )
-        for name, gallery in galleries.items():
-            items.labels(name, gallery.version).set(gallery.size)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Publish a value that is read whenever the metrics are."""

@@ -42,7 +42,7 @@ _DETAILS = {
     "image file.",
     KINDS[errors.GalleryNotFoundError]: "gallery = 'shoes' is unknown. Known are: shop.",
     KINDS[errors.ItemNotFoundError]: "This link is from version 9b2e00000000 of gallery shop, "
-    "which is at version 51c7a90be2f4 now. Search again.",
+    "which was built again and is at version 51c7a90be2f4 now. Search again.",
     BODY_TOO_SLOW: "The request body was not complete after 30 s, which is the limit. Send a "
     "smaller image or use a faster connection.",
     BODY_TOO_LARGE: "The request body has 62,914,877 bytes; the limit is 21,037,056. Resize or "

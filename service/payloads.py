@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from embedder.types import Hit
+from embedder.types import AttributeValue, Hit
 
 _SEAL_BYTES = 16
 _UNIT_TOLERANCE = 1e-2
@@ -22,7 +22,7 @@ class _StoredHit(BaseModel):
     id: Annotated[int, Field(ge=0)]
     key: str
     score: Annotated[float, Field(ge=-1.01, le=1.01, allow_inf_nan=False)]
-    attributes: dict[str, str]
+    attributes: dict[str, AttributeValue]
 
 
 _HITS = TypeAdapter(list[_StoredHit])

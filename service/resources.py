@@ -8,7 +8,7 @@ from embedder.errors import BundleMismatchError, BundleNotFoundError, GalleryNot
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.layout import GalleryFolder
-from indexer.version import read_manifest
+from indexer.manifest import read_manifest
 from service.cache import Cache, LruCache
 from service.remote import RedisStore
 from service.settings import Settings, split_gallery

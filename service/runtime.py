@@ -1,11 +1,13 @@
 """Everything a running service consists of, built once and handed to the routes."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
 
+from embedder.errors import KinlensError
 from embedder.session import Embedder
 from service.batching import MicroBatcher
 from service.cache import Cache
@@ -24,7 +26,7 @@ from service.search import SearchService, Timeouts
 from service.settings import Settings
 from service.types import Gallery
 
-_FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once
+_FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once; each is short
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,18 @@ class Runtime:
             "serving",
             bundle_id=self.embedder.bundle_id,
             provider=self.embedder.provider,
-            galleries={name: gallery.size for name, gallery in self.galleries.items()},
+            galleries=list(self.galleries),
             redis=self.cache.remote_state,
         )
         for warning in missing_image_roots(self.galleries):
             structlog.get_logger().warning("image root is missing", detail=warning)
+
+    async def observe_sizes(self) -> None:
+        """Publish the number of items of each gallery; of one that fails it stays as it was."""
+        for name, gallery in self.galleries.items():
+            with contextlib.suppress(KinlensError):
+                state = await self.searching.state(gallery, urgent=True)
+                self.metrics.gallery_items.labels(name, gallery.generation).set(state.size)
 
     async def stop(self) -> None:
         """Stop the workers, disconnect, let go of the threads; one that hangs is left behind."""
@@ -85,12 +94,19 @@ def build_runtime(
     encoder = Encoder(embedder, cache, pools["decode"], batcher)
     timeouts = Timeouts(settings.request_timeout_ms / 1e3, settings.search_timeout_ms / 1e3)
     searching = SearchService(
-        embedder.bundle_id, galleries, encoder, cache, pools["search"], timeouts, metrics
+        embedder.bundle_id,
+        galleries,
+        encoder,
+        cache,
+        pools["search"],
+        pools["lookup"],
+        timeouts,
+        metrics,
     )
     health = Health(
         embedder, galleries, encoder, searching, batcher, cache, settings.ready_timeout_ms / 1e3
     )
-    _publish(metrics, embedder, galleries, batcher, cache)
+    _publish(metrics, embedder, batcher, cache)
     return Runtime(settings, embedder, galleries, metrics, cache, pools, batcher, searching, health)
 
 
@@ -99,6 +115,7 @@ def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
     return {
         "decode": BoundedPool("decode", settings.decode_workers, waiting),
         "search": BoundedPool("search", settings.search_workers, waiting),
+        "lookup": BoundedPool("lookup", settings.search_workers, _FILES_PER_SEARCH * waiting),
         "file": BoundedPool("file", settings.decode_workers, _FILES_PER_SEARCH * waiting),
     }
 
@@ -116,11 +133,10 @@ def _create_batcher(settings: Settings, embedder: Embedder, metrics: Metrics) ->
 def _publish(
     metrics: Metrics,
     embedder: Embedder,
-    galleries: Mapping[str, Gallery],
     batcher: MicroBatcher,
     cache: Cache,
 ) -> None:
-    metrics.describe(embedder.provider, embedder.bundle_id, galleries)
+    metrics.describe(embedder.provider, embedder.bundle_id)
     metrics.gauge("kinlens_queue_depth", "Images that wait for the model.", lambda: batcher.depth)
     metrics.gauge("kinlens_worker_alive", "1 while images are accepted.", lambda: batcher.alive)
     metrics.gauge("kinlens_redis_up", "1 while Redis answers.", lambda: cache.remote_state == "up")

@@ -4,14 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from embedder.types import AttributeValue
+
 _BUNDLE = "3f1c" + "0" * 60
 _VERSION = "9b2e" + "0" * 60
+_GENERATION = "51c7a90be2f4"
 _HIT: dict[str, JsonValue] = {
     "id": 17,
     "key": "shoes/0017.jpg",
     "score": 0.9312,
-    "attributes": {"class": "shoes"},
-    "image": "/galleries/shop/items/17/image?version=9b2e00000000",
+    "attributes": {"class": "shoes", "price": 59.9, "sale": True},
+    "image": f"/galleries/shop/items/17/image?version={_GENERATION}",
 }
 _TIMINGS: dict[str, JsonValue] = {"decode": 3.1, "embed": 11.8, "search": 0.4, "total": 15.9}
 
@@ -24,9 +27,9 @@ class HitModel(BaseModel):
     id: int
     key: str
     score: float
-    attributes: dict[str, str]
+    attributes: dict[str, AttributeValue]
     image: Annotated[
-        str, Field(description="Address of the item's picture, good for this gallery version.")
+        str, Field(description="Address of the item's picture, good until the gallery is rebuilt.")
     ]
 
 
@@ -40,7 +43,11 @@ class Timings(BaseModel):
 
 
 class SearchAnswer(BaseModel):
-    """Hits, best first, and the model and gallery version that they come from."""
+    """Hits, best first, and the model and gallery version that they come from.
+
+    Of a gallery that changes during the search, `gallery_version` is the version at its beginning,
+    and the hits are from that one or a later one.
+    """
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -73,7 +80,10 @@ class GalleryModel(BaseModel):
     """A gallery that can be searched."""
 
     name: str
-    version: str
+    version: Annotated[str, Field(description="Changes with every change of an item.")]
+    generation: Annotated[
+        str, Field(description="Changes when the gallery is rebuilt; item numbers are good for it.")
+    ]
     bundle_id: str
     size: int
     dim: int

@@ -6,19 +6,24 @@ sha256 ─► answers cached? ─► vector (cached? decode ─► batch) ─►
 import asyncio
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from embedder.errors import DeadlineExceededError, GalleryNotFoundError
 from embedder.types import Hit
+from indexer.engine import SearchOptions
 from service.cache import Cache, answer_key
 from service.encoding import Encoded, Encoder
 from service.metrics import Metrics
 from service.payloads import decode_hits, encode_hits
 from service.pools import BoundedPool
 from service.types import Gallery
+
+T = TypeVar("T")
+_PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +51,27 @@ class Answer:
     """Hits, best first, and where they come from."""
 
     gallery: str
+    generation: str
     gallery_version: str
     hits: list[Hit]
     cached: bool
     stages: Stages
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A gallery at one moment."""
+
+    version: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Hits of a search, and the version of the gallery when it was over."""
+
+    hits: list[Hit]
+    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +91,8 @@ class SearchService:
         galleries: Mapping[str, Gallery],
         encoder: Encoder,
         cache: Cache,
-        pool: BoundedPool,
+        searching: BoundedPool,
+        looking: BoundedPool,
         timeouts: Timeouts,
         metrics: Metrics,
     ) -> None:
@@ -77,7 +100,8 @@ class SearchService:
         self._galleries = galleries
         self._encoder = encoder
         self._cache = cache
-        self._pool = pool
+        self._searching = searching
+        self._looking = looking
         self._timeouts = timeouts
         self._metrics = metrics
 
@@ -108,6 +132,13 @@ class SearchService:
         self._observe(answer.stages)
         return answer
 
+    async def state(self, gallery: Gallery, *, urgent: bool = False) -> State:
+        """Version and size of a gallery at one moment.
+
+        Raises: DeadlineExceededError, OverloadedError, GalleryError.
+        """
+        return await self._within_limit(self._looking, lambda: _state(gallery), urgent)
+
     async def search_gallery(
         self,
         gallery: Gallery,
@@ -116,45 +147,66 @@ class SearchService:
         min_score: float | None,
         *,
         urgent: bool = False,
-    ) -> list[Hit]:
+    ) -> Found:
         """The hits of one vector; an `urgent` search goes first.
 
         Raises: DeadlineExceededError, OverloadedError.
         """
         queries = np.ascontiguousarray(encoded.vector[np.newaxis])
+        options = SearchOptions(min_score=min_score)
+
+        def search() -> Found:
+            [hits] = gallery.search(queries, k, options)
+            return Found(hits, gallery.version)
+
+        return await self._within_limit(self._searching, search, urgent)
+
+    async def _within_limit(
+        self, pool: BoundedPool, work: Callable[[], T], urgent: bool = False
+    ) -> T:
         try:
             async with asyncio.timeout(self._timeouts.search_s):
-                found = await self._pool.run(
-                    lambda: gallery.search(queries, k, min_score), urgent=urgent
-                )
+                return await pool.run(work, urgent=urgent)
         except TimeoutError as error:
             raise DeadlineExceededError(
                 f"The gallery took longer than {self._timeouts.search_s:g} s, which is the limit. "
                 "Ask for fewer results or try again in a second."
             ) from error
-        return found[0]
 
     async def _search(self, query: Query) -> Answer:
         started = time.perf_counter()
         name, gallery = self.gallery(query.gallery)
+        version = await self._within_limit(self._looking, lambda: gallery.version)
         digest = await asyncio.to_thread(_sha256, query.data)
-        key = answer_key(self._bundle_id, name, gallery.version, digest, query.k, query.min_score)
+        key = answer_key(self._bundle_id, name, version, digest, query.k, query.min_score)
         hits = await self._cache.get("answer", key, lambda value: decode_hits(value, query.k))
         if hits is not None:
-            return Answer(name, gallery.version, hits, True, Stages(total=_ms_since(started)))
+            stages = Stages(total=_ms_since(started))
+            return Answer(name, gallery.generation, version, hits, True, stages)
         encoded = await self._encoder.encode(query.data, digest)
         embedded = time.perf_counter()
-        hits = await self.search_gallery(gallery, encoded, query.k, query.min_score)
+        found = await self.search_gallery(gallery, encoded, query.k, query.min_score)
         search_ms = _ms_since(embedded)
-        self._cache.set(key, encode_hits(hits))
+        if found.version == version:
+            # Otherwise the hits may be from a later version than the one that the key names.
+            self._cache.set(key, encode_hits(found.hits))
         stages = Stages(encoded.decode_ms, encoded.embed_ms, search_ms, _ms_since(started))
-        return Answer(name, gallery.version, hits, False, stages)
+        return Answer(name, gallery.generation, version, found.hits, False, stages)
 
     def _observe(self, stages: Stages) -> None:
         for stage in ("decode", "embed", "search", "total"):
             milliseconds = getattr(stages, stage)
             if milliseconds:
                 self._metrics.stage_seconds.labels(stage).observe(milliseconds / 1e3)
+
+
+def _state(gallery: Gallery) -> State:
+    """Both of one moment, unless the gallery changes all the time."""
+    for _ in range(_PATIENCE):
+        version, size = gallery.version, gallery.size
+        if gallery.version == version:
+            break
+    return State(version, size)
 
 
 def _sha256(data: bytes) -> str:

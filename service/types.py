@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Protocol
 
 from embedder.types import Embeddings, Hit, ItemId
+from indexer.engine import Item, SearchOptions
 
 
 class ItemImage(Protocol):
@@ -16,10 +17,16 @@ class ItemImage(Protocol):
 
 
 class Gallery(Protocol):
-    """A searchable, immutable set of items. Thread safe."""
+    """A searchable set of items that others may change. Thread safe.
+
+    `version` changes with every change, `generation` (12 or more hex digits) with a rebuild. To
+    read `version` or `size` may block, since they are looked up on the disk.
+    """
 
     @property
     def version(self) -> str: ...
+    @property
+    def generation(self) -> str: ...
     @property
     def bundle_id(self) -> str: ...
     @property
@@ -32,9 +39,12 @@ class Gallery(Protocol):
     def image_root(self) -> Path: ...
 
     def search(
-        self, queries: Embeddings, k: int, min_score: float | None = None
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> list[list[Hit]]:
         """For each row of `queries` (Q, D) the best `k` hits, best first."""
+
+    def item(self, item_id: ItemId) -> Item:
+        """What is known of an item. Raises: ItemNotFoundError, also for one that was removed."""
 
     def image(self, item_id: ItemId) -> ItemImage:
         """The picture of an item. Raises: GalleryError, ItemNotFoundError if there is none."""

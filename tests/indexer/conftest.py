@@ -1,5 +1,6 @@
 """A small shop of pictures and a gallery of it."""
 
+import hashlib
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,11 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
 from embedder.fake import FakeEmbedder
 from embedder.types import Images
+from indexer.__main__ import app
 from indexer.build import BuildReport, build_gallery
+from indexer.commands import options
+from indexer.engine import Entry
 from indexer.images import folder_source
+from tests.indexer.milvus_server import milvus_server
 from tests.tiny import encoded, picture
 
 PICTURES = {
@@ -71,6 +77,41 @@ def built(build: Callable[[], BuildReport], out: Path) -> Path:
     return out
 
 
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, embedder: CountingEmbedder) -> Callable[..., Result]:
+    """Run the command line with a fake model."""
+    monkeypatch.setattr(options, "open_embedder", lambda *arguments: embedder)
+    return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def entries_of() -> Callable[[np.ndarray], list[Entry]]:
+    """Entries without images for the rows of an array, each with content of its own."""
+
+    def make(vectors: np.ndarray) -> list[Entry]:
+        return [
+            Entry(f"item-{n}", vector, hashlib.sha256(b"%d" % n).hexdigest())
+            for n, vector in enumerate(vectors)
+        ]
+
+    return make
+
+
+def usage(result: Result) -> str:
+    """The message of wrong usage, without its frame."""
+    assert result.exit_code == 2
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+def failure(result: Result) -> str:
+    """The one line of an error."""
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("Error: ")
+    return line
+
+
 def query(embedder: FakeEmbedder, file: Path) -> np.ndarray:
     """The vector (1, D) of an image file."""
     return FakeEmbedder.embed(embedder, embedder.preprocess(file.read_bytes())[None])
@@ -85,3 +126,6 @@ def small_files(limit: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+__all__ = ["milvus_server"]

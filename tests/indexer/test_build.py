@@ -7,20 +7,21 @@ import signal
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-import indexer.layout
-import indexer.version
-from embedder.errors import GalleryError, InvalidParameterError, SourceError
+import indexer.build
+from embedder.errors import GalleryError, InvalidParameterError, PlanError, SourceError
 from embedder.fake import FakeEmbedder
-from indexer.build import BuildReport, BuildSettings, build_gallery, estimated_index_mb
+from indexer.build import BuildReport, BuildSettings, build_gallery, needed_mb, planned
+from indexer.durable import set_fault_hook
 from indexer.embed import EmbedSettings
-from indexer.faiss_engine import FaissStore
 from indexer.gallery import Gallery
-from indexer.images import csv_source, folder_source
+from indexer.images import Record, Source, folder_source
+from indexer.lists import csv_source
+from indexer.plan import IndexSettings
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query, small_files
 from tests.tiny import encoded, picture
 
@@ -36,6 +37,20 @@ def keys(path: Path, embedder: FakeEmbedder, image: Path) -> list[str]:
         gallery.close()
 
 
+def size_of(path: Path) -> int:
+    gallery = Gallery.open(path)
+    try:
+        return gallery.size
+    finally:
+        gallery.close()
+
+
+def generation_of(path: Path) -> str:
+    gallery = Gallery.open(path)
+    gallery.close()
+    return gallery.generation
+
+
 def test_every_readable_image_is_indexed_and_the_report_adds_up(
     build: Build, shop: Path, out: Path, embedder: CountingEmbedder
 ) -> None:
@@ -45,8 +60,8 @@ def test_every_readable_image_is_indexed_and_the_report_adds_up(
     assert (report.found, report.indexed, report.embedded) == (8, 7, 6)
     assert (report.reused, report.duplicates) == (0, 1)
     assert [failure.key for failure in report.failures] == ["text.jpg"]
-    written = json.loads((out / "versions" / report.version[:12] / "report.json").read_text())
-    assert written == json.loads(report.model_dump_json(exclude={"version"}))
+    written = json.loads((out / "versions" / report.generation / "report.json").read_text())
+    assert written == json.loads(report.model_dump_json(exclude={"generation"}))
     for name in PICTURES:
         assert keys(out, embedder, shop / name)[0] in {name, "copy.gif"}
 
@@ -72,7 +87,7 @@ def test_item_numbers_do_not_depend_on_threads_or_batches(
         gallery = Gallery.open(out)
         numbers.append([(item.id, item.key) for item in gallery.items()])
         gallery.close()
-    assert numbers[0] == numbers[1] == list(enumerate(sorted(PICTURES)))
+    assert numbers[0] == numbers[1] == list(enumerate(sorted(PICTURES), 1))
 
 
 def test_the_name_is_given_or_that_of_the_folder(
@@ -98,26 +113,25 @@ def test_a_name_that_cannot_stand_in_an_address_is_refused(
 def test_a_source_without_one_readable_image_is_refused_and_changes_nothing(
     built: Path, shop: Path, embedder: CountingEmbedder, tmp_path: Path
 ) -> None:
-    before = Gallery.open(built).version
+    before = generation_of(built)
     bad = tmp_path / "bad"
     bad.mkdir()
     for number in range(5):
         (bad / f"{number}.jpg").write_text("not an image")
     with pytest.raises(SourceError, match=r"None of the 5 images .* 0\.jpg: The content is not"):
         build_gallery(folder_source(bad), embedder, built)
-    assert Gallery.open(built).version == before
+    assert generation_of(built) == before
 
 
-def test_a_new_build_replaces_the_version_and_removes_the_work_file(
+def test_a_new_build_replaces_the_generation_and_removes_the_work_file(
     built: Path, build: Build, shop: Path
 ) -> None:
-    before = Gallery.open(built).version
+    before = generation_of(built)
     (shop / "new.png").write_bytes(encoded(picture(99)))
     report = build()
-    after = Gallery.open(built)
-    assert after.version == report.version != before
-    assert after.size == 7
-    assert sorted(entry.name for entry in built.iterdir()) == ["CURRENT", "LOCK", "versions"]
+    assert generation_of(built) == report.generation != before
+    assert size_of(built) == 7
+    assert not (built / "work.sqlite").exists()
     assert len(list((built / "versions").iterdir())) == 2
 
 
@@ -125,21 +139,23 @@ def test_vectors_of_another_bundle_are_never_reused(
     shop: Path, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder_source(shop)
-    monkeypatch.setattr(indexer.version, "write_catalog", failing)
+    monkeypatch.setattr(indexer.build, "publish_generation", failing)
     with pytest.raises(GalleryError, match="No space left"):
         build_gallery(source, embedder, out)
     monkeypatch.undo()
     other = CountingEmbedder(bundle_id="c" * 64)
     report = build_gallery(source, other, out)
     assert (report.embedded, report.reused) == (6, 0)
-    assert Gallery.open(out, expected_bundle_id="c" * 64).size == 6
+    gallery = Gallery.open(out, expected_bundle_id="c" * 64)
+    assert gallery.size == 6
+    gallery.close()
 
 
 def test_an_interrupted_build_survives_a_finished_one_with_another_bundle(
     shop: Path, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder_source(shop)
-    monkeypatch.setattr(indexer.version, "write_catalog", failing)
+    monkeypatch.setattr(indexer.build, "publish_generation", failing)
     with pytest.raises(GalleryError, match="No space left"):
         build_gallery(source, embedder, out)
     monkeypatch.undo()
@@ -168,47 +184,31 @@ def failing(*arguments: object, **options: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-STEPS = [
-    (indexer.version, "write_catalog"),
-    (FaissStore, "save"),
-    (Path, "write_text"),
-    (Path, "rename"),
-    (Path, "replace"),
-    (indexer.layout.os, "fsync"),
-]
+def fail_at(number: int) -> tuple[Callable[[str], None], list[str]]:
+    """A fault hook that fails at the step with this number, and the steps that it has seen."""
+    seen: list[str] = []
+
+    def hook(point: str) -> None:
+        seen.append(point)
+        if len(seen) == number:
+            failing()
+
+    return hook, seen
 
 
-class Faults:
-    """Counts the steps of a publication and fails in one of them, before or after it is done."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fail_at: int, after: bool) -> None:
-        self.count = 0
-        self.replaced = False
-        for owner, name in STEPS:
-            monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name), fail_at, after))
-
-    def _wrapped(self, step: Callable[..., object], fail_at: int, after: bool) -> object:
-        def wrapped(*arguments: object, **options: object) -> object:
-            self.count += 1
-            if self.count == fail_at and not after:
-                failing()
-            result = step(*arguments, **options)
-            self.replaced |= step.__name__ == "replace"
-            if self.count == fail_at and after:
-                failing()
-            return result
-
-        return wrapped
+@pytest.fixture
+def faults() -> Iterator[Callable[[Callable[[str], None] | None], None]]:
+    yield set_fault_hook
+    set_fault_hook(None)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_failure_in_any_step_leaves_the_old_or_the_new_gallery(
-    shop: Path, tmp_path: Path, after: bool
+    shop: Path, tmp_path: Path, faults: Callable[..., None]
 ) -> None:
     embedder = CountingEmbedder()
     old = tmp_path / "old"
     build_gallery(folder_source(shop), embedder, old)
-    before = Gallery.open(old).version
+    before = generation_of(old)
     new_image = shop / "new.png"
     new_image.write_bytes(encoded(picture(99)))
     failed: list[str] = []
@@ -216,29 +216,33 @@ def test_a_failure_in_any_step_leaves_the_old_or_the_new_gallery(
         out = tmp_path / f"gallery-{step}"
         shutil.copytree(old, out)
         embedder.batches.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            faults = Faults(patch, step, after)
-            try:
-                build_gallery(folder_source(shop), embedder, out)
-                break
-            except GalleryError as error:
-                failed.append(str(error))
-        assert (Gallery.open(out).version != before) == faults.replaced
-        assert ("new.png" in keys(out, embedder, new_image)) == faults.replaced
+        hook, seen = fail_at(step)
+        faults(hook)
+        try:
+            build_gallery(folder_source(shop), embedder, out)
+            break
+        except GalleryError as error:
+            failed.append(str(error))
+        finally:
+            faults(None)
+        is_new = "current: after rename" in seen
+        assert (generation_of(out) != before) == is_new
+        assert ("new.png" in keys(out, embedder, new_image)) == is_new
         report = build_gallery(folder_source(shop), embedder, out)
         assert (report.embedded, report.reused, sum(embedder.batches)) == (0, 7, 7)
         assert keys(out, embedder, new_image)[0] == "new.png"
         assert not list((out / "versions").glob(".stage-*"))
-    assert len(failed) == faults.count >= 14
+    assert len(failed) == len(seen) >= 14
     assert all("No space left on device" in m and "work is kept" in m for m in failed)
 
 
 CHILD = """
 import sys
 from pathlib import Path
-import indexer.layout, os
+import os
 from embedder.fake import FakeEmbedder
 from indexer.build import BuildSettings, build_gallery
+from indexer.durable import set_fault_hook
 from indexer.embed import EmbedSettings
 from indexer.images import folder_source
 
@@ -249,12 +253,11 @@ def progress(count):
     done += count
     print(done, flush=True)
 
-if die_at != "embedding":
-    step = getattr(Path, die_at)
-    def dying(self, target):
-        step(self, target)
+def die(point):
+    if point == die_at:
         os._exit(9)
-    setattr(Path, die_at, dying)
+
+set_fault_hook(die)
 delay_s = 0.02 if die_at == "embedding" else 0
 settings = BuildSettings(embed=EmbedSettings(batch_size=1, workers=2))
 embedder = FakeEmbedder(bundle_id="b" * 64, delay_s=delay_s)
@@ -267,14 +270,14 @@ def child(shop: Path, out: Path, die_at: str) -> "subprocess.Popen[str]":
         [sys.executable, "-c", CHILD, str(shop), str(out), die_at],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(indexer.layout.__file__).parents[1],
+        cwd=Path(indexer.build.__file__).parents[1],
     )
 
 
 def test_a_killed_build_leaves_the_gallery_intact_and_continues_where_it_stopped(
     built: Path, shop: Path, embedder: CountingEmbedder
 ) -> None:
-    before = Gallery.open(built).version
+    before = generation_of(built)
     for number in range(200):
         (shop / f"{number:03d}.png").write_bytes(encoded(picture(100 + number)))
     embedder.batches.clear()
@@ -283,15 +286,15 @@ def test_a_killed_build_leaves_the_gallery_intact_and_continues_where_it_stopped
         done = next(int(line) for line in process.stdout if int(line) >= 20)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    assert Gallery.open(built).version == before
+    assert generation_of(built) == before
     report = build_gallery(folder_source(shop), embedder, built)
     assert report.reused >= done
     assert report.reused + report.embedded == 206
     assert sum(embedder.batches) == report.embedded > 0
-    assert Gallery.open(built).size == 206
+    assert size_of(built) == 206
 
 
-@pytest.mark.parametrize("die_at", ["rename", "replace"])
+@pytest.mark.parametrize("die_at", ["generation: after rename", "current: after rename"])
 def test_a_build_that_dies_while_publishing_leaves_a_whole_gallery(
     built: Path, shop: Path, embedder: CountingEmbedder, die_at: str
 ) -> None:
@@ -299,10 +302,10 @@ def test_a_build_that_dies_while_publishing_leaves_a_whole_gallery(
     with child(shop, built, die_at) as process:
         process.communicate()
     assert process.returncode == 9
-    assert Gallery.open(built).size == (7 if die_at == "replace" else 6)
+    assert size_of(built) == (7 if die_at.startswith("current") else 6)
     report = build_gallery(folder_source(shop), embedder, built)
     assert (report.embedded, report.reused) == (0, 7)
-    assert Gallery.open(built).size == 7
+    assert size_of(built) == 7
     assert len(list((built / "versions").iterdir())) == 2
 
 
@@ -317,20 +320,21 @@ def test_a_second_build_at_the_same_time_is_refused(built: Path, build: Build, s
     build_gallery(folder_source(shop), FakeEmbedder(), built, on_progress=second_build)
     assert len(refused) == 1
     assert "Another build" in refused[0]
-    assert Gallery.open(built).bundle_id == "fake"
+    gallery = Gallery.open(built, expected_bundle_id="fake")
+    gallery.close()
 
 
 def test_a_full_disk_is_a_clear_message_and_the_old_gallery_stays(
     built: Path, build: Build, shop: Path
 ) -> None:
-    before = Gallery.open(built).version
+    before = generation_of(built)
     (shop / "new.png").write_bytes(encoded(picture(99)))
     with (
         small_files(300),
         pytest.raises(GalleryError, match=r"Cannot write .*Check the free space"),
     ):
         build()
-    assert Gallery.open(built).version == before
+    assert generation_of(built) == before
     assert build().indexed == 7
 
 
@@ -359,8 +363,58 @@ def test_a_place_that_cannot_be_written_is_named(shop: Path, embedder: CountingE
         build_gallery(folder_source(shop), embedder, shop / "f.gif" / "gallery")
 
 
-def test_the_estimate_is_the_size_of_the_index(built: Path, embedder: CountingEmbedder) -> None:
-    [version] = (built / "versions").iterdir()
-    size_mb = (version / "index.faiss").stat().st_size / 1e6
-    assert estimated_index_mb(6, embedder.dim) == pytest.approx(size_mb, abs=0.0002)
-    assert estimated_index_mb(1_000_000, 512) == 2056.0
+def test_the_space_asked_for_is_enough_for_what_is_written(
+    tmp_path: Path, embedder: CountingEmbedder
+) -> None:
+    shop, out = tmp_path / "many", tmp_path / "gallery"
+    shop.mkdir()
+    for number in range(300):
+        (shop / f"{number:03d}.png").write_bytes(encoded(picture(number), "PNG"))
+    build_gallery(folder_source(shop), embedder, out)
+    written_mb = sum(f.stat().st_size for f in out.rglob("*") if f.is_file()) / 2**20
+    estimate_mb = needed_mb(planned(300, embedder.dim, IndexSettings()))
+    page_mb = 1  # a file of SQLite has a few pages of 16 KiB, however small
+    assert written_mb < estimate_mb + page_mb
+    assert needed_mb(planned(1_000_000, 512, IndexSettings(memory_mb=1e5))) > 3 * 4 * 512 / 1.048576
+
+
+def test_an_index_that_does_not_fit_is_refused_before_the_work(
+    shop: Path, out: Path, embedder: CountingEmbedder
+) -> None:
+    settings = BuildSettings(index=IndexSettings(memory_mb=0.001))
+    with pytest.raises(PlanError, match=r"needs .* of memory.*--memory-mb"):
+        build_gallery(folder_source(shop), embedder, out, settings)
+    assert embedder.batches == []
+    assert not out.exists()
+
+
+def test_attributes_that_cannot_be_stored_are_refused_before_the_work(
+    shop: Path, out: Path, embedder: CountingEmbedder
+) -> None:
+    records = (Record("a", "f.gif", {"size": 1}), Record("b", "cup/a.png", {"size": "large"}))
+    with pytest.raises(InvalidParameterError, match=r"'size' is a number, and 'b' has 'large'"):
+        build_gallery(Source(shop, records, "test"), embedder, out)
+    assert embedder.batches == []
+
+
+def test_a_name_with_control_characters_is_left_out_and_reported(shop: Path, build: Build) -> None:
+    (shop / "line\nbreak.png").write_bytes(encoded(picture(99)))
+    report = build()
+    assert report.indexed == 6
+    assert [failure.reason for failure in report.failures] == [
+        "Its name cannot be stored: it has control characters or is too long. Rename the file."
+    ]
+
+
+def test_the_index_is_of_the_kind_that_was_asked_for(
+    shop: Path, out: Path, embedder: CountingEmbedder
+) -> None:
+    seen: list[int] = []
+    settings = BuildSettings(index=IndexSettings(kind="hnsw", target_recall=0.9))
+    build_gallery(folder_source(shop), embedder, out, settings, on_indexed=seen.append)
+    assert sum(seen) == 2 * 6
+    gallery = Gallery.open(out)
+    segment = gallery.facts().segment
+    gallery.close()
+    assert segment is not None
+    assert (segment.kind, segment.target_recall) == ("hnsw", 0.9)

@@ -1,4 +1,4 @@
-"""The folder of a gallery: one builder, one current version, nothing half done."""
+"""The folder of a gallery: one builder, one current generation, nothing half done."""
 
 import os
 import shutil
@@ -6,17 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from embedder.errors import GalleryCorruptError, GalleryError, GalleryNotFoundError
-from indexer.layout import GalleryFolder, disk_errors_explained, hold
+from embedder.errors import (
+    GalleryBusyError,
+    GalleryCorruptError,
+    GalleryError,
+    GalleryNotFoundError,
+    GalleryWriteError,
+)
+from indexer.layout import GalleryFolder, disk_errors_explained
+from indexer.locks import hold
 
-VERSIONS = [digit * 64 for digit in "abcd"]
+GENERATIONS = [digit * 12 for digit in "abcd"]
 
 
-def publish(folder: GalleryFolder, version: str) -> Path:
+def publish(folder: GalleryFolder, name: str) -> Path:
     with folder.locked(), folder.stage() as stage:
-        (stage / "data").write_text(version)
+        (stage / "data").write_text(name)
         (stage / "manifest.json").touch()
-        return folder.publish(stage, version)
+        return folder.publish(stage, name)
 
 
 def names(out: Path) -> list[str]:
@@ -25,36 +32,36 @@ def names(out: Path) -> list[str]:
 
 def test_what_was_published_is_current(out: Path) -> None:
     folder = GalleryFolder(out)
-    for version in VERSIONS[:2]:
-        publish(folder, version)
-        assert folder.current() == out / "versions" / version[:12]
-        assert (folder.current() / "data").read_text() == version
+    for name in GENERATIONS[:2]:
+        publish(folder, name)
+        assert folder.current() == out / "versions" / name
+        assert (folder.current() / "data").read_text() == name
 
 
-def test_the_previous_version_stays_and_older_ones_go(out: Path) -> None:
-    for version in VERSIONS[:3]:
-        publish(GalleryFolder(out), version)
+def test_the_previous_generation_stays_and_older_ones_go(out: Path) -> None:
+    for name in GENERATIONS[:3]:
+        publish(GalleryFolder(out), name)
     assert names(out) == ["b" * 12, "c" * 12]
 
 
-def test_a_version_that_is_open_is_not_removed_before_it_is_closed(out: Path) -> None:
+def test_a_generation_that_is_open_is_not_removed_before_it_is_closed(out: Path) -> None:
     folder = GalleryFolder(out)
-    descriptor = hold(publish(folder, VERSIONS[0]))
-    for version in VERSIONS[1:3]:
-        publish(folder, version)
+    descriptor = hold(publish(folder, GENERATIONS[0]))
+    for name in GENERATIONS[1:3]:
+        publish(folder, name)
     assert names(out) == ["a" * 12, "b" * 12, "c" * 12]
     os.close(descriptor)
-    publish(folder, VERSIONS[3])
+    publish(folder, GENERATIONS[3])
     assert names(out) == ["c" * 12, "d" * 12]
 
 
-def test_a_version_that_never_became_current_goes_with_the_next(out: Path) -> None:
+def test_a_generation_that_never_became_current_goes_with_the_next(out: Path) -> None:
     folder = GalleryFolder(out)
-    publish(folder, VERSIONS[0])
+    publish(folder, GENERATIONS[0])
     orphan = out / "versions" / ("e" * 12)
     orphan.mkdir()
     (orphan / "manifest.json").touch()
-    publish(folder, VERSIONS[1])
+    publish(folder, GENERATIONS[1])
     assert names(out) == ["a" * 12, "b" * 12]
 
 
@@ -70,7 +77,7 @@ def test_a_stage_that_is_not_published_is_gone_and_so_are_left_overs(out: Path) 
 def test_a_second_build_is_refused_by_the_process_of_the_first(out: Path) -> None:
     with (
         GalleryFolder(out).locked(),
-        pytest.raises(GalleryError, match=rf"process {os.getpid()}\) is writing .*--out"),
+        pytest.raises(GalleryBusyError, match=rf"process {os.getpid()}\) is writing .*--out"),
         GalleryFolder(out).locked(),
     ):
         raise AssertionError("two builds have the lock")
@@ -113,7 +120,7 @@ def test_a_familiar_name_does_not_make_a_folder_ours(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("years of work")
     with pytest.raises(GalleryError, match=r"is not a gallery.*is something else.*--out"):
-        publish(GalleryFolder(project), VERSIONS[0])
+        publish(GalleryFolder(project), GENERATIONS[0])
     left = [file for file in project.rglob("*") if file.is_file()]
     assert sorted(left) == sorted(project / name for name in names)
     assert {file.read_text() for file in left} == {"years of work"}
@@ -123,8 +130,8 @@ def test_a_folder_without_a_manifest_is_never_removed(out: Path) -> None:
     work = out / "versions" / "0123456789ab" / "thesis.tex"
     work.parent.mkdir(parents=True)
     work.write_text("years of work")
-    for version in VERSIONS:
-        publish(GalleryFolder(out), version)
+    for name in GENERATIONS:
+        publish(GalleryFolder(out), name)
     assert work.read_text() == "years of work"
     assert names(out) == ["0123456789ab", "c" * 12, "d" * 12]
 
@@ -133,17 +140,17 @@ def test_a_removal_that_was_cut_short_is_ended_by_the_next_build(
     out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = GalleryFolder(out)
-    for version in VERSIONS[:2]:
-        publish(folder, version)
+    for name in GENERATIONS[:2]:
+        publish(folder, name)
 
     def cut_short(path: Path, ignore_errors: bool = False) -> None:
         (path / "manifest.json").unlink(missing_ok=True)
 
     monkeypatch.setattr(shutil, "rmtree", cut_short)
-    publish(folder, VERSIONS[2])
+    publish(folder, GENERATIONS[2])
     monkeypatch.undo()
     assert names(out) == [f".stage-{'a' * 12}", "b" * 12, "c" * 12]
-    publish(folder, VERSIONS[3])
+    publish(folder, GENERATIONS[3])
     assert names(out) == ["c" * 12, "d" * 12]
 
 
@@ -151,13 +158,13 @@ def test_an_interrupted_build_leaves_a_folder_that_is_still_ours(out: Path) -> N
     (out / "versions" / ".stage-a1b2_c3d").mkdir(parents=True)
     for name in ("LOCK", ".CURRENT.tmp", "work.sqlite", "work.sqlite-wal", "work.sqlite-shm"):
         (out / name).touch()
-    publish(GalleryFolder(out), VERSIONS[0])
+    publish(GalleryFolder(out), GENERATIONS[0])
     assert names(out) == ["a" * 12]
 
 
 def test_an_empty_folder_may_become_a_gallery(out: Path) -> None:
     out.mkdir()
-    publish(GalleryFolder(out), VERSIONS[0])
+    publish(GalleryFolder(out), GENERATIONS[0])
     assert names(out) == ["a" * 12]
 
 
@@ -178,7 +185,7 @@ def test_an_unfinished_gallery_is_told_from_a_missing_one(out: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"../../etc", b"ffffffffffff\n", b"\xff\xfe", b"abc\n"])
 def test_a_current_file_that_points_nowhere_is_refused(out: Path, content: bytes) -> None:
-    publish(GalleryFolder(out), VERSIONS[0])
+    publish(GalleryFolder(out), GENERATIONS[0])
     (out / "CURRENT").write_bytes(content)
     with pytest.raises(GalleryCorruptError, match=r"CURRENT points to .*Build the gallery again"):
         GalleryFolder(out).current()
@@ -187,5 +194,29 @@ def test_a_current_file_that_points_nowhere_is_refused(out: Path, content: bytes
 def test_a_failed_write_says_what_to_do(out: Path) -> None:
     error = PermissionError(13, "Permission denied")
     message = r"Cannot write .*Permission denied\. Check the free space and the permissions"
-    with pytest.raises(GalleryError, match=message), disk_errors_explained(out):
+    with pytest.raises(GalleryWriteError, match=message), disk_errors_explained(out):
         raise error
+
+
+def test_a_write_is_refused_while_a_build_replaces_the_gallery(out: Path) -> None:
+    folder = GalleryFolder(out)
+    publish(folder, GENERATIONS[0])
+    with (
+        folder.locked(),
+        pytest.raises(GalleryBusyError, match=rf"process {os.getpid()}\) is replacing .*Repeat"),
+        GalleryFolder(out).writing(GENERATIONS[0]),
+    ):
+        raise AssertionError("the write went on")
+    with folder.writing(GENERATIONS[0]), GalleryFolder(out).writing(GENERATIONS[0]):
+        pass  # writes do not keep each other out here
+
+
+def test_a_write_into_a_generation_that_was_replaced_is_refused(out: Path) -> None:
+    folder = GalleryFolder(out)
+    for name in GENERATIONS[:2]:
+        publish(folder, name)
+    with (
+        pytest.raises(GalleryBusyError, match=r"was replaced by a build.*Open it again"),
+        folder.writing(GENERATIONS[0]),
+    ):
+        raise AssertionError("the write went on")

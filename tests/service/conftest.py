@@ -27,6 +27,7 @@ from embedder.fake import FakeEmbedder
 from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import Embeddings, Hit, Images, ItemId
 from indexer.build import build_gallery
+from indexer.engine import Item, SearchOptions
 from indexer.images import folder_source
 from service.app import create_app
 from service.cache import Cache
@@ -66,6 +67,7 @@ class FakeGallery:
     ) -> None:
         self.name = name
         self.version = hashlib.sha256(version.encode()).hexdigest()
+        self.generation = self.version[-12:]
         self.bundle_id = embedder.bundle_id
         self.dim = embedder.dim
         self.size = len(pictures)
@@ -77,22 +79,26 @@ class FakeGallery:
         self._vectors = np.concatenate([FakeEmbedder.embed(embedder, inputs)])
 
     def search(
-        self, queries: Embeddings, k: int, min_score: float | None = None
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> list[list[Hit]]:
         self.searches += 1
+        min_score = None if options is None else options.min_score
         answers = []
         for scores in queries @ self._vectors.T:
             order = np.argsort(-scores, kind="stable")[:k]
             hits = [
-                Hit(int(i), f"{i:03d}.png", float(scores[i]), {"number": str(i)}) for i in order
+                Hit(int(i), f"{i:03d}.png", float(scores[i]), {"number": int(i)}) for i in order
             ]
             answers.append([hit for hit in hits if min_score is None or hit.score >= min_score])
         return answers
 
-    def image(self, item_id: ItemId) -> FakeItemImage:
+    def item(self, item_id: ItemId) -> Item:
         if not 0 <= item_id < self.size:
             raise ItemNotFoundError(f"Gallery {self.name} has no item {item_id}.")
-        return FakeItemImage(self._pictures[item_id], "image/png")
+        return Item(item_id, f"{item_id:03d}.png", "", "", {"number": item_id}, "PNG")
+
+    def image(self, item_id: ItemId) -> FakeItemImage:
+        return FakeItemImage(self._pictures[self.item(item_id).id], "image/png")
 
     def close(self) -> None:
         self._pictures.clear()

@@ -18,7 +18,8 @@ from service.payloads import (
     unseal,
 )
 
-HITS = [Hit(3, "a.jpg", 0.9, {"class": "a"}), Hit(1, "ü.jpg", -0.2, {})]
+VALUES = {"class": "ä", "1": "1", "stock": 2**53 + 1, "price": 1.0, "half": 0.5, "sale": True}
+HITS = [Hit(3, "a.jpg", 0.9, VALUES), Hit(1, "ü.jpg", -0.2, {"sale": False, "stock": 0})]
 
 
 class DictStore:
@@ -158,6 +159,9 @@ def test_a_value_fits_only_under_the_key_it_was_made_for() -> None:
 def test_hits_and_vectors_survive_the_way_to_bytes_and_back() -> None:
     assert decode_hits(encode_hits(HITS), k=2) == HITS
     assert decode_hits(encode_hits([]), k=1) == []
+    for before, after in zip(HITS, decode_hits(encode_hits(HITS), k=2), strict=True):
+        # 1, 1.0 and True are equal in Python
+        assert [*map(type, after.attributes.values())] == [*map(type, before.attributes.values())]
     original = vector(0.6, -0.8)
     assert (decode_vector(encode_vector(original), 2) == original).all()
 
@@ -174,6 +178,8 @@ def test_hits_and_vectors_survive_the_way_to_bytes_and_back() -> None:
         b'[{"id": 1, "key": "a", "score": NaN, "attributes": {}}]',
         b'[{"id": 1, "key": "a", "score": 7.0, "attributes": {}}]',
         b'[{"id": 1, "key": "a", "score": 0.5, "attributes": {}, "more": 1}]',
+        b'[{"id": 1, "key": "a", "score": 0.5, "attributes": {"class": null}}]',
+        b'[{"id": 1, "key": "a", "score": 0.5, "attributes": {"class": ["a"]}}]',
         encode_hits(HITS[::-1]),
         encode_hits([*HITS, HITS[-1]]),
         b"\x80\x04\x95",

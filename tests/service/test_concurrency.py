@@ -1,6 +1,7 @@
 """Many clients at once: bad uploads, clients that leave, crowds with the same photograph."""
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -200,3 +201,51 @@ def test_a_new_version_of_a_gallery_is_never_answered_from_the_old_ones_cache(
     answer = other.search(pictures[0], k=1).json()
     assert answer["hits"][0]["id"] == 11
     assert not answer["cached"]
+
+
+def test_an_answer_is_not_remembered_if_the_gallery_changed_during_its_search(
+    start_service, gallery, pictures, monkeypatch
+) -> None:
+    """The hits may be of the later state, under the key of the earlier one."""
+    service = start_service()
+    first, second = gallery.version, gallery.version[::-1]
+    search = gallery.search
+
+    def search_while_changing(*arguments: Any) -> Any:
+        hits = search(*arguments)
+        gallery.version = second
+        return hits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gallery, "search", search_while_changing)
+        answer = service.search(pictures[0], k=2).json()
+    assert (answer["gallery_version"], answer["cached"]) == (first, False)
+    gallery.version = first
+    assert not service.search(pictures[0], k=2).json()["cached"]
+    assert service.search(pictures[0], k=2).json()["cached"]
+    gallery.version = second
+    assert not service.search(pictures[0], k=2).json()["cached"]
+
+
+def test_a_gallery_that_hangs_holds_up_the_list_until_the_limit_and_no_longer(
+    start_service, gallery, monkeypatch
+) -> None:
+    held = threading.Event()
+
+    class Hanging(type(gallery)):
+        @property
+        def size(self) -> int:
+            held.wait(20)
+            return 0
+
+        @size.setter
+        def size(self, _: int) -> None: ...
+
+    service = start_service(search_timeout_ms=100)
+    monkeypatch.setattr(gallery, "__class__", Hanging)
+    response = service.client.get("/galleries")
+    assert response.status_code == 503
+    assert response.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
+    metrics = service.client.get("/metrics")
+    assert metrics.status_code == 200
+    held.set()

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,15 +126,24 @@ def test_a_gallery_of_another_bundle_is_refused_by_both_ids(
     assert other.bundle_id[:12] in line
 
 
-def test_a_corrupt_index_is_refused(
+def test_a_corrupt_catalogue_is_refused(
     tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_gallery, copy, symlinks=True)
-    (index,) = copy.glob("versions/*/index.faiss")
-    index.write_bytes(index.read_bytes()[:-4])
+    (catalog,) = copy.glob("versions/*/catalog.sqlite")
+    catalog.write_bytes(bytes(catalog.stat().st_size))
     line = refused("--bundle", str(tiny_bundle.path), "--gallery", str(copy))
-    assert "index.faiss" in line
+    assert "catalog.sqlite" in line
+
+
+def test_a_gallery_of_the_first_format_is_refused_with_the_way_to_bring_it_over(
+    tiny_bundle: Bundle,
+) -> None:
+    old = ROOT / "tests" / "indexer" / "data" / "gallery-v1"
+    line = refused("--bundle", str(tiny_bundle.path), "--gallery", str(old))
+    assert "schema 1" in line
+    assert "kinlens-index import" in line
 
 
 def test_two_galleries_of_one_name_are_refused(tiny_bundle: Bundle, tiny_gallery: Path) -> None:
@@ -160,14 +170,17 @@ def test_an_image_root_of_an_unknown_gallery_is_refused_by_its_name(
 @contextlib.contextmanager
 def started(code: list[str], *arguments: str, **environment: str) -> Iterator[Started]:
     """A service in a process of its own; it is stopped with Ctrl-C in the end."""
-    with subprocess.Popen(
-        [sys.executable, *code, "--port", "0", *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, *code, "--port", "0", *arguments],
+            cwd=ROOT,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
         assert process.stdout is not None
         service = Started(process, process.stdout.readline().split()[3].rstrip("/"))
         try:
@@ -175,10 +188,14 @@ def started(code: list[str], *arguments: str, **environment: str) -> Iterator[St
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                service.output, service.errors = process.communicate(timeout=20)
+                process.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
+            # Not by `communicate`: it loses what `readline` has read ahead.
+            service.output = process.stdout.read()
+            errors.seek(0)
+            service.errors = errors.read()
 
 
 def test_it_prints_its_address_answers_logs_json_and_ends_with_ctrl_c(
@@ -215,7 +232,7 @@ def test_images_that_moved_are_named_at_the_start_and_shown_from_their_new_root(
         statuses = [
             httpx.get(f"{service.url}/galleries/{name}/items/{number}/image").status_code
             for name in ("shop", "other")
-            for number in (0, 1)
+            for number in (1, 2)
         ]
         found = httpx.post(f"{service.url}/search", files={"image": encoded(picture(0))})
     assert statuses == [404, 200, 404, 404]

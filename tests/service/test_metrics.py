@@ -52,7 +52,7 @@ def test_stages_batches_and_what_is_served_are_published(start_service, pictures
         response.text
     )
     assert re.search(
-        r'kinlens_gallery_items\{gallery="shop",version="\w{64}"\} 12\.0', response.text
+        r'kinlens_gallery_items\{gallery="shop",generation="\w{12}"\} 12\.0', response.text
     )
 
 

@@ -123,7 +123,8 @@ def test_the_link_of_a_hit_shows_the_indexed_file(start_service, shop, pictures)
         "..%2fcatalogue%2f0.png",
         "-1",
         "99999999999999999999",
-        "4",
+        "0",
+        "5",
     ],
 )
 def test_nothing_in_the_place_of_a_number_reaches_a_file(real_service, pictures, item: str) -> None:
@@ -135,7 +136,7 @@ def test_nothing_in_the_place_of_a_number_reaches_a_file(real_service, pictures,
         assert media_type == PROBLEM
         assert SECRET not in body
         assert json.loads(body)["request_id"]
-    assert real_service.client.get("/galleries/shop/items/0/image").content == pictures[0]
+    assert real_service.client.get("/galleries/shop/items/1/image").content == pictures[0]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_nothing_in_the_place_of_a_gallery_name_reaches_a_file(
     name = name.format(encoded=quote(str(built), safe=""))
     status, media_type, _ = fetch(real_service, f"/galleries/{name}/items/0/image")
     assert (status, media_type) == (404, PROBLEM)
-    assert real_service.client.get("/galleries/shop/items/0/image").content == pictures[0]
+    assert real_service.client.get("/galleries/shop/items/1/image").content == pictures[0]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_a_disk_that_fails_while_serving_is_503_without_a_word_of_its_paths(
     service = start_service(galleries={"shop": shop})
     link = first_link(service, pictures[1])
     with monkeypatch.context() as patch:
-        patch.setattr(Gallery, "source_bytes", fail)
+        patch.setattr("indexer.pictures.source_bytes", fail)
         response = service.client.get(link)
     problem = assert_problem(response, 503, "gallery-unavailable")
     assert int(response.headers["retry-after"]) >= 1
@@ -270,21 +271,21 @@ def test_a_picture_that_the_browser_has_is_304_without_reading_the_file(
     assert service.client.get(link, headers={"if-none-match": '"other"'}).status_code == 404
 
 
-def test_a_link_of_another_gallery_version_is_404_and_names_both(
+def test_a_link_from_before_a_rebuild_is_404_and_names_both_generations(
     start_service, shop, catalogue, built, pictures
 ) -> None:
     old_link = first_link(start_service(galleries={"shop": shop}), pictures[2])
-    (catalogue / "0.png").unlink()  # every number moves
+    (catalogue / "0.png").unlink()  # numbers start anew
     build_gallery(folder_source(catalogue), FakeEmbedder(), built)
     renewed = Gallery.open(built)
     service = start_service(galleries={"shop": renewed})
-    assert old_link.endswith(f"?version={shop.version[:12]}")
-    etag = f'"{renewed.version[:32]}-2"'
+    assert old_link.endswith(f"?version={shop.generation}")
+    etag = f'"{renewed.generation}-2"'
     for headers in ({}, {"if-none-match": etag}):
         response = service.client.get(old_link, headers=headers)
         problem = assert_problem(response, 404, "unknown-item")
-        assert shop.version[:12] in problem["detail"]
-        assert renewed.version[:12] in problem["detail"]
+        assert shop.generation in problem["detail"]
+        assert renewed.generation in problem["detail"]
         assert "Search again" in problem["detail"]
     assert service.client.get(first_link(service, pictures[2])).content == pictures[2]
     unversioned = service.client.get(old_link.partition("?")[0])
@@ -299,7 +300,21 @@ def test_a_version_that_is_none_is_422(running_service, version: str) -> None:
     assert problem["errors"][0]["name"] == "version"
 
 
-def test_the_whole_version_is_as_good_as_its_beginning(running_service, pictures) -> None:
+def test_the_generation_is_the_version_of_a_link(running_service, pictures) -> None:
     (entry,) = running_service.client.get("/galleries").json()["galleries"]
-    link = f"/galleries/shop/items/5/image?version={entry['version']}"
-    assert running_service.client.get(link).content == pictures[5]
+    link = "/galleries/shop/items/5/image?version="
+    assert running_service.client.get(f"{link}{entry['generation']}").content == pictures[5]
+    other = running_service.client.get(f"{link}{entry['version']}")
+    assert_problem(other, 404, "unknown-item")
+
+
+def test_a_picture_of_an_item_that_is_gone_is_404_even_if_the_browser_has_it(
+    start_service, gallery, pictures
+) -> None:
+    service = start_service()
+    link = first_link(service, pictures[11])
+    etag = service.client.get(link).headers["etag"]
+    assert service.client.get(link, headers={"if-none-match": etag}).status_code == 304
+    gallery.size = 11  # the last one is gone
+    for headers in ({}, {"if-none-match": etag}):
+        assert_problem(service.client.get(link, headers=headers), 404, "unknown-item")

@@ -1,0 +1,200 @@
+"""Vectors like the embeddings of a product catalogue, and what they are like.
+
+Products are clusters of some 50 images, their sizes log-normal. A cluster's centre is drawn around
+that of a super-class, this around one common mean, as the embeddings of real images all share some
+direction. The spread inside a cluster decays along axes that differ between kinds of clusters, so
+that the intrinsic dimension, about 20, is far below the number of coordinates. Plain Gaussian noise
+has neither: it is harder than any real gallery, and compresses worse.
+
+    python benchmarks/clustered.py [ROWS DIM]
+
+prints cosines, intrinsic dimension, and the recall that textbook indexes reach on them.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.types import Embeddings
+
+CLUSTER_SIZE = 50
+SUPER_SIZE = 40
+SIZE_SIGMA = 1.0
+KINDS = 32
+TIGHTNESS = (0.6, 0.9)
+"""Expected cosine of two images of one product."""
+
+MEAN_SHARE, SUPER_SHARE = 0.2, 0.2
+"""What the common mean and the super-class contribute to the squared norm of a centre."""
+
+SPREAD_DECAY, CENTRE_DECAY, AXES = 0.5, 0.5, 64
+"""The variance along the j-th axis is j ** -decay * exp(-j / AXES), whatever the dimension."""
+
+BLOCK = 10_000
+_WORLD, _BASE, _QUERIES, _LATER = range(4)
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Where vectors come from: C clusters in D dimensions, of K kinds of spread."""
+
+    centres: Embeddings
+    cumulated: NDArray[np.float64]
+    noise: NDArray[np.float32]
+    kinds: NDArray[np.int64]
+    spreads: NDArray[np.float32]
+    axes: NDArray[np.float32]
+
+    def draw(self, count: int, rng: np.random.Generator) -> tuple[Embeddings, NDArray[np.int64]]:
+        """Unit vectors (count, D) and the cluster of each."""
+        chosen = np.searchsorted(self.cumulated, rng.random(count), side="right")
+        spread = rng.standard_normal((count, self.axes.shape[0]), dtype=np.float32)
+        spread *= self.spreads[self.kinds[chosen]]
+        spread *= self.noise[chosen, None]
+        vectors = spread @ self.axes
+        vectors += self.centres[chosen]
+        return _unit(vectors), chosen
+
+
+def clusters_of(n: int, dim: int, seed: int = 0) -> Clusters:
+    """The world that a gallery of `n` images comes from; it grows with `n`."""
+    rng = np.random.default_rng((seed, _WORLD))
+    count = max(2, n // CLUSTER_SIZE)
+    axes = np.linalg.qr(rng.standard_normal((dim, dim)))[0].astype(np.float32)
+    spectrum = _spectrum(dim, CENTRE_DECAY)
+    supers = _directions(max(2, count // SUPER_SIZE), spectrum, rng)
+    centres = math.sqrt(1 - MEAN_SHARE - SUPER_SHARE) * _directions(count, spectrum, rng)
+    centres += math.sqrt(SUPER_SHARE) * supers[rng.integers(len(supers), size=count)]
+    centres += math.sqrt(MEAN_SHARE) * _directions(1, spectrum, rng)
+    weights = rng.lognormal(0, SIZE_SIGMA, count)
+    cumulated = np.cumsum(weights) / weights.sum()
+    cumulated[-1] = 1.0
+    tightness = rng.uniform(*TIGHTNESS, count)
+    spectrum = _spectrum(dim, SPREAD_DECAY)
+    spreads = np.stack([rng.permutation(spectrum) for _ in range(KINDS)])
+    return Clusters(
+        _unit(centres @ axes),
+        cumulated,
+        np.sqrt((1 - tightness) / tightness).astype(np.float32),
+        rng.integers(KINDS, size=count),
+        spreads,
+        axes,
+    )
+
+
+def clustered(
+    n: int, dim: int, seed: int = 0, queries: int = 1000
+) -> tuple[Embeddings, Embeddings]:
+    """A gallery (n, dim), and queries (queries, dim) of the same products that are not in it."""
+    base = np.concatenate(list(clustered_batches(n, dim, seed)))
+    return base, clustered_queries(n, dim, seed, queries)
+
+
+def clustered_batches(
+    n: int, dim: int, seed: int = 0, batch: int = 100_000
+) -> Iterator[Embeddings]:
+    """The gallery of `clustered` in parts; its vectors do not depend on `batch`."""
+    world = clusters_of(n, dim, seed)
+    kept: list[Embeddings] = []
+    for number, start in enumerate(range(0, n, BLOCK)):
+        rng = np.random.default_rng((seed, _BASE, number))
+        kept.append(world.draw(min(BLOCK, n - start), rng)[0])
+        while sum(map(len, kept)) >= batch:
+            rows = np.concatenate(kept)
+            yield rows[:batch]
+            kept = [rows[batch:]]
+    rows = np.concatenate(kept)
+    if len(rows):
+        yield rows
+
+
+def clustered_queries(n: int, dim: int, seed: int = 0, queries: int = 1000) -> Embeddings:
+    """The queries of `clustered`."""
+    rng = np.random.default_rng((seed, _QUERIES))
+    return clusters_of(n, dim, seed).draw(queries, rng)[0]
+
+
+def clustered_later(n: int, dim: int, seed: int = 0, count: int = 1000) -> Embeddings:
+    """Images that come into the gallery of `clustered` later: neither in it nor a query."""
+    rng = np.random.default_rng((seed, _LATER))
+    return clusters_of(n, dim, seed).draw(count, rng)[0]
+
+
+def _directions(count: int, spectrum: NDArray[np.float32], rng: np.random.Generator) -> Embeddings:
+    return _unit(rng.standard_normal((count, len(spectrum)), dtype=np.float32) * spectrum)
+
+
+def _spectrum(dim: int, decay: float) -> NDArray[np.float32]:
+    """Standard deviations along the axes; the variances sum to 1."""
+    numbers = np.arange(1, dim + 1)
+    variances = numbers**-decay * np.exp(-numbers / AXES)
+    return np.sqrt(variances / variances.sum()).astype(np.float32)
+
+
+def _unit(rows: NDArray[np.float32]) -> Embeddings:
+    rows /= np.sqrt(np.einsum("nd,nd->n", rows, rows))[:, None]
+    return rows
+
+
+def main() -> None:
+    n, dim = map(int, sys.argv[1:3]) if len(sys.argv) == 3 else (100_000, 128)
+    started = time.perf_counter()
+    base, queries = clustered(n, dim)
+    print(f"{n:,} x {dim}: {n / (time.perf_counter() - started):,.0f} rows/s\n")
+    print("| figure | 5 % | median | 95 % |\n|---|---|---|---|")
+    for name, values in (*cosines(n, dim).items(), ("intrinsic dimension", lid(base, queries))):
+        low, middle, high = np.percentile(values, (5, 50, 95))
+        print(f"| {name} | {low:.2f} | {middle:.2f} | {high:.2f} |")
+    print("\n| index | recall@10 |\n|---|---|")
+    for name, recall in textbook(base, queries).items():
+        print(f"| {name} | {recall:.4f} |", flush=True)
+
+
+def cosines(n: int, dim: int) -> dict[str, NDArray[np.float32]]:
+    """Cosines of pairs of images of one product, and of different ones."""
+    world = clusters_of(n, dim)
+    rows, clusters = world.draw(min(n, 4000), np.random.default_rng(0))
+    first, second = np.triu_indices(len(rows), 1)
+    same = clusters[first] == clusters[second]
+    products = (rows @ rows.T)[first, second]
+    return {"cosine within a product": products[same], "between products": products[~same]}
+
+
+def lid(base: Embeddings, queries: Embeddings, k: int = 20) -> NDArray[np.float64]:
+    """Local intrinsic dimension at each query: Levina and Bickel 2004, eq. 8, k neighbours."""
+    import faiss
+
+    scores, _ = faiss.knn(queries, base, k, metric=faiss.METRIC_INNER_PRODUCT)
+    distances = np.sqrt(np.maximum(2 - 2 * scores.astype(np.float64), 1e-12))
+    return np.asarray(1 / np.log(distances[:, -1:] / distances[:, :-1]).mean(axis=1))
+
+
+def textbook(base: Embeddings, queries: Embeddings) -> dict[str, float]:
+    """recall@10 of HNSW and IVF on full precision vectors."""
+    import faiss
+
+    _, truth = faiss.knn(queries, base, 10, metric=faiss.METRIC_INNER_PRODUCT)
+    cells = int(4 * np.sqrt(len(base)))
+    made = (
+        ("HNSW32, efSearch 64", "HNSW32", "efSearch=64"),
+        (f"IVF{cells}, nprobe 32", f"IVF{cells},Flat", "nprobe=32"),
+    )
+    found = {}
+    for name, description, parameters in made:
+        index = faiss.index_factory(base.shape[1], description, faiss.METRIC_INNER_PRODUCT)
+        index.train(base)
+        index.add(base)
+        faiss.ParameterSpace().set_index_parameters(index, parameters)
+        ids = index.search(queries, 10)[1]
+        hits = sum(len(np.intersect1d(*pair)) for pair in zip(ids, truth, strict=True))
+        found[name] = hits / truth.size
+    return found
+
+
+if __name__ == "__main__":
+    main()

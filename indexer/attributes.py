@@ -1,0 +1,68 @@
+"""The attributes of items: names, kinds and what a value may be."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from embedder.types import AttributeValue
+
+AttributeKind = Literal["text", "number", "boolean"]
+"""What the values of an attribute are; whole and decimal numbers are of one kind."""
+
+Schema = Mapping[str, AttributeKind]
+"""The attributes of a gallery: name -> kind."""
+
+MAX_NAME = 128
+MAX_TEXT = 4096
+_KINDS: Mapping[type, AttributeKind] = {
+    bool: "boolean",
+    str: "text",
+    int: "number",
+    float: "number",
+}
+_SMALLEST, _LARGEST = -(2**63), 2**63 - 1
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def kind_of(value: object) -> AttributeKind:
+    """The kind of a value. Raises: ValueError for None, a list and whatever else is no value."""
+    kind = _KINDS.get(type(value))
+    if kind is not None:
+        return kind
+    for known, kind in _KINDS.items():
+        if isinstance(value, known):
+            return kind
+    raise ValueError(f"{value!r:.80} is not a text, a number or true/false")
+
+
+def checked_kind(value: AttributeValue) -> AttributeKind:
+    """The kind of a value that can be stored and compared.
+
+    Raises: ValueError for no value, NaN, infinity, whole numbers beyond 64 bits, broken Unicode.
+    """
+    kind = kind_of(value)
+    if isinstance(value, str):
+        if not value.isascii() and _SURROGATE.search(value):
+            raise ValueError(f"{value!r:.80} is not valid Unicode")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is not a finite number")
+    elif not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(f"a whole number of {value.bit_length()} bits does not fit in 64 bits")
+    return kind
+
+
+def is_printable(text: str) -> bool:
+    """No control character, no line break, no broken Unicode."""
+    return text.isprintable() or _UNPRINTABLE.search(text) is None
+
+
+def check_name(name: object) -> None:
+    """An attribute name has 1 to 128 printable characters. Raises: ValueError."""
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or not is_printable(name):
+        raise ValueError(
+            f"{name!r:.160} is not an attribute name, which has 1 to {MAX_NAME} printable "
+            "characters"
+        )

@@ -1,0 +1,204 @@
+"""Changes to a catalogue, inside one transaction."""
+
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from embedder.errors import InvalidParameterError, ItemNotFoundError
+from embedder.types import AttributeValue, Embeddings, ItemId
+from indexer.attributes import AttributeKind
+from indexer.catalog_view import CatalogView
+from indexer.engine import Entry, Ids, Item, Written
+from indexer.entries import checked_vectors, learn_kinds
+from indexer.filter_sql import stored
+
+Attributes = Mapping[str, AttributeValue]
+Changes = Mapping[str, Mapping[str, AttributeValue | None]]
+
+INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?)"
+_INSERT_ATTRIBUTE = "INSERT INTO attributes VALUES (?, ?, ?)"
+_DELETE_ATTRIBUTE = "DELETE FROM attributes WHERE name = ? AND value = ? AND item = ?"
+_UPDATE_ITEM = "UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ? WHERE id = ?"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
+
+
+class CatalogWriter(CatalogView):
+    """A view that also writes. All its changes have one `seq`. Leave the block on an exception."""
+
+    __slots__ = ("_kinds", "_numbers", "_seq")
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        super().__init__(connection)
+        self._seq: int | None = None
+        rows = self._all("SELECT name, id, kind FROM names")
+        self._numbers: dict[str, int] = {name: number for name, number, _ in rows}
+        self._kinds: dict[str, AttributeKind] = {name: kind for name, _, kind in rows}
+
+    def add(self, entries: Sequence[Entry]) -> Written:
+        """Store entries. Equal key and content: nothing, or new attributes, path and format alone;
+        other content under an old key replaces the item, which gets a new number.
+
+        Raises: InvalidParameterError naming the key at fault, and then nothing was written.
+        """
+        vectors = checked_vectors(entries, self.dim)
+        kinds = dict(self._kinds)
+        for entry in entries:
+            learn_kinds(kinds, entry.key, entry.attributes)
+        old = self.get([*self.find([entry.key for entry in entries]).values()])
+        known = {item.key: item for item in old.values()}
+        new = [n for n, e in enumerate(entries) if not _has_content(known.get(e.key), e)]
+        updated = [
+            (known[e.key], e)
+            for e in entries
+            if _has_content(known.get(e.key), e) and not _is_equal(known[e.key], e)
+        ]
+        replaced = [known[entries[n].key].id for n in new if entries[n].key in known]
+        if new or updated:
+            self._learn(kinds)
+            self.remove(replaced)
+            self._insert([entries[n] for n in new], vectors[new])
+            for item, entry in updated:
+                self._set(item, entry.attributes, entry.path, entry.format)
+        return Written(
+            added=len(new) - len(replaced),
+            replaced=len(replaced),
+            updated=len(updated),
+            unchanged=len(entries) - len(new) - len(updated),
+        )
+
+    def update(self, changes: Changes) -> int:
+        """Change attributes by key; None takes one away. How many items differ now.
+
+        Raises: ItemNotFoundError for an unknown key; InvalidParameterError for a value of another
+            kind; and then nothing was changed.
+        """
+        found = self.find([*changes])
+        missing = [key for key in changes if key not in found]
+        if missing:
+            raise ItemNotFoundError(
+                f"There is no item with the key {missing[0]!r:.200}. Add it first."
+            )
+        kinds = dict(self._kinds)
+        for key, change in changes.items():
+            learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
+        items = self.get([*found.values()])
+        differ = 0
+        for key, change in changes.items():
+            item = items[found[key]]
+            merged = {**item.attributes, **change}
+            attributes = {name: value for name, value in merged.items() if value is not None}
+            if attributes != item.attributes:
+                self._learn(kinds)
+                self._set(item, attributes, item.path, item.format)
+                differ += 1
+        return differ
+
+    def remove(self, ids: Sequence[ItemId] | Ids) -> int:
+        """Remove items with their attributes and vectors; unknown numbers are not counted."""
+        items = self.get(ids)
+        if items:
+            seq = self._next_seq()
+            self._unindex({item.id: item.attributes for item in items.values()})
+            numbers = [(number,) for number in items]
+            self._many("DELETE FROM items WHERE id = ?", numbers)
+            self._many("DELETE FROM vectors WHERE id = ?", numbers)
+            self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, number) for number in items])
+            self._grow(-len(items))
+        return len(items)
+
+    def adopt_segment(self, name: str | None, seq: int) -> None:
+        """From now on segment `name` holds the items live at `seq`, if there were any. This counts
+        as no write.
+
+        Raises: InvalidParameterError for a `seq` before that of the segment so far, or to come.
+        """
+        state = self.state()
+        if not state.segment_seq <= seq <= state.seq:
+            raise InvalidParameterError(
+                f"Segment {name} is of state {seq}, the catalogue is between {state.segment_seq} "
+                f"(its segment) and {state.seq}. Compact again."
+            )
+        self._connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
+        self._connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
+
+    def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
+        seq = self._next_seq()
+        # AUTOINCREMENT keeps the highest number ever given, also when its item is gone.
+        rows = self._all("SELECT seq FROM sqlite_sequence WHERE name = 'items'")
+        first = rows[0][0] + 1 if rows else 1
+        numbered = [*enumerate(entries, first)]
+        self._many(INSERT_ITEM, [item_row(number, e, seq) for number, e in numbered])
+        self._many(INSERT_VECTOR, [(n, v.tobytes()) for n, v in enumerate(vectors, first)])
+        self._index({number: entry.attributes for number, entry in numbered})
+        self._grow(len(entries))
+
+    def _set(self, item: Item, attributes: Attributes, path: str, format_: str) -> None:
+        row = (path, format_, attributes_text(attributes), self._next_seq(), item.id)
+        self._connection.execute(_UPDATE_ITEM, row)
+        self._unindex({item.id: item.attributes})
+        self._index({item.id: attributes})
+
+    def _index(self, items: Mapping[ItemId, Attributes]) -> None:
+        self._many(_INSERT_ATTRIBUTE, attribute_rows(self._numbers, items))
+
+    def _unindex(self, items: Mapping[ItemId, Attributes]) -> None:
+        self._many(_DELETE_ATTRIBUTE, attribute_rows(self._numbers, items))
+
+    def _learn(self, kinds: Mapping[str, AttributeKind]) -> None:
+        """Store the names that are new."""
+        for name in kinds.keys() - self._kinds.keys():
+            cursor = self._connection.execute(
+                "INSERT INTO names (name, kind) VALUES (?, ?) RETURNING id", (name, kinds[name])
+            )
+            [(self._numbers[name],)] = cursor.fetchall()
+            self._kinds[name] = kinds[name]
+
+    def _next_seq(self) -> int:
+        """The number of this write, counted when it first changes something."""
+        if self._seq is None:
+            rows = self._all("UPDATE state SET seq = seq + 1 RETURNING seq")
+            self._seq = int(rows[0][0])
+        return self._seq
+
+    def _grow(self, by: int) -> None:
+        self._connection.execute("UPDATE state SET size = size + ?", (by,))
+
+    def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        self._connection.executemany(sql, rows)
+
+
+def item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:
+    """The row of a new item."""
+    content = bytes.fromhex(entry.sha256)
+    attributes = attributes_text(entry.attributes)
+    return (number, entry.key, entry.path, content, entry.format, attributes, seq, seq)
+
+
+def attribute_rows(
+    numbers: Mapping[str, int], items: Mapping[ItemId, Attributes]
+) -> list[tuple[int, str | int | float | bytes, int]]:
+    """The rows of items in the table of attributes; `numbers` are those of the names."""
+    return [
+        (numbers[name], stored(value), item)
+        for item, attributes in items.items()
+        for name, value in attributes.items()
+    ]
+
+
+def attributes_text(attributes: Attributes) -> str:
+    """Attributes as JSON."""
+    return _ENCODER.encode(dict(attributes))
+
+
+def _has_content(item: Item | None, entry: Entry) -> bool:
+    return item is not None and item.sha256 == entry.sha256
+
+
+def _is_equal(item: Item, entry: Entry) -> bool:
+    return (item.path, item.format, item.attributes) == (
+        entry.path,
+        entry.format,
+        dict(entry.attributes),
+    )

@@ -1,0 +1,159 @@
+"""kinlens-index build, add: from image files into a gallery."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embedder.session import Embedder
+from indexer.build import BuildReport, BuildSettings, build_gallery, planned
+from indexer.commands import options, stores
+from indexer.commands.console import errors_shown, out, print_failures, print_json, progress
+from indexer.commands.options import (
+    TARGET_RECALL,
+    BatchOption,
+    DeviceOption,
+    FallbackOption,
+    ImageRootOption,
+    IndexOption,
+    JsonOption,
+    MemoryOption,
+    NoCompactOption,
+    RecallOption,
+    StoreArgument,
+    WorkersOption,
+)
+from indexer.commands.sources import (
+    CsvOption,
+    ImagesArgument,
+    SplitOption,
+    further_source,
+    new_source,
+)
+from indexer.embed import EmbedSettings
+from indexer.images import Source
+from indexer.ingest import AddReport, add_source, check_image_root
+from indexer.layout import GalleryFolder
+from indexer.plan import IndexSettings
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: kinlens-index build shop/images --bundle shop/bundle --out shop/gallery"
+)
+def build(
+    bundle: Annotated[Path, typer.Option(help="Model bundle that embeds the images.")],
+    out: Annotated[Path, typer.Option(help="Folder of the gallery; a new one replaces it.")],
+    images: ImagesArgument = None,
+    name: Annotated[str | None, typer.Option(help="Name in addresses; that of the folder.")] = None,
+    csv: CsvOption = None,
+    split: SplitOption = None,
+    root: Annotated[Path | None, typer.Option(help="IMAGES under another name.")] = None,
+    index: IndexOption = None,
+    memory_mb: MemoryOption = None,
+    target_recall: RecallOption = None,
+    device: DeviceOption = "cpu",
+    allow_cpu_fallback: FallbackOption = False,
+    batch_size: BatchOption = 32,
+    workers: WorkersOption = 0,
+    json: JsonOption = False,
+) -> None:
+    """Build a gallery from a folder, a CSV list or a data set split.
+
+    A build that was stopped continues with the same command. Unreadable images are left out and
+    listed in report.json.
+    """
+    if images and root:
+        raise typer.BadParameter("Give IMAGES or --root, not both: they mean the same.")
+    with errors_shown():
+        source = new_source(images or root, csv, split)
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback)
+        where = options.index_device(device, embedder, allow_cpu_fallback)
+        plan = IndexSettings(index or "auto", memory_mb, where, target_recall or TARGET_RECALL)
+        settings = BuildSettings(name, EmbedSettings(batch_size, workers), plan)
+        _print_plan(source, embedder, plan, json)
+        report = _built(source, embedder, out, settings)
+        _print_build(report, out, json)
+
+
+@app.command(epilog="Example: kinlens-index add shop/gallery shop/images/new --bundle shop/bundle")
+def add(
+    gallery: StoreArgument,
+    bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was made with.")],
+    images: ImagesArgument = None,
+    csv: CsvOption = None,
+    split: SplitOption = None,
+    image_root: ImageRootOption = None,
+    device: DeviceOption = "cpu",
+    allow_cpu_fallback: FallbackOption = False,
+    batch_size: BatchOption = 32,
+    workers: WorkersOption = 0,
+    no_compact: NoCompactOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Add images to a gallery that is in use, or bring changed ones up to date.
+
+    All paths start from the gallery's image root, so IMAGES must lie below it. Unchanged images are
+    skipped, known content is not embedded again. A run that was stopped continues with the same
+    command.
+    """
+    with errors_shown():
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback)
+        with stores.opened(gallery, image_root=image_root) as store:
+            check_image_root(store)
+            source = further_source(images, csv, split, store.image_root, store.schema())
+            settings = EmbedSettings(batch_size, workers)
+            with progress(len(source.records), "Embedding", "images") as advance:
+                report = add_source(store, source, embedder, settings, advance)
+            _print_add(report, store.size, gallery, json)
+            stores.compact_if_due(store, no_compact)
+
+
+def _print_plan(source: Source, embedder: Embedder, settings: IndexSettings, json: bool) -> None:
+    plan = planned(len(source.records), embedder.dim, settings)
+    if json:
+        return
+    out.print(
+        f"Found {len(source.records):,} images in the {source.description}. "
+        f"Dimension {embedder.dim}, model on {embedder.provider}."
+    )
+    for line in plan.lines():
+        out.print(line)
+
+
+def _built(
+    source: Source, embedder: Embedder, folder: Path, settings: BuildSettings
+) -> BuildReport:
+    count = len(source.records)
+    with progress(count, "Embedding", "images") as embedded:
+        # Each item is counted when it is stored, and when it is indexed.
+        indexed = embedded.then("Indexing", 2 * count)
+        return build_gallery(source, embedder, folder, settings, embedded, indexed)
+
+
+def _print_build(report: BuildReport, folder: Path, json: bool) -> None:
+    if json:
+        print_json(report)
+        return
+    out.print(
+        f"Gallery {folder}, generation {report.generation}: {report.indexed:,} items "
+        f"({report.embedded:,} embedded, {report.reused:,} from an earlier run, "
+        f"{report.duplicates:,} copies) in {report.elapsed_s:.1f} s, "
+        f"{report.images_per_s:.1f} images/s."
+    )
+    place = GalleryFolder(folder).current() / "report.json"
+    print_failures(report.failures, report.found, f"in {place}")
+
+
+def _print_add(report: AddReport, size: int, gallery: str, json: bool) -> None:
+    if json:
+        print_json(report)
+        return
+    out.print(
+        f"Gallery {gallery}: {report.added:,} added, {report.replaced:,} replaced, "
+        f"{report.updated:,} with new attributes, {report.unchanged:,} unchanged "
+        f"({report.embedded:,} embedded) in {report.elapsed_s:.1f} s, "
+        f"{report.images_per_s:.1f} images/s; {size:,} items in all."
+    )
+    print_failures(report.failures, report.found, "(--json lists all of them)")

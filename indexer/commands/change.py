@@ -1,0 +1,190 @@
+"""kinlens-index update, remove: change what is in a gallery."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import BaseModel, ConfigDict
+
+from embedder.errors import InvalidParameterError, SourceError
+from embedder.types import AttributeValue
+from indexer.attributes import Schema
+from indexer.commands import stores
+from indexer.commands.console import SHOWN, err, errors_shown, out, print_json
+from indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
+from indexer.filters import parse_filter
+from indexer.ingest import IngestStore
+from indexer.lists import csv_changes
+from indexer.values import parse_value, split_kind
+
+app = typer.Typer()
+
+KeysArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys of items.")
+]
+
+
+class Updated(BaseModel):
+    """How many of the named items differ now."""
+
+    model_config = ConfigDict(frozen=True)
+
+    named: int
+    changed: int
+
+
+class Removed(BaseModel):
+    """How many items fitted; with --dry-run they are still there. `unknown` keys were not."""
+
+    model_config = ConfigDict(frozen=True)
+
+    removed: int
+    dry_run: bool
+    unknown: tuple[str, ...] = ()
+
+
+@app.command(epilog="Example: kinlens-index update shop/gallery A17 --set price=12.5 --unset sale")
+def update(
+    gallery: StoreArgument,
+    keys: KeysArgument = None,
+    assign: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="New value; NAME:number=VALUE for a new attribute."
+        ),
+    ] = None,
+    unset: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Attribute to take away.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="CSV list: column key, and the attributes to set.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Change attributes of items; their images and vectors stay. All changes are made, or none.
+
+    A value has the type that the attribute has in the gallery. A new attribute is text, unless
+    NAME:number or NAME:boolean says otherwise.
+    """
+    _check_usage(keys, assign, unset, csv)
+    with errors_shown(), stores.opened(gallery) as store:
+        if csv:
+            changes: Mapping[str, Mapping[str, AttributeValue | None]]
+            changes = csv_changes(csv, store.schema())
+        else:
+            values = assigned(assign or (), unset or (), store.schema())
+            changes = dict.fromkeys(keys or (), values)
+        report = Updated(named=len(changes), changed=store.update(changes))
+        if json:
+            print_json(report)
+        else:
+            out.print(f"{report.changed:,} of {report.named:,} items changed.")
+
+
+@app.command(epilog="Example: kinlens-index remove shop/gallery --where 'sale = true' --dry-run")
+def remove(
+    gallery: StoreArgument,
+    keys: KeysArgument = None,
+    where: WhereOption = None,
+    keys_from: Annotated[
+        Path | None, typer.Option(help="Text file with a key on each line.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count, and remove nothing.")] = False,
+    no_compact: NoCompactOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Remove items for good, by key or by filter. Nothing is asked: try --dry-run first."""
+    if sum(map(bool, (keys, where, keys_from))) != 1:
+        raise typer.BadParameter("Give keys, --where or --keys-from, and one of them alone.")
+    with errors_shown(), stores.opened(gallery) as store:
+        if where:
+            report = _removed_where(store, where, dry_run)
+        else:
+            chosen = keys or _keys_in(keys_from)
+            report = _removed_keys(store, list(dict.fromkeys(chosen)), dry_run)
+        _print_removed(report, store.size, json)
+        if not dry_run:
+            stores.compact_if_due(store, no_compact)
+
+
+def assigned(
+    assign: Sequence[str], unset: Sequence[str], schema: Schema
+) -> dict[str, AttributeValue | None]:
+    """What --set and --unset say. Raises: InvalidParameterError."""
+    values: dict[str, AttributeValue | None] = dict.fromkeys(unset)
+    for text in assign:
+        name, value = _assignment(text, schema)
+        if name in values:
+            raise InvalidParameterError(f"--set {text}: {name} is named twice. Name it once.")
+        values[name] = value
+    return values
+
+
+def _assignment(text: str, schema: Schema) -> tuple[str, AttributeValue]:
+    typed, equals, value = text.partition("=")
+    if not equals:
+        raise InvalidParameterError(f"--set {text}: there is no '='. Write --set name=value.")
+    if typed.strip() in schema:
+        name, kind = typed.strip(), schema[typed.strip()]
+    else:
+        try:
+            name, given = split_kind(typed)
+        except ValueError as error:
+            raise InvalidParameterError(f"--set {text}: {error}=value.") from error
+        kind = given or schema.get(name, "text")
+    try:
+        return name, parse_value(value, kind)
+    except ValueError as error:
+        raise InvalidParameterError(
+            f"--set {text}: {name} is a {kind} and cannot be {value!r}: {error}."
+        ) from error
+
+
+def _check_usage(
+    keys: list[str] | None, assign: list[str] | None, unset: list[str] | None, csv: Path | None
+) -> None:
+    if csv and (keys or assign or unset):
+        raise typer.BadParameter("Give --csv, or keys with --set and --unset, not both.")
+    if not csv and not (keys and (assign or unset)):
+        raise typer.BadParameter("Give keys with --set or --unset, or a list with --csv.")
+
+
+def _keys_in(file: Path | None) -> list[str]:
+    try:
+        lines = (file or Path()).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise SourceError(f"Cannot read the keys in {file}: {reason}.") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise SourceError(f"{file} holds no keys. Write one on each line.")
+    return keys
+
+
+def _removed_keys(store: IngestStore, keys: list[str], dry_run: bool) -> Removed:
+    known = store.stored(keys)
+    unknown = tuple(key for key in keys if key not in known)
+    count = len(known) if dry_run else store.remove(keys)
+    return Removed(removed=count, dry_run=dry_run, unknown=unknown)
+
+
+def _removed_where(store: IngestStore, text: str, dry_run: bool) -> Removed:
+    where = parse_filter(text)
+    if not dry_run:
+        return Removed(removed=store.remove_where(where), dry_run=False)
+    where.check(store.schema())
+    count = sum(where.matches(item.attributes) for item in store.items())
+    return Removed(removed=count, dry_run=True)
+
+
+def _print_removed(report: Removed, left: int, json: bool) -> None:
+    if json:
+        print_json(report)
+        return
+    said = "would be removed" if report.dry_run else "removed"
+    out.print(f"{report.removed:,} items {said}; {left:,} items in the gallery.")
+    if report.unknown:
+        more = len(report.unknown) - SHOWN
+        names = ", ".join(report.unknown[:SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+        err.print(f"Not in the gallery: {names}", soft_wrap=True)

@@ -1,0 +1,201 @@
+"""kinlens-index search, show: ask a gallery."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from pydantic import BaseModel, ConfigDict
+
+from embedder.errors import InvalidParameterError, ItemNotFoundError
+from embedder.types import AttributeValue, Embeddings
+from indexer.commands import options, stores
+from indexer.commands.answers import Found, group_shown, hits_shown, print_found
+from indexer.commands.console import errors_shown, out, print_json, shown
+from indexer.commands.options import (
+    DeviceOption,
+    FallbackOption,
+    JsonOption,
+    StoreArgument,
+    WhereOption,
+)
+from indexer.commands.vectors import read_vectors, vector_of
+from indexer.engine import Grouping, GroupScore, SearchOptions
+from indexer.filters import parse_filter
+from indexer.ingest import IngestStore
+from indexer.ranking import combined_query
+
+app = typer.Typer()
+
+
+class Shown(BaseModel):
+    """A stored item."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: int
+    key: str
+    path: str
+    sha256: str
+    format: str
+    attributes: Mapping[str, AttributeValue]
+
+
+@app.command(
+    epilog="Example: kinlens-index search shop/gallery --image new.jpg --bundle shop/bundle -k 5"
+)
+def search(
+    gallery: StoreArgument,
+    image: Annotated[
+        Path | None, typer.Option(help="Image to search with; needs --bundle.")
+    ] = None,
+    bundle: Annotated[Path | None, typer.Option(help="Model bundle for --image.")] = None,
+    vector: Annotated[
+        Path | None, typer.Option(help="Unit vectors to search with: .npy, (D,) or (Q, D).")
+    ] = None,
+    like: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="Item to be similar to; repeat.")
+    ] = None,
+    unlike: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="Item to be unlike; repeat.")
+    ] = None,
+    k: Annotated[int, typer.Option("-k", help="How many answers.")] = 10,
+    offset: Annotated[int, typer.Option(help="Leave out that many of the best.")] = 0,
+    min_score: Annotated[float | None, typer.Option(help="Least cosine similarity, -1..1.")] = None,
+    where: WhereOption = None,
+    group_by: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Search for groups with one value of it.")
+    ] = None,
+    group_score: Annotated[
+        GroupScore, typer.Option(help="Rank groups by their best item, or by the mean of all.")
+    ] = "best",
+    group_size: Annotated[int, typer.Option(min=1, help="Items to show of a group.")] = 1,
+    distinct: Annotated[
+        bool, typer.Option("--distinct", help="Of items with equal content only the best.")
+    ] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Compare with every vector.")] = False,
+    effort: Annotated[
+        int | None, typer.Option(help="efSearch or nprobe instead of the tuned value.")
+    ] = None,
+    device: DeviceOption = "cpu",
+    allow_cpu_fallback: FallbackOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Search with an image, with items of the gallery, or with vectors."""
+    _check_usage(image, bundle, vector, like, unlike)
+    with errors_shown():
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback) if bundle else None
+        wanted = SearchOptions(
+            where=parse_filter(where) if where else None,
+            min_score=min_score,
+            offset=offset,
+            distinct=distinct,
+            exact=exact,
+            effort=effort,
+        )
+        grouping = Grouping(group_by, group_score, group_size) if group_by else None
+        expected = None if embedder is None else embedder.bundle_id
+        with stores.opened(gallery, bundle_id=expected, device=device) as store:
+            _check_grouping(store, grouping)
+            if like:
+                found = _found_like(store, like, unlike or [], k, wanted, grouping)
+            elif image and embedder:
+                found = _found(store, vector_of(image, embedder), k, wanted, grouping)
+            else:
+                found = _found(store, read_vectors(vector or Path()), k, wanted, grouping)
+        print_found(found, json)
+
+
+@app.command(epilog="Example: kinlens-index show shop/gallery shoes/red.jpg")
+def show(
+    gallery: StoreArgument,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the item.")],
+    json: JsonOption = False,
+) -> None:
+    """Show an item and its attributes."""
+    with errors_shown(), stores.opened(gallery) as store:
+        item = store.stored([key]).get(key)
+        if item is None:
+            raise ItemNotFoundError(
+                f"The gallery {gallery} has no item with the key {key!r}. Keys are compared letter "
+                "by letter; a folder gives its images their relative paths as keys."
+            )
+    facts = Shown(
+        id=item.id,
+        key=item.key,
+        path=item.path,
+        sha256=item.sha256,
+        format=item.format,
+        attributes=item.attributes,
+    )
+    if json:
+        print_json(facts)
+        return
+    for name, value in facts.model_dump().items():
+        out.print(f"{name:10} {shown(value) if name == 'attributes' else value}")
+
+
+def _check_usage(
+    image: Path | None,
+    bundle: Path | None,
+    vector: Path | None,
+    like: list[str] | None,
+    unlike: list[str] | None,
+) -> None:
+    if sum(map(bool, (image, vector, like))) != 1:
+        raise typer.BadParameter("Give --image, --vector or --like, and one of them alone.")
+    if bool(image) != bool(bundle):
+        raise typer.BadParameter("--image needs --bundle, the model that embeds it.")
+    if unlike and not like:
+        raise typer.BadParameter("--unlike needs at least one --like.")
+
+
+def _check_grouping(store: IngestStore, grouping: Grouping | None) -> None:
+    """An attribute that no item has would make every item a group of its own."""
+    known = store.schema()
+    if grouping is not None and grouping.by not in known:
+        names = ", ".join(map(repr, sorted(known))) or "none"
+        raise InvalidParameterError(
+            f"There is no attribute {grouping.by!r} to group by. Known are {names}."
+        )
+
+
+def _found(
+    store: IngestStore,
+    queries: Embeddings,
+    k: int,
+    wanted: SearchOptions,
+    grouping: Grouping | None,
+) -> Found:
+    if grouping is None:
+        hits = tuple(map(hits_shown, store.search(queries, k, wanted)))
+        return Found(gallery=store.name, version=store.version, hits=hits)
+    groups = tuple(
+        tuple(map(group_shown, answer))
+        for answer in store.search_groups(queries, k, grouping, wanted)
+    )
+    return Found(gallery=store.name, version=store.version, groups=groups)
+
+
+def _found_like(
+    store: IngestStore,
+    like: Sequence[str],
+    unlike: Sequence[str],
+    k: int,
+    wanted: SearchOptions,
+    grouping: Grouping | None,
+) -> Found:
+    if grouping is None:
+        hits = (hits_shown(store.search_like(like, unlike, k, wanted)),)
+        return Found(gallery=store.name, version=store.version, hits=hits)
+    liked, disliked = _vectors(store, like), _vectors(store, unlike)
+    known = store.stored([*like, *unlike]).values()
+    wanted = replace(wanted, exclude=frozenset(item.id for item in known))
+    return _found(store, combined_query(liked, disliked)[None], k, wanted, grouping)
+
+
+def _vectors(store: IngestStore, keys: Sequence[str]) -> Embeddings:
+    rows = [entry.vector for entry in store.entries(keys)]
+    return np.stack(rows) if rows else np.empty((0, store.dim), np.float32)

@@ -1,0 +1,156 @@
+"""kinlens-index export, import, backup, restore: galleries on their way."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import BaseModel, ConfigDict
+
+from embedder.errors import GalleryNotFoundError
+from indexer.backup import backup as write_backup
+from indexer.backup import backup_bytes
+from indexer.backup import restore as restore_backup
+from indexer.commands import stores
+from indexer.commands.console import errors_shown, out, print_json, progress
+from indexer.commands.options import (
+    TARGET_RECALL,
+    GalleryArgument,
+    IndexDeviceOption,
+    IndexOption,
+    JsonOption,
+    MemoryOption,
+    RecallOption,
+    StoreArgument,
+)
+from indexer.dump import Dump
+from indexer.importing import ImportReport, import_gallery, open_dump
+from indexer.plan import IndexSettings
+from indexer.transfer import export_gallery
+
+app = typer.Typer()
+
+
+class ExportReport(BaseModel):
+    """How many items went into which file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    file: str
+    items: int
+
+
+class RestoreReport(BaseModel):
+    """What is current in the folder now."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    generation: str
+
+
+@app.command(epilog="Example: kinlens-index export shop/gallery --out shop.parquet")
+def export(
+    gallery: StoreArgument,
+    file: Annotated[Path, typer.Option("--out", help="Parquet file to write.")],
+    json: JsonOption = False,
+) -> None:
+    """Write all items with vectors and attributes to a Parquet file."""
+    with errors_shown(), stores.opened(gallery) as store:
+        with progress(store.size, "Exporting") as advance:
+            count = export_gallery(store, file, stores.facts_of(store), advance)
+        report = ExportReport(file=str(file), items=count)
+        if json:
+            print_json(report)
+        else:
+            out.print(f"{count:,} items in {file}.")
+
+
+@app.command(
+    "import", epilog="Example: kinlens-index import shop.parquet --out shop/gallery --index hnsw"
+)
+def import_(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="File of `export`, or gallery of schema 1.")
+    ],
+    gallery: Annotated[
+        str,
+        typer.Option("--out", help="Folder of the new gallery, or milvus://HOST:PORT/NAME."),
+    ],
+    name: Annotated[str | None, typer.Option(help="Another name in addresses.")] = None,
+    index: IndexOption = None,
+    memory_mb: MemoryOption = None,
+    target_recall: RecallOption = None,
+    device: IndexDeviceOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make a gallery of an exported file, or of a gallery that an older version built."""
+    settings = IndexSettings(
+        index or "auto", memory_mb, device or "cpu", target_recall or TARGET_RECALL
+    )
+    with errors_shown():
+        dump = open_dump(path)
+        if gallery.startswith(stores.MILVUS):
+            report = _imported_into(gallery, dump)
+        else:
+            with progress(2 * dump.count, "Importing") as advance:
+                report = import_gallery(dump, gallery, name, settings, advance)
+        if json:
+            print_json(report)
+        else:
+            out.print(f"Gallery {gallery} ({report.name}): {report.items:,} items imported.")
+
+
+@app.command(epilog="Example: kinlens-index backup shop/gallery --out backups/shop-1")
+def backup(
+    gallery: GalleryArgument,
+    folder: Annotated[Path, typer.Option("--out", help="New folder for the backup.")],
+    json: JsonOption = False,
+) -> None:
+    """Copy a gallery as it is at one moment, while it is searched and changed."""
+    with errors_shown():
+        with progress(backup_bytes(gallery), "Copying", "bytes") as advance:
+            report = write_backup(gallery, folder, advance)
+        if json:
+            print_json(report)
+        else:
+            out.print(
+                f"Backup {folder} of {report.name}: {report.items:,} items, "
+                f"{report.total_bytes / 1e6:,.1f} MB."
+            )
+
+
+@app.command(epilog="Example: kinlens-index restore backups/shop-1 --out shop/gallery --replace")
+def restore(
+    source: Annotated[Path, typer.Argument(metavar="BACKUP", help="Folder of the backup.")],
+    gallery: Annotated[Path, typer.Option("--out", help="Folder of the gallery.")],
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Give up the gallery that is there.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Make the gallery of a backup the current one; every file is checked first."""
+    with errors_shown():
+        with progress(_size(source), "Copying", "bytes") as advance:
+            manifest = restore_backup(source, gallery, replace=replace, on_progress=advance)
+        report = RestoreReport(name=manifest.name, generation=manifest.generation)
+        if json:
+            print_json(report)
+        else:
+            out.print(f"Gallery {gallery} ({report.name}) restored from {source}.")
+
+
+def _imported_into(address: str, dump: Dump) -> ImportReport:
+    with (
+        stores.on_milvus(address, dump) as store,
+        progress(dump.count, "Importing") as advance,
+    ):
+        count = store.rebuild(dump.entries(), advance)
+        return ImportReport(name=store.name, bundle_id=store.bundle_id, dim=store.dim, items=count)
+
+
+def _size(folder: Path) -> int:
+    if not folder.is_dir():
+        raise GalleryNotFoundError(
+            f"There is no backup {folder}. Give the folder that `kinlens-index backup` wrote."
+        )
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

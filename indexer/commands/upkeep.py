@@ -1,0 +1,192 @@
+"""kinlens-index compact, plan, stats: what a gallery costs, and keeping it fast."""
+
+from dataclasses import asdict
+from typing import Annotated, get_args
+
+import typer
+from pydantic import BaseModel, ConfigDict
+
+from embedder.errors import PlanError
+from indexer.build import planned
+from indexer.commands import stores
+from indexer.commands.console import errors_shown, out, print_json, progress
+from indexer.commands.options import (
+    TARGET_RECALL,
+    GalleryArgument,
+    IndexDeviceOption,
+    IndexOption,
+    JsonOption,
+    MemoryOption,
+    RecallOption,
+    StoreArgument,
+)
+from indexer.compaction import CompactReport
+from indexer.gallery import Gallery
+from indexer.plan import IndexKind, IndexSettings, Plan
+from indexer.stats import StoreStats, gallery_stats, store_stats
+
+app = typer.Typer()
+
+_TABLES = ("formats", "attributes")
+
+
+class PlanShown(BaseModel):
+    """What an index costs, or why it cannot be made."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    refused: str | None = None
+    memory_mb: float | None = None
+    mapped_mb: float | None = None
+    disk_mb: float | None = None
+    build_memory_mb: float | None = None
+    build_minutes: float | None = None
+    expected_recall: float | None = None
+    reason: str | None = None
+
+
+class Plans(BaseModel):
+    """The index for `n` vectors of length `dim`; with --all one for each kind."""
+
+    model_config = ConfigDict(frozen=True)
+
+    n: int
+    dim: int
+    device: str
+    plans: tuple[PlanShown, ...]
+
+
+@app.command(epilog="Example: kinlens-index compact shop/gallery --index hnsw")
+def compact(
+    gallery: GalleryArgument,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Make the index anew even if nothing has changed.")
+    ] = False,
+    index: IndexOption = None,
+    memory_mb: MemoryOption = None,
+    target_recall: RecallOption = None,
+    device: IndexDeviceOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Make a new index of all items that are in the gallery; searches and changes go on meanwhile.
+
+    Items that came since the last index get into it, removed ones leave the disk. Without options
+    the index stays of its kind.
+    """
+    with errors_shown():
+        opened = Gallery.open(gallery)
+        try:
+            facts = opened.facts()
+            chosen = any(value is not None for value in (index, memory_mb, target_recall, device))
+            if not (rebuild or chosen or facts.delta or facts.tombstones):
+                _say_nothing_to_do(json)
+                return
+            settings = _settings(index, memory_mb, target_recall, device) if chosen else None
+            with progress(facts.size, "Indexing") as advance:
+                report = opened.compact(settings, wait=True, on_progress=advance)
+        finally:
+            opened.close()
+        _print_compacted(report, json)
+
+
+@app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 500")
+def plan(
+    n: Annotated[int, typer.Argument(metavar="N", help="Number of vectors.")],
+    dim: Annotated[int, typer.Argument(metavar="DIM", help="Length of a vector.")],
+    index: IndexOption = None,
+    memory_mb: MemoryOption = None,
+    target_recall: RecallOption = None,
+    device: IndexDeviceOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="Compare all kinds of index.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Say which index so many vectors get, and what it costs, without making it."""
+    with errors_shown():
+        settings = _settings(index, memory_mb, target_recall, device)
+        if everything:
+            _print_plans(n, dim, settings, json)
+            return
+        chosen = planned(n, dim, settings)
+        if json:
+            plans = (_shown_plan(chosen),)
+            print_json(Plans(n=n, dim=dim, device=settings.device, plans=plans))
+            return
+        for line in chosen.lines():
+            out.print(line)
+
+
+@app.command(epilog="Example: kinlens-index stats shop/gallery --json")
+def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
+    """Show what is in a gallery."""
+    with errors_shown():
+        facts: StoreStats
+        if gallery.startswith(stores.MILVUS):
+            with stores.opened(gallery) as store:
+                facts = store_stats(store)
+        else:
+            facts = gallery_stats(gallery)
+    if json:
+        print_json(facts)
+        return
+    for name, value in facts.model_dump().items():
+        shown = ", ".join(f"{k} {v:,}" for k, v in value.items()) if name in _TABLES else value
+        out.print(f"{name.replace('_', ' '):16} {'-' if shown is None else shown}")
+
+
+def _settings(
+    index: str | None, memory_mb: float | None, target_recall: float | None, device: str | None
+) -> IndexSettings:
+    return IndexSettings(
+        index or "auto", memory_mb, device or "cpu", target_recall or TARGET_RECALL
+    )
+
+
+def _say_nothing_to_do(json: bool) -> None:
+    if json:
+        print_json(CompactReport(segment=None, manifest=None, elapsed_s=0.0))
+    else:
+        out.print("Nothing has changed since the index was made; --rebuild makes it anew.")
+
+
+def _print_compacted(report: CompactReport, json: bool) -> None:
+    if json:
+        print_json(report)
+        return
+    if report.manifest is None:
+        out.print("The gallery is empty, so it has no index.")
+        return
+    made = report.manifest
+    out.print(
+        f"Index {made.kind} of {made.size:,} items in {report.elapsed_s:.1f} s, "
+        f"recall@10 {made.recall:.4f} (target {made.target_recall})."
+    )
+
+
+def _print_plans(n: int, dim: int, settings: IndexSettings, json: bool) -> None:
+    rows = tuple(_row(n, dim, kind, settings) for kind in get_args(IndexKind))
+    if json:
+        print_json(Plans(n=n, dim=dim, device=settings.device, plans=rows))
+        return
+    out.print(f"{'index':11} {'memory':>10} {'mapped':>10} {'disk':>10} {'build':>10}  recall@10")
+    for row in rows:
+        if row.refused is not None:
+            out.print(f"{row.kind:11} {row.refused}")
+            continue
+        out.print(
+            f"{row.kind:11} {row.memory_mb:>7,.0f} MB {row.mapped_mb:>7,.0f} MB "
+            f"{row.disk_mb:>7,.0f} MB {row.build_minutes:>6,.1f} min  {row.expected_recall:.3f}"
+        )
+
+
+def _row(n: int, dim: int, kind: str, settings: IndexSettings) -> PlanShown:
+    try:
+        wanted = IndexSettings(kind, settings.memory_mb, settings.device, settings.target_recall)
+        return _shown_plan(planned(n, dim, wanted))
+    except PlanError as error:
+        return PlanShown(kind=kind, refused=str(error))
+
+
+def _shown_plan(plan: Plan) -> PlanShown:
+    facts = asdict(plan)
+    return PlanShown(**{name: facts[name] for name in PlanShown.model_fields if name in facts})

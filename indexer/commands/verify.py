@@ -1,0 +1,93 @@
+"""kinlens-index verify: is a gallery whole, and does it find what it should."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from indexer.commands import options
+from indexer.commands.console import SHOWN, errors_shown, out, print_json, progress
+from indexer.commands.options import (
+    DeviceOption,
+    FallbackOption,
+    GalleryArgument,
+    ImageRootOption,
+    JsonOption,
+    RecallOption,
+)
+from indexer.commands.vectors import read_vectors
+from indexer.manifest import SHORT
+from indexer.tuning import tune_gallery
+from indexer.verify import (
+    VerifyReport,
+    VerifySettings,
+    check_files,
+    sample_size,
+    size_of,
+    verify_gallery,
+)
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: kinlens-index verify shop/gallery --bundle shop/bundle --sample 500")
+def verify(
+    gallery: GalleryArgument,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Embed the images again with this bundle and compare.")
+    ] = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=1, help="Items to check; all up to 10,000, of larger galleries 1,000."),
+    ] = None,
+    image_root: ImageRootOption = None,
+    queries: Annotated[
+        Path | None, typer.Option(help="Vectors to measure recall with: .npy, (Q, D).")
+    ] = None,
+    target_recall: RecallOption = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Set the search parameters by --queries first.")
+    ] = False,
+    device: DeviceOption = "cpu",
+    allow_cpu_fallback: FallbackOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Check files, items and recall; ends with 1 if something is wrong.
+
+    Every hash and the catalogue are checked, each item has to find itself, and searches have to
+    find the true neighbours. Without --bundle the stored vectors search for themselves, so vectors
+    that stand under the wrong items go unnoticed. Without --queries recall is measured with stored
+    vectors; with them it is that of your users.
+    """
+    if tune and queries is None:
+        raise typer.BadParameter("--tune needs --queries: vectors that are not in the gallery.")
+    with errors_shown():
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback) if bundle else None
+        vectors = None if queries is None else read_vectors(queries)
+        if tune and vectors is not None:
+            check_files(gallery)
+            tune_gallery(gallery, vectors, target_recall)
+        settings = VerifySettings(sample, image_root, vectors, target_recall)
+        with progress(sample_size(size_of(gallery), sample), "Searching") as advance:
+            report = verify_gallery(gallery, embedder, settings, advance)
+        _print(report, json)
+    if not report.is_good:
+        raise typer.Exit(1)
+
+
+def _print(report: VerifyReport, json: bool) -> None:
+    if json:
+        print_json(report)
+        return
+    for problem in report.problems[:SHOWN]:
+        out.print(f"{problem.key}: {problem.reason}")
+    out.print(
+        f"Gallery {report.name}, version {report.version[:SHORT]}: files are whole, "
+        f"{report.checked - len(report.problems):,} of {report.checked:,} checked items "
+        f"({report.size:,} in all) find themselves."
+    )
+    if report.recall is not None:
+        out.print(
+            f"recall@10 {report.recall:.4f} of {report.recall_queries:,} queries, "
+            f"target {report.target_recall} (index {report.index or 'none'})."
+        )

@@ -1,0 +1,116 @@
+"""One search with FAISS: its parameters, its order, and comparing with chosen vectors only."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.types import Embeddings
+from indexer.engine import Ids, Scores
+from indexer.plan import IndexKind
+from indexer.plan_costs import COARSE_HNSW_FROM
+
+Bits = NDArray[np.uint8]
+"""A set of positions as a little-endian bitmap."""
+
+TUNED_AT = 10
+"""The number of answers that an effort is tuned for."""
+
+_CHUNK = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How hard an index tries to find 10 answers; for more it tries so many times harder.
+
+    value: efSearch (hnsw, cagra) or nprobe (ivf); 0 for flat and fp16. k_factor: so many times k
+    candidates are compared at full precision.
+    """
+
+    value: int
+    k_factor: int = 1
+
+    def scaled(self, k: int) -> int:
+        """`value` for `k` answers: with the same value fewer of more neighbours are found."""
+        return self.value * max(k, TUNED_AT) // TUNED_AT
+
+
+def parameters(
+    kind: IndexKind, codes: faiss.Index | None, effort: Effort, k: int, allowed: Bits | None
+) -> Any:
+    """Parameters of one call, so that no index is changed for it."""
+    sel = {} if allowed is None else {"sel": faiss.IDSelectorBitmap(allowed)}
+    if kind == "flat" or codes is None:
+        return faiss.SearchParameters(**sel)
+    value = effort.scaled(k)
+    if kind == "cagra":
+        return faiss.SearchParametersHNSW(efSearch=value, **sel)
+    if kind == "fp16":
+        base = faiss.SearchParameters(**sel)
+    elif kind == "hnsw":
+        base = faiss.SearchParametersHNSW(efSearch=value, **sel)
+    else:
+        nprobe = min(max(1, value), codes.nlist)
+        if codes.nlist >= COARSE_HNSW_FROM:
+            sel["quantizer_params"] = faiss.SearchParametersHNSW(efSearch=2 * nprobe)
+        base = faiss.SearchParametersIVF(nprobe=nprobe, **sel)
+    return faiss.IndexRefineSearchParameters(k_factor=effort.k_factor, base_index_params=base)
+
+
+def count_of(allowed: Bits, size: int) -> int:
+    """How many positions below `size` a bitmap holds."""
+    whole, rest = divmod(size, 8)
+    count = int(np.bitwise_count(allowed[:whole]).sum(dtype=np.int64))
+    return count + (int(allowed[whole] & (2**rest - 1)).bit_count() if rest else 0)
+
+
+def positions_in(allowed: Bits, size: int) -> Ids:
+    """The positions below `size` that a bitmap holds, ascending."""
+    filled = np.flatnonzero(allowed)
+    row, bit = np.nonzero(np.unpackbits(allowed[filled, None], axis=1, bitorder="little"))
+    positions: Ids = 8 * filled[row] + bit
+    return positions[: np.searchsorted(positions, size)]
+
+
+def compare(queries: Embeddings, k: int, vectors: Embeddings, positions: Ids) -> tuple[Scores, Ids]:
+    """The best `k` (Q, k) of the vectors at `positions`; -1 where there are fewer."""
+    scores, found = nothing(len(queries), 0)
+    for start in range(0, len(positions), _CHUNK):
+        chunk = positions[start : start + _CHUNK]
+        some, rows = faiss.knn(
+            queries, vectors[chunk], min(k, len(chunk)), metric=faiss.METRIC_INNER_PRODUCT
+        )
+        scores = np.concatenate([scores, some], axis=1)
+        found = np.concatenate([found, chunk[rows]], axis=1)
+        scores, found = ordered(scores, found)
+        scores, found = scores[:, :k], found[:, :k]
+    missing = nothing(len(queries), k - scores.shape[1])
+    return (
+        np.concatenate([scores, missing[0]], axis=1),
+        np.concatenate([found, missing[1]], axis=1),
+    )
+
+
+def sifted(scores: Scores, positions: Ids, allowed: Bits, k: int) -> tuple[Scores, Ids]:
+    """The first `k` answers of each row that are allowed; -1 where there are fewer."""
+    is_in = (allowed[positions >> 3] >> (positions & 7).astype(np.uint8)) & 1 == 1
+    is_in &= positions >= 0
+    kept = np.argsort(~is_in, axis=1, kind="stable")[:, :k]
+    positions = np.where(is_in, positions, -1)
+    scores = np.where(is_in, scores, np.float32(-1))
+    return np.take_along_axis(scores, kept, axis=1), np.take_along_axis(positions, kept, axis=1)
+
+
+def nothing(rows: int, k: int) -> tuple[Scores, Ids]:
+    """An answer without any position."""
+    return np.full((rows, k), -1, np.float32), np.full((rows, k), -1, np.int64)
+
+
+def ordered(scores: Scores, positions: Ids) -> tuple[Scores, Ids]:
+    """Best first, equal scores by position, what is missing last; scores within [-1, 1]."""
+    scores = np.clip(scores, -1, 1)
+    ranks = np.where(positions < 0, np.inf, -scores)
+    order = np.lexsort((positions, ranks), axis=1)
+    return np.take_along_axis(scores, order, axis=1), np.take_along_axis(positions, order, axis=1)

@@ -1,0 +1,201 @@
+"""One state of a gallery, ready to be searched: a segment, what came after it, what has gone.
+
+A snapshot never changes. A change makes a new one that shares what stayed, while searches go on in
+the old one.
+"""
+
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.errors import GalleryCorruptError
+from embedder.types import Embeddings
+from indexer.catalog import CatalogView, State
+from indexer.delta import Delta
+from indexer.engine import Ids, Scores
+from indexer.faiss_search import Effort
+from indexer.locks import hold
+from indexer.segment import Segment
+
+Bits = NDArray[np.uint8]
+"""A set of positions as a little-endian bitmap."""
+
+_SPARE = 2  # how many times the expected number of removed items a search fetches in excess
+
+
+@dataclass(frozen=True, slots=True)
+class Among:
+    """The items that a filter leaves: positions in the segment, rows of the delta."""
+
+    segment: Bits
+    delta: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The items of state `seq`. `dead` marks positions of the segment that have been removed."""
+
+    seq: int
+    segment_name: str | None
+    segment: Segment | None
+    dead: Bits
+    dead_count: int
+    delta: Delta
+
+    @classmethod
+    def load(cls, view: CatalogView, state: State, segment: Segment | None) -> "Snapshot":
+        """The snapshot of a state whose segment is open; with all that came after the segment."""
+        segment_size = 0 if segment is None else len(segment.ids)
+        empty = cls(
+            state.segment_seq,
+            state.segment,
+            segment,
+            np.zeros((segment_size + 7) // 8, np.uint8),
+            0,
+            Delta.of(*view.added_since(state.segment_seq)),
+        )
+        return empty._without(view.removed_since(state.segment_seq), state.seq)
+
+    def advanced(self, view: CatalogView, state: State) -> "Snapshot":
+        """The snapshot of a later state with the same segment."""
+        removed = view.removed_since(self.seq)
+        delta = self.delta.changed(*view.added_since(self.seq), removed)
+        return Snapshot(
+            state.seq, self.segment_name, self.segment, self.dead, self.dead_count, delta
+        )._without(removed, state.seq)
+
+    def nearest(
+        self,
+        queries: Embeddings,
+        k: int,
+        among: Among | None = None,
+        *,
+        exact: bool = False,
+        effort: int | None = None,
+    ) -> tuple[Scores, Ids]:
+        """The best of each query (Q, D), shape (Q, at most k): best first, equal ones by number.
+
+        Where a query has fewer, number -1 fills its row. `effort` is efSearch or nprobe.
+        """
+        found = self.delta.nearest(queries, k, None if among is None else among.delta)
+        if self.segment is None:
+            return _ordered(*found, k)
+        segment = self._in_segment(queries, k, among, exact, effort)
+        if not found[0].shape[1]:
+            return _ordered(*segment, k)
+        scores = np.concatenate([segment[0], found[0]], axis=1)
+        return _ordered(scores, np.concatenate([segment[1], found[1]], axis=1), k)
+
+    def _in_segment(
+        self,
+        queries: Embeddings,
+        k: int,
+        among: Among | None,
+        exact: bool,
+        effort: int | None,
+    ) -> tuple[Scores, Ids]:
+        assert self.segment is not None
+        if exact:
+            return self._exactly(queries, k, among)
+        tuned = self.segment.manifest.tuned
+        chosen = tuned if effort is None else Effort(effort, tuned.k_factor)
+        if among is not None:
+            return self._search(queries, k, chosen, among.segment & ~self.dead)
+        if not self.dead_count:
+            return self._search(queries, k, chosen, None)
+        return self._despite_dead(queries, k, chosen)
+
+    def _despite_dead(self, queries: Embeddings, k: int, effort: Effort) -> tuple[Scores, Ids]:
+        """Fetch a few more than k and drop the dead: much faster than asking FAISS to skip them."""
+        assert self.segment is not None
+        excess = 1 + int(_SPARE * k * self.dead_count / len(self.segment.ids))
+        wanted = k + min(excess, self.dead_count)
+        scores, positions = self.segment.index.search(queries, wanted, effort)
+        is_dead = (self.dead[positions >> 3] >> (positions & 7).astype(np.uint8)) & 1 == 1
+        is_dead |= positions < 0
+        if not is_dead.any():
+            return scores[:, :k], self._numbers(positions[:, :k])
+        order = np.argsort(is_dead, axis=1, kind="stable")[:, :k]
+        scores = np.take_along_axis(np.where(is_dead, np.float32(-np.inf), scores), order, axis=1)
+        ids = self._numbers(np.take_along_axis(np.where(is_dead, -1, positions), order, axis=1))
+        short = np.flatnonzero((ids < 0).any(axis=1))
+        if len(short) and len(self.segment.ids) - self.dead_count > 0:
+            again = self._search(queries[short], k, effort, ~self.dead)
+            width = again[0].shape[1]
+            scores[short, :width], ids[short, :width] = again
+        return scores, ids
+
+    def _search(
+        self, queries: Embeddings, k: int, effort: Effort, allowed: Bits | None
+    ) -> tuple[Scores, Ids]:
+        assert self.segment is not None
+        scores, positions = self.segment.index.search(queries, k, effort, allowed)
+        return scores, self._numbers(positions)
+
+    def _exactly(self, queries: Embeddings, k: int, among: Among | None) -> tuple[Scores, Ids]:
+        assert self.segment is not None
+        positions = None
+        if among is not None or self.dead_count:
+            bits = ~self.dead if among is None else among.segment & ~self.dead
+            alive = np.unpackbits(bits, count=len(self.segment.ids), bitorder="little")
+            positions = np.flatnonzero(alive)
+        scores, found = self.segment.index.exact(queries, k, positions)
+        return scores, self._numbers(found)
+
+    def _numbers(self, positions: NDArray[np.int64]) -> Ids:
+        assert self.segment is not None
+        ids: Ids = self.segment.ids[positions]
+        return np.where(positions < 0, -1, ids) if (positions < 0).any() else ids
+
+    def _without(self, removed: Ids, seq: int) -> "Snapshot":
+        """The same state at `seq`, with the removed positions of the segment marked."""
+        if self.segment is None or not len(removed):
+            return Snapshot(
+                seq, self.segment_name, self.segment, self.dead, self.dead_count, self.delta
+            )
+        positions = self.segment.positions_of(removed)
+        dead = self.dead.copy()
+        set_bits(dead, positions[positions >= 0])
+        count = int(np.bitwise_count(dead).sum())
+        return Snapshot(seq, self.segment_name, self.segment, dead, count, self.delta)
+
+
+def open_segment(folder: Path, device: str, verify_hashes: bool | None) -> Segment:
+    """A segment that stays on the disk while it is used.
+
+    Raises: FileNotFoundError if it is gone; GalleryCorruptError.
+    """
+    descriptor = hold(folder)
+    try:
+        segment = Segment.open(folder, verify_hashes=verify_hashes, device=device)
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, GalleryCorruptError) and not folder.is_dir():
+            raise FileNotFoundError(folder) from error  # it was being removed
+        raise
+    weakref.finalize(segment, os.close, descriptor)
+    return segment
+
+
+def set_bits(bits: Bits, positions: NDArray[np.int64]) -> None:
+    """Put positions into the set, in place."""
+    np.bitwise_or.at(bits, positions >> 3, np.left_shift(1, positions & 7).astype(np.uint8))
+
+
+def clear_bits(bits: Bits, positions: NDArray[np.int64]) -> None:
+    """Take positions out of the set, in place."""
+    np.bitwise_and.at(bits, positions >> 3, ~np.left_shift(1, positions & 7).astype(np.uint8))
+
+
+def _ordered(scores: Scores, ids: Ids, k: int) -> tuple[Scores, Ids]:
+    """Best first, equal scores by number, what is missing last."""
+    if not (scores[:, 1:] < scores[:, :-1]).all():
+        scores = np.where(ids < 0, np.float32(-np.inf), scores)
+        order = np.lexsort((ids, -scores), axis=1)
+        scores = np.take_along_axis(scores, order, axis=1)
+        ids = np.take_along_axis(ids, order, axis=1)
+    return scores[:, :k], ids[:, :k]

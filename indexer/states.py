@@ -1,0 +1,102 @@
+"""The state of a gallery as a search sees it: the catalogue and the vectors, at one moment."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from embedder.errors import GalleryCorruptError
+from indexer.catalog import Catalog, CatalogView, State
+from indexer.filter_cache import FilterCache
+from indexer.filters import Filter
+from indexer.segment import Segment
+from indexer.snapshot import Among, Snapshot, open_segment
+
+_PATIENCE = 8  # a segment that is replaced while it is opened is looked up anew that often
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One state, while its transaction lasts."""
+
+    view: CatalogView
+    state: State
+    snapshot: Snapshot
+    filters: FilterCache
+
+    def among(self, where: Filter | None) -> Among | None:
+        """What a filter leaves. Raises: FilterError."""
+        return None if where is None else self.filters.among(self.view, self.snapshot, where)
+
+
+class States:
+    """Gives out the newest state; each search holds one read transaction, so nothing is mixed."""
+
+    def __init__(
+        self, catalog: Catalog, segments: Path, device: str, verify_hashes: bool | None
+    ) -> None:
+        self._catalog = catalog
+        self._segments = segments
+        self._device = device
+        self._verify_hashes = verify_hashes
+        self._snapshot: Snapshot | None = None
+        self._advancing = threading.Lock()
+        self._filters = FilterCache()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Reading]:
+        """The newest state. Raises: GalleryCorruptError."""
+        for _ in range(_PATIENCE):
+            with self._catalog.reading() as view:
+                state = view.state()
+                snapshot = self._at(view, state)
+                if snapshot is not None:
+                    yield Reading(view, state, snapshot, self._filters)
+                    return
+        raise GalleryCorruptError(
+            f"The segment {state.segment} of the gallery is missing below {self._segments}. Make "
+            "it again from the catalogue: kinlens-index compact GALLERY --rebuild."
+        )
+
+    def _at(self, view: CatalogView, state: State) -> Snapshot | None:
+        """The snapshot of `state`; None if this transaction is older than what others have seen."""
+        current = self._snapshot
+        if current is None or current.seq != state.seq or current.segment_name != state.segment:
+            with self._advancing:
+                current = self._advanced(view, state)
+        return current
+
+    def _advanced(self, view: CatalogView, state: State) -> Snapshot | None:
+        current = self._snapshot
+        if current is None or current.segment_name != state.segment:
+            if current is not None and _is_older(state, current):
+                return None
+            try:
+                current = Snapshot.load(view, state, self._opened(state))
+            except FileNotFoundError:
+                return None  # a compaction has replaced it meanwhile
+        elif current.seq < state.seq:
+            current = current.advanced(view, state)
+        elif current.seq > state.seq:
+            return None
+        self._snapshot = current
+        return current
+
+    def _opened(self, state: State) -> Segment | None:
+        if state.segment is None:
+            return None
+        return open_segment(self._segments / state.segment, self._device, self._verify_hashes)
+
+    def forget(self) -> None:
+        """Let go of the segment."""
+        with self._advancing:
+            self._snapshot = None
+
+
+def _is_older(state: State, snapshot: Snapshot) -> bool:
+    """Whether a transaction began before the write, or the compaction, that made `snapshot`."""
+    segment = snapshot.segment
+    return state.seq < snapshot.seq or (
+        segment is not None and state.segment_seq < segment.manifest.seq
+    )

@@ -1,0 +1,69 @@
+"""Search parameters of a gallery, chosen for the queries of its users."""
+
+import tempfile
+from pathlib import Path
+
+from embedder.errors import InvalidParameterError
+from embedder.types import Embeddings
+from indexer.catalog import Catalog
+from indexer.compaction import CATALOG, SEGMENTS, alone
+from indexer.durable import rename, sync
+from indexer.engine import SearchOptions
+from indexer.layout import GalleryFolder, disk_errors_explained
+from indexer.ranking import check_search
+from indexer.segment import Segment
+from indexer.segment_manifest import MANIFEST, write_manifest
+from indexer.snapshot import open_segment
+from indexer.tune import Tuned, tune
+
+
+def tune_gallery(path: Path | str, queries: Embeddings, target: float | None = None) -> Tuned:
+    """Store the least effort that reaches the recall `target` at 10 of `queries` (Q, D).
+
+    The queries must not be items of the gallery. Galleries that are open take the new parameters
+    when they open the index again; the next compaction tunes anew. No target: that of the index.
+
+    Raises: RecallError, and then nothing was changed; InvalidParameterError for queries that do
+        not fit, or a gallery without an index; GalleryError.
+    """
+    folder = GalleryFolder(path)
+    generation = folder.current()
+    with folder.writing(generation.name), alone(generation, wait=True):
+        place = generation / SEGMENTS / _segment_of(generation)
+        segment = open_segment(place, "cpu", verify_hashes=None)
+        manifest = segment.manifest
+        queries = check_search(1, SearchOptions(), manifest.dim, queries)
+        wanted = target or manifest.target_recall
+        tuned = tune(segment.index, queries, wanted)
+        _store(place, segment, tuned, wanted)
+    return tuned
+
+
+def _segment_of(generation: Path) -> str:
+    catalog = Catalog.open(generation / CATALOG)
+    try:
+        with catalog.reading() as view:
+            segment = view.state().segment
+    finally:
+        catalog.close()
+    if segment is None:
+        raise InvalidParameterError(
+            f"The gallery {generation.parent.parent} has no index yet, so there is nothing to "
+            "tune. Make one: kinlens-index compact."
+        )
+    return segment
+
+
+def _store(place: Path, segment: Segment, tuned: Tuned, target: float) -> None:
+    changed = segment.manifest.model_copy(
+        update={
+            "effort": tuned.effort.value,
+            "k_factor": tuned.effort.k_factor,
+            "recall": tuned.recall,
+            "target_recall": target,
+        }
+    )
+    with disk_errors_explained(place), tempfile.TemporaryDirectory(dir=place) as aside:
+        write_manifest(Path(aside), changed)
+        sync(Path(aside) / MANIFEST, "tuning")
+        rename(Path(aside) / MANIFEST, place / MANIFEST, "tuning")

@@ -1,0 +1,155 @@
+"""A process that changes a gallery until it is killed, and the oracle that knows what it did.
+
+Every operation is drawn from a seed, so the process and the oracle agree on what operation 17 of
+seed 3 does. The process writes "begin N" before an operation and "done N" when it is acknowledged,
+straight to a file, which outlives `kill -9`.
+"""
+
+import dataclasses
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from embedder.types import AttributeValue, Embeddings
+from indexer.durable import set_fault_hook
+from indexer.engine import Entry, SearchOptions
+from indexer.filters import Range
+from indexer.gallery import Gallery
+
+DIM = 8
+KEYS = 60
+BUNDLE = "b" * 64
+
+Model = dict[str, tuple[str, int]]
+"""What is in the gallery: content and attribute `stock` by key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One change: `kind` is add, update, remove, remove_where or compact."""
+
+    kind: str
+    entries: tuple[tuple[str, str, int], ...] = ()
+    below: int = 0
+
+    def applied(self, model: Model) -> Model:
+        """The model after this operation."""
+        if self.kind == "add":
+            return model | {key: (content, stock) for key, content, stock in self.entries}
+        if self.kind == "update":
+            known = [(key, stock) for key, _, stock in self.entries if key in model]
+            return model | {key: (model[key][0], stock) for key, stock in known}
+        if self.kind == "remove":
+            gone = {key for key, _, _ in self.entries}
+            return {key: value for key, value in model.items() if key not in gone}
+        if self.kind == "remove_where":
+            return {key: value for key, value in model.items() if value[1] >= self.below}
+        return dict(model)
+
+    def run(self, gallery: Gallery) -> None:
+        """Do it to a real gallery."""
+        if self.kind == "add":
+            gallery.add([entry(*item) for item in self.entries])
+        elif self.kind == "update":
+            known = gallery.stored([key for key, _, _ in self.entries])
+            gallery.update(
+                {key: {"stock": stock} for key, _, stock in self.entries if key in known}
+            )
+        elif self.kind == "remove":
+            gallery.remove([key for key, _, _ in self.entries])
+        elif self.kind == "remove_where":
+            gallery.remove_where(Range("stock", below=self.below))
+        else:
+            gallery.compact()
+
+
+def operations(seed: int) -> Iterator[Operation]:
+    """What a process with this seed does, without end."""
+    rng = np.random.default_rng(seed)
+    kinds = ["add", "update", "remove", "remove_where", "compact"]
+    while True:
+        kind = str(rng.choice(kinds, p=[0.5, 0.1, 0.2, 0.1, 0.1]))
+        keys = rng.choice(KEYS, size=int(rng.integers(1, 6)), replace=False)
+        entries = tuple(
+            (f"item-{key}", f"content-{rng.integers(10**9)}", int(rng.integers(100)))
+            for key in keys
+        )
+        yield Operation(kind, entries, int(rng.integers(0, 20)))
+
+
+def vector(content: str) -> Embeddings:
+    """The unit vector (D,) of a content."""
+    digest = hashlib.sha256(content.encode()).digest()
+    drawn = np.random.default_rng(list(digest[:8])).standard_normal(DIM)
+    unit: Embeddings = (drawn / np.linalg.norm(drawn)).astype(np.float32)
+    return unit
+
+
+def entry(key: str, content: str, stock: int) -> Entry:
+    """The item of a key with this content."""
+    attributes: dict[str, AttributeValue] = {"stock": stock}
+    return Entry(key, vector(content), hashlib.sha256(content.encode()).hexdigest(), attributes)
+
+
+def change(path: Path, log: Path, seed: int, dies_at: int | None) -> None:
+    """Change the gallery until somebody kills this process, or at fault point `dies_at`."""
+    if dies_at is not None:
+        set_fault_hook(Dies(dies_at))
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    gallery = Gallery.open(path)
+    for number, operation in enumerate(operations(seed)):
+        os.write(descriptor, f"begin {number}\n".encode())
+        operation.run(gallery)
+        os.write(descriptor, f"done {number}\n".encode())
+
+
+class Dies:
+    """Kills its process at the point with this number."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, point: str) -> None:
+        self._left -= 1
+        if self._left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def possible(model: Model, log: Path, seed: int) -> list[Model]:
+    """What may be in the gallery after the process ended: with or without its last operation."""
+    lines = log.read_text().split("\n")[:-1] if log.exists() else []
+    begun = sum(line.startswith("begin") for line in lines)
+    done = sum(line.startswith("done") for line in lines)
+    drawn = operations(seed)
+    for _ in range(done):
+        model = next(drawn).applied(model)
+    return [model] if begun == done else [model, next(drawn).applied(model)]
+
+
+def check(gallery: Gallery, models: list[Model]) -> Model:
+    """Which of the models is in the gallery, in its catalogue, index and filters alike."""
+    found = {
+        item.key: (item.sha256, item.attributes["stock"], item.vector.tobytes())
+        for batch in gallery.scan()
+        for item in batch
+    }
+    [model] = [model for model in models if found == _expected(model)][:1] or [None]
+    assert model is not None, f"{found.keys()} is none of {[m.keys() for m in models]}"
+    query = vector("a query")
+    [hits] = gallery.search(query[None], KEYS + 1)
+    assert {hit.key for hit in hits} == model.keys()
+    assert len(hits) == len(model) == gallery.size
+    for hit in hits:
+        assert abs(hit.score - float(vector(model[hit.key][0]) @ query)) < 1e-5
+    [cheap] = gallery.search(query[None], KEYS, SearchOptions(where=Range("stock", below=50)))
+    assert {hit.key for hit in cheap} == {key for key, value in model.items() if value[1] < 50}
+    return model
+
+
+def _expected(model: Model) -> dict[str, tuple[str, AttributeValue, bytes]]:
+    items = (entry(key, *value) for key, value in model.items())
+    return {i.key: (i.sha256, i.attributes["stock"], i.vector.tobytes()) for i in items}

@@ -1,0 +1,136 @@
+"""A random shop, and what a gallery of it should answer: numpy over all vectors."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from embedder.types import AttributeValue, Hit
+from indexer.engine import Entry, Group, Grouping, SearchOptions, VectorStore
+
+DIM = 16
+COLOURS = ("red", "blue", 'gr"een\\')
+
+
+def units(count: int, seed: int = 0) -> np.ndarray:
+    vectors = np.random.default_rng(seed).normal(size=(count, DIM)).astype(np.float32)
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def entry(
+    key: str,
+    vector: np.ndarray,
+    attributes: Mapping[str, AttributeValue] | None = None,
+    content: str | None = None,
+) -> Entry:
+    sha256 = hashlib.sha256((content or key).encode()).hexdigest()
+    return Entry(key, vector, sha256, attributes or {}, path=f"{key}.png", format="PNG")
+
+
+def shop(count: int = 120, seed: int = 0) -> list[Entry]:
+    """Items with a few colours, products of some four items, and equal contents now and then."""
+    draw = np.random.default_rng(seed + 1)
+    entries: list[Entry] = []
+    for n, vector in enumerate(units(count, seed)):
+        attributes: dict[str, AttributeValue] = {}
+        if n % 7:
+            attributes["colour"] = COLOURS[int(draw.integers(3))]
+        if n % 3:
+            attributes["sku"] = f"sku{int(draw.integers(count // 4 + 1))}"
+        if n % 5:
+            price = int(draw.integers(-5, 15))
+            attributes["price"] = price if n % 2 else price + 0.5
+        if n % 4:
+            attributes["sale"] = bool(draw.integers(2))
+        entries.append(entry(f"key{n}", vector, attributes))
+        if n % 10 == 9:  # a copy of an earlier item under another key
+            entries[-1] = replace(entries[n // 2], key=f"key{n}")
+    return entries
+
+
+def ids_of(store: VectorStore) -> dict[str, int]:
+    return {item.key: item.id for item in store.items()}
+
+
+class Oracle:
+    """What the store should answer, from its entries and the numbers that it gave them."""
+
+    def __init__(self, store: VectorStore, entries: Sequence[Entry]) -> None:
+        numbers = ids_of(store)
+        assert numbers.keys() == {e.key for e in entries}
+        self.entries = sorted(entries, key=lambda e: numbers[e.key])
+        self.numbers = numbers
+        self.vectors = np.array([e.vector for e in self.entries], np.float32).reshape(-1, DIM)
+
+    def ranked(self, query: np.ndarray, options: SearchOptions) -> list[tuple[float, Entry]]:
+        """What fits, best first; equal vectors by number."""
+        scores = self.vectors.astype(np.float64) @ query.astype(np.float64)
+        fitting = [
+            (float(score), e)
+            for score, e in zip(scores.round(7), self.entries, strict=True)
+            if (options.where is None or options.where.matches(e.attributes))
+            and self.numbers[e.key] not in options.exclude
+        ]
+        return sorted(fitting, key=lambda pair: (-pair[0], self.numbers[pair[1].key]))
+
+    def hits(self, query: np.ndarray, k: int, options: SearchOptions) -> list[tuple[float, str]]:
+        ranked = self.ranked(query, options)
+        if options.distinct:
+            ranked = without_copies(ranked)
+        lowest = -2.0 if options.min_score is None else options.min_score
+        kept = [(score, e.key) for score, e in ranked if score >= lowest]
+        return kept[options.offset :][:k]
+
+    def groups(
+        self, query: np.ndarray, k: int, grouping: Grouping, options: SearchOptions
+    ) -> list[tuple[AttributeValue | None, float, list[str]]]:
+        parts: dict[object, list[tuple[float, Entry]]] = {}
+        for score, e in self.ranked(query, options):
+            value = e.attributes.get(grouping.by)
+            alone = e.sha256 if options.distinct else e.key
+            key = (None, alone) if value is None else (isinstance(value, bool), value)
+            parts.setdefault(key, []).append((score, e))
+        lowest = -2.0 if options.min_score is None else options.min_score
+        found = []
+        for part in parts.values():
+            kept = without_copies(part) if options.distinct else part
+            mean = math.fsum(score for score, _ in kept) / len(kept)
+            score = kept[0][0] if grouping.score == "best" else mean
+            if score >= lowest:
+                found.append((score, kept))
+        found.sort(key=lambda group: (-round(group[0], 7), self.numbers[group[1][0][1].key]))
+        return [
+            (
+                kept[0][1].attributes.get(grouping.by),
+                score,
+                [e.key for _, e in kept][: grouping.size],
+            )
+            for score, kept in found[options.offset :][:k]
+        ]
+
+
+def without_copies(ranked: Sequence[tuple[float, Entry]]) -> list[tuple[float, Entry]]:
+    seen: set[str] = set()
+    return [p for p in ranked if not (p[1].sha256 in seen or seen.add(p[1].sha256))]  # type: ignore[func-returns-value]
+
+
+def assert_hits(found: Sequence[Hit], expected: Sequence[tuple[float, str]]) -> None:
+    assert [h.key for h in found] == [key for _, key in expected]
+    assert [h.score for h in found] == pytest.approx([s for s, _ in expected], abs=1e-5)
+
+
+def assert_groups(
+    found: Sequence[Group], expected: Sequence[tuple[AttributeValue | None, float, list[str]]]
+) -> None:
+    assert [(g.value, [h.key for h in g.hits]) for g in found] == [
+        (v, keys) for v, _, keys in expected
+    ]
+    assert [g.score for g in found] == pytest.approx([s for _, s, _ in expected], abs=1e-5)
+
+
+def same(found: Entry, expected: Entry) -> bool:
+    assert np.allclose(found.vector, expected.vector, atol=1e-6)
+    return replace(found, vector=expected.vector) == expected

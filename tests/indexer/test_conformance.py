@@ -1,0 +1,507 @@
+"""The laws of a gallery, kept by every engine; the oracle is numpy over all vectors."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedder.errors import FilterError, InvalidParameterError, ItemNotFoundError
+from embedder.types import AttributeValue, Hit
+from indexer.engine import Entry, Grouping, SearchOptions, VectorStore, Written
+from indexer.filters import And, Equals, Filter, In, Not, Or, Range, parse_filter
+from indexer.gallery import Gallery
+from indexer.milvus_engine import MilvusStore
+from tests.indexer.milvus_server import MilvusServer
+from tests.indexer.oracle import (
+    DIM,
+    Oracle,
+    assert_groups,
+    assert_hits,
+    entry,
+    ids_of,
+    same,
+    shop,
+    units,
+)
+
+BUNDLE = "b" * 64
+
+
+@pytest.fixture(scope="session")
+def milvus_shop(milvus_server: MilvusServer) -> Iterator[MilvusStore]:
+    """One gallery for all tests, since it takes seconds to make one."""
+    store = MilvusStore.create(milvus_server.uri, "conformance", dim=DIM, bundle_id=BUNDLE)
+    yield store
+    store.close()
+
+
+@pytest.fixture(params=["faiss", pytest.param("milvus", marks=pytest.mark.milvus)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[VectorStore]:
+    """An empty gallery."""
+    if request.param == "faiss":
+        gallery = Gallery.create(tmp_path / "gallery", name="shop", bundle_id=BUNDLE, dim=DIM)
+        yield gallery
+        gallery.close()
+    else:
+        shop: MilvusStore = request.getfixturevalue("milvus_shop")
+        shop.remove([item.key for item in shop.items()])
+        yield shop
+
+
+FILTERS: list[Filter] = [
+    Equals("colour", "red"),
+    Equals("colour", 'gr"een\\'),
+    Equals("colour", "no such colour"),
+    Not(Equals("colour", "red")),
+    In("colour", ("red", "blue")),
+    Equals("sale", True),
+    Not(Equals("sale", False)),
+    Equals("price", 3),
+    In("price", (3, 4.5, -2)),
+    Not(In("price", (3, 4.5, -2, 7, 8.5))),
+    Range("price", at_least=3),
+    Range("price", above=-1.5, below=6),
+    Range("price", at_most=4.5),
+    Not(Range("price", at_least=0)),
+    Range("colour", above="blue"),
+    And((Equals("colour", "red"), Range("price", at_least=0))),
+    Or((Equals("colour", "red"), Equals("sale", True), Equals("price", 3))),
+    Not(And((Equals("colour", "red"), Not(Equals("sale", True))))),
+    parse_filter('colour = "red" and (price < 4 or not sku in ("sku1", "sku2")) and sale = true'),
+]
+OPTIONS = [
+    SearchOptions(),
+    SearchOptions(min_score=0.2),
+    SearchOptions(offset=4),
+    SearchOptions(distinct=True),
+    SearchOptions(exact=True),
+    SearchOptions(min_score=-0.1, offset=2, distinct=True, where=Not(Equals("colour", "red"))),
+]
+
+
+def test_what_is_added_is_found_at_once_with_its_key_score_and_attributes(
+    store: VectorStore,
+) -> None:
+    entries = shop(20)
+    assert store.add(entries) == Written(added=20)
+    assert store.size == 20
+    (hits,) = store.search(entries[3].vector[None], 1)
+    assert hits == [Hit(ids_of(store)["key3"], "key3", hits[0].score, entries[3].attributes)]
+    assert hits[0].score == pytest.approx(1.0, abs=1e-6)
+    assert hits[0].score <= 1.0
+
+
+def test_a_gallery_knows_its_facts(store: VectorStore) -> None:
+    assert (store.dim, store.bundle_id, store.size) == (DIM, BUNDLE, 0)
+    assert store.name
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_search_equals_brute_force(store: VectorStore, options: SearchOptions) -> None:
+    entries = shop()
+    store.add(entries)
+    oracle, queries = Oracle(store, entries), units(5, seed=9)
+    for k in (1, 10):
+        found = store.search(queries, k, options)
+        for query, hits in zip(queries, found, strict=True):
+            assert_hits(hits, oracle.hits(query, k, options))
+
+
+def test_filters_equal_their_definition(store: VectorStore) -> None:
+    entries = shop()
+    store.add(entries)
+    oracle, query = Oracle(store, entries), units(1, seed=9)
+    for where in FILTERS:
+        options = SearchOptions(where=where)
+        (hits,) = store.search(query, 200, options)
+        assert_hits(hits, oracle.hits(query[0], 200, options))
+
+
+def test_a_filter_that_does_not_fit_the_attributes_is_refused(store: VectorStore) -> None:
+    store.add(shop(20))
+    query = units(1)
+    with pytest.raises(FilterError, match="unheard"):
+        store.search(query, 3, SearchOptions(where=Equals("unheard", 1)))
+    with pytest.raises(FilterError, match="colour"):
+        store.search(query, 3, SearchOptions(where=Equals("colour", 1)))
+    with pytest.raises(FilterError, match="sale"):
+        store.remove_where(Equals("sale", 1))
+    assert store.size == 20
+
+
+def test_excluded_items_are_left_out(store: VectorStore) -> None:
+    entries = shop(40)
+    store.add(entries)
+    oracle, query = Oracle(store, entries), units(1, seed=9)
+    best = [hit.id for hit in store.search(query, 12)[0]]
+    options = SearchOptions(exclude=frozenset(best[1:]))
+    assert_hits(store.search(query, 5, options)[0], oracle.hits(query[0], 5, options))
+
+
+def test_equal_vectors_are_ordered_by_number(store: VectorStore) -> None:
+    vector = units(1)[0]
+    store.add([entry(f"copy{n}", vector) for n in range(30)])
+    (hits,) = store.search(vector[None], 7)
+    assert [h.id for h in hits] == sorted(ids_of(store).values())[:7]
+
+
+def test_k_may_exceed_the_gallery(store: VectorStore) -> None:
+    entries = shop(12)
+    store.add(entries)
+    assert [len(hits) for hits in store.search(units(2), 500)] == [12, 12]
+    assert store.search(units(1), 500, SearchOptions(offset=12)) == [[]]
+
+
+def test_an_empty_gallery_answers_with_nothing(store: VectorStore) -> None:
+    assert store.size == 0
+    assert store.search(units(2), 3) == [[], []]
+    assert store.search_groups(units(1), 3, Grouping("sku")) == [[]]
+    assert list(store.items()) == []
+    assert list(store.scan()) == []
+    assert store.entries([]) == []
+    assert store.remove(["key1"]) == 0
+
+
+def test_no_queries_have_no_answers(store: VectorStore) -> None:
+    store.add(shop(5))
+    assert store.search(np.empty((0, DIM), np.float32), 3) == []
+
+
+@pytest.mark.parametrize("score", ["best", "mean"])
+def test_groups_equal_brute_force(store: VectorStore, score: str) -> None:
+    entries = shop()
+    store.add(entries)
+    oracle, queries = Oracle(store, entries), units(2, seed=9)
+    for options in OPTIONS:
+        for size in (1, 3):
+            grouping = Grouping("sku", score, size)  # type: ignore[arg-type]
+            found = store.search_groups(queries, 8, grouping, options)
+            for query, groups in zip(queries, found, strict=True):
+                assert_groups(groups, oracle.groups(query, 8, grouping, options))
+
+
+def test_groups_of_numbers_and_booleans(store: VectorStore) -> None:
+    entries = shop(60)
+    store.add(entries)
+    oracle, query = Oracle(store, entries), units(1, seed=9)
+    for by in ("price", "sale"):
+        grouping = Grouping(by, "mean", 2)
+        found = store.search_groups(query, 50, grouping)
+        assert_groups(found[0], oracle.groups(query[0], 50, grouping, SearchOptions()))
+
+
+def test_a_crowd_does_not_hide_other_groups(store: VectorStore) -> None:
+    target = units(1)[0]
+    near = target + 0.01 * units(150, seed=3)
+    near /= np.linalg.norm(near, axis=1, keepdims=True)
+    store.add([entry(f"crowd{n}", vector, {"sku": "crowd"}) for n, vector in enumerate(near)])
+    store.add(
+        [entry(f"far{n}", vector, {"sku": f"far{n}"}) for n, vector in enumerate(units(5, 4))]
+    )
+    (groups,) = store.search_groups(target[None], 4, Grouping("sku"))
+    assert len(groups) == 4
+    assert groups[0].value == "crowd"
+    assert len({group.value for group in groups}) == 4
+
+
+def test_items_like_one_item_are_those_nearest_to_it_without_itself(store: VectorStore) -> None:
+    entries = shop(60)
+    store.add(entries)
+    oracle = Oracle(store, entries)
+    options = SearchOptions(exclude=frozenset([oracle.numbers["key5"]]))
+    expected = oracle.hits(entries[5].vector, 6, options)
+    assert_hits(store.search_like(["key5"], [], 6), expected)
+
+
+def test_items_like_several_and_unlike_others(store: VectorStore) -> None:
+    entries = shop(60)
+    store.add(entries)
+    oracle, keys = Oracle(store, entries), ["key1", "key2", "key3"]
+    vectors = [entries[int(key[3:])].vector.astype(np.float64) for key in keys]
+    target = (vectors[0] + vectors[1]) - vectors[2]
+    query = (target / np.linalg.norm(target)).astype(np.float32)
+    where = Not(Equals("colour", "red"))
+    options = SearchOptions(where=where, exclude=frozenset(oracle.numbers[key] for key in keys))
+    found = store.search_like(keys[:2], keys[2:], 6, SearchOptions(where=where))
+    assert_hits(found, oracle.hits(query, 6, options))
+
+
+def test_likes_need_known_keys_and_at_least_one(store: VectorStore) -> None:
+    store.add(shop(5))
+    with pytest.raises(ItemNotFoundError, match="nobody"):
+        store.search_like(["key1"], ["nobody"], 3)
+    with pytest.raises(InvalidParameterError, match="liked"):
+        store.search_like([], ["key1"], 3)
+
+
+def test_adding_the_same_again_changes_nothing(store: VectorStore) -> None:
+    entries = shop(30)
+    store.add(entries)
+    numbers, version = ids_of(store), store.version
+    assert store.add(entries) == Written(unchanged=30)
+    assert (ids_of(store), store.version) == (numbers, version)
+
+
+def test_each_entry_is_added_replaced_updated_or_left(store: VectorStore) -> None:
+    old = shop(8)
+    store.add(old)
+    numbers = ids_of(store)
+    fresh = units(2, seed=5)
+    new = [
+        old[0],
+        entry("key1", fresh[0], {"colour": "blue"}, content="other content"),
+        replace(old[2], attributes={"colour": "red", "price": 1.5}),
+        replace(old[3], path="moved.png"),
+        entry("key99", fresh[1]),
+    ]
+    assert store.add(new) == Written(added=1, replaced=1, updated=2, unchanged=1)
+    now = ids_of(store)
+    assert store.size == 9
+    assert [now[f"key{n}"] == numbers[f"key{n}"] for n in range(8)] == [True, False, *[True] * 6]
+    for expected, found in zip(new, store.entries([e.key for e in new]), strict=True):
+        assert same(found, expected)
+    everything = {e.key: e for e in old} | {e.key: e for e in new}
+    oracle = Oracle(store, list(everything.values()))
+    assert_hits(store.search(fresh[:1], 20)[0], oracle.hits(fresh[0], 20, SearchOptions()))
+
+
+def test_equal_content_keeps_its_stored_vector(store: VectorStore) -> None:
+    first, second = units(2)
+    store.add([entry("key", first, {"price": 1})])
+    store.add([entry("key", second, {"price": 2})])
+    (found,) = store.entries(["key"])
+    np.testing.assert_allclose(found.vector, first, atol=1e-6)
+    assert found.attributes == {"price": 2}
+
+
+def test_attributes_are_updated_and_taken_away(store: VectorStore) -> None:
+    entries = shop(10)
+    store.add(entries)
+    numbers = ids_of(store)
+    changes: dict[str, Mapping[str, AttributeValue | None]] = {
+        "key1": {"colour": "blue", "price": 99},
+        "key2": {"sku": None, "sale": None},
+        "key3": dict(entries[3].attributes),
+    }
+    assert store.update(changes) == 2
+    assert ids_of(store) == numbers
+    after = {e.key: e.attributes for e in store.entries(["key1", "key2", "key3"])}
+    assert after["key1"] == {**entries[1].attributes, "colour": "blue", "price": 99}
+    assert after["key2"].keys() == entries[2].attributes.keys() - {"sku", "sale"}
+    assert after["key3"] == entries[3].attributes
+    (hits,) = store.search(units(1), 20, SearchOptions(where=Equals("price", 99)))
+    assert [hit.key for hit in hits] == ["key1"]
+    (hits,) = store.search(units(1), 20, SearchOptions(where=Not(Equals("price", 99))))
+    assert len(hits) == 9
+
+
+def test_an_update_with_an_unknown_key_changes_nothing(store: VectorStore) -> None:
+    store.add(shop(3))
+    version = store.version
+    with pytest.raises(ItemNotFoundError, match="nobody"):
+        store.update({"key1": {"price": 5}, "nobody": {"price": 5}})
+    assert store.version == version
+
+
+def test_a_value_of_another_kind_is_refused_and_nothing_is_written(store: VectorStore) -> None:
+    store.add([entry("key", units(1)[0], {"price": 1, "sale": True})])
+    version = store.version
+    with pytest.raises(InvalidParameterError, match="price"):
+        store.add([entry("a", units(1)[0]), entry("b", units(1)[0], {"price": "cheap"})])
+    with pytest.raises(InvalidParameterError, match="sale"):
+        store.update({"key": {"sale": 1}})
+    with pytest.raises(InvalidParameterError, match="price"):
+        store.update({"key": {"price": math.nan}})
+    assert (store.size, store.version) == (1, version)
+
+
+def test_a_removed_item_never_comes_back(store: VectorStore) -> None:
+    entries = shop(30)
+    store.add(entries)
+    assert store.remove(["key3", "key4", "nobody"]) == 2
+    assert store.remove(["key3", "key4"]) == 0
+    assert store.size == 28
+    kept = [e for e in entries if e.key not in ("key3", "key4")]
+    oracle = Oracle(store, kept)
+    query = entries[3].vector
+    assert_hits(store.search(query[None], 40)[0], oracle.hits(query, 40, SearchOptions()))
+    with pytest.raises(ItemNotFoundError, match="key3"):
+        store.entries(["key1", "key3"])
+    with pytest.raises(ItemNotFoundError, match="key3"):
+        store.search_like(["key3"], [], 1)
+
+
+def test_what_fits_a_filter_is_removed_and_nothing_else(store: VectorStore) -> None:
+    entries = shop(60)
+    store.add(entries)
+    where = Or((Equals("colour", "red"), Not(Range("price", at_least=2))))
+    kept = [e for e in entries if not where.matches(e.attributes)]
+    assert store.remove_where(where) == 60 - len(kept)
+    assert store.remove_where(where) == 0
+    assert ids_of(store).keys() == {e.key for e in kept}
+
+
+def test_numbers_grow_and_are_never_given_again(store: VectorStore) -> None:
+    entries = shop(10)
+    given: set[int] = set()
+    for _ in range(3):
+        store.add(entries)
+        numbers = set(ids_of(store).values())
+        assert min(numbers) > max(given, default=0)
+        given |= numbers
+        store.remove([e.key for e in entries])
+    assert len(given) == 30
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: store.add([entry("new", units(1)[0])]),
+        lambda store: store.add([entry("key1", units(1)[0], content="other")]),
+        lambda store: store.update({"key1": {"price": 1000}}),
+        lambda store: store.remove(["key1"]),
+        lambda store: store.remove_where(Equals("sku", "sku1")),
+    ],
+    ids=["add", "replace", "update", "remove", "remove_where"],
+)
+def test_the_version_changes_with_every_change_and_with_nothing_else(
+    store: VectorStore, change: Callable[[VectorStore], object]
+) -> None:
+    store.add([*shop(10), entry("one", units(1)[0], {"sku": "sku1"})])
+    before = store.version
+    assert len(bytes.fromhex(before)) == 32
+    store.search(units(1), 3)
+    store.remove(["nobody"])
+    store.update({})
+    assert store.add([]) == Written()
+    assert store.version == before
+    change(store)
+    after = store.version
+    assert after != before
+    assert store.version == after
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (entry("wrong", np.ones(DIM, np.float32)), "wrong.*norm"),
+        (entry("wrong", np.full(DIM, np.nan, np.float32)), "wrong"),
+        (entry("wrong", units(1)[0, :-1]), "wrong"),
+        (entry("key0", units(1)[0]), "key0.*twice"),
+        (entry("../up", units(1)[0]), "up"),
+        (replace(entry("wrong", units(1)[0]), sha256="short"), "wrong"),
+    ],
+)
+def test_a_wrong_entry_is_named_and_nothing_is_written(
+    store: VectorStore, wrong: Entry, message: str
+) -> None:
+    version = store.version
+    with pytest.raises(InvalidParameterError, match=message):
+        store.add([*shop(3), wrong])
+    assert (store.size, store.version) == (0, version)
+
+
+def test_searches_out_of_range_are_refused(store: VectorStore) -> None:
+    store.add(shop(3))
+    query = units(1)
+    with pytest.raises(InvalidParameterError, match="k = 0"):
+        store.search(query, 0)
+    with pytest.raises(InvalidParameterError, match="offset = -1"):
+        store.search_groups(query, 1, Grouping("sku"), SearchOptions(offset=-1))
+    with pytest.raises(InvalidParameterError, match="min_score = 2"):
+        store.search_like(["key1"], [], 1, SearchOptions(min_score=2))
+    with pytest.raises(InvalidParameterError, match="dimension 16"):
+        store.search(query[:, :-1], 1)
+    with pytest.raises(InvalidParameterError, match="norm 2"):
+        store.search(2 * query, 1)
+    with pytest.raises(InvalidParameterError, match="size = 0"):
+        store.search_groups(query, 1, Grouping("sku", size=0))
+
+
+def test_what_is_scanned_is_what_was_added(store: VectorStore) -> None:
+    entries = shop(70)
+    store.add(entries)
+    batches = list(store.scan(batch_size=30))
+    assert [len(batch) for batch in batches] == [30, 30, 10]
+    scanned = [e for batch in batches for e in batch]
+    items = list(store.items())
+    assert [item.id for item in items] == sorted(item.id for item in items)
+    assert [e.key for e in scanned] == [item.key for item in items]
+    originals = {e.key: e for e in entries}
+    for found, item in zip(scanned, items, strict=True):
+        expected = originals[item.key]
+        assert same(found, expected)
+        assert (item.path, item.sha256, item.attributes, item.format) == (
+            expected.path,
+            expected.sha256,
+            expected.attributes,
+            expected.format,
+        )
+    assert [e.key for e in store.entries(["key9", "key2", "key9"])] == ["key9", "key2", "key9"]
+
+
+def test_a_copy_made_of_a_scan_answers_alike(store: VectorStore, tmp_path: Path) -> None:
+    store.add(shop(50))
+    copy = Gallery.create(tmp_path / "copy", name="copy", bundle_id=BUNDLE, dim=DIM)
+    for batch in store.scan(20):
+        copy.add(batch)
+    queries = units(3, seed=9)
+    for one, other in zip(store.search(queries, 50), copy.search(queries, 50), strict=True):
+        assert [h.key for h in one] == [h.key for h in other]
+        assert [h.score for h in one] == pytest.approx([h.score for h in other], abs=1e-5)
+    copy.close()
+
+
+def test_keys_attributes_and_paths_may_be_any_printable_text(store: VectorStore) -> None:
+    texts = ["a b", 'q"uote', "apo'strophe", "back\\slash", "äöü/日本/😀.png", "%_*", "id in [1]"]
+    entries = [
+        entry(text, vector, {"colour": text})
+        for text, vector in zip(texts, units(len(texts)), strict=True)
+    ]
+    store.add(entries)
+    assert store.add(entries) == Written(unchanged=len(texts))
+    for expected in entries:
+        (found,) = store.entries([expected.key])
+        assert same(found, expected)
+        options = SearchOptions(where=Equals("colour", expected.key))
+        assert [h.key for h in store.search(units(1), 9, options)[0]] == [expected.key]
+    assert store.remove(texts) == len(texts)
+
+
+def test_threads_add_and_search_at_once(store: VectorStore) -> None:
+    entries, queries = shop(60), units(2)
+    failures: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                failures.append(error)
+
+        return run
+
+    def adder(part: int) -> Callable[[], None]:
+        def add() -> None:
+            for start in range(0, 20, 5):
+                store.add(entries[20 * part + start :][:5])
+
+        return add
+
+    def search() -> None:
+        for _ in range(10):
+            for hits in store.search(queries, 5):
+                assert [h.score for h in hits] == sorted((h.score for h in hits), reverse=True)
+
+    workers = [*map(adder, range(3)), search, search]
+    threads = [threading.Thread(target=guarded(work)) for work in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert ids_of(store).keys() == {e.key for e in entries}

@@ -1,0 +1,122 @@
+"""A process that changes a gallery is killed at any moment; an oracle outside knows what must be
+there."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexer import durable
+from indexer.durable import set_fault_hook
+from indexer.gallery import Gallery
+from indexer.generation import publish_generation
+from indexer.layout import GalleryFolder
+from indexer.manifest import GalleryManifest
+from tests.indexer import crasher
+from tests.indexer.crasher import BUNDLE, DIM, Model
+
+KILLS = 200
+SEED = 20_261_121
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["tests.indexer.crasher"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty gallery that knows the attribute `stock`."""
+    path = tmp_path / "gallery"
+    gallery = Gallery.create(path, name="g", bundle_id=BUNDLE, dim=DIM)
+    gallery.add([crasher.entry("first", "first", 1)])
+    gallery.remove(["first"])
+    gallery.close()
+    return path
+
+
+def killed(target: object, *arguments: object, after_s: float | None = None) -> int | None:
+    """Run a function in a process; kill it after a while, or let it die by itself."""
+    process = forks.Process(target=target, args=arguments)
+    process.start()
+    process.join(after_s)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def wait_for(log: Path, timeout_s: float = 30.0) -> None:
+    """Until the process has begun to work."""
+    deadline = time.monotonic() + timeout_s
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+@pytest.mark.timeout(600)
+def test_no_acknowledged_change_is_lost_in_200_kills_and_nothing_removed_returns(
+    folder: Path, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(SEED)
+    model: Model = {}
+    finished = 0
+    for seed in range(KILLS):
+        log = tmp_path / f"{seed}.log"
+        dies_at = int(rng.integers(60)) if seed % 2 else None
+        process = forks.Process(target=crasher.change, args=(folder, log, seed, dies_at))
+        process.start()
+        if dies_at is None:
+            wait_for(log)
+            time.sleep(float(rng.uniform(0, 0.06)))
+            process.kill()
+        process.join(60)
+        assert process.exitcode == -9, f"seed {seed} ended by itself: {process.exitcode}"
+        models = crasher.possible(model, log, seed)
+        gallery = Gallery.open(folder)
+        model = crasher.check(gallery, models)
+        gallery.close()
+        finished += log.read_text().count("done")
+        log.unlink()
+    assert finished > KILLS  # the processes did get to work
+
+
+def build(path: Path, keys: int) -> None:
+    """Publish a generation with so many items."""
+    entries = [crasher.entry(f"new-{n}", f"new content {n}", n) for n in range(keys)]
+    manifest = GalleryManifest(name="g", bundle_id=BUNDLE, dim=DIM)
+    folder = GalleryFolder(path)
+    with folder.locked():
+        publish_generation(folder, manifest, entries)
+
+
+def build_and_die(path: Path, keys: int, dies_at: int) -> None:
+    set_fault_hook(crasher.Dies(dies_at))
+    build(path, keys)
+    os._exit(0)
+
+
+def test_a_build_that_dies_at_any_step_leaves_the_old_gallery_or_the_new_one(
+    folder: Path,
+) -> None:
+    first = Gallery.open(folder)
+    first.add([crasher.entry("old", "old content", 1)])
+    first.close()
+    steps: list[str] = []
+    scratch = folder.parent / "scratch"
+    durable.set_fault_hook(steps.append)
+    try:
+        build(scratch, 30)
+    finally:
+        durable.set_fault_hook(None)
+    assert {step.split(":")[0] for step in steps} >= {"segment", "adopt", "generation", "current"}
+    seen = set()
+    for number in range(len(steps)):
+        assert killed(build_and_die, folder, 30, number) == -9
+        gallery = Gallery.open(folder)
+        keys = {item.key for item in gallery.items()}
+        gallery.close()
+        assert keys in ({"old"}, {f"new-{n}" for n in range(30)}), steps[number]
+        seen.add(len(keys))
+    build(folder, 30)  # what was left over is in nobody's way
+    assert seen == {1, 30}
+    assert not list((folder / "versions").glob(".stage-*"))

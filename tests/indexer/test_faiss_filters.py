@@ -1,0 +1,107 @@
+"""Search among some vectors only: nothing else is found, and recall stays."""
+
+import numpy as np
+import pytest
+
+from embedder.types import Embeddings
+from indexer import faiss_engine
+from indexer.faiss_engine import SegmentIndex
+from indexer.faiss_search import count_of, positions_in
+from indexer.plan import plan_index
+from indexer.tune import recall_at, tune
+from tests.indexer.vectors import bitmap, clumped, unit
+
+N, DIM = 6000, 32
+
+
+@pytest.fixture(scope="module")
+def gallery() -> Embeddings:
+    return clumped(N, DIM)
+
+
+@pytest.fixture(scope="module", params=["flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq"])
+def index(request: pytest.FixtureRequest, gallery: Embeddings) -> SegmentIndex:
+    plan = plan_index(N, DIM, kind=request.param, memory_mb=1000)
+    return SegmentIndex.build(plan, gallery)
+
+
+@pytest.fixture(autouse=True)
+def _approximate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gallery this small would otherwise be compared with as a whole."""
+    monkeypatch.setattr(faiss_engine, "EXACT_BELOW", 0)
+
+
+def filters(vectors: Embeddings) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(5).random(len(vectors))
+    side = vectors @ unit(1, DIM, seed=3)[0]
+    return {
+        "half": draw < 0.5,
+        "one in six": draw < 1 / 6,
+        "one in fifty": draw < 0.02,
+        "one": np.arange(len(vectors)) == 77,
+        "one side": side > np.quantile(side, 0.8),
+        "the first": np.arange(len(vectors)) < len(vectors) // 3,
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["half", "one in six", "one in fifty", "one", "one side", "the first"]
+)
+@pytest.mark.parametrize("rows", [1, 200])
+def test_recall_stays_when_a_filter_leaves_only_some(
+    index: SegmentIndex, gallery: Embeddings, name: str, rows: int
+) -> None:
+    queries = clumped(200, DIM, seed=9)
+    tuned = tune(index, queries, 0.97)
+    allowed = filters(gallery)[name]
+    truth = index.exact(queries, 10, np.flatnonzero(allowed))[1]
+    found = np.concatenate(
+        [
+            index.search(queries[start : start + rows], 10, tuned.effort, bitmap(allowed))[1]
+            for start in range(0, len(queries), rows)
+        ]
+    )
+    assert (allowed[found[found >= 0]]).all()
+    assert ((found >= 0).sum(axis=1) == min(10, allowed.sum())).all()
+    assert recall_at(found, truth[truth >= 0].reshape(len(truth), -1)) >= 0.97
+
+
+def test_an_empty_filter_finds_nothing(index: SegmentIndex) -> None:
+    scores, found = index.search(
+        unit(3, DIM), 4, tune(index, unit(9, DIM), 0.5).effort, bitmap(np.zeros(N, bool))
+    )
+    assert (found == -1).all()
+    assert (scores == -1).all()
+    assert found.shape == (3, 4)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 1000, 1003])
+def test_a_bitmap_is_its_positions_and_the_rest_of_its_last_byte_does_not_count(size: int) -> None:
+    chosen = np.random.default_rng(size).random(size) < 0.3
+    bits = bitmap(chosen)
+    if size % 8:
+        bits[-1] |= 255 << size % 8 & 255
+    assert count_of(bits, size) == chosen.sum()
+    assert positions_in(bits, size).tolist() == np.flatnonzero(chosen).tolist()
+
+
+def test_a_bitmap_with_every_bit_set_finds_as_no_filter_does(index: SegmentIndex) -> None:
+    queries = clumped(50, DIM, seed=4)
+    effort = tune(index, queries, 0.97).effort
+    every = np.full((N + 7) // 8, 255, np.uint8)
+    free, filtered = index.search(queries, 10, effort), index.search(queries, 10, effort, every)
+    assert recall_at(filtered[1], free[1]) >= 0.99
+
+
+def test_exact_compares_with_more_positions_than_fit_one_chunk(
+    monkeypatch: pytest.MonkeyPatch, gallery: Embeddings
+) -> None:
+    monkeypatch.setattr("indexer.faiss_search._CHUNK", 100)
+    index = SegmentIndex.build(plan_index(N, DIM), gallery)
+    chosen = np.random.default_rng(0).permutation(N)[:730]
+    queries = unit(5, DIM, seed=8)
+    scores, found = index.exact(queries, 25, chosen)
+    products = queries @ gallery[np.sort(chosen)].T
+    order = np.argsort(-products, axis=1, kind="stable")[:, :25]
+    assert (found == np.sort(chosen)[order]).all()
+    np.testing.assert_allclose(scores, np.take_along_axis(products, order, axis=1), atol=1e-6)

@@ -1,0 +1,321 @@
+"""Filters: what they mean, their written forms, and what is refused."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedder.errors import FilterError
+from embedder.types import AttributeValue
+from indexer.catalog import Catalog
+from indexer.engine import Entry
+from indexer.filters import (
+    And,
+    Equals,
+    Filter,
+    In,
+    Not,
+    Or,
+    Range,
+    filter_from_json,
+    filter_to_text,
+    parse_filter,
+)
+
+TEXTS = ["red", "", 'a "b" \\ c\n\t\r', "it's", "grün", "\0", "👟", "true", "1", "Z", "a"]
+NUMBERS = [0, 1, -1, 2.5, -0.0, 1e300, 5e-324, 2**63 - 1, -(2**63), 2**53 + 1, float(2**53), 0.1]
+VALUES = {"text": TEXTS, "number": NUMBERS, "boolean": [True, False]}
+SCHEMA = {
+    "colour": "text",
+    "price": "number",
+    "sale": "boolean",
+    "size, (EU) `x`": "number",
+    "and": "text",
+    "true": "boolean",
+    "a.b-c_1": "number",
+    "größe": "text",
+}
+A, B, C = Equals("a", 1), Equals("b", 2), Equals("c", 3)
+
+
+def random_leaf(rng: random.Random) -> Filter:
+    name = rng.choice([*SCHEMA])
+    values = VALUES[SCHEMA[name]]
+    kind = rng.choice(["equals", "in", "range"])
+    if kind == "in":
+        return In(name, tuple(rng.choices(values, k=rng.randint(1, 4))))
+    if kind == "equals" or SCHEMA[name] == "boolean":
+        return Equals(name, rng.choice(values))
+    limits = {rng.choice(["at_least", "above"]): rng.choice(values)}
+    if rng.random() < 0.5:
+        limits |= {rng.choice(["at_most", "below"]): rng.choice(values)}
+    return Range(name, **limits)
+
+
+def random_filter(rng: random.Random, depth: int = 4) -> Filter:
+    kind = rng.choice([And, Or, Not, None]) if depth else None
+    if kind is None:
+        return random_leaf(rng)
+    if kind is Not:
+        return Not(random_filter(rng, depth - 1))
+    return kind(tuple(random_filter(rng, depth - 1) for _ in range(rng.randint(2, 3))))
+
+
+def as_json(where: Filter) -> dict[str, object]:
+    """The JSON form, as a client would write it."""
+    if isinstance(where, And | Or):
+        return {type(where).__name__.lower(): [as_json(part) for part in where.parts]}
+    if isinstance(where, Not):
+        return {"not": as_json(where.part)}
+    if isinstance(where, Equals):
+        return {where.name: where.value}
+    if isinstance(where, In):
+        return {where.name: {"in": list(where.values)}}
+    signs = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}
+    return {where.name: {signs[limit]: value for limit, value in where.limits}}
+
+
+def test_text_is_read_back_as_an_equal_filter() -> None:
+    rng = random.Random(0)
+    for _ in range(1000):
+        where = random_filter(rng)
+        text = filter_to_text(where)
+        again = parse_filter(text)
+        assert again == where
+        assert hash(again) == hash(where)
+        assert filter_to_text(again) == text
+
+
+def test_json_says_the_same_as_the_classes() -> None:
+    rng = random.Random(1)
+    for _ in range(1000):
+        where = random_filter(rng)
+        if not where.names & {"and", "or", "not"}:
+            assert filter_from_json(as_json(where)) == where
+
+
+def test_the_catalogue_finds_what_the_filter_says_of_each_item(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    vector = np.array([1, 0], dtype=np.float32)
+    entries = []
+    for number in range(300):
+        names = [name for name in SCHEMA if rng.random() < 0.6]
+        attributes = {name: rng.choice(VALUES[SCHEMA[name]]) for name in names}
+        entries.append(Entry(f"k{number}", vector, f"{number:064x}", attributes))
+    Catalog.create(tmp_path / "c", 2)
+    catalog = Catalog.open(tmp_path / "c", writable=True)
+    with catalog.writing() as writer:
+        writer.add(entries)
+        assert writer.schema() == SCHEMA
+    with catalog.writing() as writer:
+        writer.remove(range(1, 300, 7))
+    with catalog.reading() as view:
+        items = [*view.items()]
+        for _ in range(500):
+            where = random_filter(rng)
+            expected = [item.id for item in items if where.matches(item.attributes)]
+            assert view.matching(where).tolist() == expected, filter_to_text(where)
+    catalog.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a == 1", Equals("a", 1)),
+        ("a != 'x'", Not(Equals("a", "x"))),
+        ("a not in (1, 2)", Not(In("a", (1, 2)))),
+        ("not a in (1, 2)", Not(In("a", (1, 2)))),
+        ("1 < a <= 2.5", Range("a", above=1, at_most=2.5)),
+        ("3 >= a > 2", Range("a", above=2, at_most=3)),
+        ("5 > a", Range("a", below=5)),
+        ("'x' = a", Equals("a", "x")),
+        ("a = -1e-3", Equals("a", -0.001)),
+        ("notable = true", Equals("notable", True)),
+        ("`a``b` = 1", Equals("a`b", 1)),
+        ("a = 1 or b = 2 and not c = 3", Or((A, And((B, Not(C)))))),
+        ("(a = 1 or b = 2) and c = 3", And((Or((A, B)), C))),
+        ("(a = 1 and b = 2) and c = 3", And((And((A, B)), C))),
+        ("((((a = 1))))", A),
+        (r"a = 'it\'s \n \\'", Equals("a", "it's \n \\")),
+    ],
+)
+def test_text_means(text: str, expected: Filter) -> None:
+    assert parse_filter(text) == expected
+
+
+def test_several_names_and_signs_in_one_object_are_joined_by_and() -> None:
+    value = {"a": "x", "b": {"<": 20, ">=": 5, "!=": 7}, "not": {"c": {"not in": [True]}}}
+    text = 'a = "x" and (b != 7 and 5 <= b < 20) and not c not in (true)'
+    assert filter_from_json(value) == parse_filter(text)
+    assert filter_from_json({"and": [{"or": [{"a": 1}]}]}) == Equals("a", 1)
+
+
+def test_a_condition_on_a_missing_attribute_is_false_and_its_negation_true() -> None:
+    for leaf in (Equals("a", 1), In("a", (1,)), Range("a", at_least=1)):
+        assert not leaf.matches({"b": 1})
+        assert Not(leaf).matches({"b": 1})
+
+
+def test_kinds_never_compare_with_each_other() -> None:
+    values: list[AttributeValue] = [True, 1, "1"]
+    for wanted in values:
+        for value in values:
+            same = type(value) is type(wanted)
+            assert Equals("a", wanted).matches({"a": value}) is same
+            assert In("a", (wanted,)).matches({"a": value}) is same
+            assert (Equals("a", wanted) == Equals("a", value)) is same
+            assert (In("a", (wanted,)) == In("a", (value,))) is same
+    assert not Range("a", at_least=0).matches({"a": True})
+    assert Equals("a", 1) == Equals("a", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "expected"),
+    [
+        ("", 0, "an attribute"),
+        ("a", 1, "a comparison"),
+        ("a =", 3, "Expected a value"),
+        ("a = red", 4, "Expected a value"),
+        ("(a = 1", 6, "Expected ')'"),
+        ("a = 1)", 5, "Expected the end"),
+        ("a = 1 b = 2", 6, "'and' or 'or' or the end"),
+        ("a = 1\n and\n", 11, "an attribute"),
+        ("a in ()", 6, "Expected a value"),
+        ("a in (1 2)", 8, "')' or ','"),
+        ("a not 5", 6, "Expected 'in'"),
+        ("a = 'x", 4, "Expected a value"),
+        (r"a = '\q'", 4, "Expected a value"),
+        ("a ~ 1", 2, "a comparison"),
+        ("a = = 1", 4, "Expected a value"),
+        ("b = 1 and a in (1, 'x')", 10, "values of one kind"),
+        ("b = 1 and a < true", 10, "with = alone"),
+        ("b = 1 and a = 1e999", 10, "not a finite number"),
+        ("a = 9223372036854775808", 0, "64 bits"),
+        (f"a = {'9' * 5000}", 0, "64 bits"),
+        ("1 < a > 2", 2, "5 <= name <= 9"),
+        ("1 = a = 1", 2, "5 <= name <= 9"),
+        (f"`{'a' * 129}` = 1", 0, "1 to 128 printable"),
+        ("\0", 0, "an attribute"),
+    ],
+)
+def test_malformed_text_is_refused_with_its_position(
+    text: str, position: int, expected: str
+) -> None:
+    with pytest.raises(FilterError, match=f"at position {position}\\b") as caught:
+        parse_filter(text)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (None, "$"),
+        ({}, "$"),
+        ([], "$"),
+        ("a = 1", "$"),
+        ({"a": None}, "$.a"),
+        ({"a": [1]}, "$.a"),
+        ({"a": {}}, "$.a"),
+        ({"a": {"~": 1}}, "$.a"),
+        ({"a": {"in": "xyz"}}, "$.a.in"),
+        ({"a": {"in": []}}, "$.a.in"),
+        ({"a": {"in": [1, True]}}, "$.a.in"),
+        ({"a": {"=": {"b": 1}}}, "$.a.="),
+        ({"a": {"<": None}}, "$.a"),
+        ({"a": {"<": 1, "<=": 2}}, "$.a"),
+        ({"a": {">": 1, "<": "b"}}, "$.a"),
+        ({"a": float("nan")}, "$.a"),
+        ({"a": 2**63}, "$.a"),
+        ({"a": "\ud800"}, "$.a"),
+        ({"": 1}, "$."),
+        ({"a\n": 1}, "$.a"),
+        ({1: 1}, "$.1"),
+        ({"and": {}}, "$.and"),
+        ({"or": []}, "$.or"),
+        ({"not": 3}, "$.not"),
+        ({"and": [{"b": 1}, {"or": [{"a": 1}, 1]}]}, "$.and[1].or[1]"),
+    ],
+)
+def test_malformed_json_is_refused_with_its_place(value: object, place: str) -> None:
+    with pytest.raises(FilterError) as caught:
+        filter_from_json(value)
+    assert f"at {place}" in str(caught.value)
+
+
+def test_depth_and_size_are_limited_however_the_filter_is_made() -> None:
+    leaf = Equals("a", 1)
+    deep: Filter = leaf
+    nested: object = {"a": 1}
+    for _ in range(63):
+        deep, nested = Not(deep), {"not": nested}
+    assert parse_filter(filter_to_text(deep)) == deep == filter_from_json(nested)
+    for make in (
+        lambda: Not(deep),
+        lambda: parse_filter("not " * 64 + "a = 1"),
+        lambda: filter_from_json({"not": nested}),
+        lambda: parse_filter("not " * 40_000 + "a = 1"),
+    ):
+        with pytest.raises(FilterError, match=r"levels of and, or, not, the limit is 64"):
+            make()
+    with pytest.raises(FilterError, match=r"1,001 conditions, the limit is 1,000"):
+        Or((leaf,) * 1001)
+    with pytest.raises(FilterError, match=r"1,001 conditions"):
+        parse_filter(" or ".join(["a = 1"] * 1001))
+    with pytest.raises(FilterError, match=r"10,001 values, the limit is 10,000"):
+        In("a", tuple(range(10_001)))
+    with pytest.raises(FilterError, match=r"12,000 values"):
+        And((In("a", tuple(range(6000))), In("b", tuple(range(6000)))))
+    with pytest.raises(FilterError, match=r"characters, the limit is 200,000"):
+        parse_filter(" " * 200_001)
+
+
+def test_lists_nested_without_end_do_not_recurse_without_end() -> None:
+    nested: object = {"a": 1}
+    for _ in range(5000):
+        nested = {"and": [nested]}
+    with pytest.raises(FilterError, match="more than 64 levels"):
+        filter_from_json(nested)
+    with pytest.raises(FilterError, match="it ends"):
+        parse_filter("(" * 50_000)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: In("a", ()), "at least one value"),
+        (lambda: And((Equals("a", 1),)), "at least two filters"),
+        (lambda: Or(()), "at least two filters"),
+        (lambda: Range("a"), "0 limits"),
+        (lambda: Range("a", at_least=1, above=2), "2 limits"),
+        (lambda: Range("a", at_least=False), "with = alone"),
+        (lambda: Equals("a", None), "None is not a text"),
+        (lambda: Equals("a" * 129, 1), "1 to 128 printable"),
+        (lambda: Equals("a", float("inf")), "not a finite number"),
+    ],
+)
+def test_a_filter_that_means_nothing_cannot_be_made(make: object, match: str) -> None:
+    with pytest.raises(FilterError, match=match):
+        make()
+
+
+def test_a_filter_is_checked_against_the_attributes_of_the_gallery() -> None:
+    schema = {"colour": "text", "price": "number", "sale": "boolean"}
+    parse_filter("colour = 'a' and price < 3 and sale = true").check(schema)
+    with pytest.raises(FilterError, match=r"no attribute 'color'. Known are 'colour', 'price'"):
+        parse_filter("not (price = 1 or color = 'red')").check(schema)
+    with pytest.raises(FilterError, match=r"'price' is a number, and 'red' is a text"):
+        Equals("price", "red").check(schema)
+    with pytest.raises(FilterError, match=r"'sale' is a boolean, and 1 is a number"):
+        In("sale", (1, 0)).check(schema)
+    with pytest.raises(FilterError, match=r"'price' is a number, and True is a boolean"):
+        Equals("price", True).check(schema)
+    with pytest.raises(FilterError, match=r"No item of this gallery has attributes"):
+        Equals("price", 1).check({})
+    with pytest.raises(FilterError, match=r"and 80 more"):
+        Equals("a", 1).check({f"name{n}": "text" for n in range(100)})
+
+
+def test_the_names_of_a_filter_are_those_of_its_conditions() -> None:
+    where = parse_filter("a = 1 and (b < 2 or not c in (3))")
+    assert where.names == {"a", "b", "c"}

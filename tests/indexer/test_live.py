@@ -1,0 +1,332 @@
+"""A gallery that is changed while it is searched: by threads, by processes, during compaction."""
+
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedder.errors import GalleryBusyError, KinlensError, RecallError
+from indexer import compaction
+from indexer.engine import Entry, SearchOptions
+from indexer.filters import And, Equals, Filter, Not, Range
+from indexer.gallery import Gallery
+from indexer.layout import GalleryFolder
+from indexer.plan import IndexSettings
+
+DIM = 16
+
+
+def unit(count: int, seed: int) -> np.ndarray:
+    drawn = np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
+    return drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+
+
+def entries(names: range, seed: int = 0, **attributes: object) -> list[Entry]:
+    vectors = unit(len(names), seed + names.start)
+    return [
+        Entry(f"k{n}", vector, f"{seed:032x}{n:032x}", {"n": n, **attributes})
+        for n, vector in zip(names, vectors, strict=True)
+    ]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "gallery"
+
+
+@pytest.fixture
+def gallery(path: Path) -> Iterator[Gallery]:
+    opened = Gallery.create(path, name="g", bundle_id="b", dim=DIM)
+    yield opened
+    opened.close()
+
+
+def keys(gallery: Gallery, where: Filter | None = None) -> set[str]:
+    """Every key that a search finds."""
+    [hits] = gallery.search(unit(1, 99), 10_000, SearchOptions(where=where))
+    return {hit.key for hit in hits}
+
+
+def test_changes_by_one_gallery_are_seen_by_another_at_the_next_search(
+    gallery: Gallery, path: Path
+) -> None:
+    other = Gallery.open(path)
+    assert keys(other) == set()
+    gallery.add(entries(range(10)))
+    assert keys(other) == {f"k{n}" for n in range(10)}
+    gallery.compact()
+    gallery.remove(["k3"])
+    assert keys(other) == {f"k{n}" for n in range(10)} - {"k3"}
+    other.add(entries(range(10, 12)))
+    assert keys(gallery) == keys(other)
+    assert gallery.version == other.version
+    other.close()
+
+
+def test_a_change_by_another_process_is_seen_at_the_next_search(
+    gallery: Gallery, path: Path
+) -> None:
+    gallery.add(entries(range(5)))
+    gallery.compact()
+    code = (
+        "import sys; from indexer.gallery import Gallery\n"
+        "gallery = Gallery.open(sys.argv[1]); gallery.remove(['k0', 'k1']); gallery.close()"
+    )
+    subprocess.run([sys.executable, "-c", code, path], check=True)
+    assert keys(gallery) == {"k2", "k3", "k4"}
+    assert gallery.size == 3
+
+
+def test_searches_by_threads_see_whole_changes_while_items_come_go_and_are_compacted(
+    gallery: Gallery,
+) -> None:
+    """Each change moves ten items at once; a search that sees some of them sees all."""
+    gallery.add(entries(range(200)))
+    failures: list[object] = []
+    done = threading.Event()
+
+    def search() -> None:
+        reader_seed = threading.get_ident() % 1000
+        while not done.is_set():
+            try:
+                [hits] = gallery.search(unit(1, reader_seed), 1000)
+                rounds = {hit.attributes.get("round") for hit in hits if "round" in hit.attributes}
+                count = sum("round" in hit.attributes for hit in hits)
+                if len(rounds) > 1 or count not in (0, 10):
+                    failures.append((rounds, count))
+                if len(hits) not in (200, 210):
+                    failures.append(len(hits))
+            except KinlensError as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=search) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(30):
+        moving = range(1000 + 10 * number, 1010 + 10 * number)
+        gallery.add(entries(moving, round=number))
+        if number % 3 == 0:
+            gallery.compact()
+        gallery.remove(f"k{n}" for n in moving)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert gallery.size == 200
+
+
+def test_a_replaced_item_gets_a_new_number_and_its_old_content_is_gone(gallery: Gallery) -> None:
+    gallery.add(entries(range(20)))
+    gallery.compact()
+    before = gallery.stored(["k7"])["k7"]
+    [new] = entries(range(7, 8), seed=5)
+    written = gallery.add([new])
+    assert written.replaced == 1
+    after = gallery.stored(["k7"])["k7"]
+    assert after.id > before.id
+    [hits] = gallery.search(new.vector[None], 20)
+    assert hits[0].key == "k7"
+    assert hits[0].score == pytest.approx(1, abs=1e-5)
+    assert [hit.key for hit in hits].count("k7") == 1
+
+
+def test_filters_are_right_after_any_changes(gallery: Gallery) -> None:
+    """What the cache carries over from state to state equals what SQLite says."""
+    rng = np.random.default_rng(0)
+    filters: list[Filter] = [
+        Equals("colour", "red"),
+        Not(Equals("colour", "red")),
+        And((Range("n", at_least=20, below=90), Not(Equals("colour", "blue")))),
+    ]
+    truth: dict[str, dict[str, object]] = {}
+    for step in range(60):
+        start = int(rng.integers(120))
+        changed = range(start, start + int(rng.integers(1, 15)))
+        match int(rng.integers(5)):
+            case 0 | 1:
+                new = entries(changed, step, colour=str(rng.choice(["red", "blue", "grey"])))
+                gallery.add(new)
+                truth |= {item.key: dict(item.attributes) for item in new}
+            case 2:
+                known = [f"k{n}" for n in changed if f"k{n}" in truth]
+                gallery.update({key: {"colour": "red"} for key in known})
+                for key in known:
+                    truth[key]["colour"] = "red"
+            case 3:
+                gallery.remove(f"k{n}" for n in changed)
+                truth = {k: v for k, v in truth.items() if k not in {f"k{n}" for n in changed}}
+            case _:
+                gallery.compact()
+        if "colour" in gallery.schema():
+            for where in filters:
+                expected = {key for key, attributes in truth.items() if where.matches(attributes)}
+                assert keys(gallery, where) == expected, (step, where)
+    assert len(truth) > 20
+
+
+@pytest.mark.parametrize("kind", ["flat", "fp16", "hnsw"])
+def test_removed_items_take_no_place_among_the_hits(gallery: Gallery, kind: str) -> None:
+    added = entries(range(600))
+    gallery.add(added)
+    gallery.compact(IndexSettings(kind=kind))
+    query = unit(1, 3)
+    ranking = np.argsort([-float(query[0] @ item.vector) for item in added])
+    gallery.remove(f"k{n}" for n in ranking[:25])
+    [hits] = gallery.search(query, 10)
+    assert [hit.key for hit in hits] == [f"k{n}" for n in ranking[25:35]]
+    many = np.concatenate([query] * 30)
+    assert {tuple(hit.key for hit in row) for row in gallery.search(many, 10)} == {
+        tuple(hit.key for hit in hits)
+    }
+
+
+def test_old_segments_go_when_their_last_reader_has_left(gallery: Gallery, path: Path) -> None:
+    gallery.add(entries(range(30)))
+    gallery.compact()
+    segments = GalleryFolder(path).current() / "segments"
+    [first] = segments.iterdir()
+    reader = Gallery.open(path)
+    gallery.remove(["k0"])
+    gallery.compact()
+    assert first.is_dir()  # the reader has not searched since
+    assert "k0" not in keys(reader)
+    keys(gallery)
+    gallery.add(entries(range(30, 31)))
+    gallery.compact()
+    assert not first.is_dir()
+    reader.close()
+    gallery.compact()
+    assert len(list(segments.iterdir())) <= 2
+
+
+def test_background_compaction_begins_at_a_fifth_removed_and_searches_go_on(
+    gallery: Gallery,
+) -> None:
+    gallery.add(entries(range(500)))
+    gallery.compact()
+    assert gallery.needs_compaction() is None
+    background = gallery.compact_in_background()
+    gallery.remove(f"k{n}" for n in range(99))
+    assert gallery.needs_compaction() is None
+    gallery.remove(["k99"])
+    until(lambda: gallery.facts().tombstones == 0)
+    assert keys(gallery) == {f"k{n}" for n in range(100, 500)}
+    assert background.last_error is None
+
+
+def test_a_large_delta_makes_a_compaction_due(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 50)
+    gallery.add(entries(range(49)))
+    assert gallery.needs_compaction() is None
+    gallery.add(entries(range(49, 50)))
+    assert "50 items came after" in (gallery.needs_compaction() or "")
+    gallery.compact()
+    assert gallery.needs_compaction() is None
+
+
+def test_a_failed_background_compaction_is_reported_and_the_gallery_answers(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gallery.add(entries(range(100)))
+    gallery.compact()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RecallError("too low")
+
+    monkeypatch.setattr("indexer.gallery.compact", fail)
+    seen: list[KinlensError] = []
+    background = gallery.compact_in_background(seen.append)
+    gallery.remove(f"k{n}" for n in range(50))
+    until(lambda: seen)
+    assert isinstance(background.last_error, RecallError)
+    assert keys(gallery) == {f"k{n}" for n in range(50, 100)}
+
+
+def test_a_second_compaction_is_refused_by_the_process_of_the_first(
+    gallery: Gallery, path: Path
+) -> None:
+    gallery.add(entries(range(10)))
+    generation = GalleryFolder(path).current()
+    with compaction.alone(generation, wait=False):
+        with pytest.raises(GalleryBusyError, match=r"process \(\d+\) is compacting"):
+            gallery.compact()
+        gallery.add(entries(range(10, 12)))  # changes go on
+    gallery.compact()
+    assert gallery.facts().delta == 0
+
+
+def test_a_gallery_may_be_searched_and_changed_while_it_is_scanned(gallery: Gallery) -> None:
+    gallery.add(entries(range(50)))
+    scanned = []
+    for batch in gallery.scan(10):
+        scanned += batch
+        gallery.remove([batch[0].key])
+        assert len(keys(gallery)) == gallery.size
+    assert [item.key for item in scanned] == [f"k{n}" for n in range(50)]
+    assert gallery.size == 45
+
+
+def test_an_unfinished_scan_keeps_nothing_from_changing(gallery: Gallery) -> None:
+    gallery.add(entries(range(50)))
+    scan = gallery.scan(10)
+    next(scan)
+    gallery.remove(["k1"])
+    assert "k1" not in keys(gallery)
+    del scan
+    gallery.compact()
+    assert gallery.facts().tombstones == 0
+
+
+def test_an_open_gallery_answers_while_a_build_replaces_it_and_then_refuses_changes(
+    gallery: Gallery, path: Path
+) -> None:
+    gallery.add(entries(range(5)))
+    newer = Gallery.create(path, name="g", bundle_id="c", dim=DIM)
+    assert keys(gallery) == {f"k{n}" for n in range(5)}
+    with pytest.raises(GalleryBusyError, match=r"was replaced by a build.*Open it again"):
+        gallery.remove(["k1"])
+    assert gallery.size == 5
+    newer.close()
+
+
+def test_versions_differ_between_states_and_generations(gallery: Gallery, path: Path) -> None:
+    versions = [gallery.version]
+    gallery.add(entries(range(3)))
+    versions.append(gallery.version)
+    gallery.add(entries(range(3)))  # nothing new
+    assert gallery.version == versions[-1]
+    gallery.update({"k1": {"n": 7}})
+    versions.append(gallery.version)
+    gallery.remove(["k1"])
+    versions.append(gallery.version)
+    again = Gallery.create(path, name="g", bundle_id="b", dim=DIM)
+    versions.append(again.version)
+    again.close()
+    assert len(set(versions)) == 5
+
+
+def test_an_item_added_after_a_rebuild_never_takes_the_number_of_a_removed_one(
+    gallery: Gallery,
+) -> None:
+    gallery.add(entries(range(4)))
+    last = gallery.stored(["k3"])["k3"].id
+    gallery.remove(["k3"])
+    gallery.compact()
+    gallery.add([dataclasses.replace(entries(range(4, 5))[0], key="k3")])
+    assert gallery.stored(["k3"])["k3"].id > last
+
+
+def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Wait until it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)

@@ -1,0 +1,283 @@
+"""Ranking against brute force, on random galleries full of ties, copies and large groups."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from embedder.errors import InvalidParameterError
+from embedder.types import AttributeValue, Hit, ItemId
+from indexer.engine import Group, Grouping, SearchOptions
+from indexer.grouping import best_groups
+from indexer.ranking import Candidate, best_hits, check_search, combined_query, rank
+
+CASES = range(300)
+
+
+class Shelf:
+    """Candidates of several queries, and an engine that cuts ties off at random."""
+
+    def __init__(self, seed: int, rows: int = 3) -> None:
+        self.random = random.Random(seed)
+        size = self.random.choice([0, 1, 5, 40, 120])
+        self.rows = [self._candidates(size) for _ in range(rows)]
+        self.asked: list[tuple[Sequence[int], int]] = []
+        self.opened: list[AttributeValue] = []
+
+    def _candidates(self, size: int) -> list[Candidate]:
+        """Few different scores, contents and values; numbers in no order of the scores."""
+        draw = self.random
+        values: list[AttributeValue | None] = ["a", "b", "c", True, 1, 2.5, None, None]
+        weights = [draw.choice([1, 1, 30]) for _ in values]
+        numbers = draw.sample(range(1000), size)
+        return [
+            Candidate(
+                id=number,
+                key=f"key{number}",
+                score=draw.choice([-0.5, 0.0, 0.25, 0.25, 0.5, draw.uniform(-1, 1)]),
+                attributes={} if value is None else {"sku": value},
+                sha256=str(draw.randrange(max(1, size // 2))),
+            )
+            for number, value in zip(numbers, draw.choices(values, weights, k=size), strict=True)
+        ]
+
+    def fetch(self, rows: Sequence[int], n: int) -> list[list[Candidate]]:
+        self.asked.append((list(rows), n))
+        return [self._best(row, n) for row in rows]
+
+    def _best(self, row: int, n: int) -> list[Candidate]:
+        shuffled = self.random.sample(self.rows[row], len(self.rows[row]))
+        return sorted(shuffled, key=lambda c: -c.score)[:n]
+
+    def members(self, row: int, value: AttributeValue) -> list[Candidate]:
+        self.opened.append(value)
+        return [c for c in self.rows[row] if same(c.attributes.get("sku"), value)]
+
+    def options(self, offset: int | None = None) -> SearchOptions:
+        draw = self.random
+        return SearchOptions(
+            min_score=draw.choice([None, None, -1.0, 0.0, 0.25, 0.3, 1.0]),
+            offset=draw.choice([0, 0, 1, 7, 200]) if offset is None else offset,
+            distinct=draw.random() < 0.5,
+            exclude=frozenset(draw.sample(range(1000), draw.choice([0, 0, 3, 500]))),
+        )
+
+
+def same(one: AttributeValue | None, other: AttributeValue | None) -> bool:
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def hit(candidate: Candidate) -> Hit:
+    return Hit(candidate.id, candidate.key, candidate.score, candidate.attributes)
+
+
+def visible(candidates: Sequence[Candidate], options: SearchOptions) -> list[Candidate]:
+    return sorted((c for c in candidates if c.id not in options.exclude), key=rank)
+
+
+def without_copies(candidates: Sequence[Candidate]) -> list[Candidate]:
+    return [
+        c for n, c in enumerate(candidates) if c.sha256 not in {d.sha256 for d in candidates[:n]}
+    ]
+
+
+def expected_hits(candidates: Sequence[Candidate], k: int, options: SearchOptions) -> list[Hit]:
+    kept = visible(candidates, options)
+    kept = without_copies(kept) if options.distinct else kept
+    lowest = -2 if options.min_score is None else options.min_score
+    return [hit(c) for c in kept if c.score >= lowest][options.offset :][:k]
+
+
+def partition(candidates: Sequence[Candidate], options: SearchOptions) -> list[list[Candidate]]:
+    kept = visible(candidates, options)
+    single = [[c] for c in kept if "sku" not in c.attributes]
+    if options.distinct:
+        single = [[c] for c in without_copies([c for (c,) in single])]
+    parts = []
+    for value in ("a", "b", "c", True, 1, 2.5):
+        members = [c for c in kept if same(c.attributes.get("sku"), value)]
+        parts.append(without_copies(members) if options.distinct else members)
+    return [part for part in parts if part] + single
+
+
+def expected_groups(
+    candidates: Sequence[Candidate], k: int, grouping: Grouping, options: SearchOptions
+) -> list[Group]:
+    scored = []
+    for part in partition(candidates, options):
+        scores = [c.score for c in part]
+        score = max(scores) if grouping.score == "best" else float(np.mean(scores))
+        if score >= (-2 if options.min_score is None else options.min_score):
+            scored.append((-score, part[0].id, part))
+    scored.sort(key=lambda entry: (round(entry[0], 12), entry[1]))
+    return [
+        Group(part[0].attributes.get("sku"), -score, [hit(c) for c in part[: grouping.size]])
+        for score, _, part in scored[options.offset :][:k]
+    ]
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_hits_equal_brute_force_whatever_the_engine_does_with_ties(seed: int) -> None:
+    shelf = Shelf(seed)
+    k, options = shelf.random.choice([1, 2, 5, 300]), shelf.options()
+    found = best_hits(shelf.fetch, len(shelf.rows), k, options)
+    assert found == [expected_hits(row, k, options) for row in shelf.rows]
+
+
+@pytest.mark.parametrize("score", ["best", "mean"])
+@pytest.mark.parametrize("seed", CASES)
+def test_groups_equal_brute_force(seed: int, score: str) -> None:
+    shelf = Shelf(seed)
+    options = shelf.options(offset=shelf.random.choice([0, 0, 1, 3]))
+    grouping = Grouping("sku", score, size=shelf.random.choice([1, 2, 50]))  # type: ignore[arg-type]
+    k = shelf.random.choice([1, 2, 4, 300])
+    found = best_groups(shelf.fetch, shelf.members, len(shelf.rows), k, grouping, options)
+    for row, groups in zip(shelf.rows, found, strict=True):
+        expected = expected_groups(row, k, grouping, options)
+        assert [(type(g.value), g.value) for g in groups] == [
+            (type(g.value), g.value) for g in expected
+        ]
+        assert [g.hits for g in groups] == [g.hits for g in expected]
+        assert [g.score for g in groups] == pytest.approx([g.score for g in expected], abs=1e-9)
+
+
+def flat(scores: Sequence[float], value: Callable[[int], AttributeValue | None]) -> Shelf:
+    """One query over items 0, 1, ... with these scores."""
+    shelf = Shelf(0, rows=0)
+    shelf.rows = [
+        [
+            Candidate(n, f"key{n}", score, {} if value(n) is None else {"sku": value(n)}, str(n))  # type: ignore[dict-item]
+            for n, score in enumerate(scores)
+        ]
+    ]
+    return shelf
+
+
+def test_exactly_k_groups_are_found_behind_a_group_that_fills_every_page() -> None:
+    scores = [0.9] * 5000 + [0.5, 0.4, 0.3]
+    shelf = flat(scores, lambda n: "crowd" if n < 5000 else f"other{n}")
+    (groups,) = best_groups(shelf.fetch, shelf.members, 1, 3, Grouping("sku"), SearchOptions())
+    assert [g.value for g in groups] == ["crowd", "other5000", "other5001"]
+
+
+def test_a_mean_counts_items_that_were_never_fetched() -> None:
+    scores = [1.0, 0.9, 0.9] + [0.1] * 1000 + [0.0] * 1000 + [-1.0] * 3
+    shelf = flat(scores, lambda n: "high" if n == 0 or n > 2002 else "good" if n < 3 else None)
+    grouping = Grouping("sku", "mean", size=2)
+    (groups,) = best_groups(shelf.fetch, shelf.members, 1, 1, grouping, SearchOptions())
+    assert [(g.value, g.score) for g in groups] == [("good", 0.9)]
+    assert max(n for _, n in shelf.asked) < 100
+    (groups,) = best_groups(shelf.fetch, shelf.members, 1, 3000, grouping, SearchOptions())
+    assert groups[-1].value == "high"
+    assert groups[-1].score == pytest.approx(-0.5)
+    assert [h.score for h in groups[-1].hits] == [1.0, -1.0]
+
+
+def test_a_group_is_opened_once_and_only_if_it_may_win() -> None:
+    shelf = flat([1 - n / 1000 for n in range(1000)], lambda n: n // 2)
+    grouping = Grouping("sku", "mean")
+    best_groups(shelf.fetch, shelf.members, 1, 5, grouping, SearchOptions())
+    assert len(shelf.opened) == len(set(shelf.opened)) <= 7
+
+
+def test_all_rows_are_fetched_at_once_and_only_unsettled_ones_again() -> None:
+    shelf = flat([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3], lambda n: None)
+    tied = [Candidate(n, f"key{n}", 0.5, {}, str(n)) for n in range(20)]
+    shelf.rows = [shelf.rows[0], tied, shelf.rows[0]]
+    found = best_hits(shelf.fetch, 3, 2, SearchOptions())
+    assert [[h.id for h in row] for row in found] == [[0, 1]] * 3
+    assert shelf.asked == [([0, 1, 2], 3), ([1], 6), ([1], 12), ([1], 24)]
+
+
+def test_no_queries_have_no_answers() -> None:
+    shelf = Shelf(1, rows=0)
+    assert best_hits(shelf.fetch, 0, 3, SearchOptions()) == []
+    assert best_groups(shelf.fetch, shelf.members, 0, 3, Grouping("sku"), SearchOptions()) == []
+
+
+@pytest.mark.parametrize(
+    ("grouping", "message"),
+    [
+        (Grouping("sku", size=0), "size = 0"),
+        (Grouping("sku", size=True), "size = True"),
+        (Grouping("sku", score="median"), "'median'.*'best' or 'mean'"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_grouping_out_of_range_is_refused(grouping: Grouping, message: str) -> None:
+    shelf = Shelf(1)
+    with pytest.raises(InvalidParameterError, match=message):
+        best_groups(shelf.fetch, shelf.members, 3, 1, grouping, SearchOptions())
+
+
+def unit(*values: float) -> np.ndarray:
+    vector = np.array([values], np.float32)
+    return vector / np.linalg.norm(vector)
+
+
+def test_one_liked_item_is_the_query_itself() -> None:
+    liked = unit(3, 4)
+    np.testing.assert_allclose(combined_query(liked, liked[:0]), liked[0], atol=1e-7)
+
+
+def test_a_combined_query_is_near_what_is_liked_and_far_from_what_is_not() -> None:
+    combined = combined_query(np.vstack([unit(1, 0, 0), unit(0, 1, 0)]), unit(0, 1, 1))
+    expected = unit(1, 1 - 0.5**0.5, -(0.5**0.5))[0]
+    np.testing.assert_allclose(combined, expected, atol=1e-6)
+    assert combined.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("liked", "disliked", "message"),
+    [
+        (np.empty((0, 2), np.float32), unit(1, 0), "No liked items"),
+        (np.vstack([unit(1, 0), unit(-1, 0)]), np.empty((0, 2), np.float32), "2 liked and 0 dis"),
+        (np.vstack([unit(1, 0), unit(0, 1), unit(0, -1), unit(-1, 0)]), unit(0, 1), None),
+    ],
+)
+def test_likes_that_cancel_or_are_missing_are_refused(
+    liked: np.ndarray, disliked: np.ndarray, message: str | None
+) -> None:
+    if message is None:
+        np.testing.assert_allclose(combined_query(liked, disliked), [0, -1], atol=1e-6)
+    else:
+        with pytest.raises(InvalidParameterError, match=message):
+            combined_query(liked, disliked)
+
+
+@pytest.mark.parametrize(
+    ("k", "options", "queries", "message"),
+    [
+        (0, SearchOptions(), unit(1, 0), "k = 0"),
+        (True, SearchOptions(), unit(1, 0), "k = True"),
+        (1.5, SearchOptions(), unit(1, 0), "k = 1.5"),
+        (1, SearchOptions(offset=-1), unit(1, 0), "offset = -1"),
+        (1, SearchOptions(effort=0), unit(1, 0), "effort = 0"),
+        (1, SearchOptions(min_score=1.1), unit(1, 0), "min_score = 1.1"),
+        (1, SearchOptions(min_score=float("nan")), unit(1, 0), "min_score = nan"),
+        (1, SearchOptions(), unit(1, 0, 0), r"shape \(1, 3\).*dimension 2"),
+        (1, SearchOptions(), unit(1, 0)[0], r"shape \(2,\).*dimension 2"),
+        (1, SearchOptions(), np.array([[1, 0], [1, 1]]), "Query 1 has norm 1.414"),
+        (1, SearchOptions(), np.array([[np.nan, 1]]), "Query 0 has norm nan"),
+        (1, SearchOptions(), np.zeros((1, 2)), "Query 0 has norm 0"),
+    ],
+)
+def test_a_search_out_of_range_is_refused(
+    k: int, options: SearchOptions, queries: np.ndarray, message: str
+) -> None:
+    with pytest.raises(InvalidParameterError, match=message):
+        check_search(k, options, 2, queries)
+
+
+def test_queries_come_back_in_the_form_that_engines_need() -> None:
+    queries = check_search(np.int64(3), SearchOptions(), 2, np.asfortranarray(np.eye(2)))  # type: ignore[arg-type]
+    assert queries.dtype == np.float32
+    assert queries.flags.c_contiguous
+    assert check_search(1, SearchOptions(), 2, np.empty((0, 2), np.float32)).shape == (0, 2)
+
+
+def test_an_excluded_item_is_not_answered_however_many_are_excluded() -> None:
+    shelf = flat([1 - n / 1000 for n in range(500)], lambda n: None)
+    exclude: frozenset[ItemId] = frozenset(range(450))
+    (hits,) = best_hits(shelf.fetch, 1, 2, SearchOptions(exclude=exclude))
+    assert [h.id for h in hits] == [450, 451]

@@ -1,0 +1,467 @@
+"""A gallery as a Parquet file: what goes in comes out, with every type, and damage is named."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedder.errors import (
+    EngineUnavailableError,
+    GalleryBusyError,
+    GalleryWriteError,
+    SourceError,
+)
+from indexer import transfer
+from indexer.engine import Entry, Item, SearchOptions, VectorStore
+from indexer.filters import parse_filter
+from indexer.gallery import Gallery
+from indexer.importing import import_gallery
+from indexer.transfer import export_gallery, read_dump
+from tests.indexer.conftest import small_files
+
+pa = pytest.importorskip(
+    "pyarrow", reason="pyarrow is not installed: pip install 'kinlens[parquet]'"
+)
+pq = pytest.importorskip("pyarrow.parquet")
+
+FACTS = {"name": "shop", "bundle_id": "b" * 64, "source": "folder /shop", "source_root": "/shop"}
+DIM = 8
+
+
+class MemoryStore:
+    """As much of a store as an export needs."""
+
+    def __init__(self, entries: Sequence[Entry], dim: int = DIM) -> None:
+        self.name, self.dim = "shop", dim
+        self.contents = list(entries)
+
+    def items(self) -> Iterator[Item]:
+        for number, entry in enumerate(self.contents):
+            yield Item(number, entry.key, entry.path, entry.sha256, entry.attributes, entry.format)
+
+    def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
+        for start in range(0, len(self.contents), batch_size):
+            yield self.contents[start : start + batch_size]
+
+
+def vectors(count: int, seed: int = 0) -> np.ndarray:
+    rows = np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def made(count: int, **attributes: Sequence[Any]) -> list[Entry]:
+    """Entries whose attributes are taken in turn from these lists; None leaves one out."""
+    entries = []
+    for number, vector in enumerate(vectors(count)):
+        values = {name: given[number % len(given)] for name, given in attributes.items()}
+        kept = {name: value for name, value in values.items() if value is not None}
+        sha256 = f"{number:064x}"
+        entries.append(Entry(f"key {number}", vector, sha256, kept, f"{number}.png", "PNG"))
+    return entries
+
+
+def typed(entry: Entry) -> tuple[Any, ...]:
+    """Everything of an entry, with the types of its attributes, so that 1 is not True or 1.0."""
+    values = [(name, type(value), value) for name, value in sorted(entry.attributes.items())]
+    return entry.key, entry.path, entry.format, entry.sha256, values, entry.vector.tobytes()
+
+
+def written(path: Path, entries: Sequence[Entry]) -> Path:
+    export_gallery(MemoryStore(entries), path, FACTS)
+    return path
+
+
+def read(path: Path) -> list[Entry]:
+    return list(read_dump(path).entries())
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Where the export of a test goes."""
+    return tmp_path / "shop.parquet"
+
+
+def test_every_item_comes_back_with_the_types_of_its_attributes(file: Path) -> None:
+    entries = made(
+        500,
+        colour=["red", "grün", "", None, "'\"\\\n"],
+        stock=[1, 0, -(2**62), 2**62],
+        price=[1.0, 0.1, -1e300, None],
+        sale=[True, False],
+        only_once=[None] * 499 + ["here"],
+    )
+    written(file, entries)
+    assert [typed(entry) for entry in read(file)] == [typed(entry) for entry in entries]
+
+
+def test_whole_and_decimal_numbers_under_one_name_stay_what_they_are(file: Path) -> None:
+    entries = made(9, size=[1, 1.0, 2**53 + 1, None, 0.5])
+    written(file, entries)
+    assert [typed(entry) for entry in read(file)] == [typed(entry) for entry in entries]
+
+
+def test_keys_paths_and_names_may_be_of_any_script(file: Path) -> None:
+    values = {"farbe/größe": "帽子", "a.b": "x", "attribute.c": "y", "vector": "z", "key": "k"}
+    entry = Entry("靴/ü 👞", vectors(1)[0], "a" * 64, values, "ordner/ü 👞.png", "PNG")
+    written(file, [entry])
+    assert [typed(found) for found in read(file)] == [typed(entry)]
+
+
+def test_an_empty_gallery_is_a_file_without_rows(file: Path) -> None:
+    assert export_gallery(MemoryStore([]), file, FACTS) == 0
+    dump = read_dump(file)
+    assert (dump.count, dump.dim, list(dump.entries())) == (0, DIM, [])
+
+
+def test_the_facts_come_back_and_any_parquet_tool_can_read_the_columns(file: Path) -> None:
+    written(file, made(3, price=[1.5], stock=[2]))
+    assert read_dump(file).facts == {**FACTS, "dim": "8", "schema": "1"}
+    schema = pq.read_schema(file)
+    assert schema.metadata[b"kinlens.name"] == b"shop"
+    assert {field.name: str(field.type) for field in schema} == {
+        "key": "string",
+        "path": "string",
+        "format": "string",
+        "sha256": "string",
+        "vector": "fixed_size_list<element: float>[8]",
+        "attribute.price": "double",
+        "attribute.stock": "int64",
+    }
+
+
+def test_rows_come_in_groups_and_only_texts_are_compressed(file: Path) -> None:
+    written(file, made(25_000, size=[1, 0.5], colour=["red"]))
+    metadata = pq.ParquetFile(file).metadata
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    assert [group.num_rows for group in groups] == [10_000, 10_000, 5_000]
+    codecs = {}
+    for number in range(metadata.num_columns):
+        column = groups[0].column(number)
+        codecs[column.path_in_schema] = column.compression
+    assert codecs.pop("vector.list.element") == "UNCOMPRESSED"
+    assert set(codecs.values()) == {"ZSTD"}
+
+
+def test_progress_counts_every_item(file: Path) -> None:
+    counts: list[int] = []
+    export_gallery(MemoryStore(made(25_000)), file, FACTS, counts.append)
+    assert sum(counts) == 25_000
+
+
+def test_a_new_kind_of_attribute_that_comes_during_the_export_is_in_the_file(file: Path) -> None:
+    class Growing(MemoryStore):
+        def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
+            self.contents = made(5, colour=["red"], stock=[1])
+            return super().scan(batch_size)
+
+    export_gallery(Growing(made(5, colour=["red"])), file, FACTS)
+    assert [entry.attributes["stock"] for entry in read(file)] == [1] * 5
+
+
+def test_an_export_that_fails_leaves_the_old_file_and_nothing_else(file: Path) -> None:
+    class Failing(MemoryStore):
+        def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
+            yield from super().scan(3)
+            raise KeyboardInterrupt
+
+    before = written(file, made(2)).read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        export_gallery(Failing(made(9)), file, FACTS)
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.indexer.test_transfer import FACTS, MemoryStore, made
+from indexer.transfer import export_gallery
+
+class Dying(MemoryStore):
+    def scan(self, batch_size=1000):
+        yield from super().scan(1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+export_gallery(Dying(made(5000)), Path(sys.argv[1]), FACTS)
+"""
+
+
+def test_a_killed_export_leaves_no_half_file_and_the_next_one_cleans_up(file: Path) -> None:
+    before = written(file, made(2)).read_bytes()
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", KILLED, str(file)], cwd=root, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert file.read_bytes() == before
+    assert len(list(file.parent.iterdir())) == 2  # what the killed one had written aside
+    entries = made(3)
+    written(file, entries)
+    assert [typed(entry) for entry in read(file)] == [typed(entry) for entry in entries]
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_full_disk_is_said_in_one_sentence_and_leaves_the_old_file(file: Path) -> None:
+    before = written(file, made(2)).read_bytes()
+    with small_files(20_000), pytest.raises(GalleryWriteError, match=r"shop\.parquet.*free space"):
+        written(file, made(5000))
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(GalleryWriteError, match="nowhere"):
+        written(tmp_path / "nowhere" / "shop.parquet", made(1))
+
+
+def test_two_exports_to_one_file_at_the_same_time_are_refused(file: Path) -> None:
+    class Nested(MemoryStore):
+        def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
+            with pytest.raises(GalleryBusyError, match=r"shop\.parquet"):
+                written(file, made(1))
+            return super().scan(batch_size)
+
+    export_gallery(Nested(made(4)), file, FACTS)
+    assert len(read(file)) == 4
+
+
+def test_an_export_holds_one_row_group_in_memory(file: Path) -> None:
+    alive: list[int] = []
+
+    class Counting(MemoryStore):
+        def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
+            for start in range(0, 200_000, batch_size):
+                alive.append(pa.total_allocated_bytes())
+                yield [Entry(f"{start}-{n}", row, "", {}) for n, row in enumerate(block)]
+
+    block = vectors(transfer.ROWS)
+    export_gallery(Counting([]), file, FACTS)
+    row_group = block.nbytes + transfer.ROWS * 100
+    assert max(alive) - alive[0] < 3 * row_group
+    assert file.stat().st_size > 15 * block.nbytes
+
+
+# Damage: the file, its columns, its rows.
+
+
+def changed(file: Path, **columns: Any) -> Path:
+    """A file of four rows in which these columns are others; None takes one away."""
+    table = pq.read_table(written(file, made(4, price=[1.0, 2.0])))
+    metadata = table.schema.metadata
+    for name, values in columns.items():
+        number = table.schema.get_field_index(name)
+        table = table.remove_column(number)
+        if values is not None:
+            table = table.append_column(name, values)
+    pq.write_table(table.replace_schema_metadata(metadata), file)
+    return file
+
+
+def fixed(rows: list[Any], dim: int = DIM) -> Any:
+    return pa.array(rows, pa.list_(pa.float32(), dim))
+
+
+ROWS = [row.tolist() for row in vectors(4)]
+
+
+def test_the_control_of_the_damaged_files_is_fine(file: Path) -> None:
+    assert len(read(changed(file, vector=fixed(ROWS)))) == 4
+
+
+@pytest.mark.parametrize("name", ["key", "path", "format", "sha256", "vector"])
+def test_a_missing_column_is_named(file: Path, name: str) -> None:
+    with pytest.raises(SourceError, match=f"no column {name}"):
+        read_dump(changed(file, **{name: None}))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "reason"),
+    [
+        ("key", pa.array([1, 2, 3, 4]), "column key is int64, not string"),
+        ("vector", pa.array(ROWS, pa.list_(pa.float32())), "column vector is list"),
+        ("vector", pa.array(ROWS, pa.list_(pa.float64(), DIM)), "column vector is fixed_size_list"),
+        ("vector", fixed([row[:4] for row in ROWS], 4), "kinlens.dim is '8', expected 4"),
+        ("attribute.price", pa.array([b"x"] * 4), "attribute.price is binary"),
+        ("attribute.price", pa.array([[1]] * 4), "attribute.price is list"),
+    ],
+)
+def test_a_column_of_another_type_is_named(file: Path, name: str, values: Any, reason: str) -> None:
+    with pytest.raises(SourceError, match=reason):
+        read_dump(changed(file, **{name: values}))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "reason"),
+    [
+        ("key", pa.array(["a", "b", "c", "b"]), "row 4 has the key 'b' of row 2"),
+        ("key", pa.array(["a", "b", None, "d"]), "row 3 has no key"),
+        ("path", pa.array(["a", None, "c", "d"]), "row 2 has no path"),
+        ("sha256", pa.array(["a", "b", "c", None]), "row 4 has no sha256"),
+        ("vector", fixed([*ROWS[:2], None, ROWS[3]]), "row 3 has no vector"),
+        ("vector", fixed([*ROWS[:3], [float("nan")] * DIM]), "row 4 .*not finite"),
+        ("vector", fixed([ROWS[0], [float("inf")] * DIM, *ROWS[2:]]), "row 2 .*not finite"),
+        ("vector", fixed([[None, *ROWS[0][1:]], *ROWS[1:]]), "row 1 .*not finite"),
+        ("vector", fixed([ROWS[0], [0.0] * DIM, *ROWS[2:]]), "row 2 .*unit norm"),
+        ("vector", fixed([*ROWS[:3], [1.0] * DIM]), "row 4 .*unit norm"),
+        ("attribute.price", pa.array([1.0, 2.0, float("nan"), None]), "row 3 .*price = nan"),
+    ],
+)
+def test_a_row_that_cannot_be_is_named_by_its_number(
+    file: Path, name: str, values: Any, reason: str
+) -> None:
+    with pytest.raises(SourceError, match=reason):
+        read(changed(file, **{name: values}))
+
+
+def test_rows_are_numbered_through_all_groups(file: Path) -> None:
+    entries = made(25_000)
+    entries[24_000] = Entry("key 7", entries[0].vector, "", {})
+    written(file, entries)
+    with pytest.raises(SourceError, match=r"row 24,001 has the key 'key 7' of row 8"):
+        read_dump(file)
+
+
+@pytest.mark.parametrize("fact", ["name", "bundle_id", "schema", "dim"])
+def test_a_missing_fact_is_named(file: Path, fact: str) -> None:
+    table = pq.read_table(written(file, made(2)))
+    metadata = {k: v for k, v in table.schema.metadata.items() if k != f"kinlens.{fact}".encode()}
+    pq.write_table(table.replace_schema_metadata(metadata), file)
+    with pytest.raises(SourceError, match=rf"kinlens\.{fact}"):
+        read_dump(file)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_truncated_file_is_refused(file: Path, share: float) -> None:
+    data = written(file, made(100)).read_bytes()
+    file.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(SourceError, match=r"shop\.parquet is not a whole Parquet file"):
+        read_dump(file)
+
+
+def test_a_changed_byte_in_the_data_is_noticed(file: Path) -> None:
+    entries = made(100)
+    data = bytearray(written(file, entries).read_bytes())
+    place = data.index(entries[50].vector.tobytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(SourceError, match=r"shop\.parquet is not a whole Parquet file"):
+        read(file)
+
+
+def test_something_else_than_a_parquet_file_is_refused(file: Path) -> None:
+    with pytest.raises(SourceError, match="is missing"):
+        read_dump(file)
+    file.write_text("key,path\n")
+    with pytest.raises(SourceError, match="not a whole Parquet file"):
+        read_dump(file)
+    with pytest.raises(SourceError):
+        read_dump(file.parent)
+
+
+def test_without_pyarrow_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(EngineUnavailableError, match=r"kinlens\[parquet\]"):
+        written(file, made(1))
+    assert not file.exists()
+
+
+# Between engines.
+
+
+def varied(count: int) -> list[Entry]:
+    """Items of three kinds of attributes; one key in ten is not ASCII, one in seven a copy."""
+    entries = []
+    for number, vector in enumerate(vectors(count, seed=1)):
+        source = number - 1 if number % 7 == 3 else number
+        values: dict[str, Any] = {"colour": ["red", "grün", "青"][number % 3], "stock": number % 50}
+        values |= {"price": number / 4} if number % 2 else {"sale": number % 5 == 0}
+        name = f"schuh/größe {number}" if number % 10 == 0 else f"shoe/{number}"
+        vector = entries[-1].vector if source != number else vector
+        sha256 = f"{source:064x}"
+        entries.append(Entry(name, vector, sha256, values, f"{number}.png", "PNG"))
+    return entries
+
+
+def by_key(store: VectorStore) -> dict[str, tuple[Any, ...]]:
+    return {entry.key: typed(entry) for batch in store.scan() for entry in batch}
+
+
+def answers(store: VectorStore) -> list[dict[str, float]]:
+    """The scores of the best of each query, by key."""
+    found = store.search(vectors(20, seed=2), 15, SearchOptions(exact=True, distinct=True))
+    return [{hit.key: hit.score for hit in hits} for hits in found]
+
+
+def assert_alike(some: list[dict[str, float]], others: list[dict[str, float]]) -> None:
+    """The same items; engines round the last digits of a score differently."""
+    for one, other in zip(some, others, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def filtered(store: VectorStore) -> list[set[str]]:
+    where = parse_filter('colour = "青" and stock < 30 and (sale = true or price >= 100)')
+    found = store.search(vectors(3, seed=3), 10_000, SearchOptions(where=where))
+    return [{hit.key for hit in hits} for hits in found]
+
+
+def imported(file: Path, out: Path) -> Gallery:
+    import_gallery(read_dump(file), out)
+    return Gallery.open(out)
+
+
+def test_an_exported_gallery_answers_alike_when_it_is_imported(tmp_path: Path, file: Path) -> None:
+    first = Gallery.create(tmp_path / "first", name="shop", bundle_id="b" * 64, dim=DIM)
+    first.add(varied(3_000))
+    first.compact()
+    first.remove([f"shoe/{number}" for number in range(1, 900)])
+    first.update({"shoe/1001": {"colour": None, "new": "x"}})
+    assert export_gallery(first, file, FACTS) == first.size
+    second = imported(file, tmp_path / "second")
+    assert (second.name, second.bundle_id, second.size) == ("shop", "b" * 64, first.size)
+    assert by_key(second) == by_key(first)
+    assert_alike(answers(second), answers(first))
+    assert filtered(second) == filtered(first)
+    first.close()
+    second.close()
+
+
+@pytest.mark.milvus
+def test_ten_thousand_items_go_to_milvus_and_back_unchanged(
+    tmp_path: Path, file: Path, request: pytest.FixtureRequest
+) -> None:
+    from indexer.milvus_engine import MilvusStore
+
+    server = request.getfixturevalue("milvus_server")
+    first = Gallery.create(tmp_path / "first", name="shop", bundle_id="b" * 64, dim=DIM)
+    first.add(varied(10_000))
+    export_gallery(first, file, FACTS)
+    store = MilvusStore.create(server.uri, "travelling", dim=DIM, bundle_id="b" * 64)
+    assert store.rebuild(read_dump(file).entries()) == 10_000
+    there, back = by_key(store), tmp_path / "back.parquet"
+    answered, left = answers(store), filtered(store)
+    assert export_gallery(store, back, FACTS) == 10_000
+    store.close()
+    MilvusStore.drop(server.uri, "travelling")
+    second = imported(back, tmp_path / "second")
+    assert by_key(second) == there == by_key(first)
+    assert filtered(second) == left == filtered(first)
+    assert_alike(answers(second), answers(first))
+    assert_alike(answers(second), answered)
+    assert pq.read_schema(back).equals(pq.read_schema(file))
+    first.close()
+    second.close()
+
+
+def test_a_damaged_file_leaves_the_gallery_that_is_there(tmp_path: Path, file: Path) -> None:
+    old = Gallery.create(tmp_path / "shop", name="shop", bundle_id="b" * 64, dim=DIM)
+    old.add(varied(10))
+    old.close()
+    changed(file, vector=fixed([*ROWS[:3], [float("nan")] * DIM]))
+    with pytest.raises(SourceError, match="row 4"):
+        import_gallery(read_dump(file), tmp_path / "shop")
+    again = Gallery.open(tmp_path / "shop")
+    assert by_key(again).keys() == {entry.key for entry in varied(10)}
+    again.close()

@@ -8,7 +8,16 @@ has neither: it is harder than any real gallery, and compresses worse.
 
     python benchmarks/clustered.py [ROWS DIM]
 
-prints cosines, intrinsic dimension, and the recall that textbook indexes reach on them.
+prints cosines, intrinsic dimension, and the recall that textbook indexes reach on them. The spread
+and the share of the super-class were set so that IVF finds them nearly as hard as real photographs:
+13,146 of cars and groceries, embedded in 512 numbers by a run of `cars196-half-determinant`, in 458
+lists, against 13,000 of ours in 456. recall@10 of 500 held-out queries, and medians:
+
+| | nprobe 1 | 2 | 4 | 8 | 16 | 32 | intrinsic dimension | cosine of the 10th |
+|---|---|---|---|---|---|---|---|---|
+| real photographs | 0.45 | 0.62 | 0.76 | 0.88 | 0.96 | 0.99 | 23 | 0.75 |
+| ours, 512 numbers | 0.57 | 0.73 | 0.85 | 0.93 | 0.98 | 1.00 | 24 | 0.74 |
+| ours, 128 numbers | 0.50 | 0.70 | 0.83 | 0.92 | 0.98 | 1.00 | 24 | 0.79 |
 """
 
 import math
@@ -23,13 +32,13 @@ from numpy.typing import NDArray
 from embedder.types import Embeddings
 
 CLUSTER_SIZE = 50
-SUPER_SIZE = 40
-SIZE_SIGMA = 1.0
+SUPER_SIZE = 400
+SIZE_SIGMA = 1.3
 KINDS = 32
-TIGHTNESS = (0.6, 0.9)
+TIGHTNESS = (0.5, 0.85)
 """Expected cosine of two images of one product."""
 
-MEAN_SHARE, SUPER_SHARE = 0.2, 0.2
+MEAN_SHARE, SUPER_SHARE = 0.2, 0.5
 """What the common mean and the super-class contribute to the squared norm of a centre."""
 
 SPREAD_DECAY, CENTRE_DECAY, AXES = 0.5, 0.5, 64
@@ -180,9 +189,12 @@ def textbook(base: Embeddings, queries: Embeddings) -> dict[str, float]:
 
     _, truth = faiss.knn(queries, base, 10, metric=faiss.METRIC_INNER_PRODUCT)
     cells = int(4 * np.sqrt(len(base)))
+    inverted = f"IVF{cells},Flat"
     made = (
         ("HNSW32, efSearch 64", "HNSW32", "efSearch=64"),
-        (f"IVF{cells}, nprobe 32", f"IVF{cells},Flat", "nprobe=32"),
+        (f"IVF{cells}, nprobe 1", inverted, "nprobe=1"),
+        (f"IVF{cells}, nprobe 8", inverted, "nprobe=8"),
+        (f"IVF{cells}, nprobe 32", inverted, "nprobe=32"),
     )
     found = {}
     for name, description, parameters in made:

@@ -17,6 +17,7 @@ On 2 cores 10k and 100k take minutes, 1m an hour, 10m half a day; --parts choose
 """
 
 import argparse
+import importlib.util
 import shutil
 import sys
 import tempfile
@@ -70,8 +71,8 @@ def main() -> None:
             shutil.rmtree(folder)
         elif not options.keep:
             shutil.rmtree(folder / "images", ignore_errors=True)
-    if options.json:
-        report.write_json(options.json)
+        if options.json:
+            report.write_json(options.json)
     if options.markdown:
         print(f"\n{report.markdown()}")
 
@@ -125,6 +126,9 @@ def _measure(setting: Setting, options: argparse.Namespace, report: Report) -> N
     if reason := refusal(setting, with_peers):
         report.add("index", f"refused: {reason}")
         return
+    if with_peers and not all(map(importlib.util.find_spec, ("hnswlib", "usearch"))):
+        report.add("peers", "skipped: hnswlib and usearch come with the extra `bench`")
+        with_peers = False
     build_s = make(setting, report)
     if "process" in options.parts:
         measure_process(setting, report)

@@ -12,6 +12,7 @@ import numpy as np
 from clustered import clustered_batches
 from numpy.typing import NDArray
 
+from embedder.errors import PlanError
 from embedder.types import Embeddings
 from indexer.compaction import SEGMENTS
 from indexer.engine import Entry
@@ -41,7 +42,7 @@ class Setting:
 
     @property
     def path(self) -> Path:
-        return self.folder / f"{self.n}x{self.dim}"
+        return self.folder / f"{self.n}x{self.dim}-{self.index}"
 
     @property
     def settings(self) -> IndexSettings:
@@ -100,7 +101,10 @@ def codes_mb(setting: Setting) -> float:
 
 def refusal(setting: Setting, with_peers: bool) -> str | None:
     """Why this gallery cannot be measured on this machine; None if it can."""
-    plan = setting.plan()
+    try:
+        plan = setting.plan()
+    except PlanError as error:
+        return str(error)
     vectors_mb = setting.n * setting.dim * 4 / 1e6
     # Raw FAISS reads the whole index; each of the two peers keeps its own vectors and graph.
     searching_mb = plan.memory_mb + vectors_mb + (2.6 * vectors_mb if with_peers else 0)

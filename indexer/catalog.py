@@ -68,6 +68,20 @@ class Catalog:
         """
         return _Reading(self.path, self._connections)
 
+    def state(self) -> State:
+        """Where the catalogue stands: half the time of a view, for those who read nothing else.
+
+        Raises: as `reading`.
+        """
+        idle = self._connections.idle()
+        connection = idle.take()
+        try:
+            return CatalogView(connection).state()
+        except sqlite3.Error as error:
+            raise read_error(self.path, error) from error
+        finally:
+            idle.give_back(connection)
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[CatalogWriter]:
         """Changes that come true together, on disk, when the block ends, or not at all if it

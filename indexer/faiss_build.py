@@ -10,14 +10,20 @@ from embedder.types import Embeddings
 from indexer.cores import core_count
 from indexer.gpu import build_cagra
 from indexer.plan import Plan
-from indexer.plan_costs import COARSE_HNSW_FROM, COARSE_M, PQ_BITS, TRAIN_PER_LIST
+from indexer.plan_costs import (
+    COARSE_HNSW_FROM,
+    COARSE_M,
+    KMEANS_ROUNDS,
+    PQ_BITS,
+    TRAIN_PER_LIST,
+)
 
 Progress = Callable[[int], None]
 """Called with the number of vectors that were added since the last call."""
 
 _BATCH = 65_536
+_LARGE = 20_000
 _SQ_SAMPLE = 65_536
-_KMEANS_ROUNDS = 8
 _KMEANS_M = 16
 _IP = faiss.METRIC_INNER_PRODUCT
 
@@ -43,7 +49,7 @@ def build_codes(plan: Plan, vectors: Embeddings, on_progress: Progress | None) -
         codes = build_cagra(vectors, plan.parameters)
         _report(on_progress, len(vectors))
         return codes
-    faiss.omp_set_num_threads(core_count())
+    _set_threads(len(vectors))
     codes = _trained(plan, vectors)
     grow(codes, vectors, on_progress)
     return codes
@@ -51,7 +57,7 @@ def build_codes(plan: Plan, vectors: Embeddings, on_progress: Progress | None) -
 
 def grow(codes: faiss.Index, vectors: Embeddings, on_progress: Progress | None = None) -> None:
     """Add the rows of `vectors` that `codes` does not have yet."""
-    faiss.omp_set_num_threads(core_count())
+    _set_threads(len(vectors))
     for start in range(codes.ntotal, len(vectors), _BATCH):
         batch = vectors[start : start + _BATCH]
         codes.add(batch)
@@ -86,7 +92,7 @@ def _centroids(sample: Embeddings, nlist: int) -> Embeddings:
     """Spherical k-means; from many lists on, each round finds the nearest one through a graph."""
     dim = sample.shape[1]
     clustering = faiss.Clustering(dim, nlist)
-    clustering.niter = _KMEANS_ROUNDS
+    clustering.niter = KMEANS_ROUNDS
     clustering.spherical = True
     clustering.min_points_per_centroid = 1  # the plan has seen to it; else FAISS warns
     clustering.max_points_per_centroid = TRAIN_PER_LIST
@@ -105,6 +111,11 @@ def _sample(vectors: Embeddings, count: int) -> Embeddings:
         return np.ascontiguousarray(vectors)
     rows = np.random.default_rng(0).choice(len(vectors), count, replace=False, shuffle=False)
     return vectors[np.sort(rows)]
+
+
+def _set_threads(count: int) -> None:
+    """All cores for a large build; on a busy machine they only wait for each other in a small."""
+    faiss.omp_set_num_threads(core_count() if count >= _LARGE else 1)
 
 
 def _report(on_progress: Progress | None, count: int) -> None:

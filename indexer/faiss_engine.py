@@ -6,11 +6,12 @@ import faiss
 import numpy as np
 from faiss.class_wrappers import add_to_referenced_objects
 
-from embedder.errors import GalleryCorruptError, InvalidParameterError
+from embedder.errors import InvalidParameterError
 from embedder.types import Embeddings
 from indexer.cores import core_count
 from indexer.engine import Ids, Scores
 from indexer.faiss_build import Progress, build_codes, flat_over, grow
+from indexer.faiss_file import read_codes, write_codes
 from indexer.faiss_search import (
     TUNED_AT,
     Bits,
@@ -24,18 +25,19 @@ from indexer.faiss_search import (
     sifted,
 )
 from indexer.gpu import MAX_K, GpuIndex
-from indexer.hashed_file import FileFacts, HashedFile
+from indexer.hashed_file import FileFacts
 from indexer.plan import IndexKind, Plan
 
 __all__ = ["Effort", "SegmentIndex"]
 
 EXACT_BELOW = 20_000
-EXACT_PART = 0.1
-"""Filters that leave at most so many vectors, or this part, are answered by comparing with all."""
+EXACT_PART = 0.02
+SCAN_EXACT_PART = 0.1
+"""Filters that leave at most so many vectors, or this part (of flat and fp16), are answered by
+comparing with all that are left: measured, it is faster from there on."""
 
 _EXCESS, _EXCESS_LEAST = 1.5, 16
 _HARDER = 4  # k_factor where neighbours are far away: codes tell them apart less well
-_CURE = "Make the index again from the catalogue: kinlens-index compact GALLERY --rebuild."
 
 
 class SegmentIndex:
@@ -77,7 +79,7 @@ class SegmentIndex:
 
         Raises: GalleryCorruptError, ProviderError.
         """
-        codes = None if path is None else _read(path, kind, vectors)
+        codes = None if path is None else read_codes(path, kind, vectors)
         return cls(kind, vectors, codes, device)
 
     def extended(
@@ -89,7 +91,9 @@ class SegmentIndex:
         """
         if self.kind in ("flat", "cagra"):
             self.close()
-            return self.build(plan, vectors, on_progress)
+            if on_progress is not None:
+                on_progress(len(vectors) - self.size)
+            return self.build(plan, vectors)
         grow(self._codes, vectors, on_progress)
         return SegmentIndex(self.kind, vectors, self._codes, plan.device)
 
@@ -100,10 +104,7 @@ class SegmentIndex:
         """
         if self._codes is None:
             raise InvalidParameterError("A flat index has no codes to save: keep its vectors.")
-        flags = faiss.IO_FLAG_SKIP_STORAGE if self.kind == "cagra" else 0
-        with HashedFile(path) as file:
-            faiss.write_index(self._codes, faiss.PyCallbackIOWriter(file.write), flags)
-        return file.facts
+        return write_codes(path, self.kind, self._codes)
 
     @property
     def dim(self) -> int:
@@ -136,13 +137,13 @@ class SegmentIndex:
         Raises: InvalidParameterError.
         """
         queries, k = self._checked(queries, k)
-        # A second OpenMP thread makes a single query ten times slower; the setting is per thread.
-        faiss.omp_set_num_threads(threads or (1 if len(queries) <= 1 else core_count()))
+        _set_threads(threads or min(len(queries), core_count()))
         if allowed is None:
             scores, positions = self._widely(queries, k, effort)
             return self._completed(queries, scores[:, :k], positions[:, :k], self.size, effort)
         count = count_of(allowed, self.size)
-        if count <= max(EXACT_BELOW, EXACT_PART * self.size):
+        part = SCAN_EXACT_PART if self.kind in ("flat", "fp16") else EXACT_PART
+        if count <= max(EXACT_BELOW, part * self.size):
             return compare(queries, k, self._vectors, positions_in(allowed, self.size))
         # Fetch in excess and drop: faster than FAISS with a bitmap, and recall does not suffer
         # where the filter leaves out just what is near the query; then too few are left.
@@ -158,7 +159,7 @@ class SegmentIndex:
         Raises: InvalidParameterError.
         """
         queries, k = self._checked(queries, k)
-        faiss.omp_set_num_threads(1 if len(queries) <= 1 else core_count())
+        _set_threads(min(len(queries), core_count()))
         if positions is not None:
             return compare(queries, k, self._vectors, positions)
         if not k:
@@ -223,6 +224,11 @@ class SegmentIndex:
         return queries, min(k, self.size)
 
 
+def _set_threads(count: int) -> None:
+    """A second OpenMP thread makes a single query ten times slower. Set for this thread alone."""
+    faiss.omp_set_num_threads(max(1, count))
+
+
 def _check(vectors: Embeddings, dim: int) -> None:
     if vectors.ndim != 2 or vectors.shape[1] != dim:
         raise InvalidParameterError(
@@ -253,38 +259,3 @@ def _give_storage(graph: faiss.IndexHNSWCagra, flat: faiss.IndexFlatIP) -> None:
 
 def _on_gpu(kind: IndexKind, vectors: Embeddings, codes: faiss.Index | None) -> GpuIndex:
     return GpuIndex.cagra(codes) if kind == "cagra" else GpuIndex.flat(vectors)
-
-
-_CLASSES = {
-    "fp16": faiss.IndexScalarQuantizer,
-    "hnsw": faiss.IndexHNSWSQ,
-    "ivf-pq": faiss.IndexIVFPQFastScan,
-    "ivf-rabitq": faiss.IndexIVFRaBitQFastScan,
-    "cagra": faiss.IndexHNSWCagra,
-}
-
-
-def _read(path: Path, kind: IndexKind, vectors: Embeddings) -> faiss.Index:
-    flags = faiss.IO_FLAG_MMAP_IFC
-    if kind == "cagra":
-        flags |= faiss.IO_FLAG_SKIP_STORAGE
-    try:
-        codes = faiss.read_index(str(path), flags)
-    except (RuntimeError, MemoryError) as error:
-        raise GalleryCorruptError(
-            f"{path} is not a readable index: it is missing, truncated or damaged "
-            f"({_last_line(error)}). {_CURE}"
-        ) from error
-    found = (type(codes), codes.metric_type, codes.ntotal, codes.d)
-    expected = (_CLASSES[kind], faiss.METRIC_INNER_PRODUCT, *vectors.shape)
-    if found != expected:
-        raise GalleryCorruptError(
-            f"{path} holds {codes.ntotal:,} vectors of length {codes.d} in a "
-            f"{type(codes).__name__}, but the segment has {len(vectors):,} of length "
-            f"{vectors.shape[1]} in an index of kind {kind}. {_CURE}"
-        )
-    return codes
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).rpartition("Error: ")[2].strip() or type(error).__name__

@@ -23,7 +23,7 @@ _CHUNK = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How hard an index tries to find 10 answers; for more it tries so many times harder.
+    """How hard an index tries to find 10 answers; for more it tries harder in proportion.
 
     value: efSearch (hnsw, cagra) or nprobe (ivf); 0 for flat and fp16. k_factor: so many times k
     candidates are compared at full precision.
@@ -31,10 +31,6 @@ class Effort:
 
     value: int
     k_factor: int = 1
-
-    def scaled(self, k: int) -> int:
-        """`value` for `k` answers: with the same value fewer of more neighbours are found."""
-        return self.value * max(k, TUNED_AT) // TUNED_AT
 
 
 def parameters(
@@ -44,7 +40,7 @@ def parameters(
     sel = {} if allowed is None else {"sel": faiss.IDSelectorBitmap(allowed)}
     if kind == "flat" or codes is None:
         return faiss.SearchParameters(**sel)
-    value = effort.scaled(k)
+    value = _scaled(effort.value, k)
     if kind == "cagra":
         return faiss.SearchParametersHNSW(efSearch=value, **sel)
     if kind == "fp16":
@@ -57,6 +53,15 @@ def parameters(
             sel["quantizer_params"] = faiss.SearchParametersHNSW(efSearch=2 * nprobe)
         base = faiss.SearchParametersIVF(nprobe=nprobe, **sel)
     return faiss.IndexRefineSearchParameters(k_factor=effort.k_factor, base_index_params=base)
+
+
+def _scaled(value: int, k: int) -> int:
+    """The value for `k` answers: with that for 10, fewer of more neighbours are found.
+
+    In proportion to k while it is small; a great value already looks beyond the first 10. Measured
+    on galleries from easy (18) to hard (72): with this, recall at 30 to 1000 is that at 10 or more.
+    """
+    return value + min(value, 2 * TUNED_AT) * max(0, k - TUNED_AT) // TUNED_AT
 
 
 def count_of(allowed: Bits, size: int) -> int:

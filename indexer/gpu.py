@@ -9,6 +9,7 @@ import faiss
 from embedder.errors import ProviderError
 from embedder.types import Embeddings
 from indexer.engine import Ids, Scores
+from indexer.faiss_errors import reason_of
 from indexer.owner import Owner, Search
 
 MAX_K = 512
@@ -83,7 +84,7 @@ class GpuIndex:
             return self._owner.search(queries, k, effort)
         except RuntimeError as error:
             raise ProviderError(
-                f"The GPU could not answer: {_last_line(error)}. See nvidia-smi for its memory "
+                f"The GPU could not answer: {reason_of(error)}. See nvidia-smi for its memory "
                 "and health, or open the gallery on the CPU."
             ) from error
 
@@ -112,7 +113,7 @@ def build_cagra(vectors: Embeddings, parameters: Mapping[str, int]) -> faiss.Ind
         index.copyTo(graph)
     except RuntimeError as error:
         raise ProviderError(
-            f"The GPU could not build CAGRA over {len(vectors):,} vectors: {_last_line(error)}. "
+            f"The GPU could not build CAGRA over {len(vectors):,} vectors: {reason_of(error)}. "
             "See nvidia-smi for its free memory, or choose --index flat or --device cpu."
         ) from error
     return graph
@@ -142,7 +143,3 @@ def _cagra_search(graph: faiss.IndexHNSWCagra) -> Search:
         return found
 
     return search
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).rpartition("Error: ")[2].strip() or type(error).__name__

@@ -1,10 +1,9 @@
 """Searching for groups of items that share the value of an attribute."""
 
-import functools
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue
@@ -22,10 +21,11 @@ from indexer.ranking import (
     settle,
 )
 
-Members = Callable[[int, AttributeValue], Sequence[Candidate]]
-"""(query row, value) -> every item of the group that fits the filter of the search."""
+Members = Callable[[int, Sequence[AttributeValue]], Iterable[Candidate]]
+"""(query row, values) -> every item of these groups that fits the filter of the search."""
 
 _EXPECTED_SIZE = 4
+_OPENED_AT_ONCE = 256
 _Key = tuple[bool | None, AttributeValue]
 
 
@@ -42,48 +42,51 @@ def best_groups(
     """
     _check(grouping)
     reach = options.offset + k
-    # Typed, because True == 1.
-    search = _Search(functools.lru_cache(None, typed=True)(members), reach, grouping, options)
+    search = _Search(members, reach, grouping, options)
     settled = search.by_best if grouping.score == "best" else search.by_mean
     return settle(fetch, rows, _EXPECTED_SIZE * first_count(reach, options), settled)
 
 
 @dataclass(frozen=True)
 class _Search:
+    """`opened` has all items of a group, under its query row and key, once they were asked for."""
+
     members: Members
     reach: int
     grouping: Grouping
     options: SearchOptions
+    opened: dict[tuple[int, _Key], list[Candidate]] = field(default_factory=dict)
 
     def by_best(self, row: int, pool: Pool) -> list[Group] | None:
         found = [own for own in self._split(pool) if reaches(own[0].score, self.options.min_score)]
         if len(found) < self.reach and not pool.holds_all(self.options.min_score):
             return None
-        return [
-            self._group(
-                own if len(own) >= self.grouping.size else self._whole(row, own), own[0].score
-            )
-            for own in found[self.options.offset : self.reach]
-        ]
+        shown = found[self.options.offset : self.reach]
+        self._open(row, [own for own in shown if len(own) < self.grouping.size])
+        return [self._group(self._whole(row, own), own[0].score) for own in shown]
 
     def by_mean(self, row: int, pool: Pool) -> list[Group] | None:
         """No mean exceeds the best score: a group whose best is too low is not looked at."""
         groups: list[Group] = []
         top_means: list[float] = []
-        to_beat = -math.inf
-        for own in self._split(pool):
-            if own[0].score < to_beat or not reaches(own[0].score, self.options.min_score):
-                break
-            whole = self._whole(row, own)
-            mean = math.fsum(c.score for c in whole) / len(whole)
-            if not reaches(mean, self.options.min_score):
-                continue
-            groups.append(self._group(whole, mean))
-            heapq.heappush(top_means, mean)
-            if len(top_means) > self.reach:
-                heapq.heappop(top_means)
-            to_beat = top_means[0] if len(top_means) == self.reach else -math.inf
-        if to_beat <= pool.ceiling and not pool.holds_all(self.options.min_score):
+        to_beat = -math.inf if self.options.min_score is None else self.options.min_score
+        split, step = self._split(pool), self.reach
+        while split and split[0][0].score >= to_beat:
+            chance = [own for own in split[:step] if own[0].score >= to_beat]
+            self._open(row, chance)
+            for own in chance:
+                whole = self._whole(row, own)
+                mean = math.fsum(c.score for c in whole) / len(whole)
+                if mean >= to_beat:
+                    groups.append(self._group(whole, mean))
+                    heapq.heappush(top_means, mean)
+                if len(top_means) > self.reach:
+                    heapq.heappop(top_means)
+                if len(top_means) == self.reach:
+                    to_beat = top_means[0]
+            split, step = split[step:], min(2 * step, _OPENED_AT_ONCE)
+        full = len(top_means) == self.reach and to_beat > pool.ceiling
+        if not full and not pool.holds_all(self.options.min_score):
             return None
         groups.sort(key=lambda group: (-group.score, group.hits[0].id))
         return groups[self.options.offset : self.reach]
@@ -103,12 +106,20 @@ class _Search:
             return None, candidate.sha256 if self.options.distinct else candidate.id
         return isinstance(value, bool), value
 
+    def _open(self, row: int, groups: Sequence[Sequence[Candidate]]) -> None:
+        """Ask for all items of these groups."""
+        keys = [self._key(own[0]) for own in groups]
+        new = [key for key in keys if key[0] is not None and (row, key) not in self.opened]
+        if new:
+            found: dict[_Key, list[Candidate]] = {key: [] for key in new}
+            for candidate in self.members(row, [value for _, value in new]):
+                found.setdefault(self._key(candidate), []).append(candidate)
+            self.opened.update({(row, key): found[key] for key in new})
+
     def _whole(self, row: int, own: Sequence[Candidate]) -> list[Candidate]:
-        """All items of the group of `own`, which keep the scores that they were found with."""
-        value = own[0].attributes.get(self.grouping.by)
-        if value is None:
-            return list(own)
-        found = {c.id: c for c in self.members(row, value)} | {c.id: c for c in own}
+        """All items of the group of `own` if it was opened; these keep the scores of the search."""
+        others = self.opened.get((row, self._key(own[0])), [])
+        found = {c.id: c for c in others} | {c.id: c for c in own}
         return list(remaining(sorted(found.values(), key=rank), self.options))
 
     def _group(self, members: Sequence[Candidate], score: float) -> Group:

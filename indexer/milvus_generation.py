@@ -23,7 +23,7 @@ from indexer.milvus_schema import (
     index_params,
     page_rows,
 )
-from indexer.milvus_state import State, new_mark, read_state, state_properties
+from indexer.milvus_state import State, new_mark, read_state, state_properties, write_state
 from indexer.milvus_view import MilvusView
 
 Progress = Callable[[int], None]
@@ -65,7 +65,7 @@ def publish_next(
     state = before.model_copy(update=fresh)
     with _staged(connection, state) as collection:
         state, count = _fill(connection, collection, state, entries, on_progress)
-        connection.call("alter_collection_properties", collection, state_properties(state))
+        write_state(connection, collection, state)
         _serve(connection, collection, state)
         stored = MilvusView(connection, collection, state).count()
         if stored != count:

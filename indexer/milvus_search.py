@@ -7,7 +7,7 @@ import numpy as np
 
 from embedder.types import AttributeValue, Embeddings, Hit
 from indexer.engine import Group, Grouping, SearchOptions
-from indexer.filters import Equals
+from indexer.filters import In
 from indexer.grouping import Members, best_groups
 from indexer.milvus_filters import one_of
 from indexer.milvus_schema import TOP_K, Row, vectors_of
@@ -96,8 +96,8 @@ def _parameters(nlist: int, options: SearchOptions) -> dict[str, int]:
 def _members(
     view: MilvusView, queries: Embeddings, grouping: Grouping, options: SearchOptions
 ) -> Members:
-    def members(row: int, value: AttributeValue) -> list[Candidate]:
-        same = Equals(grouping.by, value)
+    def members(row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
+        same = In(grouping.by, tuple(values))
         wheres = [same] if options.where is None else [same, options.where]
         found = [row for page in view.matching(wheres, _MEMBER) for row in page]
         scores = vectors_of(found, view.state.dim) @ queries[row]

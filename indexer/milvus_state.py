@@ -99,6 +99,14 @@ def state_properties(state: State) -> dict[str, str]:
     return {_PROPERTY: state.model_dump_json()}
 
 
+def write_state(connection: Connection, collection: str, state: State) -> None:
+    """Replace the state of a collection. Raises: EngineUnavailableError."""
+    # Milvus 2.3 puts on disk what was there before an alteration, so it takes a second one for this
+    # state to outlive the server.
+    for _ in range(2):
+        connection.call("alter_collection_properties", collection, state_properties(state))
+
+
 class StateKeeper:
     """Lets threads of this process write one after the other, and refuses other processes."""
 
@@ -124,7 +132,7 @@ class StateKeeper:
         marked = during.model_copy(update={"writer": self._mark, "since": time.time()})
         if self._unclaimed(collection)[1] != before:
             raise _busy(before.name)
-        self._write(collection, marked)
+        write_state(self._connection, collection, marked)
         if read_state(self._connection, collection)[1].writer != self._mark:
             raise _busy(before.name)
         changed = marked.changing or before.changing
@@ -136,9 +144,9 @@ class StateKeeper:
         except BaseException:
             # The first error says more than a second one here.
             with contextlib.suppress(EngineUnavailableError):
-                self._write(collection, marked.model_copy(update=free))
+                write_state(self._connection, collection, marked.model_copy(update=free))
             raise
-        self._write(collection, marked.model_copy(update=free))
+        write_state(self._connection, collection, marked.model_copy(update=free))
 
     @contextlib.contextmanager
     def _renewed(self, collection: str, marked: State) -> Iterator[None]:
@@ -146,8 +154,9 @@ class StateKeeper:
 
         def renew() -> None:
             while not done.wait(LEASE_S / 3):
+                now = marked.model_copy(update={"since": time.time()})
                 with contextlib.suppress(EngineUnavailableError):
-                    self._write(collection, marked.model_copy(update={"since": time.time()}))
+                    write_state(self._connection, collection, now)
 
         thread = threading.Thread(target=renew, name="milvus-lease", daemon=True)
         thread.start()
@@ -163,9 +172,6 @@ class StateKeeper:
         if state.is_held() and state.writer != self._mark:
             raise _busy(state.name)
         return collection, state
-
-    def _write(self, collection: str, state: State) -> None:
-        self._connection.call("alter_collection_properties", collection, state_properties(state))
 
 
 def _busy(name: str) -> GalleryBusyError:

@@ -24,6 +24,7 @@ from indexer.ranking import check_options, check_search
 from indexer.states import Reading
 
 _PAGE = 1000
+_DEFAULTS = SearchOptions()
 
 
 class GalleryReader:
@@ -130,10 +131,13 @@ class GalleryReader:
         Without the rows of the items, so `where`, `exact` and `effort` alone of the options count.
         Raises: InvalidParameterError, FilterError.
         """
-        options = options or SearchOptions()
+        options = options or _DEFAULTS
         queries = check_search(k, options, self.dim, queries)
-        with self._reading() as reading:
-            return searching.nearest(reading, queries, k, options)
+        if options.where is not None:
+            with self._reading() as reading:
+                return searching.nearest(reading, queries, k, options)
+        snapshot = self._states.newest()
+        return snapshot.nearest(queries, k, exact=options.exact, effort=options.effort)
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
@@ -142,7 +146,7 @@ class GalleryReader:
 
         Raises: InvalidParameterError, FilterError, GalleryCorruptError.
         """
-        options = options or SearchOptions()
+        options = options or _DEFAULTS
         queries = check_search(k, options, self.dim, queries)
         with self._reading() as reading:
             return searching.search(reading, queries, k, options)
@@ -158,7 +162,7 @@ class GalleryReader:
 
         Raises: as `search`.
         """
-        options = options or SearchOptions()
+        options = options or _DEFAULTS
         queries = check_search(k, options, self.dim, queries)
         with self._reading() as reading:
             return searching.search_groups(reading, queries, k, grouping, options)
@@ -173,7 +177,7 @@ class GalleryReader:
         """The `k` items most like the items with keys `liked` and least like `disliked`, without
         these. Raises: ItemNotFoundError, InvalidParameterError, FilterError.
         """
-        options = options or SearchOptions()
+        options = options or _DEFAULTS
         check_options(k, options)
         with self._reading() as reading:
             return searching.search_like(reading, liked, disliked, k, options)

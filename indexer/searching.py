@@ -8,7 +8,7 @@ import numpy as np
 from embedder.errors import GalleryCorruptError, ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.engine import Group, Grouping, Ids, Scores, SearchOptions
-from indexer.filters import And, Equals
+from indexer.filters import In
 from indexer.grouping import Members, best_groups
 from indexer.ranking import Candidate, Fetch, best_hits, combined_query
 from indexer.states import Reading
@@ -79,15 +79,14 @@ def _fetch(reading: Reading, queries: Embeddings, options: SearchOptions) -> Fet
 def _members(
     reading: Reading, queries: Embeddings, grouping: Grouping, options: SearchOptions
 ) -> Members:
-    def members(row: int, value: AttributeValue) -> list[Candidate]:
-        same = Equals(grouping.by, value)
-        where = same if options.where is None else And((same, options.where))
-        ids = reading.view.matching(where)
+    def members(row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
+        ids = reading.view.matching(In(grouping.by, tuple(values)))
         scores = np.clip(reading.view.vectors(ids) @ queries[row], -1, 1)
         known = _candidates(reading, ids)
         return [
             _scored(known[number], score)
             for number, score in zip(ids.tolist(), scores.tolist(), strict=True)
+            if options.where is None or options.where.matches(known[number].attributes)
         ]
 
     return members

@@ -110,7 +110,9 @@ def write_segment(
     """
     started = perf_counter()
     batches = iter(batches_of())
-    first = next(batches, (ids[:0], np.empty((0, 0), np.float32)))
+    first = next(batches, None)
+    if first is None:
+        raise _out_of_step(ids, 0)
     dim = first[1].shape[1]
     plan = _plan(len(ids), dim, settings)
     is_held = _held_out(len(ids))
@@ -197,9 +199,13 @@ def _in_step(ids: Ids, batches: Batches) -> Iterator[tuple[slice, Embeddings]]:
     else:
         if start == len(ids):
             return
-    raise GalleryCorruptError(
-        f"The catalogue lists {len(ids):,} items, but their vectors do not follow the list from "
-        f"item {start:,} on. Restore a backup (kinlens-index restore) or build the gallery again."
+    raise _out_of_step(ids, start)
+
+
+def _out_of_step(ids: Ids, start: int) -> GalleryCorruptError:
+    return GalleryCorruptError(
+        f"The catalogue lists {len(ids):,} items, but their vectors do not follow the list up to "
+        f"item {start:,}. Restore a backup (kinlens-index restore) or build the gallery again."
     )
 
 

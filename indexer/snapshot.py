@@ -81,12 +81,12 @@ class Snapshot:
 
         Where a query has fewer, number -1 fills its row. `effort` is efSearch or nprobe.
         """
+        if self.segment is not None and not len(self.delta.alive):
+            return _ordered(*self._in_segment(queries, k, among, exact, effort), k)
         found = self.delta.nearest(queries, k, None if among is None else among.delta)
         if self.segment is None:
             return _ordered(*found, k)
         segment = self._in_segment(queries, k, among, exact, effort)
-        if not found[0].shape[1]:
-            return _ordered(*segment, k)
         scores = np.concatenate([segment[0], found[0]], axis=1)
         return _ordered(scores, np.concatenate([segment[1], found[1]], axis=1), k)
 

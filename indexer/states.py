@@ -59,10 +59,21 @@ class States:
             "it again from the catalogue: kinlens-index compact GALLERY --rebuild."
         )
 
+    def newest(self) -> Snapshot:
+        """The snapshot of the newest state, for a search that reads no rows.
+
+        Raises: GalleryCorruptError.
+        """
+        current, state = self._snapshot, self._catalog.state()
+        if current is not None and _is_of(current, state):
+            return current
+        with self.reading() as reading:
+            return reading.snapshot
+
     def _at(self, view: CatalogView, state: State) -> Snapshot | None:
         """The snapshot of `state`; None if this transaction is older than what others have seen."""
         current = self._snapshot
-        if current is None or current.seq != state.seq or current.segment_name != state.segment:
+        if current is None or not _is_of(current, state):
             with self._advancing:
                 current = self._advanced(view, state)
         return current
@@ -92,6 +103,10 @@ class States:
         """Let go of the segment."""
         with self._advancing:
             self._snapshot = None
+
+
+def _is_of(snapshot: Snapshot, state: State) -> bool:
+    return snapshot.seq == state.seq and snapshot.segment_name == state.segment
 
 
 def _is_older(state: State, snapshot: Snapshot) -> bool:

@@ -18,6 +18,7 @@ _EQUAL = 1e-5
 
 _MAX_SEARCH = 4096
 _SCAN_QUERIES = 100
+_FASTER = 0.9  # a greater k_factor must save this much
 _K_FACTORS = {
     "flat": (1,),
     "cagra": (1,),
@@ -62,7 +63,7 @@ def tune(index: SegmentIndex, queries: Embeddings, target: float, k: int = TUNED
         if found is None:
             continue
         tuned, seconds = found
-        if seconds >= fastest:
+        if seconds >= _FASTER * fastest:
             break
         best, fastest = tuned, seconds
     if best is None:

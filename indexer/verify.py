@@ -9,18 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from embedder.errors import GalleryCorruptError, ImageError, ItemNotFoundError, SourceError
+from embedder.errors import ImageError, ItemNotFoundError, SourceError
 from embedder.session import Embedder
 from embedder.types import Embeddings, Hit
-from indexer.catalog import Catalog
-from indexer.compaction import CATALOG, SEGMENTS
 from indexer.embed import Progress
 from indexer.engine import Entry, Item, SearchOptions
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder
+from indexer.integrity import check_files
 from indexer.pictures import source_bytes
 from indexer.recall import Recall, measured_recall, own_recall
-from indexer.snapshot import open_segment
 
 EXHAUSTIVE_UP_TO = 10_000
 """Larger galleries are sampled unless another number is asked for."""
@@ -114,44 +111,6 @@ def verify_gallery(
         return _report(gallery, embedder, settings, checked, problems, recall)
     finally:
         gallery.close()
-
-
-def check_files(path: Path | str) -> None:
-    """Every hash of the index, and the integrity of the catalogue. Raises: GalleryCorruptError."""
-    generation = GalleryFolder(path).current()
-    catalog = Catalog.open(generation / CATALOG)
-    try:
-        with catalog.reading() as view:
-            view.check()
-        missing: str | None = None
-        while segment := _current_segment(catalog):
-            if segment == missing:
-                raise GalleryCorruptError(
-                    f"The segment {segment} is missing in {generation / SEGMENTS}. Make it again "
-                    "from the catalogue: kinlens-index compact GALLERY --rebuild."
-                )
-            try:
-                open_segment(generation / SEGMENTS / segment, "cpu", verify_hashes=True)
-                break
-            except FileNotFoundError:
-                missing = segment  # unless a compaction has replaced it meanwhile
-    finally:
-        catalog.close()
-
-
-def size_of(path: Path | str) -> int:
-    """Number of items, whatever the state of the index. Raises: GalleryError."""
-    catalog = Catalog.open(GalleryFolder(path).current() / CATALOG)
-    try:
-        with catalog.reading() as view:
-            return view.state().size
-    finally:
-        catalog.close()
-
-
-def _current_segment(catalog: Catalog) -> str | None:
-    with catalog.reading() as view:
-        return view.state().segment
 
 
 def sampled(ids: Sequence[int], sample: int | None = None) -> list[int]:

@@ -22,6 +22,8 @@ ONLY_IN = {
     "onnxruntime": {"embedder", "training"},
     "fastapi": {"service"},
     "redis": {"service"},
+    "pymilvus": {"indexer"},
+    "pyarrow": {"indexer"},
 }
 
 

@@ -16,16 +16,10 @@ from indexer.commands.options import (
     RecallOption,
 )
 from indexer.commands.vectors import read_vectors
+from indexer.integrity import check_files, size_of
 from indexer.manifest import SHORT
 from indexer.tuning import tune_gallery
-from indexer.verify import (
-    VerifyReport,
-    VerifySettings,
-    check_files,
-    sample_size,
-    size_of,
-    verify_gallery,
-)
+from indexer.verify import VerifyReport, VerifySettings, sample_size, verify_gallery
 
 app = typer.Typer()
 

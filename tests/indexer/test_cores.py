@@ -8,7 +8,7 @@ import pytest
 
 from indexer.cores import core_count
 from indexer.embed import EmbedSettings
-from indexer.faiss_engine import FaissStore
+from indexer.faiss_engine import Effort, SegmentIndex
 
 
 @pytest.fixture
@@ -30,11 +30,11 @@ def test_a_search_takes_no_more_threads_than_cores_or_queries(
 ) -> None:
     taken: list[int] = []
     monkeypatch.setattr(faiss, "omp_set_num_threads", taken.append)
-    store = FaissStore.create(2)
-    store.add(np.arange(4), np.eye(2, dtype=np.float32)[[0, 1, 0, 1]])
+    index = SegmentIndex.open("flat", np.eye(2, dtype=np.float32), None)
     for count in (1, 2, 10):
-        store.search(np.ones((count, 2), np.float32), 1)
-    assert taken == [1, 2, 3]
+        index.search(np.ones((count, 2), np.float32), 1, Effort(0))
+        index.exact(np.ones((count, 2), np.float32), 1)
+    assert taken == [1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(("found", "expected"), [(8, 8), (None, 1)])

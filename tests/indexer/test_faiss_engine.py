@@ -207,11 +207,13 @@ def test_an_extended_index_finds_the_vectors_that_came_last(
     assert (found == np.arange(N - 300, N)).mean() >= 0.99
 
 
+@pytest.mark.parametrize("has_one_level", [True, False])
 def test_a_graph_of_the_gpu_answers_on_the_cpu_with_the_mapped_vectors(
-    tmp_path: Path, gallery: Embeddings, queries: Embeddings
+    tmp_path: Path, gallery: Embeddings, queries: Embeddings, has_one_level: bool
 ) -> None:
     graph = faiss.IndexHNSWCagra(DIM, 16, faiss.METRIC_INNER_PRODUCT)
     graph.add(gallery)
+    graph.base_level_only = has_one_level
     index = SegmentIndex("cagra", gallery, graph)
     facts = index.save(tmp_path / "index")
     assert facts.bytes < gallery.nbytes * 1.5  # the graph alone
@@ -261,3 +263,23 @@ def test_an_index_of_other_vectors_or_another_kind_is_refused(tmp_path: Path) ->
 def test_a_flat_index_has_no_codes_to_save(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match="keep its vectors"):
         built("flat", unit(3)).save(tmp_path / "index")
+
+
+@pytest.mark.parametrize("kind", ["ivf-pq", "ivf-rabitq"])
+def test_lists_that_are_found_through_a_graph_answer_as_well(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    gallery: Embeddings,
+    queries: Embeddings,
+) -> None:
+    for module in ("faiss_build", "faiss_search"):
+        monkeypatch.setattr(f"indexer.{module}.COARSE_HNSW_FROM", 16)
+    index = built(kind, gallery)
+    index.save(tmp_path / "index")
+    opened = SegmentIndex.open(index.kind, gallery, tmp_path / "index")
+    assert isinstance(faiss.downcast_index(opened._codes.quantizer), faiss.IndexHNSW)
+    found = opened.search(queries, 10, EFFORTS[kind])[1]
+    assert recall_at(found, opened.exact(queries, 10)[1]) >= 0.97
+    every = opened.search(queries[:3], N, EFFORTS[kind])[1]
+    assert (np.sort(every, axis=1) == np.arange(N)).all()

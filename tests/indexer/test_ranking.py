@@ -50,9 +50,9 @@ class Shelf:
         shuffled = self.random.sample(self.rows[row], len(self.rows[row]))
         return sorted(shuffled, key=lambda c: -c.score)[:n]
 
-    def members(self, row: int, value: AttributeValue) -> list[Candidate]:
-        self.opened.append(value)
-        return [c for c in self.rows[row] if same(c.attributes.get("sku"), value)]
+    def members(self, row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
+        self.opened += values
+        return [c for c in self.rows[row] if any(same(c.attributes.get("sku"), v) for v in values)]
 
     def options(self, offset: int | None = None) -> SearchOptions:
         draw = self.random
@@ -179,6 +179,10 @@ def test_a_group_is_opened_once_and_only_if_it_may_win() -> None:
     grouping = Grouping("sku", "mean")
     best_groups(shelf.fetch, shelf.members, 1, 5, grouping, SearchOptions())
     assert len(shelf.opened) == len(set(shelf.opened)) <= 7
+    mixed = flat([1 - n / 1000 for n in range(1000)], lambda n: n % 50)
+    best_groups(mixed.fetch, mixed.members, 1, 5, grouping, SearchOptions())
+    assert len(mixed.asked) > 1
+    assert sorted(mixed.opened) == list(range(50))
 
 
 def test_all_rows_are_fetched_at_once_and_only_unsettled_ones_again() -> None:

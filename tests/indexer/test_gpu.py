@@ -1,0 +1,148 @@
+"""Search on the GPU: refused by name without one; the answers of the CPU with one."""
+
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+
+from embedder.errors import PlanError, ProviderError
+from embedder.types import Embeddings
+from indexer import gpu
+from indexer.faiss_engine import Effort, SegmentIndex
+from indexer.gpu import GpuIndex, build_cagra, gpu_memory_mb, why_no_gpu
+from indexer.plan import IndexSettings, plan_index
+from indexer.segment import Segment, write_segment
+from indexer.tune import recall_at
+from tests.indexer.vectors import bitmap, clumped, unit
+
+N, DIM = 20_000, 64
+
+
+def test_without_gpu_support_every_way_to_the_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+    vectors = unit(100)
+    for ask in (
+        lambda: GpuIndex.flat(vectors),
+        lambda: GpuIndex.cagra(faiss.IndexHNSWCagra(16, 8, faiss.METRIC_INNER_PRODUCT)),
+        lambda: build_cagra(vectors, {"graph_degree": 64, "intermediate_graph_degree": 128}),
+        gpu_memory_mb,
+        lambda: SegmentIndex.open("flat", vectors, None, "cuda"),
+    ):
+        with pytest.raises(ProviderError, match=r"no GPU support.*make install-gpu"):
+            ask()
+    with pytest.raises(PlanError, match=r"no GPU support.*--device cpu"):
+        plan_index(100, 16, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "message"),
+    [
+        ("OPTIMIZE GPU", 1, "without cuVS.*faiss-gpu-cuvs"),
+        ("OPTIMIZE GPU CUVS", 0, "finds no NVIDIA GPU.*nvidia-smi"),
+        ("OPTIMIZE GPU CUVS", 1, None),
+    ],
+)
+def test_the_reason_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, options: str, gpus: int, message: str | None
+) -> None:
+    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
+    monkeypatch.setattr(faiss, "get_compile_options", lambda: options)
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: gpus, raising=False)
+    if message is None:
+        assert why_no_gpu() is None
+    else:
+        with pytest.raises(ProviderError, match=message):
+            gpu.require_gpu()
+
+
+def test_a_segment_is_not_opened_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    if why_no_gpu() is None:
+        pytest.skip("this machine has a GPU")
+    vectors, ids = unit(100), np.arange(100)
+    write_segment(tmp_path, 1, ids, lambda: [(ids, vectors)], IndexSettings())
+    with pytest.raises(ProviderError, match="Or search on the CPU"):
+        Segment.open(tmp_path, device="cuda")
+
+
+class FakeGpu:
+    """Stands for a GpuIndex; answers with all positions from 0 on."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.asked: list[int] = []
+
+    def search(self, queries: Embeddings, k: int, effort: int) -> tuple[np.ndarray, np.ndarray]:
+        self.asked.append(k)
+        positions = np.tile(np.arange(k), (len(queries), 1))
+        return np.linspace(1, 0, k, dtype=np.float32) + 0 * queries[:, :1], positions
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_a_gpu_cannot_answer_comes_from_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = unit(2000)
+    fake = FakeGpu(2000)
+    monkeypatch.setattr(GpuIndex, "flat", lambda vectors: fake)
+    index = SegmentIndex.open("flat", vectors, None, "cuda")
+    queries = unit(3, seed=1)
+    assert index.search(queries, 5, Effort(0))[1].tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert fake.asked == [10]
+    for allowed, k in ((None, gpu.MAX_K + 1), (bitmap(np.arange(2000) < 50), 5)):
+        found = index.search(queries, k, Effort(0), allowed)[1]
+        positions = None if allowed is None else np.arange(50)
+        assert (found == index.exact(queries, k, positions)[1]).all()
+    assert index.search(queries[:0], 5, Effort(0))[1].shape == (0, 5)
+    assert fake.asked == [10]
+
+
+def test_a_gpu_that_fails_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def search(self, *_: object) -> None:
+            raise RuntimeError("Error in void alloc at x.cu:1: Error: 'err == 0' CUDA error 2")
+
+    with pytest.raises(ProviderError, match=r"GPU could not answer: 'err == 0'.*nvidia-smi"):
+        GpuIndex(Broken()).search(unit(1), 1, 1)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def gallery() -> Embeddings:
+    if why := why_no_gpu():
+        pytest.skip(why)
+    return clumped(N, DIM)
+
+
+@pytest.mark.gpu
+def test_flat_on_the_gpu_answers_as_on_the_cpu(gallery: Embeddings) -> None:
+    queries = clumped(200, DIM, seed=9)
+    index = SegmentIndex.build(plan_index(N, DIM, device="cuda", kind="flat"), gallery)
+    found, truth = index.search(queries, 10, Effort(0)), index.exact(queries, 10)
+    assert recall_at(found[1], truth[1]) >= 0.999
+    np.testing.assert_allclose(found[0], truth[0], atol=1e-4)
+    index.close()
+
+
+@pytest.mark.gpu
+def test_cagra_is_built_tuned_saved_and_answers_on_both(
+    gallery: Embeddings, tmp_path: Path
+) -> None:
+    ids, queries = np.arange(N), clumped(200, DIM, seed=9)
+    settings = IndexSettings(kind="cagra", device="cuda")
+    manifest = write_segment(tmp_path, 1, ids, lambda: [(ids, gallery)], settings)
+    assert manifest.recall >= 0.98
+    for device in ("cuda", "cpu"):
+        segment = Segment.open(tmp_path, device=device)
+        truth = segment.index.exact(queries, 10)
+        for allowed in (None, bitmap(np.ones(N, bool))):
+            found = segment.index.search(queries, 10, manifest.tuned, allowed)
+            assert recall_at(found[1], truth[1]) >= 0.95, device
+            np.testing.assert_allclose(found[0][:, 0], truth[0][:, 0], atol=1e-4)
+        segment.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_memory(gallery: Embeddings) -> None:
+    assert gpu_memory_mb() > 1000

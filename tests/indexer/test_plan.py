@@ -1,0 +1,189 @@
+"""The plan: the right kind for the size, within the memory, refused by name where nothing fits."""
+
+from pathlib import Path
+
+import pytest
+
+from embedder.errors import PlanError
+from indexer import plan as plans
+from indexer.faiss_engine import SegmentIndex
+from indexer.memory import memory_mb
+from indexer.plan import IndexSettings, Plan, plan_index
+from indexer.plan_costs import lists_for
+from tests.indexer.vectors import clumped
+
+MUCH = 1e6
+
+
+def planned(n: int, dim: int = 128, **changes: object) -> Plan:
+    return plan_index(n, dim, **{"memory_mb": MUCH, "cores": 2, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("n", "dim", "kind"),
+    [
+        (1, 128, "flat"),
+        (390_000, 128, "flat"),
+        (97_000, 512, "flat"),
+        (400_000, 128, "fp16"),
+        (780_000, 128, "fp16"),
+        (800_000, 128, "hnsw"),
+        (2_000_000, 128, "hnsw"),
+        (2_000_001, 128, "ivf-pq"),
+        (10_000_000, 128, "ivf-pq"),
+        (3_000_000, 127, "ivf-rabitq"),
+    ],
+)
+def test_auto_takes_the_kind_that_suits_the_size(n: int, dim: int, kind: str) -> None:
+    plan = planned(n, dim)
+    assert (plan.kind, plan.n, plan.dim, plan.device) == (kind, n, dim, "cpu")
+
+
+@pytest.mark.parametrize("kind", ["flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq"])
+def test_a_named_kind_is_taken_whatever_the_size(kind: str) -> None:
+    plan = planned(5_000, kind=kind)
+    assert plan.kind == kind
+    assert "--index" in plan.reason
+
+
+def test_auto_falls_to_a_smaller_kind_and_says_why() -> None:
+    wished = planned(1_000_000)
+    tight = planned(1_000_000, memory_mb=wished.memory_mb * 0.9)
+    assert wished.kind == "hnsw"
+    assert tight.kind == "ivf-pq"
+    assert "hnsw needs" in tight.reason
+    assert "but there are only" in tight.reason
+    assert max(tight.memory_mb, tight.build_memory_mb) <= wished.memory_mb * 0.9
+
+
+def test_auto_never_goes_beyond_the_memory_given() -> None:
+    for limit in (120, 200, 400, 800, 1600, 3200):
+        for n in (1_000, 100_000, 1_000_000, 5_000_000):
+            try:
+                plan = planned(n, memory_mb=limit)
+            except PlanError as error:
+                assert "--memory-mb" in str(error)  # noqa: PT017
+            else:
+                assert max(plan.memory_mb, plan.build_memory_mb) <= limit
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_flags() -> None:
+    with pytest.raises(
+        PlanError, match=r"hnsw for 1,000,000 vectors.*needs \d+ MB.*only 100 MB.*--memory-mb"
+    ):
+        planned(1_000_000, kind="hnsw", memory_mb=100)
+    with pytest.raises(PlanError, match=r"only 101 MB.*--memory-mb"):
+        planned(10_000_000, memory_mb=101)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n": 0}, "0 vectors.*1 to"),
+        ({"n": 2**31}, "2,147,483,648 vectors"),
+        ({"dim": 0}, "dimension 0"),
+        ({"dim": 8193}, "dimension 8,193 .*8,192"),
+        ({"kind": "lsh"}, "no index 'lsh'.*--index auto, flat, fp16"),
+        ({"kind": "cagra"}, "cagra is not made on cpu.*--device cuda"),
+        ({"device": "tpu"}, "no device 'tpu'.*--device cpu or cuda"),
+        ({"target_recall": 0.0}, "target recall of 0.*--target-recall"),
+        ({"target_recall": 1.1}, "target recall of 1.1"),
+        ({"memory_mb": 0}, "0 MB of memory.*--memory-mb"),
+        ({"memory_mb": float("nan")}, "nan MB of memory"),
+        ({"kind": "ivf-pq", "n": 623}, "623 vectors are too few.*624.*--index flat"),
+        ({"kind": "ivf-rabitq", "n": 1}, "1 vectors are too few"),
+        ({"kind": "ivf-pq", "dim": 33}, "33 is odd.*--index ivf-rabitq"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(**{"n": 1000, **changes})  # type: ignore[arg-type]
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "why_no_gpu", lambda: "No GPU. Buy one.")
+    with pytest.raises(PlanError, match=r"No GPU\. Buy one\. Or choose --device cpu"):
+        planned(1000, device="cuda")
+
+
+def test_on_a_gpu_auto_is_flat_and_then_cagra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(plans, "gpu_memory_mb", lambda: 80_000.0)
+    assert planned(100_000, device="cuda").kind == "flat"
+    assert planned(10_000_000, device="cuda").kind == "cagra"
+    assert planned(10_000_000, device="cuda", target_recall=1).kind == "flat"
+    with pytest.raises(PlanError, match=r"cagra.*only 64,000 MB"):
+        planned(100_000_000, device="cuda", memory_mb=None)
+    with pytest.raises(PlanError, match=r"hnsw is not made on cuda.*--device cpu"):
+        planned(1000, device="cuda", kind="hnsw")
+
+
+def test_a_target_that_only_an_exact_index_reaches_gets_one() -> None:
+    plan = planned(3_000_000, target_recall=1)
+    assert (plan.kind, plan.expected_recall) == ("flat", 1.0)
+
+
+def test_more_vectors_never_cost_less() -> None:
+    for kind in ("flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq"):
+        steps = [planned(n, kind=kind) for n in (1_000, 10_000, 100_000, 1_000_000, 20_000_000)]
+        for costs in zip(
+            *((p.memory_mb, p.mapped_mb, p.disk_mb, p.build_memory_mb) for p in steps), strict=True
+        ):
+            assert list(costs) == sorted(costs)
+        assert steps[0].build_minutes < steps[-1].build_minutes
+
+
+def test_more_cores_build_faster() -> None:
+    slow, fast = (planned(5_000_000, cores=cores) for cores in (1, 16))
+    assert fast.build_minutes < slow.build_minutes / 4
+
+
+@pytest.mark.parametrize("kind", ["fp16", "hnsw", "ivf-pq", "ivf-rabitq"])
+def test_the_memory_of_a_plan_is_that_of_the_index(tmp_path: Path, kind: str) -> None:
+    vectors = clumped(20_000, 32)
+    plan = planned(*vectors.shape, kind=kind)
+    facts = SegmentIndex.build(plan, vectors).save(tmp_path / "index")
+    assert plan.memory_mb * 2**20 == pytest.approx(facts.bytes, rel=0.15)
+
+
+def test_lists_follow_the_table() -> None:
+    assert [lists_for(n) for n in (40_000, 250_000, 999_999)] == [1024, 2048, 4096]
+    assert [lists_for(n) for n in (1_000_000, 10_000_000)] == [16_384] * 2
+    assert lists_for(10_000_001) == 65_536
+    assert lists_for(1000) == 1000 // 39
+
+
+def test_the_lines_name_every_cost() -> None:
+    text = "\n".join(planned(5_000_000).lines())
+    for word in (
+        "ivf-pq on cpu",
+        "nlist 16,384",
+        "5,000,000 x 128",
+        "MB while searching",
+        "mapped",
+        "disk",
+        "build",
+        "min",
+        "recall@10",
+        "0.980",
+        "reason",
+    ):
+        assert word in text
+
+
+def test_settings_left_alone_are_those_of_the_plan() -> None:
+    settings = IndexSettings()
+    plan = plan_index(1000, 16)
+    assert (settings.kind, settings.device, settings.memory_mb) == ("auto", "cpu", None)
+    assert plan == plan_index(1000, 16, kind="auto", device="cpu", target_recall=0.98)
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_container_with_less_memory_is_heeded(tmp_path: Path, name: str) -> None:
+    whole = memory_mb(tmp_path)
+    assert whole > 1
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"{2**20}\n")
+    assert memory_mb(tmp_path) == 1
+    (tmp_path / name).write_text("max\n")
+    assert memory_mb(tmp_path) == whole

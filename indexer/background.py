@@ -5,9 +5,10 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from embedder.errors import GalleryBusyError, KinlensError
+from embedder.errors import GalleryBusyError, GalleryError, KinlensError
 
 _RETRY_S = 30.0
+_LONGEST_PAUSE_S = 3600.0
 
 
 class Compactable(Protocol):
@@ -20,8 +21,8 @@ class Compactable(Protocol):
 class BackgroundCompaction:
     """Looks after a gallery from the first `nudge` until it is closed.
 
-    A failure is logged, kept in `last_error` and handed to `on_error`; it is tried again after a
-    while, or after the next nudge, whichever comes later.
+    A failure is logged, kept in `last_error` and handed to `on_error`. It is tried again after a
+    pause that doubles each time, up to an hour.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class BackgroundCompaction:
         self.last_error: KinlensError | None = None
         self._gallery = gallery
         self._on_error = on_error
-        self._retry_s = retry_s
+        self._pause_s = self._retry_s = retry_s
         self._nudged = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="compaction", daemon=True)
@@ -56,11 +57,19 @@ class BackgroundCompaction:
                 if self._gallery.needs_compaction():
                     self._gallery.compact()
                 self.last_error = None
+                self._pause_s = self._retry_s
             except GalleryBusyError:
                 # Another process does it; look again, in case that one fails.
                 self._again()
             except KinlensError as error:
                 self._failed(error)
+                self._again()
+            except Exception as error:
+                # The border of the thread: whatever it is, memory for one, it must not end in
+                # silence.
+                self._failed(
+                    GalleryError(f"The compaction failed: {type(error).__name__}: {error}")
+                )
                 self._again()
 
     def _failed(self, error: KinlensError) -> None:
@@ -70,5 +79,6 @@ class BackgroundCompaction:
             self._on_error(error)
 
     def _again(self) -> None:
-        self._closed.wait(self._retry_s)
+        self._closed.wait(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         self._nudged.set()

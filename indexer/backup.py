@@ -33,11 +33,14 @@ from indexer.backup_files import (
 )
 from indexer.catalog import Catalog, State
 from indexer.compaction import SEGMENTS
-from indexer.durable import rename, sync_tree
+from indexer.durable import make_folder, rename, sync_tree
 from indexer.generation import REPORT as BUILD_REPORT
 from indexer.layout import GalleryFolder, disk_errors_explained
 from indexer.locks import hold, in_use
 from indexer.manifest import MANIFEST, GalleryManifest, read_manifest, write_manifest
+from indexer.segment_manifest import MANIFEST as SEGMENT_MANIFEST
+from indexer.segment_manifest import check_file
+from indexer.segment_manifest import read_manifest as read_segment_manifest
 from indexer.snapshot import open_segment
 
 _PAGES = 1024  # of a catalogue, copied between two calls of the progress: 16 MiB
@@ -100,13 +103,22 @@ def restore(
 
 
 def backup_bytes(gallery: Path | str) -> int:
-    """About how many bytes `backup` will copy. Raises: GalleryNotFoundError."""
+    """How many bytes `backup` copies, unless the gallery changes meanwhile.
+
+    Raises: GalleryNotFoundError, GalleryCorruptError.
+    """
     source = GalleryFolder(gallery).current()
-    segment = sorted((source / SEGMENTS).glob("[!.]*"))[-1:]
-    files = [source / CATALOG, *(file for folder in segment for file in folder.glob("*"))]
-    with contextlib.suppress(OSError):
-        return sum(file.stat().st_size for file in files)
-    return 0
+    with contextlib.closing(Catalog.open(source / CATALOG)) as catalog, catalog.reading() as view:
+        segment = view.state().segment
+    with contextlib.closing(_reader(source / CATALOG)) as read:
+        # Not the size of the file: what came last may stand in its log alone.
+        pages, page_size = (
+            read.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size")
+        )
+    files = [] if segment is None else (source / SEGMENTS / segment).glob("*")
+    with contextlib.suppress(FileNotFoundError):  # a compaction has replaced it meanwhile
+        return int(pages * page_size) + sum(file.stat().st_size for file in files)
+    return int(pages * page_size)
 
 
 def _write(source: Path, stage: Path, on_progress: Progress) -> BackupReport:
@@ -203,10 +215,15 @@ def _is_copied(source: Path, target: Path, on_progress: Progress) -> bool:
         return False
     try:
         target.mkdir()
-        for file in sorted(source.iterdir()):
-            shutil.copyfile(file, target / file.name)
-            on_progress(file.stat().st_size)
-    except FileNotFoundError:
+        files = read_segment_manifest(source).files
+        for name, facts in files.items():
+            check_file(source / name, facts, verify_hash=False)
+        for name in (*files, SEGMENT_MANIFEST):
+            shutil.copyfile(source / name, target / name)
+            on_progress((target / name).stat().st_size)
+    except (FileNotFoundError, GalleryCorruptError):
+        if source.is_dir():
+            raise
         shutil.rmtree(target)
         return False
     finally:
@@ -218,7 +235,7 @@ def _is_copied(source: Path, target: Path, on_progress: Progress) -> bool:
 def _stage(out: Path) -> Iterator[Path]:
     """A new folder beside `out`, gone afterwards unless it was renamed; left-overs go first."""
     prefix = f".{out.name}.part-"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent, "backup")
     for folder in out.parent.iterdir():
         if folder.name.startswith(prefix) and not in_use(folder):
             shutil.rmtree(folder, ignore_errors=True)

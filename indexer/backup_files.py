@@ -1,9 +1,12 @@
 """What a backup holds, and whether it still does."""
 
 import contextlib
+import errno
 import hashlib
+import os
 import sqlite3
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -90,8 +93,8 @@ def copy_checked(source: Path, target: Path, file: BackupFile, on_progress: Prog
     """Copy a file, whose content is compared on the way. Raises: GalleryCorruptError, OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    with source.open("rb") as read, target.open("xb") as write:
-        while chunk := read.read(_CHUNK):
+    with target.open("xb") as write:
+        for chunk in _chunks(source):
             digest.update(chunk)
             write.write(chunk)
             on_progress(len(chunk))
@@ -112,6 +115,30 @@ def check_catalog(path: Path) -> None:
         verdict = str(error)
     if verdict != "ok":
         raise GalleryCorruptError(f"{path} is damaged: {verdict}. {_CURE}")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    for chunk in _chunks(path):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of a file. Raises: OSError."""
+    if path.name != CATALOG:
+        with path.open("rb") as file:
+            yield from iter(lambda: file.read(_CHUNK), b"")
+        return
+    # A backup can be open as a gallery. To close a second descriptor of its catalogue in this
+    # process would drop the locks of SQLite, and another process could take its log away.
+    command = ["cat", "--", str(path.absolute())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        pipe = process.stdout
+        assert pipe is not None
+        yield from iter(lambda: pipe.read(_CHUNK), b"")
+    if process.returncode:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
 def _report(path: Path) -> BackupReport:
@@ -135,7 +162,7 @@ def _report(path: Path) -> BackupReport:
 
 def _check(path: Path, file: BackupFile) -> None:
     try:
-        size, found = path.stat().st_size, sha256_of(path)
+        size, found = path.stat().st_size, _sha256(path)
     except OSError as error:
         raise GalleryCorruptError(f"{path} cannot be read: {error.strerror}. {_CURE}") from error
     if (size, found) != (file.bytes, file.sha256):

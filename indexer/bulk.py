@@ -10,8 +10,15 @@ from pathlib import Path
 from embedder.errors import GalleryWriteError, InvalidParameterError
 from indexer.attributes import AttributeKind
 from indexer.catalog_errors import write_error
-from indexer.catalog_schema import FIRST_STATE, INDEXES, NEW_FILE, TABLES
-from indexer.catalog_writer import INSERT_ITEM, INSERT_VECTOR, attribute_rows, item_row
+from indexer.catalog_schema import FIRST_STATE, INDEXES, NEW_FILE, TABLES, seal
+from indexer.catalog_writer import (
+    INSERT_ITEM,
+    INSERT_VECTOR,
+    Totals,
+    attribute_rows,
+    item_row,
+    vector_rows,
+)
 from indexer.engine import Entry
 from indexer.entries import checked_vectors, learn_kinds
 
@@ -59,16 +66,19 @@ def _load(
     connection.execute("BEGIN")
     numbers: dict[str, int] = {}
     kinds: dict[str, AttributeKind] = {}
+    totals = Totals()
     size = 0
     for batch in _batches(entries):
-        _load_batch(connection, dim, batch, size + 1, kinds, numbers)
+        _load_batch(connection, dim, batch, size + 1, kinds, numbers, totals)
         size += len(batch)
         if on_progress:
             on_progress(len(batch))
-    names = [(numbers[name], name, kind) for name, kind in kinds.items()]
-    connection.executemany("INSERT INTO names VALUES (?, ?, ?)", names)
+    names = [(numbers[name], name, kind, 0) for name, kind in kinds.items()]
+    connection.executemany("INSERT INTO names VALUES (?, ?, ?, ?)", names)
+    totals.write(connection)
     connection.execute("INSERT INTO attributes SELECT * FROM staged ORDER BY name, value, item")
-    connection.execute(FIRST_STATE, (dim, 1, size))
+    connection.execute(FIRST_STATE, (dim, 1, size, size * (size + 1) // 2))
+    seal(connection)
     connection.execute("COMMIT")
     _make_indexes(connection)
     connection.execute("PRAGMA journal_mode = WAL")
@@ -82,6 +92,7 @@ def _load_batch(
     first: int,
     kinds: dict[str, AttributeKind],
     numbers: dict[str, int],
+    totals: Totals,
 ) -> None:
     vectors = checked_vectors(batch, dim)
     for entry in batch:
@@ -90,9 +101,10 @@ def _load_batch(
         numbers[name] = len(numbers) + 1
     numbered = [*enumerate(batch, first)]
     connection.executemany(INSERT_ITEM, [item_row(number, e, 1) for number, e in numbered])
-    connection.executemany(INSERT_VECTOR, ((n, v.tobytes()) for n, v in enumerate(vectors, first)))
+    connection.executemany(INSERT_VECTOR, vector_rows(first, vectors))
     rows = attribute_rows(numbers, {number: e.attributes for number, e in numbered})
     connection.executemany("INSERT INTO staged VALUES (?, ?, ?)", rows)
+    totals.add(rows)
 
 
 def _make_indexes(connection: sqlite3.Connection) -> None:

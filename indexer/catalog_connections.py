@@ -11,7 +11,11 @@ from embedder.errors import GalleryError
 from indexer.catalog_errors import BUSY_S, read_error
 
 _CACHE_KIB = 8192
-_KEEP_LOG_BYTES = 64 * 1024 * 1024
+KEEP_LOG_BYTES = 64 * 1024 * 1024
+
+
+Stamp = tuple[int, ...]
+"""What a change of a file changes."""
 
 
 class Connections:
@@ -20,7 +24,7 @@ class Connections:
     def __init__(self, path: Path, *, writable: bool) -> None:
         self._path = path
         self._writable = writable
-        self._unwritable: tuple[int, ...] | None = None
+        self._unwritable: Stamp | None = None
         self._threads = threading.local()
         self._lock = threading.Lock()
         self._closers: set[weakref.finalize[Any, Idle]] = set()
@@ -35,6 +39,18 @@ class Connections:
         except AttributeError:
             found = self._new_idle()
         return found
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """What `is_stale` compares with; to be taken before the connection."""
+        return self._unwritable
+
+    def is_stale(self, stamp: Stamp | None, error: BaseException | None = None) -> bool:
+        """Whether what was read since `stamp`, or failed, may be of several states."""
+        if stamp is None or stamp == _stamp(self._path):
+            return False
+        # Where there was a log SQLite keeps the states apart, but the log may be gone.
+        return not _has_log(stamp) or isinstance(error, sqlite3.Error)
 
     def close(self) -> None:
         """Close every connection: now if it is idle, else when it is given back."""
@@ -51,8 +67,8 @@ class Connections:
     def connect(self) -> sqlite3.Connection:
         """A new connection, set up. Raises: GalleryError, GalleryCorruptError."""
         mode = "rw" if self._writable else "ro"
-        has_locks = self._unwritable is None or has_log(self._path)
-        immutable = "" if has_locks else "&immutable=1"
+        stamp = self._unwritable
+        immutable = "" if stamp is None or _has_log(stamp) else "&immutable=1"
         uri = f"{self._path.resolve().as_uri()}?mode={mode}{immutable}"
         try:
             connection = sqlite3.connect(
@@ -62,7 +78,7 @@ class Connections:
             if self._writable:
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("PRAGMA secure_delete = FAST")
-                connection.execute(f"PRAGMA journal_size_limit = {_KEEP_LOG_BYTES}")
+                connection.execute(f"PRAGMA journal_size_limit = {KEEP_LOG_BYTES}")
         except sqlite3.Error as error:
             raise read_error(self._path, error) from error
         return connection
@@ -113,22 +129,28 @@ def _close_all(connections: deque[sqlite3.Connection]) -> None:
         connections.pop().close()
 
 
-def has_log(path: Path) -> bool:
-    """Whether changes of this catalogue still stand in its write-ahead log."""
-    log = _log(path)
-    return log.exists() and log.stat().st_size > 0
+def log_bytes(path: Path) -> int:
+    """The length of the write-ahead log of this catalogue, where changes stand at first."""
+    try:
+        return _log(path).stat().st_size
+    except OSError:
+        return 0
 
 
 def _log(path: Path) -> Path:
     return path.with_name(f"{path.name}-wal")
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def _has_log(stamp: Stamp) -> bool:
+    return stamp[-1] > 0
+
+
+def _stamp(path: Path) -> Stamp:
     found: list[int] = []
     for file in (path, _log(path)):
         try:
             status = file.stat()
-            found += [status.st_mtime_ns, status.st_size, status.st_ino]
+            found += [status.st_mtime_ns, status.st_ino, status.st_size]
         except OSError:
             found += [0, 0, 0]
     return tuple(found)

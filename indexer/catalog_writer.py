@@ -2,52 +2,91 @@
 
 import json
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from embedder.errors import InvalidParameterError, ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings, ItemId
 from indexer.attributes import AttributeKind
+from indexer.catalog_checksums import (
+    AttributeRow,
+    Stored,
+    as_int64,
+    attributes_total,
+    item_checksum,
+    vector_checksum,
+)
+from indexer.catalog_schema import seal
 from indexer.catalog_view import CatalogView
 from indexer.engine import Entry, Ids, Item, Written
-from indexer.entries import checked_vectors, learn_kinds
+from indexer.entries import checked_vectors, learn_kinds, with_stored
 from indexer.filter_sql import stored
 
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
 
-INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?)"
+INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, ?)"
 _INSERT_ATTRIBUTE = "INSERT INTO attributes VALUES (?, ?, ?)"
 _DELETE_ATTRIBUTE = "DELETE FROM attributes WHERE name = ? AND value = ? AND item = ?"
-_UPDATE_ITEM = "UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ? WHERE id = ?"
+_UPDATE_ITEM = """
+UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? WHERE id = ?
+"""
+_GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
+
+
+class Totals:
+    """What is to be added to the totals of attribute names, by the number of the name."""
+
+    def __init__(self) -> None:
+        self._totals: defaultdict[int, int] = defaultdict(int)
+
+    def add(self, rows: Iterable[AttributeRow], sign: int = 1) -> None:
+        """Rows that have come; or gone, with `sign` -1."""
+        sums: defaultdict[tuple[int, Stored], int] = defaultdict(int)
+        for name, value, item in rows:
+            sums[name, value] += item
+        for (name, value), items in sums.items():
+            self._totals[name] += sign * attributes_total(((name, value, items),))
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Add them to what is stored. Raises: sqlite3.Error."""
+        for number, change in self._totals.items():
+            [(total,)] = connection.execute("SELECT total FROM names WHERE id = ?", (number,))
+            row = (as_int64(total + change), number)
+            connection.execute("UPDATE names SET total = ? WHERE id = ?", row)
+        self._totals.clear()
 
 
 class CatalogWriter(CatalogView):
     """A view that also writes. All its changes have one `seq`. Leave the block on an exception."""
 
-    __slots__ = ("_kinds", "_numbers", "_seq")
+    __slots__ = ("_kinds", "_numbers", "_seq", "_totals")
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: sqlite3.Connection, checked: set[int]) -> None:
+        super().__init__(connection, checked)
         self._seq: int | None = None
-        rows = self._all("SELECT name, id, kind FROM names")
-        self._numbers: dict[str, int] = {name: number for name, number, _ in rows}
-        self._kinds: dict[str, AttributeKind] = {name: kind for name, _, kind in rows}
+        self._totals = Totals()
+        rows = self._names()
+        self._numbers: dict[str, int] = {name: number for number, name, _, _ in rows}
+        self._kinds: dict[str, AttributeKind] = {name: kind for _, name, kind, _ in rows}
 
-    def add(self, entries: Sequence[Entry]) -> Written:
+    def add(self, entries: Sequence[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries. Equal key and content: nothing, or new attributes, path and format alone;
-        other content under an old key replaces the item, which gets a new number.
+        other content under an old key replaces the item, which gets a new number. With `owned`,
+        stored attributes that an entry does not give go only if they have one of these names.
 
         Raises: InvalidParameterError naming the key at fault, and then nothing was written.
         """
         vectors = checked_vectors(entries, self.dim)
+        old = self.get([*self.find([entry.key for entry in entries]).values()])
+        known = {item.key: item for item in old.values()}
+        entries = with_stored(entries, known, owned)
         kinds = dict(self._kinds)
         for entry in entries:
             learn_kinds(kinds, entry.key, entry.attributes)
-        old = self.get([*self.find([entry.key for entry in entries]).values()])
-        known = {item.key: item for item in old.values()}
         new = [n for n, e in enumerate(entries) if not _has_content(known.get(e.key), e)]
         updated = [
             (known[e.key], e)
@@ -61,6 +100,7 @@ class CatalogWriter(CatalogView):
             self._insert([entries[n] for n in new], vectors[new])
             for item, entry in updated:
                 self._set(item, entry.attributes, entry.path, entry.format)
+            self._seal()
         return Written(
             added=len(new) - len(replaced),
             replaced=len(replaced),
@@ -93,6 +133,8 @@ class CatalogWriter(CatalogView):
                 self._learn(kinds)
                 self._set(item, attributes, item.path, item.format)
                 differ += 1
+        if differ:
+            self._seal()
         return differ
 
     def remove(self, ids: Sequence[ItemId] | Ids) -> int:
@@ -105,7 +147,8 @@ class CatalogWriter(CatalogView):
             self._many("DELETE FROM items WHERE id = ?", numbers)
             self._many("DELETE FROM vectors WHERE id = ?", numbers)
             self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, number) for number in items])
-            self._grow(-len(items))
+            self._connection.execute(_GROW, (-len(items), -sum(items)))
+            self._seal()
         return len(items)
 
     def adopt_segment(self, name: str | None, seq: int) -> None:
@@ -122,6 +165,7 @@ class CatalogWriter(CatalogView):
             )
         self._connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
         self._connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
+        self._seal()
 
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
         seq = self._next_seq()
@@ -130,27 +174,36 @@ class CatalogWriter(CatalogView):
         first = rows[0][0] + 1 if rows else 1
         numbered = [*enumerate(entries, first)]
         self._many(INSERT_ITEM, [item_row(number, e, seq) for number, e in numbered])
-        self._many(INSERT_VECTOR, [(n, v.tobytes()) for n, v in enumerate(vectors, first)])
+        self._many(INSERT_VECTOR, vector_rows(first, vectors))
         self._index({number: entry.attributes for number, entry in numbered})
-        self._grow(len(entries))
+        numbers = sum(number for number, _ in numbered)
+        self._connection.execute(_GROW, (len(entries), numbers))
 
     def _set(self, item: Item, attributes: Attributes, path: str, format_: str) -> None:
-        row = (path, format_, attributes_text(attributes), self._next_seq(), item.id)
+        text = attributes_text(attributes)
+        content = bytes.fromhex(item.sha256)
+        crc = item_checksum(item.id, item.key, path, content, format_, text)
+        row = (path, format_, text, self._next_seq(), crc, item.id)
         self._connection.execute(_UPDATE_ITEM, row)
         self._unindex({item.id: item.attributes})
         self._index({item.id: attributes})
 
     def _index(self, items: Mapping[ItemId, Attributes]) -> None:
-        self._many(_INSERT_ATTRIBUTE, attribute_rows(self._numbers, items))
+        rows = attribute_rows(self._numbers, items)
+        self._many(_INSERT_ATTRIBUTE, rows)
+        self._totals.add(rows)
 
     def _unindex(self, items: Mapping[ItemId, Attributes]) -> None:
-        self._many(_DELETE_ATTRIBUTE, attribute_rows(self._numbers, items))
+        rows = attribute_rows(self._numbers, items)
+        self._many(_DELETE_ATTRIBUTE, rows)
+        self._totals.add(rows, -1)
 
     def _learn(self, kinds: Mapping[str, AttributeKind]) -> None:
         """Store the names that are new."""
         for name in kinds.keys() - self._kinds.keys():
             cursor = self._connection.execute(
-                "INSERT INTO names (name, kind) VALUES (?, ?) RETURNING id", (name, kinds[name])
+                "INSERT INTO names (name, kind, total) VALUES (?, ?, 0) RETURNING id",
+                (name, kinds[name]),
             )
             [(self._numbers[name],)] = cursor.fetchall()
             self._kinds[name] = kinds[name]
@@ -162,8 +215,10 @@ class CatalogWriter(CatalogView):
             self._seq = int(rows[0][0])
         return self._seq
 
-    def _grow(self, by: int) -> None:
-        self._connection.execute("UPDATE state SET size = size + ?", (by,))
+    def _seal(self) -> None:
+        """The checksums of what has changed; what is read afterwards fits them again."""
+        self._totals.write(self._connection)
+        seal(self._connection)
 
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         self._connection.executemany(sql, rows)
@@ -173,12 +228,19 @@ def item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:
     """The row of a new item."""
     content = bytes.fromhex(entry.sha256)
     attributes = attributes_text(entry.attributes)
-    return (number, entry.key, entry.path, content, entry.format, attributes, seq, seq)
+    crc = item_checksum(number, entry.key, entry.path, content, entry.format, attributes)
+    return (number, entry.key, entry.path, content, entry.format, attributes, seq, seq, crc)
+
+
+def vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, bytes]]:
+    """The rows of the vectors (N, D) of new items, whose numbers begin with `first`."""
+    rows = enumerate((vector.tobytes() for vector in vectors), first)
+    return [(number, vector_checksum(number, data), data) for number, data in rows]
 
 
 def attribute_rows(
     numbers: Mapping[str, int], items: Mapping[ItemId, Attributes]
-) -> list[tuple[int, str | int | float | bytes, int]]:
+) -> list[AttributeRow]:
     """The rows of items in the table of attributes; `numbers` are those of the names."""
     return [
         (numbers[name], stored(value), item)

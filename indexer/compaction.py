@@ -8,7 +8,7 @@ from time import perf_counter
 
 from pydantic import BaseModel, ConfigDict
 
-from embedder.errors import GalleryBusyError
+from embedder.errors import GalleryBusyError, GalleryError
 from indexer.catalog import Catalog, State
 from indexer.durable import reach, rename, sync_tree
 from indexer.layout import discard, disk_errors_explained, is_stage, staged
@@ -42,7 +42,10 @@ class CompactReport(BaseModel):
 
 
 def due(segment_size: int, dead: int, delta: int) -> str | None:
-    """Why a compaction is due, or None: 20 % removed, or many items behind the segment."""
+    """Why a compaction is due, or None: 20 % removed, or many items after the segment.
+
+    `delta` counts removed ones as well: their numbers stay in memory and in the catalogue.
+    """
     if segment_size and dead >= MAX_DEAD * segment_size:
         return f"{dead:,} of the {segment_size:,} items of the segment have been removed"
     limit = min(max(int(_DELTA_PART * segment_size), _SMALL_DELTA), _LARGE_DELTA)
@@ -56,9 +59,12 @@ def compact(
     settings: IndexSettings,
     *,
     wait: bool = False,
+    unless: Callable[[], bool] = lambda: False,
     on_progress: Progress | None = None,
 ) -> CompactReport:
     """Make a segment of everything that is in the catalogue now, and switch to it.
+
+    `unless` is asked when all others are kept out: if it is true by then, nothing is done.
 
     Raises: GalleryBusyError if another process does so and this is not to `wait`; PlanError,
         RecallError, and then the gallery stays as it is; GalleryWriteError.
@@ -69,6 +75,8 @@ def compact(
         disk_errors_explained(generation),
         contextlib.closing(Catalog.open(generation / CATALOG, writable=True)) as catalog,
     ):
+        if unless():
+            return CompactReport(segment=None, manifest=None, elapsed_s=0.0)
         segments = generation / SEGMENTS
         segments.mkdir(exist_ok=True)
         _clear(segments, _current(catalog))
@@ -79,6 +87,16 @@ def compact(
         reach("adopt: after commit")
         _clear(segments, name)
     return CompactReport(segment=name, manifest=manifest, elapsed_s=perf_counter() - started)
+
+
+def collect(generation: Path) -> None:
+    """Remove segments that nobody reads any more, unless a compaction runs, which will do so."""
+    with (
+        contextlib.suppress(OSError, GalleryError),
+        alone(generation, wait=False),
+        contextlib.closing(Catalog.open(generation / CATALOG)) as catalog,
+    ):
+        _clear(generation / SEGMENTS, _current(catalog))
 
 
 @contextlib.contextmanager

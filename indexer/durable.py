@@ -46,6 +46,15 @@ def sync_tree(folder: Path, step: str) -> None:
     sync(folder, step)
 
 
+def make_folder(folder: Path, step: str) -> None:
+    """Create a folder and the parents that it lacks, for good. Raises: OSError."""
+    if not folder.is_dir():
+        if not folder.parent.exists():
+            make_folder(folder.parent, step)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent, step)
+
+
 def rename(source: Path, target: Path, step: str) -> None:
     """Give `source` the name `target`, whatever had it, for good. Raises: OSError."""
     reach(f"{step}: before rename")

@@ -131,9 +131,13 @@ class VectorStore(Protocol):
     def version(self) -> str:
         """sha256 (hex) that changes with every change."""
 
-    def add(self, entries: Iterable[Entry]) -> Written:
+    def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries. Equal key and content: nothing, or new attributes alone; other content
         under an old key replaces the item, which gets a new number.
+
+        An entry replaces all attributes of the item under its key. With `owned`, those that it
+        does not give are taken away only if they have one of these names; the others stay, as they
+        are at the moment of the write.
 
         Raises: InvalidParameterError for a wrong dimension, a vector that is not finite or not of
             unit norm, a key twice in one call; GalleryWriteError; GalleryBusyError.
@@ -147,7 +151,10 @@ class VectorStore(Protocol):
         """
 
     def remove(self, keys: Iterable[str]) -> int:
-        """Remove items by key; unknown keys are left out of the count."""
+        """Remove items by key; unknown keys are left out of the count.
+
+        Raises: InvalidParameterError for what is not a list of texts.
+        """
 
     def remove_where(self, where: Filter) -> int:
         """Remove every item that fits. Raises: FilterError."""

@@ -9,7 +9,7 @@ from faiss.class_wrappers import add_to_referenced_objects
 from embedder.types import Embeddings
 from indexer.cores import core_count
 from indexer.gpu import build_cagra
-from indexer.plan import Plan
+from indexer.plan import IndexKind, Plan
 from indexer.plan_costs import (
     COARSE_HNSW_FROM,
     COARSE_M,
@@ -38,6 +38,26 @@ def flat_over(vectors: Embeddings) -> faiss.IndexFlatIP:
         index.ntotal = len(vectors)
     add_to_referenced_objects(index, vectors)
     return index
+
+
+def searched_by(kind: IndexKind, codes: faiss.Index | None, flat: faiss.IndexFlatIP) -> faiss.Index:
+    """What is searched: codes whose candidates are compared at full precision."""
+    if codes is None:
+        return flat
+    if kind == "cagra":
+        _give_storage(codes, flat)
+        return codes
+    return faiss.IndexRefine(codes, flat)
+
+
+def _give_storage(graph: faiss.IndexHNSWCagra, flat: faiss.IndexFlatIP) -> None:
+    """Let the graph read the mapped vectors, in place of its own copy, which is freed."""
+    own = graph.storage
+    graph.storage = flat
+    graph.own_fields = False
+    add_to_referenced_objects(graph, flat)
+    if own is not None:
+        own.this.own(True)
 
 
 def build_codes(plan: Plan, vectors: Embeddings, on_progress: Progress | None) -> faiss.Index:

@@ -4,24 +4,25 @@ from pathlib import Path
 
 import faiss
 import numpy as np
-from faiss.class_wrappers import add_to_referenced_objects
 
 from embedder.errors import InvalidParameterError
 from embedder.types import Embeddings
 from indexer.cores import core_count
 from indexer.engine import Ids, Scores
-from indexer.faiss_build import Progress, build_codes, flat_over, grow
+from indexer.faiss_build import Progress, build_codes, flat_over, grow, searched_by
 from indexer.faiss_file import read_codes, write_codes
 from indexer.faiss_search import (
     TUNED_AT,
     Bits,
     Effort,
+    chunked,
     compare,
     count_of,
     nothing,
     ordered,
     parameters,
     positions_in,
+    scaled,
     sifted,
 )
 from indexer.gpu import MAX_K, GpuIndex
@@ -37,7 +38,9 @@ SCAN_EXACT_PART = 0.1
 comparing with all that are left: measured, it is faster from there on."""
 
 _EXCESS, _EXCESS_LEAST = 1.5, 16
+_WIDER = 8  # a second try where a filter leaves nothing near a query
 _HARDER = 4  # k_factor where neighbours are far away: codes tell them apart less well
+_NODE = 8  # comparisons that a step of a graph costs
 
 
 class SegmentIndex:
@@ -53,7 +56,7 @@ class SegmentIndex:
         self._vectors = vectors
         self._codes = codes
         self._flat = flat_over(vectors)
-        self._top = _top(kind, codes, self._flat)
+        self._top = searched_by(kind, codes, self._flat)
         self._gpu = _on_gpu(kind, vectors, codes) if device == "cuda" else None
 
     @classmethod
@@ -139,17 +142,15 @@ class SegmentIndex:
         queries, k = self._checked(queries, k)
         _set_threads(threads or min(len(queries), core_count()))
         if allowed is None:
-            scores, positions = self._widely(queries, k, effort)
-            return self._completed(queries, scores[:, :k], positions[:, :k], self.size, effort)
+            return self._searched(queries, k, effort, None, self.size, (k,))
         count = count_of(allowed, self.size)
         part = SCAN_EXACT_PART if self.kind in ("flat", "fp16") else EXACT_PART
         if count <= max(EXACT_BELOW, part * self.size):
-            return compare(queries, k, self._vectors, positions_in(allowed, self.size))
+            return self._compared(queries, k, allowed)
         # Fetch in excess and drop: faster than FAISS with a bitmap, and recall does not suffer
         # where the filter leaves out just what is near the query; then too few are left.
         wide = int(_EXCESS * k * self.size / count) + _EXCESS_LEAST
-        found = sifted(*self._widely(queries, wide, effort), allowed, k)
-        return self._completed(queries, *found, count, effort, allowed)
+        return self._searched(queries, k, effort, allowed, count, (wide, _WIDER * wide))
 
     def exact(
         self, queries: Embeddings, k: int, positions: Ids | None = None
@@ -162,9 +163,7 @@ class SegmentIndex:
         _set_threads(min(len(queries), core_count()))
         if positions is not None:
             return compare(queries, k, self._vectors, positions)
-        if not k:
-            return nothing(len(queries), 0)
-        return ordered(*self._flat.search(queries, k))
+        return self._compared(queries, k, None)
 
     def vectors(self, positions: Ids) -> Embeddings:
         """The full-precision vectors (N, D) at known positions (N,)."""
@@ -176,45 +175,85 @@ class SegmentIndex:
         if self._gpu is not None:
             self._gpu.close()
 
-    def _widely(self, queries: Embeddings, k: int, effort: Effort) -> tuple[Scores, Ids]:
-        """At least `k` answers if there are as many, in order."""
-        k = min(max(k, TUNED_AT), self.size)
-        if self._gpu is not None and k <= MAX_K and len(queries):
-            return ordered(*self._gpu.search(queries, k, effort.value))
-        return ordered(*self._approximate(queries, k, effort, None))
+    def _searched(
+        self,
+        queries: Embeddings,
+        k: int,
+        effort: Effort,
+        allowed: Bits | None,
+        count: int,
+        widths: tuple[int, ...],
+    ) -> tuple[Scores, Ids]:
+        """The best `k` of the `count` allowed: of the `widths` nearest, one width after the other
+        for queries that still lack answers, then by the greatest effort."""
+        scores, positions = nothing(len(queries), k)
+        short = np.arange(len(queries))
+        for wide in widths:
+            if not len(short):
+                break
+            if self._is_cheaper_compared(wide, effort, count):
+                scores[short], positions[short] = self._compared(queries[short], k, allowed)
+                return scores, positions
+            found = self._widely(queries[short], k, wide, effort, allowed)
+            scores[short], positions[short] = found
+            short = short[(found[1][:, : min(k, count)] < 0).any(axis=1)]
+        if len(short):
+            found = self._hardest(queries[short], k, effort, allowed, count)
+            scores[short], positions[short] = found
+        return scores, positions
+
+    def _is_cheaper_compared(self, wide: int, effort: Effort, count: int) -> bool:
+        """Whether finding `wide` answers is no less work than comparing with `count` vectors."""
+        if wide * effort.k_factor >= count:
+            return True
+        is_graph = self.kind in ("hnsw", "cagra")
+        return is_graph and _NODE * scaled(effort.value, wide, self.size) >= count
+
+    def _compared(self, queries: Embeddings, k: int, allowed: Bits | None) -> tuple[Scores, Ids]:
+        if allowed is not None:
+            return compare(queries, k, self._vectors, positions_in(allowed, self.size))
+        if not k:
+            return nothing(len(queries), 0)
+        return ordered(*self._flat.search(queries, k))
+
+    def _widely(
+        self, queries: Embeddings, k: int, wide: int, effort: Effort, allowed: Bits | None
+    ) -> tuple[Scores, Ids]:
+        """The best `k` allowed ones among the `wide` nearest, in order."""
+        wide = min(max(wide, TUNED_AT), self.size)
+
+        def search(some: Embeddings) -> tuple[Scores, Ids]:
+            if self._gpu is not None and wide <= MAX_K:
+                found = ordered(*self._gpu.search(some, wide, min(effort.value, self.size)))
+            else:
+                found = ordered(*self._approximate(some, wide, effort, None))
+            return (
+                (found[0][:, :k], found[1][:, :k])
+                if allowed is None
+                else sifted(*found, allowed, k)
+            )
+
+        return chunked(search, queries, wide * effort.k_factor)
+
+    def _hardest(
+        self, queries: Embeddings, k: int, effort: Effort, allowed: Bits | None, count: int
+    ) -> tuple[Scores, Ids]:
+        """All lists, where there are any and a filter; else a comparison with all."""
+        hardest = Effort(self.nlist, _HARDER * effort.k_factor)
+        if allowed is None or not self.nlist or k * hardest.k_factor >= count:
+            return self._compared(queries, k, allowed)
+
+        def search(some: Embeddings) -> tuple[Scores, Ids]:
+            return ordered(*self._approximate(some, k, hardest, allowed))
+
+        return chunked(search, queries, k * hardest.k_factor)
 
     def _approximate(
         self, queries: Embeddings, k: int, effort: Effort, allowed: Bits | None
     ) -> tuple[Scores, Ids]:
-        if not k or not len(queries):
-            return nothing(len(queries), k)
         asked = parameters(self.kind, self._codes, effort, k, allowed)
         found: tuple[Scores, Ids] = self._top.search(queries, k, params=asked)
         return found
-
-    def _completed(
-        self,
-        queries: Embeddings,
-        scores: Scores,
-        positions: Ids,
-        count: int,
-        effort: Effort,
-        allowed: Bits | None = None,
-    ) -> tuple[Scores, Ids]:
-        """The same answers, those that are too short though there are `count` found once more."""
-        k = positions.shape[1]
-        short = np.flatnonzero((positions[:, : min(k, count)] < 0).any(axis=1))
-        if len(short):
-            queries = queries[short]
-            if allowed is None:
-                again = self.exact(queries, k)
-            elif self.nlist:
-                hardest = Effort(self.nlist, _HARDER * effort.k_factor)
-                again = ordered(*self._approximate(queries, k, hardest, allowed))
-            else:
-                again = compare(queries, k, self._vectors, positions_in(allowed, self.size))
-            scores[short], positions[short] = again
-        return scores, positions
 
     def _checked(self, queries: Embeddings, k: int) -> tuple[Embeddings, int]:
         if k < 1:
@@ -235,26 +274,6 @@ def _check(vectors: Embeddings, dim: int) -> None:
             f"Vectors of shape {vectors.shape} do not fit an index of dimension {dim}. "
             f"Give an array (N, {dim}) from the bundle of this gallery."
         )
-
-
-def _top(kind: IndexKind, codes: faiss.Index | None, flat: faiss.IndexFlatIP) -> faiss.Index:
-    """What is searched: codes whose candidates are compared at full precision."""
-    if codes is None:
-        return flat
-    if kind == "cagra":
-        _give_storage(codes, flat)
-        return codes
-    return faiss.IndexRefine(codes, flat)
-
-
-def _give_storage(graph: faiss.IndexHNSWCagra, flat: faiss.IndexFlatIP) -> None:
-    """Let the graph read the mapped vectors, in place of its own copy, which is freed."""
-    own = graph.storage
-    graph.storage = flat
-    graph.own_fields = False
-    add_to_referenced_objects(graph, flat)
-    if own is not None:
-        own.this.own(True)
 
 
 def _on_gpu(kind: IndexKind, vectors: Embeddings, codes: faiss.Index | None) -> GpuIndex:

@@ -34,7 +34,8 @@ def write_codes(path: Path, kind: IndexKind, codes: faiss.Index) -> FileFacts:
 
 def read_codes(path: Path, kind: IndexKind, vectors: Embeddings) -> faiss.Index:
     """Map an index over `vectors` (N, D). FAISS trusts the file. Raises: GalleryCorruptError."""
-    flags = faiss.IO_FLAG_MMAP_IFC
+    # FAISS copies the lists of an IVF into memory of its own; mapped, they would be there twice.
+    flags = 0 if kind in ("ivf-pq", "ivf-rabitq") else faiss.IO_FLAG_MMAP_IFC
     if kind == "cagra":
         flags |= faiss.IO_FLAG_SKIP_STORAGE
     try:

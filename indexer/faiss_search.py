@@ -1,6 +1,8 @@
 """One search with FAISS: its parameters, its order, and comparing with chosen vectors only."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import faiss
@@ -19,6 +21,8 @@ TUNED_AT = 10
 """The number of answers that an effort is tuned for."""
 
 _CHUNK = 65_536
+_CANDIDATE_BYTES = 12
+_CHUNK_BYTES = 64 * 2**20  # candidates of the queries that are searched for at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,25 @@ def parameters(
     kind: IndexKind, codes: faiss.Index | None, effort: Effort, k: int, allowed: Bits | None
 ) -> Any:
     """Parameters of one call, so that no index is changed for it."""
-    sel = {} if allowed is None else {"sel": faiss.IDSelectorBitmap(allowed)}
-    if kind == "flat" or codes is None:
+    nlist = getattr(codes, "nlist", 0)
+    size = 0 if codes is None else codes.ntotal
+    if allowed is None:
+        return _unfiltered(kind, nlist, size, effort, k)
+    return _made(kind, nlist, size, effort, k, {"sel": faiss.IDSelectorBitmap(allowed)})
+
+
+@lru_cache(maxsize=256)
+def _unfiltered(kind: IndexKind, nlist: int, size: int, effort: Effort, k: int) -> Any:
+    """Made once: for a single query in a small index, making them takes as long as to search."""
+    return _made(kind, nlist, size, effort, k, {})
+
+
+def _made(
+    kind: IndexKind, nlist: int, size: int, effort: Effort, k: int, sel: dict[str, Any]
+) -> Any:
+    if kind == "flat":
         return faiss.SearchParameters(**sel)
-    value = _scaled(effort.value, k)
+    value = scaled(effort.value, k, size)
     if kind == "cagra":
         return faiss.SearchParametersHNSW(efSearch=value, **sel)
     if kind == "fp16":
@@ -48,20 +67,20 @@ def parameters(
     elif kind == "hnsw":
         base = faiss.SearchParametersHNSW(efSearch=value, **sel)
     else:
-        nprobe = min(max(1, value), codes.nlist)
-        if codes.nlist >= COARSE_HNSW_FROM:
-            sel["quantizer_params"] = faiss.SearchParametersHNSW(efSearch=2 * nprobe)
+        nprobe = max(1, min(value, nlist))
+        if nlist >= COARSE_HNSW_FROM:
+            sel = {**sel, "quantizer_params": faiss.SearchParametersHNSW(efSearch=2 * nprobe)}
         base = faiss.SearchParametersIVF(nprobe=nprobe, **sel)
     return faiss.IndexRefineSearchParameters(k_factor=effort.k_factor, base_index_params=base)
 
 
-def _scaled(value: int, k: int) -> int:
-    """The value for `k` answers: with that for 10, fewer of more neighbours are found.
+def scaled(value: int, k: int, size: int) -> int:
+    """The value for `k` answers of `size` vectors: with that for 10, fewer of more are found.
 
     In proportion to k while it is small; a great value already looks beyond the first 10. Measured
     on galleries from easy (18) to hard (72): with this, recall at 30 to 1000 is that at 10 or more.
     """
-    return value + min(value, 2 * TUNED_AT) * max(0, k - TUNED_AT) // TUNED_AT
+    return min(value + min(value, 2 * TUNED_AT) * max(0, k - TUNED_AT) // TUNED_AT, size)
 
 
 def count_of(allowed: Bits, size: int) -> int:
@@ -98,6 +117,18 @@ def compare(queries: Embeddings, k: int, vectors: Embeddings, positions: Ids) ->
     )
 
 
+def chunked(
+    search: Callable[[Embeddings], tuple[Scores, Ids]], queries: Embeddings, candidates: int
+) -> tuple[Scores, Ids]:
+    """Search for some queries (Q, D), Q >= 1, at a time: each needs memory for its candidates."""
+    rows = max(1, _CHUNK_BYTES // (_CANDIDATE_BYTES * candidates))
+    if len(queries) <= rows:
+        return search(queries)
+    found = [search(queries[start : start + rows]) for start in range(0, len(queries), rows)]
+    scores, positions = zip(*found, strict=True)
+    return np.concatenate(scores), np.concatenate(positions)
+
+
 def sifted(scores: Scores, positions: Ids, allowed: Bits, k: int) -> tuple[Scores, Ids]:
     """The first `k` answers of each row that are allowed; -1 where there are fewer."""
     is_in = (allowed[positions >> 3] >> (positions & 7).astype(np.uint8)) & 1 == 1
@@ -115,7 +146,9 @@ def nothing(rows: int, k: int) -> tuple[Scores, Ids]:
 
 def ordered(scores: Scores, positions: Ids) -> tuple[Scores, Ids]:
     """Best first, equal scores by position, what is missing last; scores within [-1, 1]."""
-    scores = np.clip(scores, -1, 1)
+    scores = np.minimum(np.maximum(scores, -1), 1)
+    if (positions >= 0).all() and (scores[:, 1:] < scores[:, :-1]).all():
+        return scores, positions
     ranks = np.where(positions < 0, np.inf, -scores)
     order = np.lexsort((positions, ranks), axis=1)
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(positions, order, axis=1)

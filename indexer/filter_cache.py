@@ -70,14 +70,22 @@ class FilterCache:
             return known
         if known.seq > snapshot.seq:
             return _asked(view, snapshot, where)
-        changes = view.attributes_since(known.seq)
+        changes = view.attributes_since(known.seq, _MAX_CHANGES + 1)
         if len(changes) > _MAX_CHANGES:
             return _asked(view, snapshot, where)
         return _carried(known, changes, snapshot, where)
 
 
+def among_ids(snapshot: Snapshot, ids: Ids) -> Among:
+    """The items of `snapshot` with these numbers."""
+    return _known_of(snapshot, ids).among(snapshot)
+
+
 def _asked(view: CatalogView, snapshot: Snapshot, where: Filter) -> _Known:
-    ids = view.matching(where)
+    return _known_of(snapshot, view.matching(where))
+
+
+def _known_of(snapshot: Snapshot, ids: Ids) -> _Known:
     bits = np.zeros_like(snapshot.dead)
     positions = _positions(snapshot, ids)
     set_bits(bits, positions[positions >= 0])

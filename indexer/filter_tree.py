@@ -258,6 +258,12 @@ Filter = Equals | In | Range | And | Or | Not
 """Which items to look at; a value, so that equal filters have equal hashes."""
 
 
+def check_grouped(name: object, schema: Schema) -> None:
+    """Raises: FilterError for an attribute to group by that no item ever had."""
+    if name not in schema:
+        raise FilterError(f"There is no attribute {name!r:.160} to group by. {_known(schema)}")
+
+
 def _joined(*sizes: _Size) -> _Size:
     return _checked_size(
         _Size(

@@ -12,6 +12,7 @@ from indexer.catalog import Catalog, CatalogWriter
 from indexer.compaction import CATALOG, CompactReport, compact
 from indexer.durable import reach
 from indexer.engine import Entry, Written
+from indexer.entries import checked_keys
 from indexer.filters import Filter
 from indexer.generation import publish_generation
 from indexer.layout import GalleryFolder
@@ -54,11 +55,12 @@ class Gallery(GalleryReader):
             publish_generation(folder, manifest, ())
         return cls.open(path)
 
-    def add(self, entries: Iterable[Entry]) -> Written:
+    def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries, all or none.
 
         Equal key and content: nothing, or new attributes alone. Other content under an old key
-        replaces the item, which gets a new number.
+        replaces the item, which gets a new number. With `owned`, stored attributes that an entry
+        does not give are taken away only if they have one of these names.
 
         Raises: InvalidParameterError for a wrong dimension, a vector that is not finite or not of
             unit norm, a key twice, an attribute of another kind than before; GalleryWriteError;
@@ -66,7 +68,7 @@ class Gallery(GalleryReader):
         """
         entries = list(entries)
         with self._writing() as writer:
-            return writer.add(entries)
+            return writer.add(entries, owned)
 
     def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
         """Change attributes by key; None takes an attribute away. How many items differ now.
@@ -81,9 +83,10 @@ class Gallery(GalleryReader):
     def remove(self, keys: Iterable[str]) -> int:
         """Remove items by key; unknown keys are left out of the count.
 
-        Raises: GalleryWriteError; GalleryBusyError.
+        Raises: InvalidParameterError for what is not a list of texts; GalleryWriteError;
+            GalleryBusyError.
         """
-        keys = list(keys)
+        keys = checked_keys(keys)
         with self._writing() as writer:
             return writer.remove(list(writer.find(keys).values()))
 
@@ -131,9 +134,9 @@ class Gallery(GalleryReader):
         """Let go of the files; the gallery cannot be used afterwards."""
         if self._background is not None:
             self._background.close()
-        if "_writable" in self.__dict__:
-            self._writable.close()
         super().close()
+        if "_writable" in self.__dict__:
+            self._writable.close()  # last: it alone may write the log back into the catalogue
 
     @functools.cached_property
     def _writable(self) -> Catalog:

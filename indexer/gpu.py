@@ -1,6 +1,7 @@
 """Search on an NVIDIA GPU with faiss-gpu-cuvs: flat, and the graph CAGRA."""
 
 import ctypes
+import weakref
 from collections.abc import Mapping
 from functools import partial
 
@@ -58,10 +59,16 @@ def gpu_memory_mb(device: int = 0) -> float:
 
 
 class GpuIndex:
-    """An index on the GPU; thread safe, since one thread owns it and batches all searches."""
+    """An index on the GPU; thread safe, since one thread owns it and batches all searches.
+
+    The memory of the GPU is free again soon after the last reference is gone.
+    """
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
+        # Not by joining, since any thread may drop the last reference; and not at exit, when the
+        # thread would meet a CUDA that is going away.
+        weakref.finalize(self, owner.end).atexit = False
 
     @classmethod
     def flat(cls, vectors: Embeddings) -> "GpuIndex":

@@ -2,15 +2,15 @@
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from embedder.errors import InvalidParameterError
-from embedder.types import AttributeValue
+from embedder.types import AttributeValue, ItemId
 from indexer.engine import Group, Grouping, SearchOptions
 from indexer.ranking import (
     Candidate,
-    Fetch,
     Pool,
     check_at_least,
     first_count,
@@ -21,16 +21,34 @@ from indexer.ranking import (
     settle,
 )
 
-Members = Callable[[int, Sequence[AttributeValue]], Iterable[Candidate]]
-"""(query row, values) -> every item of these groups that fits the filter of the search."""
-
 _EXPECTED_SIZE = 4
 _OPENED_AT_ONCE = 256
+_MOST_GROWTH = 16  # so many times the first number of candidates is fetched while groups turn up
+_MOST_CLOSED = 5000
 _Key = tuple[bool | None, AttributeValue]
 
 
+class GroupSource(Protocol):
+    """What an engine has to know for one search; all of it fits the filter of the search.
+
+    Each list is as that of `indexer.ranking.Fetch`: the n best, fewer only if there are no more.
+    """
+
+    def fetch(self, rows: Sequence[int], n: int) -> list[list[Candidate]]:
+        """The n best candidates of each of these queries."""
+
+    def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
+        """The n best without one of these values."""
+
+    def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
+        """The n best with this value."""
+
+    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterable[Candidate]:
+        """Every item with one of these values."""
+
+
 def best_groups(
-    fetch: Fetch, members: Members, rows: int, k: int, grouping: Grouping, options: SearchOptions
+    source: GroupSource, rows: int, k: int, grouping: Grouping, options: SearchOptions
 ) -> list[list[Group]]:
     """The `k` best groups of each of `rows` queries after `options.offset`, best first.
 
@@ -42,30 +60,46 @@ def best_groups(
     """
     _check(grouping)
     reach = options.offset + k
-    search = _Search(members, reach, grouping, options)
-    settled = search.by_best if grouping.score == "best" else search.by_mean
-    return settle(fetch, rows, _EXPECTED_SIZE * first_count(reach, options), settled)
+    first = _EXPECTED_SIZE * first_count(reach, options)
+    fetched = source.fetch(range(rows), first) if rows else []
+    return [
+        _Search(source, row, reach, grouping, options).found(Pool.of(best, first), first)
+        for row, best in enumerate(fetched)
+    ]
 
 
 @dataclass(frozen=True)
 class _Search:
-    """`opened` has all items of a group, under its query row and key, once they were asked for."""
+    """One query; `wholes` has all items of a group under its key, once they were asked for."""
 
-    members: Members
+    source: GroupSource
+    row: int
     reach: int
     grouping: Grouping
     options: SearchOptions
-    opened: dict[tuple[int, _Key], list[Candidate]] = field(default_factory=dict)
+    wholes: dict[_Key, list[Candidate]] = field(default_factory=dict)
 
-    def by_best(self, row: int, pool: Pool) -> list[Group] | None:
+    def found(self, pool: Pool, first: int) -> list[Group]:
+        """The answer, from the `first` best and then from ever more outside the groups found."""
+        settled = self._by_best if self.grouping.score == "best" else self._by_mean
+        n, closed = first, 0
+        while (groups := settled(pool)) is None:
+            keys = [self._key(own[0]) for own in self._split(pool)]
+            values = [value for kind, value in keys if kind is not None][:_MOST_CLOSED]
+            is_growing = len(values) > closed
+            n = min(2 * n, max(n, _MOST_GROWTH * first)) if is_growing else 2 * n
+            pool = pool.joined(Pool.of(self.source.outside(self.row, values, n), n))
+            closed = len(values)
+        return groups
+
+    def _by_best(self, pool: Pool) -> list[Group] | None:
         found = [own for own in self._split(pool) if reaches(own[0].score, self.options.min_score)]
         if len(found) < self.reach and not pool.holds_all(self.options.min_score):
             return None
         shown = found[self.options.offset : self.reach]
-        self._open(row, [own for own in shown if len(own) < self.grouping.size])
-        return [self._group(self._whole(row, own), own[0].score) for own in shown]
+        return [self._group(self._best_of(own), own[0].score) for own in shown]
 
-    def by_mean(self, row: int, pool: Pool) -> list[Group] | None:
+    def _by_mean(self, pool: Pool) -> list[Group] | None:
         """No mean exceeds the best score: a group whose best is too low is not looked at."""
         groups: list[Group] = []
         top_means: list[float] = []
@@ -73,9 +107,9 @@ class _Search:
         split, step = self._split(pool), self.reach
         while split and split[0][0].score >= to_beat:
             chance = [own for own in split[:step] if own[0].score >= to_beat]
-            self._open(row, chance)
+            self._open(chance)
             for own in chance:
-                whole = self._whole(row, own)
+                whole = self.wholes.get(self._key(own[0]), own)
                 mean = math.fsum(c.score for c in whole) / len(whole)
                 if mean >= to_beat:
                     groups.append(self._group(whole, mean))
@@ -106,21 +140,34 @@ class _Search:
             return None, candidate.sha256 if self.options.distinct else candidate.id
         return isinstance(value, bool), value
 
-    def _open(self, row: int, groups: Sequence[Sequence[Candidate]]) -> None:
-        """Ask for all items of these groups."""
-        keys = [self._key(own[0]) for own in groups]
-        new = [key for key in keys if key[0] is not None and (row, key) not in self.opened]
+    def _open(self, groups: Sequence[Sequence[Candidate]]) -> None:
+        """Ask for all items of these groups; those of `groups` keep the scores of the search."""
+        found = {self._key(own[0]): {c.id: c for c in own} for own in groups}
+        new = [key for key in found if key[0] is not None and key not in self.wholes]
         if new:
-            found: dict[_Key, list[Candidate]] = {key: [] for key in new}
-            for candidate in self.members(row, [value for _, value in new]):
-                found.setdefault(self._key(candidate), []).append(candidate)
-            self.opened.update({(row, key): found[key] for key in new})
+            for candidate in self.source.members(self.row, [value for _, value in new]):
+                found.setdefault(self._key(candidate), {}).setdefault(candidate.id, candidate)
+            self.wholes.update({key: self._ordered(found[key]) for key in new})
 
-    def _whole(self, row: int, own: Sequence[Candidate]) -> list[Candidate]:
-        """All items of the group of `own` if it was opened; these keep the scores of the search."""
-        others = self.opened.get((row, self._key(own[0])), [])
-        found = {c.id: c for c in others} | {c.id: c for c in own}
-        return list(remaining(sorted(found.values(), key=rank), self.options))
+    def _best_of(self, own: Sequence[Candidate]) -> Sequence[Candidate]:
+        """As many as are shown, where `own` are the best of a group."""
+        kind, value = self._key(own[0])
+        size = self.grouping.size
+        if kind is None or len(own) >= size:
+            return own
+
+        def settled(_row: int, pool: Pool) -> list[Candidate] | None:
+            kept = self._ordered({c.id: c for c in (*pool.candidates, *own)})
+            return kept if len(kept) >= size or pool.holds_all(None) else None
+
+        def fetch(_rows: Sequence[int], n: int) -> list[list[Candidate]]:
+            return [self.source.inside(self.row, value, n)]
+
+        [best] = settle(fetch, 1, first_count(size, self.options), settled)
+        return best
+
+    def _ordered(self, members: Mapping[ItemId, Candidate]) -> list[Candidate]:
+        return list(remaining(sorted(members.values(), key=rank), self.options))
 
     def _group(self, members: Sequence[Candidate], score: float) -> Group:
         value = members[0].attributes.get(self.grouping.by)

@@ -15,6 +15,7 @@ from embedder.session import Embedder
 from indexer.attributes import Schema
 from indexer.embed import Embedded, EmbedSettings, Outcome, Progress, embedded_batches
 from indexer.engine import Entry, Item, VectorStore, Written
+from indexer.entries import merged
 from indexer.failures import Failure, failures_of, refuse_unreadable
 from indexer.images import Source, check_attributes
 from indexer.manifest import SHORT
@@ -168,31 +169,26 @@ class _Ingest:
         self, outcomes: Sequence[Outcome], vectors: Mapping[str, NDArray[np.float32]]
     ) -> None:
         stored = self.gallery.stored([outcome.record.key for outcome in outcomes])
-        merged = [self._merged(o, stored.get(o.record.key)) for o in outcomes]
-        changed = [o for o in merged if not _is_stored(o, stored.get(o.record.key))]
+        changed = [o for o in outcomes if not self._is_stored(o, stored.get(o.record.key))]
         self.written += Written(unchanged=len(outcomes) - len(changed))
         absent = {o.sha256 for o in changed} - vectors.keys()
         available = {**self.gallery.vectors_of_contents(sorted(absent)), **vectors}
         entries = [_entry(o, available[o.sha256]) for o in changed if o.sha256 in available]
         self.waiting = [o for o in changed if o.sha256 not in available]
         if entries:
-            self.written += self.gallery.add(entries)
+            self.written += self.gallery.add(entries, self.names)
 
-    def _merged(self, outcome: Outcome, item: Item | None) -> Outcome:
-        """With the stored attributes that the source says nothing of."""
-        if item is None:
-            return outcome
+    def _is_stored(self, outcome: Outcome, item: Item | None) -> bool:
         record = outcome.record
-        kept = {n: v for n, v in item.attributes.items() if n not in self.names}
-        return replace(outcome, record=replace(record, attributes={**kept, **record.attributes}))
-
-
-def _is_stored(outcome: Outcome, item: Item | None) -> bool:
-    record = outcome.record
-    return item is not None and (
-        (item.sha256, item.path, item.format) == (outcome.sha256, record.path, outcome.format)
-        and _typed(item.attributes) == _typed(record.attributes)
-    )
+        if item is None:
+            return False
+        wanted = merged(record.attributes, item.attributes, self.names)
+        return (item.sha256, item.path, item.format, _typed(item.attributes)) == (
+            outcome.sha256,
+            record.path,
+            outcome.format,
+            _typed(wanted),
+        )
 
 
 def _typed(attributes: Mapping[str, object]) -> dict[str, tuple[bool, object]]:

@@ -23,7 +23,7 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.durable import rename, sync, sync_tree
+from indexer.durable import make_folder, rename, sync, sync_tree
 from indexer.locks import exclusive, holder, in_use, shared
 from indexer.manifest import MANIFEST, SHORT
 
@@ -77,20 +77,23 @@ class GalleryFolder:
         """Create the folder if needed; keep other builds and all writes out of it.
 
         Raises: GalleryBusyError if another build runs; GalleryError if the folder holds something
-            else.
+            else; GalleryWriteError if it cannot be written.
         """
-        self._refuse_foreign_folder()
-        self._versions.mkdir(parents=True, exist_ok=True)
         lock = self.path / _LOCK
-        with exclusive(lock, wait=False) as is_alone:
+        with contextlib.ExitStack() as held:
+            with disk_errors_explained(self.path):
+                self._refuse_foreign_folder()
+                make_folder(self._versions, "gallery")
+                is_alone = held.enter_context(exclusive(lock, wait=False))
             if not is_alone:
                 raise GalleryBusyError(
                     f"Another build (process {holder(lock)}) is writing {self.path}. "
                     "Wait for it to finish, or choose another folder with --out."
                 )
-            # Writes hold it for moments only, so this wait is short.
-            with exclusive(self.path / _WRITE, wait=True):
-                yield
+            with disk_errors_explained(self.path):
+                # Writes hold it for moments only, so this wait is short.
+                held.enter_context(exclusive(self.path / _WRITE, wait=True))
+            yield
 
     @contextlib.contextmanager
     def writing(self, generation: str) -> Iterator[None]:
@@ -120,10 +123,18 @@ class GalleryFolder:
 
     @contextlib.contextmanager
     def stage(self) -> Iterator[Path]:
-        """An empty folder to write a new generation in; gone afterwards unless it was published."""
+        """An empty folder to write a new generation in; gone afterwards unless it was published.
+
+        What interrupted builds left over goes first, and so does every generation but the current
+        one, unless somebody has it open.
+        """
         for folder in self._versions.iterdir():
-            if _STAGE_NAME.fullmatch(folder.name):
+            if is_stage(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+        current = self.current_name()
+        # Where CURRENT is damaged, any generation may be the one to go back to.
+        if current is None or current in {folder.name for folder in self._generations()}:
+            self._prune(keep={current})
         with staged(self._versions) as stage:
             yield stage
 
@@ -148,9 +159,12 @@ class GalleryFolder:
         rename(temporary, self.path / _CURRENT, "current")
 
     def _prune(self, keep: set[str | None]) -> None:
-        for folder in self._versions.iterdir():
-            if _is_generation(folder) and folder.name not in keep and not in_use(folder):
+        for folder in self._generations():
+            if folder.name not in keep and not in_use(folder):
                 discard(folder)
+
+    def _generations(self) -> list[Path]:
+        return [folder for folder in self._versions.iterdir() if _is_generation(folder)]
 
     def _absence(self) -> str:
         if self.work_path.exists():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from embedder.types import AttributeValue, ItemId
 from indexer.attributes import AttributeKind
 from indexer.engine import Entry, Item, Written
-from indexer.entries import checked_vectors, learn_kinds
+from indexer.entries import checked_vectors, learn_kinds, with_stored
 from indexer.milvus_connection import Connection
 from indexer.milvus_schema import Row, entry_row, item_row, page_rows
 from indexer.milvus_view import MilvusView
@@ -31,13 +31,16 @@ class Plan:
         return not (self.new or self.changed or self.gone)
 
 
-def plan_add(view: MilvusView, entries: Sequence[Entry]) -> Plan:
+def plan_add(
+    view: MilvusView, entries: Sequence[Entry], owned: frozenset[str] | None = None
+) -> Plan:
     """What `add` has to do. Raises: InvalidParameterError."""
     vectors = checked_vectors(entries, view.state.dim)
+    known = view.by_key([entry.key for entry in entries])
+    entries = with_stored(entries, {key: items[-1] for key, items in known.items()}, owned)
     plan = Plan(dict(view.state.kinds))
     for entry in entries:
         learn_kinds(plan.kinds, entry.key, entry.attributes)
-    known = view.by_key([entry.key for entry in entries])
     updated: list[tuple[Item, Entry]] = []
     replaced = 0
     for entry, vector in zip(entries, vectors, strict=True):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from indexer.engine import Entry, Item, Written
+from indexer.entries import checked_keys
 from indexer.filters import Filter
 from indexer.milvus_changes import Changes, Plan, plan_add, plan_update, send
 from indexer.milvus_connection import Connection
@@ -74,15 +75,19 @@ class MilvusStore(MilvusReader):
             connection.call("drop_alias", name)
             drop_generations(connection, name)
 
-    def add(self, entries: Iterable[Entry]) -> Written:
+    def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries. Equal key and content: nothing, or new attributes alone; other content
         under an old key replaces the item, which gets a new number.
+
+        With `owned`, stored attributes that an entry does not give are taken away only if they have
+        one of these names. They are read before the write: of two processes that write within the
+        same few milliseconds, one may lose its change, see `indexer.milvus_state`.
 
         Raises: InvalidParameterError, and then nothing was written; GalleryBusyError;
             EngineUnavailableError, and then a part may have been written: add them again.
         """
         entries = list(entries)
-        return self._change(lambda view: plan_add(view, entries)).written
+        return self._change(lambda view: plan_add(view, entries, owned)).written
 
     def update(self, changes: Changes) -> int:
         """Change attributes by key; None takes an attribute away. How many items differ now.
@@ -95,9 +100,11 @@ class MilvusStore(MilvusReader):
     def remove(self, keys: Iterable[str]) -> int:
         """Remove items by key; unknown keys are left out of the count.
 
-        Raises: GalleryBusyError, EngineUnavailableError.
+        Raises: InvalidParameterError for what is not a list of texts; GalleryBusyError;
+            EngineUnavailableError.
         """
-        wanted, found = list(dict.fromkeys(keys)), dict[str, list[Item]]()
+        wanted = list(dict.fromkeys(checked_keys(keys)))
+        found = dict[str, list[Item]]()
 
         def plan(view: MilvusView) -> Plan:
             found.update(view.by_key(wanted))

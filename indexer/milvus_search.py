@@ -7,8 +7,9 @@ import numpy as np
 
 from embedder.types import AttributeValue, Embeddings, Hit
 from indexer.engine import Group, Grouping, SearchOptions
+from indexer.filter_tree import check_grouped
 from indexer.filters import In
-from indexer.grouping import Members, best_groups
+from indexer.grouping import best_groups
 from indexer.milvus_filters import one_of
 from indexer.milvus_schema import TOP_K, Row, vectors_of
 from indexer.milvus_view import MilvusView
@@ -22,16 +23,18 @@ def search(
     view: MilvusView, queries: Embeddings, k: int, options: SearchOptions
 ) -> list[list[Hit]]:
     """The hits of each query. Raises: FilterError."""
-    return best_hits(_fetch(view, queries, options), len(queries), k, options)
+    fetch = _fetch(view, queries, options, view.condition(options.where))
+    return best_hits(fetch, len(queries), k, options)
 
 
 def search_groups(
     view: MilvusView, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions
 ) -> list[list[Group]]:
     """The groups of each query. Raises: FilterError, InvalidParameterError."""
-    fetch = _fetch(view, queries, options)
-    members = _members(view, queries, grouping, options)
-    return best_groups(fetch, members, len(queries), k, grouping, options)
+    if grouping.by not in view.state.kinds and view.count():
+        check_grouped(grouping.by, view.state.kinds)
+    source = _Groups(view, queries, grouping.by, options)
+    return best_groups(source, len(queries), k, grouping, options)
 
 
 def search_like(
@@ -49,8 +52,7 @@ def search_like(
     return search(view, query[None], k, options)[0]
 
 
-def _fetch(view: MilvusView, queries: Embeddings, options: SearchOptions) -> Fetch:
-    condition = view.condition(options.where)
+def _fetch(view: MilvusView, queries: Embeddings, options: SearchOptions, condition: str) -> Fetch:
     parameters = _parameters(view.state.nlist, options)
 
     def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
@@ -93,20 +95,44 @@ def _parameters(nlist: int, options: SearchOptions) -> dict[str, int]:
     return {"nprobe": min(nprobe, nlist)}
 
 
-def _members(
-    view: MilvusView, queries: Embeddings, grouping: Grouping, options: SearchOptions
-) -> Members:
-    def members(row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
-        same = In(grouping.by, tuple(values))
-        wheres = [same] if options.where is None else [same, options.where]
-        found = [row for page in view.matching(wheres, _MEMBER) for row in page]
-        scores = vectors_of(found, view.state.dim) @ queries[row]
+class _Groups:
+    """`indexer.grouping.GroupSource` of one view.
+
+    Inside and outside of groups every cluster is searched: fewer answers mean that there are no
+    more.
+    """
+
+    def __init__(
+        self, view: MilvusView, queries: Embeddings, by: str, options: SearchOptions
+    ) -> None:
+        self._view, self._queries, self._by, self._options = view, queries, by, options
+        self._condition = view.condition(options.where)
+        self.fetch = _fetch(view, queries, options, self._condition)
+
+    def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
+        return self._best(row, n, f"not ({self._with(values)})" if values else "")
+
+    def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
+        return self._best(row, n, self._with([value]))
+
+    def members(self, row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
+        same, where = In(self._by, tuple(values)), self._options.where
+        wheres = [same] if where is None else [same, where]
+        found = [entity for page in self._view.matching(wheres, _MEMBER) for entity in page]
+        scores = vectors_of(found, self._view.state.dim) @ self._queries[row]
         return [
-            _candidate({"id": row["id"], "distance": score, "entity": row})
-            for row, score in zip(found, scores.tolist(), strict=True)
+            _candidate({"id": entity["id"], "distance": score, "entity": entity})
+            for entity, score in zip(found, scores.tolist(), strict=True)
         ]
 
-    return members
+    def _with(self, values: Sequence[AttributeValue]) -> str:
+        return self._view.condition(In(self._by, tuple(values)))
+
+    def _best(self, row: int, n: int, group: str) -> list[Candidate]:
+        both = " and ".join(f"({part})" for part in (self._condition, group) if part)
+        query, options = self._queries[row : row + 1], replace(self._options, exact=True)
+        [best] = _fetch(self._view, query, options, both)([0], n)
+        return best
 
 
 def _candidate(row: Row) -> Candidate:

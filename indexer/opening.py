@@ -46,7 +46,7 @@ def opened(
             catalog = Catalog.open(generation / CATALOG)
             held.callback(catalog.close)
             _check_dim(generation, manifest, catalog)
-            states = States(catalog, generation / SEGMENTS, device, verify_hashes)
+            states = States(catalog, generation, device, verify_hashes)
             held.callback(states.forget)
             _load(generation, catalog, states)
             close = held.pop_all().close
@@ -62,14 +62,24 @@ def _load(generation: Path, catalog: Catalog, states: States) -> None:
         with states.reading():
             return
     except GalleryCorruptError as damage:
-        # The catalogue holds every vector, so a segment can always be made again.
+        # The catalogue holds every vector, so a segment can always be made again; of several
+        # processes that open the gallery, the first one does it.
+        settings = _settings(generation, catalog)
         try:
-            compact(generation, _settings(generation, catalog), wait=True)
+            compact(generation, settings, wait=True, unless=lambda: _is_readable(states))
         except GalleryError as failure:
             damage.add_note(f"It could not be made again by itself: {failure}")
             raise damage from failure
     with states.reading():
         return
+
+
+def _is_readable(states: States) -> bool:
+    try:
+        with states.reading():
+            return True
+    except GalleryCorruptError:
+        return False
 
 
 def _settings(generation: Path, catalog: Catalog) -> IndexSettings:

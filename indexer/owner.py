@@ -60,12 +60,16 @@ class Owner:
 
     def close(self) -> None:
         """Answer what waits, then let the engine go."""
+        self.end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def end(self) -> None:
+        """As `close`, but without waiting for the engine to be gone."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 self._requests.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
 
     def _run(self, make: Callable[[], Search], ready: "Future[None]") -> None:
         try:

@@ -14,7 +14,7 @@ import numpy as np
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.engine import SearchOptions
-from indexer.entries import NORM_TOLERANCE
+from indexer.entries import NORM_TOLERANCE, normalised, norms_of
 
 _EXPECTED_EXCLUDED = 100
 T = TypeVar("T")
@@ -57,6 +57,12 @@ class Pool:
             return cls(ordered, -math.inf)
         ceiling = ordered[-1].score
         return cls([c for c in ordered if c.score > ceiling], ceiling)
+
+    def joined(self, others: "Pool") -> "Pool":
+        """With the pool of the items outside some groups, of which this one has the best."""
+        found = {c.id: c for c in others.candidates} | {c.id: c for c in self.candidates}
+        ceiling = min(self.ceiling, others.ceiling)
+        return Pool(sorted(found.values(), key=rank), ceiling)
 
     def holds_all(self, min_score: float | None) -> bool:
         """Whether every item that reaches `min_score` is a candidate."""
@@ -163,15 +169,26 @@ def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) 
 
 
 def check_options(k: int, options: SearchOptions) -> None:
-    """Raises: InvalidParameterError, unless the numbers of a search are in range."""
+    """Raises: InvalidParameterError, unless the options of a search are in range."""
     check_at_least("k", k, 1)
     check_at_least("offset", options.offset, 0)
     if options.effort is not None:
         check_at_least("effort", options.effort, 1)
-    if options.min_score is not None and not -1.0 <= options.min_score <= 1.0:
+    _check_min_score(options.min_score)
+    if not isinstance(options.exclude, set | frozenset):
         raise InvalidParameterError(
-            f"min_score = {options.min_score} is outside -1..1, the range of a cosine similarity. "
-            "Choose a value inside, or leave it out."
+            f"exclude = {options.exclude!r:.80} is not a set. Give frozenset(...) of item numbers."
+        )
+
+
+def _check_min_score(min_score: object) -> None:
+    if min_score is None:
+        return
+    is_number = isinstance(min_score, int | float | np.integer | np.floating)
+    if not is_number or not -1.0 <= min_score <= 1.0:  # type: ignore[operator]
+        raise InvalidParameterError(
+            f"min_score = {min_score!r:.80} is outside -1..1, the range of a cosine "
+            "similarity. Choose a number inside, or leave it out."
         )
 
 
@@ -184,18 +201,31 @@ def check_at_least(name: str, value: object, least: int) -> None:
 
 
 def _checked_queries(queries: Embeddings, dim: int) -> Embeddings:
-    queries = np.ascontiguousarray(queries, dtype=np.float32)
-    if queries.ndim != 2 or queries.shape[1] != dim:
+    checked = _numbers(queries, dim)
+    if checked.ndim != 2 or checked.shape[1] != dim:
         raise InvalidParameterError(
-            f"Queries of shape {queries.shape} do not fit a gallery of dimension {dim}. "
+            f"Queries of shape {checked.shape} do not fit a gallery of dimension {dim}. "
             f"Give an array (Q, {dim}) from the bundle of this gallery."
         )
-    squares = np.einsum("qd,qd->q", queries, queries)
-    wrong = ~(np.abs(squares - 1.0) <= 2 * NORM_TOLERANCE)  # true of NaN as well
+    norms = norms_of(checked)
+    wrong = ~(np.abs(norms - 1) <= NORM_TOLERANCE)  # true of NaN as well
     if wrong.any():
         row = int(np.argmax(wrong))
-        norm = np.linalg.norm(queries[row].astype(np.float64))
         raise InvalidParameterError(
-            f"Query {row} has norm {norm:.4g}, not 1. Divide it by its norm."
+            f"Query {row} has norm {norms[row]:.4g}, not 1. Divide it by its norm."
         )
-    return queries
+    return normalised(checked, norms)
+
+
+def _numbers(queries: object, dim: int) -> Embeddings:
+    try:
+        given = np.asarray(queries)
+    except ValueError as error:
+        raise InvalidParameterError(
+            f"Queries are not an array: {error}. Give one (Q, {dim}) of float32."
+        ) from error
+    if given.dtype.kind not in "fiu":
+        raise InvalidParameterError(
+            f"Queries of type {given.dtype} are not numbers. Give an array (Q, {dim}) of float32."
+        )
+    return np.ascontiguousarray(given, dtype=np.float32)

@@ -3,9 +3,9 @@
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from embedder.errors import ItemNotFoundError
 from embedder.types import Embeddings, Hit, ItemId
 from indexer import searching
-from indexer.catalog import Catalog, CatalogView
+from indexer.catalog import Catalog, CatalogView, StaleReadError
 from indexer.compaction import CATALOG, due
 from indexer.engine import Entry, Group, Grouping, Ids, Item, Scores, SearchOptions
 from indexer.facts import GalleryFacts
@@ -25,6 +25,8 @@ from indexer.states import Reading
 
 _PAGE = 1000
 _DEFAULTS = SearchOptions()
+_TRIES = 8  # a user who may not lock the catalogue finds it changed while reading
+_T = TypeVar("_T")
 
 
 class GalleryReader:
@@ -134,8 +136,7 @@ class GalleryReader:
         options = options or _DEFAULTS
         queries = check_search(k, options, self.dim, queries)
         if options.where is not None:
-            with self._reading() as reading:
-                return searching.nearest(reading, queries, k, options)
+            return self._read(lambda reading: searching.nearest(reading, queries, k, options))
         snapshot = self._states.newest()
         return snapshot.nearest(queries, k, exact=options.exact, effort=options.effort)
 
@@ -148,8 +149,7 @@ class GalleryReader:
         """
         options = options or _DEFAULTS
         queries = check_search(k, options, self.dim, queries)
-        with self._reading() as reading:
-            return searching.search(reading, queries, k, options)
+        return self._read(lambda reading: searching.search(reading, queries, k, options))
 
     def search_groups(
         self,
@@ -164,8 +164,9 @@ class GalleryReader:
         """
         options = options or _DEFAULTS
         queries = check_search(k, options, self.dim, queries)
-        with self._reading() as reading:
-            return searching.search_groups(reading, queries, k, grouping, options)
+        return self._read(
+            lambda reading: searching.search_groups(reading, queries, k, grouping, options)
+        )
 
     def search_like(
         self,
@@ -179,8 +180,9 @@ class GalleryReader:
         """
         options = options or _DEFAULTS
         check_options(k, options)
-        with self._reading() as reading:
-            return searching.search_like(reading, liked, disliked, k, options)
+        return self._read(
+            lambda reading: searching.search_like(reading, liked, disliked, k, options)
+        )
 
     def schema(self) -> Schema:
         """The attributes that items have had so far, and their kinds."""
@@ -248,6 +250,17 @@ class GalleryReader:
         """Let go of the files; the gallery cannot be used afterwards."""
         self._close()
 
+    def _read(self, work: Callable[[Reading], _T]) -> _T:
+        """What `work` finds in one state; once more if that was not one, see `_TRIES`."""
+        for _ in range(_TRIES):
+            try:
+                with self._reading() as reading:
+                    return work(reading)
+            except StaleReadError:
+                continue
+        with self._reading() as reading:
+            return work(reading)
+
     def _reading(self) -> contextlib.AbstractContextManager[Reading]:
         return self._states.reading()
 
@@ -269,7 +282,7 @@ def compaction_due(reading: Reading) -> str | None:
     """Why a compaction is due in this state, or None."""
     snapshot = reading.snapshot
     size = 0 if snapshot.segment is None else len(snapshot.segment.ids)
-    return due(size, snapshot.dead_count, snapshot.delta.size)
+    return due(size, snapshot.dead_count, len(snapshot.delta.alive))
 
 
 def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:

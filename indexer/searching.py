@@ -4,14 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from embedder.errors import GalleryCorruptError, ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.engine import Group, Grouping, Ids, Scores, SearchOptions
+from indexer.filter_cache import among_ids
+from indexer.filter_tree import check_grouped
 from indexer.filters import In
-from indexer.grouping import Members, best_groups
+from indexer.grouping import best_groups
 from indexer.ranking import Candidate, Fetch, best_hits, combined_query
+from indexer.snapshot import Among, Bits
 from indexer.states import Reading
+
+_MASKS = 64  # of values, kept for the other queries of a search
 
 
 def nearest(
@@ -21,30 +27,32 @@ def nearest(
 
     Of the options only `where`, `exact` and `effort` count. Raises: FilterError.
     """
-    among = reading.among(options.where)
-    return reading.snapshot.nearest(
-        queries,
-        min(k, reading.state.size),
-        among,
-        exact=options.exact,
-        effort=options.effort,
-    )
+    return _nearest(reading, queries, k, options, reading.among(options.where))
+
+
+def _nearest(
+    reading: Reading, queries: Embeddings, k: int, options: SearchOptions, among: Among | None
+) -> tuple[Scores, Ids]:
+    k = min(k, reading.state.size)
+    return reading.snapshot.nearest(queries, k, among, exact=options.exact, effort=options.effort)
 
 
 def search(
     reading: Reading, queries: Embeddings, k: int, options: SearchOptions
 ) -> list[list[Hit]]:
     """The hits of each query. Raises: FilterError."""
-    return best_hits(_fetch(reading, queries, options), len(queries), k, options)
+    fetch = _fetch(reading, queries, options, reading.among(options.where))
+    return best_hits(fetch, len(queries), k, options)
 
 
 def search_groups(
     reading: Reading, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions
 ) -> list[list[Group]]:
     """The groups of each query. Raises: FilterError, InvalidParameterError."""
-    fetch = _fetch(reading, queries, options)
-    members = _members(reading, queries, grouping, options)
-    return best_groups(fetch, members, len(queries), k, grouping, options)
+    if reading.state.size:
+        check_grouped(grouping.by, reading.view.schema())
+    source = _Groups(reading, queries, grouping.by, options)
+    return best_groups(source, len(queries), k, grouping, options)
 
 
 def numbers_of(reading: Reading, keys: Sequence[str]) -> list[ItemId]:
@@ -59,10 +67,12 @@ def numbers_of(reading: Reading, keys: Sequence[str]) -> list[ItemId]:
     return [found[key] for key in keys]
 
 
-def _fetch(reading: Reading, queries: Embeddings, options: SearchOptions) -> Fetch:
+def _fetch(
+    reading: Reading, queries: Embeddings, options: SearchOptions, among: Among | None
+) -> Fetch:
     def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
         asked = queries if len(rows) == len(queries) else queries[list(rows)]
-        scores, ids = nearest(reading, asked, n, options)
+        scores, ids = _nearest(reading, asked, n, options, among)
         known = _candidates(reading, np.unique(ids))
         return [
             [
@@ -76,20 +86,67 @@ def _fetch(reading: Reading, queries: Embeddings, options: SearchOptions) -> Fet
     return fetch
 
 
-def _members(
-    reading: Reading, queries: Embeddings, grouping: Grouping, options: SearchOptions
-) -> Members:
-    def members(row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
-        ids = reading.view.matching(In(grouping.by, tuple(values)))
-        scores = np.clip(reading.view.vectors(ids) @ queries[row], -1, 1)
-        known = _candidates(reading, ids)
-        return [
-            _scored(known[number], score)
-            for number, score in zip(ids.tolist(), scores.tolist(), strict=True)
-            if options.where is None or options.where.matches(known[number].attributes)
-        ]
+class _Groups:
+    """`indexer.grouping.GroupSource` of one state; what is read of a value is read once.
 
-    return members
+    Filters on single values stay out of the cache of filters: they would push out those of users.
+    """
+
+    def __init__(
+        self, reading: Reading, queries: Embeddings, by: str, options: SearchOptions
+    ) -> None:
+        self._reading, self._queries, self._by, self._options = reading, queries, by, options
+        self._among = reading.among(options.where)
+        self.fetch = _fetch(reading, queries, options, self._among)
+        self._of_values: dict[tuple[AttributeValue, ...], Among] = {}
+        self._members: dict[AttributeValue, list[tuple[Candidate, list[float]]]] = {}
+
+    def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
+        if not values:
+            return self._best(row, n, self._among)
+        same = self._with(tuple(values))
+        return self._best(row, n, self._left(~same.segment, ~same.delta))
+
+    def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
+        same = self._with((value,))
+        return self._best(row, n, self._left(same.segment, same.delta))
+
+    def members(self, row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
+        new = [value for value in values if value not in self._members]
+        if new:
+            self._read(new)
+        return [_scored(c, scores[row]) for v in values for c, scores in self._members[v]]
+
+    def _read(self, values: Sequence[AttributeValue]) -> None:
+        """Whole groups with their scores for every query, which are smaller than the vectors."""
+        where = self._options.where
+        ids = self._reading.view.matching(In(self._by, tuple(values)))
+        known = _candidates(self._reading, ids)
+        vectors = self._reading.view.vectors(ids)
+        scores = np.stack([np.clip(vectors @ query, -1, 1) for query in self._queries], axis=1)
+        self._members.update({value: [] for value in values})
+        for number, own in zip(ids.tolist(), scores.tolist(), strict=True):
+            candidate = known[number]
+            if where is None or where.matches(candidate.attributes):
+                self._members[candidate.attributes[self._by]].append((candidate, own))
+
+    def _with(self, values: tuple[AttributeValue, ...]) -> Among:
+        if values not in self._of_values:
+            if len(self._of_values) >= _MASKS:
+                self._of_values.clear()
+            ids = self._reading.view.matching(In(self._by, values))
+            self._of_values[values] = among_ids(self._reading.snapshot, ids)
+        return self._of_values[values]
+
+    def _left(self, segment: Bits, delta: NDArray[np.bool_]) -> Among:
+        if self._among is None:
+            return Among(segment, delta)
+        return Among(segment & self._among.segment, delta & self._among.delta)
+
+    def _best(self, row: int, n: int, among: Among | None) -> list[Candidate]:
+        query = self._queries[row : row + 1]
+        [best] = _fetch(self._reading, query, self._options, among)([0], n)
+        return best
 
 
 def _candidates(reading: Reading, ids: Ids) -> dict[ItemId, Candidate]:

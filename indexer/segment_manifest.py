@@ -120,7 +120,7 @@ def mapped(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
             f"{path} holds {array.dtype} {array.shape}, the segment has {np.dtype(dtype)} {shape}. "
             f"{_CURE}"
         )
-    found: NDArray[Any] = array
+    found: NDArray[Any] = np.asarray(array)  # indexing a memmap itself takes ten times as long
     return found
 
 

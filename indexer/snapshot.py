@@ -6,7 +6,8 @@ the old one.
 
 import os
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +38,14 @@ class Among:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The items of state `seq`. `dead` marks positions of the segment that have been removed."""
+    """The items of state `seq`. `dead` marks positions of the segment that have been removed.
+
+    The segment, if there were any items, holds those of state `segment_seq`.
+    """
 
     seq: int
     segment_name: str | None
+    segment_seq: int
     segment: Segment | None
     dead: Bits
     dead_count: int
@@ -53,6 +58,7 @@ class Snapshot:
         empty = cls(
             state.segment_seq,
             state.segment,
+            state.segment_seq,
             segment,
             np.zeros((segment_size + 7) // 8, np.uint8),
             0,
@@ -64,9 +70,7 @@ class Snapshot:
         """The snapshot of a later state with the same segment."""
         removed = view.removed_since(self.seq)
         delta = self.delta.changed(*view.added_since(self.seq), removed)
-        return Snapshot(
-            state.seq, self.segment_name, self.segment, self.dead, self.dead_count, delta
-        )._without(removed, state.seq)
+        return replace(self, delta=delta)._without(removed, state.seq)
 
     def nearest(
         self,
@@ -81,6 +85,8 @@ class Snapshot:
 
         Where a query has fewer, number -1 fills its row. `effort` is efSearch or nprobe.
         """
+        if k < 1:  # as many as there are
+            return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
         if self.segment is not None and not len(self.delta.alive):
             return _ordered(*self._in_segment(queries, k, among, exact, effort), k)
         found = self.delta.nearest(queries, k, None if among is None else among.delta)
@@ -149,23 +155,27 @@ class Snapshot:
     def _numbers(self, positions: NDArray[np.int64]) -> Ids:
         assert self.segment is not None
         ids: Ids = self.segment.ids[positions]
-        return np.where(positions < 0, -1, ids) if (positions < 0).any() else ids
+        is_missing = positions < 0
+        return np.where(is_missing, -1, ids) if is_missing.any() else ids
 
     def _without(self, removed: Ids, seq: int) -> "Snapshot":
-        """The same state at `seq`, with the removed positions of the segment marked."""
+        """The same at state `seq`, with the removed positions of the segment marked."""
         if self.segment is None or not len(removed):
-            return Snapshot(
-                seq, self.segment_name, self.segment, self.dead, self.dead_count, self.delta
-            )
+            return replace(self, seq=seq)
         positions = self.segment.positions_of(removed)
         dead = self.dead.copy()
         set_bits(dead, positions[positions >= 0])
         count = int(np.bitwise_count(dead).sum())
-        return Snapshot(seq, self.segment_name, self.segment, dead, count, self.delta)
+        return replace(self, seq=seq, dead=dead, dead_count=count)
 
 
-def open_segment(folder: Path, device: str, verify_hashes: bool | None) -> Segment:
-    """A segment that stays on the disk while it is used.
+def open_segment(
+    folder: Path,
+    device: str,
+    verify_hashes: bool | None,
+    on_release: Callable[[], None] = lambda: None,
+) -> Segment:
+    """A segment that stays on the disk while it is used; `on_release` is called afterwards.
 
     Raises: FileNotFoundError if it is gone; GalleryCorruptError.
     """
@@ -177,8 +187,13 @@ def open_segment(folder: Path, device: str, verify_hashes: bool | None) -> Segme
         if isinstance(error, GalleryCorruptError) and not folder.is_dir():
             raise FileNotFoundError(folder) from error  # it was being removed
         raise
-    weakref.finalize(segment, os.close, descriptor)
+    weakref.finalize(segment, _release, descriptor, on_release)
     return segment
+
+
+def _release(descriptor: int, on_release: Callable[[], None]) -> None:
+    os.close(descriptor)
+    on_release()
 
 
 def set_bits(bits: Bits, positions: NDArray[np.int64]) -> None:

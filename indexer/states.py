@@ -1,6 +1,7 @@
 """The state of a gallery as a search sees it: the catalogue and the vectors, at one moment."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 
 from embedder.errors import GalleryCorruptError
 from indexer.catalog import Catalog, CatalogView, State
+from indexer.compaction import SEGMENTS, collect
 from indexer.filter_cache import FilterCache
 from indexer.filters import Filter
 from indexer.segment import Segment
@@ -34,10 +36,10 @@ class States:
     """Gives out the newest state; each search holds one read transaction, so nothing is mixed."""
 
     def __init__(
-        self, catalog: Catalog, segments: Path, device: str, verify_hashes: bool | None
+        self, catalog: Catalog, generation: Path, device: str, verify_hashes: bool | None
     ) -> None:
         self._catalog = catalog
-        self._segments = segments
+        self._generation = generation
         self._device = device
         self._verify_hashes = verify_hashes
         self._snapshot: Snapshot | None = None
@@ -55,7 +57,7 @@ class States:
                     yield Reading(view, state, snapshot, self._filters)
                     return
         raise GalleryCorruptError(
-            f"The segment {state.segment} of the gallery is missing below {self._segments}. Make "
+            f"The segment {state.segment} of the gallery is missing below {self._generation}. Make "
             "it again from the catalogue: kinlens-index compact GALLERY --rebuild."
         )
 
@@ -80,24 +82,27 @@ class States:
 
     def _advanced(self, view: CatalogView, state: State) -> Snapshot | None:
         current = self._snapshot
-        if current is None or current.segment_name != state.segment:
-            if current is not None and _is_older(state, current):
-                return None
+        if current is not None and _is_older(state, current):
+            return None
+        if current is None or _is_replaced(current, state):
             try:
                 current = Snapshot.load(view, state, self._opened(state))
             except FileNotFoundError:
                 return None  # a compaction has replaced it meanwhile
         elif current.seq < state.seq:
             current = current.advanced(view, state)
-        elif current.seq > state.seq:
-            return None
         self._snapshot = current
         return current
 
     def _opened(self, state: State) -> Segment | None:
         if state.segment is None:
             return None
-        return open_segment(self._segments / state.segment, self._device, self._verify_hashes)
+        return open_segment(
+            self._generation / SEGMENTS / state.segment,
+            self._device,
+            self._verify_hashes,
+            functools.partial(collect, self._generation),
+        )
 
     def forget(self) -> None:
         """Let go of the segment."""
@@ -106,12 +111,14 @@ class States:
 
 
 def _is_of(snapshot: Snapshot, state: State) -> bool:
-    return snapshot.seq == state.seq and snapshot.segment_name == state.segment
+    return snapshot.seq == state.seq and not _is_replaced(snapshot, state)
 
 
 def _is_older(state: State, snapshot: Snapshot) -> bool:
     """Whether a transaction began before the write, or the compaction, that made `snapshot`."""
-    segment = snapshot.segment
-    return state.seq < snapshot.seq or (
-        segment is not None and state.segment_seq < segment.manifest.seq
-    )
+    return state.seq < snapshot.seq or state.segment_seq < snapshot.segment_seq
+
+
+def _is_replaced(snapshot: Snapshot, state: State) -> bool:
+    """Whether there was a compaction since; the removals that it took in are not told any more."""
+    return snapshot.segment_name != state.segment or snapshot.segment_seq != state.segment_seq

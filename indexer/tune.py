@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from embedder.errors import RecallError
 from embedder.types import Embeddings
@@ -48,24 +49,23 @@ def recall_at(found: Ids, truth: Ids) -> float:
 def tune(index: SegmentIndex, queries: Embeddings, target: float, k: int = TUNED_AT) -> Tuned:
     """The fastest effort that reaches the recall `target` at `k`, measured on `queries` (Q, D).
 
-    The queries must not be in the index. Aims two standard errors above the target.
+    The queries must not be in the index. Aims two standard errors of their mean recall above the
+    target, but not beyond half of what is missing to 1.
 
     Raises: RecallError.
     """
     if index.kind in ("flat", "fp16"):
         queries = queries[:_SCAN_QUERIES]
-    measure = _Measure(index, queries, min(k, index.size))
-    aim = _aim(target, measure.count)
+    measure = _Measure(index, queries, min(k, index.size), target)
     best: Tuned | None = None
     fastest = math.inf
     for k_factor in _K_FACTORS[index.kind]:
-        found = _smallest(measure, k_factor, _values(index), aim)
+        found = _smallest(measure, k_factor, _values(index))
         if found is None:
             continue
-        tuned, seconds = found
-        if seconds >= _FASTER * fastest:
+        if found.seconds >= _FASTER * fastest:
             break
-        best, fastest = tuned, seconds
+        best, fastest = found.tuned, found.seconds
     if best is None:
         best = max(measure.seen, key=lambda tuned: tuned.recall)
     if best.recall < target:
@@ -77,38 +77,40 @@ def tune(index: SegmentIndex, queries: Embeddings, target: float, k: int = TUNED
     return best
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    tuned: Tuned
+    seconds: float
+    is_enough: bool
+
+
 class _Measure:
     """Recall and time of a search with an effort, against exact answers."""
 
-    def __init__(self, index: SegmentIndex, queries: Embeddings, k: int) -> None:
+    def __init__(self, index: SegmentIndex, queries: Embeddings, k: int, target: float) -> None:
         self._index = index
         self._queries = queries
         self._k = k
+        self._target = target
         self._worst: Scores = index.exact(queries, k)[0][:, -1:]
         self.seen: list[Tuned] = []
 
-    @property
-    def count(self) -> int:
-        """How many true neighbours there are to find."""
-        return len(self._queries) * self._k
-
-    def __call__(self, effort: Effort) -> tuple[Tuned, float]:
+    def __call__(self, effort: Effort) -> _Tried:
         started = perf_counter()
         scores, _ = self._index.search(self._queries, self._k, effort)
-        elapsed = perf_counter() - started
-        recall = float((scores >= self._worst - _EQUAL).mean()) if scores.size else 1.0
+        seconds = perf_counter() - started
+        recalls = (scores >= self._worst - _EQUAL).mean(axis=1) if scores.size else np.ones(1)
+        recall = float(recalls.mean())
         self.seen.append(Tuned(effort, recall))
-        return self.seen[-1], elapsed
+        return _Tried(self.seen[-1], seconds, recall >= _aim(self._target, recalls))
 
 
-def _smallest(
-    measure: _Measure, k_factor: int, values: list[int], aim: float
-) -> tuple[Tuned, float] | None:
-    """The first of ever larger values that reaches the aim, by halving between the last two."""
+def _smallest(measure: _Measure, k_factor: int, values: list[int]) -> _Tried | None:
+    """The first of ever larger values that is enough, by halving between the last two."""
     low = 0
     for high in values:
         found = measure(Effort(high, k_factor))
-        if found[0].recall >= aim:
+        if found.is_enough:
             break
         low = high
     else:
@@ -116,7 +118,7 @@ def _smallest(
     while high - low > max(1, high // 8) and low:
         middle = (low + high) // 2
         tried = measure(Effort(middle, k_factor))
-        if tried[0].recall >= aim:
+        if tried.is_enough:
             found, high = tried, middle
         else:
             low = middle
@@ -138,6 +140,8 @@ def _doubling(first: int, last: int) -> Iterator[int]:
     yield last
 
 
-def _aim(target: float, count: int) -> float:
-    error = math.sqrt(target * (1 - target) / max(1, count))
-    return min(target + 2 * error, (1 + target) / 2)
+def _aim(target: float, recalls: NDArray[np.float64]) -> float:
+    """What the mean of the `recalls` (Q,) must be. They are measured, not the neighbours counted:
+    those of one query are found or missed together."""
+    error = recalls.std(ddof=1) / math.sqrt(len(recalls)) if len(recalls) > 1 else 0.0
+    return min(target + 2 * float(error), (1 + target) / 2)

@@ -1,6 +1,6 @@
 """Search parameters of a gallery, chosen for the queries of its users."""
 
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from embedder.errors import InvalidParameterError
@@ -9,22 +9,28 @@ from indexer.catalog import Catalog
 from indexer.compaction import CATALOG, SEGMENTS, alone
 from indexer.durable import rename, sync
 from indexer.engine import SearchOptions
-from indexer.layout import GalleryFolder, disk_errors_explained
+from indexer.layout import GalleryFolder, disk_errors_explained, staged
+from indexer.plan import check_target
 from indexer.ranking import check_search
 from indexer.segment import Segment
 from indexer.segment_manifest import MANIFEST, write_manifest
 from indexer.snapshot import open_segment
 from indexer.tune import Tuned, tune
 
+MIN_QUERIES = 100
+"""Fewer say too little about the recall of others."""
+
 
 def tune_gallery(path: Path | str, queries: Embeddings, target: float | None = None) -> Tuned:
     """Store the least effort that reaches the recall `target` at 10 of `queries` (Q, D).
 
     The queries must not be items of the gallery. Galleries that are open take the new parameters
-    when they open the index again; the next compaction tunes anew. No target: that of the index.
+    when they open the index again; the next compaction tunes anew, to the same target. No target:
+    that of the index.
 
     Raises: RecallError, and then nothing was changed; InvalidParameterError for queries that do
-        not fit, or a gallery without an index; GalleryError.
+        not fit or are fewer than MIN_QUERIES, or a gallery without an index; PlanError for a
+        target that this index cannot have; GalleryError.
     """
     folder = GalleryFolder(path)
     generation = folder.current()
@@ -33,10 +39,20 @@ def tune_gallery(path: Path | str, queries: Embeddings, target: float | None = N
         segment = open_segment(place, "cpu", verify_hashes=None)
         manifest = segment.manifest
         queries = check_search(1, SearchOptions(), manifest.dim, queries)
-        wanted = target or manifest.target_recall
+        _check_count(len(queries))
+        wanted = manifest.target_recall if target is None else target
+        check_target(manifest.kind, wanted)
         tuned = tune(segment.index, queries, wanted)
         _store(place, segment, tuned, wanted)
     return tuned
+
+
+def _check_count(queries: int) -> None:
+    if queries < MIN_QUERIES:
+        raise InvalidParameterError(
+            f"{queries} queries are too few to tune with: recall measured with them says little "
+            f"about others. Give at least {MIN_QUERIES}."
+        )
 
 
 def _segment_of(generation: Path) -> str:
@@ -61,9 +77,11 @@ def _store(place: Path, segment: Segment, tuned: Tuned, target: float) -> None:
             "k_factor": tuned.effort.k_factor,
             "recall": tuned.recall,
             "target_recall": target,
+            "settings": replace(segment.settings, target_recall=target),
         }
     )
-    with disk_errors_explained(place), tempfile.TemporaryDirectory(dir=place) as aside:
-        write_manifest(Path(aside), changed)
-        sync(Path(aside) / MANIFEST, "tuning")
-        rename(Path(aside) / MANIFEST, place / MANIFEST, "tuning")
+    # Beside the segment: the next compaction takes away what a kill leaves there.
+    with disk_errors_explained(place), staged(place.parent) as aside:
+        write_manifest(aside, changed)
+        sync(aside / MANIFEST, "tuning")
+        rename(aside / MANIFEST, place / MANIFEST, "tuning")

@@ -16,7 +16,10 @@ from indexer.embed import Progress
 from indexer.engine import Entry, Item, SearchOptions
 from indexer.gallery import Gallery
 from indexer.integrity import check_files
+from indexer.layout import GalleryFolder
+from indexer.manifest import read_manifest
 from indexer.pictures import source_bytes
+from indexer.ranking import check_search
 from indexer.recall import Recall, measured_recall, own_recall
 
 EXHAUSTIVE_UP_TO = 10_000
@@ -94,6 +97,9 @@ def verify_gallery(
         belongs to another bundle; InvalidParameterError for queries that do not fit.
     """
     settings = settings or VerifySettings()
+    if settings.queries is not None:  # before the work of hours
+        dim = read_manifest(GalleryFolder(path).current()).dim
+        check_search(1, SearchOptions(), dim, settings.queries)
     check_files(path)
     expected = None if embedder is None else embedder.bundle_id
     gallery = Gallery.open(path, expected_bundle_id=expected, image_root=settings.image_root)

@@ -9,7 +9,7 @@ import numpy as np
 import typer
 from pydantic import BaseModel, ConfigDict
 
-from embedder.errors import InvalidParameterError, ItemNotFoundError
+from embedder.errors import ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings
 from indexer.commands import options, stores
 from indexer.commands.answers import Found, group_shown, hits_shown, print_found
@@ -98,7 +98,6 @@ def search(
         grouping = Grouping(group_by, group_score, group_size) if group_by else None
         expected = None if embedder is None else embedder.bundle_id
         with stores.opened(gallery, bundle_id=expected, device=device) as store:
-            _check_grouping(store, grouping)
             if like:
                 found = _found_like(store, like, unlike or [], k, wanted, grouping)
             elif image and embedder:
@@ -150,16 +149,6 @@ def _check_usage(
         raise typer.BadParameter("--image needs --bundle, the model that embeds it.")
     if unlike and not like:
         raise typer.BadParameter("--unlike needs at least one --like.")
-
-
-def _check_grouping(store: IngestStore, grouping: Grouping | None) -> None:
-    """An attribute that no item has would make every item a group of its own."""
-    known = store.schema()
-    if grouping is not None and grouping.by not in known:
-        names = ", ".join(map(repr, sorted(known))) or "none"
-        raise InvalidParameterError(
-            f"There is no attribute {grouping.by!r} to group by. Known are {names}."
-        )
 
 
 def _found(

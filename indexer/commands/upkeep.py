@@ -1,7 +1,7 @@
 """kinlens-index compact, plan, stats: what a gallery costs, and keeping it fast."""
 
-from dataclasses import asdict
-from typing import Annotated, get_args
+from dataclasses import asdict, replace
+from typing import Annotated, Any, get_args
 
 import typer
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +11,6 @@ from indexer.build import planned
 from indexer.commands import stores
 from indexer.commands.console import errors_shown, out, print_json, progress
 from indexer.commands.options import (
-    TARGET_RECALL,
     GalleryArgument,
     IndexDeviceOption,
     IndexOption,
@@ -71,18 +70,19 @@ def compact(
 ) -> None:
     """Make a new index of all items that are in the gallery; searches and changes go on meanwhile.
 
-    Items that came since the last index get into it, removed ones leave the disk. Without options
-    the index stays of its kind.
+    Items that came since the last index get into it, removed ones leave the disk. What no
+    option says stays as it was: the kind of index, its target and its device.
     """
     with errors_shown():
         opened = Gallery.open(gallery)
         try:
             facts = opened.facts()
-            chosen = any(value is not None for value in (index, memory_mb, target_recall, device))
+            chosen = _chosen(index, memory_mb, target_recall, device)
             if not (rebuild or chosen or facts.delta or facts.tombstones):
                 _say_nothing_to_do(json)
                 return
-            settings = _settings(index, memory_mb, target_recall, device) if chosen else None
+            before = IndexSettings() if facts.segment is None else facts.segment.settings
+            settings = replace(before, **chosen) if chosen else None
             with progress(facts.size, "Indexing") as advance:
                 report = opened.compact(settings, wait=True, on_progress=advance)
         finally:
@@ -103,7 +103,7 @@ def plan(
 ) -> None:
     """Say which index so many vectors get, and what it costs, without making it."""
     with errors_shown():
-        settings = _settings(index, memory_mb, target_recall, device)
+        settings = replace(IndexSettings(), **_chosen(index, memory_mb, target_recall, device))
         if everything:
             _print_plans(n, dim, settings, json)
             return
@@ -134,12 +134,17 @@ def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
         out.print(f"{name.replace('_', ' '):16} {'-' if shown is None else shown}")
 
 
-def _settings(
+def _chosen(
     index: str | None, memory_mb: float | None, target_recall: float | None, device: str | None
-) -> IndexSettings:
-    return IndexSettings(
-        index or "auto", memory_mb, device or "cpu", target_recall or TARGET_RECALL
-    )
+) -> dict[str, Any]:
+    """The settings of an index that were given."""
+    given = {
+        "kind": index,
+        "memory_mb": memory_mb,
+        "target_recall": target_recall,
+        "device": device,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _say_nothing_to_do(json: bool) -> None:

@@ -5,15 +5,18 @@ seed 3 does. The process writes "begin N" before an operation and "done N" when 
 straight to a file, which outlives `kill -9`.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from embedder.errors import GalleryBusyError
 from embedder.types import AttributeValue, Embeddings
 from indexer.durable import set_fault_hook
 from indexer.engine import Entry, SearchOptions
@@ -64,7 +67,7 @@ class Operation:
         elif self.kind == "remove_where":
             gallery.remove_where(Range("stock", below=self.below))
         else:
-            gallery.compact()
+            gallery.compact(wait=True)
 
 
 def operations(seed: int) -> Iterator[Operation]:
@@ -95,10 +98,10 @@ def entry(key: str, content: str, stock: int) -> Entry:
     return Entry(key, vector(content), hashlib.sha256(content.encode()).hexdigest(), attributes)
 
 
-def change(path: Path, log: Path, seed: int, dies_at: int | None) -> None:
+def change(path: Path, log: Path, seed: int, dies_at: int | None, last: Path) -> None:
     """Change the gallery until somebody kills this process, or at fault point `dies_at`."""
     if dies_at is not None:
-        set_fault_hook(Dies(dies_at))
+        set_fault_hook(Dies(dies_at, last))
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     gallery = Gallery.open(path)
     for number, operation in enumerate(operations(seed)):
@@ -107,16 +110,32 @@ def change(path: Path, log: Path, seed: int, dies_at: int | None) -> None:
         os.write(descriptor, f"done {number}\n".encode())
 
 
-class Dies:
-    """Kills its process at the point with this number."""
+def compact(path: Path) -> None:
+    """Compact the gallery again and again, beside the process that changes it, until killed."""
+    gallery = Gallery.open(path)
+    while True:
+        with contextlib.suppress(GalleryBusyError):
+            gallery.compact(wait=True)
 
-    def __init__(self, number: int) -> None:
+
+class Dies:
+    """Kills its process at the point with this number, whose name goes to `last` before."""
+
+    def __init__(self, number: int, last: Path | None = None) -> None:
         self._left = number
+        self._last = last
 
     def __call__(self, point: str) -> None:
         self._left -= 1
         if self._left < 0:
+            if self._last is not None:
+                self._last.write_text(named(point))
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def named(point: str) -> str:
+    """A point without what differs from run to run: names of stages, segments, generations."""
+    return re.sub(r"\.stage-\w+|[0-9a-f]{12}(-[0-9a-f]{8})?", "*", point)
 
 
 def possible(model: Model, log: Path, seed: int) -> list[Model]:

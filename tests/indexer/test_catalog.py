@@ -23,7 +23,7 @@ from embedder.errors import (
     ItemNotFoundError,
 )
 from indexer.bulk import bulk_load
-from indexer.catalog import Catalog, State
+from indexer.catalog import Catalog, CatalogView, StaleReadError, State
 from indexer.engine import Entry, Item
 from indexer.filters import parse_filter
 
@@ -94,7 +94,7 @@ def test_vectors_come_back_bit_for_bit_in_the_order_asked_for(catalog: Catalog) 
         expected = np.stack([vector(number - 1) for number in asked])
         assert view.vectors(asked).tobytes() == expected.tobytes()
         assert view.vectors([]).shape == (0, DIM)
-        with pytest.raises(GalleryCorruptError, match="Item 26 has no vector"):
+        with pytest.raises(GalleryCorruptError, match="item 26 has no vector"):
             view.vectors([1, 26])
 
 
@@ -336,6 +336,60 @@ def test_changes_that_stand_in_the_log_are_never_passed_over(shown: Path) -> Non
     log.write_bytes(kept)
     with unwritable(shown), pytest.raises(GalleryError, match="cannot be read: unable to open"):
         Catalog.open(path)
+
+
+def test_what_changes_under_a_reader_without_locks_is_a_named_error(shown: Path) -> None:
+    path = shown / "c"
+    bulk_load(path, DIM, [entry(number) for number in range(5)])
+    with unwritable(shown):
+        reader = Catalog.open(path)
+    writer = Catalog.open(path, writable=True)
+
+    with (
+        pytest.raises(StaleReadError, match="Search again"),
+        reader.reading(),
+        writer.writing() as view,
+    ):
+        view.remove([1])
+    writer.close()
+    with unwritable(shown):
+        assert live(reader) == [2, 3, 4, 5]
+    with pytest.raises(StaleReadError) as caught, reader.reading():
+        _change_and_fail(path)
+    assert isinstance(caught.value.__cause__, KeyError)
+    with unwritable(shown):
+        assert live(reader) == [3, 4, 5]
+        assert reader.state().size == 3
+    reader.close()
+
+
+def _change_and_fail(path: Path) -> None:
+    writer = Catalog.open(path, writable=True)
+    with writer.writing() as view:
+        view.remove([2])
+    writer.close()
+    raise KeyError("of two states")
+
+
+def test_a_state_read_during_a_change_without_locks_is_a_named_error(
+    shown: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shown / "c"
+    bulk_load(path, DIM, [entry(number) for number in range(5)])
+    with unwritable(shown):
+        reader = Catalog.open(path)
+        state = CatalogView.state
+
+        def touched(view: CatalogView) -> State:
+            found = state(view)
+            os.utime(path, ns=(1, 1))
+            return found
+
+        monkeypatch.setattr(CatalogView, "state", touched)
+        os.seteuid(path.stat().st_uid)
+        with pytest.raises(StaleReadError):
+            reader.state()
+    reader.close()
 
 
 def live(catalog: Catalog) -> list[int]:

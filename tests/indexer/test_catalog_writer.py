@@ -368,7 +368,7 @@ def test_booleans_equal_no_number_in_the_table(catalog: Catalog) -> None:
 
 def test_an_unforeseen_error_of_sqlite_is_translated(catalog: Catalog) -> None:
     with pytest.raises(GalleryWriteError, match="UNIQUE") as caught, catalog.writing() as writer:
-        writer._connection.execute("INSERT INTO vectors VALUES (1, x''), (1, x'')")
+        writer._connection.execute("INSERT INTO vectors VALUES (1, 0, x''), (1, 0, x'')")
     assert isinstance(caught.value.__cause__, sqlite3.IntegrityError)
     with catalog.reading() as view:
         assert view.state().size == 0

@@ -278,6 +278,26 @@ def test_equal_content_keeps_its_stored_vector(store: VectorStore) -> None:
     assert found.attributes == {"price": 2}
 
 
+def test_an_add_takes_away_only_attributes_whose_names_it_owns(store: VectorStore) -> None:
+    one, two, three = units(3)
+    store.add([entry("same", one, {"colour": "red", "price": 1}), entry("other", two, {"n": 2})])
+    entries = [
+        entry("same", one),
+        entry("other", three, {"price": 5}, content="changed"),
+        entry("new", two, {"n": 3}),
+    ]
+    written = store.add(entries, frozenset({"colour", "unheard"}))
+    assert written == Written(added=1, replaced=1, updated=1)
+    assert {e.key: e.attributes for e in store.entries(["same", "other", "new"])} == {
+        "same": {"price": 1},
+        "other": {"n": 2, "price": 5},
+        "new": {"n": 3},
+    }
+    assert store.add(entries, frozenset()).unchanged == 3
+    assert store.add(entries[:2]) == Written(updated=2)
+    assert [dict(e.attributes) for e in store.entries(["same", "other"])] == [{}, {"price": 5}]
+
+
 def test_attributes_are_updated_and_taken_away(store: VectorStore) -> None:
     entries = shop(10)
     store.add(entries)
@@ -394,6 +414,10 @@ def test_the_version_changes_with_every_change_and_with_nothing_else(
         (entry("key0", units(1)[0]), "key0.*twice"),
         (entry("../up", units(1)[0]), "up"),
         (replace(entry("wrong", units(1)[0]), sha256="short"), "wrong"),
+        (replace(entry("wrong", units(1)[0]), sha256=None), "sha256 of 'wrong' is None"),
+        (replace(entry("wrong", units(1)[0]), key=None), "None is not a key"),
+        (replace(entry("wrong", units(1)[0]), vector=[0.0] * DIM), "of type list"),
+        (entry("wrong", units(1)[0].astype(object)), "of type object"),
     ],
 )
 def test_a_wrong_entry_is_named_and_nothing_is_written(
@@ -403,6 +427,45 @@ def test_a_wrong_entry_is_named_and_nothing_is_written(
     with pytest.raises(InvalidParameterError, match=message):
         store.add([*shop(3), wrong])
     assert (store.size, store.version) == (0, version)
+
+
+def test_a_score_is_the_cosine_also_of_vectors_that_were_not_quite_of_norm_one(
+    store: VectorStore,
+) -> None:
+    near, far = units(2)
+    store.add([entry("near", near * np.float32(1.0009)), entry("far", far * np.float32(0.9992))])
+    [stored] = store.entries(["near"])
+    assert float(np.linalg.norm(stored.vector.astype(np.float64))) == pytest.approx(1, abs=1e-6)
+    [hits] = store.search(near[None] * np.float32(1.0005), 2)
+    expected = [float(near @ near), float(near @ far)]
+    assert [h.score for h in hits] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("keys", ["key1", b"key1", [5], [None]])
+def test_what_is_not_a_list_of_keys_removes_nothing(store: VectorStore, keys: list[str]) -> None:
+    store.add(shop(3))
+    with pytest.raises(InvalidParameterError, match="Give a list of"):
+        store.remove(keys)
+    assert store.size == 3
+
+
+def test_groups_by_an_unknown_attribute_are_refused(store: VectorStore) -> None:
+    store.add(shop())
+    with pytest.raises(FilterError, match=r"'skuu' to group by. Known are .*'sku'"):
+        store.search_groups(units(1), 3, Grouping("skuu"))
+
+
+@pytest.mark.parametrize("score", ["best", "mean"])
+def test_fewer_groups_than_asked_for_are_all_found(store: VectorStore, score: str) -> None:
+    entries = [replace(e, attributes={"colour": "red"} | dict(e.attributes)) for e in shop(300)]
+    store.add(entries)
+    oracle, queries = Oracle(store, entries), units(3, seed=9)
+    for options in (SearchOptions(), SearchOptions(where=Range("price", at_least=0), offset=1)):
+        grouping = Grouping("colour", score, 3)  # type: ignore[arg-type]
+        found = store.search_groups(queries, 5, grouping, options)
+        for query, groups in zip(queries, found, strict=True):
+            assert len(groups) == 3 - options.offset
+            assert_groups(groups, oracle.groups(query, 5, grouping, options))
 
 
 def test_searches_out_of_range_are_refused(store: VectorStore) -> None:

@@ -15,6 +15,7 @@ from indexer.gallery import Gallery
 from indexer.generation import publish_generation
 from indexer.layout import GalleryFolder
 from indexer.manifest import GalleryManifest
+from indexer.plan import IndexSettings
 from tests.indexer import crasher
 from tests.indexer.crasher import BUNDLE, DIM, Model
 
@@ -57,20 +58,31 @@ def wait_for(log: Path, timeout_s: float = 30.0) -> None:
 def test_no_acknowledged_change_is_lost_in_200_kills_and_nothing_removed_returns(
     folder: Path, tmp_path: Path
 ) -> None:
+    """Odd processes die at a fault point, the others at a random moment; every fourth has a second
+    process beside it that does nothing but compact, and is killed too."""
     rng = np.random.default_rng(SEED)
     model: Model = {}
     finished = 0
+    died_at: set[str] = set()
     for seed in range(KILLS):
-        log = tmp_path / f"{seed}.log"
-        dies_at = int(rng.integers(60)) if seed % 2 else None
-        process = forks.Process(target=crasher.change, args=(folder, log, seed, dies_at))
+        log, last = tmp_path / f"{seed}.log", tmp_path / f"{seed}.last"
+        dies_at = seed // 2 % 40 if seed % 2 else None
+        process = forks.Process(target=crasher.change, args=(folder, log, seed, dies_at, last))
         process.start()
+        beside = forks.Process(target=crasher.compact, args=(folder,))
+        if seed % 4 == 0:
+            beside.start()
         if dies_at is None:
             wait_for(log)
             time.sleep(float(rng.uniform(0, 0.06)))
             process.kill()
         process.join(60)
         assert process.exitcode == -9, f"seed {seed} ended by itself: {process.exitcode}"
+        if seed % 4 == 0:
+            time.sleep(float(rng.uniform(0, 0.02)))
+            beside.kill()
+            beside.join()
+        died_at |= {last.read_text()} if last.exists() else set()
         models = crasher.possible(model, log, seed)
         gallery = Gallery.open(folder)
         model = crasher.check(gallery, models)
@@ -78,6 +90,21 @@ def test_no_acknowledged_change_is_lost_in_200_kills_and_nothing_removed_returns
         finished += log.read_text().count("done")
         log.unlink()
     assert finished > KILLS  # the processes did get to work
+    assert died_at == points_of(folder)
+
+
+def points_of(path: Path) -> set[str]:
+    """Every fault point of changes and compactions."""
+    points: list[str] = []
+    gallery = Gallery.open(path)
+    set_fault_hook(points.append)
+    try:
+        gallery.add([crasher.entry("last", "last", 1)])
+        gallery.compact(IndexSettings(kind="flat"))
+    finally:
+        set_fault_hook(None)
+    gallery.close()
+    return {crasher.named(point) for point in points}
 
 
 def build(path: Path, keys: int) -> None:
@@ -103,6 +130,7 @@ def test_a_build_that_dies_at_any_step_leaves_the_old_gallery_or_the_new_one(
     first.close()
     steps: list[str] = []
     scratch = folder.parent / "scratch"
+    (scratch / "versions").mkdir(parents=True)  # `folder` is there as well, so no step makes it
     durable.set_fault_hook(steps.append)
     try:
         build(scratch, 30)

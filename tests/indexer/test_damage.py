@@ -1,11 +1,11 @@
 """Damaged files, a disk that refuses: what a gallery loses is told, and it loses nothing else."""
 
-import contextlib
 import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +19,14 @@ from embedder.errors import (
     InvalidParameterError,
 )
 from indexer import durable
+from indexer.backup import backup
+from indexer.backup_files import read_backup
+from indexer.engine import SearchOptions
+from indexer.filters import Range
 from indexer.gallery import Gallery
 from indexer.layout import GalleryFolder
 from indexer.plan import IndexSettings
-from tests.indexer.conftest import small_files
+from tests.indexer.conftest import as_nobody, small_files
 from tests.indexer.crasher import BUNDLE, DIM, entry, vector
 
 COUNT = 300
@@ -119,6 +123,59 @@ def test_a_damaged_page_of_the_catalogue_is_a_named_error_and_never_a_wrong_answ
         check(Gallery.open(path))
 
 
+def test_a_flipped_bit_of_the_catalogue_is_a_named_error_or_harmless(path: Path) -> None:
+    def seen() -> list[object]:
+        gallery = Gallery.open(path)
+        try:
+            entries = [entry for batch in gallery.scan() for entry in batch]
+            queries = np.stack([vector(f"content {n}") for n in range(3)])
+            hits = gallery.search(queries, 10, SearchOptions(where=Range("stock", at_least=100)))
+            return [(e.key, e.vector.tobytes(), e.sha256, e.attributes) for e in entries] + hits
+        finally:
+            gallery.close()
+
+    catalog = GalleryFolder(path).current() / "catalog.sqlite"
+    expected, good = seen(), catalog.read_bytes()
+    rng, noticed = np.random.default_rng(3), 0
+    for place in rng.integers(100, len(good), 60):
+        data = bytearray(good)
+        data[place] ^= 1 << int(rng.integers(8))
+        catalog.write_bytes(data)
+        try:
+            assert seen() == expected, place
+        except GalleryCorruptError:
+            noticed += 1
+    assert noticed > 3
+
+
+READS_AND_WRITES = """
+import sys
+from indexer.gallery import Gallery
+from tests.indexer.crasher import entry
+gallery = Gallery.open(sys.argv[1])
+gallery.add([entry("other", "other", 1)])
+gallery.close()
+"""
+
+
+def test_a_backup_that_is_open_as_a_gallery_keeps_its_locks_while_it_is_checked(
+    path: Path, tmp_path: Path
+) -> None:
+    backup(path, tmp_path / "saved")
+    gallery = Gallery.open(tmp_path / "saved")
+    gallery.add([entry("one", "one", 1)])
+    read_backup(tmp_path / "saved")
+    command = [sys.executable, "-c", READS_AND_WRITES, str(tmp_path / "saved")]
+    subprocess.run(command, check=True)
+    log = GalleryFolder(tmp_path / "saved").current() / "catalog.sqlite-wal"
+    assert log.stat().st_size > 0
+    gallery.add([entry("three", "three", 1)])
+    gallery.close()
+    again = Gallery.open(tmp_path / "saved")
+    assert again.stored(["one", "other", "three"]).keys() == {"one", "other", "three"}
+    again.close()
+
+
 @pytest.mark.parametrize("damage", [empty, Path.unlink])
 def test_a_catalogue_that_is_gone_is_a_named_error(path: Path, damage: object) -> None:
     catalog = GalleryFolder(path).current() / "catalog.sqlite"
@@ -192,19 +249,6 @@ class _Fails:
         self._left -= 1
         if self._left < 0:
             raise OSError(5, "Input/output error")
-
-
-@contextlib.contextmanager
-def as_nobody() -> Iterator[None]:
-    """Without the rights of root, who may write everywhere."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def test_a_folder_that_may_not_be_written_is_searched_and_refuses_changes(path: Path) -> None:

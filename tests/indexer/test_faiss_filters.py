@@ -1,12 +1,14 @@
 """Search among some vectors only: nothing else is found, and recall stays."""
 
+import faiss
 import numpy as np
 import pytest
 
 from embedder.types import Embeddings
-from indexer import faiss_engine
-from indexer.faiss_engine import SegmentIndex
-from indexer.faiss_search import count_of, positions_in
+from indexer import faiss_engine, faiss_search
+from indexer.engine import Ids, Scores
+from indexer.faiss_engine import Effort, SegmentIndex
+from indexer.faiss_search import count_of, parameters, positions_in, scaled
 from indexer.plan import plan_index
 from indexer.tune import recall_at, tune
 from tests.indexer.vectors import bitmap, clumped, unit
@@ -108,3 +110,91 @@ def test_exact_compares_with_more_positions_than_fit_one_chunk(
     order = np.argsort(-products, axis=1, kind="stable")[:, :25]
     assert (found == np.sort(chosen)[order]).all()
     np.testing.assert_allclose(scores, np.take_along_axis(products, order, axis=1), atol=1e-6)
+
+
+class Asked:
+    """Stands before an index: remembers how many candidates were asked for at once."""
+
+    def __init__(self, index: faiss.Index) -> None:
+        self._index = index
+        self.calls: list[tuple[int, int]] = []
+
+    def search(self, queries: Embeddings, k: int, **options: object) -> tuple[Scores, Ids]:
+        self.calls.append((len(queries), k))
+        found: tuple[Scores, Ids] = self._index.search(queries, k, **options)
+        return found
+
+
+@pytest.fixture(params=["hnsw", "ivf-pq"])
+def asked(
+    request: pytest.FixtureRequest, gallery: Embeddings, monkeypatch: pytest.MonkeyPatch
+) -> tuple[SegmentIndex, Asked]:
+    plan = plan_index(N, DIM, kind=request.param, memory_mb=1000)
+    index = SegmentIndex.build(plan, gallery)
+    spy = Asked(index._top)
+    monkeypatch.setattr(index, "_top", spy)
+    return index, spy
+
+
+def test_a_search_that_would_look_at_more_than_it_is_to_choose_from_compares(
+    asked: tuple[SegmentIndex, Asked], gallery: Embeddings
+) -> None:
+    index, spy = asked
+    queries, some = unit(20, DIM, seed=2), np.arange(N) % 40 == 0
+    effort = Effort(16, 64)
+    found = index.search(queries, 100, effort, bitmap(some))
+    assert (found[1] == index.exact(queries, 100, np.flatnonzero(some))[1]).all()
+    free = index.search(queries, N // 60, effort)
+    assert (free[1] == index.exact(queries, N // 60)[1]).all()
+    assert spy.calls == []
+    index.search(queries, 1, Effort(16, 4))
+    assert spy.calls == [(20, 10)]
+
+
+def test_an_effort_without_bound_is_no_more_than_the_greatest(
+    asked: tuple[SegmentIndex, Asked],
+) -> None:
+    index, _ = asked
+    queries = unit(5, DIM, seed=2)
+    found = index.search(queries, 3, Effort(99_999_999_999_999, 64))
+    assert recall_at(found[1], index.exact(queries, 3)[1]) == 1.0
+    assert scaled(99_999_999_999_999, 10, N) == scaled(10, 10**9, N) == N
+    parameters("hnsw", index._codes, Effort(99_999_999_999_999), 10, None)
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_queries_are_taken_in_parts_that_memory_holds(
+    asked: tuple[SegmentIndex, Asked], monkeypatch: pytest.MonkeyPatch, share: float | None
+) -> None:
+    index, spy = asked
+    queries, effort = clumped(50, DIM, seed=2), Effort(16, 4)
+    allowed = None if share is None else bitmap(np.random.default_rng(0).random(N) < share)
+    whole = index.search(queries, 20, effort, allowed)
+    spy.calls.clear()
+    monkeypatch.setattr(faiss_search, "_CHUNK_BYTES", 12 * 4 * 300)
+    parts = index.search(queries, 20, effort, allowed)
+    assert (whole[1] == parts[1]).all()
+    assert len(spy.calls) > 1
+    assert all(rows == 1 or rows * k <= 300 for rows, k in spy.calls)
+
+
+def test_a_query_whose_surroundings_are_excluded_looks_further_before_it_looks_everywhere(
+    asked: tuple[SegmentIndex, Asked], gallery: Embeddings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, spy = asked
+    query = clumped(1, DIM, seed=2)
+    near = np.argsort(-(gallery @ query[0]))
+    allowed = np.ones(N, bool)
+    allowed[near[:100]] = False
+
+    def nowhere_else(*_: object) -> None:
+        raise AssertionError("everything was searched")
+
+    monkeypatch.setattr(index, "_hardest", nowhere_else)
+    found = index.search(query, 10, Effort(16, 4), bitmap(allowed))
+    assert allowed[found[1]].all()
+    assert [k for _, k in spy.calls] in ([31, 248], [31])
+    if index.kind == "ivf-pq":
+        assert len(spy.calls) == 2
+    else:  # in a graph of this size, looking further is as much work as comparing with all
+        assert (found[1] == index.exact(query, 10, np.flatnonzero(allowed))[1]).all()

@@ -1,16 +1,20 @@
 """Search on the GPU: refused by name without one; the answers of the CPU with one."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
 
-from embedder.errors import PlanError, ProviderError
+from embedder.errors import EngineUnavailableError, PlanError, ProviderError
 from embedder.types import Embeddings
 from indexer import gpu
+from indexer.engine import Ids, Scores
 from indexer.faiss_engine import Effort, SegmentIndex
 from indexer.gpu import GpuIndex, build_cagra, gpu_memory_mb, why_no_gpu
+from indexer.owner import Owner
 from indexer.plan import IndexSettings, plan_index
 from indexer.segment import Segment, write_segment
 from indexer.tune import recall_at
@@ -104,6 +108,9 @@ def test_a_gpu_that_fails_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPat
         def search(self, *_: object) -> None:
             raise RuntimeError("Error in void alloc at x.cu:1: Error: 'err == 0' CUDA error 2")
 
+        def end(self) -> None:
+            pass
+
     with pytest.raises(ProviderError, match=r"GPU could not answer: 'err == 0'.*nvidia-smi"):
         GpuIndex(Broken()).search(unit(1), 1, 1)  # type: ignore[arg-type]
 
@@ -146,3 +153,38 @@ def test_cagra_is_built_tuned_saved_and_answers_on_both(
 @pytest.mark.gpu
 def test_a_gpu_has_memory(gallery: Embeddings) -> None:
     assert gpu_memory_mb() > 1000
+
+
+class Engine:
+    """Stands for an index in the memory of a GPU."""
+
+    def __call__(self, queries: Embeddings, k: int, effort: int) -> tuple[Scores, Ids]:
+        shape = (len(queries), k)
+        return np.zeros(shape, np.float32), np.tile(np.arange(k), (len(queries), 1))
+
+
+@pytest.mark.parametrize("has_searched", [False, True])
+def test_the_memory_is_free_when_nobody_has_the_index_any_more(
+    monkeypatch: pytest.MonkeyPatch, has_searched: bool
+) -> None:
+    engines: list[weakref.ref[Engine]] = []
+
+    def make() -> Engine:
+        engine = Engine()
+        engines.append(weakref.ref(engine))
+        return engine
+
+    owner = Owner(make)
+    monkeypatch.setattr(GpuIndex, "flat", lambda vectors: GpuIndex(owner))
+    index = SegmentIndex.open("flat", unit(2000), None, "cuda")
+    if has_searched:
+        index.search(unit(3, seed=1), 5, Effort(0))
+    gc.collect()
+    assert engines[0]() is not None
+    del index
+    gc.collect()
+    owner._thread.join(60)
+    assert not owner._thread.is_alive()
+    assert engines[0]() is None
+    with pytest.raises(EngineUnavailableError):
+        owner.search(unit(1), 1, 0)

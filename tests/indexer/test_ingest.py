@@ -20,6 +20,7 @@ from embedder.errors import (
 )
 from embedder.types import Images
 from indexer.embed import EmbedSettings
+from indexer.engine import Entry, Written
 from indexer.gallery import Gallery
 from indexer.images import Record, Source, folder_source
 from indexer.ingest import AddReport, add_source
@@ -125,6 +126,32 @@ def test_attributes_stay_unless_the_source_decides_on_them(
     (tmp_path / "list.csv").write_text("key,path,price:number\nf.gif,f.gif,\n")
     add_source(gallery, csv_source(tmp_path / "list.csv", shop), embedder)
     assert gallery.stored(["f.gif"])["f.gif"].attributes == {}
+
+
+@pytest.mark.parametrize("batch_size", [1, 100])
+def test_a_change_by_others_that_is_acknowledged_during_an_add_is_kept(
+    gallery: Gallery,
+    built: Path,
+    shop: Path,
+    embedder: CountingEmbedder,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_size: int,
+) -> None:
+    gallery.update({"f.gif": {"class": "toy", "price": 5}, "cup/a.png": {"price": 6, "size": 1}})
+    (shop / "cup" / "a.png").write_bytes(encoded(picture(50)))
+    other, store = Gallery.open(built), gallery.add
+
+    def overtaken(entries: list[Entry], owned: frozenset[str] | None = None) -> Written:
+        other.update({"f.gif": {"price": 7}, "cup/a.png": {"price": 8, "size": None, "new": True}})
+        return store(entries, owned)
+
+    monkeypatch.setattr(gallery, "add", overtaken)
+    report = add(gallery, embedder, batch_size=batch_size)
+    other.close()
+    assert (report.replaced, report.updated, report.unchanged) == (1, 1, 4)
+    items = gallery.stored(["f.gif", "cup/a.png"])
+    assert items["f.gif"].attributes == {"price": 7}
+    assert items["cup/a.png"].attributes == {"class": "cup", "price": 8, "new": True}
 
 
 @pytest.mark.parametrize(("batch_size", "workers"), [(1, 1), (1, 4), (2, 3), (100, 2)])

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
+from indexer.durable import set_fault_hook
+from indexer.gallery import Gallery
 from indexer.layout import GalleryFolder, disk_errors_explained
 from indexer.locks import hold
+from tests.indexer.conftest import as_nobody
 
 GENERATIONS = [digit * 12 for digit in "abcd"]
 
@@ -24,6 +28,25 @@ def publish(folder: GalleryFolder, name: str) -> Path:
         (stage / "data").write_text(name)
         (stage / "manifest.json").touch()
         return folder.publish(stage, name)
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def publish_until(point: str, folder: GalleryFolder, name: str) -> None:
+    """A build that ends at the first step with this name."""
+
+    def hook(step: str) -> None:
+        if step == point:
+            raise Killed
+
+    set_fault_hook(hook)
+    try:
+        with pytest.raises(Killed):
+            publish(folder, name)
+    finally:
+        set_fault_hook(None)
 
 
 def names(out: Path) -> list[str]:
@@ -65,6 +88,43 @@ def test_a_generation_that_never_became_current_goes_with_the_next(out: Path) ->
     assert names(out) == ["a" * 12, "b" * 12]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_builds_that_are_killed_before_they_become_current_do_not_pile_up(
+    out: Path, is_first: bool
+) -> None:
+    folder = GalleryFolder(out)
+    old = [] if is_first else ["f" * 12]
+    for name in old:
+        publish(folder, name)
+    for name in GENERATIONS:
+        publish_until("current: before rename", folder, name)
+        assert names(out) == sorted([name, *old])
+
+
+def test_what_is_not_current_goes_before_a_new_generation_is_written(out: Path) -> None:
+    folder = GalleryFolder(out)
+    for name in GENERATIONS[:2]:
+        publish(folder, name)
+    descriptor = hold(publish(folder, GENERATIONS[2]))
+    publish(folder, GENERATIONS[3])
+    foreign = out / "versions" / ("0" * 12)
+    foreign.mkdir()
+    publish(folder, "e" * 12)
+    with folder.locked(), folder.stage() as stage:
+        assert names(out) == [stage.name, foreign.name, "c" * 12, "e" * 12]
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("content", ["", "f" * 12, "../../elsewhere", "f" * 300])
+def test_nothing_goes_before_a_build_where_current_is_damaged(out: Path, content: str) -> None:
+    folder = GalleryFolder(out)
+    for name in GENERATIONS[:2]:
+        publish(folder, name)
+    (out / "CURRENT").write_text(content)
+    with folder.locked(), folder.stage() as stage:
+        assert names(out) == [stage.name, *GENERATIONS[:2]]
+
+
 def test_a_stage_that_is_not_published_is_gone_and_so_are_left_overs(out: Path) -> None:
     folder = GalleryFolder(out)
     with folder.locked():
@@ -72,6 +132,37 @@ def test_a_stage_that_is_not_published_is_gone_and_so_are_left_overs(out: Path) 
         with folder.stage() as stage:
             assert names(out) == [stage.name]
         assert names(out) == []
+
+
+def test_every_folder_on_the_way_to_a_new_gallery_is_brought_to_the_disk(tmp_path: Path) -> None:
+    synced: list[str] = []
+    set_fault_hook(lambda step: synced.append(step.rpartition("after sync of ")[2]))
+    try:
+        publish(GalleryFolder(tmp_path / "new" / "shops" / "gallery"), GENERATIONS[0])
+    finally:
+        set_fault_hook(None)
+    on_the_way = [tmp_path.name, "new", "shops", "gallery", "versions"]
+    assert [name for name in synced if name in on_the_way][:4] == on_the_way[:4]
+    assert "versions" in synced
+
+
+def test_a_folder_that_may_not_be_written_is_refused_with_the_reason() -> None:
+    with tempfile.TemporaryDirectory() as parent:
+        Path(parent).chmod(0o555)
+        with as_nobody(), pytest.raises(GalleryWriteError, match=r"Cannot write .*permissions"):
+            Gallery.create(Path(parent) / "gallery", name="shop", bundle_id="b", dim=4)
+        with (
+            as_nobody(),
+            pytest.raises(GalleryWriteError, match=r"Cannot write .*permissions"),
+            GalleryFolder(parent).locked(),
+        ):
+            raise AssertionError("locked")
+
+
+def test_a_gallery_below_a_file_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(GalleryWriteError, match=r"Cannot write .*Not a directory"):
+        Gallery.create(tmp_path / "file" / "gallery", name="shop", bundle_id="b", dim=4)
 
 
 def test_a_second_build_is_refused_by_the_process_of_the_first(out: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from embedder.errors import GalleryBusyError, KinlensError, RecallError
 from indexer import compaction
+from indexer.durable import set_fault_hook
 from indexer.engine import Entry, SearchOptions
 from indexer.filters import And, Equals, Filter, Not, Range
 from indexer.gallery import Gallery
@@ -194,15 +195,79 @@ def test_old_segments_go_when_their_last_reader_has_left(gallery: Gallery, path:
     reader = Gallery.open(path)
     gallery.remove(["k0"])
     gallery.compact()
+    assert "k0" not in keys(gallery)
     assert first.is_dir()  # the reader has not searched since
     assert "k0" not in keys(reader)
-    keys(gallery)
-    gallery.add(entries(range(30, 31)))
+    [second] = segments.iterdir()
+    assert second != first
     gallery.compact()
-    assert not first.is_dir()
+    [third] = set(segments.iterdir()) - {second}
     reader.close()
+    assert second.is_dir()  # this gallery has not searched since
+    assert len(keys(gallery)) == 29
+    assert [*segments.iterdir()] == [third]
+
+
+def test_items_removed_before_the_first_segment_stay_away_from_a_reader_that_knew_them(
+    gallery: Gallery, path: Path
+) -> None:
+    gallery.add(entries(range(5)))
+    reader = Gallery.open(path)
+    assert len(keys(reader)) == 5
+    gallery.remove(f"k{n}" for n in range(5))
+    gallery.compact()  # of nothing, so there is no segment before and after
+    gallery.add(entries(range(5, 6)))
+    assert keys(reader) == {"k5"}
+    assert len(reader.nearest(unit(1, 1), 10)[1][0]) == 1
+    assert reader.facts().delta == 1
+    reader.close()
+
+
+@pytest.mark.parametrize("point", ["segment: before rename", "adopt: before commit"])
+def test_changes_made_during_a_compaction_are_neither_lost_nor_undone(
+    gallery: Gallery, path: Path, point: str
+) -> None:
+    gallery.add(entries(range(30)))
     gallery.compact()
-    assert len(list(segments.iterdir())) <= 2
+    reader = Gallery.open(path)
+    assert len(keys(reader)) == 30
+    happened = []
+
+    def change(reached: str) -> None:
+        if reached == point and not happened:
+            happened.append(point)
+            gallery.add(entries(range(30, 35)))
+            gallery.remove(["k1", "k31"])
+            gallery.add([dataclasses.replace(entries(range(2, 3), seed=9)[0], key="k2")])
+            gallery.update({"k3": {"n": -3}})
+
+    set_fault_hook(change)
+    try:
+        gallery.compact()
+    finally:
+        set_fault_hook(None)
+    assert happened
+    expected = {f"k{n}" for n in range(35)} - {"k1", "k31"}
+    again = Gallery.open(path)
+    for opened in (gallery, reader, again):
+        assert keys(opened) == expected
+        assert keys(opened, Equals("n", -3)) == {"k3"}
+        [hits] = opened.search(entries(range(2, 3), seed=9)[0].vector[None], 1)
+        assert hits[0].key == "k2"
+        assert hits[0].score == pytest.approx(1, abs=1e-5)
+    again.close()
+    reader.close()
+
+
+def test_items_replaced_again_and_again_make_a_compaction_due(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 50)
+    for seed in range(6):
+        assert gallery.needs_compaction() is None
+        gallery.add(entries(range(9), seed))
+    assert gallery.facts().delta == 9
+    assert gallery.needs_compaction() is not None
 
 
 def test_background_compaction_begins_at_a_fifth_removed_and_searches_go_on(
@@ -232,21 +297,22 @@ def test_a_large_delta_makes_a_compaction_due(
     assert gallery.needs_compaction() is None
 
 
+@pytest.mark.parametrize("failure", [RecallError("too low"), MemoryError("no room")])
 def test_a_failed_background_compaction_is_reported_and_the_gallery_answers(
-    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+    gallery: Gallery, failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gallery.add(entries(range(100)))
     gallery.compact()
 
     def fail(*_: object, **__: object) -> None:
-        raise RecallError("too low")
+        raise failure
 
     monkeypatch.setattr("indexer.gallery.compact", fail)
     seen: list[KinlensError] = []
     background = gallery.compact_in_background(seen.append)
     gallery.remove(f"k{n}" for n in range(50))
     until(lambda: seen)
-    assert isinstance(background.last_error, RecallError)
+    assert str(failure) in str(background.last_error)
     assert keys(gallery) == {f"k{n}" for n in range(50, 100)}
 
 

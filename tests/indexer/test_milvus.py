@@ -317,9 +317,9 @@ def test_the_mark_of_a_writer_that_died_is_taken_over(
 def test_a_writer_that_was_overtaken_while_it_looked_gives_up(
     store: MilvusStore, connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plan_slowly(view: Any, entries: Any) -> Any:
+    def plan_slowly(*arguments: Any) -> Any:
         set_state(connection, store.name, change=new_mark())
-        return plan_add(view, entries)
+        return plan_add(*arguments)
 
     plan_add = sys.modules["indexer.milvus_changes"].plan_add
     monkeypatch.setattr("indexer.milvus_engine.plan_add", plan_slowly)

@@ -27,9 +27,10 @@ def planned(n: int, dim: int = 128, **changes: object) -> Plan:
         (97_000, 512, "flat"),
         (400_000, 128, "fp16"),
         (780_000, 128, "fp16"),
-        (800_000, 128, "hnsw"),
-        (2_000_000, 128, "hnsw"),
-        (2_000_001, 128, "ivf-pq"),
+        (800_000, 128, "ivf-pq"),
+        (400_000, 256, "hnsw"),
+        (500_000, 256, "hnsw"),
+        (500_001, 256, "ivf-pq"),
         (10_000_000, 128, "ivf-pq"),
         (3_000_000, 127, "ivf-rabitq"),
     ],
@@ -47,13 +48,14 @@ def test_a_named_kind_is_taken_whatever_the_size(kind: str) -> None:
 
 
 def test_auto_falls_to_a_smaller_kind_and_says_why() -> None:
-    wished = planned(1_000_000)
-    tight = planned(1_000_000, memory_mb=wished.memory_mb * 0.9)
+    wished = planned(500_000, 256)
+    limit = wished.build_memory_mb * 0.9
+    tight = planned(500_000, 256, memory_mb=limit)
     assert wished.kind == "hnsw"
     assert tight.kind == "ivf-pq"
     assert "hnsw needs" in tight.reason
     assert "but there are only" in tight.reason
-    assert max(tight.memory_mb, tight.build_memory_mb) <= wished.memory_mb * 0.9
+    assert max(tight.memory_mb, tight.build_memory_mb) <= limit
 
 
 def test_auto_never_goes_beyond_the_memory_given() -> None:
@@ -187,3 +189,16 @@ def test_a_container_with_less_memory_is_heeded(tmp_path: Path, name: str) -> No
     assert memory_mb(tmp_path) == 1
     (tmp_path / name).write_text("max\n")
     assert memory_mb(tmp_path) == whole
+
+
+@pytest.mark.parametrize("kind", ["fp16", "hnsw", "ivf-pq", "ivf-rabitq"])
+def test_an_approximate_index_does_not_promise_everything(kind: str) -> None:
+    assert planned(5_000, kind=kind, target_recall=0.9994).kind == kind
+    with pytest.raises(PlanError, match=rf"{kind} is approx.*--index flat.*--target-recall"):
+        planned(5_000, kind=kind, target_recall=plans.EXACT_TARGET)
+    assert planned(5_000, kind="flat", target_recall=1.0).expected_recall == 1.0
+
+
+def test_a_recall_that_is_only_hoped_for_is_called_a_target() -> None:
+    assert any("recall@10 target" in line for line in planned(5_000, kind="hnsw").lines())
+    assert not any("recall@10 target" in line for line in planned(5_000, kind="flat").lines())

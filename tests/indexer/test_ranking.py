@@ -10,7 +10,7 @@ from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Hit, ItemId
 from indexer.engine import Group, Grouping, SearchOptions
 from indexer.grouping import best_groups
-from indexer.ranking import Candidate, best_hits, check_search, combined_query, rank
+from indexer.ranking import Candidate, best_hits, rank
 
 CASES = range(300)
 
@@ -47,11 +47,26 @@ class Shelf:
         return [self._best(row, n) for row in rows]
 
     def _best(self, row: int, n: int) -> list[Candidate]:
-        shuffled = self.random.sample(self.rows[row], len(self.rows[row]))
+        return self._cut(self.rows[row], n)
+
+    def _cut(self, candidates: Sequence[Candidate], n: int) -> list[Candidate]:
+        shuffled = self.random.sample(candidates, len(candidates))
         return sorted(shuffled, key=lambda c: -c.score)[:n]
+
+    def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
+        self.asked.append(([row], n))
+        gone = {id(c) for c in self._having(row, values)}
+        return self._cut([c for c in self.rows[row] if id(c) not in gone], n)
+
+    def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
+        self.asked.append(([row], n))
+        return self._cut(self._having(row, [value]), n)
 
     def members(self, row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
         self.opened += values
+        return self._having(row, values)
+
+    def _having(self, row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
         return [c for c in self.rows[row] if any(same(c.attributes.get("sku"), v) for v in values)]
 
     def options(self, offset: int | None = None) -> SearchOptions:
@@ -132,7 +147,7 @@ def test_groups_equal_brute_force(seed: int, score: str) -> None:
     options = shelf.options(offset=shelf.random.choice([0, 0, 1, 3]))
     grouping = Grouping("sku", score, size=shelf.random.choice([1, 2, 50]))  # type: ignore[arg-type]
     k = shelf.random.choice([1, 2, 4, 300])
-    found = best_groups(shelf.fetch, shelf.members, len(shelf.rows), k, grouping, options)
+    found = best_groups(shelf, len(shelf.rows), k, grouping, options)
     for row, groups in zip(shelf.rows, found, strict=True):
         expected = expected_groups(row, k, grouping, options)
         assert [(type(g.value), g.value) for g in groups] == [
@@ -157,18 +172,34 @@ def flat(scores: Sequence[float], value: Callable[[int], AttributeValue | None])
 def test_exactly_k_groups_are_found_behind_a_group_that_fills_every_page() -> None:
     scores = [0.9] * 5000 + [0.5, 0.4, 0.3]
     shelf = flat(scores, lambda n: "crowd" if n < 5000 else f"other{n}")
-    (groups,) = best_groups(shelf.fetch, shelf.members, 1, 3, Grouping("sku"), SearchOptions())
+    (groups,) = best_groups(shelf, 1, 3, Grouping("sku"), SearchOptions())
     assert [g.value for g in groups] == ["crowd", "other5000", "other5001"]
+
+
+def test_fewer_groups_than_asked_for_are_not_sought_in_every_item() -> None:
+    shelf = flat([1 - n / 10_000 for n in range(10_000)], lambda n: n // 1250)
+    (groups,) = best_groups(shelf, 1, 10, Grouping("sku"), SearchOptions())
+    assert [g.value for g in groups] == list(range(8))
+    assert sum(n for _, n in shelf.asked) < 5000
+    assert not shelf.opened
+
+
+def test_only_as_many_items_of_a_group_are_read_as_it_shows() -> None:
+    shelf = flat([1 - n / 10_000 for n in range(10_000)], lambda n: n % 1000)
+    (groups,) = best_groups(shelf, 1, 5, Grouping("sku", size=3), SearchOptions())
+    assert [[h.id for h in g.hits] for g in groups] == [[n, n + 1000, n + 2000] for n in range(5)]
+    assert sum(n for _, n in shelf.asked) < 100
+    assert not shelf.opened
 
 
 def test_a_mean_counts_items_that_were_never_fetched() -> None:
     scores = [1.0, 0.9, 0.9] + [0.1] * 1000 + [0.0] * 1000 + [-1.0] * 3
     shelf = flat(scores, lambda n: "high" if n == 0 or n > 2002 else "good" if n < 3 else None)
     grouping = Grouping("sku", "mean", size=2)
-    (groups,) = best_groups(shelf.fetch, shelf.members, 1, 1, grouping, SearchOptions())
+    (groups,) = best_groups(shelf, 1, 1, grouping, SearchOptions())
     assert [(g.value, g.score) for g in groups] == [("good", 0.9)]
     assert max(n for _, n in shelf.asked) < 100
-    (groups,) = best_groups(shelf.fetch, shelf.members, 1, 3000, grouping, SearchOptions())
+    (groups,) = best_groups(shelf, 1, 3000, grouping, SearchOptions())
     assert groups[-1].value == "high"
     assert groups[-1].score == pytest.approx(-0.5)
     assert [h.score for h in groups[-1].hits] == [1.0, -1.0]
@@ -177,10 +208,10 @@ def test_a_mean_counts_items_that_were_never_fetched() -> None:
 def test_a_group_is_opened_once_and_only_if_it_may_win() -> None:
     shelf = flat([1 - n / 1000 for n in range(1000)], lambda n: n // 2)
     grouping = Grouping("sku", "mean")
-    best_groups(shelf.fetch, shelf.members, 1, 5, grouping, SearchOptions())
+    best_groups(shelf, 1, 5, grouping, SearchOptions())
     assert len(shelf.opened) == len(set(shelf.opened)) <= 7
     mixed = flat([1 - n / 1000 for n in range(1000)], lambda n: n % 50)
-    best_groups(mixed.fetch, mixed.members, 1, 5, grouping, SearchOptions())
+    best_groups(mixed, 1, 5, grouping, SearchOptions())
     assert len(mixed.asked) > 1
     assert sorted(mixed.opened) == list(range(50))
 
@@ -197,7 +228,7 @@ def test_all_rows_are_fetched_at_once_and_only_unsettled_ones_again() -> None:
 def test_no_queries_have_no_answers() -> None:
     shelf = Shelf(1, rows=0)
     assert best_hits(shelf.fetch, 0, 3, SearchOptions()) == []
-    assert best_groups(shelf.fetch, shelf.members, 0, 3, Grouping("sku"), SearchOptions()) == []
+    assert best_groups(shelf, 0, 3, Grouping("sku"), SearchOptions()) == []
 
 
 @pytest.mark.parametrize(
@@ -211,73 +242,7 @@ def test_no_queries_have_no_answers() -> None:
 def test_a_grouping_out_of_range_is_refused(grouping: Grouping, message: str) -> None:
     shelf = Shelf(1)
     with pytest.raises(InvalidParameterError, match=message):
-        best_groups(shelf.fetch, shelf.members, 3, 1, grouping, SearchOptions())
-
-
-def unit(*values: float) -> np.ndarray:
-    vector = np.array([values], np.float32)
-    return vector / np.linalg.norm(vector)
-
-
-def test_one_liked_item_is_the_query_itself() -> None:
-    liked = unit(3, 4)
-    np.testing.assert_allclose(combined_query(liked, liked[:0]), liked[0], atol=1e-7)
-
-
-def test_a_combined_query_is_near_what_is_liked_and_far_from_what_is_not() -> None:
-    combined = combined_query(np.vstack([unit(1, 0, 0), unit(0, 1, 0)]), unit(0, 1, 1))
-    expected = unit(1, 1 - 0.5**0.5, -(0.5**0.5))[0]
-    np.testing.assert_allclose(combined, expected, atol=1e-6)
-    assert combined.dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    ("liked", "disliked", "message"),
-    [
-        (np.empty((0, 2), np.float32), unit(1, 0), "No liked items"),
-        (np.vstack([unit(1, 0), unit(-1, 0)]), np.empty((0, 2), np.float32), "2 liked and 0 dis"),
-        (np.vstack([unit(1, 0), unit(0, 1), unit(0, -1), unit(-1, 0)]), unit(0, 1), None),
-    ],
-)
-def test_likes_that_cancel_or_are_missing_are_refused(
-    liked: np.ndarray, disliked: np.ndarray, message: str | None
-) -> None:
-    if message is None:
-        np.testing.assert_allclose(combined_query(liked, disliked), [0, -1], atol=1e-6)
-    else:
-        with pytest.raises(InvalidParameterError, match=message):
-            combined_query(liked, disliked)
-
-
-@pytest.mark.parametrize(
-    ("k", "options", "queries", "message"),
-    [
-        (0, SearchOptions(), unit(1, 0), "k = 0"),
-        (True, SearchOptions(), unit(1, 0), "k = True"),
-        (1.5, SearchOptions(), unit(1, 0), "k = 1.5"),
-        (1, SearchOptions(offset=-1), unit(1, 0), "offset = -1"),
-        (1, SearchOptions(effort=0), unit(1, 0), "effort = 0"),
-        (1, SearchOptions(min_score=1.1), unit(1, 0), "min_score = 1.1"),
-        (1, SearchOptions(min_score=float("nan")), unit(1, 0), "min_score = nan"),
-        (1, SearchOptions(), unit(1, 0, 0), r"shape \(1, 3\).*dimension 2"),
-        (1, SearchOptions(), unit(1, 0)[0], r"shape \(2,\).*dimension 2"),
-        (1, SearchOptions(), np.array([[1, 0], [1, 1]]), "Query 1 has norm 1.414"),
-        (1, SearchOptions(), np.array([[np.nan, 1]]), "Query 0 has norm nan"),
-        (1, SearchOptions(), np.zeros((1, 2)), "Query 0 has norm 0"),
-    ],
-)
-def test_a_search_out_of_range_is_refused(
-    k: int, options: SearchOptions, queries: np.ndarray, message: str
-) -> None:
-    with pytest.raises(InvalidParameterError, match=message):
-        check_search(k, options, 2, queries)
-
-
-def test_queries_come_back_in_the_form_that_engines_need() -> None:
-    queries = check_search(np.int64(3), SearchOptions(), 2, np.asfortranarray(np.eye(2)))  # type: ignore[arg-type]
-    assert queries.dtype == np.float32
-    assert queries.flags.c_contiguous
-    assert check_search(1, SearchOptions(), 2, np.empty((0, 2), np.float32)).shape == (0, 2)
+        best_groups(shelf, 3, 1, grouping, SearchOptions())
 
 
 def test_an_excluded_item_is_not_answered_however_many_are_excluded() -> None:

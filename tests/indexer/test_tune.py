@@ -100,3 +100,21 @@ def test_equal_vectors_may_stand_for_each_other() -> None:
 
 def test_a_segment_smaller_than_k_can_be_tuned() -> None:
     assert tune(index_of("hnsw", unit(4)), unit(4), 0.98).recall == 1.0
+
+
+class PartialIndex(StepIndex):
+    """From an effort of 64 on finds all of the truth; before, nothing for one query in thirty."""
+
+    def search(self, queries: Embeddings, k: int, effort: Effort) -> tuple[Scores, Ids]:
+        scores, ids = self.exact(queries, k)
+        self.asked.append(effort)
+        if effort.value < 64:
+            scores[::30] -= 1
+        return scores, ids
+
+
+def test_neighbours_that_are_missed_together_do_not_count_as_many_measurements() -> None:
+    index = PartialIndex("hnsw", 0)
+    tuned = tune(index, unit(120), 0.96)  # type: ignore[arg-type]
+    assert tuned.effort.value > 32
+    assert tuned.recall == 1.0

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from embedder.bundle import sha256_of
-from embedder.errors import BundleMismatchError, GalleryCorruptError, InvalidParameterError
+from embedder.errors import (
+    BundleMismatchError,
+    GalleryCorruptError,
+    InvalidParameterError,
+    PlanError,
+)
 from indexer.build import BuildReport
 from indexer.gallery import Gallery
 from indexer.layout import GalleryFolder
@@ -259,3 +264,24 @@ def test_a_gallery_without_an_index_and_queries_that_do_not_fit_are_refused(
         tune_gallery(large, queries[:, :8])
     with pytest.raises(InvalidParameterError, match=r"dimension 16"):
         verify_gallery(large, settings=VerifySettings(queries=queries[:, :8]))
+
+
+def test_a_compaction_keeps_the_target_that_was_tuned_for(large: Path) -> None:
+    tune_gallery(large, units(np.random.default_rng(1), 200), 0.9)
+    gallery = Gallery.open(large)
+    gallery.compact()
+    segment = gallery.facts().segment
+    gallery.close()
+    assert segment is not None
+    assert (segment.kind, segment.target_recall) == ("hnsw", 0.9)
+    assert segment.recall >= 0.9
+
+
+def test_too_few_queries_and_targets_that_no_graph_promises_are_refused(large: Path) -> None:
+    queries = units(np.random.default_rng(1), 100)
+    with pytest.raises(InvalidParameterError, match=r"99 queries are too few.*at least 100"):
+        tune_gallery(large, queries[:99], 0.9)
+    for target in (1.0, 0.0, -0.5, 2.0):
+        with pytest.raises(PlanError, match="--target-recall"):
+            tune_gallery(large, queries, target)
+    assert verify_gallery(large).target_recall == 0.5

@@ -1,6 +1,6 @@
 """Answers a search from one state: vectors from the snapshot, rows from the catalogue."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.engine import Group, Grouping, Ids, Scores, SearchOptions
 from indexer.filter_cache import among_ids
 from indexer.filter_tree import check_grouped
-from indexer.filters import In
+from indexer.filters import Filter, In
 from indexer.grouping import best_groups
 from indexer.ranking import Candidate, Fetch, best_hits, combined_query
 from indexer.snapshot import Among, Bits
@@ -74,6 +74,7 @@ def _fetch(
         asked = queries if len(rows) == len(queries) else queries[list(rows)]
         scores, ids = _nearest(reading, asked, n, options, among)
         known = _candidates(reading, np.unique(ids))
+        _check_fit(known.values(), options.where)
         return [
             [
                 _scored(known[number], score)
@@ -84,6 +85,16 @@ def _fetch(
         ]
 
     return fetch
+
+
+def _check_fit(candidates: Iterable[Candidate], where: Filter | None) -> None:
+    """What the index of attributes says is what the items say. Raises: GalleryCorruptError."""
+    for candidate in candidates:
+        if where is not None and not where.matches(candidate.attributes):
+            raise GalleryCorruptError(
+                f"The catalogue is damaged: item {candidate.id} is listed under attributes that it "
+                "does not have. Restore a backup: kinlens-index restore."
+            )
 
 
 class _Groups:

@@ -72,6 +72,12 @@ class Snapshot:
         delta = self.delta.changed(*view.added_since(self.seq), removed)
         return replace(self, delta=delta)._without(removed, state.seq)
 
+    @property
+    def size(self) -> int:
+        """Number of items that are alive."""
+        segment_size = 0 if self.segment is None else len(self.segment.ids)
+        return segment_size - self.dead_count + self.delta.size
+
     def nearest(
         self,
         queries: Embeddings,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedder.errors import GalleryCorruptError
-from indexer.catalog import Catalog, CatalogView, State
+from indexer.catalog import Catalog, CatalogView, StaleReadError, State
 from indexer.compaction import SEGMENTS, collect
 from indexer.filter_cache import FilterCache
 from indexer.filters import Filter
@@ -66,9 +66,10 @@ class States:
 
         Raises: GalleryCorruptError.
         """
-        current, state = self._snapshot, self._catalog.state()
-        if current is not None and _is_of(current, state):
-            return current
+        current = self._snapshot
+        with contextlib.suppress(StaleReadError):
+            if current is not None and _is_of(current, self._catalog.state()):
+                return current
         with self.reading() as reading:
             return reading.snapshot
 
@@ -91,6 +92,11 @@ class States:
                 return None  # a compaction has replaced it meanwhile
         elif current.seq < state.seq:
             current = current.advanced(view, state)
+        if current.size != state.size:
+            raise GalleryCorruptError(
+                f"The index of {self._generation} has {current.size:,} items, the catalogue counts "
+                f"{state.size:,}: it is damaged. Restore a backup: kinlens-index restore."
+            )
         self._snapshot = current
         return current
 

@@ -132,8 +132,8 @@ class GalleryFolder:
             if is_stage(folder):
                 shutil.rmtree(folder, ignore_errors=True)
         current = self.current_name()
-        # Where CURRENT is damaged, any generation may be the one to go back to.
-        if current is None or current in {folder.name for folder in self._generations()}:
+        # Where CURRENT is damaged or gone, any generation may be the one to go back to.
+        if current in {folder.name for folder in self._generations()}:
             self._prune(keep={current})
         with staged(self._versions) as stage:
             yield stage

@@ -88,17 +88,23 @@ def test_a_generation_that_never_became_current_goes_with_the_next(out: Path) ->
     assert names(out) == ["a" * 12, "b" * 12]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_builds_that_are_killed_before_they_become_current_do_not_pile_up(
-    out: Path, is_first: bool
-) -> None:
+def test_builds_that_are_killed_before_they_become_current_do_not_pile_up(out: Path) -> None:
     folder = GalleryFolder(out)
-    old = [] if is_first else ["f" * 12]
-    for name in old:
-        publish(folder, name)
+    publish(folder, "f" * 12)
     for name in GENERATIONS:
         publish_until("current: before rename", folder, name)
-        assert names(out) == sorted([name, *old])
+        assert names(out) == [name, "f" * 12]
+
+
+def test_without_a_current_generation_nothing_goes_before_one_is_published(out: Path) -> None:
+    folder = GalleryFolder(out)
+    for name in GENERATIONS[:2]:
+        publish(folder, name)
+    (out / "CURRENT").unlink()  # by mistake: its generation is the one to go back to
+    publish_until("current: before rename", folder, GENERATIONS[2])
+    assert names(out) == sorted(GENERATIONS[:3])
+    publish(folder, GENERATIONS[3])
+    assert names(out) == [GENERATIONS[3]]
 
 
 def test_what_is_not_current_goes_before_a_new_generation_is_written(out: Path) -> None:

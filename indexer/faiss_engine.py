@@ -18,6 +18,7 @@ from indexer.faiss_search import (
     chunked,
     compare,
     count_of,
+    found_by,
     nothing,
     ordered,
     parameters,
@@ -252,8 +253,7 @@ class SegmentIndex:
         self, queries: Embeddings, k: int, effort: Effort, allowed: Bits | None
     ) -> tuple[Scores, Ids]:
         asked = parameters(self.kind, self._codes, effort, k, allowed)
-        found: tuple[Scores, Ids] = self._top.search(queries, k, params=asked)
-        return found
+        return found_by(self._top, queries, k, asked)
 
     def _checked(self, queries: Embeddings, k: int) -> tuple[Embeddings, int]:
         if k < 1:

@@ -83,6 +83,26 @@ def scaled(value: int, k: int, size: int) -> int:
     return min(value + min(value, 2 * TUNED_AT) * max(0, k - TUNED_AT) // TUNED_AT, size)
 
 
+def found_by(
+    index: faiss.Index, queries: Embeddings, k: int, parameters: Any
+) -> tuple[Scores, Ids]:
+    """The answers (Q, k) of FAISS itself, past its Python layer.
+
+    That is replaced in a process that imports `faiss.contrib.torch_utils`, as libraries for metric
+    learning do, and then takes no parameters.
+    """
+    scores, positions = nothing(len(queries), k)
+    index.search_c(
+        len(queries),
+        faiss.swig_ptr(queries),
+        k,
+        faiss.swig_ptr(scores),
+        faiss.swig_ptr(positions),
+        parameters,
+    )
+    return scores, positions
+
+
 def count_of(allowed: Bits, size: int) -> int:
     """How many positions below `size` a bitmap holds."""
     whole, rest = divmod(size, 8)

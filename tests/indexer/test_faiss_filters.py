@@ -6,7 +6,6 @@ import pytest
 
 from embedder.types import Embeddings
 from indexer import faiss_engine, faiss_search
-from indexer.engine import Ids, Scores
 from indexer.faiss_engine import Effort, SegmentIndex
 from indexer.faiss_search import count_of, parameters, positions_in, scaled
 from indexer.plan import plan_index
@@ -119,10 +118,9 @@ class Asked:
         self._index = index
         self.calls: list[tuple[int, int]] = []
 
-    def search(self, queries: Embeddings, k: int, **options: object) -> tuple[Scores, Ids]:
-        self.calls.append((len(queries), k))
-        found: tuple[Scores, Ids] = self._index.search(queries, k, **options)
-        return found
+    def search_c(self, rows: int, queries: object, k: int, *places: object) -> None:
+        self.calls.append((rows, k))
+        self._index.search_c(rows, queries, k, *places)
 
 
 @pytest.fixture(params=["hnsw", "ivf-pq"])

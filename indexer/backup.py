@@ -25,7 +25,6 @@ from indexer.backup_files import (
     CATALOG,
     REPORT,
     BackupReport,
-    Progress,
     check_catalog,
     copy_checked,
     files_below,
@@ -34,6 +33,7 @@ from indexer.backup_files import (
 from indexer.catalog import Catalog, State
 from indexer.compaction import SEGMENTS
 from indexer.durable import make_folder, rename, sync_tree
+from indexer.engine import Progress
 from indexer.generation import REPORT as BUILD_REPORT
 from indexer.layout import GalleryFolder, disk_errors_explained
 from indexer.locks import hold, in_use

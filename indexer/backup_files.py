@@ -6,7 +6,7 @@ import hashlib
 import os
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from embedder.bundle import sha256_of
 from embedder.errors import GalleryCorruptError, GalleryNotFoundError
+from indexer.engine import Progress
 from indexer.layout import GalleryFolder
 from indexer.manifest import SHORT
 
@@ -22,9 +23,6 @@ CATALOG = "catalog.sqlite"
 
 _CHUNK = 1 << 20
 _CURE = "Restore another backup."
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes that were copied since the last call."""
 
 
 class BackupFile(BaseModel):

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import GalleryError
 from embedder.session import Embedder
-from indexer.embed import EmbedSettings, Outcome, Progress, embed_source
-from indexer.engine import Entry
+from indexer.embed import EmbedSettings, Outcome, embed_source
+from indexer.engine import Entry, Progress
 from indexer.failures import Failure, failures_of, refuse_unreadable
 from indexer.generation import publish_generation
 from indexer.images import Source, check_attributes

@@ -1,7 +1,6 @@
 """Many items into a new catalogue at once, many times faster than through writes."""
 
 import contextlib
-import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -19,6 +18,7 @@ from indexer.catalog_writer import (
     item_row,
     vector_rows,
 )
+from indexer.durable import sync
 from indexer.engine import Entry
 from indexer.entries import checked_vectors, learn_kinds
 
@@ -47,7 +47,7 @@ def bulk_load(
     try:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
             size = _load(connection, dim, entries, on_progress)
-        _sync(path)
+        sync(path, "catalogue")
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, sqlite3.Error):
@@ -121,11 +121,3 @@ def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
     rest = iter(entries)
     while batch := list(islice(rest, _BATCH)):
         yield batch
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from embedder.errors import GalleryBusyError, GalleryError
 from indexer.catalog import Catalog, State
 from indexer.durable import reach, rename, sync_tree
+from indexer.engine import Progress
 from indexer.layout import discard, disk_errors_explained, is_stage, staged
 from indexer.locks import exclusive, holder, in_use
 from indexer.plan import IndexSettings
@@ -27,8 +28,6 @@ MAX_DEAD = 0.2
 _SMALL_DELTA = 10_000
 _LARGE_DELTA = 100_000
 _DELTA_PART = 0.1
-
-Progress = Callable[[int], None]
 
 
 class CompactReport(BaseModel):

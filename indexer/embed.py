@@ -20,11 +20,9 @@ from embedder.errors import ImageError, SourceError
 from embedder.preprocess import ImageLimits, read_header
 from embedder.session import Embedder
 from indexer.cores import core_count
+from indexer.engine import Progress
 from indexer.images import ANY_SIZE, Record, Source, check_names, read_image
 from indexer.work import WorkFile
-
-Progress = Callable[[int], None]
-"""Called with the number of images that were finished since the last call."""
 
 Known = Callable[[Sequence[str]], Collection[str]]
 """Of contents, by sha256, those whose vectors are kept already; called from many threads."""

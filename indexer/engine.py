@@ -1,6 +1,6 @@
 """What every engine of a gallery can do: the FAISS gallery and the one on Milvus."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -15,6 +15,9 @@ Ids = NDArray[np.int64]
 
 Scores = NDArray[np.float32]
 """Cosine similarities in [-1, 1], shape (Q, k)."""
+
+Progress = Callable[[int], None]
+"""Told how much more is done since the last call: images, items or bytes."""
 
 GroupScore = Literal["best", "mean"]
 """What a group is ranked by: its best item, or the mean over all its items."""

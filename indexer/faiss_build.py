@@ -1,13 +1,12 @@
 """FAISS indexes over vectors that stay where they are: made, grown, and seen without a copy."""
 
-from collections.abc import Callable
-
 import faiss
 import numpy as np
 from faiss.class_wrappers import add_to_referenced_objects
 
 from embedder.types import Embeddings
 from indexer.cores import core_count
+from indexer.engine import Progress
 from indexer.gpu import build_cagra
 from indexer.plan import IndexKind, Plan
 from indexer.plan_costs import (
@@ -17,9 +16,6 @@ from indexer.plan_costs import (
     PQ_BITS,
     TRAIN_PER_LIST,
 )
-
-Progress = Callable[[int], None]
-"""Called with the number of vectors that were added since the last call."""
 
 _BATCH = 65_536
 _LARGE = 20_000

@@ -8,8 +8,8 @@ import numpy as np
 from embedder.errors import InvalidParameterError
 from embedder.types import Embeddings
 from indexer.cores import core_count
-from indexer.engine import Ids, Scores
-from indexer.faiss_build import Progress, build_codes, flat_over, grow, searched_by
+from indexer.engine import Ids, Progress, Scores
+from indexer.faiss_build import build_codes, flat_over, grow, searched_by
 from indexer.faiss_file import read_codes, write_codes
 from indexer.faiss_search import (
     TUNED_AT,

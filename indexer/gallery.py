@@ -11,7 +11,7 @@ from indexer.background import BackgroundCompaction
 from indexer.catalog import Catalog, CatalogWriter
 from indexer.compaction import CATALOG, CompactReport, compact
 from indexer.durable import reach
-from indexer.engine import Entry, Written
+from indexer.engine import Entry, Progress, Written
 from indexer.entries import checked_keys
 from indexer.filters import Filter
 from indexer.generation import publish_generation
@@ -19,8 +19,6 @@ from indexer.layout import GalleryFolder
 from indexer.manifest import GalleryManifest
 from indexer.plan import IndexSettings
 from indexer.reader import GalleryReader, compaction_due
-
-Progress = Callable[[int], None]
 
 
 class Gallery(GalleryReader):

@@ -8,22 +8,20 @@ versions/<generation>/
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from embedder.errors import GalleryCorruptError
 from indexer.bulk import bulk_load
 from indexer.compaction import CATALOG, SEGMENTS, compact
-from indexer.engine import Entry
+from indexer.engine import Entry, Progress
 from indexer.layout import GalleryFolder, disk_errors_explained
 from indexer.manifest import GalleryManifest, write_manifest
 from indexer.plan import IndexSettings
 from indexer.snapshot import open_segment
 
 REPORT = "report.json"
-
-Progress = Callable[[int], None]
 
 
 def publish_generation(

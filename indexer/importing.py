@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from indexer.build import planned
 from indexer.dump import Dump
-from indexer.embed import Progress
+from indexer.engine import Progress
 from indexer.generation import publish_generation
 from indexer.layout import GalleryFolder
 from indexer.legacy import import_legacy

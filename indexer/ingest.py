@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict
 from embedder.errors import BundleMismatchError, SourceError
 from embedder.session import Embedder
 from indexer.attributes import Schema
-from indexer.embed import Embedded, EmbedSettings, Outcome, Progress, embedded_batches
-from indexer.engine import Entry, Item, VectorStore, Written
+from indexer.embed import Embedded, EmbedSettings, Outcome, embedded_batches
+from indexer.engine import Entry, Item, Progress, VectorStore, Written
 from indexer.entries import merged
 from indexer.failures import Failure, failures_of, refuse_unreadable
 from indexer.images import Source, check_attributes

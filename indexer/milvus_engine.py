@@ -6,13 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
-from indexer.engine import Entry, Item, Written
+from indexer.engine import Entry, Item, Progress, Written
 from indexer.entries import checked_keys
 from indexer.filters import Filter
 from indexer.milvus_changes import Changes, Plan, plan_add, plan_update, send
 from indexer.milvus_connection import Connection
 from indexer.milvus_generation import (
-    Progress,
     check_name,
     drop_generations,
     publish_first,

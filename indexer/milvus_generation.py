@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from embedder.errors import (
@@ -13,7 +13,7 @@ from embedder.errors import (
     InvalidParameterError,
 )
 from indexer.attributes import AttributeKind
-from indexer.engine import Entry
+from indexer.engine import Entry, Progress
 from indexer.entries import checked_vectors, learn_kinds
 from indexer.milvus_connection import Connection
 from indexer.milvus_schema import (
@@ -26,7 +26,6 @@ from indexer.milvus_schema import (
 from indexer.milvus_state import State, new_mark, read_state, state_properties, write_state
 from indexer.milvus_view import MilvusView
 
-Progress = Callable[[int], None]
 _NAME = re.compile(r"(?!.*_\d+$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _LOAD_TIMEOUT_S = 24 * 3600.0
 

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import GalleryCorruptError
 from embedder.types import Embeddings
-from indexer.engine import Ids
-from indexer.faiss_build import Progress
+from indexer.engine import Ids, Progress
 from indexer.faiss_engine import SegmentIndex
 from indexer.hashed_file import FileFacts, HashedFile
 from indexer.plan import IndexSettings, Plan, plan_index

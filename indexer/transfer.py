@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +18,7 @@ import numpy as np
 from embedder.errors import GalleryBusyError, GalleryWriteError, SourceError
 from indexer.dump import Dump
 from indexer.durable import rename
-from indexer.engine import Entry, VectorStore
+from indexer.engine import Entry, Progress, VectorStore
 from indexer.parquet_rows import CURE, entries_of
 from indexer.parquet_schema import (
     VECTOR,
@@ -39,9 +39,6 @@ ROWS = 10_000
 
 _PREFIX = "kinlens."
 _TRIES = 5
-
-Progress = Callable[[int], None]
-"""Called with the number of items that were finished since the last call."""
 
 
 def export_gallery(

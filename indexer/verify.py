@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from embedder.errors import ImageError, ItemNotFoundError, SourceError
 from embedder.session import Embedder
 from embedder.types import Embeddings, Hit
-from indexer.embed import Progress
-from indexer.engine import Entry, Item, SearchOptions
+from indexer.engine import Entry, Item, Progress, SearchOptions
 from indexer.gallery import Gallery
 from indexer.integrity import check_files
 from indexer.layout import GalleryFolder

@@ -23,7 +23,7 @@ $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --editable '.[training,dev,milvus,parquet,milvus-server]'
+	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,parquet,milvus-server]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
@@ -52,7 +52,7 @@ format: $(VENV)/.dev  ## Mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP) --quiet --editable '.[training,dev,milvus,parquet,milvus-server,bench]'
+	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,parquet,milvus-server,bench]'
 	@touch $@
 
 bench: $(VENV)/.bench  ## Benchmarks, each with its ceiling; those of a GPU are called by hand

@@ -6,7 +6,8 @@
     │   ├── ImageTooManyBytesError      more bytes than the limit
     │   ├── ImageTooLargeError          more pixels or a longer side than the limit
     │   ├── UnsupportedFormatError      not one of the formats we decode
-    │   └── CorruptImageError           truncated or damaged
+    │   ├── CorruptImageError           truncated or damaged
+    │   └── ImageCostError              decoding took more time or memory than the limit
     ├── BundleError                     a model bundle that cannot be used
     │   ├── BundleNotFoundError
     │   ├── BundleCorruptError          a hash or a manifest that does not fit
@@ -17,6 +18,7 @@
     │   ├── GalleryCorruptError         a hash, a file or a catalogue that does not fit
     │   ├── BundleMismatchError         made with another bundle
     │   ├── ItemNotFoundError
+    │   ├── GalleryConflictError        a name that is taken, or a gallery that may not be changed
     │   ├── SourceError                 a folder, CSV or split that cannot be indexed
     │   ├── GalleryBusyError            another process is building or compacting it
     │   ├── GalleryWriteError           a change that could not be made durable
@@ -28,6 +30,14 @@
     │   ├── FilterError                 a filter that is malformed or does not fit the attributes
     │   ├── OverloadedError             the queue is full
     │   └── DeadlineExceededError       waited longer than the limit
+    ├── AccessError                     a caller who may not do this
+    │   ├── KeyMissingError             no API key, or one that is not known
+    │   ├── ScopeError                  a key without the scope that this needs
+    │   └── RateLimitedError            more requests than the rate allows
+    ├── StateError                      something a running service keeps on the disk
+    │   ├── StateMissingError           it was started without a folder to keep things in
+    │   ├── JobNotFoundError
+    │   └── JobConflictError            a job that cannot start, stop or go on in its state
     └── TrainingError                   a training job that cannot run
         ├── JobError                    a job file that does not fit its schema
         ├── DatasetError                a data set that is missing or malformed
@@ -65,6 +75,10 @@ class UnsupportedFormatError(ImageError):
 
 class CorruptImageError(ImageError):
     """A known format whose content is truncated or damaged."""
+
+
+class ImageCostError(ImageError):
+    """Decoding took more time or memory than the limit; its process was ended."""
 
 
 class BundleError(KinlensError):
@@ -105,6 +119,10 @@ class BundleMismatchError(GalleryError):
 
 class ItemNotFoundError(GalleryError):
     """No item with that number in the gallery."""
+
+
+class GalleryConflictError(GalleryError):
+    """A name that is taken, or a gallery that may not be changed in this way."""
 
 
 class SourceError(GalleryError):
@@ -153,6 +171,42 @@ class OverloadedError(SearchError):
 
 class DeadlineExceededError(SearchError):
     """The request waited longer than its limit."""
+
+
+class AccessError(KinlensError):
+    """A caller who may not do this."""
+
+
+class KeyMissingError(AccessError):
+    """No API key, or one that is not known."""
+
+
+class ScopeError(AccessError):
+    """A key without the scope that this needs."""
+
+
+class RateLimitedError(AccessError):
+    """More requests than the rate allows; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class StateError(KinlensError):
+    """Something that a running service keeps on the disk."""
+
+
+class StateMissingError(StateError):
+    """The service was started without a folder to keep things in."""
+
+
+class JobNotFoundError(StateError):
+    """No job of that number."""
+
+
+class JobConflictError(StateError):
+    """A job that cannot start, stop or go on in the state that it is in."""
 
 
 class TrainingError(KinlensError):

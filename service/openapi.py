@@ -26,11 +26,15 @@ _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _TEXTS = {
     400: "The image is empty, the form is malformed, or the host is not one of this service.",
-    404: "The gallery or the item is unknown, or the link comes from another gallery version.",
+    401: "The address needs an API key, or the one that was sent is not known.",
+    403: "The API key lacks the scope that this needs.",
+    404: "The gallery, item or job is unknown, or the link comes from another gallery version.",
     408: "The body did not arrive in time.",
+    409: "What is there now does not allow this.",
     413: "The body, or the image, is larger than the limit.",
     415: "The content is not an image in a format that is read.",
     422: "A parameter is missing or outside its range, or the image is damaged.",
+    429: "More requests than the rate allows; Retry-After says when to ask again.",
     500: "Something failed inside the service.",
     503: "The service is too busy or not able to answer now; Retry-After says when to ask again.",
 }
@@ -55,6 +59,23 @@ _DETAILS = {
     "PNG, WebP, BMP, TIFF or GIF.",
     KINDS[errors.CorruptImageError]: "The JPEG image is truncated or damaged (broken data "
     "stream). Export it again from its source.",
+    KINDS[errors.ImageCostError]: "Decoding the image took longer than 5 s, which is the limit. "
+    "Resize it or save it as a plain JPEG.",
+    KINDS[errors.KeyMissingError]: "This needs an API key with the scope write. Send it as "
+    "Authorization: Bearer KEY.",
+    KINDS[
+        errors.ScopeError
+    ]: "The key till has the scopes search; this needs write. Create another "
+    "with kinlens-serve keys create.",
+    KINDS[errors.RateLimitedError]: "More than 600 requests a minute came from this key. Try again "
+    "in 12 s.",
+    KINDS[errors.StateMissingError]: "The service has no folder to keep this in. Start it with "
+    "--state DIR.",
+    KINDS[errors.JobNotFoundError]: "There is no job 4f2a. GET /jobs lists them.",
+    KINDS[errors.JobConflictError]: "Job 4f2a has succeeded; only a queued or running job can be "
+    "cancelled.",
+    KINDS[errors.GalleryConflictError]: "There is a gallery shop already. Choose another name, or "
+    "delete it first.",
     INVALID: "k = 0 is outside its range; send a whole number from 1 to 10,000.",
     OVERLOADED: "64 images wait for the model, which is the limit. Try again in a second, or "
     "raise KINLENS_QUEUE_SIZE.",

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from embedder import errors
-from embedder.errors import KinlensError, OverloadedError
+from embedder.errors import KinlensError, OverloadedError, RateLimitedError
 
 MEDIA_TYPE = "application/problem+json"
 INTERNAL_TEXT = "Something failed inside the service. Its log has the cause under this request_id."
@@ -52,6 +52,7 @@ KINDS: dict[type[KinlensError], Kind] = {
     errors.ImageTooLargeError: Kind(413, "Image has too many pixels", "image-too-large"),
     errors.UnsupportedFormatError: Kind(415, "Unsupported image format", "unsupported-format"),
     errors.CorruptImageError: Kind(422, "Corrupt image", "corrupt-image"),
+    errors.ImageCostError: Kind(422, "Image costs too much", "image-too-costly"),
     errors.BundleError: _MODEL,
     errors.BundleNotFoundError: _MODEL,
     errors.BundleCorruptError: _MODEL,
@@ -62,6 +63,7 @@ KINDS: dict[type[KinlensError], Kind] = {
     errors.GalleryCorruptError: _GALLERY,
     errors.BundleMismatchError: _GALLERY,
     errors.ItemNotFoundError: Kind(404, "Unknown item", "unknown-item"),
+    errors.GalleryConflictError: Kind(409, "Conflict with the gallery", "gallery-conflict"),
     errors.SourceError: _GALLERY,
     errors.GalleryBusyError: Kind(503, "The gallery is being changed", "gallery-busy"),
     errors.GalleryWriteError: _GALLERY,
@@ -73,6 +75,14 @@ KINDS: dict[type[KinlensError], Kind] = {
     errors.FilterError: Kind(422, "Invalid filter", "invalid-filter"),
     errors.OverloadedError: OVERLOADED,
     errors.DeadlineExceededError: Kind(503, "Took too long", "deadline-exceeded"),
+    errors.AccessError: Kind(403, "Not allowed", "not-allowed"),
+    errors.KeyMissingError: Kind(401, "API key needed", "key-needed"),
+    errors.ScopeError: Kind(403, "Scope needed", "scope-needed"),
+    errors.RateLimitedError: Kind(429, "Too many requests", "rate-limited"),
+    errors.StateError: INTERNAL,
+    errors.StateMissingError: Kind(409, "No folder for state", "state-missing"),
+    errors.JobNotFoundError: Kind(404, "Unknown job", "unknown-job"),
+    errors.JobConflictError: Kind(409, "Conflict with the job", "job-conflict"),
     errors.TrainingError: INTERNAL,
     errors.JobError: INTERNAL,
     errors.DatasetError: INTERNAL,
@@ -119,8 +129,10 @@ async def from_kinlens(request: Request, error: Exception) -> JSONResponse:
     if not kind.public:
         structlog.get_logger().error("internal error", exc_info=error)
     headers = {}
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | RateLimitedError):
         headers["Retry-After"] = str(error.retry_after_s)
+    if kind.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
     return _answer(request, kind, str(error) if kind.public else INTERNAL_TEXT, headers)
 
 

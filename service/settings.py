@@ -10,12 +10,14 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from embedder.errors import InvalidParameterError
+from embedder.manifest import Precision
 from embedder.preprocess import ImageLimits
 from indexer.cores import core_count
 from indexer.manifest import checked_name
 from service.remote import check_url
 
 ANY_HOST = "*"
+Scope = Literal["search", "write", "admin"]
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 
@@ -30,6 +32,7 @@ class Settings(BaseSettings):
     bundle: Path | None = None
     galleries: Annotated[tuple[str, ...], NoDecode] = ()
     image_roots: Annotated[tuple[str, ...], NoDecode] = ()
+    state: Path | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
@@ -38,6 +41,14 @@ class Settings(BaseSettings):
     device: Literal["cpu", "cuda"] = "cpu"
     allow_cpu_fallback: bool = False
     threads: int = Field(default=1, ge=0)
+    precision: Precision = "fp32"
+    workers: int = Field(default=1, ge=1, le=64)
+
+    anonymous_scopes: Annotated[tuple[Scope, ...], NoDecode] = ("search",)
+    rate_limit_per_key: str = ""
+    rate_limit_per_address: str = ""
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
 
     max_upload_bytes: int = Field(default=20 * 2**20, ge=1)
     max_megapixels: float = Field(default=64.0, gt=0, le=178)
@@ -45,12 +56,27 @@ class Settings(BaseSettings):
     default_k: int = Field(default=20, ge=1)
     max_k: int = Field(default=10_000, ge=1, le=10_000)
     max_concurrent_uploads: int = Field(default=64, ge=1)
+    max_batch_bytes: int = Field(default=64 * 2**20, ge=1)
+    max_images: int = Field(default=32, ge=1)
+    max_crops: int = Field(default=16, ge=1)
+    max_batch_queries: int = Field(default=64, ge=1)
+    max_items_per_request: int = Field(default=256, ge=1)
 
     batch_size: int = Field(default=16, ge=1)
     queue_size: int = Field(default=64, ge=1)
     embed_workers: int = Field(default_factory=core_count, ge=1)
     decode_workers: int = Field(default_factory=core_count, ge=1)
+    decode_isolation: bool = True
+    decode_memory_mb: int = Field(default=1024, ge=256)
+    decode_timeout_ms: int = Field(default=5_000, ge=1)
     search_workers: int = Field(default_factory=core_count, ge=1)
+    recall_sample: int = Field(default=1_000, ge=0)
+    reload_interval_ms: int = Field(default=1_000, ge=10)
+
+    jobs: Literal["here", "elsewhere"] = "here"
+    training_command: str = "kinlens-train"
+    training_data: Annotated[tuple[str, ...], NoDecode] = ()
+    otlp_endpoint: str | None = None
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
     search_timeout_ms: int = Field(default=5_000, ge=1)
@@ -67,7 +93,16 @@ class Settings(BaseSettings):
     redis_max_value_bytes: int = Field(default=2**20, ge=1)
     redis_connections: int = Field(default=16, ge=1)
 
-    @field_validator("galleries", "image_roots", "allowed_hosts", mode="before")
+    @field_validator(
+        "galleries",
+        "image_roots",
+        "allowed_hosts",
+        "anonymous_scopes",
+        "trusted_proxies",
+        "cors_origins",
+        "training_data",
+        mode="before",
+    )
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):

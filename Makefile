@@ -7,7 +7,7 @@ UV     := $(BIN)/uv
 PIP    := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu demo demo-check test check format bench clean
+.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak check format bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -38,8 +38,23 @@ demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my
 demo-check: $(VENV)/.training  ## The same road, ending by itself with exit 0 or 1
 	$(BIN)/python scripts/demo.py --check $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)')
 
+SHOP_DEMO = $(BIN)/python scripts/shop_demo.py
+SHOP_FLAGS = $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(QUERIES),--queries $(QUERIES)) $(if $(PARTIAL),--allow-partial) $(if $(CHECK),--check)
+
+demo-inshop: $(VENV)/.training  ## In-Shop as a shop: ROOT=/data/in-shop [BUNDLE=, WEIGHTS=, QUERIES=]
+	$(SHOP_DEMO) in-shop --root '$(ROOT)' $(SHOP_FLAGS)
+
+demo-sop: $(VENV)/.training  ## Stanford Online Products as a shop: ROOT=/data/Stanford_Online_Products
+	$(SHOP_DEMO) sop --root '$(ROOT)' $(SHOP_FLAGS)
+
+demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStoreDataset/dataset
+	$(SHOP_DEMO) grocery --root '$(ROOT)' $(SHOP_FLAGS)
+
 test: $(VENV)/.dev  ## All tests
 	$(BIN)/pytest
+
+soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
+	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
 
 check: $(VENV)/.dev  ## Format, lint, types, architecture
 	$(BIN)/ruff format --check .

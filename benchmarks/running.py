@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -29,27 +29,38 @@ def run(command: str, *arguments: object) -> None:
     subprocess.run([BIN / command, *words], check=True)
 
 
-@contextlib.contextmanager
-def service(bundle: Path, gallery: Path) -> Iterator[str]:
-    """The URL of a service that is ready."""
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    arguments = ["--bundle", bundle, "--gallery", f"g={gallery}", "--port", str(port)]
-    process = subprocess.Popen([BIN / "kinlens-serve", *arguments, "--log-level", "warning"])
+        return int(probe.getsockname()[1])
+
+
+def service(bundle: Path, gallery: Path, *flags: str) -> contextlib.AbstractContextManager[str]:
+    """The URL of a `kinlens-serve` that is ready."""
+    port = free_port()
+    words = ["--bundle", bundle, "--gallery", f"g={gallery}", "--port", str(port)]
+    words += flags or ("--log-level", "warning")
+    return started([BIN / "kinlens-serve", *map(str, words)], f"http://127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def started(command: Sequence[Path | str], url: str, every_s: float = 0.1) -> Iterator[str]:
+    """The URL of a service whose /ready answers; it is ended afterwards."""
+    process = subprocess.Popen(command)
     try:
-        _wait(f"http://127.0.0.1:{port}/ready", process)
-        yield f"http://127.0.0.1:{port}"
+        _wait(f"{url}/ready", process, every_s)
+        yield url
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=30)
 
 
-def _wait(address: str, process: "subprocess.Popen[bytes]") -> None:
+def _wait(address: str, process: "subprocess.Popen[bytes]", every_s: float) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(address).status_code == 200:
                 return
-        time.sleep(0.1)
-    raise SystemExit("kinlens-serve did not become ready; its message is above")
+        time.sleep(every_s)
+    raise SystemExit("the service did not become ready; its message is above")

@@ -12,31 +12,29 @@ of products and searches among products that the model has never seen.
 
 import argparse
 import contextlib
-import csv
-import json
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BIN = Path(sys.executable).parent
+from demo_steps import (
+    DemoError,
+    free_port,
+    kinlens,
+    read_list,
+    say,
+    search,
+    serve,
+    write_list,
+)
+
 WORK = Path(".kinlens/demo")
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
 MIN_RECALL = 0.6  # of the rendered products; guessing gives 0.04, a colour histogram 0.32
-READY_S = 60
 MAX_QUERIES = 400
-
-
-class DemoError(Exception):
-    """Something that the user can mend, said in one line."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ def main() -> int:
         else:
             bundle, queries = own_images(options.images, options.bundle, options.weights)
         port = options.port if not options.check else free_port()
-        server = serve(bundle, port)
+        places = ("--bundle", str(bundle), "--gallery", f"demo={WORK / 'gallery'}")
+        server = serve(port, *places, "--state", str(WORK / "state"))
         try:
             passed = ask(f"http://127.0.0.1:{port}", queries, options.images is None)
             say(f"The whole road took {time.monotonic() - started:.0f} s.")
@@ -137,37 +136,6 @@ def build(bundle: Path, images: Path, *source: str) -> None:
     )  # fmt: skip
 
 
-def kinlens(command: str, *arguments: str) -> None:
-    """Run and print one of the three commands."""
-    print(f"\n$ kinlens-{command} {' '.join(arguments)}", flush=True)
-    code = subprocess.run([BIN / f"kinlens-{command}", *arguments], check=False).returncode
-    if code:
-        raise DemoError(f"kinlens-{command} ended with exit code {code}; its message is above.")
-
-
-def serve(bundle: Path, port: int) -> "subprocess.Popen[bytes]":
-    """Start the service and wait until it is ready."""
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise DemoError(f"Port {port} is in use. Stop what listens there, or pass --port.")
-    arguments = ["--bundle", str(bundle), "--gallery", f"demo={WORK / 'gallery'}"]
-    arguments += ["--port", str(port), "--log-level", "warning"]
-    print(f"\n$ kinlens-serve {' '.join(arguments)}", flush=True)
-    server = subprocess.Popen([BIN / "kinlens-serve", *arguments])
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise DemoError("kinlens-serve did not start; its message is above.")
-        try:
-            fetch(urllib.request.Request(f"http://127.0.0.1:{port}/ready"))
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.2)
-        else:
-            return server
-    server.kill()
-    raise DemoError(f"kinlens-serve was not ready after {READY_S} s.")
-
-
 def ask(url: str, queries: list[Query], rendered: bool) -> bool:
     """Send queries over HTTP, print recall@1 and one answer; False if too few were right."""
     step = max(len(queries) // MAX_QUERIES, 1)
@@ -212,56 +180,9 @@ def show_one(url: str, query: Query) -> None:
     print(f"  {timings}  cached: {answer['cached']}")
 
 
-def search(url: str, image: Path, k: int) -> dict[str, Any]:
-    """POST /search with the standard library alone."""
-    boundary = uuid.uuid4().hex
-    head = f'--{boundary}\r\nContent-Disposition: form-data; name="k"\r\n\r\n{k}\r\n'
-    head += (
-        f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="query"\r\n\r\n'
-    )
-    body = head.encode() + image.read_bytes() + f"\r\n--{boundary}--\r\n".encode()
-    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-    try:
-        answer: dict[str, Any] = fetch(urllib.request.Request(f"{url}/search", body, headers))
-    except urllib.error.HTTPError as error:
-        raise DemoError(f"{image}: HTTP {error.code} {error.read().decode()}") from error
-    return answer
-
-
-def fetch(request: urllib.request.Request) -> Any:
-    """The JSON that a request is answered with."""
-    with urllib.request.urlopen(request, timeout=30) as response:
-        return json.load(response)
-
-
-def read_list(path: Path) -> list[dict[str, str]]:
-    """Rows of a list with the columns key, path, class."""
-    with path.open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
-
-
-def write_list(path: Path, rows: list[dict[str, str]]) -> None:
-    """Write rows of a list."""
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, fieldnames=("key", "path", "class"))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def view_of(row: dict[str, str]) -> int:
     """The number of a rendered view: its file name."""
     return int(Path(row["path"]).stem)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def say(text: str) -> None:
-    print(f"\n== {text}", flush=True)
 
 
 def _options() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""kinlens-train data: render, download, doctor."""
+"""kinlens-train data: render, download, split, doctor."""
 
 import json
 from collections.abc import Callable
@@ -76,6 +76,30 @@ def download(
     folder = root / source.folder
     typer.echo(f'data.kind = "{name}", data.root = "{folder}"')
     typer.echo(f"Check it: kinlens-train data doctor {folder}")
+
+
+@app.command()
+def split(
+    path: Annotated[Path, typer.Argument(help="Folder of an official data set.")],
+    out: Annotated[Path, typer.Option(help="Folder for the lists.")],
+    kind: Annotated[
+        str | None, typer.Option(help="cub, cars196, sop, in_shop or aircraft; else recognised.")
+    ] = None,
+    allow_partial: Annotated[bool, typer.Option(help="Accept a subset of the data set.")] = False,
+) -> None:
+    """Write the official split as lists for `kinlens-index build --csv`: train, test, gallery.
+
+    With a gallery, as In-Shop has one, the test images are the queries. The last line says where
+    the paths of the lists start.
+
+    Example: kinlens-train data split data/in-shop --out lists
+    """
+    from training.data.split_lists import write_lists
+
+    written = write_lists(path, out, kind, allow_partial)
+    for name, count in written.images.items():
+        typer.echo(f"{name}: {count:,} images in {out / f'{name}.csv'}")
+    typer.echo(f"images: {written.root}")
 
 
 @app.command()

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from PIL import Image
 
-from embedder.preprocess import Box, resize_box
+from embedder.preprocess import PixelBox, resize_box
 from training.config.model import Input
 
 _ATTEMPTS = 10
@@ -21,7 +21,7 @@ def random_view(image: Image.Image, spec: Input, rng: np.random.Generator) -> Im
     return view
 
 
-def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator) -> Box:
+def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator) -> PixelBox:
     """A box with a part of at least `min_area` of the image, width : height within 3:4 to 4:3.
 
     Falls back to the central square if ten draws do not fit.

@@ -1,0 +1,97 @@
+"""What the demos share: the commands of the project, a running service, lists as CSV."""
+
+import csv
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+from typing import Any
+
+BIN = Path(sys.executable).parent
+READY_S = 60
+
+
+class DemoError(Exception):
+    """Something that the user can mend, said in one line."""
+
+
+def kinlens(command: str, *arguments: str) -> None:
+    """Run and print one of the three commands."""
+    print(f"\n$ kinlens-{command} {' '.join(arguments)}", flush=True)
+    code = subprocess.run([BIN / f"kinlens-{command}", *arguments], check=False).returncode
+    if code:
+        raise DemoError(f"kinlens-{command} ended with exit code {code}; its message is above.")
+
+
+def serve(port: int, *arguments: str) -> "subprocess.Popen[bytes]":
+    """Start the service and wait until it is ready."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise DemoError(f"Port {port} is in use. Stop what listens there, or pass --port.")
+    arguments = (*arguments, "--port", str(port), "--log-level", "warning")
+    print(f"\n$ kinlens-serve {' '.join(arguments)}", flush=True)
+    server = subprocess.Popen([BIN / "kinlens-serve", *arguments])
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise DemoError("kinlens-serve did not start; its message is above.")
+        try:
+            fetch(urllib.request.Request(f"http://127.0.0.1:{port}/ready"))
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.2)
+        else:
+            return server
+    server.kill()
+    raise DemoError(f"kinlens-serve was not ready after {READY_S} s.")
+
+
+def search(url: str, image: Path, k: int) -> dict[str, Any]:
+    """POST /search with the standard library alone."""
+    boundary = uuid.uuid4().hex
+    head = f'--{boundary}\r\nContent-Disposition: form-data; name="k"\r\n\r\n{k}\r\n'
+    head += (
+        f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="query"\r\n\r\n'
+    )
+    body = head.encode() + image.read_bytes() + f"\r\n--{boundary}--\r\n".encode()
+    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    try:
+        answer: dict[str, Any] = fetch(urllib.request.Request(f"{url}/search", body, headers))
+    except urllib.error.HTTPError as error:
+        raise DemoError(f"{image}: HTTP {error.code} {error.read().decode()}") from error
+    return answer
+
+
+def fetch(request: urllib.request.Request) -> Any:
+    """The JSON that a request is answered with."""
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
+
+
+def read_list(path: Path) -> list[dict[str, str]]:
+    """Rows of a list."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def write_list(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write rows of a list; the columns are those of the first row."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def say(text: str) -> None:
+    print(f"\n== {text}", flush=True)

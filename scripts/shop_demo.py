@@ -1,0 +1,278 @@
+"""A public product data set as a shop: gallery, sample queries on the page, recall and the paper's.
+
+    make demo-inshop ROOT=/data/in-shop            In-Shop: its gallery, asked with its queries
+    make demo-sop ROOT=/data/Stanford_Online_Products    SOP: its test images, leave one out
+    make demo-grocery ROOT=/data/GroceryStoreDataset/dataset   gallery: train split, queries: test
+
+Without a model an ImageNet trunk is exported and used as it is (WEIGHTS=/my/mobilenet_v2.pth where
+it cannot be downloaded). BUNDLE=/my/bundle takes a trained one; the jobs `in-shop-*` and `sop-*` of
+`kinlens-train fit` train those of the table. QUERIES=N asks so many queries, spread evenly.
+"""
+
+import argparse
+import contextlib
+import csv
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo_steps import DemoError, free_port, kinlens, read_list, say, search, serve, write_list
+
+CLIENTS = 4
+SAMPLES = 24
+Row = dict[str, str]
+Published = Sequence[tuple[str, Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A data set: how its lists are made, at which k recall is taken, and what was published.
+
+    `leave_one_out`: the queries are in the gallery, and do not count as answers to themselves.
+    """
+
+    title: str
+    lists: Callable[[Path, Path, bool], tuple[Path, list[Row], list[Row]]]
+    recall_at: tuple[int, ...]
+    published: Published = ()
+    source: str = ""
+    leave_one_out: bool = False
+
+
+def official(folders: tuple[str, ...]) -> Callable[..., tuple[Path, list[Row], list[Row]]]:
+    """Lists of an official data set; `folders` name the folders of a path, from the left."""
+
+    def lists(root: Path, work: Path, partial: bool) -> tuple[Path, list[Row], list[Row]]:
+        flag = ("--allow-partial",) if partial else ()
+        kinlens("train", "data", "split", str(root), "--out", str(work / "lists"), *flag)
+        queries = read_list(work / "lists" / "test.csv")
+        gallery_list = work / "lists" / "gallery.csv"
+        gallery = read_list(gallery_list) if gallery_list.is_file() else queries
+        images = next(p for p in (root / "Img", root) if (p / queries[0]["path"]).is_file())
+        return images, named(gallery, folders), named(queries, folders)
+
+    return lists
+
+
+def grocery(root: Path, _work: Path, _partial: bool) -> tuple[Path, list[Row], list[Row]]:
+    """The train split as gallery, the test split as queries, with the names of the classes."""
+    with (root / "classes.csv").open(newline="", encoding="utf-8") as stream:
+        names = {row["Class ID (int)"]: row for row in csv.DictReader(stream)}
+
+    def rows(part: str) -> list[Row]:
+        found = []
+        with (root / f"{part}.txt").open(newline="", encoding="utf-8") as stream:
+            for path, fine, _ in csv.reader(stream, skipinitialspace=True):
+                known = names[fine.strip()]
+                labels = {
+                    "class": known["Class Name (str)"],
+                    "kind": known["Coarse Class Name (str)"],
+                    "shelf": Path(path).parts[1],
+                }
+                found.append({"key": path, "path": path, **labels})
+        return found
+
+    return root, rows("train"), rows("test")
+
+
+DEMOS = {
+    "in-shop": Demo(
+        "In-Shop Clothes Retrieval",
+        official(("", "department", "category")),
+        (1, 10, 20, 40),
+        (
+            ("MS 512", (89.7, 97.9, 98.5, 99.1)),
+            ("Proxy-Anchor 512", (91.5, 98.1, 98.8, 99.1)),
+            ("Determinant regularization 512", (91.5, 98.2, 98.7, 99.1)),
+        ),
+        "Determinant Regularization for Deep Metric Learning, table 3, whose last two columns are "
+        "R@20 and R@40 in the papers that it takes its rows from",
+    ),
+    "sop": Demo(
+        "Stanford Online Products",
+        official(("category",)),
+        (1, 10, 100, 1000),
+        (
+            ("MS 512", (78.2, 90.5, 96.0, 98.7)),
+            ("Proxy-Anchor 512", (79.1, 90.8, 96.2, 98.7)),
+            ("Determinant regularization 512", (79.0, 90.7, 96.1, 98.7)),
+        ),
+        "Determinant Regularization for Deep Metric Learning, table 2",
+        leave_one_out=True,
+    ),
+    "grocery": Demo("Grocery Store", grocery, (1, 5, 10)),
+}
+
+
+def main() -> int:
+    options = _options()
+    demo, work = DEMOS[options.name], Path(".kinlens") / options.name
+    started = time.monotonic()
+    try:
+        if not options.root.is_dir():
+            raise DemoError(
+                f"ROOT={options.root} is not a folder. Name the folder of {demo.title}."
+            )
+        work.mkdir(parents=True, exist_ok=True)
+        bundle = options.bundle or trunk(work, options.weights)
+        images, gallery, queries = demo.lists(options.root, work, options.allow_partial)
+        build(work, bundle, images, gallery)
+        samples = copy_samples(work, images, queries)
+        port = free_port() if options.check else options.port
+        with served(work, bundle, port, samples):
+            recall = ask(f"http://127.0.0.1:{port}", demo, images, queries, options.queries)
+            print_table(demo, recall, bundle)
+            guess = chance(gallery, queries)
+            say(f"The whole road took {time.monotonic() - started:.0f} s.")
+            if not options.check:
+                wait(port)
+    except DemoError as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("Stopped before the end.")
+        return 130
+    if recall[demo.recall_at[0]] <= guess:
+        say(f"Recall is not above chance ({100 * guess:.1f} %): something is broken.")
+        return 1
+    return 0
+
+
+def trunk(work: Path, weights: str | None) -> Path:
+    """A pretrained network without training of ours, as a bundle."""
+    bundle = work / "bundle"
+    shutil.rmtree(bundle, ignore_errors=True)
+    chosen = ("--weights", weights) if weights else ()
+    kinlens("train", "export", "--backbone", "mobilenet_v2", "--out", str(bundle), *chosen)
+    return bundle
+
+
+def named(rows: list[Row], folders: tuple[str, ...]) -> list[Row]:
+    """Rows with an attribute for each named folder of their path."""
+    return [
+        row
+        | {
+            name: part.removesuffix("_final")
+            for name, part in zip(folders, Path(row["path"]).parts, strict=False)
+            if name
+        }
+        for row in rows
+    ]
+
+
+def build(work: Path, bundle: Path, images: Path, gallery: list[Row]) -> None:
+    """Index the gallery; a build of the same list that was stopped goes on."""
+    write_list(work / "gallery.csv", gallery)
+    kinlens(
+        "index", "build", str(images), "--csv", str(work / "gallery.csv"), "--bundle", str(bundle),
+        "--out", str(work / "gallery"), "--name", work.name,
+    )  # fmt: skip
+
+
+def copy_samples(work: Path, images: Path, queries: list[Row]) -> Path:
+    """A few queries, spread evenly, for the page to offer."""
+    folder = work / "samples"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for number, row in enumerate(spread(queries, SAMPLES)):
+        path = images / row["path"]
+        shutil.copyfile(path, folder / f"{number:02d}-{row['class']}{path.suffix.lower()}")
+    return folder
+
+
+@contextlib.contextmanager
+def served(work: Path, bundle: Path, port: int, samples: Path) -> Iterator[None]:
+    """The service, as long as this lasts."""
+    server = serve(
+        port, "--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}",
+        "--samples", str(samples), "--state", str(work / "state"),
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=30)
+
+
+def ask(
+    url: str, demo: Demo, images: Path, queries: list[Row], most: int | None
+) -> dict[int, float]:
+    """Recall at each k over HTTP: the share of queries with an image of their class that near."""
+    asked = spread(queries, most or len(queries))
+    k = max(demo.recall_at) + demo.leave_one_out
+    say(f"{len(asked):,} of {len(queries):,} queries over HTTP ...")
+    first_right = []
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        ranks = pool.map(lambda row: rank(search(url, images / row["path"], k), row), asked)
+        for number, found in enumerate(ranks, start=1):
+            first_right.append(found)
+            if number % 1000 == 0:
+                print(f"  {number:,}", flush=True)
+    return {
+        at: sum(found is not None and found <= at for found in first_right) / len(asked)
+        for at in demo.recall_at
+    }
+
+
+def rank(answer: dict[str, Any], row: Row) -> int | None:
+    """The place of the first right hit, from 1, without the query itself."""
+    others = [hit for hit in answer["hits"] if hit["key"] != row["key"]]
+    classes = [hit["attributes"]["class"] for hit in others]
+    return classes.index(row["class"]) + 1 if row["class"] in classes else None
+
+
+def print_table(demo: Demo, recall: dict[int, float], bundle: Path) -> None:
+    """Recall beside what was published."""
+    say(f"{demo.title}: recall in percent")
+    rows = [*demo.published, (f"this run ({bundle})", [100 * v for v in recall.values()])]
+    width = max(len(name) for name, _ in rows)
+    print(f"{'':{width}}" + "".join(f"{f'R@{k}':>9}" for k in recall))
+    for name, values in rows:
+        print(f"{name:{width}}" + "".join(f"{value:9.1f}" for value in values))
+    if demo.source:
+        print(f"Published: {demo.source}.")
+
+
+def chance(gallery: list[Row], queries: list[Row]) -> float:
+    """How often the most frequent class would be right."""
+    [(largest, _)] = Counter(row["class"] for row in gallery).most_common(1)
+    return sum(row["class"] == largest for row in queries) / len(queries)
+
+
+def spread(rows: list[Row], most: int) -> list[Row]:
+    """At most `most` rows, evenly spread."""
+    return [rows[i * len(rows) // most] for i in range(most)] if most < len(rows) else rows
+
+
+def wait(port: int) -> None:
+    """Until Ctrl-C."""
+    say(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(3600)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=DEMOS)
+    parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("--bundle", type=Path, help="a trained model bundle")
+    parser.add_argument("--weights", help="ImageNet weights of mobilenet_v2, as a file")
+    parser.add_argument("--queries", type=int, help="how many queries to ask [all]")
+    parser.add_argument("--allow-partial", action="store_true", help="accept a part of a data set")
+    parser.add_argument("--port", type=int, default=8000, help="port of the service [8000]")
+    parser.add_argument("--check", action="store_true", help="end with exit code 0 or 1")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,8 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from embedder.manifest import Preprocessing
-from embedder.preprocess import ImageLimits, preprocess
+from embedder.calibration import Calibration
+from embedder.manifest import Precision, Preprocessing
+from embedder.preprocess import Box, ImageLimits, preprocess
 from embedder.types import Embeddings, Images
 
 
@@ -19,6 +20,7 @@ class FakeEmbedder:
     """
 
     provider = "FakeExecutionProvider"
+    precision: Precision = "fp32"
 
     def __init__(
         self,
@@ -27,18 +29,20 @@ class FakeEmbedder:
         bundle_id: str = "fake",
         delay_s: float = 0.0,
         limits: ImageLimits | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         self.bundle_id = bundle_id
         self.dim = dim
         self.delay_s = delay_s
         self.preprocessing = Preprocessing(resize_px=size_px, crop_px=size_px)
-        self._limits = limits or ImageLimits()
+        self.limits = limits or ImageLimits()
+        self.calibration = calibration
         rng = np.random.default_rng(0)
         self._projection = rng.standard_normal((3 * size_px * size_px, dim)).astype(np.float32)
 
-    def preprocess(self, data: bytes) -> NDArray[np.uint8]:
-        """Encoded image to uint8 (3, S, S). Raises: ImageError."""
-        return preprocess(data, self.preprocessing, self._limits)
+    def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
+        """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""
+        return preprocess(data, self.preprocessing, self.limits, box)
 
     def embed(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm."""

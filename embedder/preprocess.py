@@ -5,6 +5,8 @@ the same pixels everywhere.
 """
 
 import io
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,7 @@ from embedder.errors import (
     EmptyImageError,
     ImageTooLargeError,
     ImageTooManyBytesError,
+    InvalidParameterError,
     UnsupportedFormatError,
 )
 from embedder.manifest import Interpolation, Preprocessing
@@ -39,10 +42,17 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_SIDEWAYS = (5, 6, 7, 8)  # turns that make the width of the stored image its height
 _STRIP_ROWS = 256
 _PILLOW_MEGAPIXELS = 178.0  # above this Pillow refuses by itself, whatever our limit says
 
+_BOX_TOLERANCE = 1e-6  # what rounding in a browser may add
+
 Box = tuple[float, float, float, float]
+"""A part of an image: left, top, width, height as fractions 0..1 of the upright image."""
+
+PixelBox = tuple[float, float, float, float]
+"""A part of an image: left, top, right, bottom in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +92,51 @@ def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
         return ImageHeader(_format(image), image.width, image.height)
 
 
-def decode(
-    data: bytes, limits: ImageLimits | None = None, min_side_px: int | None = None
-) -> Image.Image:
-    """Decode to an upright RGB image, transparency laid on white.
+def check_box(box: Sequence[float]) -> Box:
+    """`box` (left, top, width, height) if it lies in the image; rounding is cut off.
 
-    With `min_side_px` a JPEG is decoded at the smallest of its built-in scales whose shorter side
-    still has that many pixels: several times cheaper for a phone's photograph.
-
-    Raises: as `read_header`; CorruptImageError also for a truncated file.
+    Raises: InvalidParameterError.
     """
-    with _open(data, limits or ImageLimits()) as image:
-        if min_side_px is not None:
-            _draft(image, min_side_px)
+    if len(box) != 4 or not all(math.isfinite(value) for value in box):
+        raise _bad_box(box, "is not four finite numbers")
+    left, top, width, height = map(float, box)
+    if min(left, top) < 0 or max(left + width, top + height) > 1 + _BOX_TOLERANCE:
+        raise _bad_box(box, "leaves the image")
+    width, height = min(width, 1 - left), min(height, 1 - top)
+    if width <= 0 or height <= 0:
+        raise _bad_box(box, "has no area")
+    return left, top, width, height
+
+
+def decode(
+    data: bytes,
+    limits: ImageLimits | None = None,
+    min_side_px: int | None = None,
+    box: Box | None = None,
+) -> Image.Image:
+    """Decode to an upright RGB image, transparency laid on white; with `box` that part alone.
+
+    With `min_side_px` a JPEG is decoded at the smallest of its built-in scales at which the shorter
+    side of the result still has that many pixels: several times cheaper for a phone's photograph.
+
+    Raises: as `read_header`; CorruptImageError also for a truncated file; InvalidParameterError
+        for a box outside the image or smaller than a pixel.
+    """
+    box = None if box is None else check_box(box)
+    upright = _decode_whole(data, limits or ImageLimits(), min_side_px, box)
+    return upright if box is None else _cut(upright, box)
+
+
+def _decode_whole(
+    data: bytes, limits: ImageLimits, min_side_px: int | None, box: Box | None
+) -> Image.Image:
+    with _open(data, limits) as image:
+        if min_side_px is not None and _format(image) == "JPEG":
+            _draft(image, min_side_px, box)
         try:
             image.load()
-            return _upright(_to_rgb(image), image)
+            turn = _TURNS.get(_orientation(image))
+            return _to_rgb(image) if turn is None else _to_rgb(image).transpose(turn)
         except MemoryError:
             raise
         except Exception as error:
@@ -109,19 +148,21 @@ def decode(
 
 
 def preprocess(
-    data: bytes, spec: Preprocessing, limits: ImageLimits | None = None
+    data: bytes, spec: Preprocessing, limits: ImageLimits | None = None, box: Box | None = None
 ) -> NDArray[np.uint8]:
     """Decode, resize the shorter side to `spec.resize_px`, cut the centre: uint8 (3, S, S).
 
+    The part inside `box` is treated as if it were the whole picture.
+
     Raises: as `decode`.
     """
-    image = decode(data, limits, min_side_px=spec.resize_px)
+    image = decode(data, limits, spec.resize_px, box)
     return to_chw(
         resize_box(image, central_box(image.size, spec), spec.crop_px, spec.interpolation)
     )
 
 
-def central_box(size: tuple[int, int], spec: Preprocessing) -> Box:
+def central_box(size: tuple[int, int], spec: Preprocessing) -> PixelBox:
     """The central square that `spec` keeps of an image of `size` = (width, height).
 
     Its corner lies on a whole pixel: half a pixel off would blur an image that needs no scaling.
@@ -133,7 +174,7 @@ def central_box(size: tuple[int, int], spec: Preprocessing) -> Box:
 
 
 def resize_box(
-    image: Image.Image, box: Box, size_px: int, interpolation: Interpolation = "bilinear"
+    image: Image.Image, box: PixelBox, size_px: int, interpolation: Interpolation = "bilinear"
 ) -> Image.Image:
     """Scale the part of `image` inside `box` to a square of `size_px`, anti-aliased."""
     return image.resize((size_px, size_px), _RESAMPLING[interpolation], box=box)
@@ -198,8 +239,11 @@ def _format(image: Image.Image) -> str:
     return "JPEG" if image.format == "MPO" else str(image.format)
 
 
-def _draft(image: Image.Image, min_side_px: int) -> None:
-    scale = min_side_px / min(image.size)
+def _draft(image: Image.Image, min_side_px: int, box: Box | None) -> None:
+    width, height = (1.0, 1.0) if box is None else box[2:]
+    if _orientation(image) in _SIDEWAYS:
+        width, height = height, width
+    scale = min_side_px / min(image.width * width, image.height * height)
     if scale < 1:
         image.draft(None, (round(image.width * scale), round(image.height * scale)))
 
@@ -225,11 +269,32 @@ def _deep_grey_to_rgb(image: Image.Image) -> Image.Image:
     return Image.fromarray(grey).convert("RGB")
 
 
-def _upright(rgb: Image.Image, source: Image.Image) -> Image.Image:
+def _orientation(image: Image.Image) -> int:
     try:
-        orientation = source.getexif().get(_EXIF_ORIENTATION, 1)
+        return int(image.getexif().get(_EXIF_ORIENTATION, 1))
     except Exception:
         # A damaged EXIF block says nothing about the pixels; the photograph is used as stored.
-        return rgb
-    turn = _TURNS.get(orientation)
-    return rgb if turn is None else rgb.transpose(turn)
+        return 1
+
+
+def _cut(image: Image.Image, box: Box) -> Image.Image:
+    """The part of an upright image, on whole pixels."""
+    left, top, width, height = box
+    if width * image.width < 1 or height * image.height < 1:
+        raise _bad_box(box, "is smaller than one pixel of this image")
+    columns = _whole_pixels(left, width, image.width)
+    rows = _whole_pixels(top, height, image.height)
+    return image.crop((columns[0], rows[0], columns[1], rows[1]))
+
+
+def _whole_pixels(start: float, length: float, size_px: int) -> tuple[int, int]:
+    first = min(round(start * size_px), size_px - 1)
+    return first, max(first + 1, min(round((start + length) * size_px), size_px))
+
+
+def _bad_box(box: Sequence[float], fault: str) -> InvalidParameterError:
+    shown = ",".join(f"{value:g}" for value in box[:8])
+    return InvalidParameterError(
+        f"crop = {shown} {fault}; send left,top,width,height as fractions of the upright image, "
+        "from 0 to 1, such as 0.25,0.25,0.5,0.5."
+    )

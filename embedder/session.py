@@ -9,9 +9,10 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from embedder.bundle import Bundle
+from embedder.calibration import Calibration
 from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
 from embedder.manifest import Precision, Preprocessing
-from embedder.preprocess import ImageLimits, preprocess
+from embedder.preprocess import Box, ImageLimits, preprocess
 from embedder.types import Embeddings, Images
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -33,10 +34,16 @@ class Embedder(Protocol):
     @property
     def provider(self) -> str: ...
     @property
+    def precision(self) -> Precision: ...
+    @property
     def preprocessing(self) -> Preprocessing: ...
+    @property
+    def limits(self) -> ImageLimits: ...
+    @property
+    def calibration(self) -> Calibration | None: ...
 
-    def preprocess(self, data: bytes) -> NDArray[np.uint8]:
-        """Encoded image to uint8 (3, S, S). Raises: ImageError."""
+    def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
+        """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""
 
     def embed(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm; N >= 1."""
@@ -75,7 +82,7 @@ class OnnxEmbedder:
         self.bundle = bundle
         self.precision = precision
         self._session = session
-        self._limits = limits
+        self.limits = limits
         self._input = session.get_inputs()[0].name
 
     @classmethod
@@ -117,9 +124,14 @@ class OnnxEmbedder:
         """What the model expects of its images."""
         return self.bundle.manifest.preprocessing
 
-    def preprocess(self, data: bytes) -> NDArray[np.uint8]:
-        """Encoded image to uint8 (3, S, S). Raises: ImageError."""
-        return preprocess(data, self.preprocessing, self._limits)
+    @property
+    def calibration(self) -> Calibration | None:
+        """From a score to a probability; None if the export could not fit it."""
+        return self.bundle.manifest.calibration
+
+    def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
+        """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""
+        return preprocess(data, self.preprocessing, self.limits, box)
 
     def embed(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm. Large N runs in chunks."""

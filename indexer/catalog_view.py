@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from embedder.types import AttributeValue, Embeddings, ItemId
-from indexer.attributes import Schema
+from indexer.attributes import Schema, is_printable
 from indexer.catalog_checksums import (
     as_int64,
     attributes_total,
@@ -16,7 +16,7 @@ from indexer.catalog_errors import damaged
 from indexer.catalog_rows import VALUES, CatalogRows
 from indexer.engine import Ids, Item
 from indexer.entries import is_key
-from indexer.filter_sql import condition_sql, fitting, stored
+from indexer.filter_sql import condition_sql, fitting, restored, stored
 from indexer.filter_tree import And, Condition, Filter
 
 # With its crc, an item is read whole: what an index says alone is not checked.
@@ -46,6 +46,15 @@ _HAS_VECTOR = "SELECT min(id) FROM vectors WHERE id IN (SELECT value FROM json_e
 
 _COUNTS = "SELECT (SELECT count(*) FROM items), (SELECT count(*) FROM vectors), size FROM state"
 _FEW = 2000
+_FROM_KEY = "SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_key WHERE key >= ?"
+_VALUES_OF = "value FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)"
+_FREQUENT = """
+SELECT value, count(*) AS items FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)
+GROUP BY value ORDER BY items DESC, value LIMIT ?
+"""
+_LOWEST = f"SELECT {_VALUES_OF} ORDER BY value LIMIT 1"
+_HIGHEST = f"SELECT {_VALUES_OF} ORDER BY value DESC LIMIT 1"
+_DIFFERENT = f"SELECT DISTINCT {_VALUES_OF} LIMIT ?"
 
 
 class State(NamedTuple):
@@ -154,6 +163,35 @@ class CatalogView(CatalogRows):
         few = self._few_matching(where) if isinstance(where, And) else None
         return few if few is not None else fitting(where, self._of_condition, self.live_ids)
 
+    def ids_from(self, offset: int, limit: int) -> Ids:
+        """The numbers of at most `limit` items, ascending, without the first `offset`."""
+        rows = self._all("SELECT id FROM items ORDER BY id LIMIT ? OFFSET ?", limit, offset)
+        return np.array([number for (number,) in rows], dtype=np.int64)
+
+    def with_prefix(self, prefix: str) -> Ids:
+        """The numbers of the items whose keys begin with `prefix`, ascending."""
+        end = next_text(prefix)
+        if not is_printable(prefix):  # no key has it; SQLite reads texts up to a NUL alone
+            return np.empty(0, np.int64)
+        if end is None:
+            return self._ids(_FROM_KEY, prefix)
+        return self._ids(f"{_FROM_KEY} AND key < ?", prefix, end)
+
+    def frequent_values(self, name: str, limit: int) -> tuple[tuple[AttributeValue, int], ...]:
+        """The most frequent values of an attribute, with the number of items that have each."""
+        self._check_index((name,))
+        rows = self._all(_FREQUENT, name, limit)
+        return tuple((restored(value), count) for value, count in rows)
+
+    def range_of(self, name: str) -> tuple[float | None, float | None]:
+        """The lowest and the highest number of an attribute; None if no item has it."""
+        ends = [*self._all(_LOWEST, name), *self._all(_HIGHEST, name)]
+        return (ends[0][0], ends[1][0]) if ends else (None, None)
+
+    def has_few_values(self, name: str, limit: int) -> bool:
+        """Whether an attribute has at most `limit` different values."""
+        return len(self._all(_DIFFERENT, name, limit + 1)) <= limit
+
     def iter_vectors(self, batch: int = 4096) -> Iterator[tuple[Ids, Embeddings]]:
         """Numbers (B,) and vectors (B, D) of all items, by ascending number."""
         for rows in self._pages(_VECTORS, batch):
@@ -208,6 +246,15 @@ class CatalogView(CatalogRows):
 
     def _of_condition(self, where: Condition) -> Ids:
         return self._ids(*condition_sql(where, "group_concat(item), count(*)"))
+
+
+def next_text(prefix: str) -> str | None:
+    """The lowest text above all that begin with `prefix`, None if there is none."""
+    head = prefix.rstrip("\U0010ffff")
+    if not head:
+        return None
+    following = ord(head[-1]) + 1
+    return head[:-1] + chr(0xE000 if following == 0xD800 else following)
 
 
 def _json_ids(ids: Sequence[ItemId] | Ids) -> str:

@@ -22,6 +22,11 @@ def stored(value: AttributeValue) -> str | int | float | bytes:
     return bytes((value,)) if isinstance(value, bool) else value
 
 
+def restored(value: str | int | float | bytes) -> AttributeValue:
+    """The value that `stored` has made this of."""
+    return bool(value[0]) if isinstance(value, bytes) else value
+
+
 def condition_sql(where: Condition, what: str, at_most: int = -1) -> tuple[Any, ...]:
     """The statement that selects `what` of the attributes that fit, and its parameters."""
     if isinstance(where, Equals):

@@ -37,10 +37,7 @@ def item_image(root: Path, item: Item) -> ItemImage:
     if not item.path:
         raise ItemNotFoundError(f"Item {item.key!r} was stored as a vector, without an image.")
     try:
-        data = source_bytes(root, item)
-        if item.format in _MEDIA_TYPES:
-            return ItemImage(data, _MEDIA_TYPES[item.format])
-        return ItemImage(_as_jpeg(data), "image/jpeg")
+        return shown(source_bytes(root, item), item.format)
     except (SourceError, ImageTooManyBytesError) as error:
         raise ItemNotFoundError(
             f"The image of item {item.key!r} is not what was indexed: the file is gone or was "
@@ -51,6 +48,16 @@ def item_image(root: Path, item: Item) -> ItemImage:
             f"The image {item.path} cannot be read: {error}. Check the permissions, the disk and "
             "the limit of open files (`ulimit -n`)."
         ) from error
+
+
+def shown(data: bytes, kind: str) -> ItemImage:
+    """An image file of the format `kind` for a browser; BMP and TIFF become JPEG.
+
+    Raises: ImageError.
+    """
+    if kind in _MEDIA_TYPES:
+        return ItemImage(data, _MEDIA_TYPES[kind])
+    return ItemImage(_as_jpeg(data), "image/jpeg")
 
 
 def source_bytes(root: Path, item: Item) -> bytes:

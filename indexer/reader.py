@@ -1,45 +1,34 @@
 """A gallery on this machine, opened for reading: nothing here changes it."""
 
-import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from embedder.errors import ItemNotFoundError
 from embedder.types import Embeddings, Hit, ItemId
 from indexer import searching
-from indexer.catalog import Catalog, CatalogView, StaleReadError
-from indexer.compaction import CATALOG, due
-from indexer.engine import Entry, Group, Grouping, Ids, Item, Scores, SearchOptions
+from indexer.compaction import due
+from indexer.contents import GalleryContents
+from indexer.engine import Group, Grouping, Ids, Scores, SearchOptions
 from indexer.facts import GalleryFacts
-from indexer.filters import Schema
 from indexer.opening import Opened, opened
 from indexer.pictures import ItemImage, item_image
 from indexer.ranking import check_options, check_search
 from indexer.states import Reading
 
-_PAGE = 1000
 _DEFAULTS = SearchOptions()
-_TRIES = 8  # a user who may not lock the catalogue finds it changed while reading
-_T = TypeVar("_T")
 
 
-class GalleryReader:
+class GalleryReader(GalleryContents):
     """One generation of a gallery, searched while others change it. Thread safe.
 
     Item numbers are never given to another content, so they hold as long as the generation.
     """
 
     def __init__(self, parts: Opened, image_root: Path | None) -> None:
-        self.manifest = parts.manifest
+        super().__init__(parts)
         self._folder = parts.folder
-        self._generation = parts.generation
-        self._states = parts.states
         self._image_root = image_root or Path(parts.manifest.source_root)
         self._close = weakref.finalize(self, parts.close)
 
@@ -184,11 +173,6 @@ class GalleryReader:
             lambda reading: searching.search_like(reading, liked, disliked, k, options)
         )
 
-    def schema(self) -> Schema:
-        """The attributes that items have had so far, and their kinds."""
-        with self._reading() as reading:
-            return reading.view.schema()
-
     def image(self, item_id: ItemId) -> ItemImage:
         """The indexed bytes of an item, read from the image root; BMP and TIFF become JPEG.
 
@@ -197,82 +181,9 @@ class GalleryReader:
         """
         return item_image(self.image_root, self.item(item_id))
 
-    def item(self, item_id: ItemId) -> Item:
-        """What the catalogue knows about an item. Raises: ItemNotFoundError."""
-        with self._reading() as reading:
-            found = reading.view.get([item_id]) if 0 <= item_id < 2**63 else {}
-        if item_id not in found:
-            raise ItemNotFoundError(
-                f"Gallery {self.name} has no item {item_id}; it may have been removed. Take the "
-                "number from the answer of a search."
-            )
-        return found[item_id]
-
-    def stored(self, keys: Sequence[str]) -> dict[str, Item]:
-        """The items with these keys, by key; unknown keys are left out."""
-        with self._reading() as reading:
-            numbers = reading.view.find(keys)
-            items = reading.view.get(list(numbers.values()))
-        return {key: items[number] for key, number in numbers.items()}
-
-    def items(self) -> Iterator[Item]:
-        """Every item, in the order of its number, of one state."""
-        with self._own_view() as view:
-            yield from view.items()
-
-    def entries(self, keys: Sequence[str]) -> list[Entry]:
-        """Items with their vectors, in the order asked for. Raises: ItemNotFoundError."""
-        with self._reading() as reading:
-            numbers = searching.numbers_of(reading, keys)
-            items = reading.view.get(numbers)
-            return _entries([items[n] for n in numbers], reading.view.vectors(numbers))
-
-    def scan(self, batch_size: int = _PAGE) -> Iterator[list[Entry]]:
-        """Every item with its vector, in the order of its number, of one state."""
-        with self._own_view() as view:
-            for ids, vectors in view.iter_vectors(batch_size):
-                items = view.get(ids.tolist())
-                yield _entries([items[n] for n in ids.tolist()], vectors)
-
-    def vectors(self, ids: Sequence[ItemId]) -> Embeddings:
-        """The stored vectors (N, D) of known items."""
-        with self._reading() as reading:
-            return reading.view.vectors(ids)
-
-    def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        """A stored vector (D,) for each of these contents that some item has."""
-        with self._reading() as reading:
-            numbers = reading.view.content(sha256s)
-            vectors = reading.view.vectors(list(numbers.values()))
-        return dict(zip(numbers, vectors, strict=True))
-
     def close(self) -> None:
         """Let go of the files; the gallery cannot be used afterwards."""
         self._close()
-
-    def _read(self, work: Callable[[Reading], _T]) -> _T:
-        """What `work` finds in one state; once more if that was not one, see `_TRIES`."""
-        for _ in range(_TRIES):
-            try:
-                with self._reading() as reading:
-                    return work(reading)
-            except StaleReadError:
-                continue
-        with self._reading() as reading:
-            return work(reading)
-
-    def _reading(self) -> contextlib.AbstractContextManager[Reading]:
-        return self._states.reading()
-
-    @contextlib.contextmanager
-    def _own_view(self) -> Iterator[CatalogView]:
-        """For generators: they may be left half way, or run while their thread searches."""
-        catalog = Catalog.open(self._generation / CATALOG)
-        try:
-            with catalog.reading() as view:
-                yield view
-        finally:
-            catalog.close()
 
     def _version_at(self, seq: int) -> str:
         return hashlib.sha256(f"{self.manifest.uid}:{seq}".encode()).hexdigest()
@@ -283,10 +194,3 @@ def compaction_due(reading: Reading) -> str | None:
     snapshot = reading.snapshot
     size = 0 if snapshot.segment is None else len(snapshot.segment.ids)
     return due(size, snapshot.dead_count, len(snapshot.delta.alive))
-
-
-def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:
-    return [
-        Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
-        for item, vector in zip(items, vectors, strict=True)
-    ]

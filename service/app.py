@@ -17,13 +17,15 @@ from embedder.errors import KinlensError
 from embedder.session import Embedder
 from service.api import build_router
 from service.cache import Cache
-from service.limits import FORM_BYTES, BodyLimit
+from service.metrics_shared import kept_fresh
 from service.middleware import AllowedHosts, RequestContext, SecurityHeaders
 from service.openapi import install_openapi
 from service.problems import from_http, from_kinlens, from_validation
-from service.resources import close_all
 from service.runtime import Runtime, build_runtime
+from service.security.access import check_covered
+from service.security.guard import Guard, build_guard
 from service.settings import Settings
+from service.tracing import Tracing, open_tracing
 from service.types import Gallery
 
 _UI = Path(__file__).parent / "ui"
@@ -42,16 +44,18 @@ def create_app(
     Raises: BundleError, GalleryError.
     """
     settings = settings or Settings()
+    tracing = open_tracing(settings.otlp_endpoint, _version())
     runtime = build_runtime(settings, embedder, galleries, cache)
+    guard = build_guard(settings, runtime.keys)
     app = FastAPI(
         title="Kinlens",
         description="Upload an image, get the most similar items of a gallery.",
         version=_version(),
         docs_url=None,
         redoc_url=None,
-        telemetry={"tracing": False},
-        lifespan=_lifespan(runtime, close_galleries=galleries is None),
-        middleware=_middleware(runtime),
+        telemetry=tracing.telemetry(),
+        lifespan=_lifespan(runtime, guard, tracing),
+        middleware=[*tracing.middleware(), *_middleware(runtime, guard)],
         exception_handlers={
             KinlensError: from_kinlens,
             RequestValidationError: from_validation,
@@ -61,36 +65,33 @@ def create_app(
     app.state.runtime = runtime
     app.include_router(build_router(runtime))
     _add_page(app)
+    check_covered(app.routes)
     install_openapi(app)
     return app
 
 
-def _middleware(runtime: Runtime) -> list[Middleware]:
+def _middleware(runtime: Runtime, guard: Guard) -> list[Middleware]:
     """Outermost first."""
     settings = runtime.settings
     return [
-        Middleware(SecurityHeaders),
+        Middleware(SecurityHeaders, shared=bool(settings.cors_origins)),
         Middleware(RequestContext, metrics=runtime.metrics),
         Middleware(AllowedHosts, hosts=settings.hosts()),
-        Middleware(
-            BodyLimit,
-            max_bytes=settings.max_upload_bytes + FORM_BYTES,
-            timeout_s=settings.body_timeout_ms / 1e3,
-            max_concurrent=settings.max_concurrent_uploads,
-        ),
+        *guard.middleware(),
     ]
 
 
-def _lifespan(runtime: Runtime, *, close_galleries: bool) -> Lifespan[FastAPI]:
+def _lifespan(runtime: Runtime, guard: Guard, tracing: Tracing) -> Lifespan[FastAPI]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
             await runtime.start()
-            yield
+            async with kept_fresh(runtime.metrics.refresh):
+                yield
         finally:
             await runtime.stop()
-            if close_galleries:
-                close_all(runtime.galleries.values())
+            await guard.close()
+            await tracing.close()
 
     return lifespan
 
@@ -99,6 +100,10 @@ def _add_page(app: FastAPI) -> None:
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(_UI / "index.html")
+
+    @app.api_route("/admin", methods=["GET", "HEAD"], include_in_schema=False)
+    async def admin() -> FileResponse:
+        return FileResponse(_UI / "admin.html")
 
     app.mount("/ui", StaticFiles(directory=_UI))
 

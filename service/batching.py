@@ -6,19 +6,25 @@ No timer: a lone image starts at once, a crowd forms batches while the workers a
 """
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from embedder.errors import BundleError, OverloadedError, SearchError
 from embedder.types import Embeddings, Images
 from service.pools import DaemonThreads
+from service.tracing import record_wait
 
 Image = NDArray[np.uint8]
 Vector = NDArray[np.float32]
 Waiting = tuple[asyncio.Future[Vector], Image]
+
+FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 30.0
 
 
 class _ThreadDiedError(Exception):
@@ -28,8 +34,10 @@ class _ThreadDiedError(Exception):
 class MicroBatcher:
     """Turns single images into batches for `embed`, in `workers` threads.
 
-    A batch that fails is tried again one by one, so that only the bad item fails. Should a worker
-    die, everything that waits fails, `failure` says why, and nothing more is accepted.
+    A batch that fails is tried again one by one, so that only the bad item fails. A worker that
+    dies fails its own batch and, if it was the last one, everything that waits. It is started again
+    after a pause that doubles while it dies without having embedded anything. `restarts` counts
+    that, `last_failure` says why.
     """
 
     def __init__(
@@ -40,16 +48,23 @@ class MicroBatcher:
         queue_size: int,
         workers: int,
         on_batch: Callable[[int], None] = lambda _: None,
+        on_wait: Callable[[float], None] = lambda _: None,
+        pause_s: float = FIRST_PAUSE_S,
     ) -> None:
-        self.failure: BaseException | None = None
+        self.restarts = 0
+        self.last_failure: str | None = None
         self._embed = embed
         self._batch_size = batch_size
         self._queue_size = queue_size
         self._worker_count = workers
         self._on_batch = on_batch
+        self._on_wait = on_wait
+        self._first_pause_s = self._pause_s = pause_s
         self._waiting: OrderedDict[asyncio.Future[Vector], Image] = OrderedDict()
+        self._taken_ns: dict[asyncio.Future[Vector], int] = {}
         self._work = asyncio.Event()
-        self._workers: list[asyncio.Task[None]] = []
+        self._workers: set[asyncio.Task[None]] = set()
+        self._restarting: set[asyncio.Task[None]] = set()
         self._threads = DaemonThreads("embed", workers)
 
     @property
@@ -59,21 +74,21 @@ class MicroBatcher:
 
     @property
     def alive(self) -> bool:
-        """Whether images are accepted."""
-        return bool(self._workers) and self.failure is None
+        """Whether images are accepted: at least one worker is there."""
+        return bool(self._workers)
 
     def start(self) -> None:
         """Start the workers in the running event loop."""
-        self._workers = [asyncio.create_task(self._serve()) for _ in range(self._worker_count)]
-        for worker in self._workers:
-            worker.add_done_callback(self._supervise)
+        for _ in range(self._worker_count):
+            self._start_worker()
 
     async def stop(self) -> None:
         """Stop the workers and fail what waits."""
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        ending = [*self._workers, *self._restarting]
+        self._workers.clear()
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
         self._fail_waiting()
         await asyncio.to_thread(self._threads.close)
 
@@ -82,7 +97,7 @@ class MicroBatcher:
 
         An `urgent` one is never refused and goes first.
 
-        Raises: OverloadedError, SearchError if the workers have stopped, whatever `embed` raises.
+        Raises: OverloadedError, SearchError while no worker is there, whatever `embed` raises.
         """
         if not self.alive:
             raise self._stopped()
@@ -96,10 +111,15 @@ class MicroBatcher:
         if urgent:
             self._waiting.move_to_end(future, last=False)
         self._work.set()
+        since_ns = time.time_ns()
         try:
             return await future
         finally:
             self._waiting.pop(future, None)
+            taken_ns = self._taken_ns.pop(future, None)
+            record_wait("queue", "embed", since_ns, taken_ns)
+            if taken_ns is not None:
+                self._on_wait(max(0, taken_ns - since_ns) / 1e9)
 
     async def _serve(self) -> None:
         while True:
@@ -114,6 +134,7 @@ class MicroBatcher:
             future, image = self._waiting.popitem(last=False)
             if not future.done():
                 batch.append((future, image))
+                self._taken_ns[future] = time.time_ns()
         if not self._waiting:
             self._work.clear()
         return batch
@@ -133,6 +154,7 @@ class MicroBatcher:
             self._fail(batch)
             raise
         else:
+            self._pause_s = self._first_pause_s
             for (future, _), vector in zip(batch, vectors, strict=True):
                 if not future.done():
                     future.set_result(vector)
@@ -168,14 +190,32 @@ class MicroBatcher:
             )
         return vectors
 
-    def _supervise(self, worker: asyncio.Task[None]) -> None:
-        if worker not in self._workers or self.failure is not None:
-            return
+    def _start_worker(self) -> None:
+        worker = asyncio.create_task(self._serve())
+        self._workers.add(worker)
+        worker.add_done_callback(self._replace)
+
+    def _replace(self, worker: asyncio.Task[None]) -> None:
+        """A worker has ended: another takes its place after a pause."""
+        if worker not in self._workers:
+            return  # it was stopped on purpose
+        self._workers.discard(worker)
         cause = None if worker.cancelled() else worker.exception()
-        self.failure = cause or SearchError("a worker was stopped from outside")
-        for other in self._workers:
-            other.cancel()
-        self._fail_waiting()
+        self.last_failure = "stopped from outside" if cause is None else str(cause)
+        if not self._workers:
+            self._fail_waiting()
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        structlog.get_logger().error(
+            "worker ended", cause=self.last_failure, restart_after_s=pause_s
+        )
+        restart = asyncio.create_task(self._restart(pause_s))
+        self._restarting.add(restart)
+        restart.add_done_callback(self._restarting.discard)
+
+    async def _restart(self, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        self.restarts += 1
+        self._start_worker()
 
     def _fail_waiting(self) -> None:
         self._fail(list(self._waiting.items()))
@@ -187,4 +227,7 @@ class MicroBatcher:
                 future.set_exception(self._stopped())
 
     def _stopped(self) -> SearchError:
-        return SearchError("The worker that runs the model has stopped. Restart the service.")
+        return SearchError(
+            "The worker that runs the model has stopped; it is started again by itself. Try again "
+            "in a second."
+        )

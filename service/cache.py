@@ -2,39 +2,58 @@
 
 Keys hold everything that the value depends on, so nothing needs to be flushed:
 
-    embeddings   bundle_id + sha256 of the bytes
-    answers      bundle_id + gallery + its version + sha256 of the bytes + k + min_score
+    embeddings   bundle_id + precision + sha256 of the bytes + box
+    answers      bundle_id + precision + gallery + its generation and version + digest of the query
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
 from urllib.parse import quote
 
+from embedder.manifest import Precision
+from embedder.preprocess import Box
 from service.payloads import seal, unseal
+from service.tracing import span
 
 T = TypeVar("T")
 Kind = Literal["embedding", "answer"]
 Level = Literal["local", "redis", "miss", "invalid"]
 
-_PREFIX = "kinlens:1"
+_PREFIX = "kinlens:2"
 _MAX_PENDING_WRITES = 64
 
 
 class RemoteStore(Protocol):
-    """The shared level. Neither call raises; `get` gives None whenever it cannot answer in time."""
+    """The shared level. No call raises; `get` gives None for what it cannot answer in time."""
 
     @property
     def state(self) -> str: ...
 
-    async def get(self, key: str) -> bytes | None: ...
+    def begin(self) -> None: ...
+
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]: ...
 
     async def set(self, key: str, value: bytes) -> None: ...
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup(Generic[T]):
+    """What to look for. `accept`, if given, stands for `decode` where others may have written.
+
+    Both raise ValueError for a payload that is not accepted.
+    """
+
+    kind: Kind
+    key: str
+    decode: Callable[[bytes], T]
+    accept: Callable[[bytes], T] | None = None
 
 
 class LruCache:
@@ -112,25 +131,37 @@ class Cache:
         if self._remote is not None:
             await self._remote.close()
 
-    async def get(self, kind: Kind, key: str, decode: Callable[[bytes], T]) -> T | None:
-        """The decoded value, or None; `decode` raises ValueError for a value it does not accept."""
-        payload = self._local.get(key)
-        if payload is not None:
-            self._observe(kind, "local")
-            return decode(payload)
-        sealed = None if self._remote is None else await self._remote.get(key)
-        if sealed is None:
-            self._observe(kind, "miss")
+    def begin(self) -> None:
+        """A request begins; its lookups, also in tasks that it makes, wait no longer than one."""
+        if self._remote is not None:
+            self._remote.begin()
+
+    def get_local(self, lookup: Lookup[T]) -> T | None:
+        """The decoded value if this process has it; what it has not is not counted as missing."""
+        payload = self._local.get(lookup.key)
+        if payload is None:
             return None
-        try:
-            payload = unseal(key, sealed)
-            value = decode(payload)
-        except ValueError:
-            self._observe(kind, "invalid")
-            return None
-        self._local.set(key, payload)
-        self._observe(kind, "redis")
-        return value
+        self._observe(lookup.kind, "local")
+        return lookup.decode(payload)
+
+    async def get(self, lookup: Lookup[T]) -> T | None:
+        """The decoded value, or None."""
+        [value] = await self.get_all([lookup])
+        found: T | None = value
+        return found
+
+    async def get_all(self, lookups: Sequence[Lookup[Any]]) -> list[Any]:
+        """The decoded value of each, or None; all that is missing here costs one remote call."""
+        values = [self.get_local(lookup) for lookup in lookups]
+        missing = [place for place, value in enumerate(values) if value is None]
+        if not missing:
+            return values
+        keys = [lookups[place].key for place in missing]
+        with span("cache"):
+            sealed = [None] * len(keys) if self._remote is None else await self._remote.get(keys)
+        for place, found in zip(missing, sealed, strict=True):
+            values[place] = self._unsealed(lookups[place], found)
+        return values
 
     def set(self, key: str, payload: bytes) -> None:
         """Keep a value in both levels; nobody waits for the remote one."""
@@ -140,15 +171,35 @@ class Cache:
             self._writes.add(write)
             write.add_done_callback(self._writes.discard)
 
+    def _unsealed(self, lookup: Lookup[T], sealed: bytes | None) -> T | None:
+        if sealed is None:
+            self._observe(lookup.kind, "miss")
+            return None
+        try:
+            payload = unseal(lookup.key, sealed)
+            value = (lookup.accept or lookup.decode)(payload)
+        except ValueError:
+            self._observe(lookup.kind, "invalid")
+            return None
+        self._local.set(lookup.key, payload)
+        self._observe(lookup.kind, "redis")
+        return value
 
-def embedding_key(bundle_id: str, digest: str) -> str:
-    """Key of the vector of an upload."""
-    return f"{_PREFIX}:e:{bundle_id}:{digest}"
+
+def embedding_key(bundle_id: str, precision: Precision, digest: str, box: Box | None) -> str:
+    """Key of the vector of an image, or of its part in `box`."""
+    part = "" if box is None else ",".join(map(repr, box))
+    return f"{_PREFIX}:e:{bundle_id}:{precision}:{digest}:{part}"
 
 
 def answer_key(
-    bundle_id: str, gallery: str, version: str, digest: str, k: int, min_score: float | None
+    bundle_id: str,
+    precision: Precision,
+    gallery: str,
+    generation: str,
+    version: str,
+    digest: str,
 ) -> str:
-    """Key of the hits of an upload in one version of a gallery."""
+    """Key of the answer to a query in one version of a gallery."""
     name = quote(gallery, safe="")
-    return f"{_PREFIX}:a:{bundle_id}:{name}:{version}:{digest}:{k}:{min_score!r}"
+    return f"{_PREFIX}:a:{bundle_id}:{precision}:{name}:{generation}:{version}:{digest}"

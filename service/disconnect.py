@@ -16,19 +16,31 @@ class ClientGoneError(Exception):
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Run `work` until it ends or the client goes. The body must have been read before.
 
+    The work runs in the task of the request, which is cancelled when the client goes.
+
     Raises: ClientGoneError, whatever `work` raises.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    def leave(watcher: asyncio.Task[None]) -> None:
+        nonlocal is_gone
+        if not watcher.cancelled():
+            is_gone = True
+            task.cancel()
+
     watcher = asyncio.create_task(_gone(request))
+    watcher.add_done_callback(leave)
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if is_gone and not task.uncancel():
+            raise ClientGoneError from None
+        raise
     finally:
-        task.cancel()
+        watcher.remove_done_callback(leave)
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 async def _gone(request: Request) -> None:

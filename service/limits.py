@@ -15,11 +15,11 @@ from service.problems import (
     problem,
     request_id_of,
 )
+from service.security.address import address_of
+from service.security.bounds import Bounds
+from service.security.places import Places
+from service.security.refusal import has_body, refuse
 
-FORM_BYTES = 64 * 2**10
-"""Room beside the image for the other parts of a form and its boundaries."""
-
-_DRAIN_S = 5.0
 _DRAIN_FACTOR = 4
 
 
@@ -28,35 +28,39 @@ class _RefusedError(Exception):
 
 
 class BodyLimit:
-    """Refuses a body above `max_bytes` (413), or not complete after `timeout_s` (408).
+    """Refuses a body above the bound of its route (413), or not complete after `timeout_s` (408).
 
-    While `max_concurrent` bodies are arriving, a further one is refused (503). A refused body is
-    read on for a moment and thrown away, since a client that is cut off while it sends would not
-    see the answer.
+    While `max_concurrent` bodies are arriving, a further one is refused (503), or takes the place
+    of one whose address holds more of them. A body that may hold several images counts as several.
+    A refused body is read on for a moment and thrown away, since a client that is cut off while it
+    sends would not see the answer.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float, max_concurrent: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, bounds: Bounds, timeout_s: float, max_concurrent: int
+    ) -> None:
         self.app = app
-        self._max_bytes = max_bytes
+        self._bounds = bounds
         self._timeout_s = timeout_s
-        self._max_concurrent = max_concurrent
-        self._arriving: set[_Body] = set()
+        self._places = Places(max_concurrent)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or not has_body(scope):
             await self.app(scope, receive, send)
             return
-        body = _Body(receive, self._max_bytes, self._timeout_s, self._arriving)
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            await self._refuse(refusal, body, scope, send)
-            return
-        if _has_body(scope):
-            self._arriving.add(body)
-        try:
+        max_bytes = self._bounds.of(scope)
+        claimed = _claimed_bytes(scope)
+        body = _Body(receive, max_bytes, self._timeout_s, self._places)
+        body.address = address_of(scope)
+        body.places = self._bounds.places(max_bytes if claimed is None else claimed)
+        if claimed is not None and claimed > max_bytes:
+            answer = self._too_large(scope, f"{claimed:,} bytes", max_bytes)
+        elif not self._places.enter(body):
+            answer = self._too_many(scope)
+        else:
             await self._pass_on(body, scope, send)
-        finally:
-            self._arriving.discard(body)
+            return
+        await refuse(answer, scope, body.drained, send, drain_bytes=_DRAIN_FACTOR * max_bytes)
 
     async def _pass_on(self, body: "_Body", scope: Scope, send: Send) -> None:
         started = False
@@ -68,34 +72,27 @@ class BodyLimit:
             started = True
             await send(message)
 
-        with contextlib.suppress(_RefusedError):
-            await self.app(scope, body.receive, send_unless_refused)
+        try:
+            with contextlib.suppress(_RefusedError):
+                await self.app(scope, body.receive, send_unless_refused)
+        finally:
+            self._places.leave(body)
         if body.refused and not started:
-            too_large = self._too_large(scope, f"more than {self._max_bytes:,} bytes")
-            answer = self._too_slow(scope) if body.refused == "slow" else too_large
-            await self._refuse(answer, body, scope, send)
+            drain_bytes = _DRAIN_FACTOR * body.max_bytes
+            answer = self._answer_to(body, scope)
+            await refuse(answer, scope, body.drained, send, drain_bytes=drain_bytes)
 
-    def _refusal(self, scope: Scope) -> Response | None:
-        """What is known before anything has arrived."""
-        claimed = Headers(scope=scope).get("content-length", "0")
-        if claimed.isdecimal() and int(claimed) > self._max_bytes:
-            return self._too_large(scope, f"{int(claimed):,} bytes")
-        if _has_body(scope) and len(self._arriving) >= self._max_concurrent:
+    def _answer_to(self, body: "_Body", scope: Scope) -> Response:
+        if body.refused == "slow":
+            return self._too_slow(scope)
+        if body.refused == "crowded":
             return self._too_many(scope)
-        return None
+        return self._too_large(scope, f"more than {body.max_bytes:,} bytes", body.max_bytes)
 
-    async def _refuse(self, answer: Response, body: "_Body", scope: Scope, send: Send) -> None:
-        start = {"type": "http.response.start", "status": answer.status_code}
-        await send({**start, "headers": [*answer.raw_headers, (b"connection", b"close")]})
-        await send({"type": "http.response.body", "body": bytes(answer.body), "more_body": True})
-        if body.refused != "slow" and "expect" not in Headers(scope=scope):
-            await body.drain(_DRAIN_FACTOR * self._max_bytes)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _too_large(self, scope: Scope, found: str) -> Response:
+    def _too_large(self, scope: Scope, found: str, max_bytes: int) -> Response:
         return _answer(
             BODY_TOO_LARGE,
-            f"The request body has {found}; the limit is {self._max_bytes:,}. "
+            f"The request body has {found}; the limit is {max_bytes:,}. "
             "Resize or compress the image.",
             scope,
         )
@@ -111,59 +108,73 @@ class BodyLimit:
     def _too_many(self, scope: Scope) -> Response:
         return _answer(
             OVERLOADED,
-            f"{self._max_concurrent} uploads are arriving, which is the limit. Try again in a "
+            f"{self._places.count} uploads are arriving, which is the limit. Try again in a "
             "second, or raise KINLENS_MAX_CONCURRENT_UPLOADS.",
             scope,
         )
 
 
 class _Body:
-    """Counts and times what is received; it is one of `arriving` until it is complete."""
+    """Counts and times what is received; it holds its places until it is complete."""
 
-    def __init__(
-        self, receive: Receive, max_bytes: int, timeout_s: float, arriving: set["_Body"]
-    ) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float, places: Places) -> None:
+        self.address = ""
+        self.places = 1
         self.refused = ""
-        self._arriving = arriving
+        self.max_bytes = max_bytes
+        self._held = places
         self._receive = receive
-        self._max_bytes = max_bytes
         self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._timeout: asyncio.Timeout | None = None
         self._bytes = 0
         self._complete = False
 
     async def receive(self) -> Message:
         if self._complete:
             return await self._receive()
+        if self.refused:
+            raise _RefusedError
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with asyncio.timeout_at(self._deadline) as self._timeout:
                 message = await self._receive()
         except TimeoutError:
-            self.refused = "slow"
+            if not self.refused:  # it may have been sent away
+                self.refused = "slow"
             raise _RefusedError from None
-        self._bytes += len(message.get("body", b""))
-        self._complete = not message.get("more_body", False)
-        if self._complete:
-            self._arriving.discard(self)
-        if self._bytes > self._max_bytes:
+        finally:
+            self._timeout = None
+        self._count(message)
+        if self._bytes > self.max_bytes:
             self.refused = "large"
             raise _RefusedError
         return message
 
-    async def drain(self, max_bytes: int) -> None:
-        """Read on and forget, within bounds."""
-        try:
-            async with asyncio.timeout(_DRAIN_S):
-                while not self._complete and self._bytes <= max_bytes:
-                    message = await self._receive()
-                    self._bytes += len(message.get("body", b""))
-                    self._complete = not message.get("more_body", False)
-        except TimeoutError:
-            return
+    async def drained(self) -> Message:
+        """The next message, whatever the limits say."""
+        if self._complete:
+            return {"type": "http.request", "body": b"", "more_body": False}
+        message = await self._receive()
+        self._count(message)
+        return message
+
+    def send_away(self) -> None:
+        """End the reading now, since the places of this body went to another address."""
+        if not self._complete:
+            self.refused = "crowded"
+            if self._timeout is not None:
+                self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    def _count(self, message: Message) -> None:
+        self._bytes += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._complete:
+            self._held.leave(self)
 
 
-def _has_body(scope: Scope) -> bool:
-    headers = Headers(scope=scope)
-    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+def _claimed_bytes(scope: Scope) -> int | None:
+    """What the request says its body has; None if it does not."""
+    claimed = Headers(scope=scope).get("content-length")
+    return int(claimed) if claimed is not None and claimed.isdecimal() else None
 
 
 def _answer(kind: Kind, detail: str, scope: Scope) -> Response:

@@ -1,31 +1,56 @@
-"""JSON logs on stderr, one line an event, with the request id; never an upload or its name."""
+"""JSON logs on stderr, one line an event, with the request id; never an upload, its name or a key.
+
+Everything of this process ends here: our events, those of uvicorn and of every other library.
+"""
 
 import logging
+import re
 import sys
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+_SECRETS = (
+    (re.compile(r"\b(kl_[0-9a-f]+_)[0-9a-f]+"), r"\1***"),
+    (re.compile(r"(\w://)[^/\s\"@]+@"), r"\1***@"),
+    (re.compile(r"\b([Bb]earer +)[^\s\"\\]+"), r"\1***"),
+    (
+        re.compile(
+            r"(\"(?:authorization|cookie|set-cookie|x-api-key|password|secret|token)\": *)"
+            r"(?:\"(?:[^\"\\]|\\.)*\"|[^\",{}\[\]]+)",
+            re.IGNORECASE,
+        ),
+        r'\1"***"',
+    ),
+)
 
 
 def configure_logs(level: str) -> None:
-    """Send structlog and the standard library's loggers to stderr as JSON lines."""
+    """Send structlog and the standard library's loggers to stderr as JSON lines.
+
+    level: `debug`, `info`, `warning` or `error`; less important events are dropped.
+    """
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
         structlog.processors.format_exc_info,
     ]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.JSONRenderer(),
+                structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
+                _mask_line,
             ],
         )
     )
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.captureWarnings(True)
+    _adopt_loggers()
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -35,3 +60,22 @@ def configure_logs(level: str) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
     )
+
+
+def masked(text: str) -> str:
+    """`text` with `***` in place of API keys, passwords in addresses and credentials of headers."""
+    for pattern, replacement in _SECRETS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _mask_line(_: WrappedLogger, __: str, line: EventDict | str) -> str:
+    return masked(str(line))
+
+
+def _adopt_loggers() -> None:
+    """What uvicorn says becomes JSON as well; a request is logged once, by us."""
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = name != "uvicorn.access"

@@ -12,24 +12,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.metrics import Metrics
 from service.problems import UNKNOWN_HOST, from_unexpected, problem, request_id_of
+from service.security.address import address_of
 from service.settings import ANY_HOST
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
 _SHOWN_CHARACTERS = 64
 _SECURITY_HEADERS = {
+    # No inline script or style, no other host; the page shows pictures that it made itself.
     "Content-Security-Policy": (
-        "default-src 'self'; img-src 'self' blob: data:; object-src 'none'; base-uri 'none'; "
-        "form-action 'self'; frame-ancestors 'none'"
+        "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
+        "script-src 'self'; style-src 'self'; connect-src 'self'; worker-src 'none'; "
+        "frame-src 'none'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+        "frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "geolocation=(), microphone=()",
+    "Permissions-Policy": "camera=(self), geolocation=(), microphone=()",
     "Cache-Control": "no-cache",
 }
+_SHARED_HEADERS = {"Cross-Origin-Resource-Policy": "cross-origin"}
 
 
 class RequestContext:
@@ -45,16 +50,17 @@ class RequestContext:
             return
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
-        started, status, reported = time.perf_counter(), 0, False
+        started, status, sent, reported = time.perf_counter(), 0, 0, False
 
         def report() -> None:
             nonlocal reported
             if not reported:
                 reported = True
-                self._report(scope, status, time.perf_counter() - started)
+                self._report(scope, status, sent, time.perf_counter() - started)
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, sent
+            sent += len(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["X-Request-ID"] = request_id
@@ -73,7 +79,7 @@ class RequestContext:
             finally:
                 report()
 
-    def _report(self, scope: Scope, status: int, seconds: float) -> None:
+    def _report(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
         route = str(getattr(scope.get("route"), "path", "unmatched"))
         self._metrics.observe_request(route, scope["method"], status, seconds)
         structlog.get_logger().info(
@@ -81,6 +87,9 @@ class RequestContext:
             route=route,
             method=scope["method"],
             status=status,
+            principal=scope["state"].get("principal"),
+            client=address_of(scope),
+            bytes=sent,
             ms=round(seconds * 1e3, 1),
         )
 
@@ -115,10 +124,14 @@ class AllowedHosts:
 
 
 class SecurityHeaders:
-    """Sets each header that the answer has not set by itself."""
+    """Sets each header that the answer has not set by itself.
 
-    def __init__(self, app: ASGIApp) -> None:
+    With `shared`, pages of other origins may show the pictures.
+    """
+
+    def __init__(self, app: ASGIApp, *, shared: bool = False) -> None:
         self.app = app
+        self._headers = _SECURITY_HEADERS | (_SHARED_HEADERS if shared else {})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -128,7 +141,7 @@ class SecurityHeaders:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in _SECURITY_HEADERS.items():
+                for name, value in self._headers.items():
                     headers.setdefault(name, value)
             await send(message)
 

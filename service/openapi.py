@@ -18,9 +18,12 @@ from service.problems import (
     MEDIA_TYPE,
     OVERLOADED,
     UNKNOWN_HOST,
+    UNSUPPORTED_MEDIA,
     Kind,
 )
-from service.schemas import Fault, Problem
+from service.schemas.problems import Fault, Problem
+from service.security.schemes import PROBLEMS as SECURITY_PROBLEMS
+from service.security.schemes import add_security
 
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
@@ -32,13 +35,15 @@ _TEXTS = {
     408: "The body did not arrive in time.",
     409: "What is there now does not allow this.",
     413: "The body, or the image, is larger than the limit.",
-    415: "The content is not an image in a format that is read.",
+    415: "The content is not an image in a format that is read, or its type is not one of these.",
     422: "A parameter is missing or outside its range, or the image is damaged.",
     429: "More requests than the rate allows; Retry-After says when to ask again.",
     500: "Something failed inside the service.",
     503: "The service is too busy or not able to answer now; Retry-After says when to ask again.",
 }
 _DETAILS = {
+    UNSUPPORTED_MEDIA: "Content-Type = 'text/plain' is not read here; send multipart/form-data, an "
+    "image as image/* or application/octet-stream, or application/json.",
     UNKNOWN_HOST: "The host 'shop.example' is not served here; known are 127.0.0.1, [::1], "
     "localhost. Name it in KINLENS_ALLOWED_HOSTS to allow it.",
     BAD_REQUEST: "Missing boundary in multipart.",
@@ -94,7 +99,7 @@ def problems(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
             {
                 "description": _TEXTS[kind.status],
                 "content": {MEDIA_TYPE: {"schema": _PROBLEM, "examples": {}}},
-                **({"headers": _RETRY_AFTER} if kind.status == 503 else {}),
+                **({"headers": _RETRY_AFTER} if kind.status in (429, 503) else {}),
             },
         )
         response["content"][MEDIA_TYPE]["examples"][kind.slug] = {"value": _example(kind)}
@@ -117,6 +122,8 @@ def install_openapi(app: FastAPI) -> None:
                 schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 schema.pop("$defs", None)
                 schemas[model.__name__] = schema
+            anonymous = app.state.runtime.settings.anonymous_scopes
+            add_security(document, anonymous, problems(*SECURITY_PROBLEMS))
             app.openapi_schema = document
         return app.openapi_schema
 

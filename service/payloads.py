@@ -4,14 +4,20 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
 
+from embedder.calibration import Calibration
 from embedder.types import AttributeValue, Hit
+from indexer.engine import Group
 
+_VERSION_DIGITS = 12
 _SEAL_BYTES = 16
 _UNIT_TOLERANCE = 1e-2
 
@@ -22,10 +28,79 @@ class _StoredHit(BaseModel):
     id: Annotated[int, Field(ge=0)]
     key: str
     score: Annotated[float, Field(ge=-1.01, le=1.01, allow_inf_nan=False)]
+    probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
     attributes: dict[str, AttributeValue]
+    image: str
 
 
-_HITS = TypeAdapter(list[_StoredHit])
+class _StoredGroup(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    value: AttributeValue | None
+    score: Annotated[float, Field(ge=-1.01, le=1.01, allow_inf_nan=False)]
+    probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
+    hits: Annotated[list[_StoredHit], Field(min_length=1)]
+
+
+class _StoredResults(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    count: int
+    match: bool
+    hits: list[_StoredHit]
+    groups: list[_StoredGroup] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How the items of a gallery are shown: what their links begin and end with, the calibration
+    of its model.
+    """
+
+    prefix: str
+    suffix: str
+    calibration: Calibration | None
+
+    @classmethod
+    def of(cls, name: str, generation: str, calibration: Calibration | None) -> "Shown":
+        """For gallery `name`; a link holds for one generation."""
+        items = f"/galleries/{quote(name, safe='')}/items/"
+        return cls(items, f"/image?version={generation[:_VERSION_DIGITS]}", calibration)
+
+    def probabilities(self, scores: Sequence[float]) -> list[float] | list[None]:
+        """The probability of each score; None without a calibration."""
+        if self.calibration is None:
+            return [None] * len(scores)
+        found: list[float] = self.calibration.probability(np.array(scores)).tolist()
+        return found
+
+    def hits(self, hits: Sequence[Hit]) -> list[dict[str, Any]]:
+        """Hits as they go over the wire."""
+        likely = self.probabilities([hit.score for hit in hits])
+        return [
+            {
+                "id": hit.id,
+                "key": hit.key,
+                "score": hit.score,
+                "probability": probability,
+                "attributes": hit.attributes,
+                "image": f"{self.prefix}{hit.id}{self.suffix}",
+            }
+            for hit, probability in zip(hits, likely, strict=True)
+        ]
+
+    def groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """Groups as they go over the wire."""
+        likely = self.probabilities([group.score for group in groups])
+        return [
+            {
+                "value": group.value,
+                "score": group.score,
+                "probability": probability,
+                "hits": self.hits(group.hits),
+            }
+            for group, probability in zip(groups, likely, strict=True)
+        ]
 
 
 def seal(key: str, payload: bytes) -> bytes:
@@ -59,24 +134,38 @@ def decode_vector(payload: bytes, dim: int) -> NDArray[np.float32]:
     return vector
 
 
-def encode_hits(hits: Sequence[Hit]) -> bytes:
-    """Hits as JSON."""
-    return _HITS.dump_json(
-        [
-            _StoredHit.model_construct(
-                id=hit.id, key=hit.key, score=hit.score, attributes=dict(hit.attributes)
-            )
-            for hit in hits
-        ]
+def encode_results(
+    shown: Shown, hits: Sequence[Hit], groups: Sequence[Group] | None, *, match: bool
+) -> bytes:
+    """The part of an answer that a cache keeps, as a JSON object in its final form."""
+    count = len(hits) if groups is None else len(groups)
+    return to_json(
+        {
+            "count": count,
+            "match": match,
+            "hits": shown.hits(hits),
+            "groups": None if groups is None else shown.groups(groups),
+        }
     )
 
 
-def decode_hits(payload: bytes, k: int) -> list[Hit]:
-    """The hits of `encode_hits`. Raises: ValueError unless at most `k`, best first and complete."""
-    stored = _HITS.validate_json(payload)
-    if len(stored) > k or any(a.score < b.score for a, b in itertools.pairwise(stored)):
-        raise ValueError("the hits are too many or out of order")
-    return [Hit(hit.id, hit.key, hit.score, hit.attributes) for hit in stored]
+def checked_results(payload: bytes, k: int, shown: Shown) -> bytes:
+    """The payload of `encode_results`, once it is one that may be sent.
+
+    Raises: ValueError unless at most `k`, best first and complete, with links into the gallery.
+    """
+    stored = _StoredResults.model_validate_json(payload)
+    ranked: Sequence[_StoredHit | _StoredGroup] = (
+        stored.hits if stored.groups is None else stored.groups
+    )
+    if len(ranked) > k or len(ranked) != stored.count or (stored.groups and stored.hits):
+        raise ValueError("the results are too many, or not as many as they say")
+    if any(a.score < b.score for a, b in itertools.pairwise(ranked)):
+        raise ValueError("the results are out of order")
+    for hit in (*stored.hits, *(hit for group in stored.groups or () for hit in group.hits)):
+        if hit.image != f"{shown.prefix}{hit.id}{shown.suffix}":
+            raise ValueError("a link leads elsewhere")
+    return payload
 
 
 def _digest(key: str, payload: bytes) -> bytes:

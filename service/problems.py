@@ -38,6 +38,7 @@ BAD_REQUEST = Kind(400, "Bad Request", "bad-request")
 UNKNOWN_HOST = Kind(400, "Unknown host", "unknown-host")
 _MODEL = Kind(503, "The model cannot answer", "model-unavailable", public=False)
 _GALLERY = Kind(503, "The gallery cannot answer", "gallery-unavailable", public=False)
+UNSUPPORTED_MEDIA = Kind(415, "Unsupported Media Type", "unsupported-media-type")
 INTERNAL = Kind(500, "Internal error", "internal", public=False)
 INVALID = Kind(422, "Invalid parameter", "invalid-parameter")
 OVERLOADED = Kind(503, "Too busy", "overloaded")
@@ -121,6 +122,28 @@ def problem(
 def request_id_of(scope: Any) -> str:
     """The id that `RequestContext` gave to this request."""
     return str(scope.get("state", {}).get("request_id", ""))
+
+
+def described(error: Exception, *, request_id: str, instance: str) -> dict[str, Any]:
+    """An error as problem details inside another answer: that of one query of several."""
+    faults: list[dict[str, str]] | None = None
+    if isinstance(error, RequestValidationError):
+        faults = [_fault(entry) for entry in error.errors()]
+        kind, detail = INVALID, " ".join(fault["message"] for fault in faults)
+    else:
+        kind = kind_of(error)
+        detail = str(error) if kind.public else INTERNAL_TEXT
+    if not kind.public:
+        structlog.get_logger().error("internal error", exc_info=error)
+    return {
+        "type": kind.type,
+        "title": kind.title,
+        "status": kind.status,
+        "detail": detail,
+        "instance": instance,
+        "request_id": request_id,
+        "errors": faults,
+    }
 
 
 async def from_kinlens(request: Request, error: Exception) -> JSONResponse:

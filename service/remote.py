@@ -1,8 +1,11 @@
 """Redis as the shared cache level: a short timeout, a breaker, and no error that gets out."""
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -15,6 +18,52 @@ from redis.exceptions import ResponseError
 T = TypeVar("T")
 _FIRST_PROBE_S = 0.1
 _DATABASE = re.compile(r"/?\d*")
+_FAIR_SHARE = 0.5  # of the timeout: Redis that had less is not to blame for its silence
+
+
+class WaitBudget:
+    """How long one request may still wait for Redis, in all; waits at the same time count once."""
+
+    def __init__(self, total_s: float) -> None:
+        self._left_s = total_s
+        self._waiting = 0
+        self._since = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, at least 0."""
+        running = time.monotonic() - self._since if self._waiting else 0.0
+        return max(0.0, self._left_s - running)
+
+    @contextlib.asynccontextmanager
+    async def wait(self) -> AsyncIterator[None]:
+        """Wait inside this block, for as long as is left.
+
+        Raises: TimeoutError at its end.
+        """
+        left_s = self.left_s
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(left_s):
+                yield
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._left_s -= time.monotonic() - self._since
+
+
+_BUDGET: ContextVar[WaitBudget | None] = ContextVar("kinlens_redis_budget", default=None)
+
+
+def request_budget(total_s: float) -> WaitBudget:
+    """The budget of the request that runs now; the first call in a request makes it."""
+    budget = _BUDGET.get()
+    if budget is None:
+        budget = WaitBudget(total_s)
+        _BUDGET.set(budget)
+    return budget
 
 
 def check_url(url: str) -> None:
@@ -38,9 +87,10 @@ def check_url(url: str) -> None:
 class RedisStore:
     """Values in Redis under `ttl_s`; what it cannot answer in time is None.
 
-    A call waits at most about `timeout_s` for a free connection, and as long again for the answer.
-    The first call that fails opens the breaker: later ones return at once, while a task of its own
-    asks every `retry_s` whether Redis is back. Waiting for a free connection opens nothing.
+    All reads of one request together wait at most `timeout_s`, for a free connection and for the
+    answers; see `WaitBudget`. The first call that fails opens the breaker: later ones return at
+    once, while a task of its own asks every `retry_s` whether Redis is back. Waiting for a free
+    connection opens nothing.
     """
 
     def __init__(
@@ -77,7 +127,7 @@ class RedisStore:
 
     async def start(self) -> None:
         """Ask once; if there is no answer, go on without and keep asking."""
-        await self._call(self._ping)
+        await self._call(self._ping, WaitBudget(self._timeout_s))
 
     async def close(self) -> None:
         """Stop asking and disconnect."""
@@ -86,40 +136,49 @@ class RedisStore:
             await asyncio.gather(self._recovery, return_exceptions=True)
         await self._client.aclose()
 
-    async def get(self, key: str) -> bytes | None:
-        """The value of `key`, if Redis has it and answers in time."""
+    def begin(self) -> None:
+        """A request begins: the tasks that it makes share one budget."""
+        request_budget(self._timeout_s)
 
-        async def read() -> bytes | None:
-            value = await self._client.get(key)
-            return value if isinstance(value, bytes) else None
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The value of each key, if Redis has it and answers in time; one round trip."""
 
-        return await self._call(read)
+        async def read() -> list[bytes | None]:
+            values = await self._client.mget(keys)
+            return [value if isinstance(value, bytes) else None for value in values]
+
+        found = await self._call(read, request_budget(self._timeout_s))
+        return [None] * len(keys) if found is None else found
 
     async def set(self, key: str, value: bytes) -> None:
-        """Store a value, unless it is too large or Redis is away."""
+        """Store a value, unless it is too large or Redis is away; no request waits for it."""
         if len(value) > self._max_value_bytes:
             return
 
         async def write() -> None:
             await self._client.set(key, value, ex=self._ttl_s)
 
-        await self._call(write)
+        await self._call(write, WaitBudget(self._timeout_s))
 
     async def _ping(self) -> None:
         async with asyncio.timeout(self._timeout_s):
             await self._client.ping()
 
-    async def _call(self, operation: Callable[[], Awaitable[T]]) -> T | None:
-        if self.state == "down" or not await self._enter():
+    async def _call(self, operation: Callable[[], Awaitable[T]], budget: WaitBudget) -> T | None:
+        if self.state == "down" or not await self._enter(budget):
             return None
+        given_s = budget.left_s
         try:
             if self.state == "down":
                 return None
-            async with asyncio.timeout(self._timeout_s):
+            async with budget.wait():
                 return await operation()
         except ResponseError as error:
             # Redis is there and said no: another type under the key, out of memory.
             structlog.get_logger().debug("redis refused", error=type(error).__name__)
+        except TimeoutError as error:
+            if given_s >= _FAIR_SHARE * self._timeout_s:
+                self._open_breaker(error)
         except Exception as error:
             # Whatever the client raises, the request goes on without this level.
             self._open_breaker(error)
@@ -127,9 +186,9 @@ class RedisStore:
             self._slots.release()
         return None
 
-    async def _enter(self) -> bool:
+    async def _enter(self, budget: WaitBudget) -> bool:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with budget.wait():
                 return await self._slots.acquire()
         except TimeoutError:
             return False

@@ -1,57 +1,48 @@
-"""Opens what the settings name: the model, its galleries, the cache. Refuses what does not fit."""
+"""What the settings name and the service is put together from: bundles, galleries, the cache."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from embedder.errors import BundleMismatchError, BundleNotFoundError, GalleryNotFoundError
-from embedder.session import Embedder, OnnxEmbedder, SessionSettings
-from indexer.gallery import Gallery as IndexedGallery
-from indexer.layout import GalleryFolder
-from indexer.manifest import read_manifest
+from embedder.session import Embedder
+from service.bundles import Bundles, OneBundle
 from service.cache import Cache, LruCache
+from service.failures import Failures
+from service.loading import Loader, refuse_nothing
+from service.models import Connect, Models
+from service.registry import Registry
 from service.remote import RedisStore
-from service.settings import Settings, split_gallery
+from service.settings import Settings
+from service.sources import Sources, open_place
 from service.types import Gallery
 
-
-def open_embedder(settings: Settings) -> Embedder:
-    """The bundle of the settings in a session. Raises: BundleError."""
-    if settings.bundle is None:
-        raise BundleNotFoundError(
-            "No model bundle was given. Name its folder with --bundle or KINLENS_BUNDLE."
-        )
-    session = SessionSettings(settings.device, settings.threads, settings.allow_cpu_fallback)
-    return OnnxEmbedder.open(settings.bundle, session, settings.image_limits())
+_NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": ()}
 
 
-def open_galleries(settings: Settings, bundle_id: str) -> dict[str, Gallery]:
-    """The galleries of the settings, by name, in their order. Raises: GalleryError."""
-    roots = dict(split_gallery(entry) for entry in settings.image_roots)
-    galleries: dict[str, Gallery] = {}
-    try:
-        for entry in settings.galleries:
-            name, path = split_gallery(entry)
-            name = name or read_manifest(GalleryFolder(path).current()).name
-            if name in galleries:
-                raise GalleryNotFoundError(
-                    f"Two galleries are called {name!r}. Give one of them another name: "
-                    f"--gallery NAME={path}."
-                )
-            galleries[name] = IndexedGallery.open(
-                path, expected_bundle_id=bundle_id, image_root=roots.get(name)
-            )
-        _check_names(roots, galleries)
-    except BaseException:
-        close_all(galleries.values())
-        raise
-    return galleries
+def open_registry(
+    settings: Settings,
+    connect: Connect,
+    failures: Failures,
+    embedder: Embedder | None,
+    galleries: Mapping[str, Gallery] | None,
+) -> tuple[Registry, Models]:
+    """The models and galleries of the settings, or those that are given, opened and checked.
 
+    Given galleries do not keep the managed ones of the state folder from being served too.
 
-def close_all(galleries: Iterable[Gallery]) -> None:
-    """Close every gallery."""
-    for gallery in galleries:
-        gallery.close()
+    Raises: BundleError, GalleryError.
+    """
+    bundles = Bundles(settings) if embedder is None else OneBundle(embedder)
+    primary = bundles.primary()
+    models = Models(bundles.open, connect)
+    own = settings if galleries is None else settings.model_copy(update=_NO_GALLERIES)
+    sources = Sources(own)
+    places = sources.look()
+    given = galleries or {}
+    if settings.state is None:
+        refuse_nothing([*given, *places])
+    opened = Loader(models, primary, open_place).load(given, places, failures)
+    return Registry(sources, models, primary, open_place, opened, failures), models
 
 
 def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:
@@ -62,33 +53,6 @@ def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:
         for name, gallery in galleries.items()
         if not _is_folder(gallery.image_root)
     ]
-
-
-def check_galleries(galleries: Mapping[str, Gallery], embedder: Embedder) -> None:
-    """Refuse to serve nothing, or vectors of another model.
-
-    Raises: GalleryNotFoundError, BundleMismatchError.
-    """
-    if not galleries:
-        raise GalleryNotFoundError(
-            "No gallery was given. Name at least one folder with --gallery or KINLENS_GALLERIES."
-        )
-    for name, gallery in galleries.items():
-        if gallery.bundle_id != embedder.bundle_id:
-            raise BundleMismatchError(
-                f"Gallery {name!r} was made with bundle {gallery.bundle_id}, the service runs "
-                f"{embedder.bundle_id}. Serve the bundle it was made with, or build it again: "
-                "kinlens-index build."
-            )
-
-
-def _check_names(roots: Iterable[str | None], galleries: Mapping[str, Gallery]) -> None:
-    for name in roots:
-        if name not in galleries:
-            raise GalleryNotFoundError(
-                f"--image-root names the gallery {name!r}, which is not served. Known are: "
-                f"{', '.join(galleries) or 'none'}."
-            )
 
 
 def _is_folder(path: Path) -> bool:

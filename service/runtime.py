@@ -1,31 +1,35 @@
 """Everything a running service consists of, built once and handed to the routes."""
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
 
-from embedder.errors import KinlensError
 from embedder.session import Embedder
 from service.batching import MicroBatcher
 from service.cache import Cache
+from service.decoding.decoder import Decoder, create_decoder
 from service.encoding import Encoder
+from service.failures import Failures
 from service.health import Health
+from service.jobs.manager import JobManager, open_jobs
+from service.managed import ManagedGalleries, create_changes
 from service.metrics import Metrics
+from service.models import Connect, Models
+from service.observing import Observer, publish
 from service.pools import BoundedPool
-from service.resources import (
-    check_galleries,
-    create_cache,
-    missing_image_roots,
-    open_embedder,
-    open_galleries,
-)
+from service.registry import Registry
+from service.resources import create_cache, missing_image_roots, open_registry
+from service.sampling import RecallSampler
 from service.search import SearchService, Timeouts
+from service.security.keys import KeyStore, open_keys
 from service.settings import Settings
 from service.types import Gallery
+from service.uploads import Uploads
+from service.writes import Writes
 
+_WRITERS = 2  # a catalogue has one writer at a time; the other one prepares
 _FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once; each is short
 
 
@@ -34,40 +38,65 @@ class Runtime:
     """The parts of one service; `start` and `stop` run in its event loop."""
 
     settings: Settings
-    embedder: Embedder
-    galleries: Mapping[str, Gallery]
+    registry: Registry
+    models: Models
     metrics: Metrics
     cache: Cache
     pools: Mapping[str, BoundedPool]
-    batcher: MicroBatcher
+    decoding: Decoder
     searching: SearchService
     health: Health
+    observer: Observer
+    keys: KeyStore | None
+    uploads: Uploads | None
+    writes: Writes
+    managed: ManagedGalleries
+    jobs: JobManager | None
+
+    @property
+    def galleries(self) -> Mapping[str, Gallery]:
+        """The galleries by name; a request takes a lease of the registry instead."""
+        return self.registry.galleries()
+
+    @property
+    def embedder(self) -> Embedder:
+        """That of the first gallery."""
+        return self.registry.model.embedder
+
+    @property
+    def batcher(self) -> MicroBatcher:
+        """That of the first gallery."""
+        return self.registry.model.batcher
 
     async def start(self) -> None:
-        """Start the workers, connect the cache and run the model once."""
-        self.batcher.start()
+        """Connect the cache, warm the models up, serve the galleries and keep them fresh."""
+        await self.decoding.start()
         await self.cache.start()
-        await self.health.warm_up()
+        await self.registry.start(self.settings.reload_interval_ms / 1e3)
+        self.writes.start()
+        if self.jobs is not None:
+            self.jobs.open()
         structlog.get_logger().info(
             "serving",
-            bundle_id=self.embedder.bundle_id,
-            provider=self.embedder.provider,
-            galleries=list(self.galleries),
+            bundle_id=self.registry.model.bundle_id,
+            provider=self.registry.model.provider,
+            galleries=self.registry.names(),
             redis=self.cache.remote_state,
         )
         for warning in missing_image_roots(self.galleries):
             structlog.get_logger().warning("image root is missing", detail=warning)
 
-    async def observe_sizes(self) -> None:
-        """Publish the number of items of each gallery; of one that fails it stays as it was."""
-        for name, gallery in self.galleries.items():
-            with contextlib.suppress(KinlensError):
-                state = await self.searching.state(gallery, urgent=True)
-                self.metrics.gallery_items.labels(name, gallery.generation).set(state.size)
+    async def observe(self) -> None:
+        """Publish models and galleries in the metrics."""
+        await self.observer.observe()
 
     async def stop(self) -> None:
         """Stop the workers, disconnect, let go of the threads; one that hangs is left behind."""
-        await self.batcher.stop()
+        if self.jobs is not None:
+            await asyncio.to_thread(self.jobs.close)
+        await self.writes.stop()
+        await self.registry.stop()
+        await self.decoding.close()
         await self.cache.close()
         await asyncio.gather(*(asyncio.to_thread(pool.close) for pool in self.pools.values()))
 
@@ -82,61 +111,75 @@ def build_runtime(
 
     Raises: BundleError, GalleryError.
     """
-    embedder = embedder or open_embedder(settings)
-    if galleries is None:
-        galleries = open_galleries(settings, embedder.bundle_id)
-    check_galleries(galleries, embedder)
     metrics = Metrics()
     cache = cache or create_cache(settings)
     cache.observe(metrics.observe_lookup)
     pools = _create_pools(settings)
-    batcher = _create_batcher(settings, embedder, metrics)
-    encoder = Encoder(embedder, cache, pools["decode"], batcher)
+    decoding = create_decoder(settings)
+    failures = Failures(lambda name: metrics.reload_failures.labels(name).inc())
+    connect = _connector(settings, cache, decoding, metrics)
+    registry, models = open_registry(settings, connect, failures, embedder, galleries)
+    observer = Observer(
+        metrics, registry, models, pools["lookup"], settings.search_timeout_ms / 1e3
+    )
+    publish(metrics, models, decoding, cache)
+    uploads, writes, managed = create_changes(settings, registry, models, pools["write"])
+    return Runtime(
+        settings=settings,
+        registry=registry,
+        models=models,
+        metrics=metrics,
+        cache=cache,
+        pools=pools,
+        decoding=decoding,
+        searching=_create_search(settings, registry, cache, pools, metrics),
+        health=Health(registry, models, decoding, pools["lookup"], settings.ready_timeout_ms / 1e3),
+        observer=observer,
+        keys=open_keys(settings.state),
+        uploads=uploads,
+        writes=writes,
+        managed=managed,
+        jobs=open_jobs(settings),
+    )
+
+
+def _create_search(
+    settings: Settings,
+    registry: Registry,
+    cache: Cache,
+    pools: Mapping[str, BoundedPool],
+    metrics: Metrics,
+) -> SearchService:
     timeouts = Timeouts(settings.request_timeout_ms / 1e3, settings.search_timeout_ms / 1e3)
-    searching = SearchService(
-        embedder.bundle_id,
-        galleries,
-        encoder,
-        cache,
-        pools["search"],
-        pools["lookup"],
-        timeouts,
-        metrics,
+    sampler = RecallSampler(registry, pools["recall"], metrics, settings.recall_sample)
+    return SearchService(
+        *(registry, cache, pools["search"], pools["lookup"], timeouts, metrics),
+        crowd=max(1, settings.queue_size // 2),
+        sampler=sampler,
     )
-    health = Health(
-        embedder, galleries, encoder, searching, batcher, cache, settings.ready_timeout_ms / 1e3
-    )
-    _publish(metrics, embedder, batcher, cache)
-    return Runtime(settings, embedder, galleries, metrics, cache, pools, batcher, searching, health)
 
 
 def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
     waiting = settings.queue_size
     return {
-        "decode": BoundedPool("decode", settings.decode_workers, waiting),
         "search": BoundedPool("search", settings.search_workers, waiting),
         "lookup": BoundedPool("lookup", settings.search_workers, _FILES_PER_SEARCH * waiting),
+        "write": BoundedPool("write", _WRITERS, waiting),
+        "recall": BoundedPool("recall", 1, 1),
         "file": BoundedPool("file", settings.decode_workers, _FILES_PER_SEARCH * waiting),
     }
 
 
-def _create_batcher(settings: Settings, embedder: Embedder, metrics: Metrics) -> MicroBatcher:
-    return MicroBatcher(
-        embedder.embed,
-        batch_size=settings.batch_size,
-        queue_size=settings.queue_size,
-        workers=settings.embed_workers,
-        on_batch=metrics.batch_size.observe,
-    )
+def _connector(settings: Settings, cache: Cache, decoding: Decoder, metrics: Metrics) -> Connect:
+    def connect(embedder: Embedder) -> tuple[MicroBatcher, Encoder]:
+        batcher = MicroBatcher(
+            embedder.embed,
+            batch_size=settings.batch_size,
+            queue_size=settings.queue_size,
+            workers=settings.embed_workers,
+            on_batch=metrics.batch_size.observe,
+            on_wait=metrics.observe_queue,
+        )
+        return batcher, Encoder(embedder, cache, decoding, batcher)
 
-
-def _publish(
-    metrics: Metrics,
-    embedder: Embedder,
-    batcher: MicroBatcher,
-    cache: Cache,
-) -> None:
-    metrics.describe(embedder.provider, embedder.bundle_id)
-    metrics.gauge("kinlens_queue_depth", "Images that wait for the model.", lambda: batcher.depth)
-    metrics.gauge("kinlens_worker_alive", "1 while images are accepted.", lambda: batcher.alive)
-    metrics.gauge("kinlens_redis_up", "1 while Redis answers.", lambda: cache.remote_state == "up")
+    return connect

@@ -15,11 +15,14 @@ from embedder.preprocess import ImageLimits
 from indexer.cores import core_count
 from indexer.manifest import checked_name
 from service.remote import check_url
+from service.security.address import parse_network
+from service.security.keys import Scope
+from service.security.rates import parse_rates
 
 ANY_HOST = "*"
-Scope = Literal["search", "write", "admin"]
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 
 
 class Settings(BaseSettings):
@@ -33,6 +36,7 @@ class Settings(BaseSettings):
     galleries: Annotated[tuple[str, ...], NoDecode] = ()
     image_roots: Annotated[tuple[str, ...], NoDecode] = ()
     state: Path | None = None
+    samples: Path | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
@@ -130,6 +134,60 @@ class Settings(BaseSettings):
             _check_name(name)
         return value
 
+    @field_validator("training_data")
+    @classmethod
+    def _data_has_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = []
+        for entry in value:
+            name, path = split_gallery(entry)
+            if not name or path == Path():
+                raise ValueError(f"training data {entry!r} is not NAME=DIR; choose a NAME for it")
+            _check_name(name)
+            names.append(name)
+        if len(set(names)) < len(names):
+            raise ValueError(f"training data has a name twice; names are: {', '.join(names)}")
+        return value
+
+    @field_validator("rate_limit_per_key", "rate_limit_per_address")
+    @classmethod
+    def _is_a_rate(cls, value: str) -> str:
+        parse_rates(value)
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            parse_network(text)
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if origin != ANY_HOST and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no web origin; write such as https://shop.example, in small "
+                    f"letters, without a path or a slash at its end, or {ANY_HOST} for every site"
+                )
+        return value
+
+    @field_validator("training_command")
+    @classmethod
+    def _names_a_command(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("the command is empty; write such as kinlens-train")
+        return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_an_endpoint(cls, value: str | None) -> str | None:
+        if not value:
+            return None
+        if not value.startswith(("http://", "https://")):
+            raise ValueError("the endpoint is no address; write such as http://collector:4318")
+        return value
+
     @field_validator("allowed_hosts")
     @classmethod
     def _are_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -154,6 +212,26 @@ class Settings(BaseSettings):
         if self.default_k > self.max_k:
             raise ValueError(f"default_k = {self.default_k} is above max_k = {self.max_k}")
         return self
+
+    @model_validator(mode="after")
+    def _changes_are_not_open_to_the_network(self) -> Self:
+        opened = [scope for scope in self.anonymous_scopes if scope != "search"]
+        if opened and not self.is_local():
+            raise ValueError(
+                f"host = {self.host} with anonymous_scopes = {','.join(self.anonymous_scopes)} "
+                f"gives everybody who reaches it the scope {' and '.join(opened)}; make a key "
+                "with kinlens-serve keys create and leave anonymous_scopes at search, or listen "
+                "on 127.0.0.1"
+            )
+        return self
+
+    def is_local(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.host.lower() == "localhost":
+            return True
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return False
 
     def image_limits(self) -> ImageLimits:
         """What an upload may cost."""

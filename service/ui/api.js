@@ -1,44 +1,67 @@
 // The HTTP interface of the service: every failure is thrown as a Problem (RFC 9457).
 
+import { getKey } from "/ui/key.js";
+
 export class Problem extends Error {
-  constructor(title, detail, { requestId = "", canRetry = false } = {}) {
+  constructor(title, detail, facts = {}) {
     super(`${title}: ${detail}`);
     this.name = "Problem";
-    Object.assign(this, { title, detail, requestId, canRetry });
+    const unknown = { status: 0, requestId: "", canRetry: false, retryAfter_s: 0, body: null };
+    Object.assign(this, unknown, facts, { title, detail });
+  }
+
+  get needsKey() {
+    return this.status === 401 || this.status === 403;
   }
 }
 
 const RETRYABLE_STATUS = new Set([408, 429, 500, 502, 503, 504]);
+const NO_REASON = "The service gave no further explanation.";
+const LONGEST_WAIT_S = 3600;
+
+// Retry-After in whole seconds, given as seconds or as a date; 0 without one.
+function retryAfter(response) {
+  const given = response.headers.get("retry-after");
+  if (given === null) return 0;
+  const seconds = /^\d+$/.test(given) ? Number(given) : (Date.parse(given) - Date.now()) / 1e3;
+  return Math.min(Math.max(Math.ceil(seconds) || 0, 0), LONGEST_WAIT_S);
+}
 
 async function problemOf(response) {
   const type = response.headers.get("content-type") ?? "";
-  const body = type.includes("json") ? await response.json().catch(() => ({})) : {};
-  const wait = response.headers.get("retry-after");
-  const fallback = "The service gave no further explanation.";
-  const detail = typeof body.detail === "string" ? body.detail : fallback;
+  const body = type.includes("json") ? await response.json().catch(() => null) : null;
   return new Problem(
-    body.title ?? `The search failed (${response.status})`,
-    wait ? `${detail} Wait ${wait} s before the next try.` : detail,
+    body?.title ?? `The request failed (${response.status})`,
+    typeof body?.detail === "string" ? body.detail : NO_REASON,
     {
-      requestId: body.request_id ?? response.headers.get("x-request-id") ?? "",
+      status: response.status,
+      requestId: body?.request_id ?? response.headers.get("x-request-id") ?? "",
       canRetry: RETRYABLE_STATUS.has(response.status),
+      retryAfter_s: retryAfter(response),
+      body,
     },
   );
 }
 
 function unreachable(error) {
   if (error.name === "AbortError") return error;
+  const offline = navigator.onLine === false;
   return new Problem(
-    "The service cannot be reached",
-    "Check that you are online and that the service is running, then try again.",
+    offline ? "You are offline" : "The service cannot be reached",
+    offline
+      ? "Connect to the network, then try again."
+      : "Check that you are online and that the service is running, then try again.",
     { canRetry: true },
   );
 }
 
-async function checked(url, options) {
+// fetch with the key of this tab. Throws: Problem, AbortError.
+export async function request(url, { headers = {}, ...options } = {}) {
+  const key = getKey();
+  const all = { accept: "application/json", ...(key && { authorization: `Bearer ${key}` }), ...headers };
   let response;
   try {
-    response = await fetch(url, options);
+    response = await fetch(url, { ...options, headers: all });
   } catch (error) {
     throw unreachable(error);
   }
@@ -46,7 +69,7 @@ async function checked(url, options) {
   return response;
 }
 
-async function body(response, kind) {
+export async function bodyOf(response, kind = "json") {
   try {
     return await response[kind]();
   } catch (error) {
@@ -54,21 +77,68 @@ async function body(response, kind) {
   }
 }
 
-export async function listGalleries() {
-  const response = await checked("/galleries", { headers: { accept: "application/json" } });
-  return (await body(response, "json")).galleries;
+export const getJson = async (url, options) => bodyOf(await request(url, options));
+
+export const sendJson = (method, url, content, signal) =>
+  request(url, {
+    method,
+    signal,
+    body: JSON.stringify(content),
+    headers: { "content-type": "application/json" },
+  });
+
+export const galleryPath = (name) => `/galleries/${encodeURIComponent(name)}`;
+
+export const listGalleries = async () => (await getJson("/galleries")).galleries;
+
+export const describeGallery = (name) => getJson(galleryPath(name));
+
+export const listSamples = async () => (await getJson("/samples")).samples;
+
+export const getItem = (gallery, id) => getJson(`${galleryPath(gallery)}/items/${id}`);
+
+export function listItems(gallery, { offset = 0, limit = 20, prefix = "", filter = null } = {}, signal) {
+  const query = new URLSearchParams({ offset, limit });
+  if (prefix) query.set("key_prefix", prefix);
+  if (filter) query.set("filter", typeof filter === "string" ? filter : JSON.stringify(filter));
+  return getJson(`${galleryPath(gallery)}/items?${query}`, { signal });
 }
 
 export async function fetchImage(link, signal) {
-  return body(await checked(link, { signal }), "blob");
+  return bodyOf(await request(link, { signal, headers: { accept: "image/*" } }), "blob");
 }
 
-export async function postSearch({ image, name, k, gallery }, signal) {
-  const form = new FormData();
-  form.append("image", image, name);
-  form.append("k", String(k));
-  if (gallery) form.append("gallery", gallery);
-  const response = await checked("/search", { method: "POST", body: form, signal });
-  const answer = await body(response, "json");
+// [name, text] of what every search can have.
+function commonFields({ k, filter, groupBy, groupSize }) {
+  const fields = [["k", k]];
+  if (filter && Object.keys(filter).length > 0) fields.push(["filter", JSON.stringify(filter)]);
+  if (groupBy) fields.push(["group_by", groupBy], ["group_size", groupSize]);
+  return fields;
+}
+
+async function answerOf(response) {
+  const answer = await bodyOf(response);
   return { ...answer, requestId: response.headers.get("x-request-id") ?? "" };
+}
+
+// Items like an item of the gallery, without that item.
+export async function getSimilar(gallery, id, wanted, signal) {
+  const query = new URLSearchParams(commonFields(wanted));
+  return answerOf(await request(`${galleryPath(gallery)}/items/${id}/similar?${query}`, { signal }));
+}
+
+function searchForm({ image, name, crops = [], gallery, positives = [], negatives = [], ...common }) {
+  const form = new FormData();
+  if (image) form.append("image", image, name);
+  if (gallery) form.append("gallery", gallery);
+  for (const crop of crops) form.append("crop", crop.map((part) => part.toFixed(4)).join(","));
+  for (const key of positives) form.append("positive", key);
+  for (const key of negatives) form.append("negative", key);
+  for (const [field, value] of commonFields(common)) form.append(field, String(value));
+  return form;
+}
+
+// Items like an uploaded picture, parts of it, liked items, and unlike disliked ones.
+export async function postSearch(wanted, signal) {
+  return answerOf(await request("/search", { method: "POST", body: searchForm(wanted), signal }));
 }

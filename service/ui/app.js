@@ -1,76 +1,159 @@
-// The search page: one query at a time, one search under way at most, and a trail of answers.
+// The search page: one search under way at most, one batch beside it, and a trail of answers.
 
-import { fetchImage, listGalleries, postSearch, Problem } from "/ui/api.js";
+import { hideError, hideNotice, showNotice, showProblem, startAlerts } from "/ui/alerts.js";
+import { fetchImage, Problem } from "/ui/api.js";
+import { ask, checkedQuery, itemQuery, likesQuery, linkedQuery, sampleQuery, uploadQuery } from "/ui/ask.js";
+import { BatchRun } from "/ui/batch_run.js";
+import { startCamera } from "/ui/camera.js";
+import { walkWithArrows } from "/ui/cards.js";
+import { Cropper } from "/ui/crop.js";
+import { announce, debounced, ui } from "/ui/dom.js";
 import { acceptImages } from "/ui/intake.js";
+import { fromHash, toHash } from "/ui/link.js";
+import { fileOf, remember, startRecent } from "/ui/recent.js";
+import * as results from "/ui/results.js";
+import { hideSamples, showSamples } from "/ui/samples.js";
+import * as settings from "/ui/settings.js";
 import * as trail from "/ui/trail.js";
-import * as view from "/ui/view.js";
 
-const { ui } = view;
-let galleries = [];
+const UPLOAD_LINK = "This link was made with an uploaded picture, which stays in the browser it " +
+  "was chosen in. Its settings are set; choose a picture to search with them.";
+const COPIED_UPLOAD = "Link copied. Your picture stays in this browser: whoever opens the link gets " +
+  "the settings and chooses a picture of their own.";
+const RENAME_MS = 250;
 let running = null; // {query, keep, controller} of the search under way
-
-function problemOf(error) {
-  if (error instanceof Problem) return error;
-  console.error(error);
-  return new Problem("Something went wrong on this page", "Reload the page and try again.");
-}
-
-function showProblem(error, again) {
-  const problem = problemOf(error);
-  view.showError(problem, problem.canRetry ? again : null);
-}
-
-async function entryOf(query, signal) {
-  query.image ??= await fetchImage(query.link, signal);
-  const k = Number(ui.k.value);
-  const { image, name } = query;
-  const answer = await postSearch({ image, name, k, gallery: ui.gallery.value }, signal);
-  return { query, k, answer };
-}
-
-function settle(focusIsInside) {
-  running?.controller.abort();
-  running = null;
-  view.showEntry(trail.current(), searchWithHit);
-  showGallerySize();
-  if (focusIsInside) ui.summary.focus({ preventScroll: true });
-}
+let moves = 0; // counts new searches and steps in the history: what waited for something else gives way
 
 const focusIsInResults = () => ui.results.contains(document.activeElement);
+const cropper = new Cropper(ui.stage, ui.crops, { onChange: changeCrops, announce });
+const handlers = {
+  onSelect: (hit) => searchNew(itemQuery(settings.view.gallery, hit)),
+  onVote: settings.toggleVote,
+};
+const batch = new BatchRun({ onOpen: openRow });
+
+function showCrops(boxes) {
+  cropper.set(boxes);
+  ui["crop-clear"].hidden = boxes.length === 0;
+  ui.query.classList.toggle("has-crops", boxes.length > 0);
+  ui["crop-add-text"].textContent = boxes.length === 0 ? "Select a part" : "Add part";
+}
+
+// Shows where the trail stands; a search under way ends.
+function settle(focusIsInside, isNew = false) {
+  running?.controller.abort();
+  running = null;
+  const entry = trail.current();
+  if (entry !== null) settings.restore(entry.view);
+  results.showEntry(entry, handlers);
+  showCrops(entry?.query?.crops ?? []);
+  if (entry?.kind === "batch") batch.show(entry);
+  if (entry === null && settings.view.gallery) showSamples(searchNew);
+  if (focusIsInside && (isNew || !focusIsInResults())) ui.summary.focus({ preventScroll: true });
+}
 
 // `keep` is trail.push for a new query, trail.replace for the same query with other settings.
 async function search(query, keep) {
+  moves += 1;
   running?.controller.abort();
   const mine = { query, keep, controller: new AbortController() };
   running = mine;
   const focusIsInside = focusIsInResults();
-  view.showWaiting(query);
+  const wanted = settings.snapshot();
+  hideError();
+  hideSamples();
+  results.showWaiting(query);
+  showCrops(query.crops);
   try {
-    const entry = await entryOf(query, mine.controller.signal);
+    const full = await checkedQuery(query);
+    const answer = await ask(full, wanted, mine.controller.signal);
     if (running !== mine) return;
-    keep(entry);
-    settle(focusIsInside);
+    const entry = { kind: "search", query: full, view: settings.snapshot(), answer };
+    const hash = toHash(entry.view, full);
+    keep(entry, hash);
+    settle(focusIsInside, keep === trail.push);
     if (keep === trail.push) scrollTo({ top: 0, behavior: "instant" });
+    remember(full, hash, ui["query-image"]);
+    settings.keepUp(answer);
   } catch (error) {
     if (running !== mine) return;
     settle(focusIsInside);
-    showProblem(error, () => search(query, keep));
+    showProblem(error, () => {
+      settings.restore(wanted);
+      search(query, keep);
+    });
   }
 }
 
-function searchWithFile(file) {
-  const name = file.name || "pasted image";
-  search({ name, image: file, link: null, preview: URL.createObjectURL(file) }, trail.push);
+function searchNew(query) {
+  hideNotice();
+  settings.forgetVotes();
+  search(query, trail.push);
 }
 
-function searchWithHit(hit) {
-  search({ name: hit.key, image: null, link: hit.image, preview: hit.image }, trail.push);
+function searchImages(files) {
+  if (files.length === 1) return searchNew(uploadQuery(files[0]));
+  moves += 1;
+  hideNotice();
+  hideError();
+  hideSamples();
+  settings.forgetVotes();
+  const entry = batch.entryOf(files);
+  trail.push(entry, toHash(entry.view, { kind: "batch" }));
+  settle(true, true);
+  batch.start(entry);
+}
+
+function openRow(row) {
+  const entry = { kind: "search", query: row.query, view: settings.snapshot(), answer: row.answer };
+  trail.push(entry, toHash(entry.view, row.query));
+  settle(true, true);
+  scrollTo({ top: 0, behavior: "instant" });
+  remember(row.query, location.hash, ui["query-image"]);
+}
+
+const queryNow = () => running?.query ?? trail.current()?.query ?? null;
+
+function changeCrops(crops) {
+  const query = queryNow();
+  if (query === null) return;
+  showCrops(crops);
+  search({ ...query, crops }, running?.keep ?? trail.replace);
 }
 
 function searchAgain() {
   const entry = trail.current();
-  if (running !== null) search(running.query, running.keep);
-  else if (entry !== null) search(entry.query, trail.replace);
+  const query = queryNow();
+  if (running === null && entry?.kind === "batch") return batch.restart(entry);
+  if (query === null) return trail.rename(toHash(settings.view, null));
+  const isEmptied = query.kind === "likes" && settings.view.likes.length === 0;
+  if (isEmptied) return goToStart();
+  search(query, running?.keep ?? trail.replace);
+}
+
+function goToStart() {
+  history.pushState(null, "", toHash(settings.view, null));
+  settle(true);
+}
+
+const renameSoon = debounced(() => {
+  const entry = trail.current();
+  if (running === null) trail.rename(toHash(settings.view, entry?.kind === "batch" ? entry : entry?.query));
+}, RENAME_MS);
+
+function applyMin() {
+  const entry = trail.current();
+  if (running !== null) return;
+  if (entry !== null) entry.view.min = settings.view.min;
+  if (entry?.kind === "batch") batch.show(entry);
+  else if (entry !== null) results.filterCards(entry);
+  renameSoon();
+}
+
+function settingsChanged(what) {
+  if (what === "min") return applyMin();
+  if (what === "gallery" && queryNow() === null) showSamples(searchNew);
+  searchAgain();
 }
 
 // An <img> cannot say why it failed, a request can; once an answer is enough.
@@ -79,62 +162,119 @@ async function explainPicture({ target }) {
   if (entry === null || entry.explained) return;
   entry.explained = true;
   try {
-    await fetchImage(target.src);
+    await fetchImage(target.dataset.link);
   } catch (error) {
     if (running === null && entry === trail.current()) showProblem(error, null);
   }
 }
 
 function cancel() {
+  if (running === null) return batch.cancel();
   settle(focusIsInResults());
-  view.announce("Search cancelled");
+  announce("Search cancelled");
 }
 
-function showGallerySize() {
-  view.showGallerySize(galleries.find(({ name }) => name === ui.gallery.value));
+// The view that the address says: settings at once, its item or liked items by a search.
+async function openLink() {
+  const { view, item, sample, picture } = fromHash(location.hash);
+  const names = settings.galleryNames();
+  if (view.gallery && !names.includes(view.gallery)) {
+    showNotice(`There is no gallery ${view.gallery} here now; this is ${names[0]}.`);
+  }
+  if (!names.includes(view.gallery)) view.gallery = names[0] ?? "";
+  settings.restore(view);
+  const move = moves;
+  await settings.describe(view.gallery);
+  if (move !== moves) return;
+  if (item !== null) {
+    const gallery = names.includes(item.gallery) ? item.gallery : view.gallery;
+    return search(linkedQuery({ ...item, gallery }), trail.replace);
+  }
+  if (sample !== null) return search({ ...sampleQuery(sample), crops: sample.crops }, trail.replace);
+  settle(false);
+  if (picture) showNotice(UPLOAD_LINK);
+  if (view.likes.length > 0) search(likesQuery(), trail.replace);
 }
 
-async function loadGalleries() {
+function walked() {
+  moves += 1;
+  hideError();
+  hideNotice();
+  if (trail.current() === null) openLink();
+  else settle(focusIsInResults());
+}
+
+function openRecent(entry) {
+  if (entry.kind !== "upload") {
+    if (location.hash === entry.hash) return walked();
+    location.hash = entry.hash; // ends in popstate
+    return;
+  }
+  if (!entry.thumb) return showNotice(`Choose ${entry.name} again: this browser kept no copy of it.`);
+  const { view } = fromHash(entry.hash);
+  if (settings.galleryNames().includes(view.gallery)) settings.restore(view);
+  settings.describe(view.gallery);
+  search(uploadQuery(fileOf(entry)), trail.push);
+  showNotice("This is a search with the small copy of your picture that this browser kept.");
+}
+
+async function copyLink() {
+  const query = queryNow();
+  const isUpload = query === null || query.kind === "upload";
   try {
-    galleries = await listGalleries();
-    view.showGalleries(galleries);
-    showGallerySize();
-  } catch (error) {
-    showProblem(error, loadGalleries);
+    await navigator.clipboard.writeText(location.href);
+    showNotice(isUpload ? COPIED_UPLOAD : "Link copied. It opens this very view.");
+  } catch {
+    showNotice("This browser keeps the clipboard closed: copy the address of this page instead.");
   }
 }
 
-function filter() {
-  view.showMinScore();
-  const entry = trail.current();
-  if (running === null && entry !== null) view.filterCards(entry);
+async function start() {
+  try {
+    await settings.loadGalleries();
+  } catch (error) {
+    return showProblem(error, start);
+  }
+  if (moves === 0) return openLink();
+  settings.view.gallery ||= settings.galleryNames()[0] ?? ""; // somebody was faster than the list
+  settings.describe(settings.view.gallery);
 }
 
-acceptImages(ui, {
-  onImage: searchWithFile,
-  onRefused: (title, detail) => view.showError({ title, detail }),
-});
-ui.cancel.addEventListener("click", cancel);
-ui.controls.addEventListener("submit", (event) => event.preventDefault());
-ui.k.addEventListener("change", searchAgain);
-ui.gallery.addEventListener("change", () => {
-  showGallerySize();
-  searchAgain();
-});
-ui["min-score"].addEventListener("input", filter);
-ui["error-close"].addEventListener("click", view.hideError);
-ui.grid.addEventListener("error", explainPicture, true); // true: this event does not bubble
-ui["query-image"].addEventListener("error", () => ui["query-image"].classList.add("broken"));
-addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
-  if (running === null) view.hideError();
-  else cancel();
-});
-addEventListener("popstate", () => {
-  view.hideError();
-  settle(focusIsInResults());
-});
+function listen() {
+  ui.cancel.addEventListener("click", cancel);
+  ui["copy-link"].addEventListener("click", copyLink);
+  ui["crop-add"].addEventListener("click", () => cropper.add());
+  ui["crop-clear"].addEventListener("click", () => cropper.clear());
+  ui.grid.addEventListener("error", explainPicture, true); // true: this event does not bubble
+  ui["query-image"].addEventListener("error", () => ui["query-image"].classList.add("broken"));
+  ui["query-image"].addEventListener("load", ({ target }) =>
+    ui.stage.style.setProperty("--ratio", String(target.naturalWidth / target.naturalHeight)));
+  addEventListener("popstate", walked);
+  addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+    if (running === null && !batch.isRunning) hideError();
+    else cancel();
+  });
+}
+
+// Wide screens show the settings beside the results, phones on demand.
+function showSettings() {
+  const isWide = matchMedia("(min-width: 48rem)");
+  const apply = () => (ui.settings.open = isWide.matches && document.body.dataset.state !== "start");
+  isWide.addEventListener("change", apply);
+  new MutationObserver(apply).observe(document.body, { attributeFilter: ["data-state"] });
+}
 
 if (/Mac|iPhone|iPad/.test(navigator.platform)) ui["paste-key"].textContent = "⌘";
-view.showMinScore();
-loadGalleries();
+startAlerts();
+settings.startSettings(settingsChanged);
+showSettings();
+walkWithArrows(ui.grid);
+acceptImages(ui, {
+  onImages: searchImages,
+  onRefused: (title, detail) => showProblem(new Problem(title, detail)),
+});
+startCamera((file) => searchImages([file]));
+startRecent(openRecent);
+listen();
+start();

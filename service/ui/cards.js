@@ -1,72 +1,159 @@
-// Result cards. Everything that comes from the service enters the page as text, never as markup.
+// Result cards: a picture to search with, its score, and what can be said about it.
 
-export function element(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
+import { GROUP_SIZE } from "/ui/ask.js";
+import { definitions, element, icon } from "/ui/dom.js";
+import { percent, plural, splitKey, valueText } from "/ui/format.js";
+import { pictureOf } from "/ui/pictures.js";
+
+const TITLE_NAMES = ["title", "name", "product", "product_name"];
+const SHOWN_FACTS = 3;
+const LONG_FACT = 28;
+
+export function titleOf(key, attributes = {}) {
+  const named = TITLE_NAMES.map((name) => attributes[name]).find((text) => typeof text === "string");
+  return named || splitKey(key).name || key;
 }
 
-export function splitKey(key) {
-  const cut = key.lastIndexOf("/") + 1;
-  return { folder: key.slice(0, cut).replaceAll("/", " / ").replace(/ \/ $/, ""), name: key.slice(cut) };
+// The second line: what the attributes say in a few words, else the folder.
+function subtitleOf(key, attributes = {}) {
+  const facts = Object.entries(attributes)
+    .filter(([name, value]) => !TITLE_NAMES.includes(name) && String(value).length <= LONG_FACT)
+    .filter(([, value]) => value !== titleOf(key, attributes))
+    .map(([name, value]) => (typeof value === "string" ? value : `${name} ${valueText(value)}`));
+  return facts.slice(0, SHOWN_FACTS).join(" · ") || splitKey(key).folder;
 }
 
-function picture(hit) {
-  const image = element("img", { loading: "lazy", decoding: "async", alt: hit.key, src: hit.image });
-  image.addEventListener("error", () => image.classList.add("broken"));
-  return element("span", { className: "picture" }, image);
-}
-
-function score(value) {
+function score(value, probability) {
   const fill = element("span", { className: "score-fill" });
-  fill.style.setProperty("--score-part", Math.min(Math.max(value, 0), 1).toFixed(3));
+  fill.style.setProperty("--score-part", Math.min(Math.max(probability ?? value, 0), 1).toFixed(3));
   const bar = element("span", { className: "score-bar", ariaHidden: "true" }, fill);
   const number = element("span", { className: "score-value", textContent: value.toFixed(3) });
   number.dataset.testid = "score";
-  return element("span", { className: "score" }, bar, number);
+  if (probability === null) return element("span", { className: "score" }, bar, number);
+  const sure = element("span", { className: "score-sure", textContent: percent(probability) });
+  sure.dataset.testid = "probability";
+  number.classList.add("score-raw");
+  return element("span", { className: "score" }, bar, sure, number);
 }
 
-function label(key) {
-  const { folder, name } = splitKey(key);
-  const parts = element("span", { className: "key", title: key });
-  parts.append(element("span", { className: "key-name", textContent: name }));
-  if (folder) parts.append(element("span", { className: "key-folder", textContent: folder }));
+function label(hit) {
+  const parts = element("span", { className: "key", title: hit.key });
+  parts.append(element("span", { className: "key-name", textContent: titleOf(hit.key, hit.attributes) }));
+  const second = subtitleOf(hit.key, hit.attributes);
+  if (second) parts.append(element("span", { className: "key-folder", textContent: second }));
   return parts;
 }
 
-export function definitions(pairs) {
-  return pairs.flatMap(([term, text]) => [
-    element("dt", { textContent: term }),
-    element("dd", { textContent: text }),
-  ]);
+function vote(kind, hit, handlers) {
+  const words = { like: "More like", dislike: "Less like" };
+  const button = element("button", { type: "button", className: `vote vote-${kind}` }, icon(kind));
+  button.ariaLabel = `${words[kind]} ${titleOf(hit.key, hit.attributes)}`;
+  button.title = kind === "like" ? "More like this" : "Less like this";
+  button.dataset.testid = kind;
+  button.setAttribute("aria-pressed", String(handlers.voteOf(hit.key) === kind));
+  button.addEventListener("click", () => handlers.onVote(kind, hit));
+  return button;
 }
 
-function attributes(hit) {
-  const pairs = Object.entries(hit.attributes ?? {});
+function facts(hit) {
+  const pairs = Object.entries(hit.attributes ?? {}).map(([name, value]) => [name, valueText(value)]);
   if (pairs.length === 0) return [];
   const summary = element("summary", { textContent: "Details" });
   summary.append(element("span", { className: "sr-only", textContent: ` of ${hit.key}` }));
-  return [element("details", {}, summary, element("dl", {}, ...definitions(pairs)))];
+  return [element("details", { className: "facts" }, summary, element("dl", {}, ...definitions(pairs)))];
 }
 
-export function card(hit, onSelect) {
+function searchButton(hit, probability, handlers, ...more) {
+  const picture = element("span", { className: "picture" }, pictureOf(hit.image, hit.key), ...more);
   const button = element(
     "button",
     { type: "button", className: "card-search" },
-    picture(hit),
-    label(hit.key),
-    score(hit.score),
+    picture,
+    label(hit),
+    score(hit.score, probability),
   );
-  button.ariaLabel = `Search with ${hit.key}, score ${hit.score.toFixed(3)}`;
+  const sure = probability === null ? "" : `, ${percent(probability)} sure`;
+  button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(3)}${sure}`;
   button.dataset.testid = "card-search";
-  button.addEventListener("click", () => onSelect(hit));
-  const item = element("li", { className: "card" }, button, ...attributes(hit));
-  Object.assign(item.dataset, { testid: "card", id: String(hit.id), key: hit.key });
-  return item;
+  button.addEventListener("click", () => handlers.onSelect(hit));
+  return button;
+}
+
+function item(hit, button, handlers, ...more) {
+  const votes = element("div", { className: "votes" }, vote("like", hit, handlers), vote("dislike", hit, handlers));
+  const foot = element("div", { className: "card-foot" }, ...facts(hit), votes);
+  const made = element("li", { className: "card" }, button, ...more, foot);
+  Object.assign(made.dataset, { testid: "card", id: String(hit.id), key: hit.key });
+  return made;
+}
+
+// handlers: onSelect(hit), onVote(kind, hit), voteOf(key), probability(hit).
+export function card(hit, handlers) {
+  return item(hit, searchButton(hit, handlers.probability(hit), handlers), handlers);
+}
+
+function otherPicture(hit, handlers) {
+  const button = element("button", { type: "button", className: "other" }, pictureOf(hit.image, ""));
+  button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(3)}`;
+  button.title = `${hit.key} · ${hit.score.toFixed(3)}`;
+  button.addEventListener("click", () => handlers.onSelect(hit));
+  return element("li", {}, button);
+}
+
+function others(group, hits, handlers) {
+  const rest = hits.slice(1);
+  if (rest.length === 0) return [];
+  const summary = element("summary", { textContent: `${rest.length} more` });
+  summary.append(element("span", { className: "sr-only", textContent: ` of ${valueText(group.value)}` }));
+  const list = element("ol", { className: "others" }, ...rest.map((hit) => otherPicture(hit, handlers)));
+  const made = element("details", { className: "group-others" }, summary, list);
+  made.dataset.testid = "group-others";
+  return [made];
+}
+
+// The service sends GROUP_SIZE pictures of a group at most.
+const countText = (count) => (count < GROUP_SIZE ? plural(count, "picture") : `${count}+ pictures`);
+
+// The best picture of a group; `group` is {value, hits}, best first.
+export function groupCard(group, handlers) {
+  const [best] = group.hits;
+  const value = group.value === null ? "none" : valueText(group.value);
+  const badge = element("span", { className: "group-badge", textContent: value });
+  badge.dataset.testid = "group-value";
+  const count = element("span", { className: "group-count", textContent: countText(group.hits.length) });
+  count.dataset.testid = "group-count";
+  const button = searchButton(best, handlers.probability(best), handlers, count);
+  if (value !== titleOf(best.key, best.attributes)) button.querySelector(".key").prepend(badge);
+  const made = item(best, button, handlers, ...others(group, group.hits, handlers));
+  made.classList.add("group");
+  return made;
 }
 
 export function placeholders(count) {
   return Array.from({ length: count }, () =>
-    element("li", { className: "card placeholder", ariaHidden: "true" },
-      element("span", { className: "picture" }), element("span", { className: "line" })));
+    element(
+      "li",
+      { className: "card placeholder", ariaHidden: "true" },
+      element("span", { className: "picture" }),
+      element("span", { className: "line" }),
+      element("span", { className: "line short" }),
+    ));
+}
+
+// Arrow keys walk the cards of a grid, L and D vote for the one in focus.
+export function walkWithArrows(grid) {
+  const shown = () => [...grid.querySelectorAll(".card:not([hidden]) .card-search")];
+  const columns = () => getComputedStyle(grid).gridTemplateColumns.split(" ").length;
+  grid.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || !event.target.matches(".card-search")) return;
+    const votes = { l: ".vote-like", d: ".vote-dislike" };
+    if (votes[event.key]) return event.target.closest(".card").querySelector(votes[event.key]).click();
+    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns(), ArrowUp: -columns() };
+    if (!(event.key in steps)) return;
+    const cards = shown();
+    const next = cards[cards.indexOf(event.target) + steps[event.key]];
+    if (!next) return;
+    event.preventDefault();
+    next.focus();
+  });
 }

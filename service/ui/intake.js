@@ -1,13 +1,12 @@
-// The four ways in: drop, paste, pick, photograph. Each ends in onImage(file) or onRefused(title, detail).
+// The ways in: drop, paste, pick. Each ends in onImages(files) or onRefused(title, detail).
 
 const FORMATS = "Kinlens reads JPEG, PNG, WebP, GIF, BMP and TIFF images.";
 
-function judge(files, { onImage, onRefused }, source) {
+function judge(files, { onImages, onRefused }, source) {
   const list = [...files];
   // A file without a type may still be an image: the service decides.
-  const file = list.find((candidate) => candidate.type.startsWith("image/")) ??
-    list.find((candidate) => candidate.type === "");
-  if (file) return onImage(file);
+  const images = list.filter(({ type }) => type.startsWith("image/") || type === "");
+  if (images.length > 0) return onImages(images);
   if (list.length === 0) return onRefused(`There is no image in the ${source}`, FORMATS);
   const [{ name, type }] = list;
   return onRefused(`“${name}” is not an image`, `Its type is ${type}. ${FORMATS}`);
@@ -32,13 +31,14 @@ function acceptDrops(handlers) {
 
 function acceptPastes(handlers) {
   addEventListener("paste", (event) => {
+    const isField = event.target instanceof HTMLInputElement && event.target.type !== "range";
+    if (isField) return; // a key or a number is being pasted
     event.preventDefault();
     judge(event.clipboardData?.files ?? [], handlers, "clipboard");
   });
 }
 
-function acceptPicks(button, input, handlers) {
-  button.addEventListener("click", () => input.click());
+function acceptPicks(input, handlers) {
   input.addEventListener("change", () => {
     if (input.files.length > 0) judge(input.files, handlers, "selection");
     input.value = ""; // the same file can be picked again
@@ -48,9 +48,10 @@ function acceptPicks(button, input, handlers) {
 export function acceptImages(elements, handlers) {
   acceptDrops(handlers);
   acceptPastes(handlers);
-  acceptPicks(elements.pick, elements.file, handlers);
-  acceptPicks(elements.camera, elements.photo, handlers);
+  acceptPicks(elements.file, handlers);
+  acceptPicks(elements.photo, handlers);
+  elements.pick.addEventListener("click", () => elements.file.click());
   elements.drop.addEventListener("click", (event) => {
-    if (!event.target.closest("button, input")) elements.file.click();
+    if (!event.target.closest("button, input, .query")) elements.file.click();
   });
 }

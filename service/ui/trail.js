@@ -1,29 +1,46 @@
-// Past queries with their answers, kept in memory and walked with the browser's Back and Forward.
+// Past views with their answers, kept in memory and walked with the browser's Back and Forward.
 
 const LIMIT = 40;
 const entries = new Map();
 let made = 0;
 
+const previews = (entry) =>
+  entry.kind === "batch" ? entry.rows.map((row) => row.query.preview) : [entry.query.preview];
+
 function evictOldest() {
-  const [oldest, { query }] = entries.entries().next().value;
+  const [oldest, entry] = entries.entries().next().value;
   entries.delete(oldest);
-  const shared = [...entries.values()].some((entry) => entry.query.preview === query.preview);
-  if (!shared && query.preview.startsWith("blob:")) URL.revokeObjectURL(query.preview);
+  const used = new Set([...entries.values()].flatMap(previews));
+  for (const url of previews(entry)) {
+    if (url.startsWith("blob:") && !used.has(url)) URL.revokeObjectURL(url);
+  }
 }
 
-export function push(entry) {
+export function push(entry, hash) {
   made += 1;
   // timeOrigin tells this page load from earlier ones, whose states outlive their entries.
   const key = `${performance.timeOrigin}-${made}`;
   entries.set(key, entry);
   if (entries.size > LIMIT) evictOldest();
-  history.pushState({ key }, "");
+  history.pushState({ key }, "", hash);
 }
 
-export function replace(entry) {
+export function replace(entry, hash) {
   const key = history.state?.key;
-  if (!entries.has(key)) return push(entry);
-  return entries.set(key, entry);
+  if (!entries.has(key)) {
+    made += 1;
+    const fresh = `${performance.timeOrigin}-${made}`;
+    entries.set(fresh, entry);
+    history.replaceState({ key: fresh }, "", hash);
+    return;
+  }
+  entries.set(key, entry);
+  history.replaceState({ key }, "", hash);
+}
+
+// The address alone, for what needs no new answer.
+export function rename(hash) {
+  history.replaceState(history.state, "", hash);
 }
 
 export function current() {

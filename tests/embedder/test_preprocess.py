@@ -15,6 +15,7 @@ from embedder.manifest import Preprocessing
 from embedder.preprocess import (
     ImageLimits,
     central_box,
+    check_box,
     decode,
     preprocess,
     read_header,
@@ -239,3 +240,88 @@ def test_a_multi_picture_jpeg_is_its_first_picture() -> None:
     red, _, blue = decode(buffer.getvalue()).getpixel((8, 8))
     assert red > 200
     assert blue < 50
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_crop_box_is_cut_from_the_upright_image(kind: str, orientation: int) -> None:
+    undo = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }
+    image = picture(2, (400, 200))
+    stored = image.transpose(undo[orientation]) if orientation > 1 else image
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if kind == "WEBP" else {}
+    turned = encoded(stored, kind, exif=exif.tobytes(), **options)
+    alone = preprocess(encoded(image.crop((40, 100, 140, 180))), SPEC)
+    cropped = preprocess(turned, SPEC, box=(0.1, 0.5, 0.25, 0.4))
+    assert np.abs(cropped.astype(int) - alone).mean() < (3 if kind == "JPEG" else 1e-9)
+
+
+def test_a_crop_box_treats_its_part_as_a_whole_picture() -> None:
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (90, 120, 3), dtype=np.uint8)
+    data = encoded(Image.fromarray(pixels))
+    for left, top, width, height in (
+        (0, 0, 60, 45),
+        (30, 9, 90, 81),
+        (60, 45, 1, 1),
+        (7, 0, 50, 8),
+    ):
+        box = (left / 120, top / 90, width / 120, height / 90)
+        alone = Image.fromarray(pixels[top : top + height, left : left + width])
+        assert np.array_equal(preprocess(data, SPEC, box=box), preprocess(encoded(alone), SPEC))
+        assert decode(data, box=box).size == (width, height)
+    assert np.array_equal(preprocess(data, SPEC, box=(0, 0, 1, 1)), preprocess(data, SPEC))
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_jpeg_is_decoded_at_the_scale_that_suits_its_crop_box(orientation: int) -> None:
+    image = picture(5, (1600, 1200))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(image, "JPEG", quality=95, exif=exif.tobytes())
+    width, height = (1600, 1200) if orientation == 1 else (1200, 1600)
+    for part, scale in ((1.0, 8), (0.5, 8), (0.2, 4), (0.1, 2), (0.03, 1)):
+        box = (0.3 * (1 - part), 0.6 * (1 - part), part, part)
+        size = decode(data, min_side_px=40, box=box).size
+        assert size[0] == pytest.approx(width * part / scale, abs=1.01)
+        assert size[1] == pytest.approx(height * part / scale, abs=1.01)
+        assert min(size) >= min(40, round(1200 * part))
+    narrow = decode(data, min_side_px=40, box=(0.5, 0.0, 0.05, 1.0))
+    assert min(narrow.size) >= 40
+
+
+@pytest.mark.parametrize(
+    ("box", "fault"),
+    [
+        ((0.9, 0.1, 0.5, 0.5), r"crop = 0\.9,0\.1,0\.5,0\.5 leaves the image"),
+        ((0.1, 0.9, 0.5, 0.5), "leaves the image"),
+        ((-0.1, 0.1, 0.5, 0.5), "leaves the image"),
+        ((0.0, 0.0, 1.0, 1.001), "leaves the image"),
+        ((1.0, 0.0, 1e-7, 1.0), "has no area"),
+        ((0.1, 0.1, 0.0, 0.5), "has no area"),
+        ((0.1, 0.1, 0.5, -0.5), "has no area"),
+        ((0.1, 0.1, 0.5), "is not four finite numbers"),
+        ((0.1, 0.1, 0.5, 0.5, 0.5), "is not four finite numbers"),
+        ((float("nan"), 0.1, 0.5, 0.5), "is not four finite numbers"),
+        ((0.1, 0.1, float("inf"), 0.5), "is not four finite numbers"),
+        ((0.5, 0.5, 0.01, 0.5), "smaller than one pixel"),
+    ],
+)
+def test_a_crop_box_that_cannot_be_cut_is_refused(box: tuple[float, ...], fault: str) -> None:
+    for kind in ("PNG", "JPEG"):
+        with pytest.raises(errors.InvalidParameterError, match=fault):
+            preprocess(encoded(picture(1), kind), SPEC, box=box)
+
+
+def test_what_rounding_adds_to_a_crop_box_is_cut_off() -> None:
+    assert check_box((0.7, 0.0, 0.3 + 1e-9, 1.0)) == (0.7, 0.0, 1 - 0.7, 1.0)
+    assert check_box([0, 0, 1, 1]) == (0.0, 0.0, 1.0, 1.0)

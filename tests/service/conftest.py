@@ -27,16 +27,29 @@ from embedder.fake import FakeEmbedder
 from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import Embeddings, Hit, Images, ItemId
 from indexer.build import build_gallery
-from indexer.engine import Item, SearchOptions
+from indexer.engine import Entry, Item, SearchOptions
 from indexer.images import folder_source
 from service.app import create_app
 from service.cache import Cache
 from service.runtime import Runtime
 from service.settings import Settings
+from tests.service.page_browser import (  # noqa: F401
+    browser,
+    fake_shop,
+    open_shop,
+    shop_page,
+    shop_server,
+)
 from tests.tiny import encoded, picture
 
 CREATED_AT = "2026-01-01T00:00:00+00:00"
 WAIT_S = 20.0
+DEFAULTS: dict[str, Any] = {
+    "embed_workers": 1,
+    "decode_workers": 2,
+    "decode_isolation": False,
+    "search_workers": 2,
+}
 
 
 def render(seed: int, size_px: int = 96) -> Image.Image:
@@ -82,15 +95,33 @@ class FakeGallery:
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> list[list[Hit]]:
         self.searches += 1
-        min_score = None if options is None else options.min_score
+        options = options or SearchOptions()
+        least = -2.0 if options.min_score is None else options.min_score
         answers = []
         for scores in queries @ self._vectors.T:
-            order = np.argsort(-scores, kind="stable")[:k]
+            order = [int(i) for i in np.argsort(-scores, kind="stable")]
             hits = [
-                Hit(int(i), f"{i:03d}.png", float(scores[i]), {"number": int(i)}) for i in order
+                Hit(i, f"{i:03d}.png", float(scores[i]), {"number": i})
+                for i in order
+                if i not in options.exclude and scores[i] >= least
             ]
-            answers.append([hit for hit in hits if min_score is None or hit.score >= min_score])
+            answers.append(hits[options.offset : options.offset + k])
         return answers
+
+    def items(self) -> Iterator[Item]:
+        yield from (self.item(number) for number in range(self.size))
+
+    def stored(self, keys: Sequence[str]) -> dict[str, Item]:
+        return {item.key: item for item in self.items() if item.key in set(keys)}
+
+    def entries(self, keys: Sequence[str]) -> list[Entry]:
+        stored = self.stored(keys)
+        missing = [key for key in keys if key not in stored]
+        if missing:
+            raise ItemNotFoundError(f"Gallery {self.name} has no item {missing[0]!r}.")
+        return [
+            Entry(key, self._vectors[stored[key].id], "", stored[key].attributes) for key in keys
+        ]
 
     def item(self, item_id: ItemId) -> Item:
         if not 0 <= item_id < self.size:
@@ -226,7 +257,7 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
         **settings: Any,
     ) -> Running:
         given = galleries if galleries is not None else {gallery.name: gallery}
-        settings = {"embed_workers": 1, "decode_workers": 2, "search_workers": 2} | settings
+        settings = DEFAULTS | settings
         started.append(run(create_app(Settings(**settings), embedder, given, cache)))
         return started[-1]
 
@@ -250,7 +281,8 @@ def running_service(
     for path, data in zip(paths, pictures, strict=True):
         path.write_bytes(data)
     embedder = FakeEmbedder()
-    app = create_app(Settings(), embedder, {"shop": FakeGallery(embedder, pictures)})
+    settings = Settings(**DEFAULTS)
+    app = create_app(settings, embedder, {"shop": FakeGallery(embedder, pictures)})
     service = run(app, paths)
     yield service
     service.close()

@@ -57,12 +57,15 @@ def test_an_answer_has_every_field_of_the_contract(running_service, pictures) ->
     response = running_service.search(pictures[0], k=2, gallery="shop", min_score=-1)
     answer = response.json()
     assert set(answer) == {
-        "bundle_id", "gallery", "gallery_version", "k", "count", "cached", "hits", "timings_ms",
+        "bundle_id", "gallery", "gallery_version", "k", "offset", "count", "cached", "match",
+        "min_score", "hits", "groups", "timings_ms",
     }  # fmt: skip
     assert answer["bundle_id"] == response.headers["x-kinlens-bundle"] == "fake"
     assert answer["gallery"] == "shop"
     assert answer["k"] == answer["count"] == len(answer["hits"]) == 2
-    assert set(answer["hits"][0]) == {"id", "key", "score", "attributes", "image"}
+    assert set(answer["hits"][0]) == {
+        "id", "key", "score", "probability", "attributes", "image",
+    }  # fmt: skip
     (listed,) = running_service.client.get("/galleries").json()["galleries"]
     assert answer["gallery_version"] == listed["version"]
     link = f"/galleries/shop/items/0/image?version={listed['generation']}"
@@ -217,14 +220,15 @@ def test_an_unknown_gallery_is_404_naming_the_known_ones(running_service, pictur
 
 
 def test_a_form_without_image_is_422_naming_the_part(running_service) -> None:
-    response = running_service.client.post("/search", data={"k": "3"})
+    response = running_service.client.post("/search", files={"k": (None, "3")})
     problem = assert_problem(response, 422, "invalid-parameter")
     assert "image is missing" in problem["detail"]
 
 
 def test_an_image_sent_as_text_is_422(running_service) -> None:
-    response = running_service.client.post("/search", data={"image": "/etc/passwd"})
-    assert_problem(response, 422, "invalid-parameter")
+    response = running_service.client.post("/search", files={"image": (None, "/etc/passwd")})
+    problem = assert_problem(response, 422, "invalid-parameter")
+    assert "Nothing is loaded" in problem["detail"]
 
 
 @pytest.mark.parametrize("address", ["http://169.254.169.254/", "file:///etc/passwd", "../x.png"])
@@ -233,21 +237,13 @@ def test_an_address_in_place_of_a_file_is_never_followed(running_service, addres
     assert_problem(response, 415, "unsupported-format")
 
 
-def test_two_images_in_one_form_are_422(running_service, pictures) -> None:
-    files = [("image", ("a.png", pictures[0])), ("image", ("b.png", pictures[1]))]
-    problem = assert_problem(
-        running_service.client.post("/search", files=files), 422, "invalid-parameter"
-    )
-    assert "2 parts" in problem["detail"]
-
-
 def test_a_form_without_boundary_is_400(running_service) -> None:
     headers = {"content-type": "multipart/form-data"}
     response = running_service.client.post("/search", content=b"abc", headers=headers)
     assert_problem(response, 400, "bad-request")
 
 
-def test_json_in_place_of_a_form_is_422(running_service) -> None:
+def test_json_of_another_shape_is_422(running_service) -> None:
     response = running_service.client.post("/search", json={"image": "abc"})
     assert_problem(response, 422, "invalid-parameter")
 
@@ -286,11 +282,11 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
         404,
         "unknown-gallery",
     ),
-    "no image": ({"data": {"k": "3"}}, 422, "invalid-parameter"),
-    "image as text": ({"data": {"image": "/etc/passwd"}}, 422, "invalid-parameter"),
-    "two images": ({"files": [("image", GOOD), ("image", GOOD)]}, 422, "invalid-parameter"),
+    "no image": ({"files": {"k": (None, "3")}}, 422, "invalid-parameter"),
+    "image as text": ({"files": {"image": (None, "/etc/passwd")}}, 422, "invalid-parameter"),
+    "33 images": ({"files": [("image", GOOD)] * 33}, 422, "invalid-parameter"),
     "no boundary": ({"content": b"abc", "headers": FORM}, 400, "bad-request"),
-    "no body": ({}, 422, "invalid-parameter"),
+    "no body": ({}, 415, "unsupported-media-type"),
     "JSON": ({"json": {"image": "abc"}}, 422, "invalid-parameter"),
     "another host": (
         {"files": {"image": GOOD}, "headers": {"host": "shop.example"}},
@@ -331,9 +327,7 @@ def test_the_galleries_are_listed_with_versions(running_service) -> None:
     answer = running_service.client.get("/galleries").json()
     assert answer["bundle_id"] == "fake"
     (entry,) = answer["galleries"]
-    assert set(entry) == {
-        "name", "version", "generation", "bundle_id", "size", "dim", "created_at",
-    }  # fmt: skip
+    assert {"name", "version", "generation", "bundle_id", "size", "dim", "created_at"} <= set(entry)
     assert entry["size"] == 12
 
 

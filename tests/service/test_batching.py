@@ -1,6 +1,7 @@
 """The micro-batcher: batches form under load, and every future is settled exactly once."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -163,22 +164,95 @@ def test_only_the_bad_item_of_a_batch_fails() -> None:
     assert run(test).sizes == [4, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_when_a_worker_dies_everything_that_waits_fails_and_nothing_more_is_accepted(
-    workers: int,
-) -> None:
-    async def test(model: Model, batcher: MicroBatcher) -> None:
-        results = await submit_all(batcher, [1, 2, 3, 99, 5, 6, 7, 8])
-        failed = [result for result in results if isinstance(result, SearchError)]
-        assert len(failed) >= 4
-        assert "Restart" in str(failed[0])
-        assert not batcher.alive
-        assert "SystemExit" in str(batcher.failure)
-        with pytest.raises(SearchError, match="has stopped"):
-            await batcher.submit(image(1))
-        assert batcher.depth == 0
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
 
-    run(test, workers=workers)
+
+async def restarted(batcher: MicroBatcher, times: int) -> None:
+    while batcher.restarts < times:
+        await asyncio.sleep(0.001)
+
+
+def test_when_the_last_worker_dies_everything_that_waits_fails_at_once_and_once() -> None:
+    async def test(model: Model, batcher: MicroBatcher) -> None:
+        model.gate.clear()
+        settled: list[int] = []
+        tasks = [asyncio.create_task(batcher.submit(image(99)))]
+
+        async def queue() -> None:
+            tasks.extend(asyncio.create_task(batcher.submit(image(n))) for n in range(1, 8))
+            await asyncio.sleep(0)
+            for number, future in enumerate(list(batcher._waiting)):
+                future.add_done_callback(lambda _, n=number: settled.append(n))
+
+        await while_held(model, queue)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [SearchError] * 8
+        assert "started again" in str(results[0])
+        assert sorted(settled) == list(range(7))
+        await until(lambda: not batcher.alive)
+        assert batcher.last_failure == "SystemExit in the model"
+        assert batcher.depth == 0
+        with pytest.raises(SearchError, match="has stopped"):
+            await batcher.submit(image(1), urgent=True)
+
+    assert run(test, pause_s=60).values == [99]
+
+
+def test_a_dead_worker_is_started_again_and_serves() -> None:
+    async def test(_: Model, batcher: MicroBatcher) -> None:
+        for number in range(1, 4):
+            with pytest.raises(SearchError):
+                await batcher.submit(image(99))
+            await restarted(batcher, number)
+            assert float((await batcher.submit(image(number)))[0]) == number
+
+    run(test, pause_s=0.001)
+
+
+def test_the_pause_before_a_restart_grows_until_something_is_embedded() -> None:
+    async def test(_: Model, batcher: MicroBatcher) -> None:
+        pauses = [batcher._pause_s]
+        for value, restarts in ((99, 1), (99, 2), (99, 3), (5, 3), (99, 4)):
+            with contextlib.suppress(SearchError):
+                await batcher.submit(image(value))
+            await restarted(batcher, restarts)
+            pauses.append(batcher._pause_s)
+        assert pauses == [0.001, 0.002, 0.004, 0.008, 0.001, 0.002]
+
+    run(test, pause_s=0.001)
+
+
+def test_while_another_worker_lives_what_waits_is_served_by_it() -> None:
+    async def test(model: Model, batcher: MicroBatcher) -> None:
+        model.gate.clear()
+        dying = asyncio.create_task(batcher.submit(image(99)))
+        assert await asyncio.to_thread(model.entered.acquire, timeout=WAIT_S)
+        held = asyncio.create_task(batcher.submit(image(1)))
+        assert await asyncio.to_thread(model.entered.acquire, timeout=WAIT_S)
+        waiting = [asyncio.create_task(batcher.submit(image(n))) for n in range(2, 6)]
+        await asyncio.sleep(0)
+        model.gate.set()
+        with pytest.raises(SearchError):
+            await dying
+        assert [float((await task)[0]) for task in (held, *waiting)] == [1, 2, 3, 4, 5]
+        assert batcher.alive
+
+    run(test, workers=2, batch_size=1, pause_s=60)
+
+
+def test_a_batcher_that_is_stopped_during_the_pause_stays_stopped() -> None:
+    async def test(_: Model, batcher: MicroBatcher) -> None:
+        with pytest.raises(SearchError):
+            await batcher.submit(image(99))
+        await until(lambda: not batcher.alive)
+        await batcher.stop()
+        await asyncio.sleep(0.05)
+        assert not batcher.alive
+        assert batcher.restarts == 0
+
+    run(test, pause_s=0.02)
 
 
 def test_a_model_that_gives_the_wrong_number_of_vectors_is_an_error_of_the_bundle() -> None:

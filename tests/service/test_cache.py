@@ -2,17 +2,21 @@
 
 import asyncio
 import itertools
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from embedder.types import Hit
-from service.cache import Cache, LruCache, answer_key, embedding_key
+from indexer.engine import Group
+from service.cache import Cache, Lookup, LruCache, answer_key, embedding_key
 from service.payloads import (
-    decode_hits,
+    Shown,
+    checked_results,
     decode_vector,
-    encode_hits,
+    encode_results,
     encode_vector,
     seal,
     unseal,
@@ -29,9 +33,13 @@ class DictStore:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.calls: list[list[str]] = []
 
-    async def get(self, key: str) -> bytes | None:
-        return self.values.get(key)
+    def begin(self) -> None: ...
+
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        self.calls.append(list(keys))
+        return [self.values.get(key) for key in keys]
 
     async def set(self, key: str, value: bytes) -> None:
         self.values[key] = value
@@ -42,7 +50,7 @@ class DictStore:
 
 
 def read(cache: Cache, key: str, dim: int = 2) -> Any:
-    return asyncio.run(cache.get("embedding", key, lambda value: decode_vector(value, dim)))
+    return asyncio.run(cache.get(Lookup("embedding", key, lambda value: decode_vector(value, dim))))
 
 
 def write(cache: Cache, key: str, payload: bytes) -> None:
@@ -101,20 +109,30 @@ def test_a_cache_of_no_entries_keeps_nothing() -> None:
 def test_every_part_of_a_request_changes_the_key_of_its_answer() -> None:
     parts: list[list[Any]] = [
         ["bundle", "bundle2"],
-        ["shop", "shop:v1", "shop%3Av1"],
+        ["fp32", "int8"],
+        ["shop", "shop:g1", "shop%3Ag1"],
+        ["g1", "g2"],
         ["v1", "v2"],
         ["digest", "digest2"],
-        [1, 11],
-        [None, 0.0, 0.5],
     ]
     combinations = list(itertools.product(*parts))
     assert len({answer_key(*parts) for parts in combinations}) == len(combinations)
-    assert embedding_key("b1", "d") != embedding_key("b2", "d")
+
+
+def test_bundle_precision_content_and_box_change_the_key_of_a_vector() -> None:
+    parts: list[list[Any]] = [
+        ["b1", "b2"],
+        ["fp32", "int8"],
+        ["d1", "d2"],
+        [None, (0.0, 0.0, 0.5, 1.0), (0.0, 0.0, 1.0, 0.5)],
+    ]
+    combinations = list(itertools.product(*parts))
+    assert len({embedding_key(*parts) for parts in combinations}) == len(combinations)
 
 
 def test_a_value_of_the_shared_level_is_read_once_and_then_local() -> None:
     store, seen = DictStore(), []
-    key = embedding_key("bundle", "digest")
+    key = embedding_key("bundle", "fp32", "digest", None)
     write(Cache(LruCache(9, 999), store), key, encode_vector(vector(0.6, 0.8)))
     cache = Cache(LruCache(9, 999), store)
     cache.observe(lambda kind, level: seen.append((kind, level)))
@@ -156,14 +174,66 @@ def test_a_value_fits_only_under_the_key_it_was_made_for() -> None:
         unseal("key of bundle a", sealed[:-1] + b"x")
 
 
-def test_hits_and_vectors_survive_the_way_to_bytes_and_back() -> None:
-    assert decode_hits(encode_hits(HITS), k=2) == HITS
-    assert decode_hits(encode_hits([]), k=1) == []
-    for before, after in zip(HITS, decode_hits(encode_hits(HITS), k=2), strict=True):
-        # 1, 1.0 and True are equal in Python
-        assert [*map(type, after.attributes.values())] == [*map(type, before.attributes.values())]
+def test_vectors_survive_the_way_to_bytes_and_back() -> None:
     original = vector(0.6, -0.8)
     assert (decode_vector(encode_vector(original), 2) == original).all()
+
+
+def test_all_that_is_missing_here_is_asked_for_in_one_call() -> None:
+    async def main() -> None:
+        store = DictStore()
+        cache = Cache(LruCache(9, 999), store)
+        cache.set("a", b"1")
+        store.values["b"] = seal("b", b"2")
+        lookups = [Lookup("embedding", key, bytes) for key in ("a", "b", "c")]
+        assert await cache.get_all(lookups) == [b"1", b"2", None]
+        assert await cache.get_all(lookups[:2]) == [b"1", b"2"]
+        assert store.calls == [["b", "c"]]
+
+    asyncio.run(main())
+
+
+def test_what_others_wrote_is_checked_more_closely_than_what_was_written_here() -> None:
+    def refuse(_: bytes) -> bytes:
+        raise ValueError
+
+    async def main() -> None:
+        store = DictStore()
+        cache = Cache(LruCache(9, 999), store)
+        store.values["a"] = seal("a", b"1")
+        assert await cache.get(Lookup("answer", "a", bytes, refuse)) is None
+        cache.set("a", b"1")
+        assert await cache.get(Lookup("answer", "a", bytes, refuse)) == b"1"
+
+    asyncio.run(main())
+
+
+SHOWN = Shown("/galleries/shop/items/", "/image?version=0123456789ab", None)
+GROUPS = [Group("shoes", 0.9, HITS[:1]), Group(None, -0.2, HITS[1:])]
+GOOD = encode_results(SHOWN, HITS, None, match=True)
+
+
+def test_results_are_kept_as_the_json_that_is_sent() -> None:
+    assert checked_results(GOOD, 2, SHOWN) == GOOD
+    [first, second] = json.loads(GOOD)["hits"]
+    assert (first["id"], first["key"], first["score"]) == (3, "a.jpg", 0.9)
+    assert first["image"] == "/galleries/shop/items/3/image?version=0123456789ab"
+    assert second["key"] == "ü.jpg"
+    # 1, 1.0 and True are equal in Python
+    kinds = {name: type(value) for name, value in first["attributes"].items()}
+    assert kinds == {name: type(value) for name, value in VALUES.items()}
+    assert first["attributes"] == VALUES
+    grouped = encode_results(SHOWN, [], GROUPS, match=True)
+    assert checked_results(grouped, 2, SHOWN) == grouped
+    assert [group["value"] for group in json.loads(grouped)["groups"]] == ["shoes", None]
+    empty = encode_results(SHOWN, [], None, match=False)
+    assert checked_results(empty, 1, SHOWN) == empty
+
+
+def changed(**fields: Any) -> bytes:
+    results = json.loads(GOOD)
+    results["hits"][0].update(fields)
+    return json.dumps(results).encode()
 
 
 @pytest.mark.parametrize(
@@ -172,19 +242,29 @@ def test_hits_and_vectors_survive_the_way_to_bytes_and_back() -> None:
         b"",
         b"{}",
         b"[1]",
-        b'[{"id": 1}]',
-        b'[{"id": "1", "key": "a", "score": 0.5, "attributes": {}}]',
-        b'[{"id": -1, "key": "a", "score": 0.5, "attributes": {}}]',
-        b'[{"id": 1, "key": "a", "score": NaN, "attributes": {}}]',
-        b'[{"id": 1, "key": "a", "score": 7.0, "attributes": {}}]',
-        b'[{"id": 1, "key": "a", "score": 0.5, "attributes": {}, "more": 1}]',
-        b'[{"id": 1, "key": "a", "score": 0.5, "attributes": {"class": null}}]',
-        b'[{"id": 1, "key": "a", "score": 0.5, "attributes": {"class": ["a"]}}]',
-        encode_hits(HITS[::-1]),
-        encode_hits([*HITS, HITS[-1]]),
         b"\x80\x04\x95",
+        changed(id="3"),
+        changed(id=-3),
+        changed(id=4),
+        changed(score=7.0),
+        changed(score=float("nan")),
+        changed(score=-0.5),
+        changed(probability=2.0),
+        changed(more=1),
+        changed(attributes={"class": None}),
+        changed(attributes={"class": ["a"]}),
+        changed(image="https://elsewhere.example/3"),
+        changed(image="/galleries/shop/items/3/image?version=ba9876543210"),
+        GOOD.replace(b'"count":2', b'"count":1'),
+        encode_results(SHOWN, HITS[::-1], None, match=True),
+        encode_results(SHOWN, [*HITS, HITS[-1]], None, match=True),
+        encode_results(SHOWN, [], GROUPS[::-1], match=True),
+        encode_results(SHOWN, HITS, GROUPS, match=True),
+        encode_results(
+            Shown("/galleries/other/items/", SHOWN.suffix, None), HITS, None, match=True
+        ),
     ],
 )
-def test_stored_hits_that_do_not_fit_are_refused(payload: bytes) -> None:
+def test_stored_results_that_do_not_fit_are_refused(payload: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
-        decode_hits(payload, k=2)
+        checked_results(payload, 2, SHOWN)

@@ -10,6 +10,7 @@ from embedder.errors import BundleMismatchError, GalleryNotFoundError
 from embedder.fake import FakeEmbedder
 from service.app import create_app
 from service.settings import Settings
+from tests.service.conftest import DEFAULTS, run
 
 
 def test_readiness_reports_what_is_served(running_service) -> None:
@@ -38,27 +39,34 @@ def test_readiness_really_embeds_and_searches_every_gallery(
     assert (gallery.searches, other.searches) == (2, 2)
 
 
-def test_a_dead_worker_turns_readiness_red_while_the_process_stays_live(
-    start_service, embedder, pictures, monkeypatch
+def test_a_dead_worker_turns_readiness_red_until_it_was_started_again(
+    start_service, pictures, monkeypatch, until
 ) -> None:
     def die(_: Any) -> Any:
         raise SystemExit(1)
 
     service = start_service()
+    batcher = service.runtime.batcher
     assert service.client.get("/ready").status_code == 200
+    batcher._pause_s = 1.0
     with monkeypatch.context() as patch:
-        patch.setattr(service.runtime.batcher, "_embed", die)
+        patch.setattr(batcher, "_embed", die)
         response = service.search(pictures[0])
     assert response.status_code == 503
     assert response.json()["type"] == "urn:kinlens:problem:search-unavailable"
+    assert int(response.headers["retry-after"]) >= 1
     ready = service.client.get("/ready")
     assert ready.status_code == 503
     assert ready.json()["status"] == "not ready"
-    assert "stopped" in ready.json()["checks"]["worker"]
+    assert "stopped: SystemExit" in ready.json()["checks"]["worker"]
     assert "worker" in ready.json()["last_error"]
     assert service.metric("kinlens_worker_alive") == 0
     assert service.client.get("/live").status_code == 200
-    assert service.search(pictures[1]).status_code == 503
+    until(lambda: batcher.alive)
+    again = service.client.get("/ready")
+    assert (again.status_code, again.json()["status"]) == (200, "ready")
+    assert again.json()["checks"]["worker"].startswith("worker restarted 1 time, last: SystemExit")
+    assert service.search(pictures[0]).status_code == 200
 
 
 def test_a_model_that_hangs_turns_readiness_red_and_green_again(start_service, embedder) -> None:
@@ -152,6 +160,24 @@ def test_a_gallery_of_another_bundle_is_refused_at_start_by_both_ids(gallery) ->
         create_app(Settings(), FakeEmbedder(bundle_id="other-bundle"), {"shop": gallery})
 
 
+def test_a_gallery_with_vectors_of_another_length_is_refused_at_start(gallery) -> None:
+    gallery.dim = 5
+    with pytest.raises(BundleMismatchError, match=r"length 5.* 32"):
+        create_app(Settings(), FakeEmbedder(), {"shop": gallery})
+
+
 def test_a_service_without_a_gallery_is_refused_at_start() -> None:
-    with pytest.raises(GalleryNotFoundError, match="--gallery"):
+    with pytest.raises(GalleryNotFoundError, match=r"--gallery.*--state"):
         create_app(Settings(), FakeEmbedder(), {})
+
+
+def test_a_service_with_a_state_folder_is_ready_without_a_gallery(tmp_path, pictures) -> None:
+    settings = Settings(state=tmp_path, **DEFAULTS)
+    service = run(create_app(settings, FakeEmbedder(), {}))
+    ready = service.client.get("/ready")
+    assert (ready.status_code, ready.json()["galleries"]) == (200, {})
+    assert ready.json()["checks"] == {"worker": "ok", "model": "ok"}
+    refused = service.search(pictures[0])
+    assert refused.status_code == 404
+    assert "POST /galleries" in refused.json()["detail"]
+    service.close()

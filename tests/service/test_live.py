@@ -15,7 +15,7 @@ from indexer.gallery import Gallery
 from indexer.images import folder_source
 from service.app import create_app
 from service.settings import Settings
-from tests.service.conftest import Running, run
+from tests.service.conftest import DEFAULTS, Running, run
 
 ROOT = Path(__file__).parents[2]
 ATTRIBUTES = {"stock": 1, "price": 1.0, "sale": True, "colour": "grün"}
@@ -91,7 +91,7 @@ def write(shop: Path, writer: subprocess.Popen[str]) -> Callable[..., None]:
 @pytest.fixture
 def live(shop: Path) -> Iterator[Running]:
     gallery = Gallery.open(shop)
-    service = run(create_app(Settings(), FakeEmbedder(), {"shop": gallery}))
+    service = run(create_app(Settings(**DEFAULTS), FakeEmbedder(), {"shop": gallery}))
     yield service
     service.close()
     gallery.close()

@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,8 @@ import pytest
 from typer.testing import CliRunner
 
 from embedder.bundle import Bundle
-from service.__main__ import _listen, app
+from service.__main__ import app
+from service.server import listen
 from tests.tiny import encoded, picture
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +32,15 @@ from indexer.gallery import Gallery
 from service.__main__ import app
 
 Gallery.image = lambda self, item_id: threading.Event().wait()
+app(sys.argv[1:])
+"""
+SLOW = """
+import sys, time
+from embedder.session import OnnxEmbedder
+from service.__main__ import app
+
+embed = OnnxEmbedder.embed
+OnnxEmbedder.embed = lambda self, images: (time.sleep(1.5), embed(self, images))[1]
 app(sys.argv[1:])
 """
 
@@ -46,7 +58,7 @@ class Started:
 @pytest.fixture(autouse=True)
 def unchanged_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the loggers of this process; the start in a process of its own tests the real ones."""
-    monkeypatch.setattr("service.__main__.configure_logs", lambda level: None)
+    monkeypatch.setattr("service.commands.serve.configure_logs", lambda *given: None)
 
 
 def refused(*arguments: str) -> str:
@@ -61,8 +73,10 @@ def refused(*arguments: str) -> str:
 def test_help_shows_every_option_and_an_example() -> None:
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     options = ("--bundle", "--gallery", "--image-root", "--host", "--port", "--device")
-    for option in (*options, "--redis-url"):
+    for option in (*options, "--redis-url", "--state", "--workers", "--precision"):
         assert option in text
+    for command in ("check", "keys", "work"):
+        assert f"{command} " in text
     assert "Example: kinlens-serve --bundle" in text
 
 
@@ -90,6 +104,8 @@ def test_a_corrupt_bundle_is_refused_by_the_file(tmp_path: Path) -> None:
         (["--redis-url", "redis://cache:hunter2"], "redis_url"),
         (["--image-root", "/data"], "image_roots"),
         (["--gallery", "no name=/a"], "gallery name 'no name' does not fit in a link"),
+        (["--precision", "fp8"], "precision: Input should be"),
+        (["--workers", "0"], "workers: Input should be greater than or equal to 1"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name_without_a_traceback(
@@ -100,10 +116,12 @@ def test_a_wrong_option_is_refused_by_name_without_a_traceback(
     assert "hunter2" not in line
 
 
-def test_a_changed_model_file_is_refused(make_tiny_bundle: Callable[..., Bundle]) -> None:
+def test_a_changed_model_file_is_refused(
+    make_tiny_bundle: Callable[..., Bundle], tiny_gallery: Path
+) -> None:
     bundle = make_tiny_bundle()
     bundle.model_path.write_bytes(bundle.model_path.read_bytes()[:-10])
-    line = refused("--bundle", str(bundle.path), "--gallery", "nowhere")
+    line = refused("--bundle", str(bundle.path), "--gallery", str(tiny_gallery))
     assert "model.onnx" in line
     assert "sha256" in line
 
@@ -265,6 +283,101 @@ def test_ctrl_c_ends_it_although_a_read_hangs_and_an_upload_stalls(
     assert "Traceback" not in service.errors
 
 
+def test_options_before_a_command_are_refused_instead_of_ignored() -> None:
+    assert "after the command" in refused("--port", "9000", "check")
+
+
+def test_a_public_address_with_open_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KINLENS_ANONYMOUS_SCOPES", "search,write")
+    line = refused("--host", "0.0.0.0")
+    assert "anonymous_scopes" in line
+    assert "keys create" in line
+
+
+def test_a_damaged_file_of_keys_is_refused_by_its_path(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys.json").write_text("{")
+    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+    assert str(tmp_path / "keys.json") in refused(*paths, "--state", str(tmp_path))
+
+
+def test_what_is_open_to_the_network_is_said_at_the_start(
+    tiny_bundle: Bundle, tiny_gallery: Path
+) -> None:
+    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+    with started(["-m", "service"], *paths, "--host", "0.0.0.0") as service:
+        url = service.url.replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{url}/live").status_code == 200
+    lines = service.output.splitlines()
+    assert all(line.startswith("Warning: ") for line in lines)
+    assert "KINLENS_RATE_LIMIT_PER_ADDRESS" in service.output
+    assert "KINLENS_ALLOWED_HOSTS" in service.output
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_what_was_accepted_is_finished_and_nothing_new_is_taken(
+    tiny_bundle: Bundle, tiny_gallery: Path, ending: signal.Signals
+) -> None:
+    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+    limits = {"KINLENS_SHUTDOWN_TIMEOUT_S": "30", "KINLENS_EMBED_WORKERS": "8"}
+    with started(["-c", SLOW], *paths, **limits) as service, ThreadPoolExecutor(8) as clients:
+        address = ("127.0.0.1", int(service.url.rsplit(":", 1)[1]))
+
+        def search(number: int) -> int:
+            files = {"image": encoded(picture(number))}
+            return httpx.post(f"{service.url}/search", files=files, timeout=60).status_code
+
+        held = [clients.submit(search, number) for number in range(8)]
+        _until(lambda: _in_flight(service.url) == 8)
+        service.process.send_signal(ending)
+        _until(lambda: not _connects(address))
+        assert not any(call.done() for call in held)
+        assert [call.result() for call in held] == [200] * 8
+        assert service.process.wait(timeout=20) == 0
+    assert "Traceback" not in service.errors
+
+
+def test_a_second_signal_ends_it_at_once(tiny_bundle: Bundle, tiny_gallery: Path) -> None:
+    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+    limits = {"KINLENS_REQUEST_TIMEOUT_MS": "600000", "KINLENS_SHUTDOWN_TIMEOUT_S": "600"}
+    with started(["-c", HANGING], *paths, **limits) as service, ThreadPoolExecutor(1) as clients:
+        address = ("127.0.0.1", int(service.url.rsplit(":", 1)[1]))
+        url = f"{service.url}/galleries/shop/items/0/image"
+        held = clients.submit(httpx.get, url, timeout=60)
+        _until(lambda: httpx.get(f"{service.url}/live").status_code == 200)
+        time.sleep(0.5)
+        service.process.terminate()
+        _until(lambda: not _connects(address))
+        assert service.process.poll() is None
+        service.process.terminate()
+        assert service.process.wait(timeout=20) != 0
+        with pytest.raises(httpx.TransportError):
+            held.result()
+
+
+def _in_flight(url: str) -> float:
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith("kinlens_searches_in_flight "):
+            return float(line.split()[1])
+    return 0.0
+
+
+def _connects(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "never happened"
+        time.sleep(0.02)
+
+
 def test_connections_send_answers_without_delay() -> None:
     async def nodelay_of_a_connection() -> int:
         seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -274,7 +387,7 @@ def test_connections_send_answers_without_delay() -> None:
             seen.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             writer.close()
 
-        listener = _listen("127.0.0.1", 0)
+        listener = listen("127.0.0.1", 0)
         async with await asyncio.start_server(accepted, sock=listener):
             _, writer = await asyncio.open_connection(*listener.getsockname())
             value = await asyncio.wait_for(seen, 10)

@@ -7,7 +7,8 @@ import structlog
 
 from service.metrics import CONTENT_TYPE
 
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (DOCS / "operations.md", DOCS / "metrics.md")
 
 
 def test_requests_are_counted_by_route_and_status_never_by_address(start_service, pictures) -> None:
@@ -41,8 +42,9 @@ def test_a_method_that_http_does_not_know_is_counted_as_other(start_service) -> 
 def test_stages_batches_and_what_is_served_are_published(start_service, pictures) -> None:
     service = start_service()
     service.search(pictures[0])
-    for stage in ("decode", "embed", "search", "total"):
+    for stage in ("cache", "decode", "embed", "search", "total"):
         assert service.metric("kinlens_stage_seconds_count", stage=stage) == 1
+    assert service.metric("kinlens_stage_seconds_count", stage="queue") == 2
     assert service.metric("kinlens_batch_size_count") == 2  # the warm-up and the search
     assert service.metric("kinlens_queue_depth") == 0
     assert service.metric("kinlens_worker_alive") == 1
@@ -56,7 +58,7 @@ def test_stages_batches_and_what_is_served_are_published(start_service, pictures
     )
 
 
-def test_every_metric_is_in_the_operations_page_and_nothing_else_is(start_service) -> None:
+def test_every_metric_is_in_the_documentation_and_nothing_else_is(start_service) -> None:
     registry = start_service().runtime.metrics.registry
     found = {
         {"counter": f"{family.name}_total", "info": f"{family.name}_info"}.get(
@@ -64,8 +66,8 @@ def test_every_metric_is_in_the_operations_page_and_nothing_else_is(start_servic
         )
         for family in registry.collect()
     }
-    pages = re.findall(r"^\| `(kinlens_\w+)` \|", OPERATIONS.read_text("utf-8"), re.MULTILINE)
-    assert set(pages) == found
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    assert set(re.findall(r"^\| `(kinlens_\w+)` \|", text, re.MULTILINE)) == found
 
 
 def test_two_apps_in_one_process_count_for_themselves(start_service, pictures) -> None:
@@ -87,7 +89,7 @@ def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(
         service.search(pictures[0])
     line = next(event for event in events if event["event"] == "request")
     assert line["route"] == "/search"
-    assert line["status"] == 415
+    assert line["status"] == 422  # there is no parameter token
     assert line["request_id"] == refused.headers["x-request-id"]
     assert "secret" not in str(events)
     assert str(pictures[0][:40]) not in str(events)

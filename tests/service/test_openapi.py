@@ -9,7 +9,8 @@ import pytest
 
 from service import problems
 from service.problems import KINDS, Kind
-from service.schemas import Problem, SearchAnswer
+from service.schemas.problems import Problem
+from service.schemas.search import BatchAnswer, SearchAnswer
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 PROBLEM = "application/problem+json"
@@ -61,7 +62,7 @@ def test_every_error_answer_of_every_route_has_real_problems_as_examples(documen
                 assert (kind.slug, kind.status, kind.title) == (slug, int(status), shown.title)
                 assert shown.status == int(status)
                 assert shown.detail.endswith(".")
-            assert ("Retry-After" in response.get("headers", {})) is (status == "503")
+            assert ("Retry-After" in response.get("headers", {})) is (status in ("429", "503"))
 
 
 def test_a_search_and_a_picture_document_what_they_can_answer_with(document) -> None:
@@ -69,15 +70,19 @@ def test_a_search_and_a_picture_document_what_they_can_answer_with(document) -> 
     anywhere = {"unknown-host", "internal"}
     assert found["get", "/live"] == found["get", "/metrics"] == anywhere
     assert found["get", "/ready"] == anywhere
+    anywhere |= {"key-needed", "not-allowed", "scope-needed", "rate-limited"}
     looked_up = {"overloaded", "deadline-exceeded", "gallery-unavailable"}
     assert found["get", "/galleries"] == anywhere | looked_up
     picture = anywhere | looked_up | {"unknown-gallery", "unknown-item", "invalid-parameter"}
     assert found["get", "/galleries/{name}/items/{item_id}/image"] == picture
-    assert found["post", "/search"] == (picture - {"unknown-item"}) | {
-        "bad-request", "body-too-slow", "body-too-large", "empty-image", "image-too-many-bytes",
-        "image-too-large", "unsupported-format", "corrupt-image", "search-unavailable",
-        "model-unavailable",
+    similar = picture | {"invalid-filter"}
+    assert found["get", "/galleries/{name}/items/{item_id}/similar"] == similar
+    body = {"bad-request", "body-too-slow", "body-too-large", "unsupported-media-type"}
+    assert found["post", "/search"] == similar | body | {
+        "empty-image", "image-too-many-bytes", "image-too-large", "image-too-costly",
+        "unsupported-format", "corrupt-image", "search-unavailable", "model-unavailable",
     }  # fmt: skip
+    assert found["post", "/search/batch"] == anywhere | body | {"invalid-parameter"}
 
 
 def test_the_api_page_lists_the_same_problems_under_the_same_status(document) -> None:
@@ -97,18 +102,39 @@ def test_every_reference_points_to_a_schema(document) -> None:
     assert references(document) <= set(document["components"]["schemas"])
 
 
-def test_the_examples_fit_their_schemas(document) -> None:
+def test_the_examples_of_searches_fit_their_schemas(document) -> None:
+    """The document leaves out members that are null."""
     (example,) = document["components"]["schemas"]["SearchAnswer"]["examples"]
-    assert SearchAnswer.model_validate(example).model_dump() == example
+    assert SearchAnswer.model_validate(example).model_dump(exclude_none=True) == example
+    for path in ("/search", "/search/batch"):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        for name, shown in content["application/json"]["examples"].items():
+            model = BatchAnswer if "answers" in shown["value"] else SearchAnswer
+            again = model.model_validate(shown["value"]).model_dump(exclude_none=True)
+            assert again == shown["value"], name
+
+
+def test_every_example_of_a_search_request_is_answered(document, running_service) -> None:
+    for path in ("/search", "/search/batch"):
+        content = document["paths"][path]["post"]["requestBody"]["content"]
+        for shown in content["application/json"]["examples"].values():
+            if "filter" in shown["value"]:
+                continue  # the gallery of this service has no attributes
+            response = running_service.client.post(path, json=shown["value"])
+            expected = 404 if "positives" in shown["value"] else 200  # keys of another shop
+            assert response.status_code == expected, response.text
 
 
 def test_the_limits_in_the_document_are_those_of_the_settings(start_service) -> None:
     service = start_service(max_k=50, default_k=5)
-    schemas = service.client.get("/openapi.json").json()["components"]["schemas"]
-    (form,) = (schema for name, schema in schemas.items() if name.startswith("Body_"))
-    k = form["properties"]["k"]
-    assert (k["minimum"], k["maximum"], k["default"]) == (1, 50, 5)
-    assert form["required"] == ["image"]
+    operation = service.client.get("/openapi.json").json()["paths"]["/search"]["post"]
+    content = operation["requestBody"]["content"]
+    form = content["multipart/form-data"]["schema"]["properties"]["k"]
+    [query] = [each["schema"] for each in operation["parameters"] if each["name"] == "k"]
+    [number, _] = content["application/json"]["schema"]["properties"]["k"]["anyOf"]
+    for schema in (form, query, number):
+        assert (schema["minimum"], schema["maximum"]) == (1, 50)
+    assert form["default"] == query["default"] == 5
 
 
 def test_a_smaller_max_k_is_enforced(start_service, pictures) -> None:

@@ -1,78 +1,53 @@
-"""The search page in a real Chromium, against the running service.
+"""The search page in a real Chromium, against the real service: the ways in and the errors."""
 
-`$KINLENS_CHROMIUM` names the browser; otherwise the first of chromium, chromium-browser and
-google-chrome on the path is used.
-"""
-
-import base64
-import os
-import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
+
+from tests.service.page_browser import (
+    FITS,
+    open_page,
+    send,
+    send_bytes,
+    settled,
+    tab_to,
+)
+from tests.service.shops import start_shop
 
 pytestmark = pytest.mark.browser
 
-SEND_FILE = """([how, name, type, base64]) => {
-    const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-    const transfer = new DataTransfer();
-    transfer.items.add(new File([bytes], name, { type }));
-    const target = document.querySelector("[data-testid=drop]");
-    const options = { bubbles: true, cancelable: true };
-    target.dispatchEvent(how === "drop"
-        ? new DragEvent("drop", { ...options, dataTransfer: transfer })
-        : new ClipboardEvent("paste", { ...options, clipboardData: transfer }));
-}"""
-FITS = "document.scrollingElement.scrollWidth <= innerWidth"
-FOCUSED = "document.activeElement?.dataset.testid"
-MEDIA_TYPES = {".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".png": "image/png"}
 
-
-class Running(Protocol):
-    """What the fixture `running_service` yields: where it listens and what its gallery holds."""
+@dataclass(frozen=True)
+class Running:
+    """Where the service listens, and the pictures of its gallery."""
 
     url: str
     images: list[Path]
 
 
-def find_chromium() -> str | None:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    found = (path for name in names if (path := shutil.which(name)))
-    return os.environ.get("KINLENS_CHROMIUM") or next(found, None)
-
-
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    path = find_chromium()
-    if path is None:
-        pytest.skip("no Chromium: install one or name it in KINLENS_CHROMIUM")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-def error_text(message: ConsoleMessage) -> list[str]:
-    return [message.text] if message.type == "error" else []
-
-
-def open_page(browser: Browser, url: str, **settings: Any) -> tuple[Page, list[str]]:
-    page = browser.new_context(**settings).new_page()
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.extend(error_text(message)))
-    page.set_default_timeout(10_000)
-    page.goto(url)
-    expect(page.get_by_test_id("gallery-size")).not_to_be_empty()
-    return page, errors
+def running_service(
+    tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]
+) -> Iterator[Running]:
+    """Twelve items without attributes behind the real service."""
+    folder = tmp_path_factory.mktemp("catalogue")
+    shop = start_shop(tmp_path_factory.mktemp("state"))
+    paths = [folder / f"{number:03d}.png" for number in range(len(pictures))]
+    for path, data in zip(paths, pictures, strict=True):
+        path.write_bytes(data)
+    shop.put({path.name: path.read_bytes() for path in paths})
+    yield Running(str(shop.client.base_url).rstrip("/"), paths)
+    shop.close()
 
 
 @pytest.fixture
 def opened(browser: Browser, running_service: Running) -> Iterator[tuple[Page, list[str]]]:
     page, errors = open_page(browser, running_service.url)
+    expect(page.get_by_test_id("gallery-size")).not_to_be_empty()
     yield page, errors
     page.context.close()
 
@@ -84,23 +59,9 @@ def page(opened: tuple[Page, list[str]]) -> Iterator[Page]:
     assert opened[1] == []
 
 
-def send_bytes(page: Page, how: str, name: str, media_type: str, data: bytes) -> None:
-    page.evaluate(SEND_FILE, [how, name, media_type, base64.b64encode(data).decode()])
-
-
-def send(page: Page, image: Path, how: str = "drop") -> None:
-    send_bytes(page, how, image.name, MEDIA_TYPES[image.suffix.lower()], image.read_bytes())
-
-
-def file_name(page: Page, rank: int) -> str:
-    key = page.get_by_test_id("card").nth(rank).get_attribute("data-key")
-    assert key is not None
-    return Path(key).name
-
-
 def expect_first(page: Page, name: str) -> None:
     """Waits until the best result is `name`, found with a score of about 1."""
-    expect(page.get_by_test_id("results")).to_have_attribute("aria-busy", "false")
+    settled(page)
     first = page.get_by_test_id("card").first
     expect(first.locator(".key-name")).to_have_text(name)
     assert float(first.get_by_test_id("score").inner_text()) == pytest.approx(1, abs=2e-3)
@@ -112,12 +73,10 @@ def search(page: Page, image: Path) -> None:
     expect_first(page, image.name)
 
 
-def tab_to(page: Page, test_id: str, limit: int = 12) -> None:
-    for _ in range(limit):
-        page.keyboard.press("Tab")
-        if page.evaluate(FOCUSED) == test_id:
-            return
-    pytest.fail(f"{test_id} was not reached with {limit} presses of Tab")
+def file_name(page: Page, rank: int) -> str:
+    key = page.get_by_test_id("card").nth(rank).get_attribute("data-key")
+    assert key is not None
+    return Path(key).name
 
 
 def test_a_dropped_image_finds_itself_and_a_click_searches_with_a_result(
@@ -129,8 +88,9 @@ def test_a_dropped_image_finds_itself_and_a_click_searches_with_a_result(
     second = file_name(page, 1)
 
     page.get_by_test_id("card-search").nth(1).click()
-    expect_first(page, second)
     expect(page.get_by_test_id("query-name")).to_have_text(second)
+    expect(page.get_by_test_id("card")).to_have_count(len(running_service.images) - 1)
+    assert page.locator(f'[data-testid=card][data-key="{second}"]').count() == 0
 
     page.go_back()
     expect_first(page, dropped.name)
@@ -157,10 +117,11 @@ def test_the_keyboard_alone_picks_and_searches(page: Page, running_service: Runn
     expect_first(page, picked.name)
 
     tab_to(page, "card-search")
-    page.keyboard.press("Enter")
-    expect(page.get_by_test_id("summary")).to_be_focused()
-    expect_first(page, picked.name)
     link = page.get_by_test_id("card").first.locator("img").get_attribute("src")
+    page.keyboard.press("Enter")
+    expect(page.get_by_test_id("query-kind")).to_have_text("Searching with the item")
+    expect(page.get_by_test_id("summary")).to_be_focused()
+    settled(page)
     assert link is not None
     expect(page.get_by_test_id("query-image")).to_have_attribute("src", link)
 
@@ -173,8 +134,8 @@ def test_a_phone_shows_everything_without_sideways_scrolling(
     page, errors = open_page(
         browser, running_service.url, viewport=viewport, has_touch=True, is_mobile=True
     )
-    assert page.evaluate(FITS)
     expect(page.get_by_test_id("camera")).to_be_visible()
+    assert page.evaluate(FITS)
     search(page, running_service.images[0])
     page.get_by_test_id("about").locator("summary").click()
     send_bytes(page, "drop", f"{'long' * 30}.txt", "text/plain", b"text")
@@ -237,8 +198,8 @@ def test_nothing_above_the_minimum_says_what_to_do(page: Page) -> None:
     send_bytes(page, "drop", "query.png", "image/png", b"any")
     expect(page.get_by_test_id("card")).to_have_count(1)
     page.get_by_test_id("min-score").fill("0.8")
-    expect(page.get_by_test_id("empty")).to_have_text(
-        "Nothing above 0.80: lower the minimum score."
+    expect(page.get_by_test_id("empty-text")).to_contain_text(
+        "The closest item has a score of 0.50, below the minimum of 0.80. Lower the minimum score"
     )
 
 
@@ -254,7 +215,8 @@ def test_markup_in_keys_and_attributes_stays_text(page: Page) -> None:
 
 def answer_with(page: Page, hits: list[dict[str, Any]]) -> None:
     """Replaces the service's answer; each hit is shown with the page's own icon."""
-    filled = [{"id": n, "attributes": {}, "image": "/ui/icon.svg"} | h for n, h in enumerate(hits)]
+    plain = {"attributes": {}, "image": "/ui/icon.svg", "probability": None}
+    filled = [{"id": n} | plain | hit for n, hit in enumerate(hits)]
     answer = {"gallery": "", "hits": filled, "timings_ms": {"total": 1.5}, "cached": False}
     page.route("**/search", lambda route: route.fulfill(json=answer))
 
@@ -273,12 +235,8 @@ def test_links_of_another_gallery_version_are_explained_by_the_service(
     expect(detail).to_contain_text("This link is from version 000000000000 of gallery shop")
     expect(detail).to_contain_text("Search again")
     assert sum("version=000000000000" in url for url in requests) == 4  # three and one to ask why
-
     page.get_by_test_id("error-close").click()
     expect(page.get_by_test_id("error")).to_be_hidden()
-    page.get_by_test_id("card-search").nth(1).click()
-    expect(detail).to_contain_text("Search again")
-    expect(page.get_by_test_id("card")).to_have_count(3)
     assert errors
     assert all("404" in error for error in errors)
 
@@ -312,6 +270,7 @@ def test_a_new_search_ends_the_one_under_way(page: Page, running_service: Runnin
 def test_the_number_of_results_is_sent_and_the_small_print_names_the_versions(
     page: Page, running_service: Running
 ) -> None:
+    page.get_by_test_id("settings").locator("summary").first.click()
     page.get_by_test_id("k").select_option("10")
     with page.expect_response("**/search") as answered:
         send(page, running_service.images[0])
@@ -321,3 +280,15 @@ def test_the_number_of_results_is_sent_and_the_small_print_names_the_versions(
     expect(page.get_by_test_id("about-list")).to_contain_text(answer["gallery_version"])
     expect(page.get_by_test_id("about-list")).to_contain_text(answer["bundle_id"])
     assert answer["k"] == 10
+
+
+def test_nothing_is_asked_of_another_host(browser: Browser, running_service: Running) -> None:
+    page, _ = open_page(browser, "about:blank")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(running_service.url)
+    search(page, running_service.images[0])
+    local = (running_service.url, "blob:", "data:")
+    assert len(asked) > 10
+    assert [url for url in asked if not url.startswith(local)] == []
+    page.context.close()

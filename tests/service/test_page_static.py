@@ -10,7 +10,8 @@ import pytest
 import service
 
 UI = Path(service.__file__).parent / "ui"
-SCRIPTS = sorted(UI.glob("*.js"))
+SCRIPTS = sorted(path for path in UI.glob("*.js") if not path.name.startswith("admin"))
+STYLES = sorted(path for path in UI.glob("*.css") if not path.name.startswith("admin"))
 TEXT_PAIRS = [
     ("text", "ground"),
     ("text", "surface"),
@@ -19,9 +20,22 @@ TEXT_PAIRS = [
     ("muted", "surface"),
     ("on-accent", "accent"),
     ("on-accent", "accent-strong"),
+    ("text", "accent-soft"),
+    ("score", "surface"),
+    ("like", "like-ground"),
+    ("dislike", "dislike-ground"),
     ("error-text", "error-ground"),
+    ("error-text", "surface"),
+    ("notice-text", "notice-ground"),
 ]
-CONTROL_PAIRS = [("control-line", "ground"), ("control-line", "surface"), ("accent", "ground")]
+CONTROL_PAIRS = [
+    ("control-line", "ground"),
+    ("control-line", "surface"),
+    ("accent", "ground"),
+    ("error-line", "surface"),
+]
+SVG_NAMESPACE = "http://www.w3.org/2000/svg"
+MAX_LINES = 300
 
 
 class Page(HTMLParser):
@@ -61,7 +75,7 @@ def test_every_resource_is_a_local_file_that_exists(page: Page) -> None:
     others = set(page.values("src") + page.values("href")) - set(links)
     assert links
     assert all((UI / link.removeprefix("/ui/")).is_file() for link in links)
-    assert others == {"/", "/docs", "#results"}
+    assert others == {"/", "/admin", "/docs", "#results"}
 
 
 def test_every_imported_module_exists() -> None:
@@ -84,7 +98,7 @@ def test_ids_are_unique_and_every_id_that_a_script_uses_exists(page: Page) -> No
 def test_every_field_has_a_label(page: Page) -> None:
     fields = [attrs for tag, attrs in page.tags if tag in ("select", "input")]
     visible = {attrs["id"] for attrs in fields if attrs.get("type") != "file"}
-    assert visible == {"gallery", "k", "min-score"}
+    assert visible == {"gallery", "k", "group", "min-score", "key"}
     assert visible <= set(page.values("for"))
 
 
@@ -93,14 +107,26 @@ def test_no_script_writes_markup_or_evaluates_text(path: Path) -> None:
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|https?:"
     )
-    assert re.findall(forbidden, path.read_text(encoding="utf-8")) == []
+    text = path.read_text(encoding="utf-8").replace(SVG_NAMESPACE, "")
+    assert re.findall(forbidden, text) == []
+
+
+@pytest.mark.parametrize("path", STYLES, ids=lambda path: path.name)
+def test_no_style_loads_anything(path: Path) -> None:
+    assert re.findall(r"url\(|@import|https?:", path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, *STYLES], ids=lambda path: path.name)
+def test_files_of_the_page_stay_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
 def schemes() -> dict[str, dict[str, str]]:
-    css = (UI / "style.css").read_text(encoding="utf-8")
-    light_block, dark_block = re.findall(r":root \{(.*?)\}", css, re.DOTALL)
+    css = (UI / "base.css").read_text(encoding="utf-8")
+    light_block, dark_block = re.findall(r"^:root[^{]*\{(.*?)\}", css, re.DOTALL | re.MULTILINE)
     light = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", light_block))
     dark = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", dark_block))
+    assert light
     assert light.keys() == dark.keys()
     return {"light": light, "dark": dark}
 

@@ -19,6 +19,8 @@ from indexer.images import folder_source
 from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import Running, run
+from tests.service.shops import start_shop
+from tests.tiny import encoded, picture
 
 PROBLEM = "application/problem+json"
 SECRET = b"secret-outside-of-the-catalogue"
@@ -318,3 +320,30 @@ def test_a_picture_of_an_item_that_is_gone_is_404_even_if_the_browser_has_it(
     gallery.size = 11  # the last one is gone
     for headers in ({}, {"if-none-match": etag}):
         assert_problem(service.client.get(link, headers=headers), 404, "unknown-item")
+
+
+def test_an_uploaded_picture_is_shown_as_a_browser_can_show_it(tmp_path) -> None:
+    shop = start_shop(tmp_path)
+    for kind, media_type in (("PNG", "png"), ("JPEG", "jpeg"), ("BMP", "jpeg"), ("TIFF", "jpeg")):
+        data = encoded(picture(3), kind)
+        [item] = shop.put({kind: data})["items"]
+        response = shop.client.get(f"/galleries/shop/items/{item['id']}/image")
+        assert response.headers["content-type"] == f"image/{media_type}"
+        assert (response.content == data) is (kind.lower() == media_type)
+        assert response.content[:2] in (b"\x89P", b"\xff\xd8")
+    shop.close()
+
+
+def test_an_upload_that_is_gone_is_404_and_comes_back_when_it_is_put_again(tmp_path) -> None:
+    shop = start_shop(tmp_path)
+    data = encoded(picture(3))
+    [item] = shop.put({"k": data})["items"]
+    link = f"/galleries/shop/items/{item['id']}/image"
+    [file] = [file for file in tmp_path.glob("uploads/*/*") if file.name in shop.uploads()]
+    file.write_bytes(b"damaged")
+    assert_problem(shop.client.get(link), 503, "gallery-unavailable")
+    file.unlink()
+    assert_problem(shop.client.get(link), 404, "unknown-item")
+    assert shop.put({"k": data})["unchanged"] == 1
+    assert shop.client.get(link).content == data
+    shop.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from service.security.exposure import exposures
 from service.settings import Settings, split_gallery
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +31,10 @@ def test_the_defaults_in_the_operations_page_are_true() -> None:
     for name, field in Settings.model_fields.items():
         if field.default_factory is not None:
             assert rows[name] == "cores"
-        elif field.default is None or field.default == ():
+        elif field.default in (None, (), ""):
             assert rows[name] == "none"
+        elif isinstance(field.default, tuple):
+            assert rows[name] == ",".join(field.default)
         else:
             assert rows[name] == str(field.default).lower(), name
 
@@ -62,7 +65,7 @@ def test_the_environment_is_not_read_at_import(monkeypatch) -> None:
 def test_importing_the_service_loads_no_torch() -> None:
     code = (
         "import importlib, pkgutil, sys, service\n"
-        "for found in pkgutil.iter_modules(service.__path__, 'service.'):\n"
+        "for found in pkgutil.walk_packages(service.__path__, 'service.'):\n"
         "    importlib.import_module(found.name)\n"
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'torchvision')))"
     )
@@ -91,6 +94,29 @@ def test_importing_the_service_loads_no_torch() -> None:
         ("allowed_hosts", ("shop:80",)),
         ("allowed_hosts", ("*.shop",)),
         ("allowed_hosts", ("::1",)),
+        ("anonymous_scopes", ("owner",)),
+        ("anonymous_scopes", "search,all"),
+        ("rate_limit_per_key", "600"),
+        ("rate_limit_per_address", "0/minute"),
+        ("rate_limit_per_address", "many/day"),
+        ("trusted_proxies", ("proxy",)),
+        ("trusted_proxies", ("10.0.0.0/33",)),
+        ("trusted_proxies", ("0.0.0.0/0",)),
+        ("cors_origins", ("shop.example",)),
+        ("cors_origins", ("https://shop.example/",)),
+        ("cors_origins", ("https://shop.example/path",)),
+        ("cors_origins", ("https://SHOP.example",)),
+        ("cors_origins", ("null",)),
+        ("training_data", ("/data",)),
+        ("training_data", ("bad name=/data",)),
+        ("training_data", ("a=/data", "a=/other")),
+        ("training_command", " "),
+        ("otlp_endpoint", "collector:4318"),
+        ("precision", "fp8"),
+        ("workers", 0),
+        ("workers", 65),
+        ("jobs", "there"),
+        ("decode_memory_mb", 100),
         ("max_concurrent_uploads", 0),
         ("shutdown_timeout_s", 0),
         ("embed_workers", 0),
@@ -149,3 +175,52 @@ def test_settings_do_not_change_and_do_not_show_the_password_of_redis() -> None:
 def test_a_gallery_is_a_path_with_or_without_a_name() -> None:
     assert split_gallery("shop=/a/b") == ("shop", Path("/a/b"))
     assert split_gallery("/a/b") == (None, Path("/a/b"))
+
+
+def test_the_settings_of_access_come_from_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv("KINLENS_ANONYMOUS_SCOPES", "")
+    monkeypatch.setenv("KINLENS_TRUSTED_PROXIES", "10.0.0.5, 10.1.0.0/16,::1")
+    monkeypatch.setenv("KINLENS_CORS_ORIGINS", "https://shop.example, http://localhost:3000")
+    monkeypatch.setenv("KINLENS_RATE_LIMIT_PER_ADDRESS", "10/second;1000/hour")
+    monkeypatch.setenv("KINLENS_TRAINING_DATA", "shoes=/data/shoes,bags=/data/bags")
+    monkeypatch.setenv("KINLENS_OTLP_ENDPOINT", "")
+    settings = Settings()
+    assert settings.anonymous_scopes == ()
+    assert settings.trusted_proxies == ("10.0.0.5", "10.1.0.0/16", "::1")
+    assert settings.cors_origins == ("https://shop.example", "http://localhost:3000")
+    assert settings.rate_limit_per_address == "10/second;1000/hour"
+    assert settings.training_data == ("shoes=/data/shoes", "bags=/data/bags")
+    assert settings.otlp_endpoint is None
+
+
+@pytest.mark.parametrize("scope", ["write", "admin"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "shop.example"])
+def test_changes_without_a_key_are_refused_on_an_address_that_others_reach(
+    host: str, scope: str
+) -> None:
+    with pytest.raises(ValidationError, match="anonymous_scopes") as refused:
+        Settings(host=host, anonymous_scopes=("search", scope))
+    assert "keys create" in str(refused.value)
+    assert Settings(host=host).anonymous_scopes == ("search",)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "localhost"])
+def test_changes_without_a_key_may_be_opened_on_this_machine(host: str) -> None:
+    assert Settings(host=host, anonymous_scopes=("admin",)).is_local()
+
+
+def test_what_settings_open_is_said_with_its_cure(tmp_path: Path) -> None:
+    assert exposures(Settings()) == []
+    assert exposures(Settings(host="10.0.0.5", anonymous_scopes=())) == []
+    (crowd,) = exposures(Settings(host="10.0.0.5"))
+    assert "KINLENS_RATE_LIMIT_PER_ADDRESS" in crowd
+    limited = Settings(host="0.0.0.0", rate_limit_per_address="60/minute")
+    (hosts,) = exposures(limited)
+    assert "KINLENS_ALLOWED_HOSTS" in hosts
+    (origins,) = exposures(Settings(cors_origins=("*",)))
+    assert "KINLENS_CORS_ORIGINS" in origins
+    (counts,) = exposures(Settings(workers=4, rate_limit_per_key="60/minute"))
+    assert "KINLENS_REDIS_URL" in counts
+    tmp_path.chmod(0o777)
+    (folder,) = exposures(Settings(state=tmp_path))
+    assert "chmod" in folder

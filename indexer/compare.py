@@ -1,0 +1,143 @@
+"""Two galleries of the same items by different models, compared before one replaces the other."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from embedder.errors import ItemNotFoundError
+from embedder.types import AttributeValue, Hit
+from indexer.reader import GalleryReader
+
+_SEED = 0
+
+
+class Side(BaseModel):
+    """One of the two galleries.
+
+    Recalls are parts in [0, 1], None where no item can be judged; `ms_per_query` is the median of
+    one search at a time.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    bundle_id: str
+    generation: str
+    items: int
+    recall_at_1: float | None
+    recall_at_k: float | None
+    ms_per_query: float | None
+
+
+class Comparison(BaseModel):
+    """Answers of two galleries to the same `queries` stored items, each left out of its answer.
+
+    An answer is right if its `class_attribute` is that of the query; `judged` queries have another
+    item of their class. `overlap_at_k` is the part of the `k` answers that both give.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    class_attribute: str
+    k: int
+    queries: int
+    judged: int
+    old: Side
+    new: Side
+    overlap_at_k: float | None
+
+
+def compare(
+    old: GalleryReader,
+    new: GalleryReader,
+    class_attribute: str = "class",
+    k: int = 10,
+    sample: int = 1000,
+) -> Comparison:
+    """Ask both galleries for the neighbours of up to `sample` items that both hold.
+
+    Raises: GalleryCorruptError.
+    """
+    classes = {item.key: item.attributes.get(class_attribute) for item in old.items()}
+    keys = _sampled(_common(new, classes), sample)
+    sizes = Counter(_typed(value) for value in classes.values() if value is not None)
+    judged = [key for key in keys if sizes[_typed(classes[key])] > 1]
+    sides, answers = [], []
+    for gallery in (old, new):
+        found, times = _answers(gallery, keys, k)
+        right = [
+            _right(found[key], class_attribute, classes[key]) for key in judged if key in found
+        ]
+        sides.append(_side(gallery, right, times))
+        answers.append(found)
+    return Comparison(
+        class_attribute=class_attribute,
+        k=k,
+        queries=len(keys),
+        judged=len(judged),
+        old=sides[0],
+        new=sides[1],
+        overlap_at_k=_overlap(answers[0], answers[1]),
+    )
+
+
+def _common(new: GalleryReader, keys: dict[str, AttributeValue | None]) -> list[str]:
+    return [item.key for item in new.items() if item.key in keys]
+
+
+def _sampled(keys: Sequence[str], sample: int) -> list[str]:
+    if len(keys) <= sample:
+        return list(keys)
+    chosen = np.random.default_rng(_SEED).choice(len(keys), sample, replace=False)
+    return [keys[number] for number in np.sort(chosen)]
+
+
+def _answers(
+    gallery: GalleryReader, keys: Sequence[str], k: int
+) -> tuple[dict[str, list[Hit]], list[float]]:
+    """The best `k` other items of each key, and the milliseconds of each search."""
+    answers: dict[str, list[Hit]] = {}
+    times = []
+    for key in keys:
+        with contextlib.suppress(ItemNotFoundError):  # removed meanwhile
+            [entry] = gallery.entries([key])
+            started = perf_counter()
+            [hits] = gallery.search(entry.vector[None], k + 1)
+            times.append(1e3 * (perf_counter() - started))
+            answers[key] = [hit for hit in hits if hit.key != key][:k]
+    return answers, times
+
+
+def _right(hits: Sequence[Hit], name: str, wanted: AttributeValue | None) -> list[bool]:
+    return [_typed(hit.attributes.get(name)) == _typed(wanted) for hit in hits]
+
+
+def _side(gallery: GalleryReader, right: Sequence[list[bool]], times: Sequence[float]) -> Side:
+    first = [any(marks[:1]) for marks in right]
+    within = [any(marks) for marks in right]
+    return Side(
+        bundle_id=gallery.bundle_id,
+        generation=gallery.generation,
+        items=gallery.size,
+        recall_at_1=round(float(np.mean(first)), 6) if first else None,
+        recall_at_k=round(float(np.mean(within)), 6) if within else None,
+        ms_per_query=round(median(times), 3) if times else None,
+    )
+
+
+def _overlap(old: dict[str, list[Hit]], new: dict[str, list[Hit]]) -> float | None:
+    parts = []
+    for key in old.keys() & new.keys():
+        ours, theirs = ({hit.key for hit in side[key]} for side in (old, new))
+        if ours or theirs:
+            parts.append(len(ours & theirs) / max(len(ours), len(theirs)))
+    return round(float(np.mean(parts)), 6) if parts else None
+
+
+def _typed(value: AttributeValue | None) -> tuple[bool, AttributeValue | None]:
+    """So that True is not taken for 1."""
+    return isinstance(value, bool), value

@@ -1,0 +1,56 @@
+"""The pictures of a gallery as a folder with a sub-folder for each class, to train on."""
+
+import re
+import shutil
+from pathlib import Path
+
+from embedder.errors import GalleryError, ImageError, SourceError
+from embedder.types import AttributeValue
+from indexer.engine import Progress
+from indexer.follower import ReadImage
+from indexer.reader import GalleryReader
+
+_MIN_CLASSES = 4  # half of them are held out, and a search needs more than one
+_SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif"}
+
+
+def write_classes(
+    gallery: GalleryReader,
+    class_attribute: str,
+    read_image: ReadImage,
+    root: Path,
+    on_progress: Progress,
+) -> list[str]:
+    """Copy each item's picture to `root`/CLASS/NUMBER; what was left out, a line for each.
+
+    Raises: SourceError if fewer than four classes have pictures; OSError.
+    """
+    shutil.rmtree(root, ignore_errors=True)
+    names: dict[AttributeValue, str] = {}
+    left_out = []
+    for item in gallery.items():
+        on_progress(1)
+        value = item.attributes.get(class_attribute)
+        suffix = _SUFFIXES.get(item.format)
+        if value is None or suffix is None:
+            left_out.append(f"{item.key}: no {class_attribute}, or no format to train on")
+            continue
+        try:
+            data = read_image(item)
+        except (ImageError, GalleryError, OSError) as error:
+            left_out.append(f"{item.key}: {error}")
+            continue
+        folder = root / names.setdefault(value, _folder_name(len(names), value))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{item.id:09d}{suffix}").write_bytes(data)
+    if len(names) < _MIN_CLASSES:
+        raise SourceError(
+            f"The pictures of gallery {gallery.name} have {len(names)} values of the attribute "
+            f"{class_attribute!r}; a training needs {_MIN_CLASSES} or more. Give the items that "
+            "attribute, or name another one with class_attribute."
+        )
+    return left_out
+
+
+def _folder_name(number: int, value: AttributeValue) -> str:
+    return f"{number:05d}-{re.sub(r'[^A-Za-z0-9]+', '-', str(value))[:40]}"

@@ -1,0 +1,60 @@
+"""What the work of a job is given."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embedder.session import OnnxEmbedder, SessionSettings
+from indexer.engine import Item
+from indexer.follower import ReadImage
+from indexer.images import ANY_SIZE, read_image
+from indexer.reader import GalleryReader
+from service.jobs.folders import JobFolders
+from service.jobs.params import Params
+from service.jobs.plan import Plan
+from service.jobs.record import Job
+from service.jobs.steps import Steps
+from service.jobs.store import JobStore
+from service.uploads import Uploads
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A job, what it was told, and where it keeps its files."""
+
+    job: Job
+    params: Params
+    plan: Plan
+    folders: JobFolders
+    store: JobStore
+    steps: Steps
+
+    def open_embedder(self, bundle: Path) -> OnnxEmbedder:
+        """A bundle in a session like that of the service, for pictures of any size.
+
+        Raises: BundleError, also if it lacks the precision that the service runs.
+        """
+        plan = self.plan
+        settings = SessionSettings(
+            plan.device, plan.threads, plan.allow_cpu_fallback, plan.precision
+        )
+        return OnnxEmbedder.open(bundle, settings, ANY_SIZE)
+
+    def read_image(self, gallery: GalleryReader) -> ReadImage:
+        """How to read the picture of an item: from the image root, or from the uploads."""
+        root = self.plan.image_root or gallery.image_root
+        uploads = Uploads(self.folders.state / "uploads")
+
+        def read(item: Item) -> bytes:
+            if item.path:
+                return read_image(root, item.path, ANY_SIZE.max_bytes)
+            return uploads.open(item.sha256)
+
+        return read
+
+    def tell(self, **found: Any) -> None:
+        """Add to the report of the job, in the store and in its folder."""
+        report = (self.store.get(self.job.id).report or {}) | found
+        self.store.report(self.job.id, report)
+        self.folders.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

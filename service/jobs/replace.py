@@ -1,0 +1,149 @@
+"""Rebuild beside, compare, decide, swap: how a gallery gets another model."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from embedder.bundle import Bundle
+from embedder.session import Embedder
+from indexer.backup import backup_bytes
+from indexer.compare import compare
+from indexer.durable import make_folder, rename, sync_tree
+from indexer.engine import Progress
+from indexer.follower import Follower
+from indexer.layout import staged
+from indexer.reader import GalleryReader
+from indexer.rebuild import rebuild, swap_in
+from service.jobs.context import Context
+from service.jobs.gate import judge
+from service.jobs.params import Gate, RebuildParams, TrainParams
+from service.jobs.plan import BUNDLE_DIGITS
+
+
+def rebuild_gallery(context: Context) -> None:
+    """The work of a rebuild."""
+    params, bundle = context.params, context.plan.bundle
+    assert isinstance(params, RebuildParams)
+    assert bundle is not None
+    replace_model(context, bundle, Gate(max_recall_loss=params.max_recall_loss), start=0.0)
+
+
+def replace_model(context: Context, bundle: Path, gate: Gate, start: float) -> None:
+    """Make the gallery with `bundle`, compare, and swap if the gate and the parameters say so.
+
+    `start` is the part of the job that is done already.
+
+    Raises: what `rebuild` and `swap_in` raise; JobCancelledError.
+    """
+    params = context.params
+    assert isinstance(params, RebuildParams | TrainParams)
+    rest = 1.0 - start
+    with _following(context, context.open_embedder(bundle)) as follower:
+        _build(context, follower, params.max_missing, start, rest)
+        passed = _compare(context, follower, params.class_attribute, gate, start + 0.9 * rest)
+        store_bundle(bundle, context.folders.bundles)
+        if params.swap == "auto" and passed:
+            _swap(context, follower, context.folders.candidate, start + 0.94 * rest)
+            context.folders.drop_candidate()
+
+
+def swap_candidate(context: Context, candidate: Path) -> None:
+    """Put the candidate of an earlier job in place, with all that changed since.
+
+    Raises: as `replace_model`.
+    """
+    reader = GalleryReader.open(candidate, verify_hashes=False)
+    bundle_id = reader.bundle_id
+    reader.close()
+    bundle = context.folders.bundles / bundle_id[:BUNDLE_DIGITS]
+    with _following(context, context.open_embedder(bundle)) as follower:
+        old = follower.gallery.bundle_id
+        context.tell(old={"bundle_id": old}, new={"bundle_id": bundle_id}, swapped=False)
+        _swap(context, follower, candidate, 0.1)
+    shutil.rmtree(candidate, ignore_errors=True)
+
+
+def store_bundle(bundle: Path, bundles: Path) -> Path:
+    """Keep a bundle among those of the service, whole or not at all; its folder there.
+
+    Raises: BundleError; OSError.
+    """
+    bundle_id = Bundle.open(bundle).bundle_id
+    target = bundles / bundle_id[:BUNDLE_DIGITS]
+    if target.is_dir():
+        Bundle.open(target)
+        return target
+    make_folder(bundles, "bundle")
+    with staged(bundles) as stage:
+        copy = stage / "bundle"
+        shutil.copytree(bundle, copy)
+        Bundle.open(copy)
+        sync_tree(copy, "bundle")
+        with contextlib.suppress(FileExistsError):  # another job had the same one
+            rename(copy, target, "bundle")
+    return target
+
+
+@contextlib.contextmanager
+def _following(context: Context, embedder: Embedder) -> Iterator[Follower]:
+    gallery = GalleryReader.open(context.plan.gallery, verify_hashes=False)
+    try:
+        follower = Follower(context.plan.gallery, embedder, context.read_image(gallery))
+    finally:
+        gallery.close()
+    try:
+        yield follower
+    finally:
+        follower.close()
+
+
+def _build(
+    context: Context, follower: Follower, max_missing: float, start: float, rest: float
+) -> None:
+    size = follower.gallery.size
+    shutil.rmtree(context.folders.candidate, ignore_errors=True)
+    context.folders.candidate.parent.mkdir(parents=True, exist_ok=True)
+    embed = context.steps.enter("embed pictures", start, start + 0.8 * rest, size)
+    index: list[Progress] = []
+
+    def indexed(count: int) -> None:
+        if not index:
+            parts = (start + 0.8 * rest, start + 0.9 * rest)
+            index.append(context.steps.enter("make the index", *parts, size))
+        index[0](count)
+
+    report = rebuild(
+        follower,
+        context.folders.candidate,
+        max_missing=max_missing,
+        on_progress=embed,
+        on_indexed=indexed,
+    )
+    context.tell(rebuild=report.model_dump(mode="json"), swapped=False)
+
+
+def _compare(context: Context, follower: Follower, name: str, gate: Gate, part: float) -> bool:
+    context.steps.set("compare old and new", part)
+    new = GalleryReader.open(context.folders.candidate, verify_hashes=False)
+    try:
+        found = compare(follower.gallery, new, name)
+    finally:
+        new.close()
+    verdict = judge(found, gate)
+    context.tell(**found.model_dump(mode="json"), gate=asdict(verdict))
+    return verdict.passed
+
+
+def _swap(context: Context, follower: Follower, candidate: Path, start: float) -> None:
+    copy = context.steps.enter("put in place", start, 0.99, backup_bytes(candidate))
+    missing = getattr(context.params, "max_missing", 1.0)  # of a candidate somebody has decided
+    manifest = swap_in(
+        follower,
+        candidate,
+        max_missing=missing,
+        on_progress=copy,
+        before_publish=context.steps.commit,
+    )
+    context.tell(swapped=True, generation=manifest.generation)

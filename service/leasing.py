@@ -1,0 +1,13 @@
+"""What a search asks of whatever knows the galleries."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from service.registry import Served
+
+
+class Leasing(Protocol):
+    """Gives out galleries with their models: `service.registry.Registry`."""
+
+    def lease(self, name: str | None = None) -> AbstractContextManager[Served]:
+        """One pair for as long as the block lasts. Raises: GalleryNotFoundError."""

@@ -1,0 +1,159 @@
+"""Galleries that the service makes and deletes itself, in the folder of its state."""
+
+import asyncio
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from embedder.errors import (
+    BundleNotFoundError,
+    GalleryConflictError,
+    GalleryNotFoundError,
+    GalleryWriteError,
+    InvalidParameterError,
+    StateMissingError,
+)
+from indexer.durable import make_folder
+from indexer.gallery import Gallery
+from indexer.layout import GalleryFolder, discard, is_stage
+from indexer.manifest import checked_name
+from service.models import Model, Models
+from service.pools import BoundedPool
+from service.registry import Registry
+from service.settings import Settings
+from service.sources import managed_folder
+from service.uploads import Uploads
+from service.writes import Writes
+
+T = TypeVar("T")
+Changes = tuple[Uploads | None, Writes, "ManagedGalleries"]
+_LOCK = ".lock"
+_SHOWN = 64
+
+
+class ManagedGalleries:
+    """Makes and deletes galleries; every process of the service sees it at its next look."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        models: Models,
+        writes: Writes,
+        folder: Path | None,
+        pool: BoundedPool,
+    ) -> None:
+        self._registry = registry
+        self._models = models
+        self._writes = writes
+        self._folder = folder
+        self._pool = pool
+        self._changing = asyncio.Lock()
+
+    async def create(self, name: str, bundle_id: str | None) -> None:
+        """Make an empty gallery and serve it.
+
+        Raises: StateMissingError, InvalidParameterError for a name that fits in no link or a bundle
+            that is unknown, GalleryConflictError for a name that is taken, GalleryWriteError.
+        """
+        folder = self._checked_folder()
+        checked_name(name)
+        async with self._changing:
+            if name in self._registry.names():
+                raise _taken(name)
+            model = await self._model(bundle_id)
+            await self._pool.run(lambda: _locked(folder, lambda: _create(folder, name, model)))
+            await self._registry.refresh()
+
+    async def delete(self, name: str) -> None:
+        """Delete a gallery with its items, and the uploads that no other gallery has.
+
+        Raises: StateMissingError, GalleryNotFoundError, GalleryConflictError for one that the
+            service did not make, GalleryBusyError while a build runs in it.
+        """
+        async with self._changing:
+            with self._registry.lease(name) as served:
+                path = served.path if served.managed else None
+            if path is None:
+                raise GalleryConflictError(
+                    f"Gallery {name[:_SHOWN]!r} was not made by this service, which leaves its "
+                    "files alone. Take it out of the settings (--gallery) and delete its folder."
+                )
+            folder = self._checked_folder()
+            await self._pool.run(lambda: _locked(folder, lambda: _delete(path)))
+            await self._registry.refresh()
+        await self._writes.sweep()
+
+    async def _model(self, bundle_id: str | None) -> Model:
+        if bundle_id is None:
+            return self._registry.model
+        try:
+            return await self._models.get(bundle_id)
+        except BundleNotFoundError as error:
+            raise InvalidParameterError(
+                f"bundle_id = {bundle_id[:_SHOWN]!r} is unknown to this service. Put the bundle "
+                "into the folder bundles of its state, or leave bundle_id away."
+            ) from error
+
+    def _checked_folder(self) -> Path:
+        if self._folder is None:
+            raise StateMissingError(
+                "The service has no folder to keep galleries in. Start it with --state DIR."
+            )
+        return self._folder
+
+
+def create_changes(
+    settings: Settings, registry: Registry, models: Models, pool: BoundedPool
+) -> Changes:
+    """What changes items and galleries, with the folder of the settings for what it keeps."""
+    state = settings.state
+    uploads = None if state is None else Uploads(state / "uploads")
+    writes = Writes(registry, uploads, state, pool, settings.request_timeout_ms / 1e3)
+    return uploads, writes, ManagedGalleries(registry, models, writes, managed_folder(state), pool)
+
+
+def _locked(folder: Path, work: Callable[[], T]) -> T:
+    """Only one process makes or deletes galleries at a time. Raises: GalleryWriteError."""
+    try:
+        make_folder(folder, "galleries")
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise GalleryWriteError(
+            f"The galleries in {folder} cannot be changed: {error.strerror}. Check its permissions."
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for left in filter(is_stage, folder.iterdir()):  # of a deletion that was cut short
+            discard(left)
+        return work()
+    finally:
+        os.close(descriptor)
+
+
+def _create(folder: Path, name: str, model: Model) -> None:
+    if GalleryFolder(folder / name).current_name() is not None:
+        raise _taken(name)
+    made = Gallery.create(
+        folder / name, name=name, bundle_id=model.bundle_id, dim=model.dim, source="uploads"
+    )
+    made.close()
+
+
+def _delete(path: Path) -> None:
+    gallery = GalleryFolder(path)
+    if gallery.current_name() is None:
+        raise GalleryNotFoundError(f"Gallery {path.name!r} has just been deleted.")
+    with gallery.locked():
+        discard(path)
+    if path.exists():
+        raise GalleryWriteError(
+            f"Gallery {path.name!r} cannot be deleted. Check the permissions of its folder."
+        )
+
+
+def _taken(name: str) -> GalleryConflictError:
+    return GalleryConflictError(
+        f"There is a gallery {name!r} already. Choose another name, or delete it first."
+    )

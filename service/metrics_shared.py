@@ -1,0 +1,97 @@
+"""Metrics of several processes: each writes files of its own in one folder, any of them shows all.
+
+    parent: shared_folder() ──► children: PROMETHEUS_MULTIPROC_DIR ──► render(): sums over the files
+
+Without the variable everything stays in the memory of the one process.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+GaugeMode = Literal["livesum", "livemin", "livemax", "livemostrecent"]
+_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+_REFRESH_S = 1.0
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A new, empty folder that processes started inside this block share; removed in the end.
+
+    The library chooses its storage when it is imported, so only new processes are concerned.
+    """
+    before = os.environ.get(_VARIABLE)
+    folder = Path(tempfile.mkdtemp(prefix="kinlens-metrics-"))
+    os.environ[_VARIABLE] = str(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+
+
+def forget(folder: Path, process_id: int) -> None:
+    """Leave a process that ended out of the gauges; what it counted stays in the sums."""
+    mark_process_dead(process_id, str(folder))  # type: ignore[no-untyped-call]
+
+
+def is_shared() -> bool:
+    """Whether the metrics of this process are those of several."""
+    return _VARIABLE in os.environ
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The metrics of this process, or the sums over all that share the folder, as text."""
+    if is_shared():
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return generate_latest(registry)
+
+
+class Readings:
+    """Gauges whose values are read from somewhere: at each look, or at each `refresh` if shared."""
+
+    def __init__(self) -> None:
+        self._reads: list[tuple[Gauge, Callable[[], float]]] = []
+
+    def add(self, gauge: Gauge, read: Callable[[], float]) -> None:
+        """Let `gauge` show what `read` gives."""
+        if is_shared():
+            self._reads.append((gauge, read))
+        else:
+            gauge.set_function(read)
+
+    def refresh(self) -> None:
+        """Write down every value now, for whichever process is asked."""
+        for gauge, read in self._reads:
+            gauge.set(read())
+
+
+@contextlib.asynccontextmanager
+async def kept_fresh(refresh: Callable[[], None]) -> AsyncIterator[None]:
+    """Call `refresh` every second inside this block if the metrics are shared."""
+    if not is_shared():
+        yield
+        return
+
+    async def refresh_for_ever() -> None:
+        while True:
+            refresh()
+            await asyncio.sleep(_REFRESH_S)
+
+    task = asyncio.create_task(refresh_for_ever())
+    try:
+        yield
+    finally:
+        task.cancel()

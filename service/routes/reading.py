@@ -1,0 +1,77 @@
+"""What the routes of galleries, items and pictures have in common."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from embedder import errors
+from indexer.engine import Item
+from indexer.filters import Filter, filter_from_json, parse_filter
+from service.problems import KINDS
+from service.runtime import Runtime
+from service.schemas.galleries import ItemModel
+from service.types import SearchableGallery
+
+T = TypeVar("T")
+
+MAX_ID = 2**63 - 1
+VERSION_DIGITS = 12
+LOOK_FAILURES = (
+    KINDS[errors.OverloadedError],
+    KINDS[errors.DeadlineExceededError],
+    KINDS[errors.GalleryError],
+)
+FAILURES = (
+    KINDS[errors.GalleryNotFoundError],
+    KINDS[errors.InvalidParameterError],
+    *LOOK_FAILURES,
+)
+
+
+async def look(runtime: Runtime, what: str, work: Callable[[], T]) -> T:
+    """Read something from the disk, in a thread. Raises: DeadlineExceededError, OverloadedError."""
+    limit_s = runtime.settings.request_timeout_ms / 1e3
+    try:
+        async with asyncio.timeout(limit_s):
+            return await runtime.pools["file"].run(work)
+    except TimeoutError as error:
+        raise errors.DeadlineExceededError(
+            f"Reading {what} took longer than {limit_s:g} s, which is the limit. "
+            "Try again in a second."
+        ) from error
+
+
+def where_of(value: str | dict[str, Any] | None) -> Filter | None:
+    """A filter in its text form, or as JSON, also written as text. Raises: FilterError."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        if not value.lstrip().startswith("{"):
+            return parse_filter(value)
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise errors.FilterError(
+                f"The filter is not valid JSON: {error}. Write it as "
+                '{"colour": "red"}, or as text: colour = "red".'
+            ) from error
+    return filter_from_json(value)
+
+
+def item_model(name: str, gallery: SearchableGallery, item: Item) -> ItemModel:
+    """An item of the gallery `name` as JSON."""
+    return ItemModel(
+        id=item.id,
+        key=item.key,
+        attributes=dict(item.attributes),
+        sha256=item.sha256,
+        image=image_link(name, gallery.generation, item.id),
+    )
+
+
+def image_link(name: str, generation: str, item_id: int) -> str:
+    """The address of the picture of an item."""
+    version = generation[:VERSION_DIGITS]
+    return f"/galleries/{quote(name, safe='')}/items/{item_id}/image?version={version}"

@@ -1,0 +1,280 @@
+"""Searches as they are sent, a form, a raw image or JSON, made into queries."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from embedder.errors import InvalidParameterError, KinlensError
+from embedder.preprocess import Box
+from indexer.engine import Grouping
+from service.forms import Part, parse_form
+from service.queries import Query, SearchLimits, View, views_of
+from service.routes.faults import as_faults, checked, checking, fault
+from service.routes.reading import where_of
+from service.schemas.queries import (
+    Crop,
+    LookingFor,
+    SearchFields,
+    SearchRequest,
+    check_count,
+    check_looked_for,
+)
+
+T = TypeVar("T")
+Pairs = Sequence[tuple[str, str]]
+
+FORM, JSON, RAW = "multipart/form-data", "application/json", "application/octet-stream"
+_INLINE_BYTES = 256 * 2**10  # what is quicker to read at once than to hand to a thread
+_INLINE_TEXT = 4 * 2**10  # so long a filter takes a millisecond
+_LISTS = {"positive": "positives", "negative": "negatives"}
+_CROPS: TypeAdapter[list[Box]] = TypeAdapter(list[Crop])
+_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The query of a request; `separate` if each view of it is to be answered by itself."""
+
+    query: Query
+    separate: bool
+
+
+async def read_search(request: Request, limits: SearchLimits) -> Asked:
+    """What a search asks for.
+
+    Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
+    """
+    body, kind = await request.body(), _media_type(request)
+    query = request.query_params.multi_items()
+    if kind == FORM:
+        content_type = request.headers["content-type"]
+        return await _read(body, request, lambda: _from_form(body, content_type, query, limits))
+    if kind == JSON:
+        return await _read(body, request, lambda: _from_json(body, query, limits))
+    if kind == RAW or kind.startswith("image/"):
+        return await _read(body, request, lambda: _from_raw(body, query, limits))
+    raise HTTPException(
+        415,
+        f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {FORM}, an image as image/* or "
+        f"{RAW}, or {JSON}.",
+    )
+
+
+async def read_batch(request: Request, limits: SearchLimits) -> list[Query | Exception]:
+    """What a batch asks for; a query that cannot be read is an error in its place.
+
+    Raises: as `read_search`.
+    """
+    body, kind = await request.body(), _media_type(request)
+    if kind == FORM:
+        content_type = request.headers["content-type"]
+        return await _read(body, request, lambda: _batch_from_form(body, content_type, limits))
+    if kind == JSON:
+        return await _read(body, request, lambda: _batch_from_json(body, limits))
+    raise HTTPException(
+        415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {JSON} or {FORM}."
+    )
+
+
+def read_fields(pairs: Pairs, limits: SearchLimits) -> Query:
+    """A query without images from a query string. Raises: RequestValidationError, FilterError."""
+    return _query(checked(SearchFields, _fields(pairs), limits), limits)
+
+
+async def _read(body: bytes, request: Request, work: Callable[[], T]) -> T:
+    is_short = len(body) <= _INLINE_TEXT or (len(body) <= _INLINE_BYTES and b"filter" not in body)
+    if is_short and len(request.url.query) <= _INLINE_TEXT:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _from_form(body: bytes, content_type: str, query: Pairs, limits: SearchLimits) -> Asked:
+    images, pairs = _form(body, content_type)
+    return _from_images(images, [*query, *pairs], limits)
+
+
+def _from_raw(body: bytes, query: Pairs, limits: SearchLimits) -> Asked:
+    return _from_images([body], query, limits)
+
+
+def _from_json(body: bytes, query: Pairs, limits: SearchLimits) -> Asked:
+    payload = _object(body)
+    fields = _fields(query)
+    for name in fields.keys() & payload.keys():
+        raise fault(name, f"{name} is given twice; send it once, in the query string or the body.")
+    return _asked(checked(SearchRequest, {**fields, **payload}, limits), limits)
+
+
+def _from_images(images: Sequence[bytes], pairs: Pairs, limits: SearchLimits) -> Asked:
+    looking = checked(LookingFor, _fields(_without(pairs, "crop")), limits)
+    boxes = _boxes(pairs, limits)
+
+    def check() -> None:
+        check_count("images", len(images), limits.max_images)
+        check_looked_for(len(images), looking.positives)
+
+    checking("image", check)
+    views = [view for n, data in enumerate(images, 1) for view in views_of(data, boxes, n)]
+    return Asked(_query(looking, limits, views), looking.combine == "separate")
+
+
+def _batch_from_form(
+    body: bytes, content_type: str, limits: SearchLimits
+) -> list[Query | Exception]:
+    images, pairs = _form(body, content_type)
+    looking = checked(LookingFor, _fields(_without(pairs, "crop")), limits)
+    boxes = _boxes(pairs, limits)
+    checking("image", lambda: check_looked_for(len(images), []))
+    shared = _query(looking, limits)
+    queries = [replace(shared, views=views_of(data, boxes)) for data in images]
+    if looking.combine == "separate":
+        queries = [part for query in queries for part in query.apart()]
+    _check_batch(len(queries), sum(map(_size, queries)), limits)
+    return list(queries)
+
+
+def _batch_from_json(body: bytes, limits: SearchLimits) -> list[Query | Exception]:
+    payload = _object(body)
+    raw = payload.get("queries")
+    if payload.keys() != {"queries"} or not isinstance(raw, list) or not raw:
+        raise fault(
+            "queries", 'queries is missing or no list of searches; send {"queries": [{…}]}.'
+        )
+    _check_batch(len(raw), 0, limits)
+    queries = [_one_of_batch(value, limits) for value in raw]
+    _check_batch(len(raw), sum(_size(q) for q in queries if isinstance(q, Query)), limits)
+    return queries
+
+
+def _one_of_batch(value: Any, limits: SearchLimits) -> Query | Exception:
+    try:
+        asked = _asked(checked(SearchRequest, value, limits), limits)
+    except (RequestValidationError, KinlensError) as error:
+        return error
+    if asked.separate:
+        return fault(
+            "combine",
+            "combine = separate is not for a query of a batch; send each image as its own query.",
+        )
+    return asked.query
+
+
+def _check_batch(count: int, size: int, limits: SearchLimits) -> None:
+    if count > limits.max_queries:
+        raise InvalidParameterError(
+            f"{count:,} queries are more than a batch may have, which is {limits.max_queries:,}. "
+            "Send several batches."
+        )
+    if size > limits.max_batch_hits:
+        raise InvalidParameterError(
+            f"The queries ask for up to {size:,} hits in all; the limit of a batch is "
+            f"{limits.max_batch_hits:,}. Lower k, or send several batches."
+        )
+
+
+def _size(query: Query) -> int:
+    return query.k * (query.grouping.size if query.grouping else 1)
+
+
+def _asked(request: SearchRequest, limits: SearchLimits) -> Asked:
+    views = [
+        view
+        for number, image in enumerate(request.images, 1)
+        for view in views_of(image.data, image.crops, number)
+    ]
+    return Asked(_query(request, limits, views), request.combine == "separate")
+
+
+def _query(fields: SearchFields, limits: SearchLimits, views: Iterable[View] = ()) -> Query:
+    grouping = None
+    if fields.group_by:
+        grouping = Grouping(fields.group_by, fields.group_score, fields.group_size or 1)
+    query = Query(
+        views=tuple(views),
+        k=fields.k or limits.default_k,
+        offset=fields.offset or 0,
+        min_score=fields.min_score,
+        min_probability=fields.min_probability,
+        where=where_of(fields.filter),
+        grouping=grouping,
+        distinct=fields.distinct,
+        exact=fields.exact,
+    )
+    if not isinstance(fields, LookingFor):
+        return query
+    return replace(
+        query,
+        positives=tuple(dict.fromkeys(fields.positives)),
+        negatives=tuple(dict.fromkeys(fields.negatives)),
+        gallery=fields.gallery,
+    )
+
+
+def _form(body: bytes, content_type: str) -> tuple[list[bytes], list[tuple[str, str]]]:
+    """The images, and the other fields."""
+    parts = parse_form(body, content_type)
+    images = [_file(part) for part in parts if part.name == "image"]
+    return images, [(part.name, _text(part)) for part in parts if part.name != "image"]
+
+
+def _file(part: Part) -> bytes:
+    if not part.is_file:
+        raise fault(
+            "image",
+            "image is a text; send the content of an image file, with a file name. Nothing is "
+            "loaded from addresses or paths.",
+        )
+    return part.data
+
+
+def _text(part: Part) -> str:
+    if part.is_file:
+        name = part.name[:_SHOWN]
+        raise fault(name, f"{name} = a file is no value of it; send a text without a file name.")
+    return part.text
+
+
+def _fields(pairs: Pairs) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in _LISTS:
+            fields.setdefault(_LISTS[name], []).append(value)
+        elif name in fields or name in _LISTS.values():
+            shown = name[:_SHOWN]
+            raise fault(shown, f"{shown} is given twice, or in the wrong place; send it once.")
+        else:
+            fields[name] = value
+    return fields
+
+
+def _boxes(pairs: Pairs, limits: SearchLimits) -> list[Box]:
+    texts = [value for name, value in pairs if name == "crop"]
+    checking("crop", lambda: check_count("crops", len(texts), limits.max_crops))
+    try:
+        return _CROPS.validate_python(texts)
+    except ValidationError as error:
+        raise as_faults(error, "crop") from None
+
+
+def _without(pairs: Pairs, name: str) -> Pairs:
+    return [pair for pair in pairs if pair[0] != name]
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        payload = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise HTTPException(400, f"The body is not valid JSON: {error}. Send an object.") from error
+    if not isinstance(payload, dict):
+        raise HTTPException(400, "The body is JSON, but no object. Send {…}.")
+    return payload

@@ -1,0 +1,235 @@
+"""API keys: kept as hashes in one file, compared in constant time, read again when it changes."""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from embedder.errors import InvalidParameterError, StateError
+from indexer.durable import make_folder, rename, sync
+from indexer.locks import exclusive
+
+Scope = Literal["search", "write", "admin"]
+SCOPES: tuple[Scope, ...] = ("search", "write", "admin")
+
+_IMPLIED: dict[Scope, frozenset[Scope]] = {
+    "search": frozenset({"search"}),
+    "write": frozenset({"search", "write"}),
+    "admin": frozenset({"search", "write", "admin"}),
+}
+_ID_BYTES = 4
+_SECRET_BYTES = 32
+_TEXT = re.compile(rf"kl_([0-9a-f]{{{2 * _ID_BYTES}}})_([0-9a-f]{{{2 * _SECRET_BYTES}}})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NO_DIGEST = "0" * 64
+_STEP = "keys"
+_FILE = "keys.json"
+
+
+class Key(BaseModel):
+    """One key: who it is and what it may do. `digest` is the sha256 of its secret, in hex."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(pattern=r"^[0-9a-f]{8}$")
+    name: str = Field(pattern=rf"^{_NAME.pattern}$")
+    scopes: tuple[Scope, ...] = Field(min_length=1)
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
+    created_at: datetime
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+
+    def state(self, now: datetime) -> str:
+        """`active`, `expired` or `revoked`."""
+        if self.revoked_at is not None:
+            return "revoked"
+        return "expired" if self.expires_at is not None and now >= self.expires_at else "active"
+
+
+class _KeyFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: Literal[1] = 1
+    keys: tuple[Key, ...] = ()
+
+
+class KeyStore:
+    """The keys of the file at `path`; a file that is not there holds none.
+
+    Everything that reads raises StateError if the file cannot be read: nobody gets in then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: tuple[int, int, int] | None = None
+        self._keys: dict[str, Key] = {}
+
+    def create(self, name: str, scopes: Iterable[Scope], expires_at: datetime | None = None) -> str:
+        """Add a key and return its text, which is shown this once and kept nowhere.
+
+        Raises: InvalidParameterError, StateError.
+        """
+        if not _NAME.fullmatch(name):
+            raise InvalidParameterError(
+                f"name = {name[:80]!r} does not fit; use up to 64 letters, digits, dots, dashes "
+                "and underscores, beginning with a letter or digit."
+            )
+        granted: tuple[Scope, ...] = tuple(dict.fromkeys(scopes))
+        if not granted:
+            raise InvalidParameterError("A key needs at least one scope: search, write or admin.")
+        identity, secret = secrets.token_hex(_ID_BYTES), secrets.token_hex(_SECRET_BYTES)
+        key = Key(
+            id=identity,
+            name=name,
+            scopes=granted,
+            digest=_digest(secret),
+            created_at=_now(),
+            expires_at=expires_at,
+        )
+        with self._changing():
+            self._refuse_taken(name)
+            self._write([*self._keys.values(), key])
+        return f"kl_{identity}_{secret}"
+
+    def revoke(self, name: str) -> Key:
+        """End the key `name`; its line stays, so that old log entries can be read.
+
+        Raises: InvalidParameterError, StateError.
+        """
+        with self._changing():
+            found = [k for k in self._keys.values() if k.name == name and k.revoked_at is None]
+            if not found:
+                known = sorted({k.name for k in self._keys.values() if k.revoked_at is None})
+                raise InvalidParameterError(
+                    f"There is no key {name!r} to revoke. Known are: {', '.join(known) or 'none'}."
+                )
+            revoked = found[0].model_copy(update={"revoked_at": _now()})
+            self._write([revoked if k.id == revoked.id else k for k in self._keys.values()])
+        return revoked
+
+    def list(self) -> tuple[Key, ...]:
+        """Every key, the revoked and expired ones as well, oldest first. Raises: StateError."""
+        self._refresh()
+        return tuple(self._keys.values())
+
+    def active(self) -> int:
+        """How many keys open anything. Raises: StateError."""
+        now = _now()
+        return sum(key.state(now) == "active" for key in self.list())
+
+    def identify(self, text: str) -> Key | None:
+        """The active key with this text, or None. Raises: StateError."""
+        self._refresh()
+        match = _TEXT.fullmatch(text)
+        key = self._keys.get(match[1]) if match else None
+        # Unknown and malformed keys cost one comparison as well.
+        expected = key.digest if key else _NO_DIGEST
+        same = hmac.compare_digest(_digest(match[2] if match else ""), expected)
+        if key is None or not same or key.state(_now()) != "active":
+            return None
+        return key
+
+    def _refuse_taken(self, name: str) -> None:
+        if any(k.name == name and k.revoked_at is None for k in self._keys.values()):
+            raise InvalidParameterError(
+                f"There is a key {name!r} already. Revoke it first, or choose another name."
+            )
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock of the file, with its newest content read."""
+        try:
+            make_folder(self.path.parent, _STEP)
+            held = exclusive(self.path.with_name(f".{self.path.name}.lock"), wait=True)
+            held.__enter__()
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        try:
+            self._refresh()
+            yield
+        finally:
+            held.__exit__(None, None, None)
+
+    def _refresh(self) -> None:
+        try:
+            facts = self.path.stat()
+        except FileNotFoundError:
+            self._seen, self._keys = None, {}
+            return
+        except OSError as error:
+            raise self._unreadable(error.strerror or type(error).__name__) from error
+        seen = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
+        if seen != self._seen:
+            self._keys = self._read()
+            self._seen = seen
+
+    def _read(self) -> dict[str, Key]:
+        try:
+            content = _KeyFile.model_validate_json(self.path.read_bytes())
+        except OSError as error:
+            raise self._unreadable(error.strerror or type(error).__name__) from error
+        except ValidationError as error:
+            fault = error.errors(include_input=False, include_url=False)[0]
+            where = ".".join(map(str, fault["loc"]))
+            raise self._unreadable(f"{where} {fault['msg']}".strip()) from None
+        return {key.id: key for key in content.keys}
+
+    def _unreadable(self, reason: str) -> StateError:
+        return StateError(
+            f"The file of keys {self.path} cannot be read ({reason}). Until it is restored from a "
+            "copy, or removed and its keys made again, no key is accepted."
+        )
+
+    def _write(self, keys: Iterable[Key]) -> None:
+        content = _KeyFile(keys=tuple(keys)).model_dump_json(indent=2)
+        try:
+            # mkstemp makes the file with mode 0600.
+            descriptor, name = tempfile.mkstemp(prefix=".keys-", dir=self.path.parent)
+            staged = Path(name)
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    file.write(content)
+                sync(staged, _STEP)
+                rename(staged, self.path, _STEP)
+            finally:
+                staged.unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+
+def open_keys(state: Path | None) -> KeyStore | None:
+    """The keys of the folder `state`, read once; None without a folder. Raises: StateError."""
+    if state is None:
+        return None
+    store = KeyStore(state / _FILE)
+    store.list()
+    return store
+
+
+def allowed(scopes: Iterable[Scope]) -> frozenset[Scope]:
+    """The scopes with those that they imply: admin implies write, write implies search."""
+    return frozenset().union(*(_IMPLIED[scope] for scope in scopes))
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _unwritable(path: Path, error: OSError) -> StateError:
+    return StateError(
+        f"The file of keys {path} cannot be written ({error.strerror}). Let this user write to "
+        f"{path.parent}."
+    )

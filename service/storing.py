@@ -1,0 +1,108 @@
+"""The blocking steps of a write: uploads on the disk first, then the catalogue."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from embedder.errors import InvalidParameterError, KinlensError
+from embedder.types import AttributeValue
+from indexer.engine import Entry, Item
+from indexer.filters import Filter
+from service.new_items import Draft, Outcome, Status, check_count, status_of
+from service.types import Gallery
+from service.uploads import Uploads
+
+Changes = Mapping[str, Mapping[str, AttributeValue | None]]
+_PAGE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What became of each item, in the order sent, and the version of the gallery afterwards."""
+
+    outcomes: Sequence[Outcome]
+    version: str
+
+    def count(self, status: Status) -> int:
+        """How many items became that."""
+        return sum(outcome.status == status for outcome in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """How many items were changed or removed, and the version of the gallery afterwards."""
+
+    count: int
+    version: str
+
+
+def store(gallery: Gallery, uploads: Uploads, drafts: Sequence[Draft]) -> tuple[Put, list[str]]:
+    """Keep the images and store the items; also the contents that may have become orphans.
+
+    Raises: GalleryBusyError, GalleryWriteError, and then nothing was stored.
+    """
+    good = [draft for draft in drafts if draft.error is None]
+    old = gallery.stored([draft.item.key for draft in good])
+    entries = {draft.item.key: draft.entry(old.get(draft.item.key)) for draft in good}
+    uploaded = [draft for draft in good if not entries[draft.item.key].path]
+    with uploads.keeping([draft.sha256 for draft in uploaded]):
+        for draft in uploaded:
+            uploads.save(draft.item.data)
+        _add(gallery, good, entries)
+    new = gallery.stored([*entries])
+    outcomes = [_outcome(draft, entries, old, new) for draft in drafts]
+    orphans = [item.sha256 for key, item in old.items() if item.sha256 != entries[key].sha256]
+    orphans += [draft.sha256 for draft in uploaded if draft.error is not None]
+    return Put(outcomes, gallery.version), orphans
+
+
+def patch(gallery: Gallery, changes: Changes) -> Changed:
+    """Change attributes. Raises: ItemNotFoundError, InvalidParameterError, GalleryError."""
+    for key, item in gallery.stored([*changes]).items():
+        names = set(item.attributes)
+        for name, value in changes[key].items():
+            (names.discard if value is None else names.add)(name)
+        if names - set(item.attributes):
+            check_count(key, names)
+    return Changed(gallery.update(changes), gallery.version)
+
+
+def remove(gallery: Gallery, keys: Sequence[str]) -> tuple[Changed, list[str]]:
+    """Remove items; also the contents that may have become orphans. Raises: GalleryError."""
+    contents = [item.sha256 for item in gallery.stored(keys).values() if not item.path]
+    return Changed(gallery.remove(keys), gallery.version), contents
+
+
+def remove_where(gallery: Gallery, where: Filter) -> tuple[Changed, list[str]]:
+    """As `remove`, every item that fits. Raises: FilterError, GalleryError."""
+    contents: list[str] = []
+    offset, total = 0, 1
+    while offset < total:
+        total, items = gallery.page(offset, _PAGE, where)
+        contents += [item.sha256 for item in items if not item.path]
+        offset += _PAGE
+    return Changed(gallery.remove_where(where), gallery.version), contents
+
+
+def _add(gallery: Gallery, drafts: Sequence[Draft], entries: Mapping[str, Entry]) -> None:
+    """All in one transaction; if an entry does not fit after all, each in its own."""
+    try:
+        gallery.add([entries[draft.item.key] for draft in drafts])
+    except InvalidParameterError:
+        for draft in drafts:
+            try:
+                gallery.add([entries[draft.item.key]])
+            except KinlensError as error:
+                draft.error = error
+
+
+def _outcome(
+    draft: Draft,
+    entries: Mapping[str, Entry],
+    old: Mapping[str, Item],
+    new: Mapping[str, Item],
+) -> Outcome:
+    key = draft.item.key
+    if draft.error is not None:
+        return Outcome(key, "failed", error=draft.error)
+    number = new[key].id if key in new else None
+    return Outcome(key, status_of(old.get(key), entries[key]), number)

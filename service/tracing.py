@@ -1,0 +1,179 @@
+"""Optional traces: a span per request and one for each stage, sent to an OpenTelemetry collector.
+
+    FastAPI: span of the request ─► Traced: its tracer and id ─► span("decode"), span("embed"), …
+
+Without `otlp_endpoint` nothing that traces or exports is imported, and `span` does nothing. Spans
+carry the pattern of the address, never a query string, an upload or its name.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, MutableMapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from fastapi.telemetry import TelemetryConfig
+from opentelemetry.trace import StatusCode, Tracer, get_current_span
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from embedder.errors import KinlensError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+_PROBES = frozenset({"/live", "/ready", "/metrics"})
+_EXPORT_S = 5.0
+_NOTHING = contextlib.nullcontext()
+_tracer: ContextVar[Tracer | None] = ContextVar("kinlens_tracer", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """Where spans go; nowhere without a `provider`."""
+
+    provider: "TracerProvider | None" = None
+
+    def telemetry(self) -> TelemetryConfig:
+        """What FastAPI records by itself: one span for each request that is no probe."""
+        config: TelemetryConfig = {
+            "tracing": self.provider is not None,
+            "metrics": False,
+            "logs": False,
+            "operation_spans": False,
+            "auto_configure": False,
+        }
+        if self.provider is not None:
+            config["tracer_provider"] = self.provider
+            config["exclude"] = _is_probe
+        return config
+
+    def middleware(self) -> list[Middleware]:
+        """What must be outermost, if anything."""
+        if self.provider is None:
+            return []
+        return [Middleware(Traced, tracer=self.provider.get_tracer("kinlens"))]
+
+    async def close(self) -> None:
+        """Send what is left, within a few seconds."""
+        if self.provider is None:
+            return
+        # A daemon: a collector that hangs holds up no exit.
+        sending = threading.Thread(target=self.provider.shutdown, daemon=True)
+        sending.start()
+        await asyncio.to_thread(sending.join, _EXPORT_S)
+
+
+class Traced:
+    """Lets `span` find the tracer, and puts the id of the trace into every line of the log."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        self.app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = get_current_span().get_span_context()
+        if scope["type"] != "http" or not request.is_valid:
+            await self.app(scope, receive, send)
+            return
+        token = _tracer.set(self._tracer)
+        try:
+            with structlog.contextvars.bound_contextvars(trace_id=f"{request.trace_id:032x}"):
+                await self.app(scope, receive, send)
+        finally:
+            _tracer.reset(token)
+
+
+def open_tracing(endpoint: str | None, version: str) -> Tracing:
+    """Traces to the collector at `endpoint`, such as http://collector:4318; None: no traces.
+
+    Raises: KinlensError that says what to install.
+    """
+    if not endpoint:
+        return Tracing()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise KinlensError(
+            f"KINLENS_OTLP_ENDPOINT is set, but traces cannot be sent ({error}). "
+            "Install them: pip install 'kinlens[otel]', or leave the endpoint out."
+        ) from error
+    url = endpoint.rstrip("/")
+    url = url if url.endswith("/v1/traces") else f"{url}/v1/traces"
+    provider = TracerProvider(
+        resource=Resource.create(_resource(version)),
+        span_limits=SpanLimits(max_span_attributes=32, max_span_attribute_length=256),
+        shutdown_on_exit=False,
+    )
+    provider.add_span_processor(_without_queries())
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_EXPORT_S)))
+    return Tracing(provider)
+
+
+def span(name: str) -> contextlib.AbstractContextManager[object]:
+    """A span called `name` around a stage of the request that is answered here; else nothing."""
+    tracer = _tracer.get()
+    return _NOTHING if tracer is None else _span(tracer, name)
+
+
+def record_wait(waiting: str, working: str, since_ns: int, taken_ns: int | None) -> None:
+    """Two spans, for the time until something was taken from a queue, and from then until now.
+
+    Times are nanoseconds since 1970; None: it was never taken.
+    """
+    tracer = _tracer.get()
+    if tracer is None:
+        return
+    now_ns = time.time_ns()
+    tracer.start_span(waiting, start_time=since_ns).end(taken_ns or now_ns)
+    if taken_ns is not None:
+        tracer.start_span(working, start_time=taken_ns).end(now_ns)
+
+
+@contextlib.contextmanager
+def _span(tracer: Tracer, name: str) -> Iterator[None]:
+    # Messages of errors can hold what a client sent, so only the class is kept.
+    with tracer.start_as_current_span(
+        name, record_exception=False, set_status_on_exception=False
+    ) as current:
+        try:
+            yield
+        except BaseException as error:
+            current.set_attribute("error.type", type(error).__name__)
+            current.set_status(StatusCode.ERROR)
+            raise
+
+
+def _resource(version: str) -> dict[str, str | int]:
+    return {
+        "service.name": "kinlens",
+        "service.version": version,
+        "service.instance.id": uuid.uuid4().hex,
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+    }
+
+
+def _without_queries() -> Any:
+    from opentelemetry.sdk.trace import Span, SpanProcessor
+
+    class WithoutQueries(SpanProcessor):
+        def on_start(self, span: Span, parent_context: object = None) -> None:  # noqa: ARG002
+            if span.attributes and "url.query" in span.attributes:
+                span.set_attribute("url.query", "left out")
+
+    return WithoutQueries()
+
+
+def _is_probe(scope: MutableMapping[str, Any]) -> bool:
+    return scope.get("path") in _PROBES

@@ -1,0 +1,64 @@
+// What the admin page asks of the service, beyond what the search page asks.
+
+import { bodyOf, galleryPath, getJson, Problem, request, sendJson } from "/ui/api.js";
+
+const sent = async (method, url, content, signal) => bodyOf(await sendJson(method, url, content, signal));
+
+// Whether this tab may administer. Resolves to the reason why there are no jobs, or "".
+// Throws: Problem with `needsKey` where it may not.
+export async function knock() {
+  try {
+    await getJson("/jobs?limit=1");
+    return "";
+  } catch (error) {
+    if (error instanceof Problem && error.status === 409) return error.detail;
+    throw error;
+  }
+}
+
+// The verdicts of readiness come with 200 and with 503.
+export async function getReady() {
+  try {
+    return await getJson("/ready");
+  } catch (error) {
+    if (error instanceof Problem && error.body?.checks) return error.body;
+    throw error;
+  }
+}
+
+export const createGallery = (name, bundleId) =>
+  sent("POST", "/galleries", { name, bundle_id: bundleId || null });
+
+export const deleteGallery = (name) => request(galleryPath(name), { method: "DELETE" });
+
+// entries: [{key, file, attributes}]. Resolves to what became of each, in their order.
+export async function putItems(gallery, entries, signal) {
+  const form = new FormData();
+  for (const { key, file, attributes } of entries) {
+    form.append("image", file, file.name);
+    form.append("key", key);
+    form.append("attributes", JSON.stringify(attributes));
+  }
+  return bodyOf(await request(`${galleryPath(gallery)}/items`, { method: "PUT", body: form, signal }));
+}
+
+// changes: {key: {attribute: value or null}}.
+export const patchItems = (gallery, changes) =>
+  sent("PATCH", `${galleryPath(gallery)}/items`, { changes });
+
+// which: {keys} or {filter}. Resolves to {removed, version}.
+export const deleteItems = (gallery, which) =>
+  sent("POST", `${galleryPath(gallery)}/items/delete`, which);
+
+export const listJobs = async (limit) => (await getJson(`/jobs?limit=${limit}`)).jobs;
+
+export const getLog = (id, offset) => getJson(`/jobs/${id}/log?offset=${offset}`);
+
+// what: cancel, swap or resume.
+export const changeJob = async (id, what) => bodyOf(await request(`/jobs/${id}/${what}`, { method: "POST" }));
+
+// kind: compact, swap or rebuild of a gallery, or train.
+export function startJob(kind, gallery, params) {
+  if (kind === "train") return sent("POST", "/jobs/train", { ...params, gallery });
+  return sent("POST", `${galleryPath(gallery)}/${kind}`, params);
+}

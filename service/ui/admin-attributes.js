@@ -1,0 +1,173 @@
+// The attributes of an item as rows of name, kind and value, or as JSON.
+
+import { element, icon } from "/ui/dom.js";
+
+const KINDS = [["text", "text"], ["number", "number"], ["boolean", "yes or no"]];
+const WORDS = { "add-row": "Add an attribute", json: "Edit as JSON", rows: "Edit as a list" };
+
+export const kindOf = (value) => ({ number: "number", boolean: "boolean" })[typeof value] ?? "text";
+
+function checkedObject(text) {
+  let found;
+  try {
+    found = JSON.parse(text || "{}");
+  } catch (error) {
+    throw new RangeError(`This is no JSON: ${error.message}.`);
+  }
+  if (found === null || typeof found !== "object" || Array.isArray(found)) {
+    throw new RangeError('Write one object, such as {"colour": "red", "price": 5}.');
+  }
+  const wrong = Object.entries(found).find(([, value]) => !["string", "number", "boolean"].includes(typeof value));
+  if (wrong) throw new RangeError(`${wrong[0]} must be a text, a number, true or false.`);
+  return found;
+}
+
+function valueField(kind, value) {
+  if (kind === "boolean") {
+    const options = [["true", "yes"], ["false", "no"]].map(([name, text]) =>
+      element("option", { value: name, textContent: text }));
+    const field = element("select", {}, ...options);
+    field.value = String(value === true || value === "true");
+    return field;
+  }
+  const field = element("input", { type: kind === "number" ? "number" : "text", autocomplete: "off" });
+  if (kind === "number") field.step = "any";
+  field.value = kind === "number" && !Number.isFinite(Number(value)) ? "" : String(value ?? "");
+  return field;
+}
+
+function readValue(name, kind, text) {
+  if (kind === "boolean") return text === "true";
+  if (kind === "text") return text;
+  if (text.trim() === "" || !Number.isFinite(Number(text))) throw new RangeError(`${name} needs a number.`);
+  return Number(text);
+}
+
+let editors = 0;
+
+// An editor in `place`. `known` are the gallery's attributes: they suggest names and kinds.
+export class AttributeEditor {
+  constructor(place) {
+    editors += 1;
+    this.names = element("datalist", { id: `attribute-names-${editors}` });
+    this.rows = element("ul", { className: "attribute-rows" });
+    this.text = element("textarea", { rows: 6, spellcheck: false, ariaLabel: "Attributes as JSON" });
+    this.text.dataset.testid = "attributes-json";
+    this.error = element("p", { className: "field-error", role: "alert" });
+    this.add = this.#button("add-row", () => this.#addRow("", "", true));
+    this.turn = this.#button("json", () => this.#turn());
+    const buttons = element("div", { className: "attribute-buttons" }, this.add, this.turn);
+    place.replaceChildren(this.names, this.rows, this.text, this.error, buttons);
+    this.show({}, []);
+  }
+
+  #button(name, work) {
+    const button = element("button", { type: "button", className: "small", textContent: WORDS[name] });
+    button.dataset.testid = `attributes-${name}`;
+    button.addEventListener("click", work);
+    return button;
+  }
+
+  show(attributes, known = []) {
+    this.kinds = new Map(known.map(({ name, kind }) => [name, kind]));
+    this.names.replaceChildren(...known.map(({ name }) => element("option", { value: name })));
+    this.#showRows(attributes);
+  }
+
+  // Throws: RangeError with what does not fit.
+  read() {
+    if (this.isJson) return checkedObject(this.text.value);
+    const found = new Map();
+    for (const { name, kind, value } of this.#fields()) {
+      const key = name.value.trim();
+      if (key === "" && value.value === "") continue;
+      if (key === "") throw new RangeError("An attribute has no name.");
+      if (found.has(key)) throw new RangeError(`${key} is there twice.`);
+      found.set(key, readValue(key, kind.value, value.value));
+    }
+    return Object.fromEntries(found);
+  }
+
+  readOr(otherwise) {
+    try {
+      return this.read();
+    } catch {
+      return otherwise;
+    }
+  }
+
+  #fields() {
+    return [...this.rows.children].map((row) => ({
+      name: row.querySelector(".attribute-name"),
+      kind: row.querySelector(".attribute-kind"),
+      value: row.querySelector(".attribute-value"),
+    }));
+  }
+
+  #showRows(attributes) {
+    this.isJson = false;
+    this.rows.replaceChildren();
+    for (const [name, value] of Object.entries(attributes)) this.#addRow(name, value);
+    this.#showForm();
+  }
+
+  #showForm() {
+    this.error.textContent = "";
+    this.rows.hidden = this.isJson || this.rows.children.length === 0;
+    this.add.hidden = this.isJson;
+    this.text.hidden = !this.isJson;
+    this.turn.textContent = this.isJson ? WORDS.rows : WORDS.json;
+  }
+
+  #turn() {
+    try {
+      const attributes = this.read();
+      if (this.isJson) return this.#showRows(attributes);
+      this.isJson = true;
+      this.text.value = JSON.stringify(attributes, null, 2);
+      this.#showForm();
+    } catch (error) {
+      this.error.textContent = error.message;
+    }
+  }
+
+  #addRow(name, value, isNew = false) {
+    const label = element("input", { className: "attribute-name", value: name, autocomplete: "off", ariaLabel: "Name" });
+    label.type = "text";
+    label.setAttribute("list", this.names.id);
+    const options = KINDS.map(([kind, text]) => element("option", { value: kind, textContent: text }));
+    const kind = element("select", { className: "attribute-kind", ariaLabel: "Kind" }, ...options);
+    const row = element("li", { className: "attribute-row" }, label, kind);
+    const place = (content) => {
+      const field = valueField(kind.value, content);
+      field.classList.add("attribute-value");
+      field.ariaLabel = "Value";
+      row.querySelector(".attribute-value")?.remove();
+      kind.after(field);
+    };
+    kind.value = kindOf(value);
+    place(value);
+    kind.addEventListener("change", () => place(row.querySelector(".attribute-value").value));
+    label.addEventListener("change", () => {
+      const expected = this.kinds.get(label.value.trim());
+      if (!expected || expected === kind.value || row.querySelector(".attribute-value").value !== "") return;
+      kind.value = expected;
+      place("");
+    });
+    row.append(this.#removal(row));
+    this.rows.append(row);
+    this.rows.hidden = false;
+    if (isNew) label.focus();
+  }
+
+  #removal(row) {
+    const button = element("button", { type: "button", className: "small round-small", ariaLabel: "Remove this attribute" }, icon("close"));
+    button.addEventListener("click", () => {
+      const next = row.nextElementSibling ?? row.previousElementSibling;
+      row.remove();
+      this.#showForm();
+      (next?.querySelector(".attribute-name") ?? this.add).focus();
+    });
+    return button;
+  }
+}

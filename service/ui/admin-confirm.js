@@ -1,0 +1,40 @@
+// Asks before something is lost.
+
+import { ui } from "/ui/dom.js";
+
+let answer = null;
+let typed = "";
+
+function done(isYes) {
+  const tell = answer;
+  answer = null;
+  if (ui.confirm.open) ui.confirm.close();
+  tell?.(isYes);
+}
+
+// Resolves to whether the reader said yes. With `word`, only after that has been typed.
+export function confirmed({ title, text, action, word = "" }) {
+  typed = word;
+  ui["confirm-title"].textContent = title;
+  ui["confirm-text"].textContent = text;
+  ui["confirm-yes"].textContent = action;
+  ui["confirm-typed-field"].hidden = word === "";
+  ui["confirm-typed-label"].textContent = `Type ${word} to confirm`;
+  ui["confirm-typed"].value = "";
+  ui["confirm-yes"].disabled = word !== "";
+  ui.confirm.showModal();
+  (word === "" ? ui["confirm-no"] : ui["confirm-typed"]).focus();
+  return new Promise((resolve) => (answer = resolve));
+}
+
+export function startConfirm() {
+  ui["confirm-typed"].addEventListener("input", () => {
+    ui["confirm-yes"].disabled = ui["confirm-typed"].value !== typed;
+  });
+  ui["confirm-form"].addEventListener("submit", (event) => {
+    event.preventDefault();
+    done(true);
+  });
+  ui["confirm-no"].addEventListener("click", () => done(false));
+  ui.confirm.addEventListener("close", () => done(false));
+}

@@ -1,0 +1,72 @@
+// The dialog that edits the attributes of one item, or of one picture that waits to be added.
+
+import { patchItems } from "/ui/admin-api.js";
+import { AttributeEditor } from "/ui/admin-attributes.js";
+import { describeChosen, state } from "/ui/admin-state.js";
+import { busily, failureText } from "/ui/admin-work.js";
+import { ui } from "/ui/dom.js";
+import { pictureOf } from "/ui/pictures.js";
+
+let editor = null;
+let save = null;
+let answer = null;
+
+function changesBetween(before, after) {
+  const gone = Object.keys(before).filter((name) => !Object.hasOwn(after, name));
+  const other = Object.entries(after).filter(([name, value]) => before[name] !== value);
+  return { ...Object.fromEntries(gone.map((name) => [name, null])), ...Object.fromEntries(other) };
+}
+
+// The attributes that the gallery knows; without them there are no suggestions.
+export const knownAttributes = async () =>
+  (await describeChosen().catch(() => null))?.attributes ?? [];
+
+// Resolves to whether `keep(attributes)` took them.
+export async function editAttributes({ key, image, attributes }, keep) {
+  const known = await knownAttributes();
+  ui["edit-title"].textContent = key;
+  ui["edit-picture"].replaceChildren(pictureOf(image, ""));
+  ui["edit-error"].textContent = "";
+  editor.show(attributes, known);
+  save = keep;
+  ui.edit.showModal();
+  (ui["edit-attributes"].querySelector("input, textarea") ?? ui["edit-save"]).focus();
+  return new Promise((resolve) => (answer = resolve));
+}
+
+// Resolves to whether something was changed.
+export function editItem(item) {
+  return editAttributes(item, async (attributes) => {
+    const changes = changesBetween(item.attributes, attributes);
+    if (Object.keys(changes).length > 0) await patchItems(state.name, { [item.key]: changes });
+  });
+}
+
+function done(isSaved) {
+  const tell = answer;
+  answer = null;
+  if (ui.edit.open) ui.edit.close();
+  tell?.(isSaved);
+}
+
+async function submit(event) {
+  event.preventDefault();
+  ui["edit-error"].textContent = "";
+  await busily(
+    ui["edit-save"],
+    async () => {
+      await save(editor.read());
+      done(true);
+    },
+    (error) => {
+      ui["edit-error"].textContent = error instanceof RangeError ? error.message : failureText(error);
+    },
+  );
+}
+
+export function startEdit() {
+  editor = new AttributeEditor(ui["edit-attributes"]);
+  ui["edit-form"].addEventListener("submit", submit);
+  ui["edit-cancel"].addEventListener("click", () => done(false));
+  ui.edit.addEventListener("close", () => done(false));
+}

@@ -1,0 +1,81 @@
+// Making and deleting galleries.
+
+import { createGallery, deleteGallery } from "/ui/admin-api.js";
+import { confirmed } from "/ui/admin-confirm.js";
+import { choose, knownModels, loadGalleries, state } from "/ui/admin-state.js";
+import { moment } from "/ui/admin-status.js";
+import { busily } from "/ui/admin-work.js";
+import { showNotice } from "/ui/alerts.js";
+import { element, ui } from "/ui/dom.js";
+import { plural } from "/ui/format.js";
+
+const SHORT = 12;
+
+async function remove({ name, size }, button) {
+  const isSure = await confirmed({
+    title: `Delete the gallery ${name}?`,
+    text: `Its ${plural(size, "item")} and the pictures added here go with it. This cannot be undone.`,
+    action: "Delete the gallery",
+    word: name,
+  });
+  if (!isSure) return;
+  await busily(button, async () => {
+    await deleteGallery(name);
+    showNotice(`${name} is deleted.`);
+    await loadGalleries();
+    ui["galleries-title"].focus();
+  });
+}
+
+function rowOf(gallery) {
+  const { name, size, bundle_id: model, created_at: created, managed, writable } = gallery;
+  const open = element("button", { type: "button", className: "small", textContent: "Open" });
+  open.append(element("span", { className: "sr-only", textContent: ` ${name}` }));
+  open.addEventListener("click", () => {
+    choose(name);
+    location.hash = "#items";
+  });
+  const drop = element("button", { type: "button", className: "small danger", textContent: "Delete" });
+  drop.append(element("span", { className: "sr-only", textContent: ` ${name}` }));
+  drop.dataset.testid = "gallery-delete";
+  drop.disabled = !managed;
+  drop.addEventListener("click", () => remove(gallery, drop));
+  const notes = [
+    plural(size, "item"),
+    `model ${model.slice(0, SHORT)}`,
+    `made ${moment(created)}`,
+    ...(writable ? [] : ["cannot be changed here"]),
+    ...(managed ? [] : ["named when the service was started, so not deleted here"]),
+  ];
+  const text = element("div", { className: "gallery-text" }, element("h2", { textContent: name }));
+  text.append(element("p", { className: "hint", textContent: notes.join(" · ") }));
+  const row = element("li", { className: "panel-box gallery-row" }, text, open, drop);
+  Object.assign(row.dataset, { testid: "gallery-row", name });
+  return row;
+}
+
+export function showGalleries() {
+  ui["gallery-list"].replaceChildren(...state.galleries.map(rowOf));
+  const models = knownModels().map(({ id, galleries }) =>
+    element("option", { value: id, textContent: `${id.slice(0, SHORT)}, as ${galleries.join(", ")}` }));
+  const chosenModel = ui["gallery-model"].value;
+  ui["gallery-model"].replaceChildren(element("option", { value: "", textContent: "That of the service" }), ...models);
+  ui["gallery-model"].value = chosenModel;
+  if (ui["gallery-model"].selectedIndex < 0) ui["gallery-model"].value = "";
+}
+
+async function create() {
+  const { name } = await createGallery(ui["gallery-name"].value, ui["gallery-model"].value);
+  ui["gallery-form"].reset();
+  state.name = name;
+  await loadGalleries();
+  choose(name);
+  showNotice(`${name} is there, still empty.`);
+}
+
+export function startGalleries() {
+  ui["gallery-form"].addEventListener("submit", (event) => {
+    event.preventDefault();
+    busily(event.submitter ?? ui["gallery-form"], create);
+  });
+}

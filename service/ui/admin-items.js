@@ -1,0 +1,237 @@
+// The items of a gallery, a page at a time: find, select, edit, delete.
+
+import { deleteItems } from "/ui/admin-api.js";
+import { confirmed } from "/ui/admin-confirm.js";
+import { editItem } from "/ui/admin-edit.js";
+import { state } from "/ui/admin-state.js";
+import { busily, failed } from "/ui/admin-work.js";
+import { showNotice } from "/ui/alerts.js";
+import { Problem, listItems } from "/ui/api.js";
+import { announce, element, ui } from "/ui/dom.js";
+import { plural, valueText } from "/ui/format.js";
+import { emptyView, toHash } from "/ui/link.js";
+import { pictureOf } from "/ui/pictures.js";
+
+const PAGE = 50;
+const SHOWN_SELECTED = 3;
+const selected = new Set();
+const view = { offset: 0, prefix: "", filter: "", total: 0 };
+let running = null;
+let onChanged = () => {};
+
+function attributeList(attributes) {
+  const entries = Object.entries(attributes);
+  if (entries.length === 0) return element("span", { className: "hint", textContent: "none" });
+  const list = element("ul", { className: "attributes" });
+  list.append(...entries.map(([name, value]) => {
+    const words = element("span", { className: "attribute-term", textContent: name });
+    return element("li", {}, words, ` ${valueText(value)}`);
+  }));
+  return list;
+}
+
+function tick(key, row) {
+  const box = element("input", { type: "checkbox", checked: selected.has(key), ariaLabel: `Select ${key}` });
+  box.dataset.testid = "pick";
+  box.addEventListener("change", () => {
+    if (box.checked) selected.add(key);
+    else selected.delete(key);
+    row.classList.toggle("selected", box.checked);
+    showBulk();
+  });
+  return element("label", { className: "tick" }, box);
+}
+
+function action(text, item, testId, work, extra = "") {
+  const button = element("button", { type: "button", className: `small ${extra}`, textContent: text });
+  button.append(element("span", { className: "sr-only", textContent: ` ${item.key}` }));
+  button.dataset.testid = testId;
+  button.addEventListener("click", () => work(item, button));
+  return button;
+}
+
+function rowOf(item) {
+  const row = element("tr");
+  row.dataset.key = item.key;
+  row.dataset.testid = "row";
+  row.classList.toggle("selected", selected.has(item.key));
+  const picture = pictureOf(item.image, "");
+  const query = { kind: "item", id: item.id, key: item.key, gallery: state.name, crops: [] };
+  const link = element("a", { href: `/${toHash(emptyView(state.name), query)}`, className: "thumb" }, picture);
+  link.ariaLabel = `Search with ${item.key}`;
+  row.append(
+    element("td", { className: "col-pick" }, tick(item.key, row)),
+    element("td", { className: "col-picture" }, link),
+    element("th", { scope: "row", className: "item-key", textContent: item.key }),
+    element("td", { className: "item-attributes" }, attributeList(item.attributes)),
+    element(
+      "td",
+      { className: "col-actions" },
+      action("Edit", item, "edit-item", (one, button) => edit(one, button)),
+      action("Delete", item, "delete-item", (one, button) => deleteKeys([one.key], button), "danger"),
+    ),
+  );
+  return row;
+}
+
+async function edit(item) {
+  if (!(await editItem(item))) return;
+  await load();
+  ui.rows.querySelector(`[data-key="${CSS.escape(item.key)}"] [data-testid=edit-item]`)?.focus();
+}
+
+function showBulk() {
+  const boxes = [...ui.rows.querySelectorAll("input")];
+  const marked = boxes.filter(({ checked }) => checked).length;
+  ui["pick-all"].checked = boxes.length > 0 && marked === boxes.length;
+  ui["pick-all"].indeterminate = marked > 0 && marked < boxes.length;
+  const canDeleteFiltered = view.filter !== "" && view.prefix === "" && view.total > 0;
+  ui.bulk.hidden = selected.size === 0 && !canDeleteFiltered;
+  ui["bulk-text"].textContent = selected.size > 0 ? `${plural(selected.size, "item")} selected` : "";
+  ui["bulk-delete"].hidden = ui["bulk-clear"].hidden = selected.size === 0;
+  ui["filter-delete"].hidden = !canDeleteFiltered;
+  ui["filter-delete"].textContent = `Delete all ${view.total.toLocaleString("en")} that fit the filter`;
+}
+
+function showEmpty() {
+  const isNarrowed = view.prefix !== "" || view.filter !== "";
+  ui["items-empty"].hidden = view.total > 0;
+  ui["items-frame"].hidden = view.total === 0;
+  ui["items-empty-title"].textContent = isNarrowed ? "Nothing fits" : "This gallery is empty";
+  ui["items-empty-text"].textContent = isNarrowed
+    ? "No item has such a key and fits the filter. Change one of them."
+    : "Add pictures, and they can be found at once.";
+  ui["items-empty-add"].hidden = isNarrowed;
+}
+
+function showPager(count) {
+  const isSplit = view.total > PAGE;
+  ui.pager.hidden = !isSplit;
+  const last = view.offset + count;
+  ui["page-text"].textContent = `${(view.offset + 1).toLocaleString("en")} – ${last.toLocaleString("en")} of ${view.total.toLocaleString("en")}`;
+  ui["page-before"].disabled = view.offset === 0;
+  ui["page-after"].disabled = last >= view.total;
+}
+
+function showPage({ total, items }) {
+  view.total = total;
+  ui.rows.replaceChildren(...items.map(rowOf));
+  ui["items-count"].textContent = plural(total, "item");
+  showEmpty();
+  showPager(items.length);
+  showBulk();
+}
+
+function showFailure(error) {
+  if (error instanceof Problem && error.status === 422) ui["filter-error"].textContent = error.detail;
+  else failed(error, load);
+}
+
+export async function load() {
+  running?.abort();
+  const mine = (running = new AbortController());
+  ui["filter-error"].textContent = "";
+  ui["items-frame"].setAttribute("aria-busy", "true");
+  try {
+    const { offset, prefix, filter } = view;
+    const page = await listItems(state.name, { offset, limit: PAGE, prefix, filter }, mine.signal);
+    if (page.items.length === 0 && page.total > 0) {
+      view.offset = Math.floor((page.total - 1) / PAGE) * PAGE;
+      return await load();
+    }
+    showPage(page);
+  } catch (error) {
+    showFailure(error);
+  } finally {
+    if (running === mine) ui["items-frame"].setAttribute("aria-busy", "false");
+  }
+}
+
+async function remove(which) {
+  const { removed } = await deleteItems(state.name, which);
+  for (const key of which.keys ?? [...selected]) selected.delete(key);
+  showNotice(`${plural(removed, "item")} deleted.`);
+  await onChanged();
+  await load();
+  ui["items-title"].focus();
+}
+
+function names(keys) {
+  const more = keys.length - SHOWN_SELECTED;
+  return keys.slice(0, SHOWN_SELECTED).join(", ") + (more > 0 ? ` and ${more.toLocaleString("en")} more` : "");
+}
+
+async function deleteKeys(keys, button) {
+  const isSure = await confirmed({
+    title: `Delete ${plural(keys.length, "item")}?`,
+    text: `${names(keys)} will no longer be found in ${state.name}. This cannot be undone.`,
+    action: "Delete",
+  });
+  if (isSure) await busily(button, () => remove({ keys }));
+}
+
+// Asks for the count again: the list may be older than what is in the gallery now.
+async function deleteFiltered() {
+  const { filter } = view;
+  await busily(ui["filter-delete"], async () => {
+    const { total } = await listItems(state.name, { limit: 1, filter });
+    const isSure = await confirmed({
+      title: `Delete ${plural(total, "item")}?`,
+      text: `All items of ${state.name} that fit ${filter} will be deleted. This cannot be undone.`,
+      action: `Delete ${total.toLocaleString("en")}`,
+    });
+    if (isSure) await remove({ filter });
+  });
+}
+
+async function turnTo(offset) {
+  view.offset = Math.max(offset, 0);
+  await load();
+  announce(ui["page-text"].textContent);
+  ui.items.scrollIntoView({ block: "start" });
+}
+
+function find() {
+  const [prefix, filter] = [ui["key-search"].value, ui.filter.value.trim()];
+  if (prefix === view.prefix && filter === view.filter) return;
+  selected.clear();
+  Object.assign(view, { offset: 0, prefix, filter });
+  load().then(() => announce(ui["items-count"].textContent));
+}
+
+// Another gallery is seen from its first item on.
+export function reset() {
+  selected.clear();
+  ui["key-search"].value = ui.filter.value = "";
+  Object.assign(view, { offset: 0, prefix: "", filter: "", total: 0 });
+  ui.rows.replaceChildren();
+}
+
+function pickAll() {
+  for (const box of ui.rows.querySelectorAll("input")) {
+    if (box.checked !== ui["pick-all"].checked) box.click();
+  }
+}
+
+function pickNone() {
+  selected.clear();
+  for (const box of ui.rows.querySelectorAll("input:checked")) box.click();
+  showBulk();
+  ui["pick-all"].focus();
+}
+
+// whenChanged() after items were deleted.
+export function startItems(whenChanged) {
+  onChanged = whenChanged;
+  ui.finder.addEventListener("submit", (event) => {
+    event.preventDefault();
+    find();
+  });
+  for (const field of [ui["key-search"], ui.filter]) field.addEventListener("search", find);
+  ui["pick-all"].addEventListener("change", pickAll);
+  ui["bulk-clear"].addEventListener("click", pickNone);
+  ui["bulk-delete"].addEventListener("click", () => deleteKeys([...selected], ui["bulk-delete"]));
+  ui["filter-delete"].addEventListener("click", deleteFiltered);
+  ui["page-before"].addEventListener("click", () => turnTo(view.offset - PAGE));
+  ui["page-after"].addEventListener("click", () => turnTo(view.offset + PAGE));
+}

@@ -1,0 +1,98 @@
+// The jobs: listed, followed each second while one runs, and started.
+
+import { listJobs } from "/ui/admin-api.js";
+import { JobPanel, isActive, progressOf, stateBadge, STATES, titleOf } from "/ui/admin-job.js";
+import { state } from "/ui/admin-state.js";
+import { problemOf } from "/ui/alerts.js";
+import { close } from "/ui/admin-work.js";
+import { announce, element, ui } from "/ui/dom.js";
+import { ago } from "/ui/format.js";
+
+const SHOWN = 50;
+const RUNNING_MS = 1000;
+const RESTING_MS = 15_000;
+let jobs = [];
+let panel = null;
+let timer = 0;
+let asking = null;
+let onEnded = () => {};
+
+function rowOf(job) {
+  const button = element("button", { type: "button", className: "job-open" });
+  const title = element("span", { className: "job-title", textContent: titleOf(job) });
+  const when = element("span", { className: "hint", textContent: ago(Date.parse(job.created_at)) });
+  button.append(title, stateBadge(job), element("span", { className: "job-text", textContent: job.error ?? job.step }), when);
+  button.addEventListener("click", () => panel.open(jobs.find(({ id }) => id === job.id) ?? job));
+  const row = element("li", { className: "job-row" }, button, ...(isActive(job) ? [progressOf(job)] : []));
+  Object.assign(row.dataset, { testid: "job", id: job.id, now: JSON.stringify(job) });
+  return row;
+}
+
+// Rows that say the same as before stay, with the focus in them.
+function showList() {
+  const before = new Map([...ui.jobs.children].map((row) => [row.dataset.id, row]));
+  const rows = jobs.map((job) => {
+    const old = before.get(job.id);
+    const isSame = old?.dataset.now === JSON.stringify(job);
+    return isSame ? old : rowOf(job);
+  });
+  const focused = document.activeElement?.closest("[data-testid=job]")?.dataset.id;
+  ui.jobs.replaceChildren(...rows);
+  if (focused) ui.jobs.querySelector(`[data-id="${focused}"] button`)?.focus({ preventScroll: true });
+  ui["jobs-empty"].hidden = jobs.length > 0;
+  const active = jobs.filter(isActive).length;
+  ui["jobs-count"].hidden = active === 0;
+  ui["jobs-count"].textContent = `${active} running`;
+}
+
+function tellEnds(before) {
+  const running = new Set(before.filter(isActive).map(({ id }) => id));
+  const ended = jobs.filter((job) => running.has(job.id) && !isActive(job));
+  for (const job of ended) announce(`${titleOf(job)} is ${STATES[job.state]}`);
+  if (ended.length > 0) onEnded();
+}
+
+async function askNow() {
+  const before = jobs;
+  try {
+    jobs = await listJobs(SHOWN);
+    ui["jobs-text"].textContent = "";
+  } catch (error) {
+    const problem = problemOf(error);
+    if (problem.needsKey) return close(problem);
+    ui["jobs-text"].textContent = `${problem.title}. Asked again in a moment.`;
+    return;
+  }
+  showList();
+  const open = jobs.find(({ id }) => id === panel.id);
+  if (open) panel.show(open);
+  tellEnds(before);
+}
+
+// Asks now, and goes on asking. One answer is waited for at a time.
+export async function follow() {
+  clearTimeout(timer);
+  if (state.noJobs) return;
+  asking ??= askNow().finally(() => (asking = null));
+  await asking;
+  clearTimeout(timer);
+  const isOpen = document.body.dataset.access === "open";
+  if (isOpen && !document.hidden) timer = setTimeout(follow, jobs.some(isActive) ? RUNNING_MS : RESTING_MS);
+}
+
+// A job that was just started or changed is shown at once.
+export async function showJob(job) {
+  jobs = [job, ...jobs.filter(({ id }) => id !== job.id)];
+  showList();
+  panel.open(job);
+  await follow();
+}
+
+// whenEnded() after a job that was seen running has ended.
+export function startJobs(whenEnded) {
+  onEnded = whenEnded;
+  panel = new JobPanel(showJob);
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden && document.body.dataset.access === "open") follow();
+  });
+}

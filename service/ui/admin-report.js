@@ -1,0 +1,86 @@
+// What a job found, as a table of old and new, and whether the new one was good enough.
+
+import { table } from "/ui/admin-status.js";
+import { element } from "/ui/dom.js";
+
+const NONE = "not measured";
+const LISTED_FAILURES = 5;
+
+const share = (value) => (typeof value === "number" ? `${(value * 100).toFixed(2)}%` : NONE);
+const points = (value) => `${value > 0 ? "+" : ""}${(value * 100).toFixed(2)} points`;
+const count = (value) => (typeof value === "number" ? value.toLocaleString("en") : NONE);
+const time = (value) => (typeof value === "number" ? `${value.toFixed(1)} ms` : NONE);
+
+function difference(before, after, show) {
+  if (typeof before !== "number" || typeof after !== "number") return "";
+  return before === after ? "the same" : show(after - before);
+}
+
+const signed = (show) => (value) => `${value > 0 ? "+" : "−"}${show(Math.abs(value))}`;
+
+function comparison({ old: before, new: after, k = 10 }) {
+  const lines = [
+    ["First answer right (recall@1)", "recall_at_1", share, points],
+    [`Right among the first ${k} (recall@${k})`, "recall_at_k", share, points],
+    ["Items", "items", count, signed(count)],
+    ["Time of one search", "ms_per_query", time, signed(time)],
+  ];
+  const shown = lines.filter(([, name]) => name in before || name in after);
+  const rows = shown.map(([text, name, show, change]) =>
+    [text, show(before[name]), show(after[name]), difference(before[name], after[name], change)]);
+  const models = ["Model", before.bundle_id.slice(0, 12), after.bundle_id.slice(0, 12), before.bundle_id === after.bundle_id ? "the same" : ""];
+  const made = table("Old and new compared", ["", "Old", "New", "Difference"], [models, ...rows]);
+  made.dataset.testid = "report-table";
+  return made;
+}
+
+function line(text, testId, kind = "") {
+  const made = element("p", { textContent: text, className: kind });
+  made.dataset.testid = testId;
+  return made;
+}
+
+function basis({ overlap_at_k: overlap, k, judged, queries, class_attribute: name }) {
+  const texts = [];
+  if (typeof overlap === "number") texts.push(`Old and new agree on ${share(overlap)} of the first ${k} answers.`);
+  if (typeof queries === "number") {
+    texts.push(`Asked with ${count(queries)} items; ${count(judged)} can be judged by ${name}.`);
+  }
+  return texts.length > 0 ? [line(texts.join(" "), "report-basis", "hint")] : [];
+}
+
+function gateLine({ gate }) {
+  if (!gate) return [];
+  const word = gate.passed ? "Good enough to replace the old one" : "Not good enough to replace the old one";
+  return [line(`${word}: ${gate.reason}`, "report-gate", `verdict ${gate.passed ? "good" : "attention"}`)];
+}
+
+function training({ training: found }) {
+  if (!found) return [];
+  const figures = Object.entries(found.figures ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
+  const [epoch, total] = found.epochs ?? [];
+  return [line(`Trained for ${epoch} of ${total} rounds${figures ? `; on classes kept aside: ${figures}` : ""}.`, "report-training", "hint")];
+}
+
+function rebuilt({ rebuild: found }) {
+  if (!found || !found.missing) return [];
+  const names = found.failures.slice(0, LISTED_FAILURES).map((one) => one.key ?? Object.values(one)[0]).join(", ");
+  return [line(`${count(found.missing)} of ${count(found.found)} items were left out, as their pictures cannot be read: ${names}.`, "report-missing", "verdict attention")];
+}
+
+function rest({ segment, removed }) {
+  if (typeof removed === "number") return [line(`${count(removed)} items were removed.`, "report-removed")];
+  return segment ? [line("The index was made anew.", "report-segment")] : [];
+}
+
+// Nodes that say what `report` says; none for a job without one.
+export function reportNodes(report) {
+  if (!report) return [];
+  const compared = report.old && report.new ? [comparison(report)] : [];
+  const swapped = report.swapped ? [line("The new one is in place.", "report-swapped", "verdict good")] : [];
+  return [...gateLine(report), ...compared, ...basis(report), ...training(report), ...rebuilt(report), ...rest(report), ...swapped];
+}
+
+// Whether a candidate waits to be put in place by hand.
+export const mayWait = ({ kind, state, report }) =>
+  ["rebuild", "train"].includes(kind) && state === "succeeded" && report?.swapped === false;

@@ -1,0 +1,124 @@
+// How the chosen gallery, its index and its model are, and whether the service is ready.
+
+import { getReady } from "/ui/admin-api.js";
+import { describeChosen, state } from "/ui/admin-state.js";
+import { failed } from "/ui/admin-work.js";
+import { definitions, element, ui } from "/ui/dom.js";
+import { percent, plural, valueText } from "/ui/format.js";
+
+const SHOWN_VALUES = 6;
+const KINDS = {
+  flat: "exact (flat)",
+  fp16: "exact, half the memory (fp16)",
+  hnsw: "graph (HNSW)",
+  "ivf-pq": "compressed (IVF-PQ)",
+  "ivf-rabitq": "compressed (IVF-RaBitQ)",
+  cagra: "graph on the GPU (CAGRA)",
+};
+
+const number = (value) => (value ?? 0).toLocaleString("en");
+const part = (value) => (value === null || value === undefined ? "not measured" : `${(value * 100).toFixed(2)}%`);
+export const moment = (text) => (text ? new Date(text).toLocaleString("en", { dateStyle: "medium", timeStyle: "short" }) : "never");
+
+function box(title, testId, ...children) {
+  const made = element("section", { className: "panel-box" }, element("h2", { textContent: title }), ...children);
+  made.dataset.testid = testId;
+  return made;
+}
+
+const facts = (pairs) => element("dl", { className: "facts-list" }, ...definitions(pairs));
+
+function note(text, kind) {
+  return element("p", { className: `verdict ${kind}`, textContent: text });
+}
+
+function indexBox({ index, size, generation, version }) {
+  const due = index.compaction_due;
+  const pairs = [
+    ["Items", number(size)],
+    ["Kind of index", index.kind === null ? "none yet: every item is compared" : KINDS[index.kind] ?? index.kind],
+    ["Items in the index", number(index.segment_items)],
+    ["Added since", number(index.delta)],
+    ["Removed since", number(index.tombstones)],
+    ["Neighbours found (recall)", `${part(index.recall)}${index.target_recall ? `, aim ${part(index.target_recall)}` : ""}`],
+    ["Index made", moment(index.created_at)],
+    ...Object.entries(index.parameters).map(([name, value]) => [name, number(value)]),
+    ["Generation", generation],
+    ["Version", version.slice(0, 12)],
+  ];
+  const verdict = due ? note(`Time to compact: ${due}`, "attention") : note("Nothing to tidy up", "good");
+  return box("Index", "status-index", verdict, facts(pairs));
+}
+
+function scoresTable(thresholds) {
+  const head = ["Searches without a match that get an answer", "Score from", "Sure"];
+  const rows = thresholds.map((one) => [percent(one.false_matches), one.search_score.toFixed(3), percent(one.probability)]);
+  return table("Scores and what they mean", head, rows);
+}
+
+// A small table: texts in `head`, and in each of `rows`, whose first cells are their headings.
+export function table(caption, head, rows) {
+  const cells = (row) => row.map((text, place) =>
+    element(place === 0 ? "th" : "td", { textContent: text, ...(place === 0 && { scope: "row" }) }));
+  return element(
+    "table",
+    { className: "small-table" },
+    element("caption", { textContent: caption }),
+    element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col", textContent: text })))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells(row)))),
+  );
+}
+
+function modelBox({ bundle_id: id, dim, provider, calibration, created_at: created, image_root_missing: isMissing }) {
+  const pairs = [
+    ["Model", id.slice(0, 16)],
+    ["Numbers per picture", number(dim)],
+    ["Runs on", provider],
+    ["Gallery made", moment(created)],
+  ];
+  const found = box("Model", "status-model", facts(pairs));
+  if (isMissing) found.append(note("The folder of the pictures is gone: items are found, but not shown.", "attention"));
+  if (calibration === null) found.append(note("This model does not say how sure it is.", "plain"));
+  else if (calibration.thresholds.length > 0) found.append(scoresTable(calibration.thresholds));
+  else found.append(note("This model says how sure it is of each answer.", "plain"));
+  return found;
+}
+
+function attributeRow({ name, kind, values, minimum, maximum }) {
+  if (kind === "number" && minimum !== null) return [name, kind, `${valueText(minimum)} – ${valueText(maximum)}`];
+  const shown = (values ?? []).slice(0, SHOWN_VALUES).map(({ value, count }) => `${valueText(value)} (${number(count)})`);
+  const more = (values ?? []).length - SHOWN_VALUES;
+  return [name, kind === "boolean" ? "yes or no" : kind, shown.join(", ") + (more > 0 ? ` and ${more} more` : "")];
+}
+
+function attributesBox({ attributes }) {
+  if (attributes.length === 0) return box("Attributes", "status-attributes", note("No item has attributes.", "plain"));
+  const rows = attributes.map(attributeRow);
+  return box("Attributes", "status-attributes", table(plural(rows.length, "attribute"), ["Name", "Kind", "Values"], rows));
+}
+
+function readyBox({ status, checks, queue_depth: waiting, redis, last_error: last }) {
+  const isReady = status === "ready";
+  const verdict = note(isReady ? "Ready to answer" : "Not ready", isReady ? "good" : "attention");
+  const list = Object.entries(checks).map(([name, text]) => [name, text]);
+  const more = [["Searches waiting", number(waiting)], ["Shared cache", redis], ...(last ? [["Last error", last]] : [])];
+  return box("Service", "status-ready", verdict, facts([...list, ...more]));
+}
+
+function settle({ status, value, reason }, show) {
+  if (status === "fulfilled") return [show(value)];
+  failed(reason, load);
+  return [];
+}
+
+export async function load() {
+  ui["status-boxes"].setAttribute("aria-busy", "true");
+  const [gallery, ready] = await Promise.allSettled([state.name ? describeChosen() : null, getReady()]);
+  const boxes = settle(gallery, (found) => (found === null ? [] : [indexBox(found), modelBox(found), attributesBox(found)]));
+  ui["status-boxes"].replaceChildren(...boxes.flat(), ...settle(ready, readyBox));
+  ui["status-boxes"].setAttribute("aria-busy", "false");
+}
+
+export function startStatus() {
+  ui["status-refresh"].addEventListener("click", load);
+}

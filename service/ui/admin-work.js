@@ -1,0 +1,51 @@
+// Work that can fail: the message, the way back to the key form, busy buttons.
+
+import { problemOf, showProblem } from "/ui/alerts.js";
+import { ui } from "/ui/dom.js";
+
+let enter = () => {};
+
+// `again` is called with a key that has just been typed.
+export function startWork(again) {
+  enter = again;
+}
+
+// The page without its content: only the key form, with what the service said.
+export function close(problem, isFirst = false) {
+  for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
+  document.body.dataset.access = isFirst ? "closed" : "refused";
+  ui.main.hidden = true;
+  ui["gallery-bar"].hidden = true;
+  showProblem(problem, () => enter());
+  ui.key.focus();
+}
+
+// Shows what failed; `retry` repeats it where that can help and does no harm.
+export function failed(error, retry = null) {
+  if (error?.name === "AbortError") return;
+  const problem = problemOf(error);
+  if (problem.needsKey) close(problem);
+  else showProblem(problem, retry);
+}
+
+// A failure as one text for the place where it happened, or "" if the key form is shown for it.
+export function failureText(error) {
+  if (error?.name === "AbortError") return "";
+  const problem = problemOf(error);
+  if (!problem.needsKey) return `${problem.title}: ${problem.detail}`;
+  close(problem);
+  return "";
+}
+
+// Runs work() with the button out of use; what it throws is shown by the message or by `tell`.
+export async function busily(button, work, tell = failed) {
+  if (button.ariaDisabled === "true") return;
+  button.ariaDisabled = "true";
+  try {
+    await work();
+  } catch (error) {
+    tell(error);
+  } finally {
+    button.ariaDisabled = null;
+  }
+}

@@ -1,0 +1,121 @@
+// The admin page: who may enter, which view is shown, which gallery it is about.
+
+import { startAdd, showAdd } from "/ui/admin-add.js";
+import { knock } from "/ui/admin-api.js";
+import { startConfirm } from "/ui/admin-confirm.js";
+import { startEdit } from "/ui/admin-edit.js";
+import { showGalleries, startGalleries } from "/ui/admin-galleries.js";
+import * as items from "/ui/admin-items.js";
+import { follow, showJob, startJobs } from "/ui/admin-jobs.js";
+import { showStarts, startStarts } from "/ui/admin-starts.js";
+import { choose, chosen, loadGalleries, refreshSizes, state, whenGalleryChanges } from "/ui/admin-state.js";
+import * as status from "/ui/admin-status.js";
+import { close, failed, startWork } from "/ui/admin-work.js";
+import { hideError, problemOf, showProblem, startAlerts } from "/ui/alerts.js";
+import { element, ui } from "/ui/dom.js";
+import { plural } from "/ui/format.js";
+import { getKey, setKey } from "/ui/key.js";
+
+const VIEWS = {
+  items: items.load,
+  add: showAdd,
+  status: status.load,
+  jobs: () => Promise.all([showStarts(), follow()]),
+  galleries: showGalleries,
+};
+let shown = "";
+
+function wantedView() {
+  const name = location.hash.slice(1);
+  return Object.hasOwn(VIEWS, name) ? name : shown || "items";
+}
+
+function showChooser() {
+  const options = state.galleries.map(({ name }) => element("option", { value: name, textContent: name }));
+  ui.gallery.replaceChildren(...options);
+  ui.gallery.value = state.name;
+  ui["gallery-bar"].hidden = state.galleries.length === 0;
+  const size = chosen()?.size;
+  ui["gallery-size"].textContent = size === undefined ? "" : plural(size, "item");
+}
+
+async function showView() {
+  if (document.body.dataset.access !== "open") return;
+  const name = state.name || wantedView() !== "items" ? wantedView() : "galleries";
+  const isOther = shown !== "" && shown !== name;
+  shown = name;
+  for (const view of document.querySelectorAll(".view")) view.hidden = view.dataset.view !== name;
+  for (const link of ui.views.querySelectorAll("a")) {
+    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${ui[`${name}-title`].textContent} · Kinlens admin`;
+  if (isOther) ui[`${name}-title`].focus();
+  try {
+    await VIEWS[name]();
+  } catch (error) {
+    failed(error, showView);
+  }
+}
+
+async function refresh() {
+  try {
+    await refreshSizes();
+    showChooser();
+    if (shown === "galleries") showGalleries();
+  } catch (error) {
+    failed(error);
+  }
+}
+
+// After a job the gallery may have another generation, model and size.
+async function afterJob() {
+  await refresh();
+  if (shown === "jobs") await showStarts().catch(failed);
+}
+
+async function enter() {
+  const isFirst = document.body.dataset.access === "asking" && !getKey();
+  try {
+    state.noJobs = await knock();
+    await loadGalleries();
+  } catch (error) {
+    const problem = problemOf(error);
+    if (problem.needsKey) return close(problem, isFirst);
+    document.body.dataset.access = "failed";
+    return showProblem(problem, enter);
+  }
+  const isBack = document.body.dataset.access !== "asking";
+  document.body.dataset.access = "open";
+  hideError();
+  ui.main.hidden = false;
+  ui["forget-key"].hidden = getKey() === "";
+  if (isBack) ui.main.focus();
+  follow();
+  await showView();
+}
+
+function forgetKey() {
+  setKey("");
+  location.reload();
+}
+
+whenGalleryChanges(() => {
+  showChooser();
+  items.reset();
+  if (document.body.dataset.access === "open") showView();
+});
+startAlerts();
+startWork(enter);
+startConfirm();
+startEdit();
+items.startItems(refresh);
+startAdd(refresh);
+status.startStatus();
+startGalleries();
+startJobs(afterJob);
+startStarts(showJob);
+ui.gallery.addEventListener("change", () => choose(ui.gallery.value));
+ui["forget-key"].addEventListener("click", forgetKey);
+addEventListener("hashchange", showView);
+enter();

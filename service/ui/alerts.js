@@ -1,0 +1,93 @@
+// Messages: what failed with its cure, the wait that the service asks for, the key it needs, notes.
+
+import { Problem } from "/ui/api.js";
+import { ui } from "/ui/dom.js";
+import { setKey } from "/ui/key.js";
+
+const SECOND_MS = 1000;
+let counting = 0;
+let again = null;
+
+export function problemOf(error) {
+  if (error instanceof Problem) return error;
+  console.error(error);
+  return new Problem("Something went wrong on this page", "Reload the page and try again.");
+}
+
+function stopCounting() {
+  clearInterval(counting);
+  ui["error-retry"].disabled = false;
+  ui["error-retry"].textContent = "Try again";
+}
+
+function countDown(wait_s) {
+  stopCounting();
+  if (wait_s <= 0) return;
+  const until = performance.now() + wait_s * SECOND_MS;
+  const show = () => {
+    const left_s = Math.ceil((until - performance.now()) / SECOND_MS);
+    if (left_s <= 0) return stopCounting();
+    ui["error-retry"].disabled = true;
+    ui["error-retry"].textContent = `Try again in ${left_s} s`;
+  };
+  show();
+  counting = setInterval(show, SECOND_MS / 4);
+}
+
+function showKeyForm(needed) {
+  ui["key-form"].hidden = !needed;
+  ui.key.value = "";
+}
+
+// `retry` repeats what failed; it is offered where another try can help.
+export function showProblem(error, retry = null) {
+  const problem = problemOf(error);
+  const canRetry = retry !== null && (problem.canRetry || problem.needsKey);
+  again = canRetry ? retry : null;
+  ui["error-title"].textContent = problem.title;
+  ui["error-detail"].textContent = problem.detail;
+  ui["error-request"].textContent = problem.requestId ? `Request ${problem.requestId}` : "";
+  ui["error-retry"].hidden = !canRetry || problem.needsKey;
+  showKeyForm(problem.needsKey && retry !== null);
+  countDown(problem.retryAfter_s);
+  ui.error.hidden = false;
+}
+
+export function hideError() {
+  stopCounting();
+  ui.error.hidden = true;
+}
+
+// A gentle note: nothing failed.
+export function showNotice(text) {
+  ui["notice-text"].textContent = text;
+  ui.notice.hidden = false;
+}
+
+export function hideNotice() {
+  ui.notice.hidden = true;
+}
+
+function retryNow() {
+  const work = again;
+  hideError();
+  work?.();
+}
+
+function showConnection() {
+  ui.offline.hidden = navigator.onLine !== false;
+}
+
+export function startAlerts() {
+  ui["error-retry"].addEventListener("click", retryNow);
+  ui["error-close"].addEventListener("click", hideError);
+  ui["notice-close"].addEventListener("click", hideNotice);
+  ui["key-form"].addEventListener("submit", (event) => {
+    event.preventDefault();
+    setKey(ui.key.value);
+    retryNow();
+  });
+  addEventListener("offline", showConnection);
+  addEventListener("online", showConnection);
+  showConnection();
+}

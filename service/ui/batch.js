@@ -1,0 +1,149 @@
+// Many pictures at once: one row for each, a few searches at a time, every failure alone.
+
+import { Problem } from "/ui/api.js";
+import { problemOf } from "/ui/alerts.js";
+import { titleOf } from "/ui/cards.js";
+import { announce, element, ui } from "/ui/dom.js";
+import { percent, plural } from "/ui/format.js";
+import { pictureOf } from "/ui/pictures.js";
+
+const AT_ONCE = 4;
+const SHOWN = 6;
+const MAX_WAIT_S = 10;
+const TRIES = 3;
+export const MAX_IMAGES = 200;
+
+export const rowOf = (query) => ({ query, answer: null, problem: null, state: "waiting", node: null });
+
+const rowsIn = (answer) => answer.groups?.map(({ hits }) => hits[0]) ?? answer.hits;
+
+function hitPicture(hit, handlers) {
+  const picture = pictureOf(hit.image, hit.key);
+  picture.title = `${titleOf(hit.key, hit.attributes)} · ${hit.score.toFixed(3)}`;
+  const sure = handlers.probability(hit);
+  const caption = element("span", { className: "batch-score" });
+  caption.textContent = sure === null ? hit.score.toFixed(2) : percent(sure);
+  return element("span", { className: "batch-hit" }, picture, caption);
+}
+
+function stateText(row, handlers) {
+  if (row.state === "waiting") return "Waiting";
+  if (row.state === "running") return "Searching…";
+  if (row.state === "failed") return `${row.problem.title}. ${row.problem.detail}`;
+  const passing = rowsIn(row.answer).filter(({ score }) => score >= handlers.minScore());
+  if (passing.length === 0) return "No match";
+  const [best] = passing;
+  const noun = row.answer.groups ? "group" : "result";
+  return `${plural(passing.length, noun)}, best ${titleOf(best.key, best.attributes)} (${best.score.toFixed(2)})`;
+}
+
+function hitsOf(row, handlers) {
+  if (row.state !== "done") return [];
+  const passing = rowsIn(row.answer).filter(({ score }) => score >= handlers.minScore());
+  return passing.slice(0, SHOWN).map((hit) => hitPicture(hit, handlers));
+}
+
+function paint(row, handlers) {
+  const { name, preview } = row.query;
+  const text = element("span", { className: "batch-text" });
+  text.append(element("span", { className: "batch-name", textContent: name, title: name }));
+  const state = element("span", { className: "batch-state", textContent: stateText(row, handlers) });
+  state.dataset.testid = "batch-state";
+  text.append(state);
+  const head = element("span", { className: "batch-query" }, pictureOf(preview, ""));
+  const hits = element("span", { className: "batch-hits" }, ...hitsOf(row, handlers));
+  const canOpen = row.state === "done";
+  const main = element(canOpen ? "button" : "div", { className: "batch-open" }, head, text, hits);
+  if (canOpen) {
+    main.type = "button";
+    main.dataset.testid = "batch-open";
+    main.setAttribute("aria-label", `Open ${name}: ${state.textContent}`);
+    main.addEventListener("click", () => handlers.onOpen(row));
+  }
+  row.node.replaceChildren(main);
+  row.node.dataset.state = row.state;
+  if (row.state !== "failed") return;
+  const again = element("button", { type: "button", className: "small", textContent: "Try again" });
+  again.setAttribute("aria-label", `Try ${name} again`);
+  again.dataset.testid = "batch-again";
+  again.addEventListener("click", () => handlers.onAgain(row));
+  row.node.append(again);
+}
+
+export function showSummary(rows) {
+  const count = (state) => rows.filter((row) => row.state === state).length;
+  const [done, failed] = [count("done"), count("failed")];
+  const isOver = done + failed === rows.length;
+  const parts = [`${plural(rows.length, "image")}: ${done} answered`];
+  if (failed > 0) parts.push(`${failed} failed`);
+  if (!isOver) parts.push(`${rows.length - done - failed} to go`);
+  ui.summary.textContent = parts.join(", ");
+  ui.progress.style.setProperty("--done", `${((done + failed) / rows.length) * 100}%`);
+  ui.progress.classList.toggle("measured", !isOver);
+  ui.progress.hidden = isOver;
+  ui.cancel.hidden = isOver;
+  ui.results.setAttribute("aria-busy", String(!isOver));
+  if (isOver) announce(ui.summary.textContent);
+}
+
+// handlers: onOpen(row), onAgain(row), probability(hit), minScore().
+export function showRows(rows, handlers) {
+  ui.batch.replaceChildren(...rows.map((row) => {
+    row.node = element("li", { className: "batch-row" });
+    row.node.dataset.testid = "batch-row";
+    paint(row, handlers);
+    return row.node;
+  }));
+  showSummary(rows);
+}
+
+const pause = (wait_s, signal) =>
+  new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, wait_s * 1e3);
+    signal.addEventListener("abort", () => {
+      clearTimeout(timer);
+      reject(signal.reason);
+    }, { once: true });
+  });
+
+// A service that asks for patience gets it, a few times.
+async function patiently(work, signal) {
+  for (let left = TRIES - 1; ; left -= 1) {
+    try {
+      return await work();
+    } catch (error) {
+      const waits = error instanceof Problem && error.retryAfter_s > 0;
+      if (left === 0 || !waits) throw error;
+      await pause(Math.min(error.retryAfter_s, MAX_WAIT_S), signal);
+    }
+  }
+}
+
+async function runRow(row, ask, signal) {
+  try {
+    row.answer = await patiently(() => ask(row.query, signal), signal);
+    row.state = "done";
+  } catch (error) {
+    if (signal.aborted) return; // whoever ended the run says what becomes of its rows
+    row.state = "failed";
+    row.problem = problemOf(error);
+  }
+}
+
+// Searches for every row that waits, AT_ONCE at a time; ask(query, signal) gives an answer.
+export async function runRows(rows, ask, signal, onRow) {
+  const queue = rows.filter(({ state }) => state === "waiting");
+  const worker = async () => {
+    for (let row = queue.shift(); row && !signal.aborted; row = queue.shift()) {
+      row.state = "running";
+      onRow(row);
+      await runRow(row, ask, signal);
+      onRow(row);
+    }
+  };
+  await Promise.all(Array.from({ length: AT_ONCE }, worker));
+}
+
+export function repaint(row, handlers) {
+  if (row.node?.isConnected) paint(row, handlers);
+}

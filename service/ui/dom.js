@@ -1,0 +1,54 @@
+// Making elements. Everything that comes from the service enters the page as text, never as markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+const SHAPES = {
+  close: "m6 6 12 12M18 6 6 18",
+  like: "M7 11v9H4v-9zm0 0 4-7c1.4 0 2.3 1 2.1 2.4L12.5 10H18a2 2 0 0 1 2 2.3l-1.1 6A2 2 0 0 1 17 20H7",
+  dislike: "M17 13V4h3v9zm0 0-4 7c-1.4 0-2.3-1-2.1-2.4l.6-3.6H6a2 2 0 0 1-2-2.3l1.1-6A2 2 0 0 1 7 4h10",
+};
+
+// Elements of the page by their id.
+export const ui = Object.fromEntries(
+  [...document.querySelectorAll("[id]")].map((node) => [node.id, node]),
+);
+
+export function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+export function icon(name) {
+  const drawing = document.createElementNS(SVG, "svg");
+  const path = document.createElementNS(SVG, "path");
+  drawing.setAttribute("viewBox", "0 0 24 24");
+  drawing.setAttribute("class", "icon");
+  drawing.setAttribute("aria-hidden", "true");
+  path.setAttribute("d", SHAPES[name]);
+  drawing.append(path);
+  return drawing;
+}
+
+export function definitions(pairs) {
+  return pairs.flatMap(([term, text]) => [
+    element("dt", { textContent: term }),
+    element("dd", { textContent: text }),
+  ]);
+}
+
+const ANNOUNCE_AFTER_MS = 250;
+let announcing = 0;
+
+// Said by screen readers; of several in a row the last.
+export function announce(text) {
+  clearTimeout(announcing);
+  announcing = setTimeout(() => (ui.live.textContent = text), ANNOUNCE_AFTER_MS);
+}
+
+export function debounced(work, wait_ms) {
+  let timer = 0;
+  return (...given) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => work(...given), wait_ms);
+  };
+}

@@ -1,0 +1,172 @@
+// Filters built from what a gallery says about its attributes, in the service's JSON form:
+// {"colour": {"in": ["red"]}, "price": {">=": 5, "<=": 20}, "sale": true}.
+
+import { debounced, element } from "/ui/dom.js";
+import { valueText } from "/ui/format.js";
+
+const SEARCHABLE_FROM = 10;
+const OPEN_AT_FIRST = 2;
+const TYPING_MS = 400;
+const WORDS = new Set(["and", "or", "not"]); // the JSON form cannot name attributes called so
+
+const isBool = ({ kind }) => kind === "bool" || kind === "boolean";
+
+function isUseful({ name, kind, values, minimum, maximum, ...rest }) {
+  if (WORDS.has(name)) return false;
+  if (isBool({ kind, ...rest })) return true;
+  if (kind === "number") return minimum !== null && minimum !== undefined && minimum < maximum;
+  const counts = values ?? [];
+  return counts.length > 1 && counts.some(({ count }) => count > 1);
+}
+
+const chosenOf = (condition) => (Array.isArray(condition?.in) ? condition.in : []);
+
+function checkbox({ value, count }, chosen, onToggle) {
+  const box = element("input", { type: "checkbox", value, checked: chosen.includes(value) });
+  box.addEventListener("change", () => onToggle(value, box.checked));
+  const name = element("span", { className: "option-name", textContent: valueText(value) });
+  const number = element("span", { className: "option-count", textContent: count.toLocaleString("en") });
+  return element("label", { className: "option" }, box, name, number);
+}
+
+function finder(name, options) {
+  const field = element("input", { type: "search", className: "option-find", placeholder: "Find a value" });
+  field.ariaLabel = `Find a value of ${name}`;
+  field.addEventListener("input", () => {
+    const wanted = field.value.trim().toLowerCase();
+    for (const option of options) option.hidden = !option.textContent.toLowerCase().includes(wanted);
+  });
+  return field;
+}
+
+function textFilter({ name, values }, condition, change) {
+  const chosen = [...chosenOf(condition)];
+  const toggle = (value, on) => {
+    if (on) chosen.push(value);
+    else chosen.splice(chosen.indexOf(value), 1);
+    change(chosen.length > 0 ? { in: [...chosen] } : null);
+  };
+  const unlisted = chosen.filter((value) => !values.some((known) => known.value === value));
+  const all = [...unlisted.map((value) => ({ value, count: 0 })), ...values];
+  const options = all.map((value) => checkbox(value, chosen, toggle));
+  const list = element("div", { className: "options" }, ...options);
+  return values.length < SEARCHABLE_FROM ? [list] : [finder(name, options), list];
+}
+
+function limitField(name, sign, word, bound, condition, onInput) {
+  const field = element("input", {
+    type: "number",
+    step: "any",
+    inputMode: "decimal",
+    placeholder: valueText(bound),
+    value: condition?.[sign] ?? "",
+  });
+  field.ariaLabel = `${name}, ${word}`;
+  field.dataset.testid = `filter-${word}`;
+  field.addEventListener("input", onInput);
+  return field;
+}
+
+function numberFilter({ name, minimum, maximum }, condition, change) {
+  const read = debounced(() => {
+    const limits = {};
+    if (low.value !== "") limits[">="] = Number(low.value);
+    if (high.value !== "") limits["<="] = Number(high.value);
+    change(Object.keys(limits).length > 0 ? limits : null);
+  }, TYPING_MS);
+  const low = limitField(name, ">=", "from", minimum, condition, read);
+  const high = limitField(name, "<=", "to", maximum, condition, read);
+  return [element("div", { className: "limits" }, low, element("span", { textContent: "to" }), high)];
+}
+
+function boolFilter({ name }, condition, change) {
+  const choices = [["any", null], ["yes", true], ["no", false]];
+  const options = choices.map(([word, value]) => {
+    const radio = element("input", { type: "radio", name: `filter ${name}`, value: word });
+    radio.checked = (condition ?? null) === value;
+    radio.addEventListener("change", () => change(value));
+    return element("label", { className: "choice" }, radio, element("span", { textContent: word }));
+  });
+  return [element("div", { className: "choices" }, ...options)];
+}
+
+function fieldOf(attribute, condition, change) {
+  if (isBool(attribute)) return boolFilter(attribute, condition, change);
+  return (attribute.kind === "number" ? numberFilter : textFilter)(attribute, condition, change);
+}
+
+// The panel of one gallery's filters. onChange(filter) gets the whole filter with one attribute
+// changed; conditions that the panel cannot show are kept.
+export class FilterPanel {
+  constructor(place, onChange) {
+    Object.assign(this, { place, onChange, attributes: [], filter: {} });
+  }
+
+  // Built anew only when something else than the panel itself changed it: focus stays.
+  show(attributes, filter) {
+    const isSame = JSON.stringify(filter) === JSON.stringify(this.filter) &&
+      (attributes === this.attributes || this.place.contains(document.activeElement));
+    Object.assign(this, { attributes, filter });
+    if (isSame) return;
+    const opened = new Map(
+      [...this.place.querySelectorAll("details")].map(({ dataset, open }) => [dataset.name, open]),
+    );
+    const useful = attributes.filter(isUseful);
+    this.place.hidden = useful.length === 0;
+    this.place.replaceChildren(
+      ...useful.map((attribute, index) => this.#part(attribute, index < OPEN_AT_FIRST, opened)),
+    );
+  }
+
+  #part(attribute, isEarly, opened) {
+    const { name } = attribute;
+    const change = (condition) => {
+      const others = without(this.filter, name);
+      this.filter = condition === null ? others : { ...others, [name]: condition };
+      this.onChange(this.filter);
+    };
+    const legend = element("legend", { className: "sr-only", textContent: name });
+    const fields = fieldOf(attribute, this.filter[name], change);
+    const made = element(
+      "details",
+      { className: "filter", open: opened.get(name) ?? (isEarly || name in this.filter) },
+      element("summary", { textContent: name }),
+      element("fieldset", {}, legend, ...fields),
+    );
+    Object.assign(made.dataset, { name, testid: "filter" });
+    return made;
+  }
+}
+
+const without = (filter, name) => {
+  const { [name]: _, ...others } = filter;
+  return others;
+};
+
+function limitsText(name, condition) {
+  const [low, high] = [condition[">="], condition["<="]];
+  if (low === undefined) return `${name} up to ${valueText(high)}`;
+  if (high === undefined) return `${name} from ${valueText(low)}`;
+  return `${name} ${valueText(low)} – ${valueText(high)}`;
+}
+
+const isLimits = (condition) =>
+  Object.keys(condition).length > 0 && Object.keys(condition).every((sign) => [">=", "<="].includes(sign));
+
+// [{text, filter}]: one chip for each value; `filter` is what is left when the chip is removed.
+export function filterChips(filter) {
+  return Object.entries(filter).flatMap(([name, condition]) => {
+    const chosen = chosenOf(condition);
+    if (chosen.length > 0) {
+      return chosen.map((value) => {
+        const rest = chosen.filter((other) => other !== value);
+        const left = rest.length > 0 ? { ...filter, [name]: { in: rest } } : without(filter, name);
+        return { text: `${name}: ${valueText(value)}`, filter: left };
+      });
+    }
+    const isValue = condition === null || typeof condition !== "object";
+    if (isValue) return [{ text: `${name}: ${valueText(condition)}`, filter: without(filter, name) }];
+    const text = isLimits(condition) ? limitsText(name, condition) : `${name} ${JSON.stringify(condition)}`;
+    return [{ text, filter: without(filter, name) }];
+  });
+}

@@ -1,0 +1,42 @@
+// Numbers and names as people read them.
+
+export const plural = (n, noun) => `${n.toLocaleString("en")} ${noun}${n === 1 ? "" : "s"}`;
+
+export const milliseconds = (value) =>
+  value < 10 ? `${value.toFixed(1)} ms` : `${Math.round(value)} ms`;
+
+export const capitalized = (word) => word.slice(0, 1).toUpperCase() + word.slice(1);
+
+// Never 0 % or 100 %: a calibrated probability is neither.
+export function percent(probability) {
+  if (probability < 0.01) return "<1%";
+  if (probability > 0.99) return ">99%";
+  return `${Math.round(probability * 100)}%`;
+}
+
+// P(right | score), or null for a gallery whose model has no calibration.
+export function probabilityOf(score, calibration) {
+  if (!calibration) return null;
+  return 1 / (1 + Math.exp(-(calibration.slope * score + calibration.intercept)));
+}
+
+export function splitKey(key) {
+  const cut = key.lastIndexOf("/") + 1;
+  return { folder: key.slice(0, Math.max(cut - 1, 0)).replaceAll("/", " / "), name: key.slice(cut) };
+}
+
+export function valueText(value) {
+  if (value === true) return "yes";
+  if (value === false) return "no";
+  return typeof value === "number" ? String(Number(value.toPrecision(7))) : String(value);
+}
+
+const MINUTE_MS = 60_000;
+
+export function ago(time_ms, now_ms = Date.now()) {
+  const minutes = Math.round((now_ms - time_ms) / MINUTE_MS);
+  if (minutes < 1) return "just now";
+  if (minutes < 60) return `${plural(minutes, "minute")} ago`;
+  if (minutes < 60 * 24) return `${plural(Math.round(minutes / 60), "hour")} ago`;
+  return new Date(time_ms).toLocaleDateString();
+}

@@ -1,0 +1,97 @@
+// A view as the part of the address after #, and back. Only what differs from the start is written.
+
+export const DEFAULT_K = 20;
+const MAX_K = 10_000;
+const SAMPLES = "/samples/";
+
+// What can be chosen about a search: min is a score, filter the JSON form of the service's filters,
+// likes and dislikes are {key, image?}.
+export function emptyView(gallery = "") {
+  return { gallery, k: DEFAULT_K, min: 0, filter: {}, group: "", likes: [], dislikes: [] };
+}
+
+const cropText = (crop) => crop.map((part) => Number(part.toFixed(4))).join(",");
+
+export function toHash(view, query) {
+  const fields = new URLSearchParams();
+  if (view.gallery) fields.set("gallery", view.gallery);
+  if (view.k !== DEFAULT_K) fields.set("k", view.k);
+  if (view.min > 0) fields.set("min", view.min);
+  if (Object.keys(view.filter).length > 0) fields.set("filter", JSON.stringify(view.filter));
+  if (view.group) fields.set("group", view.group);
+  for (const { key } of view.likes) fields.append("like", key);
+  for (const { key } of view.dislikes) fields.append("dislike", key);
+  if (query?.kind === "item") {
+    fields.set("item", query.id);
+    fields.set("key", query.key);
+    if (query.gallery !== view.gallery) fields.set("from", query.gallery);
+  } else if (query?.kind === "sample") {
+    fields.set("sample", query.link.slice(SAMPLES.length));
+    fields.set("key", query.name);
+  } else if (query && query.kind !== "likes") {
+    fields.set("picture", query.kind);
+  }
+  const isLinked = query?.kind === "item" || query?.kind === "sample";
+  for (const crop of isLinked ? query.crops : []) fields.append("crop", cropText(crop));
+  return `#${fields}`;
+}
+
+function numberFrom(text, low, high, otherwise) {
+  const value = Number(text);
+  return text && Number.isFinite(value) && value >= low && value <= high ? value : otherwise;
+}
+
+function wholeFrom(text) {
+  const value = numberFrom(text, 0, Number.MAX_SAFE_INTEGER, null);
+  return Number.isInteger(value) ? value : null;
+}
+
+function filterFrom(text) {
+  try {
+    const filter = JSON.parse(text);
+    return filter !== null && typeof filter === "object" && !Array.isArray(filter) ? filter : {};
+  } catch {
+    return {};
+  }
+}
+
+function cropFrom(text) {
+  const parts = text.split(",").map(Number);
+  const [left, top, width, height] = parts;
+  const fits = parts.length === 4 && parts.every((part) => part >= 0 && part <= 1) &&
+    width > 0 && height > 0 && left + width <= 1.0001 && top + height <= 1.0001;
+  return fits ? [parts] : [];
+}
+
+function itemFrom(fields, gallery) {
+  const id = wholeFrom(fields.get("item"));
+  if (id === null) return null;
+  const crops = fields.getAll("crop").flatMap(cropFrom);
+  return { id, key: fields.get("key") ?? "", gallery: fields.get("from") ?? gallery, crops };
+}
+
+function sampleFrom(fields) {
+  const number = wholeFrom(fields.get("sample"));
+  if (number === null) return null;
+  const name = fields.get("key") ?? `sample ${number}`;
+  return { name, image: `${SAMPLES}${number}`, crops: fields.getAll("crop").flatMap(cropFrom) };
+}
+
+// {view, item, sample, picture}: the item or sample to search with, or null; picture "upload" or
+// "batch" tells that the link was made of pictures that it cannot hold. What a link says wrongly is
+// left out.
+export function fromHash(hash) {
+  const fields = new URLSearchParams(hash.replace(/^#/, ""));
+  const gallery = fields.get("gallery") ?? "";
+  const keyed = (key) => ({ key, image: null });
+  const view = {
+    gallery,
+    k: Math.round(numberFrom(fields.get("k"), 1, MAX_K, DEFAULT_K)),
+    min: numberFrom(fields.get("min"), 0, 1, 0),
+    filter: filterFrom(fields.get("filter") ?? "{}"),
+    group: fields.get("group") ?? "",
+    likes: fields.getAll("like").filter(Boolean).map(keyed),
+    dislikes: fields.getAll("dislike").filter(Boolean).map(keyed),
+  };
+  return { view, item: itemFrom(fields, gallery), sample: sampleFrom(fields), picture: fields.get("picture") };
+}

@@ -1,0 +1,113 @@
+// The last searches of this browser, with small pictures: kept here alone, bounded, easy to forget.
+
+import { element, ui } from "/ui/dom.js";
+import { ago } from "/ui/format.js";
+import { stored } from "/ui/storage.js";
+
+const LIMIT = 24;
+const THUMB_PX = 224; // about what a model looks at: an upload can be searched with again
+const QUALITY = 0.72;
+const kept = stored("localStorage", "kinlens.searches");
+
+function read() {
+  try {
+    const list = JSON.parse(kept.get() ?? "[]");
+    return Array.isArray(list) ? list.filter((entry) => typeof entry?.hash === "string") : [];
+  } catch {
+    return [];
+  }
+}
+
+// A full storage takes fewer searches instead of none; a blocked one none beyond this page.
+function write(list) {
+  for (let count = list.length; count > 0; count = Math.floor(count / 2)) {
+    if (kept.set(JSON.stringify(list.slice(0, count)))) return;
+  }
+  kept.set(JSON.stringify(list));
+}
+
+function thumbnail(image) {
+  const scale = Math.min(THUMB_PX / Math.max(image.naturalWidth, image.naturalHeight), 1);
+  const canvas = document.createElement("canvas");
+  canvas.width = Math.max(Math.round(image.naturalWidth * scale), 1);
+  canvas.height = Math.max(Math.round(image.naturalHeight * scale), 1);
+  const pen = canvas.getContext("2d");
+  pen.fillStyle = "white";
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  pen.drawImage(image, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", QUALITY);
+}
+
+async function loaded(image, link) {
+  if (image.dataset.link !== link) return false;
+  await image.decode();
+  return image.dataset.link === link && image.naturalWidth > 0;
+}
+
+// Remembers a search; its picture is drawn from the <img> that shows it.
+export async function remember(query, hash, image) {
+  let thumb = "";
+  try {
+    if (await loaded(image, query.preview)) thumb = thumbnail(image);
+  } catch {
+    // A format that the browser cannot show is remembered by its name.
+  }
+  const entry = { hash, name: query.name, kind: query.kind, thumb, time: Date.now() };
+  const isSame = (other) =>
+    other.name === entry.name && other.kind === entry.kind && other.thumb === thumb;
+  write([entry, ...read().filter((other) => !isSame(other))].slice(0, LIMIT));
+  if (ui["history-dialog"].open) show();
+}
+
+// The small picture of a past search as a file; the page's rules forbid fetch() of data: addresses.
+export function fileOf({ thumb, name }) {
+  const bytes = Uint8Array.from(atob(thumb.split(",")[1] ?? ""), (letter) => letter.charCodeAt(0));
+  return new File([bytes], name, { type: "image/jpeg" });
+}
+
+let onOpen = () => {};
+
+function row(entry) {
+  const image = entry.thumb.startsWith("data:image/jpeg;base64,")
+    ? element("img", { src: entry.thumb, alt: "", className: "history-thumb" })
+    : element("span", { className: "history-thumb" });
+  const words = element("span", { className: "history-words" });
+  words.append(
+    element("span", { className: "history-name", textContent: entry.name }),
+    element("span", { className: "hint", textContent: ago(entry.time) }),
+  );
+  const button = element("button", { type: "button", className: "history-open" }, image, words);
+  button.dataset.testid = "history-entry";
+  button.addEventListener("click", () => {
+    ui["history-dialog"].close();
+    onOpen(entry);
+  });
+  return element("li", {}, button);
+}
+
+function show() {
+  const list = read();
+  ui["history-text"].textContent = list.length > 0
+    ? "Kept in this browser alone, with small copies of the pictures."
+    : "Nothing yet. What you search for appears here, in this browser alone.";
+  ui["history-list"].replaceChildren(...list.map(row));
+  ui["history-clear"].hidden = list.length === 0;
+}
+
+// whenOpened(entry) with {hash, name, kind, thumb, time}.
+export function startRecent(whenOpened) {
+  onOpen = whenOpened;
+  ui["history-open"].addEventListener("click", () => {
+    show();
+    ui["history-dialog"].showModal();
+  });
+  ui["history-close"].addEventListener("click", () => ui["history-dialog"].close());
+  ui["history-clear"].addEventListener("click", () => {
+    kept.set(null);
+    show();
+    ui["history-close"].focus();
+  });
+  ui["history-dialog"].addEventListener("click", (event) => {
+    if (event.target === ui["history-dialog"]) ui["history-dialog"].close(); // the backdrop
+  });
+}

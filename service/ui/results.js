@@ -1,0 +1,184 @@
+// The answer on the page: cards or groups, what the minimum score leaves, the small print.
+
+import { card, groupCard, placeholders, titleOf } from "/ui/cards.js";
+import { announce, definitions, element, ui } from "/ui/dom.js";
+import { capitalized, milliseconds, percent, plural } from "/ui/format.js";
+import { showPicture } from "/ui/pictures.js";
+import * as settings from "/ui/settings.js";
+
+const PLACEHOLDERS = 12;
+const STAGES = ["decode", "embed", "search"];
+
+export function showQuery(query) {
+  ui.query.hidden = query === null;
+  document.title = query === null ? "Kinlens" : `${query.name} · Kinlens`;
+  if (query === null) return;
+  const name = query.kind === "item" ? titleOf(query.key, query.attributes) : query.name;
+  ui.stage.hidden = query.preview === "";
+  ui["crop-tools"].hidden = query.preview === "";
+  if (query.preview && ui["query-image"].dataset.link !== query.preview) {
+    showPicture(ui["query-image"], query.preview);
+  }
+  ui["query-image"].alt = `Your query: ${query.name}`;
+  ui["query-kind"].textContent = query.kind === "item" ? "Searching with the item" : "Searching with";
+  ui["query-name"].textContent = name;
+  ui["query-name"].title = query.name;
+}
+
+const isGrouped = ({ groups }) => Array.isArray(groups);
+const rowsOf = (answer) => (isGrouped(answer) ? answer.groups : answer.hits);
+
+function summaryOf(shown, answer) {
+  const rows = rowsOf(answer);
+  const total = plural(rows.length, isGrouped(answer) ? "group" : "result");
+  const amount = shown < rows.length ? `${shown} of ${total}` : total;
+  const sure = settings.probability(rows[0]);
+  const best = `best ${rows[0].score.toFixed(2)}`;
+  return sure === null ? `${amount}, ${best}` : `${amount}, ${best} · ${percent(sure)} sure`;
+}
+
+function actions(hasFilter, hasMin) {
+  const make = (text, work, testid) => {
+    const button = element("button", { type: "button", className: "secondary", textContent: text });
+    button.dataset.testid = testid;
+    button.addEventListener("click", work);
+    return button;
+  };
+  return [
+    ...(hasMin ? [make("Remove the minimum score", settings.clearMin, "empty-min")] : []),
+    ...(hasFilter ? [make("Remove the filters", settings.clearFilter, "empty-filter")] : []),
+  ];
+}
+
+function adviceOf(answer) {
+  const rows = rowsOf(answer);
+  if (rows.length > 0) {
+    const best = settings.probability(rows[0]);
+    const sure = best === null ? "" : ` (${percent(best)} sure)`;
+    return `The closest item has a score of ${rows[0].score.toFixed(2)}${sure}, below the minimum of ` +
+      `${settings.minText()}. Lower the minimum score, or try another picture or a part of this one.`;
+  }
+  if (Object.keys(settings.view.filter).length > 0) return "No item passes the filters. Remove some of them.";
+  if (answer.min_score != null) return "Nothing in this gallery is alike enough. Try another picture, or a part of it.";
+  return "This gallery has no items to compare with.";
+}
+
+function showEmpty(answer, isEmpty) {
+  ui.empty.hidden = !isEmpty;
+  if (!isEmpty) return;
+  const hasRows = rowsOf(answer).length > 0;
+  const hasFilter = Object.keys(settings.view.filter).length > 0;
+  const isBare = !hasRows && !hasFilter && answer.min_score == null;
+  ui["empty-title"].textContent = isBare ? "Nothing to search in" : "No match";
+  ui["empty-text"].textContent = adviceOf(answer);
+  ui["empty-actions"].replaceChildren(...actions(hasFilter, hasRows));
+}
+
+// Hides what is below the minimum score. The order is by score, so no request is needed.
+export function filterCards({ answer }) {
+  const minimum = settings.minScore();
+  const rows = rowsOf(answer);
+  const cards = [...ui.grid.children];
+  cards.forEach((item, rank) => (item.hidden = rows[rank].score < minimum));
+  const shown = cards.filter((item) => !item.hidden).length;
+  showEmpty(answer, shown === 0);
+  ui.summary.textContent = shown > 0 ? summaryOf(shown, answer) : "No match";
+  announce(shown > 0 ? ui.summary.textContent : `No match. ${ui["empty-text"].textContent}`);
+}
+
+function segment(stage, part) {
+  const made = element("span", { className: `stage-${stage}` });
+  made.style.flexGrow = String(part);
+  made.title = stage;
+  return made;
+}
+
+function showTimings(timings) {
+  const known = STAGES.map((stage) => [stage, timings[stage] ?? 0]);
+  const spent = known.reduce((sum, [, ms]) => sum + ms, 0);
+  const rest = Math.max((timings.total ?? spent) - spent, 0);
+  const parts = [...known, ["other", rest]].filter(([, ms]) => ms > 0);
+  ui["timing-bar"].hidden = parts.length === 0;
+  ui["timing-bar"].replaceChildren(...parts.map(([stage, ms]) => segment(stage, ms)));
+}
+
+function showAbout({ answer }) {
+  const { total } = answer.timings_ms;
+  const speed = total === undefined ? "Answered" : `Answered in ${milliseconds(total)}`;
+  ui["about-summary"].textContent = answer.cached ? `${speed}, from the cache` : speed;
+  showTimings(answer.timings_ms);
+  const times = Object.entries(answer.timings_ms);
+  const pairs = [
+    ...times.map(([stage, ms]) => [capitalized(stage), milliseconds(ms)]),
+    ["Gallery", answer.gallery],
+    ["Gallery version", answer.gallery_version],
+    ["Model bundle", answer.bundle_id],
+    ["Request", answer.requestId],
+  ];
+  ui["about-list"].replaceChildren(...definitions(pairs.filter(([, text]) => text)));
+  for (const term of ui["about-list"].querySelectorAll("dt")) {
+    const stage = term.textContent.toLowerCase();
+    if (STAGES.includes(stage)) term.classList.add("keyed", `key-${stage}`);
+  }
+}
+
+function showStart() {
+  ui.grid.replaceChildren();
+  ui.empty.hidden = true;
+  ui.summary.textContent = "Results";
+}
+
+function handlersOf(handlers) {
+  return { ...handlers, voteOf: settings.voteOf, probability: settings.probability };
+}
+
+function showAnswer(entry, handlers) {
+  const all = handlersOf(handlers);
+  const make = isGrouped(entry.answer) ? groupCard : card;
+  const focused = document.activeElement?.closest?.(".card")?.dataset.key;
+  const testid = document.activeElement?.dataset?.testid;
+  ui.grid.replaceChildren(...rowsOf(entry.answer).map((row) => make(row, all)));
+  if (focused) refocus(focused, testid);
+  showAbout(entry);
+  filterCards(entry);
+}
+
+// A vote brings new cards: focus stays with the item if it is still there.
+function refocus(key, testid) {
+  const same = [...ui.grid.children].find((item) => item.dataset.key === key);
+  const target = same?.querySelector(`[data-testid="${testid}"]`);
+  (target ?? ui.summary).focus({ preventScroll: true });
+}
+
+// The settled page: an entry of the trail, or null for the start.
+export function showEntry(entry, handlers) {
+  showBusy(false);
+  const isBatch = entry?.kind === "batch";
+  document.body.dataset.state = entry === null ? "start" : isBatch ? "batch" : "results";
+  ui.about.hidden = entry === null || isBatch;
+  ui.batch.hidden = !isBatch;
+  ui.grid.hidden = isBatch;
+  showQuery(isBatch ? null : entry?.query ?? null);
+  if (entry === null || isBatch) showStart();
+  else showAnswer(entry, handlers);
+}
+
+function showBusy(busy) {
+  ui.results.setAttribute("aria-busy", String(busy));
+  ui.progress.hidden = !busy;
+  ui.cancel.hidden = !busy;
+  document.body.classList.toggle("busy", busy);
+}
+
+export function showWaiting(query) {
+  showQuery(query);
+  const hasCards = document.body.dataset.state === "results" && ui.grid.children.length > 0;
+  if (!hasCards) ui.grid.replaceChildren(...placeholders(PLACEHOLDERS));
+  document.body.dataset.state = "results";
+  ui.grid.hidden = false;
+  ui.batch.hidden = true;
+  ui.empty.hidden = true;
+  ui.summary.textContent = "Searching…";
+  showBusy(true);
+  announce("Searching");
+}

@@ -1,0 +1,246 @@
+// The controls of a search: gallery, number of results, grouping, minimum score, filters, votes.
+// `view` (see link.js) is what is chosen now; the controls always show it.
+
+import { describeGallery, listGalleries } from "/ui/api.js";
+import { element, icon, ui } from "/ui/dom.js";
+import { FilterPanel, filterChips } from "/ui/filters.js";
+import { percent, plural, probabilityOf, splitKey } from "/ui/format.js";
+import { emptyView } from "/ui/link.js";
+import { pictureOf } from "/ui/pictures.js";
+
+const FRESH_MS = 30_000;
+const described = new Map(); // gallery name -> its description, or what little is known
+let galleries = [];
+let panel = null;
+let onChange = () => {};
+export let view = emptyView();
+
+export const snapshot = () => structuredClone(view);
+export const facts = () => described.get(view.gallery) ?? { attributes: [], calibration: null };
+export const galleryNames = () => galleries.map(({ name }) => name);
+
+export function probability(hit) {
+  return hit.probability ?? probabilityOf(hit.score, facts().calibration);
+}
+
+export function voteOf(key) {
+  if (view.likes.some((item) => item.key === key)) return "like";
+  return view.dislikes.some((item) => item.key === key) ? "dislike" : null;
+}
+
+// The lowest setting means no minimum, so that negative scores stay visible.
+export const minScore = () => view.min || -Infinity;
+
+export function minText() {
+  if (minScore() === -Infinity) return "any";
+  const sure = probabilityOf(view.min, facts().calibration);
+  const score = view.min.toFixed(2);
+  return sure === null ? score : `${score} · ${percent(sure)} sure`;
+}
+
+function showMin() {
+  ui["min-score"].value = String(view.min);
+  ui["min-score-value"].textContent = minText();
+  ui["min-score"].setAttribute("aria-valuetext", minText());
+  for (const button of ui.presets.querySelectorAll("button")) {
+    button.setAttribute("aria-pressed", String(Number(button.value) === view.min));
+  }
+}
+
+function setMin(score) {
+  view.min = Math.min(Math.max(score, 0), 1);
+  showMin();
+  onChange("min");
+}
+
+function preset({ false_matches: share, search_score: score }) {
+  const value = Math.max(Math.ceil(score * 100) / 100, 0);
+  const text = Math.round(1 / share).toLocaleString("en");
+  const button = element("button", { type: "button", className: "preset", value, textContent: text });
+  button.title = `Of pictures that have no match here, ${percent(share)} get an answer all the same`;
+  button.ariaLabel = `${text}: one wrong match in ${text}, score ${value.toFixed(2)}`;
+  button.addEventListener("click", () => setMin(value));
+  return button;
+}
+
+function showPresets() {
+  const usable = (facts().calibration?.thresholds ?? []).filter(({ search_score: score }) => score < 1);
+  ui.presets.hidden = usable.length === 0;
+  const words = element("span", { className: "hint", textContent: "One wrong match in" });
+  ui.presets.replaceChildren(...(usable.length > 0 ? [words] : []), ...usable.map(preset));
+}
+
+function showGroups() {
+  const names = facts().attributes.map(({ name }) => name);
+  if (view.group && !names.includes(view.group)) names.push(view.group);
+  const options = names.map((name) => element("option", { value: name, textContent: name }));
+  ui.group.replaceChildren(element("option", { value: "", textContent: "nothing" }), ...options);
+  ui.group.value = view.group;
+  ui["group-field"].hidden = names.length === 0;
+}
+
+function showK() {
+  const isListed = [...ui.k.options].some((option) => option.value === String(view.k));
+  if (!isListed) ui.k.append(element("option", { textContent: String(view.k) }));
+  ui.k.value = String(view.k);
+}
+
+function chip(text, word, remove, { className = "", image = null, mark = null } = {}) {
+  const button = element("button", { type: "button", className: "chip-remove" }, icon("close"));
+  button.ariaLabel = `Remove ${word} ${text}`;
+  button.dataset.testid = "chip-remove";
+  button.addEventListener("click", () => {
+    remove();
+    (ui.chips.querySelector("button") ?? ui.summary).focus();
+  });
+  const made = element("li", { className: `chip ${className}` });
+  if (mark) made.append(icon(mark));
+  if (image) made.append(pictureOf(image, ""));
+  made.append(element("span", { className: "chip-text", textContent: text, title: text }), button);
+  made.dataset.testid = "chip";
+  return made;
+}
+
+function voteChip(kind, item) {
+  const list = kind === "like" ? "likes" : "dislikes";
+  const remove = () => {
+    view[list] = view[list].filter(({ key }) => key !== item.key);
+    changed("votes");
+  };
+  const text = splitKey(item.key).name;
+  const made = chip(text, kind, remove, { className: kind, image: item.image, mark: kind });
+  made.dataset.key = item.key;
+  return made;
+}
+
+function showChips() {
+  const filters = filterChips(view.filter).map(({ text, filter }) =>
+    chip(text, "filter", () => {
+      view.filter = filter;
+      changed("filter");
+    }));
+  const votes = [
+    ...view.likes.map((item) => voteChip("like", item)),
+    ...view.dislikes.map((item) => voteChip("dislike", item)),
+  ];
+  const all = [...filters, ...votes];
+  if (all.length > 0) {
+    const clear = element("button", { type: "button", className: "small", textContent: "Clear all" });
+    clear.dataset.testid = "clear-all";
+    clear.addEventListener("click", clearAll);
+    all.push(element("li", {}, clear));
+  }
+  ui.chips.replaceChildren(...all);
+  ui.chips.hidden = all.length === 0;
+  ui["settings-count"].hidden = filters.length === 0;
+  ui["settings-count"].textContent = plural(filters.length, "filter");
+}
+
+export function clearAll() {
+  Object.assign(view, { filter: {}, likes: [], dislikes: [] });
+  changed("all");
+  ui.summary.focus();
+}
+
+export function clearFilter() {
+  view.filter = {};
+  changed("filter");
+}
+
+export const clearMin = () => setMin(0);
+
+function showGallery() {
+  ui.gallery.value = view.gallery;
+  const size = facts().size ?? galleries.find(({ name }) => name === view.gallery)?.size;
+  ui["gallery-size"].textContent = size === undefined ? "" : `${plural(size, "item")} to search`;
+}
+
+export function show() {
+  showGallery();
+  showK();
+  showGroups();
+  showPresets();
+  showMin();
+  panel.show(facts().attributes, view.filter);
+  showChips();
+}
+
+function changed(what) {
+  show();
+  onChange(what);
+}
+
+export function restore(given) {
+  view = structuredClone(given);
+  show();
+}
+
+// A new query starts without the votes of the one before.
+export function forgetVotes() {
+  Object.assign(view, { likes: [], dislikes: [] });
+  show();
+}
+
+export function toggleVote(kind, { key, image }) {
+  const before = voteOf(key);
+  view.likes = view.likes.filter((item) => item.key !== key);
+  view.dislikes = view.dislikes.filter((item) => item.key !== key);
+  const list = kind === "like" ? view.likes : view.dislikes;
+  if (before !== kind) list.push({ key, image });
+  changed("votes");
+}
+
+// What the gallery's description adds is never needed for a search: without it the page has less.
+export async function describe(name) {
+  if (name && !described.has(name)) {
+    const found = await describeGallery(name).catch(() => null);
+    if (found !== null) described.set(name, { attributes: [], calibration: null, at: Date.now(), ...found });
+  }
+  if (view.gallery === name) show();
+}
+
+// A gallery that changed is described again, once in a while: its counts follow.
+export function keepUp({ gallery, gallery_version: version }) {
+  const known = described.get(gallery);
+  const isOld = known?.version && version && known.version !== version;
+  if (!isOld || Date.now() - known.at < FRESH_MS) return;
+  described.delete(gallery);
+  describe(gallery);
+}
+
+export async function loadGalleries() {
+  galleries = await listGalleries();
+  const options = galleries.map(({ name }) => element("option", { value: name, textContent: name }));
+  ui.gallery.replaceChildren(...options);
+  ui["gallery-field"].hidden = galleries.length < 2;
+}
+
+// Attributes and items are of one gallery: another one starts without them.
+async function changeGallery() {
+  Object.assign(view, { gallery: ui.gallery.value, filter: {}, group: "", likes: [], dislikes: [] });
+  show();
+  await describe(view.gallery);
+  onChange("gallery");
+}
+
+// onChange(what) after each change by the reader: gallery, k, group, min, filter, votes or all.
+export function startSettings(whenChanged) {
+  onChange = whenChanged;
+  panel = new FilterPanel(ui.filters, (filter) => {
+    view.filter = filter;
+    showChips();
+    onChange("filter");
+  });
+  ui.controls.addEventListener("submit", (event) => event.preventDefault());
+  ui.gallery.addEventListener("change", changeGallery);
+  ui.k.addEventListener("change", () => {
+    view.k = Number(ui.k.value);
+    onChange("k");
+  });
+  ui.group.addEventListener("change", () => {
+    view.group = ui.group.value;
+    onChange("group");
+  });
+  ui["min-score"].addEventListener("input", () => setMin(Number(ui["min-score"].value)));
+  show();
+}

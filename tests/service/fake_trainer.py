@@ -1,0 +1,42 @@
+"""Stands in for kinlens-train: writes the files of a run at the pace it is told, then a bundle.
+
+python fake_trainer.py BUNDLE SECONDS EPOCHS fit JOB --out RUN ... | export RUN --out BUNDLE
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    bundle, seconds, epochs, command, *words = sys.argv[1:]
+    out = Path(words[words.index("--out") + 1])
+    if command == "export":
+        shutil.copytree(bundle, out)
+        return
+    if words[0] == "cub-nir":
+        sys.exit("The data set is broken. Mend it.")
+    (out / "job.json").write_text(json.dumps({"optimizer": {"epochs": int(epochs)}}))
+    (out / "words.json").write_text(json.dumps(words))
+    children = [subprocess.Popen(["sleep", "600"])]
+    with (out / "log.jsonl").open("a") as log:
+        for epoch in range(1, int(epochs) + 1):
+            time.sleep(float(seconds))
+            log.write(
+                json.dumps({"kind": "epoch", "step": epoch, "epoch": epoch, "loss": 1 / epoch})
+            )
+            log.write("\n")
+            log.flush()
+            (out / "checkpoint.pt").write_text("state")
+            sys.stdout.write(f"epoch {epoch}: grün\n")
+            sys.stdout.flush()
+    for child in children:
+        child.kill()
+        child.wait()
+    (out / "result.json").write_text(json.dumps({"figures": {"R@1": 50.0}, "best_epoch": 2}))
+
+
+main()

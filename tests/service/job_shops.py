@@ -1,0 +1,112 @@
+"""A shop in a state folder, for the tests of jobs."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from embedder.bundle import Bundle
+from embedder.session import OnnxEmbedder
+from indexer.build import BuildSettings, build_gallery
+from indexer.gallery import Gallery
+from indexer.images import folder_source
+from service.jobs.manager import JobManager
+from service.jobs.record import Job
+from service.jobs.replace import store_bundle
+from service.settings import Settings
+from tests.tiny import encoded, picture
+
+WAIT_S = 60.0
+TRAINER = Path(__file__).with_name("fake_trainer.py")
+
+
+def write_pictures(root: Path, classes: int = 6, each: int = 4) -> None:
+    """Pictures of a class are one picture with a little noise."""
+    for number in range(classes):
+        folder = root / f"class-{number}"
+        folder.mkdir(parents=True)
+        for copy in range(each):
+            pixels = np.asarray(picture(number)).astype(np.int16)
+            noise = np.random.default_rng(copy).integers(-6, 7, pixels.shape)
+            noisy = Image.fromarray(np.clip(pixels + noise, 0, 255).astype(np.uint8))
+            (folder / f"{copy}.png").write_bytes(encoded(noisy))
+
+
+class JobShop:
+    """A gallery `shop`, made with bundle `old`; the state folder knows bundle `new` as well."""
+
+    def __init__(self, folder: Path, old: Bundle, new: Bundle, **settings: Any) -> None:
+        self.old, self.new = old, new
+        self.state = folder / "state"
+        self.pictures = folder / "pictures"
+        self.path = self.state / "galleries" / "shop"
+        write_pictures(self.pictures)
+        self.build("shop")
+        store_bundle(new.path, self.state / "bundles")
+        chosen = {"bundle": old.path, "state": self.state, "training_command": self.trainer()}
+        self.settings = Settings(**chosen | settings)
+        self.manager = JobManager(self.state, self.settings)
+
+    def build(self, name: str) -> Path:
+        path = self.state / "galleries" / name
+        embedder = OnnxEmbedder.open(self.old)
+        build_gallery(folder_source(self.pictures), embedder, path, BuildSettings(name=name))
+        return path
+
+    def trainer(self, seconds: float = 0.05, epochs: int = 2) -> str:
+        words = [sys.executable, str(TRAINER), str(self.new.path), str(seconds), str(epochs)]
+        return shlex.join(words)
+
+    def start(self, kind: Any, by: str = "test", **params: Any) -> Job:
+        return self.manager.start(kind, "shop", params, by)
+
+    def ended(self, job_id: str) -> Job:
+        """The job, once it has ended; meanwhile what waits is started."""
+        self.until(lambda: not self.look(job_id).is_active)
+        return self.manager.get(job_id)
+
+    def look(self, job_id: str) -> Job:
+        self.manager._look()
+        return self.manager.get(job_id)
+
+    def gallery(self, name: str = "shop") -> Gallery:
+        return Gallery.open(self.state / "galleries" / name)
+
+    def content(self, name: str = "shop") -> dict[str, tuple[str, dict[str, object]]]:
+        gallery = self.gallery(name)
+        try:
+            return {item.key: (item.sha256, dict(item.attributes)) for item in gallery.items()}
+        finally:
+            gallery.close()
+
+    def bundle_id(self) -> str:
+        gallery = self.gallery()
+        gallery.close()
+        return gallery.bundle_id
+
+    @staticmethod
+    def until(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < end, "never happened"
+            time.sleep(0.05)
+
+
+def processes_of(job_id: str) -> list[int]:
+    """The numbers of all processes of a job."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()
+            is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            continue
+        if f"KINLENS_JOB_ID={job_id}".encode() in environment.split(b"\0") and not is_zombie:
+            found.append(int(folder.name))
+    return [pid for pid in found if pid != os.getpid()]

@@ -1,0 +1,458 @@
+"""Jobs: processes of their own that end as something, whatever happens to them."""
+
+import os
+import shutil
+import signal
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from embedder.bundle import Bundle
+from embedder.errors import (
+    GalleryConflictError,
+    GalleryNotFoundError,
+    InvalidParameterError,
+    JobConflictError,
+    JobNotFoundError,
+    StateMissingError,
+)
+from service.jobs.manager import LOG_PAGE, JobManager
+from service.jobs.work import run_worker
+from service.settings import Settings
+from tests.service.job_shops import JobShop, processes_of
+
+
+@pytest.fixture(scope="session")
+def new_bundle(make_tiny_bundle: Callable[..., Bundle]) -> Bundle:
+    return make_tiny_bundle(seed=1)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, tiny_bundle: Bundle, new_bundle: Bundle) -> JobShop:
+    return JobShop(tmp_path, tiny_bundle, new_bundle)
+
+
+@pytest.fixture
+def slow(shop: JobShop) -> JobShop:
+    """A shop whose training would take an hour."""
+    command = shop.trainer(seconds=36, epochs=100)
+    shop.settings = shop.settings.model_copy(update={"training_command": command})
+    shop.manager = JobManager(shop.state, shop.settings)
+    return shop
+
+
+def test_a_rebuild_compares_swaps_and_says_so(shop: JobShop) -> None:
+    before = shop.content()
+    job = shop.start("rebuild", bundle_id=shop.new.bundle_id)
+    assert (job.kind, job.gallery, job.by) == ("rebuild", "shop", "test")
+    done = shop.ended(job.id)
+    assert done.state == "succeeded", done
+    report = done.report
+    assert report is not None
+    assert report["old"]["bundle_id"] == shop.old.bundle_id
+    assert report["new"]["bundle_id"] == shop.new.bundle_id
+    assert report["old"]["items"] == report["new"]["items"] == 24
+    assert 0 <= report["old"]["recall_at_1"] <= 1
+    assert 0 <= report["overlap_at_k"] <= 1
+    assert report["gate"]["passed"], report["gate"]
+    assert report["swapped"]
+    assert shop.bundle_id() == shop.new.bundle_id
+    assert shop.content() == before
+    assert (done.done, done.total, done.error) == (1000, 1000, None)
+    assert not (shop.state / "candidates" / job.id).exists()
+    assert (shop.state / "bundles" / shop.new.bundle_id[:16] / "manifest.json").is_file()
+    assert (shop.state / "jobs" / job.id / "report.json").is_file()
+
+
+def test_a_gate_that_is_not_passed_leaves_the_old_gallery_and_a_candidate(shop: JobShop) -> None:
+    job = shop.start("rebuild", bundle_id=shop.new.bundle_id[:12], class_attribute="brand")
+    done = shop.ended(job.id)
+    assert done.report is not None
+    assert done.state == "succeeded"
+    assert not done.report["gate"]["passed"]
+    assert "'brand'" in done.report["gate"]["reason"]
+    assert not done.report["swapped"]
+    assert shop.bundle_id() == shop.old.bundle_id
+    assert (shop.state / "candidates" / job.id).is_dir()
+
+
+def test_a_candidate_is_swapped_in_later_with_what_changed_since(shop: JobShop) -> None:
+    job = shop.ended(shop.start("rebuild", bundle_id=shop.new.bundle_id, swap="never").id)
+    assert job.report is not None
+    assert job.report["gate"]["passed"]
+    assert shop.bundle_id() == shop.old.bundle_id
+    gallery = shop.gallery()
+    gallery.remove(["class-0/0.png"])
+    gallery.update({"class-0/1.png": {"price": 5}})
+    gallery.close()
+    swapped = shop.ended(shop.manager.swap(job.id, "test").id)
+    assert swapped.state == "succeeded", swapped
+    assert swapped.report is not None
+    assert swapped.report["swapped"]
+    assert shop.bundle_id() == shop.new.bundle_id
+    found = shop.content()
+    assert "class-0/0.png" not in found
+    assert found["class-0/1.png"][1]["price"] == 5
+    with pytest.raises(JobConflictError, match="no gallery that waits"):
+        shop.manager.swap(job.id, "test")
+
+
+def test_pictures_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -> None:
+    gallery = shop.gallery()
+    [entry] = gallery.entries(["class-0/0.png"])
+    data = (shop.pictures / entry.path).read_bytes()
+    upload = shop.state / "uploads" / entry.sha256[:2] / entry.sha256
+    upload.parent.mkdir(parents=True)
+    upload.write_bytes(data)
+    gallery.add([replace(entry, path=""), replace(entry, key="other", path="")])
+    gallery.close()
+    (shop.pictures / entry.path).unlink()
+    before = shop.content()
+    done = shop.ended(shop.start("rebuild", bundle_id=shop.new.bundle_id, max_missing=0).id)
+    assert done.state == "succeeded", done
+    assert shop.content() == before
+
+
+def test_missing_pictures_are_listed_and_the_limit_decides(shop: JobShop) -> None:
+    (shop.pictures / "class-0/0.png").unlink()
+    done = shop.ended(shop.start("rebuild", bundle_id=shop.new.bundle_id, max_missing=0).id)
+    assert done.state == "failed"
+    assert done.error is not None
+    assert "1 of 24" in done.error
+    assert "max_missing" in done.error
+    assert shop.bundle_id() == shop.old.bundle_id
+    assert not (shop.state / "candidates" / done.id).exists()
+    done = shop.ended(shop.start("rebuild", bundle_id=shop.new.bundle_id, max_missing=0.1).id)
+    assert done.state == "succeeded"
+    assert done.report is not None
+    assert [f["key"] for f in done.report["rebuild"]["failures"]] == ["class-0/0.png"]
+    assert len(shop.content()) == 23
+
+
+def test_another_gallery_is_swapped_in(shop: JobShop) -> None:
+    shop.build("next")
+    other = shop.gallery("next")
+    other.remove(["class-0/0.png"])
+    other.close()
+    done = shop.ended(shop.start("swap", **{"with": "next"}).id)
+    assert done.state == "succeeded", done
+    assert shop.content() == shop.content("next")
+    opened = shop.gallery()
+    assert opened.name == "shop"
+    assert opened.image(next(opened.items()).id).data  # its pictures are found
+
+
+def test_compacting_and_removing_by_a_filter_are_jobs_too(shop: JobShop) -> None:
+    done = shop.ended(shop.start("delete_where", filter='class = "class-0"').id)
+    assert done.report is not None
+    assert (done.state, done.report["removed"]) == ("succeeded", 4)
+    done = shop.ended(shop.start("compact").id)
+    assert done.state == "succeeded"
+    opened = shop.gallery()
+    assert (opened.size, opened.facts().tombstones) == (20, 0)
+    done = shop.ended(shop.start("delete_where", filter='colour = "red"').id)
+    assert done.state == "failed"
+    assert "colour" in (done.error or "")
+
+
+def test_a_training_goes_from_the_pictures_of_the_gallery_to_its_new_bundle(shop: JobShop) -> None:
+    job = shop.start("train", job="shop", overrides={"optimizer.epochs": 2, "model.dim": 8})
+    done = shop.ended(job.id)
+    assert done.state == "succeeded", (done, shop.manager.log(job.id).text)
+    assert done.report is not None
+    assert done.report["training"]["figures"] == {"R@1": 50.0}
+    assert done.report["training"]["epochs"] == [2, 2]
+    assert done.report["swapped"]
+    assert shop.bundle_id() == shop.new.bundle_id
+    text = shop.manager.log(job.id).text
+    assert "epoch 2: grün" in text
+    assert "optimizer.epochs=2" in text
+    assert not (shop.state / "runs" / job.id / "data").exists()
+
+
+def test_a_command_that_fails_fails_the_job_with_its_last_words(shop: JobShop) -> None:
+    done = shop.ended(shop.start("train", job="cub-nir").id)
+    assert done.state == "failed"
+    assert "The data set is broken. Mend it." in (done.error or "")
+    assert shop.bundle_id() == shop.old.bundle_id
+
+
+def test_progress_goes_forward_only_and_names_the_step(shop: JobShop) -> None:
+    job = shop.start("train", job="shop")
+    seen, steps = [], set()
+    while (now := shop.manager.get(job.id)).is_active:
+        seen.append(now.done)
+        steps.add(now.step.split(":")[0])
+    assert seen == sorted(seen)
+    assert shop.manager.get(job.id).done == 1000
+    assert "train" in steps
+
+
+@pytest.mark.parametrize("victim", ["job", "all"])
+def test_a_job_that_is_killed_has_failed_with_a_cure_and_leaves_no_process(
+    slow: JobShop, victim: str
+) -> None:
+    job = slow.start("train", job="shop")
+    slow.until(lambda: len(processes_of(job.id)) >= 3)
+    pid = slow.manager.get(job.id).pid
+    assert pid is not None
+    if victim == "job":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        os.killpg(pid, signal.SIGKILL)
+    slow.until(lambda: not slow.manager.get(job.id).is_active)
+    done = slow.manager.get(job.id)
+    assert done.state == "failed"
+    assert "killed" in (done.error or "")
+    assert f"/jobs/{job.id}/resume" in (done.error or "")
+    slow.until(lambda: not processes_of(job.id))
+    assert not (slow.state / "candidates" / job.id).exists()
+    assert not (slow.state / "runs" / job.id / "data").exists()
+
+
+def test_cancel_ends_all_processes_and_leaves_the_gallery_as_it_was(slow: JobShop) -> None:
+    before, version = slow.content(), slow.gallery().version
+    job = slow.start("train", job="shop")
+    slow.until(lambda: len(processes_of(job.id)) >= 3)
+    slow.manager.cancel(job.id)
+    done = slow.ended(job.id)
+    assert (done.state, done.error) == ("cancelled", None)
+    assert done.ended_at is not None
+    slow.until(lambda: not processes_of(job.id))
+    assert slow.content() == before
+    assert slow.gallery().version == version
+    with pytest.raises(JobConflictError, match="cancelled"):
+        slow.manager.cancel(job.id)
+
+
+def test_a_job_that_does_not_react_is_killed(slow: JobShop) -> None:
+    job = slow.start("train", job="shop")
+    slow.until(lambda: len(processes_of(job.id)) >= 3)
+    pid = slow.manager.get(job.id).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    slow.manager.cancel(job.id)
+    assert slow.ended(job.id).state == "cancelled"
+    slow.until(lambda: not processes_of(job.id))
+
+
+def test_a_cancelled_training_goes_on_from_its_checkpoint(slow: JobShop) -> None:
+    job = slow.start("train", job="shop")
+    slow.until(lambda: len(processes_of(job.id)) >= 3)
+    (slow.state / "runs" / job.id / "checkpoint.pt").write_text("state")
+    slow.manager.cancel(job.id)
+    slow.ended(job.id)
+    quick = slow.settings.model_copy(update={"training_command": slow.trainer()})
+    slow.manager = JobManager(slow.state, quick)
+    assert slow.manager.resume(job.id).is_active
+    done = slow.ended(job.id)
+    assert done.state == "succeeded", done
+    assert "--resume" in (slow.state / "runs" / job.id / "words.json").read_text()
+    with pytest.raises(JobConflictError, match="succeeded"):
+        slow.manager.resume(job.id)
+
+
+def test_another_manager_follows_and_ends_the_jobs_of_one_that_is_gone(slow: JobShop) -> None:
+    slow.manager.open()
+    job = slow.start("train", job="shop")
+    slow.until(lambda: len(processes_of(job.id)) >= 3)
+    slow.manager.close()
+    slow.manager = JobManager(slow.state, slow.settings)
+    slow.manager.open()
+    assert slow.manager.get(job.id).state == "running"
+    assert slow.manager.list("running")[0].id == job.id
+    slow.manager.cancel(job.id)
+    slow.until(lambda: slow.manager.get(job.id).state == "cancelled")
+    slow.manager.close()
+
+
+def test_one_job_at_a_time_changes_a_gallery_and_others_go_on(slow: JobShop) -> None:
+    slow.build("other")
+    job = slow.start("train", job="shop")
+    for kind, params in [
+        ("compact", {}),
+        ("rebuild", {"bundle_id": slow.new.bundle_id}),
+        ("swap", {"with": "other"}),
+    ]:
+        with pytest.raises(JobConflictError, match=job.id):
+            slow.start(kind, **params)
+    with pytest.raises(JobConflictError, match=job.id):
+        slow.manager.start("swap", "other", {"with": "shop"}, "test")
+    waits = slow.manager.start("rebuild", "other", {"bundle_id": slow.new.bundle_id}, "test")
+    assert waits.state == "queued"  # it is heavy, and one of these runs already
+    assert slow.look(waits.id).state == "queued"
+    assert slow.manager.cancel(waits.id).state == "cancelled"
+    light = slow.manager.start("compact", "other", {}, "test")
+    assert slow.ended(light.id).state == "succeeded"
+    slow.manager.cancel(job.id)
+    assert slow.ended(job.id).state == "cancelled"
+    assert slow.ended(slow.start("compact").id).state == "succeeded"
+
+
+def test_of_many_who_start_at_once_one_gets_the_gallery(slow: JobShop) -> None:
+    managers = [JobManager(slow.state, slow.settings) for _ in range(8)]
+    outcomes: list[str] = []
+
+    def start(manager: JobManager) -> None:
+        try:
+            outcomes.append(manager.start("train", "shop", {"job": "shop"}, "test").id)
+        except JobConflictError:
+            outcomes.append("conflict")
+
+    threads = [threading.Thread(target=start, args=(manager,)) for manager in managers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    [job_id] = [outcome for outcome in outcomes if outcome != "conflict"]
+    slow.manager.cancel(job_id)
+    slow.ended(job_id)
+
+
+def test_what_cannot_work_is_refused_before_it_starts(shop: JobShop) -> None:
+    with pytest.raises(InvalidParameterError, match=r"'nothing' is unknown.*cub-nir.*shop"):
+        shop.start("train", job="nothing")
+    with pytest.raises(InvalidParameterError, match="data = 'nothing' is unknown"):
+        shop.start("train", job="shop", data="nothing")
+    with pytest.raises(InvalidParameterError, match=shop.new.bundle_id[:12]):
+        shop.start("rebuild", bundle_id="0" * 64)
+    with pytest.raises(GalleryNotFoundError, match="shop"):
+        shop.manager.start("compact", "nothing", {}, "test")
+    with pytest.raises(GalleryConflictError, match="itself"):
+        shop.start("swap", **{"with": "shop"})
+    with pytest.raises(GalleryNotFoundError):
+        shop.start("swap", **{"with": "nothing"})
+    with pytest.raises(InvalidParameterError, match="filter"):
+        shop.start("delete_where", filter="price <")
+    with pytest.raises(JobNotFoundError):
+        shop.manager.get("000000000000")
+    assert shop.manager.list() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data.root", "/etc"),
+        ("data", "x"),
+        ("model.weights", "weights.pth"),
+        ("model.weights", "/etc/passwd"),
+        ("model.backbone", "../x"),
+        ("loss.name", "a/b"),
+        ("name", "x"),
+        ("optimizer.epochs=1 --set data.root", 1),
+        ("optimizer", 1),
+        ("optimizer.lr_head", float("nan")),
+        ("input.size_px", [1, "a\nb"]),
+    ],
+)
+def test_overrides_change_settings_and_never_paths(shop: JobShop, name: str, value: object) -> None:
+    with pytest.raises(InvalidParameterError, match="overrides"):
+        shop.start("train", job="shop", overrides={name: value})
+
+
+def test_a_training_needs_its_command(shop: JobShop) -> None:
+    missing = shop.settings.model_copy(update={"training_command": "no-such-command"})
+    with pytest.raises(JobConflictError, match=r"no-such-command.*KINLENS_TRAINING_COMMAND"):
+        JobManager(shop.state, missing).start("train", "shop", {"job": "shop"}, "test")
+    elsewhere = missing.model_copy(update={"jobs": "elsewhere"})
+    manager = JobManager(shop.state, elsewhere)
+    assert manager.start("train", "shop", {"job": "shop"}, "test").state == "queued"
+
+
+def test_too_few_classes_are_refused_with_the_attribute(shop: JobShop) -> None:
+    done = shop.ended(shop.start("train", job="shop", class_attribute="brand").id)
+    assert done.state == "failed"
+    assert "'brand'" in (done.error or "")
+
+
+def test_a_log_is_read_in_bounded_pages_that_join_to_the_whole(shop: JobShop) -> None:
+    job = shop.ended(shop.start("compact").id)
+    assert shop.manager.log(job.id, 10**12).text == ""
+    text = "grün, 猫 and more\n" * 9000
+    (shop.state / "jobs" / job.id / "log.txt").write_text(text, encoding="utf-8")
+    offset, pages = 0, []
+    while page := shop.manager.log(job.id, offset).text:
+        assert len(page.encode()) <= LOG_PAGE
+        offset = shop.manager.log(job.id, offset).next_offset
+        pages.append(page)
+    assert "".join(pages) == text
+    assert len(pages) > 2
+
+
+def test_a_worker_elsewhere_takes_what_waits_and_ends(shop: JobShop) -> None:
+    elsewhere = shop.settings.model_copy(update={"jobs": "elsewhere"})
+    manager = JobManager(shop.state, elsewhere)
+    manager.open()
+    jobs = [manager.start("rebuild", "shop", {"bundle_id": shop.new.bundle_id}, "test")]
+    assert manager.get(jobs[0].id).state == "queued"
+    run_worker(shop.settings, once=True)
+    assert [manager.get(job.id).state for job in jobs] == ["succeeded"]
+    manager.close()
+    with pytest.raises(StateMissingError, match="--state"):
+        run_worker(Settings(), once=True)
+
+
+def test_old_candidates_and_those_of_nobody_are_removed(shop: JobShop) -> None:
+    first = shop.ended(shop.start("rebuild", bundle_id=shop.new.bundle_id, swap="never").id)
+    second = shop.ended(shop.start("rebuild", bundle_id=shop.new.bundle_id, swap="never").id)
+    root = shop.state / "candidates"
+    shutil.copytree(root / second.id, root / "nobody")
+    shop.manager._launcher.tidy()
+    assert [path.name for path in root.iterdir()] == [second.id]
+    with sqlite3.connect(shop.state / "service.sqlite") as connection:
+        connection.execute("UPDATE jobs SET ended_at = '2020-01-01T00:00:00.000+00:00'")
+    connection.close()
+    shop.manager._launcher.tidy()
+    assert list(root.iterdir()) == []
+    with pytest.raises(JobConflictError):
+        shop.manager.swap(first.id, "test")
+
+
+def test_the_process_of_a_job_sees_no_setting_and_no_secret(
+    slow: JobShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KINLENS_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
+    job = slow.start("train", job="shop")
+    slow.until(lambda: len(processes_of(job.id)) >= 3)
+    for pid in processes_of(job.id):
+        assert b"hunter2" not in Path(f"/proc/{pid}/environ").read_bytes()
+    for path in (slow.state / "jobs" / job.id).iterdir():
+        assert b"hunter2" not in path.read_bytes()
+    slow.manager.cancel(job.id)
+    slow.ended(job.id)
+
+
+def test_named_data_sets_are_trained_on_where_they_are(shop: JobShop, tmp_path: Path) -> None:
+    known = shop.settings.model_copy(update={"training_data": (f"shoes={tmp_path / 'shoes'}",)})
+    shop.manager = JobManager(shop.state, known)
+    job = shop.ended(shop.start("train", job="shop", data="shoes").id)
+    assert job.state == "succeeded", job
+    words = (shop.state / "runs" / job.id / "words.json").read_text()
+    assert "data.root=" in words
+    assert str(tmp_path / "shoes") in words
+    assert not (shop.state / "runs" / job.id / "data").exists()
+
+
+def test_a_job_that_died_while_it_swapped_says_how_to_find_out(shop: JobShop) -> None:
+    store = shop.manager._store
+    job = store.create("swap", "shop", {"with": "other"}, "test")
+    assert store.begin(job.id, os.getpid())
+    assert store.commit(job.id)
+    done = shop.manager.get(job.id)  # nobody holds its lock
+    assert done.state == "failed"
+    assert "GET /galleries/shop" in (done.error or "")
+
+
+def test_a_late_look_does_not_take_the_candidate_of_a_job_that_ended_well(shop: JobShop) -> None:
+    job = shop.start("rebuild", bundle_id=shop.new.bundle_id, swap="never")
+    shop.until(lambda: shop.manager.get(job.id).state == "running")
+    seen = shop.manager.get(job.id)
+    shop.ended(job.id)
+    shop.until(lambda: not processes_of(job.id))
+    shop.manager._launcher.settle(seen)
+    assert shop.manager.get(job.id).state == "succeeded"
+    assert (shop.state / "candidates" / job.id).is_dir()

@@ -1,0 +1,408 @@
+"""The registry: leases that hold what they gave, and swaps that nobody notices."""
+
+import asyncio
+import contextlib
+import shutil
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedder.errors import BundleMismatchError, GalleryError, GalleryNotFoundError
+from embedder.fake import FakeEmbedder
+from indexer.gallery import Gallery
+from service.failures import Failures
+from service.settings import Settings
+from service.sources import Place, Sources
+from tests.service.shelves import Shelf, entries, make_gallery, serving
+
+WAIT_S = 20.0
+
+
+def run(test: Callable[[Shelf], Awaitable[None]], settings: Settings, **options: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(2 * WAIT_S), serving(settings, **options) as shelf:
+            await test(shelf)
+
+    asyncio.run(main())
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="Linux tells open files")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def given(*paths: Path, **settings: Any) -> Settings:
+    return Settings(galleries=tuple(f"{path.name}={path}" for path in paths), **settings)
+
+
+def damage(path: Path) -> None:
+    """Make CURRENT name a generation that is not there."""
+    (path / "CURRENT").write_text("0123456789ab\n")
+
+
+def test_galleries_of_the_settings_come_first_and_managed_ones_after_them_by_name(
+    tmp_path: Path,
+) -> None:
+    for name in ("zebra", "apple"):
+        make_gallery(tmp_path / name, name)
+    for name in ("nut", "mint", "apple"):
+        make_gallery(tmp_path / "state" / "galleries" / name, f"managed-{name}")
+    (tmp_path / "state" / "galleries" / "no-gallery").mkdir()
+    (tmp_path / "state" / "galleries" / ".stage-gone").mkdir()
+    settings = given(tmp_path / "zebra", tmp_path / "apple", state=tmp_path / "state")
+
+    async def test(shelf: Shelf) -> None:
+        registry = shelf.registry
+        assert registry.names() == ["zebra", "apple", "mint", "nut"]
+        assert registry.default == "zebra"
+        assert shelf.keys("apple") == {"apple"}
+        with registry.lease("mint") as mint, registry.lease() as zebra:
+            assert (mint.managed, zebra.managed) == (True, False)
+            assert mint.path == tmp_path / "state" / "galleries" / "mint"
+        await registry.refresh()
+        assert registry.names() == ["zebra", "apple", "mint", "nut"]
+
+    run(test, settings)
+
+
+def test_an_unknown_gallery_is_refused_by_name_with_the_known_ones(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        with (
+            pytest.raises(GalleryNotFoundError, match=r"'shoes' is unknown.*shop"),
+            shelf.registry.lease("shoes"),
+        ):
+            pass
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_a_new_generation_is_served_after_the_next_look_and_the_old_one_is_closed(
+    tmp_path: Path,
+) -> None:
+    first = make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        assert shelf.keys() == {"old"}
+        second = make_gallery(tmp_path / "shop", "new")
+        await until(lambda: shelf.keys() == {"new"})
+        await until(lambda: shelf.closed == [first])
+        with shelf.registry.lease() as served:
+            assert served.gallery.generation == second
+
+    run(test, given(tmp_path / "shop"), interval_s=0.02)
+
+
+def test_a_change_of_items_opens_nothing_again(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        with shelf.registry.lease() as served:
+            served.gallery.add(entries("more", 2))
+        await shelf.registry.refresh()
+        assert shelf.keys() == {"old", "more"}
+        assert len(shelf.opened) == 1
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_a_lease_keeps_its_pair_open_through_any_number_of_swaps(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        with shelf.registry.lease() as served:
+            for number in range(3):
+                make_gallery(tmp_path / "shop", f"new{number}")
+                await shelf.registry.refresh()
+            [hits] = served.gallery.search(served.model.known_vector[np.newaxis], 100)
+            assert {hit.key.rsplit("-", 1)[0] for hit in hits} == {"old"}
+            assert served.gallery.generation not in shelf.closed
+            assert shelf.keys() == {"new2"}
+            old = served.gallery
+            generation = served.gallery.generation
+        await until(lambda: generation in shelf.closed)
+        with pytest.raises(GalleryError, match="replaced"):
+            old.search(served.model.known_vector[np.newaxis], 1)
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_a_call_that_nobody_waits_for_any_more_keeps_its_gallery_open(tmp_path: Path) -> None:
+    """A search that ran into its time limit goes on in its thread, after the lease has ended."""
+    first = make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        inside, go_on = threading.Event(), threading.Event()
+        search = shelf.opened[0].search
+
+        def slow(*arguments: Any) -> Any:
+            inside.set()
+            assert go_on.wait(WAIT_S)
+            return search(*arguments)
+
+        shelf.opened[0].search = slow  # type: ignore[method-assign]
+        query = FakeEmbedder().embed(np.zeros((1, 3, 32, 32), np.uint8))
+        with shelf.registry.lease() as served:
+            call = asyncio.create_task(asyncio.to_thread(served.gallery.search, query, 100))
+            assert await asyncio.to_thread(inside.wait, WAIT_S)
+        make_gallery(tmp_path / "shop", "new")
+        await shelf.registry.refresh()
+        assert shelf.keys() == {"new"}
+        await asyncio.sleep(0.05)
+        assert first not in shelf.closed
+        go_on.set()
+        [hits] = await call
+        assert len(hits) == 5
+        await until(lambda: first in shelf.closed)
+
+    run(test, given(tmp_path / "shop"))
+
+
+@needs_proc
+def test_many_swaps_leave_no_file_open(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    def open_generations() -> set[str]:
+        """Names of folders in `versions` that hold a file this process has open."""
+        found = set()
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = link.readlink()
+                if target.is_relative_to(tmp_path / "shop" / "versions"):
+                    found.add(target.relative_to(tmp_path / "shop" / "versions").parts[0])
+        return found
+
+    async def test(shelf: Shelf) -> None:
+        for number in range(20):
+            current = make_gallery(tmp_path / "shop", f"new{number}")
+            await shelf.registry.refresh()
+            assert shelf.keys() == {f"new{number}"}
+        await until(lambda: open_generations() == {current})
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_items_that_are_still_read_keep_their_gallery_open(tmp_path: Path) -> None:
+    first = make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        with shelf.registry.lease() as served:
+            items = served.gallery.items()
+            keys = [next(items).key]
+        make_gallery(tmp_path / "shop", "new")
+        await shelf.registry.refresh()
+        assert first not in shelf.closed
+        keys += [item.key for item in items]
+        assert keys == [f"old-{n}" for n in range(5)]
+        await until(lambda: first in shelf.closed)
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_a_generation_that_cannot_be_opened_leaves_the_old_one_served(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        counted: list[str] = []
+        shelf.failures._on_failure = counted.append
+        damage(tmp_path / "shop")
+        await shelf.registry.refresh()
+        assert shelf.keys() == {"old"}
+        assert shelf.failures.verdicts() == {
+            "shop": "generation 0123456789ab failed with GalleryCorruptError"
+        }
+        assert counted == ["shop"]
+        await shelf.registry.refresh(retry=False)  # it failed a moment ago
+        assert counted == ["shop"]
+        await shelf.registry.refresh()
+        assert counted == ["shop", "shop"]
+        make_gallery(tmp_path / "shop", "new")
+        await shelf.registry.refresh(retry=False)
+        assert shelf.keys() == {"new"}
+        assert shelf.failures.verdicts() == {}
+
+    run(test, given(tmp_path / "shop"))
+
+
+@pytest.mark.parametrize(
+    ("bundle_id", "dim", "name"),
+    [("unknown", 32, "BundleNotFoundError"), ("fake", 7, "BundleMismatchError")],
+)
+def test_a_generation_of_an_unknown_bundle_or_length_leaves_the_old_one_served(
+    tmp_path: Path, bundle_id: str, dim: int, name: str
+) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        generation = make_gallery(tmp_path / "shop", "new", bundle_id=bundle_id, dim=dim)
+        await shelf.registry.refresh()
+        assert shelf.keys() == {"old"}
+        assert shelf.failures.verdicts() == {"shop": f"generation {generation} failed with {name}"}
+        await until(lambda: generation in shelf.closed)
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_a_gallery_whose_folder_is_away_is_served_from_what_is_open(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        (tmp_path / "shop" / "CURRENT").rename(tmp_path / "CURRENT")
+        await shelf.registry.refresh()
+        assert shelf.keys() == {"old"}
+        assert "GalleryNotFoundError" in shelf.failures.verdicts()["shop"]
+        (tmp_path / "CURRENT").rename(tmp_path / "shop" / "CURRENT")
+        await shelf.registry.refresh()
+        assert shelf.failures.verdicts() == {}
+        assert len(shelf.opened) == 1
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_managed_galleries_come_and_go_while_the_service_runs(tmp_path: Path) -> None:
+    managed = tmp_path / "state" / "galleries"
+
+    async def test(shelf: Shelf) -> None:
+        with pytest.raises(GalleryNotFoundError, match="POST /galleries"):
+            _ = shelf.registry.default
+        make_gallery(managed / "shop", "first")
+        await shelf.registry.refresh()
+        assert shelf.registry.names() == ["shop"]
+        assert shelf.keys("shop") == {"first"}
+        make_gallery(managed / "hats", "hats", count=0)
+        await shelf.registry.refresh()
+        assert shelf.registry.names() == ["hats", "shop"]
+        assert shelf.keys("hats") == set()
+        shutil.rmtree(managed / "shop")
+        await shelf.registry.refresh()
+        assert shelf.registry.names() == ["hats"]
+        await until(lambda: len(shelf.closed) == 1)
+
+    run(test, Settings(state=tmp_path / "state"))
+
+
+def test_a_damaged_managed_gallery_does_not_stop_the_others_at_the_start(tmp_path: Path) -> None:
+    managed = tmp_path / "state" / "galleries"
+    for name in ("good", "bad"):
+        make_gallery(managed / name, name)
+    damage(managed / "bad")
+
+    async def test(shelf: Shelf) -> None:
+        assert shelf.registry.names() == ["good"]
+        assert list(shelf.failures.verdicts()) == ["bad"]
+        make_gallery(managed / "bad", "mended")
+        await shelf.registry.refresh()
+        assert shelf.keys("bad") == {"mended"}
+        assert shelf.failures.verdicts() == {}
+
+    run(test, Settings(state=tmp_path / "state"))
+
+
+def test_a_managed_gallery_compacts_itself_and_a_given_one_does_not(tmp_path: Path) -> None:
+    folders = {
+        "given": tmp_path / "given",
+        "managed": tmp_path / "state" / "galleries" / "managed",
+    }
+    for name, folder in folders.items():
+        make_gallery(folder, name, count=20)
+        with closing(Gallery.open(folder)) as gallery:
+            gallery.compact()
+
+    async def test(shelf: Shelf) -> None:
+        def removed(name: str) -> int:
+            with shelf.registry.lease(name) as served:
+                return served.gallery.facts().tombstones
+
+        for name in folders:
+            with shelf.registry.lease(name) as served:
+                served.gallery.remove([f"{name}-{n}" for n in range(10)])
+        await until(lambda: removed("managed") == 0)
+        assert removed("given") == 10
+
+    run(test, given(folders["given"], state=tmp_path / "state"))
+
+
+def test_a_disk_that_hangs_holds_up_no_lease(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        held = threading.Event()
+        look = shelf.registry._sources.look
+
+        def hang() -> Any:
+            held.wait(WAIT_S)
+            return look()
+
+        shelf.registry._sources.look = hang  # type: ignore[method-assign]
+        refreshing = asyncio.create_task(shelf.registry.refresh())
+        await asyncio.sleep(0.02)
+        assert shelf.keys() == {"old"}
+        held.set()
+        await refreshing
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_polling_goes_on_after_a_look_that_failed(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        look = shelf.registry._sources.look
+        fails = iter([OSError("stale handle"), OSError("stale handle")])
+
+        def look_again() -> Any:
+            for error in fails:
+                raise error
+            return look()
+
+        shelf.registry._sources.look = look_again  # type: ignore[method-assign]
+        make_gallery(tmp_path / "shop", "new")
+        await until(lambda: shelf.keys() == {"new"})
+
+    run(test, given(tmp_path / "shop"), interval_s=0.01)
+
+
+def test_a_given_gallery_of_an_unknown_bundle_is_refused_at_the_start_by_both_ids(
+    tmp_path: Path,
+) -> None:
+    make_gallery(tmp_path / "shop", "old", bundle_id="other")
+    with pytest.raises(BundleMismatchError, match=r"(?s)shop.*other.*fake"):
+        Shelf(given(tmp_path / "shop"))
+
+
+def test_two_galleries_of_one_name_and_a_root_of_none_are_refused(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        make_gallery(tmp_path / folder / "shop", "old")
+    with pytest.raises(GalleryNotFoundError, match="Two galleries are called 'shop'"):
+        Sources(given(tmp_path / "a" / "shop", tmp_path / "b" / "shop"))
+    with pytest.raises(GalleryNotFoundError, match=r"'hats', which is not served.*shop"):
+        Sources(given(tmp_path / "a" / "shop", image_roots=(f"hats={tmp_path}",)))
+
+
+def test_what_fails_again_is_tried_after_a_pause_that_doubles_up_to_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("service.failures.time.monotonic", lambda: now[0])
+    failures = Failures()
+    place = Place("shop", Path("shop"), managed=False, generation="a" * 12)
+    pauses = []
+    for _ in range(8):
+        failures.add(place, OSError("gone"))
+        start = now[0]
+        while failures.is_waiting(place):
+            now[0] += 1.0
+        pauses.append(now[0] - start)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert not failures.is_waiting(replace(place, generation="b" * 12))

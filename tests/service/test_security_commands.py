@@ -1,0 +1,172 @@
+"""kinlens-serve check and keys: what they find, print and exit with."""
+
+import json
+import socket
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from embedder.bundle import Bundle
+from service.__main__ import app
+from service.security.keys import KeyStore
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def findings(*arguments: str, code: int) -> dict[str, dict[str, str]]:
+    """What `check --json` says, by part."""
+    result = call("check", "--json", "--port", "0", *arguments)
+    assert result.exit_code == code, result.output
+    report = json.loads(result.stdout)
+    assert report["starts"] is (code == 0)
+    return {finding["subject"]: finding for finding in report["findings"]}
+
+
+@pytest.fixture
+def paths(tiny_bundle: Bundle, tiny_gallery: Path) -> list[str]:
+    return ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+
+
+def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(
+    paths: list[str], tmp_path: Path
+) -> None:
+    found = findings(*paths, "--state", str(tmp_path / "new"), code=0)
+    parts = ["settings", "bundle", "gallery shop", "state", "keys", "redis", "port"]
+    assert list(found) == parts
+    assert {finding["verdict"] for finding in found.values()} == {"ok"}
+    assert "8 items" in found["gallery shop"]["text"]
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_table_has_every_part_and_its_cure(paths: list[str]) -> None:
+    result = call("check", "--port", "0", *paths)
+    assert result.exit_code == 0
+    for word in ("Verdict", "Cure", "gallery shop", "warning", "--state DIR"):
+        assert word in result.stdout
+
+
+def test_one_fault_does_not_hide_the_next(tmp_path: Path) -> None:
+    (tmp_path / "keys.json").write_text("{")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = call(
+            *("check", "--json", "--bundle", str(tmp_path / "nowhere"), "--port", port),
+            *("--gallery", f"a={tmp_path / 'a'}", "--gallery", f"b={tmp_path / 'b'}"),
+            *("--state", str(tmp_path)),
+        )
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    faults = {f["subject"]: f for f in report["findings"] if f["verdict"] == "fault"}
+    assert faults.keys() >= {"bundle", "gallery a", "gallery b", "keys", "port"}
+    assert str(tmp_path / "nowhere") in faults["bundle"]["text"]
+    assert all(fault["cure"] for fault in faults.values())
+
+
+def test_a_gallery_of_a_bundle_that_is_not_there_is_a_fault(
+    make_tiny_bundle: Any, tiny_gallery: Path
+) -> None:
+    other = make_tiny_bundle(seed=1)
+    found = findings("--bundle", str(other.path), "--gallery", f"shop={tiny_gallery}", code=1)
+    assert found["gallery shop"]["verdict"] == "fault"
+    assert found["bundle"]["verdict"] == "ok"
+
+
+def test_wrong_settings_are_one_fault_without_their_values() -> None:
+    found = findings("--redis-url", "http://user:hunter2@cache", code=1)
+    assert list(found) == ["settings"]
+    assert "redis_url" in found["settings"]["text"]
+    assert "hunter2" not in str(found)
+
+
+def test_without_a_gallery_and_a_place_to_make_one_nothing_can_be_served(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    found = findings("--bundle", str(tiny_bundle.path), code=1)
+    assert "--gallery" in found["galleries"]["cure"]
+
+
+def test_a_state_folder_that_cannot_be_one_is_a_fault(paths: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = findings(*paths, "--state", str(tmp_path / "file"), code=1)
+    assert found["state"]["verdict"] == "fault"
+
+
+def test_a_redis_that_is_away_is_a_warning_that_hides_its_password(
+    paths: list[str], redis_server: Any
+) -> None:
+    assert findings(*paths, "--redis-url", redis_server.url, code=0)["redis"]["text"] == "answers"
+    redis_server.kill()
+    url = redis_server.url.replace("redis://", "redis://user:hunter2@")
+    found = findings(*paths, "--redis-url", url, code=0)
+    assert found["redis"]["verdict"] == "warning"
+    assert "hunter2" not in str(found)
+
+
+def test_a_key_is_printed_once_alone_on_standard_output(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    made = call("keys", "create", "till", "--scope", "search", "--scope", "write", "--state", state)
+    assert made.exit_code == 0, made.output
+    text = made.stdout.strip()
+    assert "not shown again" in made.stderr
+    key = KeyStore(tmp_path / "state" / "keys.json").identify(text)
+    assert key is not None
+    assert key.scopes == ("search", "write")
+    listed = call("keys", "list", "--state", state).stdout
+    assert "till" in listed
+    assert "search,write" in listed
+    assert "active" in listed
+    assert text not in listed
+    assert key.digest not in listed
+
+
+def test_a_revoked_and_an_expiring_key_show_as_such(tmp_path: Path) -> None:
+    state = ["--state", str(tmp_path)]
+    assert call("keys", "create", "a", "--scope", "admin", *state).exit_code == 0
+    week = call("keys", "create", "b", "--scope", "admin", "--expires-days", "7", *state)
+    assert week.exit_code == 0
+    assert "revoked" in call("keys", "revoke", "a", *state).stdout
+    rows = call("keys", "list", *state).stdout.splitlines()
+    assert "revoked" in next(row for row in rows if row.startswith("a"))
+    assert "active" in next(row for row in rows if row.startswith("b"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["create", "till", "--scope", "owner"], "'owner' is unknown; write search"),
+        (["create", "no name", "--scope", "search"], "name = 'no name'"),
+        (["revoke", "nobody"], "There is no key 'nobody'"),
+    ],
+)
+def test_a_wrong_call_ends_with_one_line(
+    tmp_path: Path, arguments: list[str], expected: str
+) -> None:
+    result = call("keys", *arguments, "--state", str(tmp_path))
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert expected in line
+
+
+def test_keys_need_a_folder() -> None:
+    result = call("keys", "create", "till", "--scope", "search")
+    assert result.exit_code == 1
+    assert "--state DIR" in result.stderr
+
+
+def test_work_runs_the_jobs_of_the_state_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    fake = types.ModuleType("service.jobs.work")
+    fake.run_worker = lambda settings, once: seen.append((settings.state, once))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "service.jobs", types.ModuleType("service.jobs"))
+    monkeypatch.setitem(sys.modules, "service.jobs.work", fake)
+    monkeypatch.setattr("service.commands.work.configure_logs", lambda *given: None)
+    assert call("work", "--once", "--state", str(tmp_path)).exit_code == 0
+    assert seen == [(tmp_path, True)]

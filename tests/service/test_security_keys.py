@@ -1,0 +1,174 @@
+"""API keys: kept as hashes, made and ended in one file, and never open doors when it is damaged."""
+
+import hmac
+import json
+import os
+import stat
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedder.errors import InvalidParameterError, StateError
+from service.security import keys
+from service.security.keys import KeyStore, allowed, open_keys
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> KeyStore:
+    return KeyStore(tmp_path / "state" / "keys.json")
+
+
+def test_a_key_is_known_by_its_text_and_by_nothing_else(store: KeyStore) -> None:
+    text = store.create("till", ["search"])
+    key = store.identify(text)
+    assert key is not None
+    assert (key.name, key.scopes) == ("till", ("search",))
+    kl, identity, secret = text.split("_")
+    assert (kl, identity) == ("kl", key.id)
+    assert len(bytes.fromhex(secret)) == 32
+    other = "0" * 64
+    for wrong in ("", "kl", text[:-1], text + "0", text.upper(), f" {text}", secret, identity):
+        assert store.identify(wrong) is None
+    assert store.identify(f"kl_{identity}_{other}") is None
+    assert store.identify(f"kl_ffffffff_{secret}") is None
+    assert store.identify(f"{text}\n") is None
+    assert store.identify("kl_ä_€") is None
+
+
+def test_the_file_has_no_secret_and_is_readable_by_its_owner_alone(store: KeyStore) -> None:
+    text = store.create("till", ["write"])
+    content = store.path.read_text()
+    assert text.rsplit("_", 1)[1] not in content
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
+    assert "digest" not in repr(store.list())
+
+
+def test_secrets_are_compared_in_constant_time_also_for_keys_that_do_not_exist(
+    store: KeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = store.create("till", ["search"])
+    compared: list[tuple[Any, Any]] = []
+
+    def compare(a: Any, b: Any) -> bool:
+        compared.append((a, b))
+        return real(a, b)
+
+    real = hmac.compare_digest
+    monkeypatch.setattr(keys.hmac, "compare_digest", compare)
+    assert store.identify(text) is not None
+    assert store.identify("kl_ffffffff_" + "0" * 64) is None
+    assert store.identify("garbage") is None
+    assert len(compared) == 3
+    assert all(len(a) == len(b) == 64 for a, b in compared)
+
+
+def test_a_revoked_key_is_unknown_at_once_to_a_store_that_is_open(store: KeyStore) -> None:
+    text = store.create("till", ["search"])
+    other = KeyStore(store.path)
+    assert other.identify(text) is not None
+    store.revoke("till")
+    assert other.identify(text) is None
+    assert [key.state(datetime.now(UTC)) for key in other.list()] == ["revoked"]
+    again = store.create("till", ["search"])
+    assert other.identify(again) is not None
+    assert other.identify(text) is None
+
+
+def test_a_key_ends_at_its_time(store: KeyStore) -> None:
+    soon = datetime.now(UTC) + timedelta(hours=1)
+    assert store.identify(store.create("a", ["search"], soon)) is not None
+    past = datetime.now(UTC) - timedelta(seconds=1)
+    assert store.identify(store.create("b", ["search"], past)) is None
+    assert store.active() == 1
+
+
+@pytest.mark.parametrize("name", ["", " a", "a b", "a\n", "ä", "-a", "a" * 65, "../a"])
+def test_a_name_that_does_not_fit_is_refused(store: KeyStore, name: str) -> None:
+    with pytest.raises(InvalidParameterError, match="name = "):
+        store.create(name, ["search"])
+
+
+def test_a_name_that_is_taken_and_a_key_without_scopes_are_refused(store: KeyStore) -> None:
+    store.create("till", ["search"])
+    with pytest.raises(InvalidParameterError, match="already"):
+        store.create("till", ["write"])
+    with pytest.raises(InvalidParameterError, match="scope"):
+        store.create("other", [])
+    with pytest.raises(InvalidParameterError, match="Known are: till"):
+        store.revoke("nobody")
+
+
+def test_admin_may_write_and_write_may_search() -> None:
+    assert allowed(["search"]) == {"search"}
+    assert allowed(["write"]) == {"search", "write"}
+    assert allowed(["admin"]) == {"search", "write", "admin"}
+    assert allowed([]) == frozenset()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[]", b'{"keys": [{}]}', b'{"schema_version": 2}', b"\xff\xfe", b"{}x"],
+)
+def test_a_damaged_file_is_an_error_that_names_it_and_lets_nobody_in(
+    store: KeyStore, content: bytes
+) -> None:
+    text = store.create("till", ["admin"])
+    kept = store.path.read_bytes()
+    store.path.write_bytes(content)
+    for call in (store.list, store.active, lambda: store.identify(text)):
+        with pytest.raises(StateError, match=r"keys\.json"):
+            call()
+    with pytest.raises(StateError):
+        store.create("other", ["admin"])  # nothing is written over what may be mended
+    assert store.path.read_bytes() == content
+    with pytest.raises(StateError):
+        open_keys(store.path.parent)
+    store.path.write_bytes(kept)
+    assert store.identify(text) is not None
+
+
+def test_a_digest_is_not_shown_in_the_error_of_a_damaged_file(store: KeyStore) -> None:
+    store.create("till", ["admin"])
+    content = json.loads(store.path.read_text())
+    digest = content["keys"][0]["digest"]
+    content["keys"][0]["scopes"] = ["owner"]
+    store.path.write_text(json.dumps(content))
+    with pytest.raises(StateError) as error:
+        store.list()
+    assert digest not in str(error.value)
+    assert "scopes" in str(error.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StateError, match="cannot be written"):
+        KeyStore(tmp_path / "keys.json").create("till", ["search"])
+
+
+def test_a_state_folder_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")
+    with pytest.raises(StateError, match=r"keys\.json"):
+        KeyStore(tmp_path / "state" / "keys.json").create("till", ["search"])
+
+
+def test_keys_made_at_the_same_time_are_all_kept(store: KeyStore) -> None:
+    def create(number: int) -> None:
+        KeyStore(store.path).create(f"key-{number}", ["search"])
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {key.name for key in store.list()} == {f"key-{number}" for number in range(8)}
+
+
+def test_without_a_folder_there_are_no_keys_and_an_empty_folder_has_none(tmp_path: Path) -> None:
+    assert open_keys(None) is None
+    opened = open_keys(tmp_path / "new")
+    assert opened is not None
+    assert opened.list() == ()

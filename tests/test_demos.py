@@ -1,0 +1,71 @@
+"""The shop demos on miniature trees in the layout of the official data sets."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from embedder.bundle import Bundle
+from tests.tiny import encoded, picture
+from tests.training.official_layouts import write_layout
+
+ROOT = Path(__file__).parents[1]
+
+
+def demo(name: str, root: Path, bundle: Bundle, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a demo as `make` does, with its files below `folder`."""
+    flags = ("--bundle", str(bundle.path), "--allow-partial", "--check")
+    command = [sys.executable, str(ROOT / "scripts" / "shop_demo.py"), name, "--root", str(root)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *flags], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def write_grocery(root: Path) -> Path:
+    """Three classes of groceries: names, a train and a test list, and their pictures."""
+    heads = ("Class Name (str)", "Class ID (int)", "Coarse Class Name (str)", "Coarse Class ID")
+    rows = [",".join(heads)]
+    lists: dict[str, list[str]] = {"train": [], "test": []}
+    for number, name in enumerate(("Gala", "Lime", "Milk")):
+        rows.append(f"{name},{number},{name[0]}-kind,{number}")
+        for part, views in (("train", 3), ("test", 1)):
+            for view in range(views):
+                path = f"{part}/Fruit/{name}/{name}_{view:03d}.jpg"
+                (root / path).parent.mkdir(parents=True, exist_ok=True)
+                (root / path).write_bytes(encoded(picture(number, (64, 48)), "JPEG"))
+                lists[part].append(f"{path}, {number}, {number}")
+    (root / "classes.csv").write_text("\n".join(rows) + "\n")
+    for part, lines in lists.items():
+        (root / f"{part}.txt").write_text("\n".join(lines) + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "published"),
+    [("in-shop", "in_shop", "98.8"), ("sop", "sop", "96.2"), ("grocery", "", "")],
+)
+def test_a_demo_goes_from_the_official_folder_to_recall_beside_the_paper(
+    name: str, kind: str, published: str, tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    if kind:
+        write_layout(kind, root, classes=3, images=4)
+    else:
+        write_grocery(root)
+    done = demo(name, root, tiny_bundle, tmp_path)
+    # A network without training finds little: what is asked for is the whole road and its table.
+    assert "R@1" in done.stdout, done.stdout + done.stderr
+    assert "this run" in done.stdout
+    assert published in done.stdout
+    assert "error" not in done.stdout
+    assert len(list((tmp_path / ".kinlens" / name / "samples").iterdir())) >= 3
+
+
+def test_a_folder_that_is_no_data_set_is_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    done = demo("sop", tmp_path / "nowhere", tiny_bundle, tmp_path)
+    assert done.returncode == 1
+    assert f"ROOT={tmp_path / 'nowhere'} is not a folder" in done.stdout

@@ -1,6 +1,6 @@
 """POST /search from end to end, beside its ceiling and beside the usual script, in one run.
 
-    python benchmarks/search.py [--items 10000] [--seconds 8] [--bundle BUNDLE]
+    python benchmarks/search.py [--backbone resnet50] [--items 10000] [--seconds 8]
 
 The load comes from a process of its own (benchmarks/load.py) at 1, 4, 16 and 64 connections, on the
 same cores: with new files, and with files whose answers are in the cache. Each round runs in turn
@@ -12,8 +12,9 @@ same cores: with new files, and with files whose answers are in the cache. Each 
 
 and the table shows medians over the rounds. Targets: 0.85 of the ceiling at 16 connections, p99 at
 most 3 x p50, cached answers at least 5 x new ones, at least 2 x the usual script, and ready within
-3 s of its start with 100k items. Without a bundle: MobileNetV2 at 224 px with random weights and
-128 numbers; pictures are photographs of $KINLENS_SHARED where there are any, else rendered ones.
+3 s of its start with 100k items. Two networks at 224 px with 128 numbers, hardly trained: ResNet50,
+the usual one of the papers, and MobileNetV2, a tenth of its work, where what HTTP costs shows most.
+Pictures are photographs of $KINLENS_SHARED where there are any, else rendered ones.
 """
 
 import argparse
@@ -44,6 +45,7 @@ from indexer.layout import GalleryFolder
 from indexer.manifest import GalleryManifest
 
 HERE = Path(__file__).parent
+BACKBONES = ("resnet50", "mobilenet_v2")
 CONNECTIONS = (1, 4, 16, 64)
 IMAGES = 300
 ROUNDS = 3
@@ -63,20 +65,29 @@ class Figures:
 
 def main() -> None:
     options = _options()
-    cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        images = pictures(folder)
-        bundle = options.bundle or small_bundle(folder)
-        embedder = OnnxEmbedder.open(bundle)
-        made = gallery(folder / "gallery", embedder, options.items)
-        files = [path.read_bytes() for path in sorted(images.glob("*.jpg"))]
-        vectors = folder / "vectors.npy"
-        np.save(vectors, np.random.default_rng(0).standard_normal((options.items, 128), "float32"))
-        results = contest(options, bundle, made, images, files, vectors, cores)
-        print_table(results, options, embedder, cores, len(files))
-        start = gallery(folder / "start", embedder, options.start_items)
-        print_start(bundle, start, options.start_items)
+        images = pictures(Path(name))
+        for backbone in options.backbone or BACKBONES:
+            folder = Path(name) / backbone
+            folder.mkdir()
+            one_network(options, backbone, folder, images)
+
+
+def one_network(options: argparse.Namespace, backbone: str, folder: Path, images: Path) -> None:
+    """The whole contest with one network."""
+    cores = len(os.sched_getaffinity(0))
+    bundle = small_bundle(folder, backbone)
+    embedder = OnnxEmbedder.open(bundle)
+    made = gallery(folder / "gallery", embedder, options.items)
+    files = [path.read_bytes() for path in sorted(images.glob("*.jpg"))]
+    vectors = folder / "vectors.npy"
+    np.save(vectors, np.random.default_rng(0).standard_normal((options.items, 128), "float32"))
+    with usual(backbone, vectors, cores) as peer:
+        results = contest(options, bundle, made, images, files, peer, cores)
+    print(f"\n{backbone}")
+    print_table(results, options, embedder, cores, len(files))
+    start = gallery(folder / "start", embedder, options.start_items)
+    print_start(bundle, start, options.start_items)
 
 
 def contest(
@@ -85,14 +96,14 @@ def contest(
     made: Path,
     images: Path,
     files: list[bytes],
-    vectors: Path,
+    peer: str,
     cores: int,
 ) -> dict[tuple[str, int], list[Figures]]:
     """All figures of all rounds, by who and how many connections."""
     results: dict[tuple[str, int], list[Figures]] = defaultdict(list)
     embedder, opened = OnnxEmbedder.open(bundle), Gallery.open(made)
     sent = 0
-    with service(bundle, made, "--log-level", "error") as url, usual(vectors, cores) as peer:
+    with service(bundle, made, "--log-level", "error") as url:
         for _ in range(options.rounds):
             results["ceiling", 0].append(ceiling(embedder, opened, files, options.seconds, cores))
             for connections in CONNECTIONS:
@@ -153,10 +164,11 @@ def ceiling(
     return best
 
 
-def usual(vectors: Path, cores: int) -> contextlib.AbstractContextManager[str]:
+def usual(backbone: str, vectors: Path, cores: int) -> contextlib.AbstractContextManager[str]:
     """The usual script in a process of its own."""
     port = free_port()
-    command = [sys.executable, HERE / "usual_script.py", str(port), vectors, str(cores)]
+    words = [str(port), backbone, vectors, str(cores)]
+    command = [sys.executable, HERE / "usual_script.py", *words]
     return started(command, f"http://127.0.0.1:{port}")
 
 
@@ -178,13 +190,14 @@ def pictures(folder: Path) -> Path:
     return images
 
 
-def small_bundle(folder: Path) -> Path:
-    """MobileNetV2 at 224 px, 128 numbers, hardly trained: speed does not depend on it."""
+def small_bundle(folder: Path, backbone: str) -> Path:
+    """A network at 224 px, 128 numbers, hardly trained: speed does not depend on it."""
     shop = folder / "shop"
     run("kinlens-train", "data", "render", shop, "--products", 8, "--views", 4, "--size-px", 96)
     changes = {
-        "data.root": shop, "model.weights": "none", "model.dim": 128, "input.size_px": 224,
-        "input.resize_px": 256, "optimizer.epochs": 1, "optimizer.batch_size": 8,
+        "data.root": shop, "model.backbone": backbone, "model.weights": "none", "model.dim": 128,
+        "input.size_px": 224, "input.resize_px": 256, "optimizer.epochs": 1,
+        "optimizer.batch_size": 8,
     }  # fmt: skip
     flags = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     run("kinlens-train", "fit", "shop", "--out", folder / "run", *flags)
@@ -266,7 +279,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bundle", type=Path)
+    parser.add_argument("--backbone", action="append", help="repeat for several")
     parser.add_argument("--items", type=int, default=10_000)
     parser.add_argument("--start-items", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=8)

@@ -2,7 +2,7 @@
 
 A peer of `benchmarks/search.py`, which starts it; nothing else should.
 
-    python benchmarks/usual_script.py PORT VECTORS.npy THREADS
+    python benchmarks/usual_script.py PORT BACKBONE VECTORS.npy THREADS
 """
 
 import io
@@ -17,8 +17,7 @@ from PIL import Image
 from torchvision import models, transforms
 
 app = FastAPI()
-network = models.mobilenet_v2(weights=None)
-network.classifier = torch.nn.Linear(1280, 128)
+network = models.get_model(sys.argv[2], weights=None, num_classes=128)
 network.eval()
 transform = transforms.Compose(
     [
@@ -47,9 +46,9 @@ def search(image: UploadFile = File(...), k: int = Form(20)) -> dict[str, object
 
 
 if __name__ == "__main__":
-    vectors = np.load(sys.argv[2])
-    torch.set_num_threads(int(sys.argv[3]))
-    faiss.omp_set_num_threads(int(sys.argv[3]))
+    vectors = np.load(sys.argv[3])
+    torch.set_num_threads(int(sys.argv[4]))
+    faiss.omp_set_num_threads(int(sys.argv[4]))
     app.state.index = faiss.IndexFlatIP(vectors.shape[1])
     app.state.index.add(vectors)
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")

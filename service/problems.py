@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 
 from embedder import errors
 from embedder.errors import KinlensError, OverloadedError, RateLimitedError
+from service.methods import methods_at
 
 MEDIA_TYPE = "application/problem+json"
 INTERNAL_TEXT = "Something failed inside the service. Its log has the cause under this request_id."
@@ -39,6 +40,7 @@ UNKNOWN_HOST = Kind(400, "Unknown host", "unknown-host")
 _MODEL = Kind(503, "The model cannot answer", "model-unavailable", public=False)
 _GALLERY = Kind(503, "The gallery cannot answer", "gallery-unavailable", public=False)
 UNSUPPORTED_MEDIA = Kind(415, "Unsupported Media Type", "unsupported-media-type")
+_STATE = Kind(503, "The state folder cannot be used", "state-unavailable", public=False)
 INTERNAL = Kind(500, "Internal error", "internal", public=False)
 INVALID = Kind(422, "Invalid parameter", "invalid-parameter")
 OVERLOADED = Kind(503, "Too busy", "overloaded")
@@ -80,7 +82,7 @@ KINDS: dict[type[KinlensError], Kind] = {
     errors.KeyMissingError: Kind(401, "API key needed", "key-needed"),
     errors.ScopeError: Kind(403, "Scope needed", "scope-needed"),
     errors.RateLimitedError: Kind(429, "Too many requests", "rate-limited"),
-    errors.StateError: INTERNAL,
+    errors.StateError: _STATE,
     errors.StateMissingError: Kind(409, "No folder for state", "state-missing"),
     errors.JobNotFoundError: Kind(404, "Unknown job", "unknown-job"),
     errors.JobConflictError: Kind(409, "Conflict with the job", "job-conflict"),
@@ -172,13 +174,15 @@ async def from_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     phrase = HTTPStatus(error.status_code).phrase
     detail = str(error.detail)
+    headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND and detail == phrase:
         detail = f"Nothing is at {request.url.path}. /openapi.json lists the addresses."
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        detail = f"{request.method} is not allowed here; use {allowed}."
+        methods = methods_at(request.app.routes, request.url.path)
+        headers["Allow"] = ", ".join(methods) or headers.get("Allow", "GET")
+        detail = f"{request.method} is not allowed here; use {headers['Allow']}."
     kind = Kind(error.status_code, phrase, phrase.lower().replace(" ", "-"))
-    return _answer(request, kind, detail, dict(error.headers or {}))
+    return _answer(request, kind, detail, headers)
 
 
 async def from_unexpected(request: Request, error: Exception) -> JSONResponse:

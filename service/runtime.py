@@ -174,7 +174,7 @@ def _connector(settings: Settings, cache: Cache, decoding: Decoder, metrics: Met
     def connect(embedder: Embedder) -> tuple[MicroBatcher, Encoder]:
         batcher = MicroBatcher(
             embedder.embed,
-            batch_size=settings.batch_size,
+            batch_size=settings.images_at_once(),
             queue_size=settings.queue_size,
             workers=settings.embed_workers,
             on_batch=metrics.batch_size.observe,

@@ -20,6 +20,8 @@ from service.security.keys import Scope
 from service.security.rates import parse_rates
 
 ANY_HOST = "*"
+_CPU_BATCH = 2
+_GPU_BATCH = 32
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
@@ -66,7 +68,7 @@ class Settings(BaseSettings):
     max_batch_queries: int = Field(default=64, ge=1)
     max_items_per_request: int = Field(default=256, ge=1)
 
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=0, ge=0)
     queue_size: int = Field(default=64, ge=1)
     embed_workers: int = Field(default_factory=core_count, ge=1)
     decode_workers: int = Field(default_factory=core_count, ge=1)
@@ -232,6 +234,13 @@ class Settings(BaseSettings):
         with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return False
+
+    def images_at_once(self) -> int:
+        """Images that the model takes in one call, at most.
+
+        On a CPU two already cost as much each as one alone, and more of them leave its caches.
+        """
+        return self.batch_size or (_GPU_BATCH if self.device == "cuda" else _CPU_BATCH)
 
     def image_limits(self) -> ImageLimits:
         """What an upload may cost."""

@@ -15,7 +15,7 @@ from service.schemas.jobs import JobLog, JobModel, Jobs, SwapRequest, TrainReque
 
 _MAX_LISTED = 1000
 _MAX_OFFSET = 2**63 - 1
-_STATE = KINDS[errors.StateMissingError]
+_STATE = (KINDS[errors.StateMissingError], KINDS[errors.StateError])
 _UNKNOWN = KINDS[errors.JobNotFoundError]
 _CONFLICT = KINDS[errors.JobConflictError]
 _INVALID = KINDS[errors.InvalidParameterError]
@@ -25,9 +25,9 @@ _GALLERY = (
     KINDS[errors.GalleryConflictError],
     KINDS[errors.GalleryError],
 )
-_START = problems(*_GALLERY, _CONFLICT, _STATE, _INVALID, *_BODY)
-_CHANGE = problems(_UNKNOWN, *_GALLERY, _CONFLICT, _STATE, _INVALID, *_BODY)
-_LOOK = problems(_UNKNOWN, _STATE, _INVALID)
+_START = problems(*_GALLERY, _CONFLICT, *_STATE, _INVALID, *_BODY)
+_CHANGE = problems(_UNKNOWN, *_GALLERY, _CONFLICT, *_STATE, _INVALID, *_BODY)
+_LOOK = problems(_UNKNOWN, *_STATE, _INVALID)
 
 JobId = Annotated[str, Path(max_length=64, description="The id of a job.")]
 GalleryName = Annotated[str, Path(max_length=200, description="The name of a gallery.")]
@@ -82,7 +82,7 @@ def _add_starts(router: APIRouter, runtime: Runtime) -> None:
 
 
 def _add_looks(router: APIRouter, runtime: Runtime) -> None:
-    @router.get("/jobs", responses=problems(_STATE, _INVALID), summary="List jobs")
+    @router.get("/jobs", responses=problems(*_STATE, _INVALID), summary="List jobs")
     def jobs(
         state: State | None = None, limit: Annotated[int, Query(ge=1, le=_MAX_LISTED)] = 100
     ) -> Jobs:

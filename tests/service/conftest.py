@@ -32,6 +32,7 @@ from indexer.images import folder_source
 from service.app import create_app
 from service.cache import Cache
 from service.runtime import Runtime
+from service.server import listen
 from service.settings import Settings
 from tests.service.page_browser import (  # noqa: F401
     browser,
@@ -182,7 +183,7 @@ class Running:
 def run(app: FastAPI, images: list[Path] | None = None) -> Running:
     """Serve `app` in a thread until `close`."""
     stack = ExitStack()
-    listener = stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+    listener = stack.enter_context(closing(listen("127.0.0.1", 0)))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

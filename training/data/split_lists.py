@@ -24,10 +24,10 @@ def write_lists(root: Path, out: Path, kind: str | None, allow_partial: bool) ->
     """
     if not root.is_dir():
         raise DatasetError(f"{root} is not a folder. Give the folder of a data set.")
-    kind = kind or recognise(root)
+    kind = kind or recognise(root) or "unknown"
     if kind not in OFFICIAL:
         raise DatasetError(
-            f"{root} is not an official data set, or its kind {kind!r} is unknown. Give the folder "
+            f"{root} is not an official data set but of kind {kind!r}. Give the folder "
             f"that was unpacked, or name its kind with --kind: {', '.join(OFFICIAL)}."
         )
     split = read_official(OFFICIAL[kind], root, allow_partial)

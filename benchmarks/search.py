@@ -248,7 +248,9 @@ def print_table(
     spread = middle("new", 16, "p99_ms") / middle("new", 16, "p50_ms")
     hits = middle("cached", 16, "qps") / middle("new", 16, "qps")
     peer = middle("new", 16, "qps") / middle("usual", 16, "qps")
-    print()
+    ours = [f for (who, _), found in results.items() if who in ("new", "cached") for f in found]
+    failed = sum(figures.errors for figures in ours)
+    print(f"\n{failed:6}  {'MISSED' if failed else 'met   '}  requests without an answer, target 0")
     for text, value, good in (
         ("of the ceiling at 16 connections, target 0.85", paired, paired >= 0.85),
         ("p99 / p50 at 16 connections, target at most 3", spread, spread <= 3),

@@ -63,6 +63,9 @@ def official(folders: tuple[str, ...]) -> Callable[..., tuple[Path, list[Row], l
 
 def grocery(root: Path, _work: Path, _partial: bool) -> tuple[Path, list[Row], list[Row]]:
     """The train split as gallery, the test split as queries, with the names of the classes."""
+    lacking = [n for n in ("classes.csv", "train.txt", "test.txt") if not (root / n).is_file()]
+    if lacking:
+        raise DemoError(f"ROOT={root} is not the Grocery Store data set: it lacks {lacking[0]}.")
     with (root / "classes.csv").open(newline="", encoding="utf-8") as stream:
         names = {row["Class ID (int)"]: row for row in csv.DictReader(stream)}
 
@@ -116,13 +119,14 @@ def main() -> int:
     demo, work = DEMOS[options.name], Path(".kinlens") / options.name
     started = time.monotonic()
     try:
-        if not options.root.is_dir():
+        root = Path(options.root)
+        if not options.root or not root.is_dir():
             raise DemoError(
                 f"ROOT={options.root} is not a folder. Name the folder of {demo.title}."
             )
         work.mkdir(parents=True, exist_ok=True)
         bundle = options.bundle or trunk(work, options.weights)
-        images, gallery, queries = demo.lists(options.root, work, options.allow_partial)
+        images, gallery, queries = demo.lists(root, work, options.allow_partial)
         build(work, bundle, images, gallery)
         samples = copy_samples(work, images, queries)
         port = free_port() if options.check else options.port
@@ -264,7 +268,7 @@ def _options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("name", choices=DEMOS)
-    parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("--root", required=True, help="folder of the data set")
     parser.add_argument("--bundle", type=Path, help="a trained model bundle")
     parser.add_argument("--weights", help="ImageNet weights of mobilenet_v2, as a file")
     parser.add_argument("--queries", type=int, help="how many queries to ask [all]")

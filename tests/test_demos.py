@@ -69,3 +69,9 @@ def test_a_folder_that_is_no_data_set_is_named(tiny_bundle: Bundle, tmp_path: Pa
     done = demo("sop", tmp_path / "nowhere", tiny_bundle, tmp_path)
     assert done.returncode == 1
     assert f"ROOT={tmp_path / 'nowhere'} is not a folder" in done.stdout
+
+
+def test_a_folder_of_something_else_is_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    done = demo("grocery", tmp_path, tiny_bundle, tmp_path)
+    assert done.returncode == 1
+    assert "it lacks classes.csv" in done.stdout

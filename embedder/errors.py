@@ -33,6 +33,7 @@
     ├── AccessError                     a caller who may not do this
     │   ├── KeyMissingError             no API key, or one that is not known
     │   ├── ScopeError                  a key without the scope that this needs
+    │   ├── KeysUnreadableError         a damaged file of API keys, so that none is accepted
     │   └── RateLimitedError            more requests than the rate allows
     ├── StateError                      something a running service keeps on the disk
     │   ├── StateMissingError           it was started without a folder to keep things in
@@ -183,6 +184,10 @@ class KeyMissingError(AccessError):
 
 class ScopeError(AccessError):
     """A key without the scope that this needs."""
+
+
+class KeysUnreadableError(AccessError):
+    """The file of API keys cannot be read, so that no key is accepted."""
 
 
 class RateLimitedError(AccessError):

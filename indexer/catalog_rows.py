@@ -95,6 +95,9 @@ class CatalogRows:
         # One text of all numbers: SQLite and NumPy make and read it three times as fast as Python
         # makes one object for each row.
         [(text, count)] = self._all(sql, *parameters)
+        return self._parsed(text, count)
+
+    def _parsed(self, text: str | None, count: int) -> Ids:
         try:
             ids = np.fromstring(text or "", dtype=np.int64, sep=",")
         except (ValueError, DeprecationWarning):

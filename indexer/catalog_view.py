@@ -52,6 +52,10 @@ _FREQUENT = """
 SELECT value, count(*) AS items FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)
 GROUP BY value ORDER BY items DESC, value LIMIT ?
 """
+_GROUPED = """
+SELECT value, group_concat(item), count(*) FROM attributes
+WHERE name = (SELECT id FROM names WHERE name = ?) AND value IN ({}) GROUP BY value
+"""
 _LOWEST = f"SELECT {_VALUES_OF} ORDER BY value LIMIT 1"
 _HIGHEST = f"SELECT {_VALUES_OF} ORDER BY value DESC LIMIT 1"
 _DIFFERENT = f"SELECT DISTINCT {_VALUES_OF} LIMIT ?"
@@ -162,6 +166,15 @@ class CatalogView(CatalogRows):
         self._check_index(where.names)
         few = self._few_matching(where) if isinstance(where, And) else None
         return few if few is not None else fitting(where, self._of_condition, self.live_ids)
+
+    def grouped(
+        self, name: str, values: Sequence[AttributeValue]
+    ) -> list[tuple[AttributeValue, Ids]]:
+        """For each of these values of an attribute the numbers of the items, ascending."""
+        self._check_index((name,))
+        asked = [stored(value) for value in values]
+        rows = self._all(_GROUPED.format(", ".join("?" * len(asked))), name, *asked)
+        return [(restored(value), self._parsed(text, count)) for value, text, count in rows]
 
     def ids_from(self, offset: int, limit: int) -> Ids:
         """The numbers of at most `limit` items, ascending, without the first `offset`."""

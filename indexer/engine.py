@@ -68,6 +68,10 @@ class Written:
         )
 
 
+def go_on() -> None:
+    """The checkpoint of a search that nobody ends early."""
+
+
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
     """How to search, beside the query itself; the defaults leave everything out.
@@ -79,6 +83,7 @@ class SearchOptions:
     exclude: leave out the items with these numbers.
     exact: compare with every vector, whatever the index.
     effort: how hard an approximate index tries, in place of its tuned value (efSearch or nprobe).
+    checkpoint: called between pieces of the work; what it raises ends the search.
     """
 
     where: Filter | None = None
@@ -88,6 +93,7 @@ class SearchOptions:
     exclude: frozenset[ItemId] = frozenset()
     exact: bool = False
     effort: int | None = None
+    checkpoint: Callable[[], None] = field(default=go_on, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from embedder.errors import KinlensError
-from embedder.types import AttributeValue
+from embedder.types import AttributeValue, ItemId
 from indexer.background import BackgroundCompaction
 from indexer.catalog import Catalog, CatalogWriter
 from indexer.compaction import CATALOG, CompactReport, compact
@@ -87,6 +87,14 @@ class Gallery(GalleryReader):
         keys = checked_keys(keys)
         with self._writing() as writer:
             return writer.remove(list(writer.find(keys).values()))
+
+    def remove_items(self, ids: Iterable[ItemId]) -> int:
+        """Remove items by number; unknown numbers are left out of the count, also those of items
+        that have been replaced. Raises: GalleryWriteError, GalleryBusyError.
+        """
+        ids = [number for number in ids if 0 <= number < 2**63]
+        with self._writing() as writer:
+            return writer.remove(ids)
 
     def remove_where(self, where: Filter) -> int:
         """Remove every item that fits. Raises: FilterError, GalleryWriteError, GalleryBusyError."""

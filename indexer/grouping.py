@@ -9,6 +9,7 @@ from typing import Protocol
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, ItemId
 from indexer.engine import Group, Grouping, SearchOptions
+from indexer.members import Members, mean_of
 from indexer.ranking import (
     Candidate,
     Pool,
@@ -43,8 +44,8 @@ class GroupSource(Protocol):
     def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
         """The n best with this value."""
 
-    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterable[Candidate]:
-        """Every item with one of these values."""
+    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterable[Members]:
+        """Every item with one of these values, in blocks, each of one value."""
 
 
 def best_groups(
@@ -70,14 +71,14 @@ def best_groups(
 
 @dataclass(frozen=True)
 class _Search:
-    """One query; `wholes` has all items of a group under its key, once they were asked for."""
+    """One query; `means` has the score of a group under its key, once all of it was looked at."""
 
     source: GroupSource
     row: int
     reach: int
     grouping: Grouping
     options: SearchOptions
-    wholes: dict[_Key, list[Candidate]] = field(default_factory=dict)
+    means: dict[_Key, float] = field(default_factory=dict)
 
     def found(self, pool: Pool, first: int) -> list[Group]:
         """The answer, from the `first` best and then from ever more outside the groups found."""
@@ -101,7 +102,7 @@ class _Search:
 
     def _by_mean(self, pool: Pool) -> list[Group] | None:
         """No mean exceeds the best score: a group whose best is too low is not looked at."""
-        groups: list[Group] = []
+        groups: list[tuple[float, list[Candidate]]] = []
         top_means: list[float] = []
         to_beat = -math.inf if self.options.min_score is None else self.options.min_score
         split, step = self._split(pool), self.reach
@@ -109,10 +110,9 @@ class _Search:
             chance = [own for own in split[:step] if own[0].score >= to_beat]
             self._open(chance)
             for own in chance:
-                whole = self.wholes.get(self._key(own[0]), own)
-                mean = math.fsum(c.score for c in whole) / len(whole)
+                mean = self.means.get(self._key(own[0]), own[0].score)
                 if mean >= to_beat:
-                    groups.append(self._group(whole, mean))
+                    groups.append((mean, own))
                     heapq.heappush(top_means, mean)
                 if len(top_means) > self.reach:
                     heapq.heappop(top_means)
@@ -122,8 +122,9 @@ class _Search:
         full = len(top_means) == self.reach and to_beat > pool.ceiling
         if not full and not pool.holds_all(self.options.min_score):
             return None
-        groups.sort(key=lambda group: (-group.score, group.hits[0].id))
-        return groups[self.options.offset : self.reach]
+        groups.sort(key=lambda group: (-group[0], group[1][0].id))
+        shown = groups[self.options.offset : self.reach]
+        return [self._group(self._best_of(own), mean) for mean, own in shown]
 
     def _split(self, pool: Pool) -> list[list[Candidate]]:
         """The certain candidates of each group, the groups in the order of their best."""
@@ -141,13 +142,16 @@ class _Search:
         return isinstance(value, bool), value
 
     def _open(self, groups: Sequence[Sequence[Candidate]]) -> None:
-        """Ask for all items of these groups; those of `groups` keep the scores of the search."""
-        found = {self._key(own[0]): {c.id: c for c in own} for own in groups}
-        new = [key for key in found if key[0] is not None and key not in self.wholes]
-        if new:
-            for candidate in self.source.members(self.row, [value for _, value in new]):
-                found.setdefault(self._key(candidate), {}).setdefault(candidate.id, candidate)
-            self.wholes.update({key: self._ordered(found[key]) for key in new})
+        """The means of these groups; those of `groups` keep the scores of the search."""
+        found = {self._key(own[0]): {c.id: c.score for c in own} for own in groups}
+        new = [key for key in found if key[0] is not None and key not in self.means]
+        if not new:
+            return
+        blocks: dict[_Key, list[Members]] = {}
+        for block in self.source.members(self.row, [value for _, value in new]):
+            key = (isinstance(block.value, bool), block.value)
+            blocks.setdefault(key, []).append(block.left(found[key], self.options))
+        self.means.update({key: mean_of(own, self.options) for key, own in blocks.items()})
 
     def _best_of(self, own: Sequence[Candidate]) -> Sequence[Candidate]:
         """As many as are shown, where `own` are the best of a group."""

@@ -1,6 +1,6 @@
 """Answers searches of a gallery on Milvus."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +10,14 @@ from indexer.engine import Group, Grouping, SearchOptions
 from indexer.filter_tree import check_grouped
 from indexer.filters import In
 from indexer.grouping import best_groups
+from indexer.members import Members, contents_of
 from indexer.milvus_filters import one_of
 from indexer.milvus_schema import TOP_K, Row, vectors_of
 from indexer.milvus_view import MilvusView
 from indexer.ranking import Candidate, Fetch, best_hits, combined_query
 
 _AT_ONCE = 65_536  # rows in one answer
-_MEMBER = ("id", "key", "sha256", "attributes", "vector")
+_MEMBER = ("id", "sha256", "attributes", "vector")
 
 
 def search(
@@ -56,6 +57,7 @@ def _fetch(view: MilvusView, queries: Embeddings, options: SearchOptions, condit
     parameters = _parameters(view.state.nlist, options)
 
     def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
+        options.checkpoint()
         first, found = min(n, TOP_K), []
         step = max(1, _AT_ONCE // first)
         for start in range(0, len(rows), step):
@@ -115,15 +117,20 @@ class _Groups:
     def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
         return self._best(row, n, self._with([value]))
 
-    def members(self, row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
+    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterator[Members]:
         same, where = In(self._by, tuple(values)), self._options.where
         wheres = [same] if where is None else [same, where]
-        found = [entity for page in self._view.matching(wheres, _MEMBER) for entity in page]
-        scores = vectors_of(found, self._view.state.dim) @ self._queries[row]
-        return [
-            _candidate({"id": entity["id"], "distance": score, "entity": entity})
-            for entity, score in zip(found, scores.tolist(), strict=True)
-        ]
+        for page in self._view.matching(wheres, _MEMBER):
+            self._options.checkpoint()
+            vectors = vectors_of(page, self._view.state.dim)
+            scores = np.clip(vectors @ self._queries[row], -1, 1).astype(np.float64)
+            ids = np.array([int(entity["id"]) for entity in page], np.int64)
+            contents = contents_of([entity["sha256"] for entity in page])
+            places: dict[AttributeValue, list[int]] = {}
+            for place, entity in enumerate(page):
+                places.setdefault(entity["attributes"][self._by], []).append(place)
+            for value, at in places.items():
+                yield Members(value, ids[at], scores[at], contents[at])
 
     def _with(self, values: Sequence[AttributeValue]) -> str:
         return self._view.condition(In(self._by, tuple(values)))

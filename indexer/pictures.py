@@ -34,30 +34,38 @@ def item_image(root: Path, item: Item) -> ItemImage:
     Raises: ItemNotFoundError if it has no image, or the file is gone, was changed after it was
         indexed, or lies outside `root`; GalleryCorruptError if it cannot be read.
     """
+    data = item_bytes(root, item)
+    if is_shown(item.format):
+        return shown(data, item.format)
+    try:
+        return ItemImage(_as_jpeg(data), "image/jpeg")
+    except ImageError as error:
+        raise _unreadable(item, error) from error
+
+
+def item_bytes(root: Path, item: Item) -> bytes:
+    """The indexed bytes of an item as they are. Raises: as `item_image`."""
     if not item.path:
         raise ItemNotFoundError(f"Item {item.key!r} was stored as a vector, without an image.")
     try:
-        return shown(source_bytes(root, item), item.format)
+        return source_bytes(root, item)
     except (SourceError, ImageTooManyBytesError) as error:
         raise ItemNotFoundError(
             f"The image of item {item.key!r} is not what was indexed: the file is gone or was "
             "changed. Put it back below the image root, or add it again."
         ) from error
-    except (OSError, ImageError) as error:
-        raise GalleryCorruptError(
-            f"The image {item.path} cannot be read: {error}. Check the permissions, the disk and "
-            "the limit of open files (`ulimit -n`)."
-        ) from error
+    except OSError as error:
+        raise _unreadable(item, error) from error
+
+
+def is_shown(kind: str) -> bool:
+    """Whether browsers show files of this format; BMP and TIFF must become JPEG."""
+    return kind in _MEDIA_TYPES
 
 
 def shown(data: bytes, kind: str) -> ItemImage:
-    """An image file of the format `kind` for a browser; BMP and TIFF become JPEG.
-
-    Raises: ImageError.
-    """
-    if kind in _MEDIA_TYPES:
-        return ItemImage(data, _MEDIA_TYPES[kind])
-    return ItemImage(_as_jpeg(data), "image/jpeg")
+    """A file of a format that browsers show."""
+    return ItemImage(data, _MEDIA_TYPES[kind])
 
 
 def source_bytes(root: Path, item: Item) -> bytes:
@@ -70,6 +78,13 @@ def source_bytes(root: Path, item: Item) -> bytes:
     if hashlib.sha256(data).hexdigest() != item.sha256:
         raise SourceError(f"{item.path} was changed after it was indexed. Add it again.")
     return data
+
+
+def _unreadable(item: Item, error: Exception) -> GalleryCorruptError:
+    return GalleryCorruptError(
+        f"The image {item.path} cannot be read: {error}. Check the permissions, the disk and "
+        "the limit of open files (`ulimit -n`)."
+    )
 
 
 def _as_jpeg(data: bytes) -> bytes:

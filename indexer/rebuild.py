@@ -1,6 +1,6 @@
 """Rebuild: a gallery made again with another model, beside the old one, which stays in use."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from time import perf_counter
 
@@ -89,6 +89,7 @@ def swap_in(
     candidate: Path,
     *,
     max_missing: float = 0.0,
+    known_missing: Set[int] = frozenset(),
     on_progress: Progress | None = None,
     before_publish: Callable[[], None] | None = None,
 ) -> GalleryManifest:
@@ -96,6 +97,8 @@ def swap_in(
 
     What changed meanwhile is repeated in rounds until a round finds nothing more; the rest, while
     nobody can change the gallery. So the new generation holds every change that was acknowledged.
+    Items whose pictures cannot be read are left out, up to the part `max_missing` of all; the
+    numbers `known_missing` are not counted: somebody has decided that these may be left out.
     The candidate stays as it is. Progress counts bytes. `before_publish` is called at the last
     moment at which nothing has changed; if it raises, nothing will.
 
@@ -110,13 +113,18 @@ def swap_in(
         made = Gallery.open(copy, verify_hashes=False)
         try:
             _catch_up(follower, made, rounds=_ROUNDS if calls == 1 else 1)
-            check_missing(follower.failures.values(), follower.found, max_missing)
+            check_missing(missing_since(follower, known_missing), follower.found, max_missing)
         finally:
             made.close()
         if calls > 1 and before_publish is not None:
             before_publish()
 
     return adopt(follower.path, candidate, catch_up=catch_up, on_progress=on_progress)
+
+
+def missing_since(follower: Follower, known: Set[int]) -> list[Failure]:
+    """The items that are missing now, without those with the numbers `known`."""
+    return [failure for number, failure in follower.failures.items() if number not in known]
 
 
 def check_missing(failures: Iterable[Failure], found: int, max_missing: float) -> None:
@@ -128,7 +136,7 @@ def check_missing(failures: Iterable[Failure], found: int, max_missing: float) -
     raise SourceError(
         f"The pictures of {len(missing):,} of {found:,} items cannot be read, allowed are "
         f"{max_missing:.1%}; the first is {first.key!r}: {first.reason} Put the pictures back, "
-        "remove these items, or allow more with max_missing."
+        "remove these items, or rebuild with a greater max_missing."
     )
 
 

@@ -1,6 +1,6 @@
 """Answers a search from one state: vectors from the snapshot, rows from the catalogue."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,16 +8,19 @@ from numpy.typing import NDArray
 
 from embedder.errors import GalleryCorruptError, ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
-from indexer.engine import Group, Grouping, Ids, Scores, SearchOptions
+from indexer.engine import Group, Grouping, Ids, Item, Scores, SearchOptions
 from indexer.filter_cache import among_ids
 from indexer.filter_tree import check_grouped
 from indexer.filters import Filter, In
 from indexer.grouping import best_groups
+from indexer.members import Members, contents_of
 from indexer.ranking import Candidate, Fetch, best_hits, combined_query
 from indexer.snapshot import Among, Bits
 from indexer.states import Reading
 
+_NO_IDS: Ids = np.empty(0, np.int64)
 _MASKS = 64  # of values, kept for the other queries of a search
+_BLOCK = 4096  # items whose rows or vectors are read at a time
 
 
 def nearest(
@@ -71,9 +74,10 @@ def _fetch(
     reading: Reading, queries: Embeddings, options: SearchOptions, among: Among | None
 ) -> Fetch:
     def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
+        options.checkpoint()
         asked = queries if len(rows) == len(queries) else queries[list(rows)]
         scores, ids = _nearest(reading, asked, n, options, among)
-        known = _candidates(reading, np.unique(ids))
+        known = _candidates(reading, np.unique(ids), options)
         _check_fit(known.values(), options.where)
         return [
             [
@@ -110,7 +114,7 @@ class _Groups:
         self._among = reading.among(options.where)
         self.fetch = _fetch(reading, queries, options, self._among)
         self._of_values: dict[tuple[AttributeValue, ...], Among] = {}
-        self._members: dict[AttributeValue, list[tuple[Candidate, list[float]]]] = {}
+        self._ids: dict[AttributeValue, Ids] = {}
 
     def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
         if not values:
@@ -122,24 +126,26 @@ class _Groups:
         same = self._with((value,))
         return self._best(row, n, self._left(same.segment, same.delta))
 
-    def members(self, row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
-        new = [value for value in values if value not in self._members]
+    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterator[Members]:
+        self._options.checkpoint()
+        new = [value for value in values if value not in self._ids]
         if new:
-            self._read(new)
-        return [_scored(c, scores[row]) for v in values for c, scores in self._members[v]]
+            self._ids.update(self._reading.view.grouped(self._by, new))
+        for value in values:
+            ids = self._ids.get(value, _NO_IDS)
+            for start in range(0, len(ids), _BLOCK):
+                self._options.checkpoint()
+                yield self._scored_members(row, value, ids[start : start + _BLOCK])
 
-    def _read(self, values: Sequence[AttributeValue]) -> None:
-        """Whole groups with their scores for every query, which are smaller than the vectors."""
-        where = self._options.where
-        ids = self._reading.view.matching(In(self._by, tuple(values)))
-        known = _candidates(self._reading, ids)
-        vectors = self._reading.view.vectors(ids)
-        scores = np.stack([np.clip(vectors @ query, -1, 1) for query in self._queries], axis=1)
-        self._members.update({value: [] for value in values})
-        for number, own in zip(ids.tolist(), scores.tolist(), strict=True):
-            candidate = known[number]
-            if where is None or where.matches(candidate.attributes):
-                self._members[candidate.attributes[self._by]].append((candidate, own))
+    def _scored_members(self, row: int, value: AttributeValue, ids: Ids) -> Members:
+        """Scores from the vectors of the index; the rows are read only for their contents."""
+        ids, vectors = self._reading.snapshot.vectors(ids, self._among)
+        scores = np.clip(vectors @ self._queries[row], -1, 1).astype(np.float64)
+        if not self._options.distinct:
+            return Members(value, ids, scores)
+        known = _candidates(self._reading, ids, self._options)
+        contents = contents_of([known[number].sha256 for number in ids.tolist()])
+        return Members(value, ids, scores, contents)
 
     def _with(self, values: tuple[AttributeValue, ...]) -> Among:
         if values not in self._of_values:
@@ -160,10 +166,13 @@ class _Groups:
         return best
 
 
-def _candidates(reading: Reading, ids: Ids) -> dict[ItemId, Candidate]:
+def _candidates(reading: Reading, ids: Ids, options: SearchOptions) -> dict[ItemId, Candidate]:
     """Rows of the catalogue, without a score yet."""
     wanted = ids[ids >= 0].tolist()
-    items = reading.view.get(wanted)
+    items: dict[ItemId, Item] = {}
+    for start in range(0, len(wanted), _BLOCK):
+        options.checkpoint()
+        items |= reading.view.get(wanted[start : start + _BLOCK])
     if len(items) < len(wanted):
         missing = next(number for number in wanted if number not in items)
         raise GalleryCorruptError(

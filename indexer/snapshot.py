@@ -102,6 +102,31 @@ class Snapshot:
         scores = np.concatenate([segment[0], found[0]], axis=1)
         return _ordered(scores, np.concatenate([segment[1], found[1]], axis=1), k)
 
+    def vectors(self, ids: Ids, among: Among | None = None) -> tuple[Ids, Embeddings]:
+        """Numbers (N,) and vectors (N, D) of those of the items that `among` leaves, in any order.
+
+        Raises: GalleryCorruptError for an item that is not here.
+        """
+        positions = np.full(len(ids), -1, np.int64)
+        if self.segment is not None:
+            positions = self.segment.positions_of(ids)
+        rows = self.delta.positions_of(ids[positions < 0])
+        positions = positions[positions >= 0]
+        if len(positions) + len(rows) < len(ids):
+            raise GalleryCorruptError(
+                "An item of the catalogue is not in the index. Make the index again: "
+                "kinlens-index compact GALLERY --rebuild."
+            )
+        if among is not None:
+            positions = positions[has_bits(among.segment, positions)]
+            rows = rows[among.delta[rows]]
+        if self.segment is None:
+            return self.delta.ids[rows], self.delta.vectors[rows]
+        found = self.segment.index.vectors(positions)
+        if len(rows):
+            found = np.concatenate([found, self.delta.vectors[rows]])
+        return np.concatenate([self.segment.ids[positions], self.delta.ids[rows]]), found
+
     def _in_segment(
         self,
         queries: Embeddings,
@@ -127,7 +152,7 @@ class Snapshot:
         excess = 1 + int(_SPARE * k * self.dead_count / len(self.segment.ids))
         wanted = k + min(excess, self.dead_count)
         scores, positions = self.segment.index.search(queries, wanted, effort)
-        is_dead = (self.dead[positions >> 3] >> (positions & 7).astype(np.uint8)) & 1 == 1
+        is_dead = has_bits(self.dead, positions)
         is_dead |= positions < 0
         if not is_dead.any():
             return scores[:, :k], self._numbers(positions[:, :k])
@@ -200,6 +225,12 @@ def open_segment(
 def _release(descriptor: int, on_release: Callable[[], None]) -> None:
     os.close(descriptor)
     on_release()
+
+
+def has_bits(bits: Bits, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which of the positions are in the set."""
+    found: NDArray[np.bool_] = (bits[positions >> 3] >> (positions & 7).astype(np.uint8)) & 1 == 1
+    return found
 
 
 def set_bits(bits: Bits, positions: NDArray[np.int64]) -> None:

@@ -22,9 +22,11 @@ from service.registry import Served
 from service.sampling import RecallSampler
 from service.thresholds import least_score
 from service.tracing import span
+from service.waiting import Waiting
 
 T = TypeVar("T")
 Vector = NDArray[np.float32]
+Checkpoint = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +64,17 @@ class GalleryCalls:
     looking: BoundedPool
     limit_s: float
 
-    async def search(self, work: Callable[[], T], *, urgent: bool = False) -> T:
-        """Raises: DeadlineExceededError, OverloadedError, what `work` raises."""
-        with span("search"):
-            return await self._within_limit(self.searching, work, urgent)
+    async def search(self, work: Callable[[Checkpoint], T], *, urgent: bool = False) -> T:
+        """`work` is given what it must call between pieces: it raises once nobody waits any more.
+
+        Raises: DeadlineExceededError, OverloadedError, what `work` raises.
+        """
+        waiting = Waiting()
+        try:
+            with span("search"):
+                return await self._within_limit(self.searching, lambda: work(waiting.check), urgent)
+        finally:
+            waiting.end()
 
     async def look(self, work: Callable[[], T], *, urgent: bool = False) -> T:
         """Raises: DeadlineExceededError, OverloadedError, what `work` raises."""
@@ -110,8 +119,8 @@ class Answerer:
         gallery, model = served.gallery, served.model
         min_score = least_score(query.min_score, query.min_probability, model.calibration)
         shown = Shown.of(served.name, gallery.generation, model.calibration)
-        version = await self._calls.look(lambda: gallery.version)
-        key = _key(served, version, query)
+        version, digest = await self._calls.look(lambda: (gallery.version, query.digest))
+        key = _key(served, version, digest)
         results, vectors = await self._cached(key, query, model.encoder, shown)
         stages, cached = Stages(), results is not None
         if results is None:
@@ -184,7 +193,9 @@ class Answerer:
         vectors = [each.vector for each in encoded]
         async with self._place(crowded):
             return await self._calls.search(
-                lambda: find(served.gallery, query, vectors, min_score, shown)
+                lambda checkpoint: find(
+                    served.gallery, query, vectors, min_score, shown, checkpoint
+                )
             )
 
     def _place(self, crowded: bool) -> contextlib.AbstractAsyncContextManager[object]:
@@ -213,12 +224,10 @@ async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _key(served: Served, version: str, query: Query) -> str:
+def _key(served: Served, version: str, digest: str) -> str:
     model, gallery = served.model, served.gallery
     precision = model.embedder.precision
-    return answer_key(
-        model.bundle_id, precision, served.name, gallery.generation, version, query.digest
-    )
+    return answer_key(model.bundle_id, precision, served.name, gallery.generation, version, digest)
 
 
 def _slowest(encoded: Sequence[Encoded], search_ms: float) -> Stages:

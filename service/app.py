@@ -24,6 +24,7 @@ from service.problems import from_http, from_kinlens, from_validation
 from service.runtime import Runtime, build_runtime
 from service.security.access import check_covered
 from service.security.guard import Guard, build_guard
+from service.security.templates import Templates
 from service.settings import Settings
 from service.tracing import Tracing, open_tracing
 from service.types import Gallery
@@ -46,7 +47,7 @@ def create_app(
     settings = settings or Settings()
     tracing = open_tracing(settings.otlp_endpoint, _version())
     runtime = build_runtime(settings, embedder, galleries, cache)
-    guard = build_guard(settings, runtime.keys)
+    guard, served = build_guard(settings, runtime.keys), Templates()
     app = FastAPI(
         title="Kinlens",
         description="Upload an image, get the most similar items of a gallery.",
@@ -55,7 +56,7 @@ def create_app(
         redoc_url=None,
         telemetry=tracing.telemetry(),
         lifespan=_lifespan(runtime, guard, tracing),
-        middleware=[*tracing.middleware(), *_middleware(runtime, guard)],
+        middleware=[*tracing.middleware(), *_middleware(runtime, guard, served)],
         exception_handlers={
             KinlensError: from_kinlens,
             RequestValidationError: from_validation,
@@ -66,18 +67,19 @@ def create_app(
     app.include_router(build_router(runtime))
     _add_page(app)
     check_covered(app.routes)
+    served.learn(app.routes)
     install_openapi(app)
     return app
 
 
-def _middleware(runtime: Runtime, guard: Guard) -> list[Middleware]:
+def _middleware(runtime: Runtime, guard: Guard, served: Templates) -> list[Middleware]:
     """Outermost first."""
     settings = runtime.settings
     return [
         Middleware(SecurityHeaders, shared=bool(settings.cors_origins)),
-        Middleware(RequestContext, metrics=runtime.metrics),
+        Middleware(RequestContext, metrics=runtime.metrics, served=served),
         Middleware(AllowedHosts, hosts=settings.hosts()),
-        *guard.middleware(),
+        *guard.middleware(served),
     ]
 
 

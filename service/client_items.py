@@ -124,12 +124,12 @@ class ItemCalls(Sender):
         """
         return self._send(_remove_many(gallery, {"filter": filter}))
 
-    def remove_item(self, gallery: str, item_id: int) -> RemoveAnswer:
-        """Remove an item by its number.
+    def remove_item(self, gallery: str, item_id: int, version: str | None = None) -> RemoveAnswer:
+        """Remove an item by its number, one of the generation `version` of the gallery.
 
         Example: `client.remove_item("shop", 17)`
         """
-        return self._send(_remove_item(gallery, item_id))
+        return self._send(_remove_item(gallery, item_id, version))
 
 
 class AsyncItemCalls(AsyncSender):
@@ -219,12 +219,14 @@ class AsyncItemCalls(AsyncSender):
         """
         return await self._send(_remove_many(gallery, {"filter": filter}))
 
-    async def remove_item(self, gallery: str, item_id: int) -> RemoveAnswer:
-        """Remove an item by its number.
+    async def remove_item(
+        self, gallery: str, item_id: int, version: str | None = None
+    ) -> RemoveAnswer:
+        """Remove an item by its number, one of the generation `version` of the gallery.
 
         Example: `await client.remove_item("shop", 17)`
         """
-        return await self._send(_remove_item(gallery, item_id))
+        return await self._send(_remove_item(gallery, item_id, version))
 
 
 def _put(gallery: str, items: Sequence[NewItem]) -> Call[PutAnswer]:
@@ -265,9 +267,10 @@ def _remove_many(gallery: str, body: Mapping[str, Any]) -> Call[RemoveAnswer]:
     return Call("POST", f"{_items(gallery)}/delete", model(RemoveAnswer), json=body)
 
 
-def _remove_item(gallery: str, item_id: int) -> Call[RemoveAnswer]:
+def _remove_item(gallery: str, item_id: int, version: str | None) -> Call[RemoveAnswer]:
     path = f"{_items(gallery)}/{item_id}"
-    return Call("DELETE", path, model(RemoveAnswer), idempotent=False)
+    query = {"version": version}
+    return Call("DELETE", path, model(RemoveAnswer), query=query, idempotent=False)
 
 
 def _items(gallery: str) -> str:

@@ -1,6 +1,6 @@
 """What a search does in a gallery: blocking calls, run in a thread."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import ItemNotFoundError
 from embedder.types import Embeddings, Hit
-from indexer.engine import Group, SearchOptions
+from indexer.engine import Group, SearchOptions, go_on
 from indexer.ranking import combined_query
 from service.payloads import Shown, encode_results
 from service.queries import Query
@@ -48,11 +48,15 @@ def find(
     vectors: Sequence[NDArray[np.float32]],
     min_score: float | None,
     shown: Shown,
+    checkpoint: Callable[[], None] = go_on,
 ) -> Found:
     """The results of `query`, whose views have these `vectors`, with at least `min_score`.
 
+    `checkpoint` is called between pieces of the work; what it raises ends it.
+
     Raises: GalleryError, ItemNotFoundError, InvalidParameterError, FilterError.
     """
+    checkpoint()
     target = _target(gallery, query, vectors)
     options = SearchOptions(
         where=query.where,
@@ -66,10 +70,11 @@ def find(
         groups: list[Group] | None = None if query.grouping is None else []
         payload = encode_results(shown, [], groups, match=False)
         return Found(payload, gallery.version, target.vector[0], options, None)
-    hits, groups = _search(gallery, query, target.vector, query.k, options)
+    asked = replace(options, checkpoint=checkpoint)  # not kept: it ends with this search
+    hits, groups = _search(gallery, query, target.vector, query.k, asked)
     match = bool(hits or groups)
     if not match and query.offset:  # past the end of what matches?
-        match = any(_search(gallery, query, target.vector, 1, replace(options, offset=0)))
+        match = any(_search(gallery, query, target.vector, 1, replace(asked, offset=0)))
     payload = encode_results(shown, hits, groups, match=match)
     ranked = hits if groups is None else None
     return Found(payload, gallery.version, target.vector[0], options, ranked)

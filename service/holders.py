@@ -1,63 +1,107 @@
 """Who has a content: asked before an upload is thrown away, so whoever may have it is believed."""
 
-from collections.abc import Collection, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import structlog
 
-from embedder.errors import KinlensError
+from embedder.errors import GalleryBusyError, GalleryNotFoundError, KinlensError
 from indexer.contents import contents_held
 from indexer.layout import GalleryFolder
+from indexer.locks import in_use
+from service.claims import Claims
 from service.registry import Served
 
 _FOLDERS = ("galleries", "candidates")
 
 
 class Holders:
-    """Every gallery that shows uploads: those served now, and others in the folder of the state.
+    """Every gallery that may show uploads: those served now, those that ever stored one, and others
+    in the folder of the state. While one of them is away, nothing may go.
 
     A served one that was swapped on the disk a moment ago is read as it is there.
     """
 
-    def __init__(self, served: Sequence[Served], state: Path) -> None:
-        """`served` are leased as long as this is used."""
+    def __init__(
+        self,
+        served: Sequence[Served],
+        state: Path,
+        claims: Claims,
+        is_copying: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`served` are leased as long as this is used; `is_copying` tells whether some job is
+        copying a gallery, whose copy has what the gallery had a while ago."""
         self._served = served
         self._state = state
+        self._claims = claims
+        self._is_copying = is_copying
+        self._is_blind = False
 
     def __call__(self, sha256s: Collection[str]) -> set[str]:
         """Which of these contents some item has; all, if a gallery cannot be read."""
-        asked = sorted(sha256s)
-        found: set[str] = set()
+        if self._is_blind:
+            return set(sha256s)
         try:
-            for served in self._served:
-                if served.path is None or _is_current(served):
-                    found |= served.gallery.held(asked)
-            for folder in self._others():
-                found |= contents_held(folder, asked)
-        except KinlensError as error:
+            return set(sha256s) if self._is_copying() else self._found(sorted(sha256s))
+        except (KinlensError, OSError) as error:
+            self._is_blind = True
             structlog.get_logger().warning(
-                "uploads are kept, since a gallery cannot be read", error=type(error).__name__
+                "uploads are kept, since a gallery cannot be read",
+                error=type(error).__name__,
+                detail=str(error),
             )
-            return set(asked)
+            return set(sha256s)
+
+    def _found(self, asked: Sequence[str]) -> set[str]:
+        found: set[str] = set()
+        for served in self._served:
+            if served.path is None or _is_current(served):
+                held = served.gallery.held(asked)
+                if held and served.path is not None:
+                    self._claims.claim(served.path)  # a swap may have brought it there
+                found |= held
+        for folder in self._others():
+            found |= contents_held(folder, asked)
         return found
 
     def _others(self) -> Iterator[Path]:
         current = {served.path for served in self._served if served.path and _is_current(served)}
-        given = [served.path for served in self._served if served.path]
+        claimed = self._claims.folders()
         kept = [folder for name in _FOLDERS for folder in _folders(self._state / name)]
-        for folder in dict.fromkeys([*given, *kept]):
-            if folder not in current and GalleryFolder(folder).current_name() is not None:
+        for served in self._served:
+            if served.path and not served.managed and served.path not in current:
+                claimed.append(served.path)
+        for folder in kept:
+            if GalleryFolder(folder).current_name() is not None:
+                claimed.append(folder)
+        for folder in {*claimed, *current}:
+            _refuse_copying(folder)
+        for folder in dict.fromkeys(claimed):
+            if folder not in current:
                 yield folder
 
 
 def _is_current(served: Served) -> bool:
+    """Raises: GalleryNotFoundError if a given one is away."""
     assert served.path is not None
-    return GalleryFolder(served.path).current_name() == served.gallery.generation
+    generation = GalleryFolder(served.path).current_name()
+    if generation is None and not served.managed:
+        raise GalleryNotFoundError(f"The gallery {served.name} is away at this moment.")
+    return generation == served.gallery.generation
 
 
-def _folders(parent: Path) -> list[Path]:
-    """The folders below `parent`, one level deep; none if it is not there."""
+def _refuse_copying(gallery: Path) -> None:
+    """Raises: GalleryBusyError while a copy of another gallery is on its way into this one."""
+    for folder in _folders(gallery / "versions", staged=True):
+        with contextlib.suppress(FileNotFoundError):
+            if in_use(folder):
+                raise GalleryBusyError(f"The gallery {gallery.name} is being replaced.")
+
+
+def _folders(parent: Path, *, staged: bool = False) -> list[Path]:
+    """The folders below `parent`, one level deep, or those `staged`; none if it is not there."""
     try:
-        return [entry for entry in parent.iterdir() if not entry.name.startswith(".")]
+        return [entry for entry in parent.iterdir() if entry.name.startswith(".") == staged]
     except (FileNotFoundError, NotADirectoryError):
         return []

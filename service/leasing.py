@@ -11,3 +11,6 @@ class Leasing(Protocol):
 
     def lease(self, name: str | None = None) -> AbstractContextManager[Served]:
         """One pair for as long as the block lasts. Raises: GalleryNotFoundError."""
+
+    async def know(self, name: str | None) -> None:
+        """Look for a gallery that is unknown so far, once."""

@@ -75,10 +75,15 @@ class BodyLimit:
         try:
             with contextlib.suppress(_RefusedError):
                 await self.app(scope, body.receive, send_unless_refused)
+        except asyncio.CancelledError:
+            if body.complete or started:
+                raise
+            body.refused = "ending"  # the service stops and waits no longer for this body
         finally:
             self._places.leave(body)
         if body.refused and not started:
-            drain_bytes = _DRAIN_FACTOR * body.max_bytes
+            ending = body.refused == "ending"
+            drain_bytes = -1 if ending else _DRAIN_FACTOR * body.max_bytes
             answer = self._answer_to(body, scope)
             await refuse(answer, scope, body.drained, send, drain_bytes=drain_bytes)
 
@@ -87,6 +92,8 @@ class BodyLimit:
             return self._too_slow(scope)
         if body.refused == "crowded":
             return self._too_many(scope)
+        if body.refused == "ending":
+            return _answer(OVERLOADED, "The service is stopping. Try again in a second.", scope)
         return self._too_large(scope, f"more than {body.max_bytes:,} bytes", body.max_bytes)
 
     def _too_large(self, scope: Scope, found: str, max_bytes: int) -> Response:
@@ -127,10 +134,10 @@ class _Body:
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._timeout: asyncio.Timeout | None = None
         self._bytes = 0
-        self._complete = False
+        self.complete = False
 
     async def receive(self) -> Message:
-        if self._complete:
+        if self.complete:
             return await self._receive()
         if self.refused:
             raise _RefusedError
@@ -151,7 +158,7 @@ class _Body:
 
     async def drained(self) -> Message:
         """The next message, whatever the limits say."""
-        if self._complete:
+        if self.complete:
             return {"type": "http.request", "body": b"", "more_body": False}
         message = await self._receive()
         self._count(message)
@@ -159,15 +166,15 @@ class _Body:
 
     def send_away(self) -> None:
         """End the reading now, since the places of this body went to another address."""
-        if not self._complete:
+        if not self.complete:
             self.refused = "crowded"
             if self._timeout is not None:
                 self._timeout.reschedule(asyncio.get_running_loop().time())
 
     def _count(self, message: Message) -> None:
         self._bytes += len(message.get("body", b""))
-        self._complete = not message.get("more_body", False)
-        if self._complete:
+        self.complete = not message.get("more_body", False)
+        if self.complete:
             self._held.leave(self)
 
 

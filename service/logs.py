@@ -70,7 +70,7 @@ def masked(text: str) -> str:
 
 
 def _mask_line(_: WrappedLogger, __: str, line: EventDict | str) -> str:
-    return masked(str(line))
+    return masked(str(line)).encode(errors="replace").decode()
 
 
 def _adopt_loggers() -> None:

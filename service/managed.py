@@ -19,6 +19,8 @@ from indexer.durable import make_folder
 from indexer.gallery import Gallery
 from indexer.layout import GalleryFolder, discard, is_stage
 from indexer.manifest import checked_name
+from service.jobs.manager import JobManager
+from service.jobs.record import ACTIVE, Job
 from service.models import Model, Models
 from service.pools import BoundedPool
 from service.registry import Registry
@@ -31,6 +33,9 @@ T = TypeVar("T")
 Changes = tuple[Uploads | None, Writes, "ManagedGalleries"]
 _LOCK = ".lock"
 _SHOWN = 64
+_ALL_JOBS = 10_000
+_COPYING = ("swap", "rebuild", "train")
+"""Jobs that publish a copy of what a gallery had when they began."""
 
 
 class ManagedGalleries:
@@ -43,19 +48,25 @@ class ManagedGalleries:
         writes: Writes,
         folder: Path | None,
         pool: BoundedPool,
+        jobs: JobManager | None,
+        limit_s: float,
     ) -> None:
+        """`limit_s` is how long a look at the disk may take after a change."""
         self._registry = registry
         self._models = models
         self._writes = writes
         self._folder = folder
         self._pool = pool
+        self._jobs = jobs
+        self._limit_s = limit_s
         self._changing = asyncio.Lock()
 
     async def create(self, name: str, bundle_id: str | None) -> None:
         """Make an empty gallery and serve it.
 
         Raises: StateMissingError, InvalidParameterError for a name that fits in no link or a bundle
-            that is unknown, GalleryConflictError for a name that is taken, GalleryWriteError.
+            that is unknown, GalleryConflictError for a name that is taken, GalleryWriteError;
+            DeadlineExceededError if it was made but could not be served in time.
         """
         folder = self._checked_folder()
         checked_name(name)
@@ -64,14 +75,16 @@ class ManagedGalleries:
                 raise _taken(name)
             model = await self._model(bundle_id)
             await self._pool.run(lambda: _locked(folder, lambda: _create(folder, name, model)))
-            await self._registry.refresh()
+            await self._registry.look(self._limit_s)
 
     async def delete(self, name: str) -> None:
         """Delete a gallery with its items, and the uploads that no other gallery has.
 
         Raises: StateMissingError, GalleryNotFoundError, GalleryConflictError for one that the
-            service did not make, GalleryBusyError while a build runs in it.
+            service did not make or a job works with, GalleryBusyError while a build runs in it;
+            DeadlineExceededError if it was deleted but the others could not be looked at in time.
         """
+        await self._registry.know(name)
         async with self._changing:
             with self._registry.lease(name) as served:
                 path = served.path if served.managed else None
@@ -81,9 +94,18 @@ class ManagedGalleries:
                     "files alone. Take it out of the settings (--gallery) and delete its folder."
                 )
             folder = self._checked_folder()
-            await self._pool.run(lambda: _locked(folder, lambda: _delete(path)))
-            await self._registry.refresh()
+            await self._pool.run(lambda: _locked(folder, lambda: self._delete(name, path)))
+            await self._registry.look(self._limit_s)
         await self._writes.sweep()
+
+    def _delete(self, name: str, path: Path) -> None:
+        for job in [] if self._jobs is None else active_jobs(self._jobs):
+            if name in (job.gallery, job.params.get("with")):
+                raise GalleryConflictError(
+                    f"Job {job.id} ({job.kind}) works with gallery {name!r}. Wait until it has "
+                    f"ended, or end it: POST /jobs/{job.id}/cancel."
+                )
+        self._writes.end(path, lambda: _delete(path))
 
     async def _model(self, bundle_id: str | None) -> Model:
         if bundle_id is None:
@@ -105,13 +127,32 @@ class ManagedGalleries:
 
 
 def create_changes(
-    settings: Settings, registry: Registry, models: Models, pool: BoundedPool
+    settings: Settings,
+    registry: Registry,
+    models: Models,
+    pool: BoundedPool,
+    jobs: JobManager | None,
 ) -> Changes:
     """What changes items and galleries, with the folder of the settings for what it keeps."""
     state = settings.state
+    limit_s = settings.request_timeout_ms / 1e3
     uploads = None if state is None else Uploads(state / "uploads")
-    writes = Writes(registry, uploads, state, pool, settings.request_timeout_ms / 1e3)
-    return uploads, writes, ManagedGalleries(registry, models, writes, managed_folder(state), pool)
+    writes = Writes(
+        *(registry, uploads, state, pool, limit_s),
+        is_copying=lambda: jobs is not None and _is_copying(jobs),
+    )
+    folder = managed_folder(state)
+    managed = ManagedGalleries(registry, models, writes, folder, pool, jobs, limit_s)
+    return uploads, writes, managed
+
+
+def active_jobs(jobs: JobManager) -> list[Job]:
+    """Those that wait or run; it blocks. Raises: StateError."""
+    return [job for state in ACTIVE for job in jobs.list(state, _ALL_JOBS)]
+
+
+def _is_copying(jobs: JobManager) -> bool:
+    return any(job.kind in _COPYING for job in active_jobs(jobs))
 
 
 def _locked(folder: Path, work: Callable[[], T]) -> T:

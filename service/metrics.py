@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from service.cache import Kind, Level
+from service.jobs.record import State
 from service.metrics_shared import GaugeMode, Readings, render
 
 Stage = Literal["cache", "decode", "queue", "embed", "search", "total"]
@@ -69,7 +70,11 @@ class Metrics:
         age = datetime.now(UTC) - datetime.fromisoformat(created_at)
         self.gallery_age.labels(name).set(age.total_seconds())
 
-    def observe_jobs(self, counts: Mapping[str, int]) -> None:
+    def observe_rate_limited(self, by: str) -> None:
+        """Count a request that was refused for their number, `by` key or address."""
+        self.rate_limited.labels(by).inc()
+
+    def observe_jobs(self, counts: Mapping[State, int]) -> None:
         """Publish how many jobs are in each state."""
         for state, count in counts.items():
             self.jobs.labels(state).set(count)

@@ -4,6 +4,7 @@ import re
 import time
 import uuid
 from collections.abc import Set
+from http import HTTPStatus
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.metrics import Metrics
 from service.problems import UNKNOWN_HOST, from_unexpected, problem, request_id_of
 from service.security.address import address_of
+from service.security.templates import Templates
 from service.settings import ANY_HOST
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -38,11 +40,15 @@ _SHARED_HEADERS = {"Cross-Origin-Resource-Policy": "cross-origin"}
 
 
 class RequestContext:
-    """Gives the request an id, turns what nobody caught into a 500, counts and logs the answer."""
+    """Gives the request an id, turns what nobody caught into a 500, counts and logs the answer.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    What was refused before it was routed counts for the route of `served` that it was meant for.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, served: Templates) -> None:
         self.app = app
         self._metrics = metrics
+        self._served = served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,9 +85,16 @@ class RequestContext:
             finally:
                 report()
 
+    def _route(self, scope: Scope) -> str:
+        routed = getattr(scope.get("route"), "path", None)
+        return str(routed or self._served.of(scope["method"], scope["path"]) or "unmatched")
+
     def _report(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
-        route = str(getattr(scope.get("route"), "path", "unmatched"))
+        route = self._route(scope)
         self._metrics.observe_request(route, scope["method"], status, seconds)
+        if status == HTTPStatus.TOO_MANY_REQUESTS:
+            by = "key" if "key_id" in scope["state"] else "address"
+            self._metrics.observe_rate_limited(by)
         structlog.get_logger().info(
             "request",
             route=route,

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Mapping
 
 from embedder.errors import KinlensError
 from service.cache import Cache
 from service.decoding.decoder import Decoder
+from service.jobs.record import State
 from service.metrics import Metrics
 from service.models import Models
 from service.pools import BoundedPool
@@ -22,18 +24,22 @@ class Observer:
         models: Models,
         pool: BoundedPool,
         timeout_s: float,
+        jobs: Callable[[], Mapping[State, int]] | None = None,
     ) -> None:
         self._metrics = metrics
         self._registry = registry
         self._models = models
         self._pool = pool
         self._timeout_s = timeout_s
+        self._jobs = jobs
         self._providers: set[tuple[str, str]] = set()
         self._generations: dict[str, str] = {}
 
     async def observe(self) -> None:
-        """Publish models and galleries; of a gallery that fails all stays as it was."""
+        """Publish models, jobs and galleries; what cannot be read stays as it was."""
         self._observe_models()
+        with contextlib.suppress(KinlensError, TimeoutError):
+            await self._observe_jobs()
         names = self._registry.names()
         for name in self._generations.keys() - names:
             self._forget(name)
@@ -48,6 +54,11 @@ class Observer:
         for provider, bundle_id in running:
             self._metrics.describe(provider, bundle_id)
         self._providers = running
+
+    async def _observe_jobs(self) -> None:
+        if self._jobs is not None:
+            async with asyncio.timeout(self._timeout_s):
+                self._metrics.observe_jobs(await self._pool.run(self._jobs, urgent=True))
 
     async def _observe_gallery(self, served: Served) -> None:
         name, gallery = served.name, served.gallery

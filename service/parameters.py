@@ -4,6 +4,7 @@ import base64
 import binascii
 import math
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ _WHOLE = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:/")
 _DATA_URL = re.compile(r"\s*data:[^,]{0,200};base64,", re.IGNORECASE)
 _HEAD = 256
+_CORNERS = 4
 
 
 def whole_number(name: str, low: int, high: int) -> Callable[[Any], int]:
@@ -56,10 +58,12 @@ def finite_number(name: str, low: float, high: float) -> Callable[[Any], float |
 
 def crop_box(value: Any) -> Box:
     """A validator for a part of an image: four numbers, or a text with commas between them."""
-    parts = value.split(",") if isinstance(value, str) else value
+    parts = value.split(",", _CORNERS) if isinstance(value, str) else value
     try:
         if not isinstance(parts, Sequence) or any(isinstance(part, bool) for part in parts):
             raise TypeError
+        if len(parts) > _CORNERS:
+            raise ValueError
         return check_box([float(part) for part in parts])
     except InvalidParameterError as error:
         raise custom_error(str(error)) from error
@@ -76,7 +80,7 @@ def filter_form(value: Any) -> Any:
     if value is None or isinstance(value, str | dict):
         return value
     raise custom_error(
-        f"filter = {_shown(value)} is neither a text nor an object; send "
+        f"filter = {shown(value)} is neither a text nor an object; send "
         'colour = "red" or {"colour": "red"}.'
     )
 
@@ -121,14 +125,15 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _out_of_range(name: str, value: Any, expected: str) -> PydanticCustomError:
-    return custom_error(f"{name} = {_shown(value)} is outside its range; send {expected}.")
+    return custom_error(f"{name} = {shown(value)} is outside its range; send {expected}.")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value of a request in a message: short, whatever it is."""
     if isinstance(value, str):
         return value[:_SHOWN_CHARACTERS]
     if isinstance(value, int) and abs(value) > _LARGEST_SHOWN:
         return "a number of more than 18 digits"
     if isinstance(value, int | float | None):
         return str(value)
-    return repr(value)[:_SHOWN_CHARACTERS] if isinstance(value, list) else "something else"
+    return reprlib.repr(value)[:_SHOWN_CHARACTERS] if isinstance(value, list) else "something else"

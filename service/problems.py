@@ -18,6 +18,9 @@ from service.methods import methods_at
 MEDIA_TYPE = "application/problem+json"
 INTERNAL_TEXT = "Something failed inside the service. Its log has the cause under this request_id."
 _RETRY_AFTER_S = 1
+_MAX_FAULTS = 20
+_SHOWN = 80
+_MAX_MESSAGE = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ KINDS: dict[type[KinlensError], Kind] = {
     errors.AccessError: Kind(403, "Not allowed", "not-allowed"),
     errors.KeyMissingError: Kind(401, "API key needed", "key-needed"),
     errors.ScopeError: Kind(403, "Scope needed", "scope-needed"),
+    errors.KeysUnreadableError: Kind(503, "Keys cannot be read", "keys-unreadable"),
     errors.RateLimitedError: Kind(429, "Too many requests", "rate-limited"),
     errors.StateError: _STATE,
     errors.StateMissingError: Kind(409, "No folder for state", "state-missing"),
@@ -115,10 +119,16 @@ def problem(
     """A problem response; `extra` are extension members. Each 503 says when to ask again."""
     if kind.status == HTTPStatus.SERVICE_UNAVAILABLE:
         headers = {"Retry-After": str(_RETRY_AFTER_S)} | (headers or {})
-    content = {"type": kind.type, "title": kind.title, "status": kind.status, "detail": detail}
-    content |= {} if instance is None else {"instance": instance}
+    content = {"type": kind.type, "title": kind.title, "status": kind.status}
+    content |= {"detail": encodable(detail)}
+    content |= {} if instance is None else {"instance": encodable(instance)}
     content |= {"request_id": request_id, **extra}
     return JSONResponse(content, kind.status, headers=headers, media_type=MEDIA_TYPE)
+
+
+def encodable(text: str) -> str:
+    """`text` with ? in place of halves of surrogate pairs, which UTF-8 has no bytes for."""
+    return text.encode(errors="replace").decode()
 
 
 def request_id_of(scope: Any) -> str:
@@ -130,8 +140,8 @@ def described(error: Exception, *, request_id: str, instance: str) -> dict[str, 
     """An error as problem details inside another answer: that of one query of several."""
     faults: list[dict[str, str]] | None = None
     if isinstance(error, RequestValidationError):
-        faults = [_fault(entry) for entry in error.errors()]
-        kind, detail = INVALID, " ".join(fault["message"] for fault in faults)
+        faults, text = _faults(error)
+        kind, detail = INVALID, text
     else:
         kind = kind_of(error)
         detail = str(error) if kind.public else INTERNAL_TEXT
@@ -141,8 +151,8 @@ def described(error: Exception, *, request_id: str, instance: str) -> dict[str, 
         "type": kind.type,
         "title": kind.title,
         "status": kind.status,
-        "detail": detail,
-        "instance": instance,
+        "detail": encodable(detail),
+        "instance": encodable(instance),
         "request_id": request_id,
         "errors": faults,
     }
@@ -164,8 +174,7 @@ async def from_kinlens(request: Request, error: Exception) -> JSONResponse:
 async def from_validation(request: Request, error: Exception) -> JSONResponse:
     """Parameters that do not fit, each named with its range."""
     assert isinstance(error, RequestValidationError)
-    faults = [_fault(entry) for entry in error.errors()]
-    detail = " ".join(fault["message"] for fault in faults)
+    faults, detail = _faults(error)
     return _answer(request, INVALID, detail, errors=faults)
 
 
@@ -208,13 +217,23 @@ def _answer(
     )
 
 
+def _faults(error: RequestValidationError) -> tuple[list[dict[str, str]], str]:
+    """The first faults, and all of their messages."""
+    found = error.errors()
+    faults = [_fault(entry) for entry in found[:_MAX_FAULTS]]
+    detail = " ".join(fault["message"] for fault in faults)
+    if len(found) > _MAX_FAULTS:
+        detail += f" {len(found) - _MAX_FAULTS:,} more are not shown."
+    return faults, detail
+
+
 def _fault(entry: Any) -> dict[str, str]:
     location: Sequence[Any] = entry.get("loc", ())
-    name = str(location[-1]) if location else "request"
+    name = encodable(str(location[-1])[:_SHOWN]) if location else "request"
     if entry.get("type") == "missing":
         message = f"{name} is missing; send it as a part of a multipart/form-data body."
     elif entry.get("type") == "out_of_range":
         message = str(entry["msg"])
     else:
         message = f"{name}: {entry.get('msg')}."
-    return {"name": name, "message": message}
+    return {"name": name, "message": encodable(message[:_MAX_MESSAGE])}

@@ -28,6 +28,7 @@ from service.settings import Settings
 _TICK_S = 0.2
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
+_DOUBLINGS = 16  # beyond the longest pause; a power without a limit is no number in the end
 _STABLE_S = 60.0
 
 
@@ -124,7 +125,7 @@ class _Parent:
         assert place.process is not None
         if time.monotonic() - place.started_at > _STABLE_S:
             place.failures = 0
-        pause = min(_FIRST_PAUSE_S * 2**place.failures, _LONGEST_PAUSE_S)
+        pause = min(_FIRST_PAUSE_S * 2 ** min(place.failures, _DOUBLINGS), _LONGEST_PAUSE_S)
         structlog.get_logger().error(
             "process ended", process=place.process.pid, reason=_reason(place), pause_s=pause
         )

@@ -15,13 +15,19 @@ from typing import Protocol, TypeVar
 
 import structlog
 
-from embedder.errors import GalleryNotFoundError, KinlensError
+from embedder.errors import (
+    DeadlineExceededError,
+    GalleryError,
+    GalleryNotFoundError,
+    KinlensError,
+)
 from service.failures import Failures
 from service.holding import Holding, held
 from service.loading import Opened, OpenGallery, check_searches
+from service.lookout import Lookout
 from service.models import Model, Models
 from service.pools import DaemonThreads
-from service.sources import Place
+from service.sources import Place, is_name
 from service.types import Gallery
 
 T = TypeVar("T")
@@ -29,6 +35,8 @@ _SHOWN_NAME = 64
 _THREADS = 2
 _CLOSERS = 4  # to close one may take as long as its compaction
 _CLOSE_S = 5.0
+_LOOK_S = 10.0
+_UNKNOWN_S = 2.0
 
 
 class Looking(Protocol):
@@ -81,6 +89,7 @@ class Registry:
         self._threads = DaemonThreads("gallery", _THREADS)
         self._closers = DaemonThreads("close", _CLOSERS)
         self._refreshing = asyncio.Lock()
+        self._lookout = Lookout(functools.partial(self.refresh, retry=False))
         self._polling: asyncio.Task[None] | None = None
 
     async def start(self, interval_s: float) -> None:
@@ -97,6 +106,7 @@ class Registry:
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.gather(self._polling, return_exceptions=True)
+        await self._lookout.close()
         for opened in self._opened:
             self._close(opened)
         slots, self._slots, self._opened = self._slots, {}, []
@@ -153,6 +163,20 @@ class Registry:
             )
         with slot.holding.use():
             yield slot.served
+
+    async def look(self, limit_s: float = _LOOK_S) -> None:
+        """As `refresh`, shared with others and at most a few times a second.
+
+        Raises: DeadlineExceededError, GalleryError.
+        """
+        await self._lookout.look(limit_s)
+
+    async def know(self, name: str | None) -> None:
+        """Look at the disk if this name is unknown: another process may have just made it."""
+        if name is None or name in self._slots or not is_name(name):
+            return
+        with contextlib.suppress(DeadlineExceededError, GalleryError):
+            await self.look(_UNKNOWN_S)
 
     async def refresh(self, *, retry: bool = True) -> None:
         """Look at the disk now and serve what is there; with `retry` also what failed lately.

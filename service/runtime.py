@@ -20,6 +20,7 @@ from service.models import Connect, Models
 from service.observing import Observer, publish
 from service.pools import BoundedPool
 from service.registry import Registry
+from service.renditions import Renditions
 from service.resources import create_cache, missing_image_roots, open_registry
 from service.sampling import RecallSampler
 from service.search import SearchService, Timeouts
@@ -44,6 +45,7 @@ class Runtime:
     cache: Cache
     pools: Mapping[str, BoundedPool]
     decoding: Decoder
+    renditions: Renditions
     searching: SearchService
     health: Health
     observer: Observer
@@ -119,11 +121,13 @@ def build_runtime(
     failures = Failures(lambda name: metrics.reload_failures.labels(name).inc())
     connect = _connector(settings, cache, decoding, metrics)
     registry, models = open_registry(settings, connect, failures, embedder, galleries)
-    observer = Observer(
-        metrics, registry, models, pools["lookup"], settings.search_timeout_ms / 1e3
-    )
     publish(metrics, models, decoding, cache)
-    uploads, writes, managed = create_changes(settings, registry, models, pools["write"])
+    jobs = open_jobs(settings)
+    observer = Observer(
+        *(metrics, registry, models, pools["lookup"], settings.search_timeout_ms / 1e3),
+        jobs=None if jobs is None else jobs.counts,
+    )
+    uploads, writes, managed = create_changes(settings, registry, models, pools["write"], jobs)
     return Runtime(
         settings=settings,
         registry=registry,
@@ -132,6 +136,7 @@ def build_runtime(
         cache=cache,
         pools=pools,
         decoding=decoding,
+        renditions=_create_renditions(settings, decoding),
         searching=_create_search(settings, registry, cache, pools, metrics),
         health=Health(registry, models, decoding, pools["lookup"], settings.ready_timeout_ms / 1e3),
         observer=observer,
@@ -139,7 +144,7 @@ def build_runtime(
         uploads=uploads,
         writes=writes,
         managed=managed,
-        jobs=open_jobs(settings),
+        jobs=jobs,
     )
 
 
@@ -157,6 +162,13 @@ def _create_search(
         crowd=max(1, settings.queue_size // 2),
         sampler=sampler,
     )
+
+
+def _create_renditions(settings: Settings, decoding: Decoder) -> Renditions:
+    at_once = max(1, settings.decode_workers // 2)
+    waiting = _FILES_PER_SEARCH * settings.queue_size
+    limit_s = settings.request_timeout_ms / 1e3
+    return Renditions(decoding, settings.image_limits(), at_once, waiting, limit_s)
 
 
 def _create_pools(settings: Settings) -> dict[str, BoundedPool]:

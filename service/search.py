@@ -70,6 +70,7 @@ class SearchService:
         Raises: ImageError, GalleryError, SearchError.
         """
         self._cache.begin()
+        await self._registry.know(query.gallery)
         with self._metrics.in_flight.track_inprogress(), self._registry.lease(query.gallery) as own:
             try:
                 async with asyncio.timeout(self._limit_s):
@@ -84,11 +85,10 @@ class SearchService:
         Queries of one gallery are answered by one pair of gallery and model.
         """
         self._cache.begin()
+        names = {query.gallery for query in queries if isinstance(query, Query)}
+        await asyncio.gather(*(self._registry.know(name) for name in names))
         with self._metrics.in_flight.track_inprogress(), ExitStack() as leases:
-            served: dict[str | None, Served | KinlensError] = {}
-            for query in queries:
-                if isinstance(query, Query) and query.gallery not in served:
-                    served[query.gallery] = self._leased(query.gallery, leases)
+            served = {name: self._leased(name, leases) for name in names}
             tasks = [asyncio.create_task(self._answered(query, served)) for query in queries]
             try:
                 await asyncio.wait(tasks, timeout=self._limit_s)

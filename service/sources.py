@@ -62,7 +62,7 @@ class Sources:
     def _managed_folders(self) -> list[Path]:
         if self._managed is None or not self._managed.is_dir():
             return []
-        return sorted(path for path in self._managed.iterdir() if _is_name(path.name))
+        return sorted(path for path in self._managed.iterdir() if is_name(path.name))
 
     def _check_roots(self) -> None:
         known = [place.name for place in self.look()]
@@ -79,7 +79,8 @@ def open_place(place: Place) -> IndexedGallery:
     return IndexedGallery.open(place.path, image_root=place.image_root)
 
 
-def _is_name(name: str) -> bool:
+def is_name(name: str) -> bool:
+    """Whether a gallery can be called so."""
     try:
         return bool(checked_name(name))
     except InvalidParameterError:

@@ -1,10 +1,10 @@
 """The blocking steps of a write: uploads on the disk first, then the catalogue."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from embedder.errors import InvalidParameterError, KinlensError
-from embedder.types import AttributeValue
+from embedder.types import AttributeValue, ItemId
 from indexer.engine import Entry, Item
 from indexer.filters import Filter
 from service.new_items import Draft, Outcome, Status, check_count, status_of
@@ -35,8 +35,12 @@ class Changed:
     version: str
 
 
-def store(gallery: Gallery, uploads: Uploads, drafts: Sequence[Draft]) -> tuple[Put, list[str]]:
+def store(
+    gallery: Gallery, uploads: Uploads, drafts: Sequence[Draft], claim: Callable[[], None]
+) -> tuple[Put, list[str]]:
     """Keep the images and store the items; also the contents that may have become orphans.
+
+    `claim` is called before an image is kept: the gallery has uploads from now on.
 
     Raises: GalleryBusyError, GalleryWriteError, and then nothing was stored.
     """
@@ -44,6 +48,8 @@ def store(gallery: Gallery, uploads: Uploads, drafts: Sequence[Draft]) -> tuple[
     old = gallery.stored([draft.item.key for draft in good])
     entries = {draft.item.key: draft.entry(old.get(draft.item.key)) for draft in good}
     uploaded = [draft for draft in good if not entries[draft.item.key].path]
+    if uploaded:
+        claim()
     with uploads.keeping([draft.sha256 for draft in uploaded]):
         for draft in uploaded:
             uploads.save(draft.item.data)
@@ -70,6 +76,14 @@ def remove(gallery: Gallery, keys: Sequence[str]) -> tuple[Changed, list[str]]:
     """Remove items; also the contents that may have become orphans. Raises: GalleryError."""
     contents = [item.sha256 for item in gallery.stored(keys).values() if not item.path]
     return Changed(gallery.remove(keys), gallery.version), contents
+
+
+def remove_item(gallery: Gallery, item_id: ItemId) -> tuple[Changed, list[str]]:
+    """As `remove`, by number. Raises: ItemNotFoundError, GalleryError."""
+    item = gallery.item(item_id)
+    if not gallery.remove_items([item_id]):
+        gallery.item(item_id)  # replaced meanwhile: an error that says so
+    return Changed(1, gallery.version), [] if item.path else [item.sha256]
 
 
 def remove_where(gallery: Gallery, where: Filter) -> tuple[Changed, list[str]]:

@@ -125,6 +125,9 @@ class Gallery(SearchableGallery, Protocol):
     def remove(self, keys: Iterable[str]) -> int:
         """Remove items by key; unknown keys are left out of the count."""
 
+    def remove_items(self, ids: Iterable[ItemId]) -> int:
+        """Remove items by number; unknown numbers are left out of the count."""
+
     def remove_where(self, where: Filter) -> int:
         """Remove every item that fits. Raises: FilterError."""
 

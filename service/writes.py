@@ -23,7 +23,9 @@ from embedder.errors import (
 )
 from embedder.types import ItemId
 from indexer.filters import Filter
+from indexer.layout import GalleryFolder
 from service import storing
+from service.claims import Claims
 from service.holders import Holders
 from service.models import Model
 from service.new_items import Draft, NewItem, drafts_of
@@ -31,12 +33,14 @@ from service.pools import BoundedPool
 from service.registry import Registry, Served
 from service.storing import Changed, Changes, Put
 from service.uploads import Uploads
+from service.versions import check_generation
 
 T = TypeVar("T")
 _EMBEDDED_AT_ONCE = 16  # of all puts together: searches find a place in the queue of the model
 _IMAGES_PER_LIMIT = 16
 _PATIENCE_S = 0.05
-_SWEEP_S = 600.0
+_FOLLOW_S = 10.0
+_FOLLOWS_PER_SWEEP = 60
 
 
 class Writes:
@@ -52,11 +56,17 @@ class Writes:
         state: Path | None,
         pool: BoundedPool,
         limit_s: float,
+        is_copying: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s` is how long 16 images of one put may take until the last is embedded."""
+        """`limit_s` is how long 16 images of one put may take until the last is embedded.
+
+        While `is_copying`, which may block, no upload is thrown away: a copy may still need it.
+        """
         self._registry = registry
         self._uploads = uploads
         self._state = state
+        self._claims = None if state is None else Claims(state)
+        self._is_copying = is_copying
         self._pool = pool
         self._limit_s = limit_s
         self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
@@ -99,12 +109,25 @@ class Writes:
             gallery, lambda served: storing.remove_where(served.gallery, where)
         )
 
-    async def remove_item(self, gallery: str, item_id: ItemId) -> Changed:
-        """As `remove`, by number. Raises: ItemNotFoundError."""
-        return await self._removing(
-            gallery,
-            lambda served: storing.remove(served.gallery, [served.gallery.item(item_id).key]),
-        )
+    async def remove_item(
+        self, gallery: str, item_id: ItemId, generation: str | None = None
+    ) -> Changed:
+        """As `remove`, by number, which is one of the generation that begins so; or of the one
+        being served. In another generation it is the number of another item.
+
+        Raises: ItemNotFoundError, also if the gallery was replaced meanwhile.
+        """
+        with self._registry.lease(gallery) as served:
+            check_generation(gallery, served.gallery.generation, generation)
+            try:
+                removed = await self._pool.run(lambda: storing.remove_item(served.gallery, item_id))
+            except GalleryBusyError:
+                current = await self._pool.run(lambda: _generation_of(served))
+                check_generation(gallery, current, served.gallery.generation)
+                raise
+        changed, contents = removed
+        await self._discard(contents)
+        return changed
 
     async def sweep(self) -> int:
         """Remove every upload that no item of any gallery has; how many went."""
@@ -129,7 +152,7 @@ class Writes:
             with self._registry.lease(gallery) as served:
                 return await work(served)
         except GalleryBusyError:
-            await self._registry.refresh()
+            await self._registry.look()
         with self._registry.lease(gallery) as served:
             return await work(served)
 
@@ -140,7 +163,9 @@ class Writes:
         unknown = [draft for draft in drafts if draft.needs_vector]
         await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
         try:
-            stored = await self._pool.run(lambda: storing.store(served.gallery, uploads, drafts))
+            stored = await self._pool.run(
+                lambda: storing.store(served.gallery, uploads, drafts, lambda: self._claim(served))
+            )
         except KinlensError:
             await self._discard(draft.sha256 for draft in drafts if draft.sha256)
             raise
@@ -172,22 +197,42 @@ class Writes:
         except (KinlensError, OSError) as error:
             structlog.get_logger().warning("uploads stay for now", error=type(error).__name__)
 
+    def end(self, gallery: Path, delete: Callable[[], None]) -> None:
+        """Delete a gallery with what is known of its uploads; a sweep may take them afterwards.
+        It blocks. Raises: what `delete` raises."""
+        if self._claims is None:
+            delete()
+        else:
+            self._claims.end(gallery, delete)
+
     async def _with_holders(self, work: Callable[[Holders], int]) -> int:
         assert self._state is not None
+        assert self._claims is not None
         with ExitStack() as leases:
             names = self._registry.names()
             served = [leases.enter_context(self._registry.lease(name)) for name in names]
-            holders = Holders(served, self._state)
+            holders = Holders(served, self._state, self._claims, self._is_copying)
             return await self._pool.run(lambda: work(holders), urgent=True)
 
     async def _keep_sweeping(self) -> None:
         while True:
-            await self._sweep_once()
-            await asyncio.sleep(_SWEEP_S)
+            await self._attempt(self.sweep)
+            for _ in range(_FOLLOWS_PER_SWEEP):
+                await asyncio.sleep(_FOLLOW_S)
+                await self._attempt(self._follow)
 
-    async def _sweep_once(self) -> None:
+    async def _follow(self) -> int:
+        if self._claims is not None:
+            await self._pool.run(self._claims.follow, urgent=True)
+        return 0
+
+    def _claim(self, served: Served) -> None:
+        if self._claims is not None and served.path is not None:
+            self._claims.claim(served.path)
+
+    async def _attempt(self, sweep: Callable[[], Awaitable[int]]) -> None:
         try:
-            removed = await self.sweep()
+            removed = await sweep()
         except (KinlensError, OSError) as error:
             structlog.get_logger().warning("no sweep of uploads", error=type(error).__name__)
         else:
@@ -200,6 +245,12 @@ class Writes:
                 "The service has no folder to keep uploaded images in. Start it with --state DIR."
             )
         return self._uploads
+
+
+def _generation_of(served: Served) -> str:
+    """The one on the disk now."""
+    current = None if served.path is None else GalleryFolder(served.path).current_name()
+    return current or served.gallery.generation
 
 
 async def _encoded(model: Model, draft: Draft) -> NDArray[np.float32]:

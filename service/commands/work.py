@@ -17,7 +17,9 @@ def work(
     once: Once = False,
     log_level: options.LogLevel = None,
 ) -> None:
-    """Take the jobs of the state folder and run them, one at a time, until Ctrl-C.
+    """Take the jobs of the state folder and run them until Ctrl-C.
+
+    Of rebuilds and trainings one runs at a time; other jobs, on other galleries, run beside it.
 
     The service that shares the folder must run with KINLENS_JOBS=elsewhere.
     """

@@ -8,13 +8,16 @@ from numpy.typing import NDArray
 
 from embedder.manifest import Preprocessing
 from embedder.preprocess import Box, ImageLimits
+from embedder.rendering import MAX_SIDE_PX
 from service.decoding.inline import InlineDecoder
 from service.decoding.pool import DecodePool
 from service.settings import Settings
 
 
 class Decoder(Protocol):
-    """Turns image bytes into pixels; `DecodePool` and `InlineDecoder` do. One event loop each.
+    """Turns image bytes into pixels, or into a JPEG for the screen; one event loop each.
+
+    `DecodePool` and `InlineDecoder` do.
 
     `restarts` and `kills` count processes that were replaced and ended for time or memory.
     """
@@ -39,6 +42,9 @@ class Decoder(Protocol):
         *,
         urgent: bool = False,
     ) -> NDArray[np.uint8]: ...
+    async def render(
+        self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX
+    ) -> bytes: ...
 
 
 def create_decoder(settings: Settings) -> Decoder:

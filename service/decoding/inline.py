@@ -1,12 +1,18 @@
 """Decoding in threads of the service: nothing to spawn, nothing that can be killed."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import ImageCostError, SearchError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import Box, ImageLimits, preprocess
+from embedder.rendering import MAX_SIDE_PX, render_jpeg
 from service.pools import BoundedPool
+
+T = TypeVar("T")
 
 
 class InlineDecoder:
@@ -56,10 +62,17 @@ class InlineDecoder:
         Raises: ImageError (ImageCostError without memory), InvalidParameterError for the box,
             OverloadedError, SearchError if it was not started.
         """
+        return await self._run(lambda: preprocess(data, spec, limits, box), urgent=urgent)
+
+    async def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
+        """`embedder.rendering.render_jpeg` in a thread. Raises: as `decode`."""
+        return await self._run(lambda: render_jpeg(data, limits, side_px))
+
+    async def _run(self, work: Callable[[], T], *, urgent: bool = False) -> T:
         if not self._running:
             raise SearchError("The threads that decode images have stopped. Start the service.")
         try:
-            return await self._pool.run(lambda: preprocess(data, spec, limits, box), urgent=urgent)
+            return await self._pool.run(work, urgent=urgent)
         except MemoryError as error:
             raise ImageCostError(
                 "Decoding the image needs more memory than there is. Resize it."

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from embedder.errors import OverloadedError, SearchError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import Box, ImageLimits
+from embedder.rendering import MAX_SIDE_PX
 from service.decoding.process import Job, WorkerLimits, WorkerProcess, request_parts
-from service.decoding.wire import pack_order
+from service.decoding.wire import pack_order, pack_rendering
 
 Pixels = NDArray[np.uint8]
 _FIRST_RETRY_S = 0.1
@@ -98,10 +99,27 @@ class DecodePool:
             InvalidParameterError for the box, OverloadedError, SearchError if the processes have
             stopped or cannot start.
         """
+        order = pack_order(spec, limits, box)
+        return await self._done(order, data, spec.crop_px, urgent=urgent)
+
+    async def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
+        """`embedder.rendering.render_jpeg` in a process. Raises: as `decode`."""
+        order = pack_rendering(limits, side_px)
+        return (await self._done(order, data, side_px, is_jpeg=True)).tobytes()
+
+    async def _done(
+        self,
+        order: bytes,
+        data: bytes,
+        side_px: int,
+        *,
+        urgent: bool = False,
+        is_jpeg: bool = False,
+    ) -> Pixels:
         self._check_open(urgent)
         result: asyncio.Future[Pixels] = asyncio.get_running_loop().create_future()
-        parts = request_parts(pack_order(spec, limits, box), data)
-        self._waiting[result] = Job(parts, spec.crop_px, result)
+        job = Job(request_parts(order, data), side_px, result, is_jpeg=is_jpeg)
+        self._waiting[result] = job
         if urgent:
             self._waiting.move_to_end(result, last=False)
         self._assign()

@@ -26,6 +26,7 @@ from service.decoding.wire import (
 )
 
 START_S = 30.0
+_JPEG = b"\xff\xd8\xff"
 _ALARM_GRACE_S = 1.0
 _SEND_BUFFER_BYTES = 2**20
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -46,12 +47,24 @@ class WorkerLimits:
 
 @dataclass(slots=True)
 class Job:
-    """An image on its way: what is to be sent, the side of the result in pixels, who waits."""
+    """An image on its way: what is to be sent, the side of the result in pixels, who waits.
+
+    The result is (3, S, S), or the bytes of a JPEG where one `is_jpeg`.
+    """
 
     parts: Sequence[bytes]
     crop_px: int
     result: asyncio.Future[NDArray[np.uint8]]
     sent: bool = False
+    is_jpeg: bool = False
+
+    def shaped(self, content: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """What came, as it was asked for; None if it is something else."""
+        if self.is_jpeg:
+            return content if content[: len(_JPEG)].tobytes() == _JPEG else None
+        if len(content) != 3 * self.crop_px**2:
+            return None
+        return content.reshape(3, self.crop_px, self.crop_px)
 
 
 @dataclass(slots=True, eq=False)
@@ -178,8 +191,8 @@ class WorkerProcess:
             return
         if status == READY and not self.ready:
             self.ready, self._received = True, 0
-        elif status == DONE and self.job and len(content) == 3 * self.job.crop_px**2:
-            self._settle(content.reshape(3, self.job.crop_px, self.job.crop_px))
+        elif status == DONE and self.job and (done := self.job.shaped(content)) is not None:
+            self._settle(done)
         elif status == REFUSED and self.job and (error := _error(content)):
             self._settle(error)
         else:

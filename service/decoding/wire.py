@@ -1,7 +1,8 @@
 """What the service and its decoding processes say to each other, as bytes over one socket.
 
-request: lengths of order and image, order (JSON: spec, limits, box), image
-reply:   status, length of the content, content (pixels, or JSON: class name and text of an error)
+request: lengths of order and image, order (JSON: spec, limits, box; or limits, side), image
+reply:   status, length of the content, content (pixels, a JPEG, or JSON: class name and text of an
+         error)
 
 Nothing that a decoding process sends is executed or unpickled.
 """
@@ -28,6 +29,8 @@ _TEXT_CHARACTERS = 500
 _KNOWN_ORDERS = 64
 
 Order = tuple[Preprocessing, ImageLimits, Box | None]
+Rendering = tuple[ImageLimits, int]
+"""A JPEG is asked for: limits, longest side in pixels."""
 
 
 @lru_cache(_KNOWN_ORDERS)
@@ -39,9 +42,18 @@ def pack_order(spec: Preprocessing, limits: ImageLimits, box: Box | None) -> byt
 
 
 @lru_cache(_KNOWN_ORDERS)
-def unpack_order(packed: bytes) -> Order:
-    """The order of `pack_order`."""
+def pack_rendering(limits: ImageLimits, side_px: int) -> bytes:
+    """How an image is to become a JPEG, as JSON."""
+    sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
+    return json.dumps({"limits": sizes, "side": side_px}).encode()
+
+
+@lru_cache(_KNOWN_ORDERS)
+def unpack_order(packed: bytes) -> Order | Rendering:
+    """The order of `pack_order` or `pack_rendering`."""
     order = json.loads(packed)
+    if "side" in order:
+        return ImageLimits(*order["limits"]), int(order["side"])
     box = order["box"]
     return (
         Preprocessing(**order["spec"]),
@@ -68,5 +80,5 @@ def unpack_error(packed: bytes) -> Exception:
 
 
 def reply_buffer(crop_px: int) -> NDArray[np.uint8]:
-    """Room for the largest reply to a request for (3, S, S)."""
+    """Room for the largest reply to a request for (3, S, S), or for a JPEG of S pixels a side."""
     return np.empty(REPLY.size + max(3 * crop_px**2, ERROR_BYTES), dtype=np.uint8)

@@ -23,6 +23,7 @@ from PIL import (
 )
 
 from embedder.preprocess import preprocess
+from embedder.rendering import render_jpeg
 from service.decoding.wire import (
     DONE,
     ENDING,
@@ -30,6 +31,8 @@ from service.decoding.wire import (
     REFUSED,
     REPLY,
     REQUEST,
+    Order,
+    Rendering,
     pack_error,
     unpack_order,
 )
@@ -94,13 +97,19 @@ def _answer(
         image = _receive(connection, image_bytes)
         if order is None or image is None:
             sys.exit()
-        spec, limits, box = unpack_order(order)
-        return DONE, preprocess(image, spec, limits, box).data.cast("B")
+        return DONE, _content(image, unpack_order(order))
     except MemoryError as error:
         return ENDING, pack_error(error)
     except Exception as error:
         # Whatever it is, it is about this image and goes to its caller.
         return REFUSED, pack_error(error)
+
+
+def _content(image: bytes, order: Order | Rendering) -> bytes | memoryview:
+    if len(order) == 2:
+        return render_jpeg(image, *order)
+    spec, limits, box = order
+    return preprocess(image, spec, limits, box).data.cast("B")
 
 
 def _receive(connection: socket.socket, count: int) -> bytes | None:

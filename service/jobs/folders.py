@@ -17,6 +17,7 @@ class JobFolders:
         self.log = self.path / "log.txt"
         self.plan = self.path / "plan.json"
         self.report = self.path / "report.json"
+        self.missing = self.path / "missing.json"
         self.run = state / "runs" / job_id
         self.candidate = state / "candidates" / job_id
         self.bundles = state / "bundles"

@@ -1,20 +1,22 @@
 """The processes of jobs: started apart from the service, found dead, and ended."""
 
 import contextlib
+import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from embedder.errors import JobNotFoundError, KinlensError
+import structlog
+
+from embedder.errors import KinlensError
+from service.jobs.attempts import Attempts
 from service.jobs.folders import JobFolders
 from service.jobs.plan import plan_of
-from service.jobs.record import ACTIVE, Job
+from service.jobs.record import Job
 from service.jobs.store import JobStore
 from service.settings import Settings
 
@@ -23,7 +25,6 @@ MARK = "KINLENS_JOB_ID"
 
 _SECRETS = "KINLENS_"
 _GRACE_S = 3.0  # a job that is to end does so by itself within this time, or is killed
-_KEPT = timedelta(days=7)
 _KILLED = (
     "Its process ended without a result: it was killed, the machine went down, or the memory was "
     "used up. {state} {cure}"
@@ -33,29 +34,42 @@ _MAYBE = (
     "It was about to put the new gallery in place; GET /galleries/{gallery} tells by the "
     "bundle_id whether it did."
 )
+_UNFORESEEN = (
+    "The job could not be started: {}. The log of the process that takes jobs has the cause."
+)
 _AGAIN = "Start the job again."
 _RESUME = "Go on with POST /jobs/{id}/resume; finished epochs are kept."
 
 
 class Launcher:
-    """Starts the jobs of a state folder that wait, and tidies up after those that died."""
+    """Starts the jobs of a state folder that wait, and settles those that died."""
 
     def __init__(self, state: Path, settings: Settings, store: JobStore) -> None:
         self._state = state
         self._settings = settings
         self._store = store
+        self._attempts = Attempts()
         self._cancelled_at: dict[str, float] = {}
 
     def tick(self) -> None:
-        """Settle dead jobs, end those that are to end, start what waits. Raises: StateError."""
+        """Settle dead jobs, end those that are to end, start what waits.
+
+        What goes wrong with one job is logged and concerns no other. Raises: StateError.
+        """
         for job in self._store.active():
             if job.state == "running":
                 self.settle(job)
             else:
-                self.start(job)
+                self._attempts.attempt(f"job {job.id}", functools.partial(self.start, job))
 
     def settle(self, job: Job) -> None:
-        """A running job whose process is gone has failed; one that does not end is killed."""
+        """A running job whose process is gone has failed; one that does not end is killed.
+
+        Trouble is logged, and the job looked at again next time.
+        """
+        self._attempts.attempt(f"job {job.id}", functools.partial(self._settle, job))
+
+    def _settle(self, job: Job) -> None:
         if JobFolders(self._state, job.id).is_alive():
             if job.cancel_requested and not job.committed:
                 since = self._cancelled_at.setdefault(job.id, time.monotonic())
@@ -74,7 +88,10 @@ class Launcher:
             JobFolders(self._state, job.id).drop_candidate()
 
     def start(self, job: Job) -> bool:
-        """Start a job that waits in a process of its own; False if it is not its turn."""
+        """Start a job that waits in a process of its own; False if it is not its turn.
+
+        Whatever keeps it from starting, it has failed then. Raises: StateError.
+        """
         folders = JobFolders(self._state, job.id)
         lock = folders.take_lock()
         if lock is None:
@@ -88,39 +105,13 @@ class Launcher:
         except (KinlensError, OSError) as error:
             self._store.finish(job.id, "failed", str(error))
             return False
+        except Exception as error:
+            structlog.get_logger().error("a job was not started", job=job.id, exc_info=error)
+            self._store.finish(job.id, "failed", _UNFORESEEN.format(type(error).__name__))
+            return False
         finally:
             os.close(lock)
         return True
-
-    def tidy(self) -> None:
-        """Remove what nobody will ask for: candidates, of which the newest of each gallery stays
-        for seven days, and the runs of trainings that ended as long ago.
-        """
-        root = self._state / "candidates"
-        folders = list(root.iterdir()) if root.is_dir() else []
-        busy = {job.gallery for job in self._store.active()}
-        seen: set[str] = set()
-        jobs = [job for job in self._store.newest(limit=10_000) if (root / job.id).is_dir()]
-        for job in jobs:  # newest first
-            keep = job.state in (*ACTIVE, "succeeded") and job.gallery not in seen
-            if keep and _is_young(job):
-                seen.add(job.gallery)
-            elif job.gallery not in busy:
-                JobFolders(self._state, job.id).drop_candidate()
-        for folder in folders:
-            if folder.name not in {job.id for job in jobs}:
-                JobFolders(self._state, folder.name).drop_candidate()
-        self._drop_old_runs()
-
-    def _drop_old_runs(self) -> None:
-        root = self._state / "runs"
-        for folder in root.iterdir() if root.is_dir() else ():
-            try:
-                job = self._store.get(folder.name)
-            except JobNotFoundError:
-                continue  # not one of ours
-            if not job.is_active and not _is_young(job):
-                shutil.rmtree(folder, ignore_errors=True)
 
     def _spawn(self, folders: JobFolders, lock: int) -> int:
         # Its parameters stand in the plan, so that it needs none of our settings, or secrets.
@@ -153,11 +144,6 @@ def kill(job: Job) -> None:
 
 def _is_marked(folder: Path, job_id: str) -> bool:
     return f"{MARK}={job_id}".encode() in (folder / "environ").read_bytes().split(b"\0")
-
-
-def _is_young(job: Job) -> bool:
-    ended = job.ended_at or job.created_at
-    return datetime.now(UTC) - datetime.fromisoformat(ended) < _KEPT
 
 
 def _epitaph(job: Job) -> str:

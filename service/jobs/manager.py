@@ -2,20 +2,20 @@
 
 import codecs
 import threading
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-
-from embedder.errors import JobConflictError, JobNotFoundError, KinlensError
+from embedder.errors import JobConflictError, JobNotFoundError
+from service.jobs.attempts import Attempts
 from service.jobs.folders import JobFolders
 from service.jobs.launch import Launcher
 from service.jobs.params import SwapParams, checked
 from service.jobs.plan import check_start
 from service.jobs.record import Job, Kind, State
 from service.jobs.store import JobStore
+from service.jobs.tidy import tidy, tidy_bundles
 from service.settings import Settings
 
 LOG_PAGE = 64 * 1024
@@ -46,6 +46,7 @@ class JobManager:
         self._settings = settings
         self._store = JobStore(self._state / "service.sqlite")
         self._launcher = Launcher(self._state, settings, self._store)
+        self._attempts = Attempts()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -136,6 +137,10 @@ class JobManager:
                 self._launcher.settle(job)
         return self._store.newest(state, limit)
 
+    def counts(self) -> dict[State, int]:
+        """How many jobs are in each state. Raises: StateError."""
+        return self._store.counts()
+
     def log(self, job_id: str, offset: int = 0) -> LogPage:
         """At most `LOG_PAGE` bytes of what a job has written. Raises: JobNotFoundError."""
         job = self._store.get(job_id)
@@ -156,10 +161,12 @@ class JobManager:
         return LogPage(offset, offset + taken, text)
 
     def _watch(self) -> None:
-        failure, looks = "", 0
+        looks = 0
         while not self._stopped.wait(_LOOK_S):
-            work = self._look if looks % _TIDY_LOOKS else self._launcher.tidy
-            failure = self._attempt(work, failure)
+            self._attempts.attempt("look", self._look)
+            if looks % _TIDY_LOOKS == 0:
+                self._attempts.attempt("tidy", self._tidy)
+                self._attempts.attempt("tidy bundles", self._tidy_bundles)
             looks += 1
 
     def _look(self) -> None:
@@ -168,15 +175,11 @@ class JobManager:
         else:
             self.list()
 
-    def _attempt(self, work: Callable[[], None], failure: str) -> str:
-        """Whatever happens to the disk, the thread goes on; each new trouble is logged once."""
-        try:
-            work()
-        except (KinlensError, OSError) as error:
-            if str(error) != failure:
-                structlog.get_logger().error("jobs cannot be looked after", detail=str(error))
-            return str(error)
-        return ""
+    def _tidy(self) -> None:
+        tidy(self._state, self._store)
+
+    def _tidy_bundles(self) -> None:
+        tidy_bundles(self._state, self._settings, self._store, time.time())
 
 
 def open_jobs(settings: Settings) -> JobManager | None:

@@ -64,6 +64,7 @@ def plan_of(job: Job, settings: Settings) -> Plan:
     if isinstance(params, RebuildParams):
         found["bundle"] = bundle_folder(params.bundle_id, settings)
     if isinstance(params, TrainParams):
+        _check_training(params, settings)
         found["command"] = training_command(settings)
         if params.data is not None:
             found["data_root"] = training_data(settings)[params.data]
@@ -146,9 +147,7 @@ def check_start(job: Job, settings: Settings) -> None:
     """
     params = checked(job.kind, job.params)
     if isinstance(params, TrainParams):
-        _refuse_unknown("job", params.job, training_jobs())
-        if params.data is not None:
-            _refuse_unknown("data", params.data, training_data(settings))
+        _check_training(params, settings)
         if settings.jobs == "here":
             training_command(settings)
     if isinstance(params, RebuildParams):
@@ -162,8 +161,16 @@ def check_start(job: Job, settings: Settings) -> None:
             )
 
 
-def _refuse_unknown(what: str, name: str, known: Mapping[str, object]) -> None:
+def _check_training(params: TrainParams, settings: Settings) -> None:
+    """Again where the job is done: a worker may have other settings than the service."""
+    _refuse_unknown("job", params.job, training_jobs(), "Name one of these.")
+    if params.data is not None:
+        cure = "Name it in KINLENS_TRAINING_DATA wherever jobs are taken and done, as NAME=DIR."
+        _refuse_unknown("data", params.data, training_data(settings), cure)
+
+
+def _refuse_unknown(what: str, name: str, known: Mapping[str, object], cure: str) -> None:
     if name not in known:
         raise InvalidParameterError(
-            f"{what} = {name!r} is unknown. Known are: {', '.join(sorted(known)) or 'none'}."
+            f"{what} = {name!r} is unknown. Known are: {', '.join(sorted(known)) or 'none'}. {cure}"
         )

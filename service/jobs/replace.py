@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,14 +12,20 @@ from indexer.backup import backup_bytes
 from indexer.compare import compare
 from indexer.durable import make_folder, rename, sync_tree
 from indexer.engine import Progress
+from indexer.failures import Failure
 from indexer.follower import Follower
 from indexer.layout import staged
 from indexer.reader import GalleryReader
-from indexer.rebuild import rebuild, swap_in
+from indexer.rebuild import missing_since, rebuild, swap_in
 from service.jobs.context import Context
+from service.jobs.folders import JobFolders
 from service.jobs.gate import judge
-from service.jobs.params import Gate, RebuildParams, TrainParams
+from service.jobs.missing import read_missing, write_missing
+from service.jobs.params import Gate, RebuildParams, TrainParams, checked
 from service.jobs.plan import BUNDLE_DIGITS
+from service.jobs.record import Job
+
+_SHOWN = 100
 
 
 def rebuild_gallery(context: Context) -> None:
@@ -45,12 +51,15 @@ def replace_model(context: Context, bundle: Path, gate: Gate, start: float) -> N
         passed = _compare(context, follower, params.class_attribute, gate, start + 0.9 * rest)
         store_bundle(bundle, context.folders.bundles)
         if params.swap == "auto" and passed:
-            _swap(context, follower, context.folders.candidate, start + 0.94 * rest)
+            part, candidate = start + 0.94 * rest, context.folders.candidate
+            _swap(context, follower, candidate, part, params.max_missing, frozenset())
             context.folders.drop_candidate()
 
 
 def swap_candidate(context: Context, candidate: Path) -> None:
     """Put the candidate of an earlier job in place, with all that changed since.
+
+    Of items whose pictures have gone missing since, no more may be left out than that job allowed.
 
     Raises: as `replace_model`.
     """
@@ -58,10 +67,13 @@ def swap_candidate(context: Context, candidate: Path) -> None:
     bundle_id = reader.bundle_id
     reader.close()
     bundle = context.folders.bundles / bundle_id[:BUNDLE_DIGITS]
+    maker = JobFolders(context.folders.state, candidate.name)
+    max_missing = _max_missing(context.store.get(candidate.name))
     with _following(context, context.open_embedder(bundle)) as follower:
         old = follower.gallery.bundle_id
         context.tell(old={"bundle_id": old}, new={"bundle_id": bundle_id}, swapped=False)
-        _swap(context, follower, candidate, 0.1)
+        known = read_missing(maker, follower.gallery.generation)
+        _swap(context, follower, candidate, 0.1, max_missing, known)
     shutil.rmtree(candidate, ignore_errors=True)
 
 
@@ -121,6 +133,7 @@ def _build(
         on_progress=embed,
         on_indexed=indexed,
     )
+    write_missing(context.folders, follower)
     context.tell(rebuild=report.model_dump(mode="json"), swapped=False)
 
 
@@ -136,14 +149,39 @@ def _compare(context: Context, follower: Follower, name: str, gate: Gate, part: 
     return verdict.passed
 
 
-def _swap(context: Context, follower: Follower, candidate: Path, start: float) -> None:
+def _max_missing(job: Job) -> float:
+    params = checked(job.kind, job.params)
+    assert isinstance(params, RebuildParams | TrainParams)
+    return params.max_missing
+
+
+def _swap(
+    context: Context,
+    follower: Follower,
+    candidate: Path,
+    start: float,
+    max_missing: float,
+    known: Set[int],
+) -> None:
+    """`known` are the numbers of the items that may be missing beside the part `max_missing`."""
     copy = context.steps.enter("put in place", start, 0.99, backup_bytes(candidate))
-    missing = getattr(context.params, "max_missing", 1.0)  # of a candidate somebody has decided
-    manifest = swap_in(
-        follower,
-        candidate,
-        max_missing=missing,
-        on_progress=copy,
-        before_publish=context.steps.commit,
-    )
+    try:
+        manifest = swap_in(
+            follower,
+            candidate,
+            max_missing=max_missing,
+            known_missing=known,
+            on_progress=copy,
+            before_publish=context.steps.commit,
+        )
+    finally:
+        earlier = read_missing(
+            JobFolders(context.folders.state, candidate.name), follower.gallery.generation
+        )
+        context.tell(missing_since=_shown(missing_since(follower, earlier)))
     context.tell(swapped=True, generation=manifest.generation)
+
+
+def _shown(missing: Sequence[Failure]) -> dict[str, object]:
+    listed = [failure.model_dump(mode="json") for failure in missing[:_SHOWN]]
+    return {"count": len(missing), "failures": listed}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embedder.errors import JobConflictError, JobNotFoundError, StateError
-from service.jobs.record import ACTIVE, HEAVY, TOTAL, Job, Kind, State
+from service.jobs.record import ACTIVE, ENDED, HEAVY, TOTAL, Job, Kind, State
 
 _BUSY_S = 10.0
 _ID_DIGITS = 12
@@ -41,6 +41,10 @@ _COLUMNS = (
     "error, report, cancel_requested, committed, pid"
 )
 _OTHERS = "SELECT id, kind FROM jobs WHERE gallery IN ({}) AND state IN ({}) LIMIT 1"
+_OLD = (
+    "WHERE state IN ({}) AND ended_at < ?"
+    " AND number NOT IN (SELECT number FROM jobs ORDER BY number DESC LIMIT ?)"
+)
 _HEAVY_RUNS = "SELECT 1 FROM jobs WHERE state = 'running' AND kind IN ({}) AND id <> ?"
 
 
@@ -97,6 +101,26 @@ class JobStore:
         if state is None:
             return self._jobs("ORDER BY number DESC LIMIT ?", limit)
         return self._jobs("WHERE state = ? ORDER BY number DESC LIMIT ?", state, limit)
+
+    def ended_before(self, when: str, newest: int) -> list[Job]:
+        """The jobs that ended before `when` (ISO 8601, UTC), without the `newest` of all."""
+        return self._jobs(
+            _OLD.format(_marks(ENDED)),
+            *(*ENDED, when, newest),
+        )
+
+    def forget(self, job_id: str) -> None:
+        """Remove a job that has ended."""
+        self._change(
+            f"DELETE FROM jobs WHERE id = ? AND state IN ({_marks(ENDED)})",  # noqa: S608 (constants)
+            *(job_id, *ENDED),
+        )
+
+    def counts(self) -> dict[State, int]:
+        """How many jobs are in each state."""
+        with self._connection() as connection:
+            found = connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
+        return dict.fromkeys((*ACTIVE, *ENDED), 0) | dict(found)
 
     def active(self) -> list[Job]:
         """The jobs that wait or run, oldest first."""

@@ -3,8 +3,10 @@
 import time
 
 from embedder.errors import StateMissingError
+from service.jobs.attempts import Attempts
 from service.jobs.launch import Launcher
 from service.jobs.store import JobStore
+from service.jobs.tidy import tidy
 from service.settings import Settings
 
 _LOOK_S = 0.5
@@ -22,8 +24,9 @@ def run_worker(settings: Settings, once: bool = False) -> None:
     state = settings.state.absolute()
     store = JobStore(state / "service.sqlite")
     launcher = Launcher(state, settings, store)
-    launcher.tidy()
+    tidy(state, store)
     launcher.tick()
+    attempts = Attempts()
     while not once or store.active():
         time.sleep(_LOOK_S)
-        launcher.tick()
+        attempts.attempt("look", launcher.tick)

@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 _SHOWN = 80
+_KEPT = 20
 
 
 def checked(model: type[M], value: Any, context: object) -> M:
@@ -31,7 +32,7 @@ def checking(name: str, check: Callable[[], None]) -> None:
 def as_faults(error: ValidationError, name: str = "") -> RequestValidationError:
     """What pydantic found, about parameter `name` or those that it names itself."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    return RequestValidationError([_readable(each, name) for each in found])
+    return RequestValidationError([_readable(each, name) for each in found[:_KEPT]])
 
 
 def _readable(fault: ErrorDetails, name: str) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _readable(fault: ErrorDetails, name: str) -> dict[str, Any]:
     if fault["type"] == "missing":
         message = f"{name} is missing."
     elif fault["type"] == "extra_forbidden":
-        message = f"{name} is no parameter of a search; /docs lists them."
+        message = f"{name} is no parameter here; /docs lists them."
     elif fault["type"] != "out_of_range":
         message = f"{name}: {message}."
     return {"type": "out_of_range", "loc": (name,), "msg": message}

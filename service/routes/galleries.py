@@ -57,6 +57,7 @@ def _add_reading(router: APIRouter, runtime: Runtime) -> None:
     )
     async def gallery(name: str) -> GalleryDetail:
         """A gallery with its attributes, for filters; its index; the calibration of its bundle."""
+        await runtime.registry.know(name)
         listed = await _listed(runtime, name)
         with runtime.registry.lease(name) as served:
             return await look(runtime, "the gallery", lambda: _detail(served, listed))

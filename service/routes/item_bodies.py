@@ -1,10 +1,9 @@
 """Items as they are sent, a form or JSON, made into what is to be stored."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from embedder.errors import InvalidParameterError
@@ -12,11 +11,16 @@ from embedder.types import AttributeValue
 from service.forms import Part, parse_form
 from service.new_items import NewItem
 from service.parameters import base64_content
+from service.routes.faults import checked
+from service.routes.json_bodies import JSON, media_type_of, parse_json, parse_object
 from service.runtime import Runtime
+from service.schemas.bounded import plain_values
 from service.schemas.galleries import NewItemModel, PutItems
 
-_ATTRIBUTES: TypeAdapter[dict[str, AttributeValue]] = TypeAdapter(dict[str, AttributeValue])
-_FORM, _JSON = "multipart/form-data", "application/json"
+_ATTRIBUTES: TypeAdapter[dict[str, AttributeValue]] = TypeAdapter(
+    Annotated[dict[str, AttributeValue], BeforeValidator(plain_values)]
+)
+_FORM = "multipart/form-data"
 _FIELDS = ("image", "key", "attributes")
 _SHOWN = 80
 
@@ -67,12 +71,11 @@ async def new_items(request: Request, runtime: Runtime) -> list[NewItem]:
 
     Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
     """
-    content_type = request.headers.get("content-type", "")
-    media_type = content_type.partition(";")[0].strip().lower()
-    if media_type not in (_FORM, _JSON):
+    content_type, media_type = request.headers.get("content-type", ""), media_type_of(request)
+    if media_type not in (_FORM, JSON):
         raise HTTPException(
             415,
-            f"Content-Type = {media_type[:_SHOWN]!r} is not read here; send {_FORM} or {_JSON}.",
+            f"Content-Type = {media_type[:_SHOWN]!r} is not read here; send {_FORM} or {JSON}.",
         )
     body, limit = await request.body(), runtime.settings.max_items_per_request
     if media_type == _FORM:
@@ -106,22 +109,24 @@ def _from_form(body: bytes, content_type: str, limit: int) -> list[NewItem]:
 
 def _with_attributes(key: str, data: bytes, text: str) -> NewItem:
     try:
-        return NewItem(key, data, _ATTRIBUTES.validate_json(text or "{}"))
+        return NewItem(key, data, _ATTRIBUTES.validate_python(parse_json(text.encode() or b"{}")))
     except ValidationError as error:
-        fault = InvalidParameterError(
-            f"attributes of item {key!r:.200}: {error.errors()[0]['msg']}; send a JSON object of "
-            "texts, numbers and true/false."
-        )
-        return NewItem(key, data, error=fault)
+        found = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        reason = found["msg"]
+    except (ValueError, InvalidParameterError) as error:
+        reason = str(error)
+    fault = InvalidParameterError(
+        f"attributes of item {key!r:.200}: {reason}; send a JSON object of texts, numbers and "
+        "true/false."
+    )
+    return NewItem(key, data, error=fault)
 
 
 def _from_json(body: bytes, limit: int) -> list[NewItem]:
-    try:
-        items = PutItems.model_validate_json(body).items
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        raise RequestValidationError(found) from None
-    _check_count(len(items), limit)
+    payload = parse_object(body)
+    if isinstance(payload.get("items"), list):
+        _check_count(len(payload["items"]), limit)
+    items = checked(PutItems, payload, None).items
     return [_decoded(item) for item in items]
 
 

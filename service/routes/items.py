@@ -1,7 +1,7 @@
 """The items of galleries over HTTP: list, put, patch, delete."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 from fastapi import Query as Parameter
@@ -22,9 +22,11 @@ from service.problems import (
     request_id_of,
 )
 from service.routes.item_bodies import PUT_BODY, new_items
+from service.routes.json_bodies import body_docs, read_model
 from service.routes.reading import FAILURES, MAX_ID, item_model, look, where_of
 from service.runtime import Runtime
 from service.schemas.galleries import (
+    MAX_KEYS,
     ItemModel,
     ItemPage,
     PatchAnswer,
@@ -36,9 +38,7 @@ from service.schemas.galleries import (
 )
 from service.schemas.problems import Problem
 from service.storing import Put
-
-MAX_KEYS = 10_000
-"""Items that one request may patch or remove by key."""
+from service.versions import VERSION_PATTERN, VERSION_TEXT
 
 _MAX_LISTED = 200
 _MAX_OFFSET = 10**9
@@ -70,6 +70,7 @@ def build_router(runtime: Runtime) -> APIRouter:
     _add_reading(router, runtime)
     _add_putting(router, runtime)
     _add_removing(router, runtime)
+    _add_removing_one(router, runtime)
     return router
 
 
@@ -93,6 +94,7 @@ def _add_reading(router: APIRouter, runtime: Runtime) -> None:
         key_prefix: Annotated[str, Parameter(max_length=_MAX_PREFIX)] = "",
     ) -> ItemPage:
         """Items in the order of their numbers, new ones last."""
+        await runtime.registry.know(name)
         with runtime.registry.lease(name) as served:
             gallery = served.gallery
 
@@ -108,6 +110,7 @@ def _add_reading(router: APIRouter, runtime: Runtime) -> None:
     )
     async def item(name: str, item_id: _ID) -> ItemModel:
         """What is known of one item."""
+        await runtime.registry.know(name)
         with runtime.registry.lease(name) as served:
             gallery = served.gallery
             found = await look(runtime, "the item", lambda: gallery.item(item_id))
@@ -127,6 +130,7 @@ def _add_putting(router: APIRouter, runtime: Runtime) -> None:
         The same key and content again is `unchanged`. Searches find an item when this returns. If a
         single item was sent and failed, the answer is its problem.
         """
+        await runtime.registry.know(name)
         with runtime.registry.lease(name):
             pass  # an unknown gallery is told before the body is read
         items = await new_items(request, runtime)
@@ -135,11 +139,17 @@ def _add_putting(router: APIRouter, runtime: Runtime) -> None:
             raise done.outcomes[0].error
         return _put_answer(done, request)
 
-    @router.patch("", responses=problems(*_WRITES, _UNKNOWN_ITEM), summary="Change attributes")
-    async def patch(name: str, changes: PatchItems) -> PatchAnswer:
+    @router.patch(
+        "",
+        responses=problems(*_WRITES, _UNKNOWN_ITEM),
+        summary="Change attributes",
+        openapi_extra=body_docs(PatchItems),
+    )
+    async def patch(name: str, request: Request) -> PatchAnswer:
         """Change attributes of items by key, all or none."""
-        _check_keys(changes.changes)
-        changed = await runtime.writes.patch(name, changes.changes)
+        sent = await read_model(request, PatchItems)
+        await runtime.registry.know(name)
+        changed = await runtime.writes.patch(name, sent.changes)
         return PatchAnswer(changed=changed.count, version=changed.version)
 
 
@@ -149,16 +159,23 @@ def _add_removing(router: APIRouter, runtime: Runtime) -> None:
         name: str, key: Annotated[list[str], Parameter(min_length=1, max_length=MAX_KEYS)]
     ) -> RemoveAnswer:
         """Remove items; unknown keys are not counted."""
+        await runtime.registry.know(name)
         removed = await runtime.writes.remove(name, key)
         return RemoveAnswer(removed=removed.count, version=removed.version)
 
-    @router.post("/delete", responses=problems(*_WRITES, _FILTER), summary="Remove many items")
-    async def remove_many(name: str, items: RemoveItems) -> RemoveAnswer:
+    @router.post(
+        "/delete",
+        responses=problems(*_WRITES, _FILTER),
+        summary="Remove many items",
+        openapi_extra=body_docs(RemoveItems),
+    )
+    async def remove_many(name: str, request: Request) -> RemoveAnswer:
         """Remove the items with these keys, or all that fit a filter."""
+        items = await read_model(request, RemoveItems)
         if (items.keys is None) == (items.filter is None):
             raise InvalidParameterError("Send either keys or filter, and not both.")
+        await runtime.registry.know(name)
         if items.keys is not None:
-            _check_keys(items.keys)
             removed = await runtime.writes.remove(name, items.keys)
         else:
             where = await look(runtime, "the filter", lambda: where_of(items.filter))
@@ -167,20 +184,22 @@ def _add_removing(router: APIRouter, runtime: Runtime) -> None:
             removed = await runtime.writes.remove_where(name, where)
         return RemoveAnswer(removed=removed.count, version=removed.version)
 
+
+def _add_removing_one(router: APIRouter, runtime: Runtime) -> None:
     @router.delete(
         "/{item_id}", responses=problems(*_WRITES, _UNKNOWN_ITEM), summary="Remove an item"
     )
-    async def remove_item(name: str, item_id: _ID) -> RemoveAnswer:
-        """Remove one item by its number."""
-        removed = await runtime.writes.remove_item(name, item_id)
+    async def remove_item(
+        name: str,
+        item_id: _ID,
+        version: Annotated[
+            str | None, Parameter(pattern=VERSION_PATTERN, description=VERSION_TEXT)
+        ] = None,
+    ) -> RemoveAnswer:
+        """Remove one item by its number; in another generation that is the number of another."""
+        await runtime.registry.know(name)
+        removed = await runtime.writes.remove_item(name, item_id, version)
         return RemoveAnswer(removed=removed.count, version=removed.version)
-
-
-def _check_keys(keys: Any) -> None:
-    if not 1 <= len(keys) <= MAX_KEYS:
-        raise InvalidParameterError(
-            f"The request names {len(keys):,} items; send from 1 to {MAX_KEYS:,} at once."
-        )
 
 
 def _put_answer(done: Put, request: Request) -> PutAnswer:

@@ -1,22 +1,34 @@
 """The pictures of items over HTTP."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi import Query as Parameter
+from pydantic import BeforeValidator
 
 from embedder import errors
-from indexer.pictures import ItemImage, shown
+from indexer.engine import Item
+from indexer.pictures import is_shown, item_bytes, shown
 from service.openapi import problems
 from service.problems import KINDS
-from service.routes.reading import FAILURES, MAX_ID, VERSION_DIGITS, look
+from service.renditions import SIDES_PX
+from service.routes.reading import FAILURES, MAX_ID, look
 from service.runtime import Runtime
-from service.types import ItemImage as AnyImage
-from service.types import SearchableGallery
+from service.types import ItemImage, SearchableGallery
 from service.uploads import Uploads
+from service.versions import VERSION_PATTERN, VERSION_TEXT, check_generation
 
-_VERSION_TEXT = "The gallery generation that the number is from; default: the one being served."
-_VERSION = rf"^[0-9a-f]{{{VERSION_DIGITS},64}}$"
+_SIZE_TEXT = (
+    f"A JPEG of at most so many pixels a side, one of {', '.join(map(str, SIDES_PX))}; default: "
+    "the picture as it is, BMP and TIFF as a JPEG."
+)
+
+Size = Literal[160, 320, 640]
+_Size = Annotated[
+    Size | None,
+    BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text)),
+    Parameter(description=_SIZE_TEXT),
+]
 
 
 def build_router(runtime: Runtime) -> APIRouter:
@@ -38,45 +50,62 @@ def build_router(runtime: Runtime) -> APIRouter:
         name: str,
         item_id: Annotated[int, Path(ge=0, le=MAX_ID)],
         version: Annotated[
-            str | None, Parameter(pattern=_VERSION, description=_VERSION_TEXT)
+            str | None, Parameter(pattern=VERSION_PATTERN, description=VERSION_TEXT)
         ] = None,
+        size: _Size = None,
     ) -> Response:
         """The picture as a browser can show it; items are found by number only."""
+        await runtime.registry.know(name)
         with runtime.registry.lease(name) as served:
             gallery = served.gallery
-            check_generation(name, gallery, version)
-            etag = f'"{gallery.generation}-{item_id}"'
+            check_generation(name, gallery.generation, version)
+            etag = f'"{gallery.generation}-{item_id}{f"-{size}" if size else ""}"'
             headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
             if etag in request.headers.get("if-none-match", ""):
                 # It may have been removed.
                 await look(runtime, "the picture", lambda: gallery.item(item_id))
                 return Response(status_code=304, headers=headers)
-            picture = await look(
-                runtime, "the picture", lambda: picture_of(gallery, item_id, runtime.uploads)
-            )
-        return Response(picture.data, media_type=picture.media_type, headers=headers)
+            data, media_type = await _picture(runtime, gallery, item_id, size)
+        return Response(data, media_type=media_type, headers=headers)
 
     return router
 
 
-def picture_of(gallery: SearchableGallery, item_id: int, uploads: Uploads | None) -> AnyImage:
-    """The picture of an item: the file that was indexed, or the one that was uploaded.
+async def _picture(
+    runtime: Runtime, gallery: SearchableGallery, item_id: int, size: int | None
+) -> tuple[bytes, str]:
+    """The picture of an item and its media type. What is decoded is decoded elsewhere."""
+
+    def find() -> tuple[Item, ItemImage | None]:
+        item = gallery.item(item_id)
+        as_it_is = size is None and is_shown(item.format)
+        return item, _stored(gallery, item, runtime.uploads) if as_it_is else None
+
+    item, picture = await look(runtime, "the picture", find)
+    if picture is not None:
+        return picture.data, picture.media_type
+
+    async def read() -> bytes:
+        return await look(runtime, "the picture", lambda: _bytes(gallery, item, runtime.uploads))
+
+    key = f"{gallery.generation}-{item_id}"
+    return await runtime.renditions.get(key, read, size), "image/jpeg"
+
+
+def _stored(gallery: SearchableGallery, item: Item, uploads: Uploads | None) -> ItemImage:
+    """A picture that browsers show: the file that was indexed, or the one that was uploaded.
 
     Raises: ItemNotFoundError, GalleryError.
     """
-    if uploads is not None:
-        item = gallery.item(item_id)
-        if not item.path and uploads.has(item.sha256):
-            image: ItemImage = shown(uploads.open(item.sha256), item.format)
-            return image
-    return gallery.image(item_id)
+    if uploads is not None and not item.path and uploads.has(item.sha256):
+        return shown(uploads.open(item.sha256), item.format)
+    return gallery.image(item.id)
 
 
-def check_generation(name: str, gallery: SearchableGallery, version: str | None) -> None:
-    """Raises: ItemNotFoundError for a number from another generation than the one served."""
-    if version is not None and not gallery.generation.startswith(version):
-        raise errors.ItemNotFoundError(
-            f"This link is from version {version[:VERSION_DIGITS]} of gallery {name}, which was "
-            f"built again and is at version {gallery.generation[:VERSION_DIGITS]} now. "
-            "Search again."
-        )
+def _bytes(gallery: SearchableGallery, item: Item, uploads: Uploads | None) -> bytes:
+    """As `_stored`, of any format, as it is."""
+    if is_shown(item.format):
+        return _stored(gallery, item, uploads).data
+    if uploads is not None and not item.path and uploads.has(item.sha256):
+        return uploads.open(item.sha256)
+    return item_bytes(gallery.image_root, item)

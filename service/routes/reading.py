@@ -1,7 +1,6 @@
 """What the routes of galleries, items and pictures have in common."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -10,14 +9,15 @@ from embedder import errors
 from indexer.engine import Item
 from indexer.filters import Filter, filter_from_json, parse_filter
 from service.problems import KINDS
+from service.routes.json_bodies import parse_json
 from service.runtime import Runtime
 from service.schemas.galleries import ItemModel
 from service.types import SearchableGallery
+from service.versions import VERSION_DIGITS
 
 T = TypeVar("T")
 
 MAX_ID = 2**63 - 1
-VERSION_DIGITS = 12
 LOOK_FAILURES = (
     KINDS[errors.OverloadedError],
     KINDS[errors.DeadlineExceededError],
@@ -51,8 +51,8 @@ def where_of(value: str | dict[str, Any] | None) -> Filter | None:
         if not value.lstrip().startswith("{"):
             return parse_filter(value)
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(value.encode(errors="surrogatepass"))
+        except (ValueError, errors.InvalidParameterError) as error:
             raise errors.FilterError(
                 f"The filter is not valid JSON: {error}. Write it as "
                 '{"colour": "red"}, or as text: colour = "red".'

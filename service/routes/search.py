@@ -37,6 +37,7 @@ from service.schemas.search import BatchAnswer, SearchAnswer
 from service.settings import Settings
 
 _CLIENT_GONE = 499
+_MAX_VIEWS = SearchLimits().max_views
 _HEADERS = {"Cache-Control": "no-store"}
 _WITHOUT_IMAGE = (
     KINDS[errors.GalleryNotFoundError],
@@ -70,6 +71,7 @@ def limits_of(settings: Settings) -> SearchLimits:
         max_images=settings.max_images,
         max_crops=settings.max_crops,
         max_queries=settings.max_batch_queries,
+        max_views=max(_MAX_VIEWS, settings.max_images, settings.max_batch_queries),
     )
 
 
@@ -100,9 +102,9 @@ def _add_search(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> No
         try:
             asked = await read_search(request, limits)
             if asked.separate:
-                work = runtime.searching.search_all(asked.query.apart())
+                work = runtime.searching.search_all(asked.queries)
                 return _batch_response(await while_connected(request, work), request)
-            work_one = runtime.searching.search(asked.query)
+            work_one = runtime.searching.search(asked.queries[0])
             return _response(await while_connected(request, work_one))
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=_CLIENT_GONE)
@@ -142,7 +144,7 @@ def _add_similar(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> N
     ) -> Response:
         """The items that look most like this one, without it, best first."""
         fields = [pair for pair in request.query_params.multi_items() if pair[0] != "version"]
-        query = replace(read_fields(fields, limits), gallery=name, like=item_id)
+        query = replace(await read_fields(fields, limits), gallery=name, like=item_id)
         query = replace(query, generation=request.query_params.get("version"))
         try:
             return _response(await while_connected(request, runtime.searching.search(query)))

@@ -1,6 +1,5 @@
 """Searches as they are sent, a form, a raw image or JSON, made into queries."""
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -8,30 +7,37 @@ from typing import Any, TypeVar
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json
 
-from embedder.errors import InvalidParameterError, KinlensError
+from embedder.errors import KinlensError
 from embedder.preprocess import Box
 from indexer.engine import Grouping
 from service.forms import Part, parse_form
 from service.queries import Query, SearchLimits, View, views_of
+from service.routes.amounts import check_amounts, check_queries, check_views
 from service.routes.faults import as_faults, checked, checking, fault
+from service.routes.json_bodies import (
+    INLINE_BYTES,
+    JSON,
+    media_type_of,
+    off_loop,
+    parse_object,
+)
 from service.routes.reading import where_of
+from service.schemas.bounded import check_count
 from service.schemas.queries import (
     Crop,
     LookingFor,
     SearchFields,
     SearchRequest,
-    check_count,
     check_looked_for,
 )
 
 T = TypeVar("T")
 Pairs = Sequence[tuple[str, str]]
 
-FORM, JSON, RAW = "multipart/form-data", "application/json", "application/octet-stream"
-_INLINE_BYTES = 256 * 2**10  # what is quicker to read at once than to hand to a thread
-_INLINE_TEXT = 4 * 2**10  # so long a filter takes a millisecond
+FORM, RAW = "multipart/form-data", "application/octet-stream"
+_INLINE_IMAGE = 256 * 2**10  # what is quicker to read at once than to hand to a thread
+_INLINE_PARTS = 16
 _LISTS = {"positive": "positives", "negative": "negatives"}
 _CROPS: TypeAdapter[list[Box]] = TypeAdapter(list[Crop])
 _SHOWN = 80
@@ -39,9 +45,9 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The query of a request; `separate` if each view of it is to be answered by itself."""
+    """What a request asks for: one query, or if `separate` one for each view, answered apart."""
 
-    query: Query
+    queries: list[Query]
     separate: bool
 
 
@@ -50,7 +56,7 @@ async def read_search(request: Request, limits: SearchLimits) -> Asked:
 
     Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
     """
-    body, kind = await request.body(), _media_type(request)
+    body, kind = await request.body(), media_type_of(request)
     query = request.query_params.multi_items()
     if kind == FORM:
         content_type = request.headers["content-type"]
@@ -71,7 +77,7 @@ async def read_batch(request: Request, limits: SearchLimits) -> list[Query | Exc
 
     Raises: as `read_search`.
     """
-    body, kind = await request.body(), _media_type(request)
+    body, kind = await request.body(), media_type_of(request)
     if kind == FORM:
         content_type = request.headers["content-type"]
         return await _read(body, request, lambda: _batch_from_form(body, content_type, limits))
@@ -82,20 +88,24 @@ async def read_batch(request: Request, limits: SearchLimits) -> list[Query | Exc
     )
 
 
-def read_fields(pairs: Pairs, limits: SearchLimits) -> Query:
+async def read_fields(pairs: Pairs, limits: SearchLimits) -> Query:
     """A query without images from a query string. Raises: RequestValidationError, FilterError."""
-    return _query(checked(SearchFields, _fields(pairs), limits), limits)
+    length = sum(len(name) + len(value) for name, value in pairs)
+    return await off_loop(
+        lambda: _query(checked(SearchFields, _fields(pairs), limits), limits),
+        short=length <= INLINE_BYTES,
+    )
 
 
 async def _read(body: bytes, request: Request, work: Callable[[], T]) -> T:
-    is_short = len(body) <= _INLINE_TEXT or (len(body) <= _INLINE_BYTES and b"filter" not in body)
-    if is_short and len(request.url.query) <= _INLINE_TEXT:
-        return work()
-    return await asyncio.to_thread(work)
+    short = len(request.url.query) <= INLINE_BYTES and _is_short(body, media_type_of(request))
+    return await off_loop(work, short=short)
 
 
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def _is_short(body: bytes, kind: str) -> bool:
+    if len(body) <= INLINE_BYTES or kind == JSON or len(body) > _INLINE_IMAGE:
+        return len(body) <= INLINE_BYTES
+    return kind != FORM or (b"filter" not in body and body.count(b"\n--") <= _INLINE_PARTS)
 
 
 def _from_form(body: bytes, content_type: str, query: Pairs, limits: SearchLimits) -> Asked:
@@ -108,11 +118,12 @@ def _from_raw(body: bytes, query: Pairs, limits: SearchLimits) -> Asked:
 
 
 def _from_json(body: bytes, query: Pairs, limits: SearchLimits) -> Asked:
-    payload = _object(body)
+    payload = parse_object(body)
     fields = _fields(query)
     for name in fields.keys() & payload.keys():
         raise fault(name, f"{name} is given twice; send it once, in the query string or the body.")
-    return _asked(checked(SearchRequest, {**fields, **payload}, limits), limits)
+    asked = checked(SearchRequest, {**fields, **payload}, limits)
+    return _split(_asked_in(asked, limits), asked, limits)
 
 
 def _from_images(images: Sequence[bytes], pairs: Pairs, limits: SearchLimits) -> Asked:
@@ -120,12 +131,13 @@ def _from_images(images: Sequence[bytes], pairs: Pairs, limits: SearchLimits) ->
     boxes = _boxes(pairs, limits)
 
     def check() -> None:
-        check_count("images", len(images), limits.max_images)
+        check_count("images", images, limits.max_images)
         check_looked_for(len(images), looking.positives)
 
     checking("image", check)
+    check_views(len(images) * max(1, len(boxes)), limits)
     views = [view for n, data in enumerate(images, 1) for view in views_of(data, boxes, n)]
-    return Asked(_query(looking, limits, views), looking.combine == "separate")
+    return _split(_query(looking, limits, views), looking, limits)
 
 
 def _batch_from_form(
@@ -135,64 +147,58 @@ def _batch_from_form(
     looking = checked(LookingFor, _fields(_without(pairs, "crop")), limits)
     boxes = _boxes(pairs, limits)
     checking("image", lambda: check_looked_for(len(images), []))
+    check_queries(len(images), limits)
     shared = _query(looking, limits)
-    queries = [replace(shared, views=views_of(data, boxes)) for data in images]
+    queries = [shared.with_views(views_of(data, boxes)) for data in images]
     if looking.combine == "separate":
         queries = [part for query in queries for part in query.apart()]
-    _check_batch(len(queries), sum(map(_size, queries)), limits)
+    check_amounts(queries, limits)
     return list(queries)
 
 
 def _batch_from_json(body: bytes, limits: SearchLimits) -> list[Query | Exception]:
-    payload = _object(body)
+    payload = parse_object(body)
     raw = payload.get("queries")
     if payload.keys() != {"queries"} or not isinstance(raw, list) or not raw:
         raise fault(
             "queries", 'queries is missing or no list of searches; send {"queries": [{…}]}.'
         )
-    _check_batch(len(raw), 0, limits)
+    check_queries(len(raw), limits)
     queries = [_one_of_batch(value, limits) for value in raw]
-    _check_batch(len(raw), sum(_size(q) for q in queries if isinstance(q, Query)), limits)
+    check_amounts([query for query in queries if isinstance(query, Query)], limits)
     return queries
 
 
 def _one_of_batch(value: Any, limits: SearchLimits) -> Query | Exception:
     try:
-        asked = _asked(checked(SearchRequest, value, limits), limits)
+        request = checked(SearchRequest, value, limits)
+        if request.combine == "separate":
+            return fault(
+                "combine",
+                "combine = separate is not for a query of a batch; send each image as its own "
+                "query.",
+            )
+        return _asked_in(request, limits)
     except (RequestValidationError, KinlensError) as error:
         return error
-    if asked.separate:
-        return fault(
-            "combine",
-            "combine = separate is not for a query of a batch; send each image as its own query.",
-        )
-    return asked.query
 
 
-def _check_batch(count: int, size: int, limits: SearchLimits) -> None:
-    if count > limits.max_queries:
-        raise InvalidParameterError(
-            f"{count:,} queries are more than a batch may have, which is {limits.max_queries:,}. "
-            "Send several batches."
-        )
-    if size > limits.max_batch_hits:
-        raise InvalidParameterError(
-            f"The queries ask for up to {size:,} hits in all; the limit of a batch is "
-            f"{limits.max_batch_hits:,}. Lower k, or send several batches."
-        )
-
-
-def _size(query: Query) -> int:
-    return query.k * (query.grouping.size if query.grouping else 1)
-
-
-def _asked(request: SearchRequest, limits: SearchLimits) -> Asked:
+def _asked_in(request: SearchRequest, limits: SearchLimits) -> Query:
+    check_views(sum(max(1, len(image.crops)) for image in request.images), limits)
     views = [
         view
         for number, image in enumerate(request.images, 1)
         for view in views_of(image.data, image.crops, number)
     ]
-    return Asked(_query(request, limits, views), request.combine == "separate")
+    return _query(request, limits, views)
+
+
+def _split(query: Query, looking: LookingFor, limits: SearchLimits) -> Asked:
+    if looking.combine == "mean":
+        return Asked([query], separate=False)
+    queries = query.apart()
+    check_amounts(queries, limits)
+    return Asked(queries, separate=True)
 
 
 def _query(fields: SearchFields, limits: SearchLimits, views: Iterable[View] = ()) -> Query:
@@ -259,7 +265,7 @@ def _fields(pairs: Pairs) -> dict[str, Any]:
 
 def _boxes(pairs: Pairs, limits: SearchLimits) -> list[Box]:
     texts = [value for name, value in pairs if name == "crop"]
-    checking("crop", lambda: check_count("crops", len(texts), limits.max_crops))
+    checking("crop", lambda: check_count("crops", texts, limits.max_crops))
     try:
         return _CROPS.validate_python(texts)
     except ValidationError as error:
@@ -268,13 +274,3 @@ def _boxes(pairs: Pairs, limits: SearchLimits) -> list[Box]:
 
 def _without(pairs: Pairs, name: str) -> Pairs:
     return [pair for pair in pairs if pair[0] != name]
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        payload = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise HTTPException(400, f"The body is not valid JSON: {error}. Send an object.") from error
-    if not isinstance(payload, dict):
-        raise HTTPException(400, "The body is JSON, but no object. Send {…}.")
-    return payload

@@ -5,7 +5,8 @@ from typing import Any
 from pydantic import BaseModel, JsonValue
 
 from service.queries import SearchLimits
-from service.routes.search_bodies import FORM, JSON, RAW
+from service.routes.json_bodies import JSON
+from service.routes.search_bodies import FORM, RAW
 from service.schemas.queries import PNG, BatchRequest, LookingFor, SearchFields, SearchRequest
 from service.schemas.search import ANSWER, BATCH, GROUPED, NO_MATCH
 

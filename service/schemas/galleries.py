@@ -2,10 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 from embedder.types import AttributeValue
+from service.schemas.bounded import Strict, at_most, plain_changes, plain_values
 from service.schemas.problems import Problem
+
+MAX_KEYS = 10_000
+"""Items that one request may patch or remove by key."""
 
 _BUNDLE = "3f1c" + "0" * 60
 _SHA256 = "7a90" + "0" * 60
@@ -154,17 +158,17 @@ class ItemPage(BaseModel):
     items: list[ItemModel]
 
 
-class NewItemModel(BaseModel):
+class NewItemModel(Strict):
     """An item to be put: its key, its image as base64, and all of its attributes."""
-
-    model_config = ConfigDict(extra="forbid")
 
     key: str
     data: Annotated[str, Field(description="The image file, base64.")]
-    attributes: dict[str, AttributeValue] = {}
+    attributes: Annotated[
+        dict[str, AttributeValue], BeforeValidator(plain_values), Field(default_factory=dict)
+    ]
 
 
-class PutItems(BaseModel):
+class PutItems(Strict):
     """Items to be put; one with the key of a stored item takes its place."""
 
     model_config = ConfigDict(
@@ -176,7 +180,7 @@ class PutItems(BaseModel):
         },
     )
 
-    items: Annotated[list[NewItemModel], Field(min_length=1)]
+    items: Annotated[list[NewItemModel], Field(fail_fast=True, min_length=1)]
 
 
 class PutResult(BaseModel):
@@ -200,7 +204,7 @@ class PutAnswer(BaseModel):
     version: str
 
 
-class PatchItems(BaseModel):
+class PatchItems(Strict):
     """Attributes to change, by key; null takes one away, those not named stay."""
 
     model_config = ConfigDict(
@@ -210,7 +214,12 @@ class PatchItems(BaseModel):
         },
     )
 
-    changes: dict[str, dict[str, AttributeValue | None]]
+    changes: Annotated[
+        dict[str, dict[str, AttributeValue | None]],
+        BeforeValidator(plain_changes),
+        Field(min_length=1, max_length=MAX_KEYS),
+        BeforeValidator(at_most("items", MAX_KEYS)),
+    ]
 
 
 class PatchAnswer(BaseModel):
@@ -220,14 +229,17 @@ class PatchAnswer(BaseModel):
     version: str
 
 
-class RemoveItems(BaseModel):
+class RemoveItems(Strict):
     """Which items to remove: those with these keys, or those that fit the filter."""
 
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"examples": [{"keys": ["shoes/0017.jpg"]}]}
     )
 
-    keys: list[str] | None = None
+    keys: Annotated[
+        Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)] | None,
+        BeforeValidator(at_most("keys", MAX_KEYS)),
+    ] = None
     filter: Annotated[
         str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
     ] = None

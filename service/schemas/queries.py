@@ -3,14 +3,11 @@
 from typing import Annotated, Any, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     ValidationInfo,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 
@@ -24,13 +21,15 @@ from service.parameters import (
     finite_number,
     whole_number_within,
 )
-from service.queries import Combine, SearchLimits
+from service.queries import Combine
+from service.schemas.bounded import Strict, at_most, at_most_within, limits_of
 
 # Red and blue, 8 x 8 px.
 PNG = (
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
     "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
 )
+_MAX_KEYS = 256
 _CROP_SCHEMA: dict[str, Any] = {
     "type": "array",
     "items": {"type": "number", "minimum": 0, "maximum": 1},
@@ -46,28 +45,26 @@ _DATA_SCHEMA: dict[str, Any] = {
 }
 
 Crop = Annotated[Box, BeforeValidator(crop_box), WithJsonSchema(_CROP_SCHEMA)]
-Keys = Annotated[list[str], Field(default_factory=list, max_length=256)]
+Keys = Annotated[
+    list[str],
+    Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True),
+    BeforeValidator(at_most("keys", _MAX_KEYS)),
+]
 
 
-class ImageInput(BaseModel):
+class ImageInput(Strict):
     """An image, or parts of it: each crop is looked for by itself."""
 
-    model_config = ConfigDict(extra="forbid")
-
     data: Annotated[bytes, BeforeValidator(base64_content), WithJsonSchema(_DATA_SCHEMA)]
-    crops: list[Crop] = Field(default_factory=list)
-
-    @field_validator("crops")
-    @classmethod
-    def _are_not_too_many(cls, crops: list[Box], info: ValidationInfo) -> list[Box]:
-        check_count("crops of an image", len(crops), limits_of(info).max_crops)
-        return crops
+    crops: Annotated[
+        list[Crop],
+        Field(default_factory=list, fail_fast=True),
+        BeforeValidator(at_most_within("crops of an image", "max_crops")),
+    ]
 
 
-class SearchFields(BaseModel):
+class SearchFields(Strict):
     """How to search and what to show, in any content type."""
-
-    model_config = ConfigDict(extra="forbid")
 
     k: Annotated[
         Annotated[int, Field(ge=1)] | None,
@@ -150,32 +147,22 @@ class LookingFor(SearchFields):
 class SearchRequest(LookingFor):
     """A search: at least one image or one positive."""
 
-    images: list[ImageInput] = Field(default_factory=list)
+    images: Annotated[
+        list[ImageInput],
+        Field(default_factory=list, fail_fast=True),
+        BeforeValidator(at_most_within("images", "max_images")),
+    ]
 
     @model_validator(mode="after")
-    def _looks_for_something(self, info: ValidationInfo) -> Self:
-        check_count("images", len(self.images), limits_of(info).max_images)
+    def _looks_for_something(self) -> Self:
         check_looked_for(len(self.images), self.positives)
         return self
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(Strict):
     """Several searches; each is checked and answered by itself."""
 
-    model_config = ConfigDict(extra="forbid")
-
     queries: Annotated[list[SearchRequest], Field(min_length=1)]
-
-
-def limits_of(info: ValidationInfo) -> SearchLimits:
-    """The limits that a request is checked against; the default ones without a context."""
-    return info.context if isinstance(info.context, SearchLimits) else SearchLimits()
-
-
-def check_count(what: str, count: int, limit: int) -> None:
-    """Raises: PydanticCustomError above the limit."""
-    if count > limit:
-        raise custom_error(f"{count:,} {what} are more than the limit of {limit:,}; send fewer.")
 
 
 def check_looked_for(images: int, positives: list[str]) -> None:

@@ -12,21 +12,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from embedder.errors import (
     AccessError,
     KeyMissingError,
+    KeysUnreadableError,
     KinlensError,
     RateLimitedError,
     ScopeError,
     StateError,
 )
-from service.problems import Kind, from_kinlens, problem, request_id_of
+from service.problems import from_kinlens
 from service.security import access, keys
 from service.security.address import Addresses, remember_address
 from service.security.keys import Key, KeyStore
 from service.security.rates import RateLimits
 from service.security.refusal import refuse
+from service.security.templates import Templates
 
 ANONYMOUS = "anonymous"
 KEY_HEADER = "X-API-Key"
-KEYS_UNREADABLE = Kind(503, "Keys cannot be read", "keys-unreadable")
 
 _UNREADABLE_TEXT = (
     "The file of API keys cannot be read, so no key is accepted. The log of the service says why."
@@ -39,7 +40,9 @@ class Authorize:
     """Finds out who calls, and refuses (401, 403) who may not.
 
     Without a key a caller has the scopes `anonymous`. `failures` limits how many wrong keys an
-    address may try. The name of the caller is left in `scope["state"]["principal"]`.
+    address may try. What is not among the routes `served` passes, to be told that it is not there;
+    a route without a rule needs `admin`. The name of the caller is left in
+    `scope["state"]["principal"]`.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Authorize:
         store: KeyStore | None,
         anonymous: Iterable[keys.Scope],
         addresses: Addresses,
+        served: Templates,
         failures: RateLimits,
         drain_bytes: int,
         origins: Iterable[str] = (),
@@ -57,6 +61,7 @@ class Authorize:
         self._store = store
         self._anonymous = keys.allowed(anonymous)
         self._addresses = addresses
+        self._served = served
         self._failures = failures
         self._drain_bytes = drain_bytes
         self._origins = frozenset(origins)
@@ -75,17 +80,22 @@ class Authorize:
             await refuse(answer, scope, receive, send, drain_bytes=self._drain_bytes)
 
     async def _refusal(self, scope: Scope, address: str) -> Response | None:
-        needed = access.required_scope(scope["method"], scope["path"])
+        needed = self._needed(scope["method"], scope["path"])
         if needed is None:
             return None
         try:
             await self._check(scope, needed, address)
         except StateError as error:
             structlog.get_logger().error("keys cannot be read", detail=str(error))
-            return _unreadable(scope)
+            return await from_kinlens(Request(scope), KeysUnreadableError(_UNREADABLE_TEXT))
         except KinlensError as error:
             return await from_kinlens(Request(scope), error)
         return None
+
+    def _needed(self, method: str, path: str) -> keys.Scope | None:
+        if access.rule_of(method, path) is None and self._served.of(method, path) is None:
+            return None
+        return access.required_scope(method, path)
 
     async def _check(self, scope: Scope, needed: keys.Scope, address: str) -> None:
         text = sent_key(scope)
@@ -166,12 +176,3 @@ def _check_scope(key: Key, needed: keys.Scope) -> None:
             f"The key {key.name} has the scopes {', '.join(key.scopes)}; this needs {needed}. "
             f"Make another with kinlens-serve keys create NAME --scope {needed}."
         )
-
-
-def _unreadable(scope: Scope) -> Response:
-    return problem(
-        KEYS_UNREADABLE,
-        _UNREADABLE_TEXT,
-        request_id=request_id_of(scope),
-        instance=scope["path"],
-    )

@@ -9,9 +9,11 @@ from starlette.types import Scope
 FORM_BYTES = 64 * 2**10
 """Room beside the images for the other parts of a form and its boundaries."""
 
-_PLAIN_BYTES = 2**20
+_KEYS_BYTES = 2**20
+_PLAIN_BYTES = 16 * 2**10  # read where it holds up all other requests
 _SEARCH = "/search"
 _MANY = re.compile(r"/search/batch|/galleries/[^/]+/items")
+_KEYS = re.compile(r"/galleries/[^/]+/items(/delete)?")
 _MANY_METHODS = frozenset({"POST", "PUT"})
 
 
@@ -19,7 +21,8 @@ _MANY_METHODS = frozenset({"POST", "PUT"})
 class Bounds:
     """`image_bytes` for a search with a file, `batch_bytes` for what may hold several images.
 
-    Both get 64 KiB more for what is around the images. Everything else has at most 1 MiB.
+    Both get 64 KiB more for what is around the images. A list of keys or changes has at most
+    1 MiB, everything else 16 KiB.
     """
 
     image_bytes: int
@@ -33,7 +36,8 @@ class Bounds:
         if scope["method"] == "POST" and path == _SEARCH:
             image = not _is_json(scope)
             return (self.image_bytes if image else self.batch_bytes) + FORM_BYTES
-        return min(_PLAIN_BYTES, self.image_bytes + FORM_BYTES)
+        plain = _KEYS_BYTES if _KEYS.fullmatch(path) else _PLAIN_BYTES
+        return min(plain, self.image_bytes + FORM_BYTES)
 
     @property
     def largest(self) -> int:

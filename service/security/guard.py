@@ -10,8 +10,10 @@ from service.security.address import Addresses
 from service.security.authorize import KEY_HEADER, Authorize
 from service.security.bounds import Bounds
 from service.security.keys import KeyStore
+from service.security.paths import PlainPaths
 from service.security.ratelimit import RateLimit
 from service.security.rates import RateLimits, SharedCounts
+from service.security.templates import Templates
 from service.settings import Settings
 
 _FAILURES = "30/minute"
@@ -39,17 +41,19 @@ class Guard:
     store: KeyStore | None
     rates: RateLimits
 
-    def middleware(self) -> list[Middleware]:
-        """Outermost first: other origins, scopes, rates, bodies."""
+    def middleware(self, served: Templates) -> list[Middleware]:
+        """Outermost first: odd paths, other origins, scopes, rates, bodies."""
         settings = self.settings
         bounds = Bounds(settings.max_upload_bytes, settings.max_batch_bytes)
         return [
+            Middleware(PlainPaths, drain_bytes=bounds.largest),
             *_cors(settings),
             Middleware(
                 Authorize,
                 store=self.store,
                 anonymous=settings.anonymous_scopes,
                 addresses=Addresses(settings.trusted_proxies),
+                served=served,
                 failures=self.rates,
                 drain_bytes=bounds.largest,
                 origins=settings.cors_origins,

@@ -19,7 +19,7 @@ def has_body(scope: Scope) -> bool:
 async def refuse(
     answer: Response, scope: Scope, receive: Receive, send: Send, *, drain_bytes: int
 ) -> None:
-    """Send `answer`; read up to `drain_bytes` of the body first of all, and throw them away.
+    """Send `answer`; read on for up to `drain_bytes` of the body, below 0 none, and forget them.
 
     A client that is cut off while it sends would not see the answer. Afterwards the connection
     ends, since the rest of the body could not be told from a next request.

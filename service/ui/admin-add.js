@@ -94,7 +94,7 @@ function showQueue() {
   ui["queue-form"].hidden = entries.length === 0;
   ui["queue-title"].textContent = titleText();
   ui["queue-send"].hidden = sending !== null || open.length === 0;
-  ui["queue-send"].textContent = isRetry ? "Try the failed ones again" : `Add ${plural(open.length, "picture")}`;
+  ui["queue-send"].textContent = isRetry ? "Try the failed ones again" : `Add ${plural(open.length, "picture")} to ${chosen()?.name}`;
   ui["queue-stop"].hidden = ui["queue-progress"].hidden = sending === null;
   ui["queue-clear"].hidden = sending !== null;
   for (const entry of entries) show(entry);
@@ -200,7 +200,8 @@ export async function showAdd() {
     ? `${name} cannot be changed here. The service needs a folder of its own (--state DIR) and the right to write to the gallery's folder.`
     : "There is no gallery yet. Create one first.";
   for (const button of ui["add-drop"].querySelectorAll("button")) button.disabled = !mayAdd();
-  if (sending === null) editor.show(editor.readOr({}), name ? await knownAttributes() : []);
+  showQueue();
+  editor.know(name ? await knownAttributes() : []);
 }
 
 // whenChanged() after items were added.

@@ -52,7 +52,7 @@ export class AttributeEditor {
     this.names = element("datalist", { id: `attribute-names-${editors}` });
     this.rows = element("ul", { className: "attribute-rows" });
     this.text = element("textarea", { rows: 6, spellcheck: false, ariaLabel: "Attributes as JSON" });
-    this.text.dataset.testid = "attributes-json";
+    this.text.dataset.testid = "attributes-text";
     this.error = element("p", { className: "field-error", role: "alert" });
     this.add = this.#button("add-row", () => this.#addRow("", "", true));
     this.turn = this.#button("json", () => this.#turn());
@@ -69,9 +69,14 @@ export class AttributeEditor {
   }
 
   show(attributes, known = []) {
+    this.know(known);
+    this.#showRows(attributes);
+  }
+
+  // Other suggestions; what is being written stays.
+  know(known) {
     this.kinds = new Map(known.map(({ name, kind }) => [name, kind]));
     this.names.replaceChildren(...known.map(({ name }) => element("option", { value: name })));
-    this.#showRows(attributes);
   }
 
   // Throws: RangeError with what does not fit.
@@ -86,14 +91,6 @@ export class AttributeEditor {
       found.set(key, readValue(key, kind.value, value.value));
     }
     return Object.fromEntries(found);
-  }
-
-  readOr(otherwise) {
-    try {
-      return this.read();
-    } catch {
-      return otherwise;
-    }
   }
 
   #fields() {
@@ -148,7 +145,7 @@ export class AttributeEditor {
     kind.value = kindOf(value);
     place(value);
     kind.addEventListener("change", () => place(row.querySelector(".attribute-value").value));
-    label.addEventListener("change", () => {
+    label.addEventListener("input", () => {
       const expected = this.kinds.get(label.value.trim());
       if (!expected || expected === kind.value || row.querySelector(".attribute-value").value !== "") return;
       kind.value = expected;

@@ -208,8 +208,9 @@ export function reset() {
 }
 
 function pickAll() {
+  const isWanted = ui["pick-all"].checked; // each click below shows anew what is selected
   for (const box of ui.rows.querySelectorAll("input")) {
-    if (box.checked !== ui["pick-all"].checked) box.click();
+    if (box.checked !== isWanted) box.click();
   }
 }
 

@@ -2,7 +2,7 @@
 
 import { changeJob, getLog } from "/ui/admin-api.js";
 import { confirmed } from "/ui/admin-confirm.js";
-import { mayWait, reportNodes } from "/ui/admin-report.js";
+import { reportNodes } from "/ui/admin-report.js";
 import { moment } from "/ui/admin-status.js";
 import { busily, failed } from "/ui/admin-work.js";
 import { definitions, element, ui } from "/ui/dom.js";
@@ -20,6 +20,12 @@ const MOST_CHARACTERS = 200_000;
 
 export const isActive = ({ state }) => ACTIVE.includes(state);
 export const titleOf = ({ kind, gallery }) => `${KINDS[kind] ?? kind}: ${gallery}`;
+
+// What it does, or what became of it beyond its state.
+export function stepText(job) {
+  if (job.waits) return "The new one waits to be put in place";
+  return job.state === "succeeded" || job.state === "cancelled" ? "" : job.step;
+}
 
 export const stateBadge = ({ state }) => {
   const made = element("span", { className: "state", textContent: STATES[state] ?? state });
@@ -85,7 +91,7 @@ export class JobPanel {
   }
 
   #about(job) {
-    const step = element("p", { className: "job-step" }, stateBadge(job), ` ${job.step}`);
+    const step = element("p", { className: "job-step" }, stateBadge(job), ` ${stepText(job)}`);
     step.dataset.testid = "job-step";
     const failure = element("p", { className: "verdict attention", textContent: job.error ?? "" });
     failure.dataset.testid = "job-error";
@@ -107,7 +113,7 @@ export class JobPanel {
   #showButtons(job) {
     const wanted = [];
     if (isActive(job)) wanted.push(["cancel", "Cancel the job", "secondary"]);
-    if (mayWait(job)) wanted.push(["swap", "Put the new one in place", "primary"]);
+    if (job.waits) wanted.push(["swap", "Put the new one in place", "primary"]);
     if (job.kind === "train" && ["failed", "cancelled"].includes(job.state)) wanted.push(["resume", "Go on with it", "secondary"]);
     const now = wanted.map(([what]) => what).join();
     if (now === this.buttons.dataset.shown) return;

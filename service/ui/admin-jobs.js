@@ -1,7 +1,8 @@
 // The jobs: listed, followed each second while one runs, and started.
 
 import { listJobs } from "/ui/admin-api.js";
-import { JobPanel, isActive, progressOf, stateBadge, STATES, titleOf } from "/ui/admin-job.js";
+import { JobPanel, isActive, progressOf, stateBadge, stepText, STATES, titleOf } from "/ui/admin-job.js";
+import { withWaiting } from "/ui/admin-report.js";
 import { state } from "/ui/admin-state.js";
 import { problemOf } from "/ui/alerts.js";
 import { close } from "/ui/admin-work.js";
@@ -21,7 +22,7 @@ function rowOf(job) {
   const button = element("button", { type: "button", className: "job-open" });
   const title = element("span", { className: "job-title", textContent: titleOf(job) });
   const when = element("span", { className: "hint", textContent: ago(Date.parse(job.created_at)) });
-  button.append(title, stateBadge(job), element("span", { className: "job-text", textContent: job.error ?? job.step }), when);
+  button.append(title, stateBadge(job), element("span", { className: "job-text", textContent: job.error ?? stepText(job) }), when);
   button.addEventListener("click", () => panel.open(jobs.find(({ id }) => id === job.id) ?? job));
   const row = element("li", { className: "job-row" }, button, ...(isActive(job) ? [progressOf(job)] : []));
   Object.assign(row.dataset, { testid: "job", id: job.id, now: JSON.stringify(job) });
@@ -42,7 +43,7 @@ function showList() {
   ui["jobs-empty"].hidden = jobs.length > 0;
   const active = jobs.filter(isActive).length;
   ui["jobs-count"].hidden = active === 0;
-  ui["jobs-count"].textContent = `${active} running`;
+  ui["jobs-count"].textContent = active === 0 ? "" : `${active} running`;
 }
 
 function tellEnds(before) {
@@ -55,7 +56,7 @@ function tellEnds(before) {
 async function askNow() {
   const before = jobs;
   try {
-    jobs = await listJobs(SHOWN);
+    jobs = withWaiting(await listJobs(SHOWN));
     ui["jobs-text"].textContent = "";
   } catch (error) {
     const problem = problemOf(error);
@@ -82,9 +83,9 @@ export async function follow() {
 
 // A job that was just started or changed is shown at once.
 export async function showJob(job) {
-  jobs = [job, ...jobs.filter(({ id }) => id !== job.id)];
+  jobs = withWaiting([job, ...jobs.filter(({ id }) => id !== job.id)]);
   showList();
-  panel.open(job);
+  panel.open(jobs[0]);
   await follow();
 }
 

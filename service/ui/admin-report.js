@@ -11,9 +11,9 @@ const points = (value) => `${value > 0 ? "+" : ""}${(value * 100).toFixed(2)} po
 const count = (value) => (typeof value === "number" ? value.toLocaleString("en") : NONE);
 const time = (value) => (typeof value === "number" ? `${value.toFixed(1)} ms` : NONE);
 
-function difference(before, after, show) {
+function difference(before, after, show, change) {
   if (typeof before !== "number" || typeof after !== "number") return "";
-  return before === after ? "the same" : show(after - before);
+  return show(Math.abs(after - before)) === show(0) ? "the same" : change(after - before);
 }
 
 const signed = (show) => (value) => `${value > 0 ? "+" : "−"}${show(Math.abs(value))}`;
@@ -27,9 +27,9 @@ function comparison({ old: before, new: after, k = 10 }) {
   ];
   const shown = lines.filter(([, name]) => name in before || name in after);
   const rows = shown.map(([text, name, show, change]) =>
-    [text, show(before[name]), show(after[name]), difference(before[name], after[name], change)]);
+    [text, show(before[name]), show(after[name]), difference(before[name], after[name], show, change)]);
   const models = ["Model", before.bundle_id.slice(0, 12), after.bundle_id.slice(0, 12), before.bundle_id === after.bundle_id ? "the same" : ""];
-  const made = table("Old and new compared", ["", "Old", "New", "Difference"], [models, ...rows]);
+  const made = table("Old and new compared", ["Measure", "Old", "New", "Difference"], [models, ...rows]);
   made.dataset.testid = "report-table";
   return made;
 }
@@ -81,6 +81,18 @@ export function reportNodes(report) {
   return [...gateLine(report), ...compared, ...basis(report), ...training(report), ...rebuilt(report), ...rest(report), ...swapped];
 }
 
-// Whether a candidate waits to be put in place by hand.
-export const mayWait = ({ kind, state, report }) =>
-  ["rebuild", "train"].includes(kind) && state === "succeeded" && report?.swapped === false;
+const MODEL_JOBS = ["rebuild", "train"];
+const REPLACING = [...MODEL_JOBS, "swap"];
+
+// `jobs`, newest first, each with `waits`: whether what it made can be put in place by hand. A newer
+// replacement of the same gallery makes an older one obsolete.
+export function withWaiting(jobs) {
+  const replaced = new Set();
+  return jobs.map((job) => {
+    const { kind, gallery, state, report } = job;
+    const isMade = MODEL_JOBS.includes(kind) && state === "succeeded" && report?.swapped === false;
+    const waits = isMade && !replaced.has(gallery);
+    if (REPLACING.includes(kind) && state === "succeeded") replaced.add(gallery);
+    return { ...job, waits };
+  });
+}

@@ -27,13 +27,13 @@ function field(label, control, hint = "") {
 
 function select(name, options) {
   const made = element("select", { name }, ...options.map(([value, text]) => element("option", { value, textContent: text })));
-  made.dataset.testid = `start-${name}`;
+  made.dataset.testid = `field-${name}`;
   return made;
 }
 
 function input(name, type, more = {}) {
   const made = element("input", { type, name, autocomplete: "off", ...more });
-  made.dataset.testid = `start-${name}`;
+  made.dataset.testid = `field-${name}`;
   return made;
 }
 
@@ -71,7 +71,11 @@ function form(kind, title, text, button, parts, read) {
   made.addEventListener("submit", (event) => {
     event.preventDefault();
     error.textContent = "";
-    const start = async () => onStarted(await startJob(kind, state.name, read(new FormData(made))));
+    const start = async () => {
+      const job = await startJob(kind, state.name, read(new FormData(made)));
+      box.open = false;
+      await onStarted(job);
+    };
     busily(send, start, (fault) => {
       error.textContent = fault instanceof RangeError ? fault.message : failureText(fault);
     });
@@ -100,7 +104,7 @@ function swapForm() {
 
 function rebuildForm({ attributes, bundle_id: own }) {
   const models = knownModels().filter(({ id }) => id !== own).map(({ id, galleries }) => [id, `of ${galleries.join(", ")}`]);
-  const pattern = { required: true, pattern: "[0-9a-f]{12,64}", title: "12 to 64 digits of 0-9 and a-f" };
+  const pattern = { required: true, pattern: "[0-9a-f]{12,64}", title: "12 to 64 digits of 0-9 and a-f", placeholder: "3f1c5a0b77d2" };
   const [model, list] = suggesting("bundle_id", models, { ...pattern, value: models.length === 1 ? models[0][0] : "" });
   const hint = `Its number, or the first ${SHORT} digits. A model must lie in the folder bundles of the service.`;
   const parts = [field("Model", model, hint), list, classField(attributes), lossField(1), swapField()];
@@ -152,12 +156,13 @@ export async function showStarts() {
     ui.starts.replaceChildren(element("p", { className: "notice-line", textContent: text }));
     return;
   }
-  const open = ui.starts.querySelector("details[open]")?.dataset.testid;
   const found = await describeChosen();
   const forms = [compactForm(found), swapForm(), rebuildForm(found), trainForm(found)];
-  for (const one of forms) one.open = open !== undefined && one.dataset.testid === open;
   ui.starts.replaceChildren(element("h2", { textContent: `Start on ${state.name}` }), ...forms);
 }
+
+// Whether a form is open, and may be half filled in.
+export const isStarting = () => ui.starts.querySelector(".start[open]") !== null;
 
 // whenStarted(job).
 export function startStarts(whenStarted) {

@@ -1,6 +1,7 @@
 // Work that can fail: the message, the way back to the key form, busy buttons.
 
 import { problemOf, showProblem } from "/ui/alerts.js";
+import { Problem } from "/ui/api.js";
 import { ui } from "/ui/dom.js";
 
 let enter = () => {};
@@ -10,13 +11,17 @@ export function startWork(again) {
   enter = again;
 }
 
+// What the service says to programs about headers is of no use beside a form.
+const withoutHeaders = (text) => text.replace(/ Send (it|a valid one) as Authorization.*/s, "");
+
 // The page without its content: only the key form, with what the service said.
 export function close(problem, isFirst = false) {
+  const { title, detail, ...facts } = problem;
   for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
   document.body.dataset.access = isFirst ? "closed" : "refused";
   ui.main.hidden = true;
   ui["gallery-bar"].hidden = true;
-  showProblem(problem, () => enter());
+  showProblem(new Problem(title, withoutHeaders(detail), facts), () => enter());
   ui.key.focus();
 }
 

@@ -7,7 +7,7 @@ import { startEdit } from "/ui/admin-edit.js";
 import { showGalleries, startGalleries } from "/ui/admin-galleries.js";
 import * as items from "/ui/admin-items.js";
 import { follow, showJob, startJobs } from "/ui/admin-jobs.js";
-import { showStarts, startStarts } from "/ui/admin-starts.js";
+import { isStarting, showStarts, startStarts } from "/ui/admin-starts.js";
 import { choose, chosen, loadGalleries, refreshSizes, state, whenGalleryChanges } from "/ui/admin-state.js";
 import * as status from "/ui/admin-status.js";
 import { close, failed, startWork } from "/ui/admin-work.js";
@@ -71,7 +71,7 @@ async function refresh() {
 // After a job the gallery may have another generation, model and size.
 async function afterJob() {
   await refresh();
-  if (shown === "jobs") await showStarts().catch(failed);
+  if (shown === "jobs" && !isStarting()) await showStarts().catch(failed);
 }
 
 async function enter() {

@@ -1,7 +1,7 @@
 """Ranking against brute force, on random galleries full of ties, copies and large groups."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Hit, ItemId
 from indexer.engine import Group, Grouping, SearchOptions
 from indexer.grouping import best_groups
+from indexer.members import Members, contents_of
 from indexer.ranking import Candidate, best_hits, rank
 
 CASES = range(300)
@@ -62,9 +63,12 @@ class Shelf:
         self.asked.append(([row], n))
         return self._cut(self._having(row, [value]), n)
 
-    def members(self, row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
+    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterator[Members]:
         self.opened += values
-        return self._having(row, values)
+        for value in values:
+            found = self._having(row, [value])
+            cut = self.random.randint(0, len(found))
+            yield from (_members(value, part) for part in (found[:cut], found[cut:]))
 
     def _having(self, row: int, values: Sequence[AttributeValue]) -> list[Candidate]:
         return [c for c in self.rows[row] if any(same(c.attributes.get("sku"), v) for v in values)]
@@ -77,6 +81,15 @@ class Shelf:
             distinct=draw.random() < 0.5,
             exclude=frozenset(draw.sample(range(1000), draw.choice([0, 0, 3, 500]))),
         )
+
+
+def _members(value: AttributeValue, found: Sequence[Candidate]) -> Members:
+    return Members(
+        value,
+        np.array([c.id for c in found], np.int64),
+        np.array([c.score for c in found], np.float64),
+        contents_of([f"{int(c.sha256):064x}" for c in found]),
+    )
 
 
 def same(one: AttributeValue | None, other: AttributeValue | None) -> bool:

@@ -185,7 +185,9 @@ def run(app: FastAPI, images: list[Path] | None = None) -> Running:
     stack = ExitStack()
     listener = stack.enter_context(closing(listen("127.0.0.1", 0)))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_config=None, access_log=False, proxy_headers=False)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
 
     def stop() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from indexer.adopt import adopt
 from indexer.gallery import Gallery
 from indexer.layout import GalleryFolder
 from service.new_items import MAX_ATTRIBUTES
-from service.routes.items import MAX_KEYS
+from service.schemas.galleries import MAX_KEYS
 from tests.service.conftest import GatedEmbedder
 from tests.service.shops import Shop, assert_problem, base64_of, start_shop
 from tests.tiny import encoded, picture
@@ -144,8 +145,6 @@ def test_a_request_that_cannot_be_read_is_422_with_the_cure(shop, data) -> None:
     url = "/galleries/shop/items"
     one = {"key": "k", "data": base64_of(data[0])}
     bodies: list[dict[str, Any]] = [
-        {"content": b"{", "headers": {"content-type": "application/json"}},
-        {"content": b"[" * 5000, "headers": {"content-type": "application/json"}},
         {"json": {"items": []}},
         {"json": {"items": [one] * 9}},
         {"json": {"items": [one | {"data": "%%%"}]}},
@@ -164,6 +163,11 @@ def test_a_request_that_cannot_be_read_is_422_with_the_cure(shop, data) -> None:
     for media_type, status in (("image/png", 415), ("", 415), ("multipart/form-data", 400)):
         response = shop.client.put(url, content=b"x", headers={"content-type": media_type})
         assert response.status_code == status, media_type
+    for content in (b"{", b"[" * 5000, b"[]", b'{"items": [{"key": "\\ud800"}]}'):
+        headers = {"content-type": "application/json"}
+        for method, path in (("PUT", url), ("PATCH", url), ("POST", f"{url}/delete")):
+            response = shop.client.request(method, path, content=content, headers=headers)
+            assert_problem(response, 400, "bad-request")
     assert shop.items()["total"] == 0
 
 
@@ -270,3 +274,45 @@ def test_a_gallery_that_is_being_replaced_is_503_and_says_when_to_ask_again(shop
         assert shop.running.search(data[0], gallery="shop").status_code == 200
     assert shop.put({"new": data[1]})["added"] == 1
     assert shop.uploads() == {sha256(data[0]), sha256(data[1])}
+
+
+def test_a_number_of_another_generation_removes_nothing(shop, data) -> None:
+    """In a gallery that was swapped it is the number of another item."""
+    shop.put({"old": data[0]})
+    shop.client.post("/galleries", json={"name": "b"}).raise_for_status()
+    shop.put({"precious": data[1]}, gallery="b")
+    [old], [precious] = shop.items()["items"], shop.items("b")["items"]
+    assert old["id"] == precious["id"]
+    before = shop.gallery()["generation"]
+    adopt(shop.state / "galleries" / "shop", shop.state / "galleries" / "b")
+    url = f"/galleries/shop/items/{old['id']}"
+    problem = assert_problem(shop.client.delete(url), 404, "unknown-item")
+    after = GalleryFolder(shop.state / "galleries" / "shop").current_name()
+    assert before in problem["detail"]
+    assert after in problem["detail"]
+    shop.put({"other": data[2]})  # now the new generation is served
+    named = shop.client.delete(url, params={"version": before})
+    assert before in assert_problem(named, 404, "unknown-item")["detail"]
+    assert {item["key"] for item in shop.items()["items"]} == {"precious", "other"}
+    assert shop.client.delete(url, params={"version": after}).json()["removed"] == 1
+    assert [item["key"] for item in shop.items()["items"]] == ["other"]
+
+
+def test_an_item_that_is_replaced_while_it_is_removed_by_number_stays(
+    shop, data, monkeypatch
+) -> None:
+    [item] = shop.put({"k": data[0]})["items"]
+    read = Gallery.item
+
+    def replace_after(gallery: Gallery, item_id: int) -> Any:
+        found = read(gallery, item_id)
+        monkeypatch.setattr(Gallery, "item", read)
+        shop.put({"k": data[1]})
+        return found
+
+    monkeypatch.setattr(Gallery, "item", replace_after)
+    response = shop.client.delete(f"/galleries/shop/items/{item['id']}")
+    assert_problem(response, 404, "unknown-item")
+    [left] = shop.items()["items"]
+    assert (left["key"], left["sha256"]) == ("k", sha256(data[1]))
+    assert shop.uploads() == {sha256(data[1])}

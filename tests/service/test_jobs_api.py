@@ -209,7 +209,7 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
         "gallery": "shop",
         "gate": {"max_recall_loss": 1.0},
         "overrides": {
-            "optimizer.epochs": 2,
+            "optimizer.epochs": 1,
             "optimizer.batch_size": 4,
             "model.dim": 16,
             "input.size_px": 32,
@@ -228,7 +228,7 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
         assert job["state"] == "succeeded", (job, log)
         report = job["report"]
         assert report["swapped"], report
-        assert report["training"]["epochs"] == [2, 2]
+        assert report["training"]["epochs"] == [1, 1]
         made = report["new"]["bundle_id"]
         assert made not in (shop.old.bundle_id, shop.new.bundle_id)
         shop.until(lambda: load.answers[-1]["bundle_id"] == made)

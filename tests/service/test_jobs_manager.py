@@ -5,6 +5,7 @@ import shutil
 import signal
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from embedder.errors import (
     StateMissingError,
 )
 from service.jobs.manager import LOG_PAGE, JobManager
+from service.jobs.params import checked
+from service.jobs.record import Job
+from service.jobs.store import JobStore
 from service.jobs.work import run_worker
 from service.settings import Settings
 from tests.service.job_shops import JobShop, processes_of
@@ -159,9 +163,19 @@ def test_compacting_and_removing_by_a_filter_are_jobs_too(shop: JobShop) -> None
     assert "colour" in (done.error or "")
 
 
-def test_a_training_goes_from_the_pictures_of_the_gallery_to_its_new_bundle(shop: JobShop) -> None:
+def test_a_training_goes_from_pictures_to_a_new_bundle_and_its_progress_forward_only(
+    shop: JobShop,
+) -> None:
     job = shop.start("train", job="shop", overrides={"optimizer.epochs": 2, "model.dim": 8})
+    seen, steps = [], set()
+    while (now := shop.manager.get(job.id)).is_active:
+        seen.append(now.done)
+        steps.add(now.step.split(":")[0])
+        time.sleep(0.02)
     done = shop.ended(job.id)
+    assert seen == sorted(seen), "progress goes forward only"
+    assert done.done == 1000
+    assert "train" in steps
     assert done.state == "succeeded", (done, shop.manager.log(job.id).text)
     assert done.report is not None
     assert done.report["training"]["figures"] == {"R@1": 50.0}
@@ -179,17 +193,6 @@ def test_a_command_that_fails_fails_the_job_with_its_last_words(shop: JobShop) -
     assert done.state == "failed"
     assert "The data set is broken. Mend it." in (done.error or "")
     assert shop.bundle_id() == shop.old.bundle_id
-
-
-def test_progress_goes_forward_only_and_names_the_step(shop: JobShop) -> None:
-    job = shop.start("train", job="shop")
-    seen, steps = [], set()
-    while (now := shop.manager.get(job.id)).is_active:
-        seen.append(now.done)
-        steps.add(now.step.split(":")[0])
-    assert seen == sorted(seen)
-    assert shop.manager.get(job.id).done == 1000
-    assert "train" in steps
 
 
 @pytest.mark.parametrize("victim", ["job", "all"])
@@ -349,9 +352,9 @@ def test_what_cannot_work_is_refused_before_it_starts(shop: JobShop) -> None:
         ("input.size_px", [1, "a\nb"]),
     ],
 )
-def test_overrides_change_settings_and_never_paths(shop: JobShop, name: str, value: object) -> None:
+def test_overrides_change_settings_and_never_paths(name: str, value: object) -> None:
     with pytest.raises(InvalidParameterError, match="overrides"):
-        shop.start("train", job="shop", overrides={name: value})
+        checked("train", {"job": "shop", "overrides": {name: value}})
 
 
 def test_a_training_needs_its_command(shop: JobShop) -> None:
@@ -370,10 +373,13 @@ def test_too_few_classes_are_refused_with_the_attribute(shop: JobShop) -> None:
 
 
 def test_a_log_is_read_in_bounded_pages_that_join_to_the_whole(shop: JobShop) -> None:
-    job = shop.ended(shop.start("compact").id)
+    job = shop.manager._store.create("compact", "shop", {}, "test")
     assert shop.manager.log(job.id, 10**12).text == ""
+    shop.manager._store.finish(job.id, "succeeded")
     text = "grün, 猫 and more\n" * 9000
-    (shop.state / "jobs" / job.id / "log.txt").write_text(text, encoding="utf-8")
+    log = shop.state / "jobs" / job.id / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text(text, encoding="utf-8")
     offset, pages = 0, []
     while page := shop.manager.log(job.id, offset).text:
         assert len(page.encode()) <= LOG_PAGE
@@ -396,17 +402,23 @@ def test_a_worker_elsewhere_takes_what_waits_and_ends(shop: JobShop) -> None:
         run_worker(Settings(), once=True)
 
 
+def _with_candidate(store: JobStore, root: Path) -> Job:
+    job = store.create("rebuild", "shop", {}, "test")
+    store.finish(job.id, "succeeded")
+    (root / job.id).mkdir(parents=True)
+    return job
+
+
 def test_old_candidates_and_those_of_nobody_are_removed(shop: JobShop) -> None:
-    first = shop.ended(shop.start("rebuild", bundle_id=shop.new.bundle_id, swap="never").id)
-    second = shop.ended(shop.start("rebuild", bundle_id=shop.new.bundle_id, swap="never").id)
-    root = shop.state / "candidates"
+    store, root = shop.manager._store, shop.state / "candidates"
+    first, second = (_with_candidate(store, root) for _ in range(2))
     shutil.copytree(root / second.id, root / "nobody")
-    shop.manager._launcher.tidy()
+    shop.manager._tidy()
     assert [path.name for path in root.iterdir()] == [second.id]
     with sqlite3.connect(shop.state / "service.sqlite") as connection:
         connection.execute("UPDATE jobs SET ended_at = '2020-01-01T00:00:00.000+00:00'")
     connection.close()
-    shop.manager._launcher.tidy()
+    shop.manager._tidy()
     assert list(root.iterdir()) == []
     with pytest.raises(JobConflictError):
         shop.manager.swap(first.id, "test")

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import structlog
 
+from service.jobs.record import ACTIVE, ENDED
+from service.jobs.store import JobStore
 from service.metrics import CONTENT_TYPE
+from service.security.keys import KeyStore
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (DOCS / "operations.md", DOCS / "metrics.md")
@@ -93,3 +96,27 @@ def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(
     assert line["request_id"] == refused.headers["x-request-id"]
     assert "secret" not in str(events)
     assert str(pictures[0][:40]) not in str(events)
+
+
+def test_jobs_are_counted_by_state(start_service, tmp_path: Path) -> None:
+    service = start_service(state=tmp_path / "state")
+    store = JobStore(tmp_path / "state" / "service.sqlite")
+    for number, state in enumerate(("failed", "failed", "succeeded")):
+        store.finish(store.create("compact", f"g{number}", {}, "test").id, state)
+    service.client.get("/metrics").raise_for_status()
+    found = {state: service.metric("kinlens_jobs", state=state) for state in (*ACTIVE, *ENDED)}
+    assert found == {"queued": 0, "running": 0, "succeeded": 1, "failed": 2, "cancelled": 0}
+
+
+def test_requests_that_a_rate_refuses_are_counted_by_key_or_address(
+    start_service, tmp_path: Path
+) -> None:
+    secret = KeyStore(tmp_path / "state" / "keys.json").create("till", ("search",))
+    service = start_service(
+        state=tmp_path / "state", rate_limit_per_key="1/hour", rate_limit_per_address="2/hour"
+    )
+    for headers, count in (({"X-API-Key": secret}, 3), ({}, 5)):
+        for _ in range(count):
+            service.client.get("/galleries", headers=headers)
+    assert service.metric("kinlens_rate_limited_total", by="key") == 2
+    assert service.metric("kinlens_rate_limited_total", by="address") == 3

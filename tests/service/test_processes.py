@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from embedder.bundle import Bundle
+from service import processes
 from service.processes import address_of
 from tests.tiny import encoded, picture
 
@@ -221,6 +223,18 @@ def test_a_killed_process_is_replaced_while_requests_go_on(
     (event,) = started.events("process ended")
     assert event["process"] == victim
     assert "-9" in str(event["reason"])
+
+
+def test_the_pause_has_a_longest_length_however_often_a_process_ended() -> None:
+    parent = processes._Parent(None, None, 1, Path())  # type: ignore[arg-type]
+    pauses = []
+    for failures in (0, 1, 5, 20, 1024, 10**6):
+        ended = SimpleNamespace(pid=1, exitcode=1)
+        now = time.monotonic()
+        place = processes._Place(ended, failures=failures, started_at=now)  # type: ignore[arg-type]
+        parent._plan_replacement(place)
+        pauses.append(place.start_at - now)
+    assert pauses[0] < 1 < pauses[-1] < 31
 
 
 def test_a_process_that_keeps_ending_is_started_after_growing_pauses(

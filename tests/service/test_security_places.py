@@ -8,7 +8,7 @@ import pytest
 from service.security.bounds import FORM_BYTES, Bounds
 from service.security.places import Places
 
-IMAGE, BATCH, PLAIN = 5 * 2**20, 40 * 2**20, 2**20
+IMAGE, BATCH, KEYS, PLAIN = 5 * 2**20, 40 * 2**20, 2**20, 16 * 2**10
 
 
 @dataclass(eq=False)
@@ -83,8 +83,8 @@ def bound(method: str, path: str, kind: str = "") -> int:
         ("POST", "/search", "APPLICATION/JSON", BATCH + FORM_BYTES),
         ("POST", "/search/batch", "multipart/form-data", BATCH + FORM_BYTES),
         ("PUT", "/galleries/shop/items", "multipart/form-data", BATCH + FORM_BYTES),
-        ("PATCH", "/galleries/shop/items", "application/json", PLAIN),
-        ("POST", "/galleries/shop/items/delete", "application/json", PLAIN),
+        ("PATCH", "/galleries/shop/items", "application/json", KEYS),
+        ("POST", "/galleries/shop/items/delete", "application/json", KEYS),
         ("POST", "/jobs/train", "application/json", PLAIN),
         ("GET", "/live", "", PLAIN),
         ("POST", "/nowhere", "application/json", PLAIN),

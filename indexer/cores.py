@@ -1,10 +1,51 @@
 """How many cores there are to work with."""
 
+import contextlib
+import functools
+import math
 import os
+from pathlib import Path
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
-def core_count() -> int:
-    """Cores that this process may use: taskset, cpusets and containers may leave it fewer."""
+def core_count(group: Path = CONTROL_GROUP) -> int:
+    """Cores that this process may use: taskset, cpusets and containers may leave it fewer.
+
+    A container's share of time, as of `--cpus 1.5`, is read from `group` and rounded up.
+    """
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = quota_of(group)
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+@functools.cache
+def quota_of(group: Path) -> float | None:
+    """Seconds of work in each second that the control group `group` allows; None: no limit.
+
+    Read once in a process, for it stands in the way of every search.
+    """
+    for quota, period in (_version_2(group), _version_1(group)):
+        with contextlib.suppress(ValueError):
+            if int(quota) > 0 and int(period) > 0:
+                return int(quota) / int(period)
+    return None
+
+
+def _version_2(group: Path) -> tuple[str, str]:
+    quota, _, period = _text(group / "cpu.max").partition(" ")
+    return quota, period
+
+
+def _version_1(group: Path) -> tuple[str, str]:
+    return _text(group / "cpu/cpu.cfs_quota_us"), _text(group / "cpu/cpu.cfs_period_us")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, ValueError):
+        return ""

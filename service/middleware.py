@@ -20,6 +20,8 @@ from service.settings import ANY_HOST
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
 _SHOWN_CHARACTERS = 64
+_PROBES = frozenset({"/live", "/ready", "/metrics"})
+_PROBE_METHODS = frozenset({"GET", "HEAD"})
 _SECURITY_HEADERS = {
     # No inline script or style, no other host; the page shows pictures that it made itself.
     "Content-Security-Policy": (
@@ -111,6 +113,7 @@ class AllowedHosts:
     """Refuses a request whose Host is none of `hosts`, unless they hold `*`.
 
     Without it a web page could point its own name at this machine and read what is served here.
+    What orchestrators and monitoring read is answered under any host: they call by address.
     """
 
     def __init__(self, app: ASGIApp, hosts: Set[str]) -> None:
@@ -118,7 +121,7 @@ class AllowedHosts:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or ANY_HOST in self._hosts:
+        if scope["type"] != "http" or ANY_HOST in self._hosts or _is_probe(scope):
             await self.app(scope, receive, send)
             return
         given = Headers(scope=scope).get("host", "")
@@ -159,6 +162,10 @@ class SecurityHeaders:
             await send(message)
 
         await self.app(scope, receive, send_with_headers)
+
+
+def _is_probe(scope: Scope) -> bool:
+    return scope["method"] in _PROBE_METHODS and scope["path"] in _PROBES
 
 
 def _request_id(scope: Scope) -> str:

@@ -39,8 +39,8 @@ class Samples:
             paths = [] if folder is None else sorted(folder.iterdir())
         except OSError as error:
             raise SourceError(
-                f"The folder of samples {folder} cannot be read: {error.strerror}. Name a folder of "
-                "pictures with --samples or KINLENS_SAMPLES."
+                f"The folder of samples {folder} cannot be read: {error.strerror}. Name a "
+                "folder of pictures with --samples or KINLENS_SAMPLES."
             ) from error
         known = [path for path in paths if path.suffix.lower() in _MEDIA_TYPES and path.is_file()]
         self._samples = [Sample(path.stem, path) for path in known[:MAX_SAMPLES]]

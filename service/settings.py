@@ -4,7 +4,7 @@ import contextlib
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -25,6 +25,11 @@ _GPU_BATCH = 32
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
+
+
+def _cores_of_one(given: dict[str, Any]) -> int:
+    """Cores for each of the processes that `given` asks for."""
+    return max(1, core_count() // int(given.get("workers", 1)))
 
 
 class Settings(BaseSettings):
@@ -70,12 +75,12 @@ class Settings(BaseSettings):
 
     batch_size: int = Field(default=0, ge=0)
     queue_size: int = Field(default=64, ge=1)
-    embed_workers: int = Field(default_factory=core_count, ge=1)
-    decode_workers: int = Field(default_factory=core_count, ge=1)
+    embed_workers: int = Field(default_factory=_cores_of_one, ge=1)
+    decode_workers: int = Field(default_factory=_cores_of_one, ge=1)
     decode_isolation: bool = True
     decode_memory_mb: int = Field(default=1024, ge=256)
     decode_timeout_ms: int = Field(default=5_000, ge=1)
-    search_workers: int = Field(default_factory=core_count, ge=1)
+    search_workers: int = Field(default_factory=_cores_of_one, ge=1)
     recall_sample: int = Field(default=1_000, ge=0)
     reload_interval_ms: int = Field(default=1_000, ge=10)
 

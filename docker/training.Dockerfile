@@ -28,6 +28,9 @@ ENV PATH=/opt/kinlens/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     MPLCONFIGDIR=/tmp \
+    TORCH_HOME=/state/cache/torch \
+    HF_HOME=/state/cache/huggingface \
+    XDG_CACHE_HOME=/state/cache \
     KINLENS_JOBS=elsewhere \
     KINLENS_STATE=/state
 USER 10001:10001

@@ -58,6 +58,7 @@ WHERE name = (SELECT id FROM names WHERE name = ?) AND value IN ({}) GROUP BY va
 """
 _LOWEST = f"SELECT {_VALUES_OF} ORDER BY value LIMIT 1"
 _HIGHEST = f"SELECT {_VALUES_OF} ORDER BY value DESC LIMIT 1"
+_FROM_ID = "SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
 _DIFFERENT = f"SELECT DISTINCT {_VALUES_OF} LIMIT ?"
 
 
@@ -176,10 +177,17 @@ class CatalogView(CatalogRows):
         rows = self._all(_GROUPED.format(", ".join("?" * len(asked))), name, *asked)
         return [(restored(value), self._parsed(text, count)) for value, text, count in rows]
 
-    def ids_from(self, offset: int, limit: int) -> Ids:
-        """The numbers of at most `limit` items, ascending, without the first `offset`."""
-        rows = self._all("SELECT id FROM items ORDER BY id LIMIT ? OFFSET ?", limit, offset)
+    def ids_from(self, offset: int, limit: int, after: ItemId = -1) -> Ids:
+        """The numbers above `after` of at most `limit` items, ascending, without the first
+        `offset`.
+        """
+        rows = self._all(_FROM_ID, after, limit, offset)
         return np.array([number for (number,) in rows], dtype=np.int64)
+
+    def last_id(self) -> ItemId | None:
+        """The highest number of an item; None if there is none."""
+        [(number,)] = self._all("SELECT max(id) FROM items")
+        return None if number is None else int(number)
 
     def with_prefix(self, prefix: str) -> Ids:
         """The numbers of the items whose keys begin with `prefix`, ascending."""

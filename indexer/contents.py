@@ -26,10 +26,11 @@ _T = TypeVar("_T")
 
 
 class Page(NamedTuple):
-    """Some of `total` items."""
+    """Some of `total` items, the highest number of which is `last`; None if there are none."""
 
     total: int
     items: list[Item]
+    last: ItemId | None
 
 
 class GalleryContents:
@@ -64,11 +65,19 @@ class GalleryContents:
             items = reading.view.get(list(numbers.values()))
         return {key: items[number] for key, number in numbers.items()}
 
-    def page(self, offset: int, limit: int, where: Filter | None = None, prefix: str = "") -> Page:
-        """Items from place `offset` on, at most `limit`, of those that fit `where` and whose keys
-        begin with `prefix`; in the order of their numbers. Raises: FilterError.
+    def page(
+        self,
+        offset: int,
+        limit: int,
+        where: Filter | None = None,
+        prefix: str = "",
+        after: ItemId = -1,
+    ) -> Page:
+        """Items from place `offset` on, at most `limit`, of those that fit `where`, whose keys
+        begin with `prefix` and whose numbers are above `after`; in the order of their numbers.
+        `total` and `last` are of all that fit, whatever their numbers. Raises: FilterError.
         """
-        return self._read(lambda reading: _page(reading, offset, limit, where, prefix))
+        return self._read(lambda reading: _page(reading, offset, limit, where, prefix, after))
 
     def attribute_facts(self) -> tuple[AttributeFacts, ...]:
         """The values of each attribute, counted; remembered until the gallery changes."""
@@ -140,19 +149,23 @@ class GalleryContents:
             catalog.close()
 
 
-def _page(reading: Reading, offset: int, limit: int, where: Filter | None, prefix: str) -> Page:
+def _page(
+    reading: Reading, offset: int, limit: int, where: Filter | None, prefix: str, after: ItemId
+) -> Page:
     view = reading.view
     if where is None and not prefix:
-        ids, total = view.ids_from(offset, limit), reading.state.size
+        ids, total, last = view.ids_from(offset, limit, after), reading.state.size, view.last_id()
     else:
         found = view.with_prefix(prefix) if prefix else None
         if where is not None:
             fitting = view.matching(where)
             found = fitting if found is None else np.intersect1d(found, fitting, True)
         assert found is not None
-        ids, total = found[offset : offset + limit], len(found)
+        first = int(np.searchsorted(found, after, "right")) + offset
+        ids, total = found[first : first + limit], len(found)
+        last = int(found[-1]) if total else None
     items = view.get(ids)
-    return Page(total, [items[number] for number in ids.tolist()])
+    return Page(total, [items[number] for number in ids.tolist()], last)
 
 
 def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:

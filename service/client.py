@@ -10,26 +10,33 @@ Answers are the models of `service.schemas`, failures the tree of `service.clien
 from service.client_call import Call, Image, address, content, model
 from service.client_errors import (
     AnswerError,
+    ArgumentError,
     ClientError,
     ConnectionFailedError,
+    GalleryReplacedError,
+    ImageReadError,
     JobFailedError,
     JobTimeoutError,
     ProblemError,
 )
 from service.client_galleries import AsyncGalleryCalls, GalleryCalls
-from service.client_items import AsyncItemCalls, ItemCalls, NewItem
+from service.client_items import AsyncItemCalls, ItemCalls
 from service.client_jobs import AsyncJobCalls, JobCalls
+from service.client_putting import NewItem
 from service.client_searching import AsyncSearching, Crop, Query, Searching
 from service.schemas.operations import Live, Ready
 from service.schemas.samples import SamplesAnswer
 
 __all__ = [
     "AnswerError",
+    "ArgumentError",
     "AsyncKinlens",
     "ClientError",
     "ConnectionFailedError",
     "Crop",
+    "GalleryReplacedError",
     "Image",
+    "ImageReadError",
     "JobFailedError",
     "JobTimeoutError",
     "Kinlens",

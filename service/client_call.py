@@ -1,6 +1,8 @@
 """One call of the service as a value: what is sent, and how the answer is read."""
 
 import io
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +12,19 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from service.client_errors import AnswerError, ProblemError, problem_error
+from service.client_errors import (
+    AnswerError,
+    ArgumentError,
+    ImageReadError,
+    ProblemError,
+    problem_error,
+)
 from service.schemas.problems import Problem
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
-Image = bytes | str | Path | BinaryIO
+Image = bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO
 """The content of an image file, its path, or the open file."""
 
 Part = tuple[str, tuple[str | None, bytes | str]]
@@ -42,10 +50,11 @@ class Call(Generic[T]):
     accepted: frozenset[int] = frozenset()
 
     def options(self) -> dict[str, Any]:
-        """The arguments of `httpx.Client.request`."""
+        """The arguments of `httpx.Client.build_request`. Raises: ArgumentError."""
         options: dict[str, Any] = {"params": {k: v for k, v in self.query.items() if v is not None}}
         if self.json is not None:
-            options["json"] = self.json
+            options["content"] = json_text(self.json).encode()
+            options["headers"] = {"content-type": "application/json"}
         if self.parts:
             options["files"] = list(self.parts)
         return options
@@ -96,17 +105,59 @@ def retry_after_s(response: httpx.Response) -> float | None:
 
 
 def address(*parts: str | int) -> str:
-    """A path of these parts, each quoted."""
-    return "/" + "/".join(quote(str(part), safe="") for part in parts)
+    """A path of these parts, each quoted; a part of dots does not lead to another path.
+
+    Raises: ArgumentError.
+    """
+    try:
+        quoted = [quote(str(part), safe="") for part in parts]
+    except UnicodeError as error:
+        raise ArgumentError(f"{parts!a} is not Unicode, and cannot be in an address.") from error
+    return "/" + "/".join(
+        part.replace(".", "%2E") if part in (".", "..") else part for part in quoted
+    )
 
 
 def image_bytes(image: Image) -> bytes:
-    """The content of an image. Raises: OSError."""
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, str | Path):
+    """The content of an image. Raises: ImageReadError, ArgumentError."""
+    try:
+        content = _content(image)
+    except (OSError, ValueError) as error:  # ValueError: a closed file, a NUL in a path
+        raise ImageReadError(
+            f"The image {image!r:.{_SHOWN}} cannot be read: {error}. Send the path of a file that "
+            "is there, its bytes, or a file opened with 'rb'."
+        ) from error
+    if not isinstance(content, bytes):
+        raise ArgumentError(
+            f"An image is a {type(image).__name__} that gives no bytes; send the path of a file, "
+            "its bytes, or a file opened with 'rb'."
+        )
+    return content
+
+
+def _content(image: Any) -> object:
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, str | os.PathLike):
         return Path(image).read_bytes()
-    return image.read()
+    return image.read() if hasattr(image, "read") else None
+
+
+def json_text(value: object) -> str:
+    """JSON. Raises: ArgumentError for what has none."""
+    try:
+        return json.dumps(value, allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"{value!r:.{_SHOWN}} cannot be sent as JSON: {error}. Send texts, finite numbers, "
+            "booleans, and lists and mappings of these."
+        ) from error
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} has no JSON")
 
 
 def file_part(name: str, data: bytes) -> Part:
@@ -122,4 +173,5 @@ def text_part(name: str, value: object) -> Part:
 
 def is_image(value: object) -> bool:
     """Whether this is one image, and not several."""
-    return isinstance(value, bytes | str | Path | io.IOBase) or hasattr(value, "read")
+    single = (bytes, bytearray, memoryview, str, os.PathLike, io.IOBase)
+    return isinstance(value, single) or hasattr(value, "read")

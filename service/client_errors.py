@@ -1,6 +1,9 @@
 """What the client raises, one class per cause.
 
 ClientError
+├── ArgumentError             an argument that cannot be sent: no Unicode, no number, no address
+│   └── ImageReadError        the file of an image cannot be read
+├── GalleryReplacedError      the gallery was built again while its items were read
 ├── ConnectionFailedError     the service was not reached, or did not answer in time
 ├── AnswerError               an answer that this client does not understand
 ├── JobError                  a job that was waited for
@@ -28,6 +31,18 @@ from service.schemas.problems import Fault, Problem
 
 class ClientError(Exception):
     """Root of the tree."""
+
+
+class ArgumentError(ClientError):
+    """An argument that cannot be sent; nothing was."""
+
+
+class ImageReadError(ArgumentError):
+    """The file of an image cannot be read; the cause is an OSError."""
+
+
+class GalleryReplacedError(ClientError):
+    """The gallery was built again while its items were read; their numbers are others now."""
 
 
 class ConnectionFailedError(ClientError):

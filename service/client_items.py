@@ -1,41 +1,30 @@
 """Items of the client: put, listed, patched, removed; the calls of both kinds of client."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
 from embedder.types import AttributeValue
-from service.client_call import (
-    Call,
-    Image,
-    address,
-    content,
-    file_part,
-    image_bytes,
-    model,
-    text_part,
+from service.client_call import Call, Image, address, content, model
+from service.client_errors import ProblemError
+from service.client_listing import PAGE, Filter, Listing, list_items
+from service.client_putting import (
+    MAX_ITEMS,
+    Attributes,
+    NewItem,
+    PutProgress,
+    PutSum,
+    put_one,
+    put_requests,
+    version_of,
 )
 from service.client_transport import AsyncSender, Sender
 from service.schemas.galleries import ItemModel, ItemPage, PatchAnswer, PutAnswer, RemoveAnswer
 
-Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
-Filter = str | Mapping[str, Any]
 
-_PAGE = 200
 _ADDRESS_CHARACTERS = 4000  # longer ones may be cut off on the way
-
-
-@dataclass(frozen=True, slots=True)
-class NewItem:
-    """An item to be put: `NewItem("hats/1", "hat.jpg", {"price": 9.5})`."""
-
-    key: str
-    image: Image
-    attributes: Attributes = field(default_factory=dict)
 
 
 class ItemCalls(Sender):
@@ -48,14 +37,28 @@ class ItemCalls(Sender):
 
         Example: `client.put("shop", "hats/1", "hat.jpg", {"price": 9.5}).items[0].id`
         """
-        return self._send(_put(gallery, [NewItem(key, image, attributes or {})]))
+        return self._send(put_one(gallery, NewItem(key, image, attributes or {})))
 
-    def put_many(self, gallery: str, items: Sequence[NewItem]) -> PutAnswer:
-        """Put items in one request; a bad image fails alone.
+    def put_many(
+        self,
+        gallery: str,
+        items: Iterable[NewItem],
+        on_progress: PutProgress | None = None,
+        *,
+        per_request: int = MAX_ITEMS,
+    ) -> PutAnswer:
+        """Put any number of items, in several requests; a bad image fails alone.
 
         Example: `client.put_many("shop", [NewItem("a", "a.jpg"), NewItem("b", "b.jpg")]).failed`
         """
-        return self._send(_put(gallery, items))
+        done = PutSum(on_progress)
+        for request in put_requests(gallery, items, per_request):
+            try:
+                answer = self._send(request.call)
+            except ProblemError as error:
+                answer = request.refused(error)
+            done.take(answer)
+        return done.answer(done.version or self._send(version_of(gallery)).version)
 
     def items(
         self,
@@ -63,14 +66,15 @@ class ItemCalls(Sender):
         *,
         offset: int = 0,
         limit: int = 50,
+        after: int | None = None,
         filter: Filter | None = None,  # noqa: A002 (the name that the service has)
         key_prefix: str = "",
     ) -> ItemPage:
-        """A page of items, in the order of their numbers.
+        """A page of items, of those with numbers above `after`, in the order of their numbers.
 
         Example: `client.items("shop", filter="price < 20", limit=10).total`
         """
-        return self._send(_list(gallery, offset, limit, filter, key_prefix))
+        return self._send(list_items(gallery, offset, limit, after, filter, key_prefix))
 
     def each_item(
         self,
@@ -79,15 +83,15 @@ class ItemCalls(Sender):
         filter: Filter | None = None,  # noqa: A002
         key_prefix: str = "",
     ) -> Iterator[ItemModel]:
-        """Every item that fits, page by page.
+        """Every item that fits, page by page, also while items are added, replaced and removed:
+        each that is there from beginning to end comes once, none that came later.
 
         Example: `[item.key for item in client.each_item("shop", key_prefix="hats/")]`
         """
-        offset, total = 0, 1
-        while offset < total:
-            page = self._send(_list(gallery, offset, _PAGE, filter, key_prefix))
-            yield from page.items
-            offset, total = offset + _PAGE, page.total
+        listing = Listing(gallery)
+        while not listing.ended:
+            call = list_items(gallery, 0, PAGE, listing.after, filter, key_prefix)
+            yield from listing.take(self._send(call))
 
     def item(self, gallery: str, item_id: int) -> ItemModel:
         """What is known of an item.
@@ -142,14 +146,30 @@ class AsyncItemCalls(AsyncSender):
 
         Example: `await client.put("shop", "hats/1", "hat.jpg", {"price": 9.5})`
         """
-        return await self.put_many(gallery, [NewItem(key, image, attributes or {})])
+        item = NewItem(key, image, attributes or {})
+        return await self._send(await asyncio.to_thread(put_one, gallery, item))
 
-    async def put_many(self, gallery: str, items: Sequence[NewItem]) -> PutAnswer:
-        """Put items in one request; a bad image fails alone.
+    async def put_many(
+        self,
+        gallery: str,
+        items: Iterable[NewItem],
+        on_progress: PutProgress | None = None,
+        *,
+        per_request: int = MAX_ITEMS,
+    ) -> PutAnswer:
+        """Put any number of items, in several requests; a bad image fails alone.
 
         Example: `await client.put_many("shop", [NewItem("a", "a.jpg")])`
         """
-        return await self._send(await asyncio.to_thread(_put, gallery, items))
+        done = PutSum(on_progress)
+        requests = put_requests(gallery, items, per_request)
+        while request := await asyncio.to_thread(next, requests, None):
+            try:
+                answer = await self._send(request.call)
+            except ProblemError as error:
+                answer = request.refused(error)
+            done.take(answer)
+        return done.answer(done.version or (await self._send(version_of(gallery))).version)
 
     async def items(
         self,
@@ -157,14 +177,15 @@ class AsyncItemCalls(AsyncSender):
         *,
         offset: int = 0,
         limit: int = 50,
+        after: int | None = None,
         filter: Filter | None = None,  # noqa: A002
         key_prefix: str = "",
     ) -> ItemPage:
-        """A page of items, in the order of their numbers.
+        """A page of items, of those with numbers above `after`, in the order of their numbers.
 
         Example: `(await client.items("shop", limit=10)).items`
         """
-        return await self._send(_list(gallery, offset, limit, filter, key_prefix))
+        return await self._send(list_items(gallery, offset, limit, after, filter, key_prefix))
 
     async def each_item(
         self,
@@ -173,16 +194,16 @@ class AsyncItemCalls(AsyncSender):
         filter: Filter | None = None,  # noqa: A002
         key_prefix: str = "",
     ) -> AsyncIterator[ItemModel]:
-        """Every item that fits, page by page.
+        """Every item that fits, page by page, also while items are added, replaced and removed:
+        each that is there from beginning to end comes once, none that came later.
 
         Example: `[item.key async for item in client.each_item("shop")]`
         """
-        offset, total = 0, 1
-        while offset < total:
-            page = await self._send(_list(gallery, offset, _PAGE, filter, key_prefix))
-            for item in page.items:
+        listing = Listing(gallery)
+        while not listing.ended:
+            call = list_items(gallery, 0, PAGE, listing.after, filter, key_prefix)
+            for item in listing.take(await self._send(call)):
                 yield item
-            offset, total = offset + _PAGE, page.total
 
     async def item(self, gallery: str, item_id: int) -> ItemModel:
         """What is known of an item.
@@ -227,21 +248,6 @@ class AsyncItemCalls(AsyncSender):
         Example: `await client.remove_item("shop", 17)`
         """
         return await self._send(_remove_item(gallery, item_id, version))
-
-
-def _put(gallery: str, items: Sequence[NewItem]) -> Call[PutAnswer]:
-    parts = [file_part("image", image_bytes(item.image)) for item in items]
-    parts += [text_part("key", item.key) for item in items]
-    parts += [text_part("attributes", json.dumps(dict(item.attributes))) for item in items]
-    return Call("PUT", _items(gallery), model(PutAnswer), parts=parts)
-
-
-def _list(
-    gallery: str, offset: int, limit: int, where: Filter | None, key_prefix: str
-) -> Call[ItemPage]:
-    text = json.dumps(where) if isinstance(where, Mapping) else where
-    query = {"offset": offset, "limit": limit, "filter": text, "key_prefix": key_prefix}
-    return Call("GET", _items(gallery), model(ItemPage), query=query)
 
 
 def _describe(gallery: str, item_id: int) -> Call[ItemModel]:

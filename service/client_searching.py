@@ -2,8 +2,7 @@
 
 import asyncio
 import base64
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -15,9 +14,11 @@ from service.client_call import (
     file_part,
     image_bytes,
     is_image,
+    json_text,
     model,
     text_part,
 )
+from service.client_errors import ArgumentError
 from service.client_transport import AsyncSender, Sender
 from service.schemas.search import BatchAnswer, SearchAnswer
 
@@ -26,31 +27,31 @@ Crop = tuple[float, float, float, float]
 
 Images = Image | Sequence[Image]
 Filter = str | Mapping[str, Any]
-_ATTRIBUTES = ("crops", "positives", "negatives")
+_REPEATED = ("crops", "positives", "negatives")
 
 
 class SearchOptions(TypedDict, total=False):
-    """What every search can be given; docs/api.md explains each."""
+    """What every search can be given; docs/api.md explains each. None is as not given."""
 
-    k: int
-    offset: int
-    min_score: float
-    min_probability: float
-    filter: Filter
-    group_by: str
-    group_score: Literal["best", "mean"]
-    group_size: int
-    distinct: bool
-    exact: bool
+    k: int | None
+    offset: int | None
+    min_score: float | None
+    min_probability: float | None
+    filter: Filter | None
+    group_by: str | None
+    group_score: Literal["best", "mean"] | None
+    group_size: int | None
+    distinct: bool | None
+    exact: bool | None
 
 
 class LookingOptions(SearchOptions, total=False):
     """What a search with images can be given beside them. `crops` are of each image."""
 
-    gallery: str
-    crops: Sequence[Crop]
-    positives: Sequence[str]
-    negatives: Sequence[str]
+    gallery: str | None
+    crops: Sequence[Crop] | None
+    positives: Sequence[str] | None
+    negatives: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,21 +146,22 @@ def _batch(queries: Sequence[Query]) -> Call[BatchAnswer]:
 
 def _similar(gallery: str, item_id: int, options: SearchOptions) -> Call[SearchAnswer]:
     path = address("galleries", gallery, "items", item_id, "similar")
-    query = {name: _text(value) for name, value in options.items()}
+    query = {name: _text(value) for name, value in _given(options).items()}
     return Call("GET", path, model(SearchAnswer), query=query)
 
 
 def _form(images: Images, options: LookingOptions) -> list[Part]:
+    given = _given(options)
     parts = [file_part("image", image_bytes(image)) for image in _listed(images)]
-    parts += [text_part("crop", ",".join(map(str, crop))) for crop in options.get("crops", ())]
-    parts += [text_part("positive", key) for key in options.get("positives", ())]
-    parts += [text_part("negative", key) for key in options.get("negatives", ())]
-    fields = {name: value for name, value in options.items() if name not in _ATTRIBUTES}
+    parts += [text_part("crop", ",".join(map(str, crop))) for crop in given.get("crops", ())]
+    parts += [text_part("positive", key) for key in given.get("positives", ())]
+    parts += [text_part("negative", key) for key in given.get("negatives", ())]
+    fields = {name: value for name, value in given.items() if name not in _REPEATED}
     return [*parts, *(text_part(name, _text(value)) for name, value in fields.items())]
 
 
 def _query_json(query: Query) -> dict[str, Any]:
-    options: dict[str, Any] = dict(query.options or {})
+    options = _given(query.options or {})
     crops = [list(crop) for crop in options.pop("crops", ())]
     images = [
         {"data": base64.b64encode(image_bytes(image)).decode(), "crops": crops}
@@ -171,8 +173,14 @@ def _query_json(query: Query) -> dict[str, Any]:
 def _listed(images: Images) -> Sequence[Image]:
     if is_image(images):
         return [images]  # type: ignore[list-item]
+    if not isinstance(images, Iterable):
+        raise ArgumentError(f"A {type(images).__name__} is no image; send a path, bytes or a file.")
     return images  # type: ignore[return-value]
 
 
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _text(value: object) -> object:
-    return json.dumps(value) if isinstance(value, Mapping) else value
+    return json_text(value) if isinstance(value, Mapping) else value

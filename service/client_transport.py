@@ -1,15 +1,17 @@
 """Sends calls over HTTP, again where that is safe; in a thread or in an event loop."""
 
 from asyncio import sleep as async_sleep
+from collections.abc import Callable
 from time import sleep
 from typing import Any, Self, TypeVar
 
 import httpx
 
 from service.client_call import Call, retry_after_s
-from service.client_errors import ConnectionFailedError
+from service.client_errors import ArgumentError, ConnectionFailedError
 
 T = TypeVar("T")
+C = TypeVar("C", httpx.Client, httpx.AsyncClient)
 
 _AGAIN = frozenset({429, 503})
 _MAX_WAIT_S = 30.0
@@ -33,7 +35,7 @@ class _Settings:
         `retries` times, after the time that the service asks for. `transport` is one of httpx.
         """
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._retries = retries
+        self._retries = max(retries, 0)
         self._options: dict[str, Any] = {
             "base_url": url,
             "headers": headers,
@@ -61,7 +63,7 @@ class Sender(_Settings):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._http = httpx.Client(**self._options)
+        self._http = _opened(httpx.Client, self._options)
 
     def __enter__(self) -> Self:
         return self
@@ -77,8 +79,8 @@ class Sender(_Settings):
         for attempt in range(self._retries + 1):
             response = None
             try:
-                response = self._http.request(call.method, call.path, **call.options())
-            except httpx.TransportError as error:
+                response = self._http.send(_request(self._http, call))
+            except httpx.RequestError as error:
                 failure = error
             wait_s = self._wait_s(call, attempt, response)
             if wait_s is None:
@@ -94,7 +96,7 @@ class AsyncSender(_Settings):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._http = httpx.AsyncClient(**self._options)
+        self._http = _opened(httpx.AsyncClient, self._options)
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,8 +112,8 @@ class AsyncSender(_Settings):
         for attempt in range(self._retries + 1):
             response = None
             try:
-                response = await self._http.request(call.method, call.path, **call.options())
-            except httpx.TransportError as error:
+                response = await self._http.send(_request(self._http, call))
+            except httpx.RequestError as error:
                 failure = error
             wait_s = self._wait_s(call, attempt, response)
             if wait_s is None:
@@ -122,7 +124,23 @@ class AsyncSender(_Settings):
         return call.answer(response)
 
 
-def _failed(call: Call[T], error: httpx.TransportError) -> ConnectionFailedError:
+def _opened(kind: Callable[..., C], options: dict[str, Any]) -> C:
+    try:
+        return kind(**options)
+    except httpx.InvalidURL as error:
+        raise ArgumentError(f"url = {options['base_url']!r} is no address: {error}.") from error
+    except UnicodeError:  # not told as the cause, which shows a part of the key
+        raise ArgumentError("The key has characters that no key has; copy it again.") from None
+
+
+def _request(http: httpx.Client | httpx.AsyncClient, call: Call[T]) -> httpx.Request:
+    try:
+        return http.build_request(call.method, call.path, **call.options())
+    except (httpx.InvalidURL, UnicodeError, TypeError) as error:
+        raise ArgumentError(f"{call.method} {call.path} cannot be sent: {error}.") from error
+
+
+def _failed(call: Call[T], error: httpx.RequestError) -> ConnectionFailedError:
     reason = str(error) or type(error).__name__
     return ConnectionFailedError(
         f"{call.method} {call.path} got no answer: {reason}. Is the service running at this "

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from service.cache import Kind, Level
 from service.jobs.record import State
-from service.metrics_shared import GaugeMode, Readings, render
+from service.metrics_shared import RESTARTS, GaugeMode, Readings, render
 
 Stage = Literal["cache", "decode", "queue", "embed", "search", "total"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -53,6 +53,7 @@ class Metrics:
         self.reload_failures = self._counter(
             "kinlens_reload_failures", "Generations that could not be opened.", "gallery"
         )
+        self._counter(*RESTARTS)
         self._add_gauges()
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
 

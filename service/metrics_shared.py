@@ -16,10 +16,14 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.values import MultiProcessValue
 
 GaugeMode = Literal["livesum", "livemin", "livemax", "livemostrecent"]
 _VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _REFRESH_S = 1.0
+_PARENT = "parent"
+RESTARTS = ("kinlens_process_restarts", "Serving processes that ended and were replaced.")
+"""Name and text of what the parent counts, who answers no request himself."""
 
 
 @contextlib.contextmanager
@@ -44,6 +48,15 @@ def shared_folder() -> Iterator[Path]:
 def forget(folder: Path, process_id: int) -> None:
     """Leave a process that ended out of the gauges; what it counted stays in the sums."""
     mark_process_dead(process_id, str(folder))  # type: ignore[no-untyped-call]
+
+
+def restarts_counter() -> Callable[[], None]:
+    """Counts one more replaced process at each call, in the shared folder of this block."""
+    name, text = RESTARTS
+    value = MultiProcessValue(lambda: _PARENT)(  # type: ignore[no-untyped-call]
+        "counter", name, f"{name}_total", (), (), text
+    )
+    return lambda: value.inc(1)
 
 
 def is_shared() -> bool:

@@ -22,7 +22,7 @@ import structlog
 import typer
 
 from service.child import GRACE_S, serve_child
-from service.metrics_shared import forget, shared_folder
+from service.metrics_shared import forget, restarts_counter, shared_folder
 from service.settings import Settings
 
 _TICK_S = 0.2
@@ -40,7 +40,7 @@ def serve_processes(settings: Settings, listener: socket.socket, count: int) -> 
     Raises: ChildProcessError with the child's own reason if one of the first does not start.
     """
     with shared_folder() as metrics:
-        parent = _Parent(settings, listener, count, metrics)
+        parent = _Parent(settings, listener, count, metrics, restarts_counter())
         with _signals(parent.end):
             parent.run()
 
@@ -64,6 +64,7 @@ class _Parent:
     listener: socket.socket
     count: int
     metrics: Path
+    on_replaced: Callable[[], None]
     ending: bool = False
     places: list[_Place] = field(default_factory=list)
 
@@ -130,6 +131,7 @@ class _Parent:
             "process ended", process=place.process.pid, reason=_reason(place), pause_s=pause
         )
         place.failures += 1
+        self.on_replaced()
         place.start_at = time.monotonic() + pause
         self._bury(place)
 

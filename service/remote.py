@@ -15,10 +15,12 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 
+from service.repeats import Repeats
+
 T = TypeVar("T")
 _FIRST_PROBE_S = 0.1
 _DATABASE = re.compile(r"/?\d*")
-_FAIR_SHARE = 0.5  # of the timeout: Redis that had less is not to blame for its silence
+FAIR_SHARE = 0.5  # of the timeout: Redis that had less is not to blame for its silence
 
 
 class WaitBudget:
@@ -119,6 +121,8 @@ class RedisStore:
         self._client = Redis.from_pool(pool)
         self._slots = asyncio.Semaphore(connections)
         self._recovery: asyncio.Task[None] | None = None
+        self._outages = Repeats()
+        self._is_told = False
 
     @property
     def state(self) -> str:
@@ -165,7 +169,7 @@ class RedisStore:
             await self._client.ping()
 
     async def _call(self, operation: Callable[[], Awaitable[T]], budget: WaitBudget) -> T | None:
-        if self.state == "down" or not await self._enter(budget):
+        if self.state == "down" or not budget.left_s or not await self._enter(budget):
             return None
         given_s = budget.left_s
         try:
@@ -177,7 +181,7 @@ class RedisStore:
             # Redis is there and said no: another type under the key, out of memory.
             structlog.get_logger().debug("redis refused", error=type(error).__name__)
         except TimeoutError as error:
-            if given_s >= _FAIR_SHARE * self._timeout_s:
+            if given_s >= FAIR_SHARE * self._timeout_s:
                 self._open_breaker(error)
         except Exception as error:
             # Whatever the client raises, the request goes on without this level.
@@ -195,8 +199,18 @@ class RedisStore:
 
     def _open_breaker(self, error: Exception) -> None:
         if self._recovery is None:
-            structlog.get_logger().warning("redis is away", error=type(error).__name__)
+            self._outages.add()
+            self._is_told = False
+            self._tell(error)
             self._recovery = asyncio.create_task(self._recover())
+
+    def _tell(self, error: Exception) -> None:
+        """Log an outage once, unless another was logged a moment ago; it is counted then."""
+        times = 0 if self._is_told else self._outages.due()
+        if times:
+            self._is_told = True
+            name = type(error).__name__
+            structlog.get_logger().warning("redis is away", error=name, times=times)
 
     async def _recover(self) -> None:
         delay_s = min(_FIRST_PROBE_S, self._retry_s)
@@ -204,9 +218,11 @@ class RedisStore:
             await asyncio.sleep(delay_s)
             try:
                 await self._ping()
-            except Exception:
+            except Exception as error:
+                self._tell(error)
                 delay_s = min(2 * delay_s, self._retry_s)
             else:
-                structlog.get_logger().info("redis is back")
+                if self._is_told:
+                    structlog.get_logger().info("redis is back")
                 self._recovery = None
                 return

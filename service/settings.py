@@ -22,14 +22,10 @@ from service.security.rates import parse_rates
 ANY_HOST = "*"
 _CPU_BATCH = 2
 _GPU_BATCH = 32
+_PER_CORE = ("embed_workers", "decode_workers", "search_workers")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
-
-
-def _cores_of_one(given: dict[str, Any]) -> int:
-    """Cores for each of the processes that `given` asks for."""
-    return max(1, core_count() // int(given.get("workers", 1)))
 
 
 class Settings(BaseSettings):
@@ -75,12 +71,12 @@ class Settings(BaseSettings):
 
     batch_size: int = Field(default=0, ge=0)
     queue_size: int = Field(default=64, ge=1)
-    embed_workers: int = Field(default_factory=_cores_of_one, ge=1)
-    decode_workers: int = Field(default_factory=_cores_of_one, ge=1)
+    embed_workers: int = Field(default_factory=core_count, ge=1)
+    decode_workers: int = Field(default_factory=core_count, ge=1)
     decode_isolation: bool = True
     decode_memory_mb: int = Field(default=1024, ge=256)
     decode_timeout_ms: int = Field(default=5_000, ge=1)
-    search_workers: int = Field(default_factory=_cores_of_one, ge=1)
+    search_workers: int = Field(default_factory=core_count, ge=1)
     recall_sample: int = Field(default=1_000, ge=0)
     reload_interval_ms: int = Field(default=1_000, ge=10)
 
@@ -103,6 +99,15 @@ class Settings(BaseSettings):
     redis_ttl_s: int = Field(default=86_400, ge=1)
     redis_max_value_bytes: int = Field(default=2**20, ge=1)
     redis_connections: int = Field(default=16, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _processes_share_the_cores(cls, given: dict[str, Any]) -> dict[str, Any]:
+        workers = str(given.get("workers", 1))
+        if not workers.isdecimal() or int(workers) < 1:
+            return given  # the field itself refuses it
+        share = max(1, core_count() // int(workers))
+        return dict.fromkeys(_PER_CORE, share) | given
 
     @field_validator(
         "galleries",

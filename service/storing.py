@@ -89,11 +89,11 @@ def remove_item(gallery: Gallery, item_id: ItemId) -> tuple[Changed, list[str]]:
 def remove_where(gallery: Gallery, where: Filter) -> tuple[Changed, list[str]]:
     """As `remove`, every item that fits. Raises: FilterError, GalleryError."""
     contents: list[str] = []
-    offset, total = 0, 1
-    while offset < total:
-        total, items = gallery.page(offset, _PAGE, where)
+    after, items = -1, gallery.page(0, _PAGE, where).items
+    while items:
         contents += [item.sha256 for item in items if not item.path]
-        offset += _PAGE
+        after = items[-1].id
+        items = gallery.page(0, _PAGE, where, after=after).items
     return Changed(gallery.remove_where(where), gallery.version), contents
 
 

@@ -91,8 +91,18 @@ class SearchableGallery(Protocol):
     def facts(self) -> GalleryFacts:
         """What is in the gallery now."""
 
-    def page(self, offset: int, limit: int, where: Filter | None = None, prefix: str = "") -> Page:
-        """Some of the items that fit, in the order of their numbers. Raises: FilterError."""
+    def page(
+        self,
+        offset: int,
+        limit: int,
+        where: Filter | None = None,
+        prefix: str = "",
+        after: ItemId = -1,
+    ) -> Page:
+        """Some of the items that fit, above the number `after`, in the order of their numbers.
+
+        Raises: FilterError.
+        """
 
     def attribute_facts(self) -> Sequence[AttributeFacts]:
         """The values of each attribute, counted."""

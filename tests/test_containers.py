@@ -22,6 +22,8 @@ from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
 from indexer.build import build_gallery
 from indexer.images import folder_source
+from service.child import GRACE_S
+from service.settings import Settings
 from tests.dockerfiles import ROOT, Scratch, environment, parse
 from tests.tiny import encoded, picture
 
@@ -318,6 +320,46 @@ def test_the_service_gets_the_address_of_redis_from_a_secret(tmp_path: Path) -> 
         command, env={"PATH": f"{tmp_path}:/bin:/usr/bin"}, capture_output=True, text=True
     )
     assert done.stdout == "redis://kinlens:secret@redis:6379/0 work\n", done.stderr
+
+
+def test_compose_passes_every_setting_to_the_service_but_those_of_its_image() -> None:
+    of_the_image = {"host", "port", "state", "device", "redis_url"}
+    names = {f"KINLENS_{name.upper()}" for name in set(Settings.model_fields) - of_the_image}
+    assert names <= set(SERVICES["service"]["environment"])
+    for name in ("service-gpu", "worker"):
+        assert names - {"KINLENS_WORKERS"} <= set(SERVICES[name]["environment"])
+    for service in ("service", "service-gpu", "worker"):
+        for name, value in SERVICES[service]["environment"].items():
+            assert name.startswith("KINLENS_")
+            assert value != "", f"{name} without a value is written without quotes"
+
+
+@pytest.mark.parametrize("name", ["service", "service-gpu", "worker"])
+def test_the_engine_waits_for_the_end_of_requests_that_the_service_waits_for(name: str) -> None:
+    service = SERVICES[name]
+    given = service["environment"]["KINLENS_SHUTDOWN_TIMEOUT_S"]
+    default = re.fullmatch(r"\$\{KINLENS_SHUTDOWN_TIMEOUT_S:-(\d+)\}", given)
+    assert default
+    assert int(default[1]) == 30, "as docs/containers.md says"
+    assert int(service["stop_grace_period"].removesuffix("s")) > int(default[1]) + GRACE_S
+
+
+def test_what_training_downloads_goes_where_the_container_may_write() -> None:
+    given = environment(parse(TRAINING))
+    code = (
+        "import torch.hub, huggingface_hub.constants as c; "
+        "print(torch.hub.get_dir(), c.HF_HUB_CACHE, c.HF_ASSETS_CACHE, sep=chr(10))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PATH": os.environ["PATH"], "HOME": "/home/kinlens"} | given,
+        capture_output=True,
+        text=True,
+    )
+    folders = done.stdout.split()
+    assert len(folders) == 3, done.stderr
+    assert all(Path("/state/cache") in Path(folder).parents for folder in folders), folders
+    assert any(volume.endswith(":/state") for volume in SERVICES["worker"]["volumes"])
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 
 from embedder import errors
 from embedder.errors import InvalidParameterError
+from indexer.contents import Page
 from service.new_items import Outcome
 from service.openapi import problems
 from service.parameters import whole_number
@@ -21,6 +22,7 @@ from service.problems import (
     described,
     request_id_of,
 )
+from service.registry import Served
 from service.routes.item_bodies import PUT_BODY, new_items
 from service.routes.json_bodies import body_docs, read_model
 from service.routes.reading import FAILURES, MAX_ID, item_model, look, where_of
@@ -67,6 +69,7 @@ _IMAGES = (
 def build_router(runtime: Runtime) -> APIRouter:
     """The routes of items."""
     router = APIRouter(prefix="/galleries/{name}/items")
+    _add_listing(router, runtime)
     _add_reading(router, runtime)
     _add_putting(router, runtime)
     _add_removing(router, runtime)
@@ -74,7 +77,7 @@ def build_router(runtime: Runtime) -> APIRouter:
     return router
 
 
-def _add_reading(router: APIRouter, runtime: Runtime) -> None:
+def _add_listing(router: APIRouter, runtime: Runtime) -> None:
     @router.get("", responses=problems(*FAILURES, _FILTER), summary="List items")
     async def items(
         name: str,
@@ -92,19 +95,29 @@ def _add_reading(router: APIRouter, runtime: Runtime) -> None:
             str | None, Parameter(alias="filter", description="As in a search: text or JSON.")
         ] = None,
         key_prefix: Annotated[str, Parameter(max_length=_MAX_PREFIX)] = "",
+        after: Annotated[
+            int | None,
+            Parameter(ge=0, le=MAX_ID, description="Only items with higher numbers."),
+            BeforeValidator(whole_number("after", 0, MAX_ID)),
+        ] = None,
     ) -> ItemPage:
-        """Items in the order of their numbers, new ones last."""
+        """Items in the order of their numbers, new ones last.
+
+        To read all while some are added and removed, send the last number of a page as `after`.
+        """
         await runtime.registry.know(name)
         with runtime.registry.lease(name) as served:
             gallery = served.gallery
 
             def read() -> ItemPage:
-                page = gallery.page(offset, limit, where_of(where), key_prefix)
-                found = [item_model(name, gallery, item) for item in page.items]
-                return ItemPage(total=page.total, offset=offset, items=found)
+                above = -1 if after is None else after
+                page = gallery.page(offset, limit, where_of(where), key_prefix, above)
+                return _item_page(served, page, offset)
 
             return await look(runtime, "the items", read)
 
+
+def _add_reading(router: APIRouter, runtime: Runtime) -> None:
     @router.get(
         "/{item_id}", responses=problems(*FAILURES, _UNKNOWN_ITEM), summary="Describe an item"
     )
@@ -200,6 +213,16 @@ def _add_removing_one(router: APIRouter, runtime: Runtime) -> None:
         await runtime.registry.know(name)
         removed = await runtime.writes.remove_item(name, item_id, version)
         return RemoveAnswer(removed=removed.count, version=removed.version)
+
+
+def _item_page(served: Served, page: Page, offset: int) -> ItemPage:
+    return ItemPage(
+        total=page.total,
+        offset=offset,
+        items=[item_model(served.name, served.gallery, item) for item in page.items],
+        last=page.last,
+        generation=served.gallery.generation,
+    )
 
 
 def _put_answer(done: Put, request: Request) -> PutAnswer:

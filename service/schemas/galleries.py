@@ -156,6 +156,12 @@ class ItemPage(BaseModel):
     total: int
     offset: int
     items: list[ItemModel]
+    last: Annotated[int | None, Field(description="The highest number of an item that fits.")] = (
+        None
+    )
+    generation: Annotated[
+        str | None, Field(description="That the numbers are of; in another they are of others.")
+    ] = None
 
 
 class NewItemModel(Strict):

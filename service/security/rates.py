@@ -1,20 +1,18 @@
 """How many requests a key, or an address without one, may send: counted here or in Redis."""
 
-import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
 from limits import RateLimitItem, parse_many
-from limits.aio.storage import MemoryStorage, RedisStorage, Storage
+from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
-from redis.asyncio import BlockingConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
-_PREFIX = "kinlens:1:rate"
+from service.remote import FAIR_SHARE, request_budget
+from service.repeats import Repeats
+from service.security.windows import Window, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,43 +48,49 @@ def parse_rates(text: str) -> tuple[RateLimitItem, ...]:
 class SharedCounts:
     """Counters in Redis, for all processes together.
 
-    A call waits at most `timeout_s`; after one that fails nobody asks for `retry_s`.
+    A call waits at most `timeout_s`, less what its request has waited for Redis before, and is one
+    round trip. After one that fails nobody asks for `retry_s`.
     """
 
     def __init__(self, url: str, *, timeout_s: float, retry_s: float, connections: int) -> None:
-        self._pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=connections,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-        self.storage: Storage = RedisStorage(
-            "async+redis://",
-            implementation="redispy",
-            key_prefix=_PREFIX,
-            connection_pool=self._pool,  # type: ignore[arg-type]
-        )
-        self.timeout_s = timeout_s
+        self._windows = Windows(url, timeout_s, connections)
+        self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._closed_until = -math.inf
+        self._failures = Repeats()
 
-    @property
-    def usable(self) -> bool:
-        """Whether it may be asked now."""
-        return time.monotonic() >= self._closed_until
-
-    def fail(self, error: Exception) -> None:
-        """Leave Redis alone for a while."""
-        if self.usable:
-            structlog.get_logger().warning("redis counts no rates", error=type(error).__name__)
-        self._closed_until = time.monotonic() + self._retry_s
+    async def hit(
+        self, rates: Sequence[RateLimitItem], kind: str, caller: str
+    ) -> list[Window] | None:
+        """Count one request in each rate; None if Redis does not answer, whatever the reason."""
+        budget = request_budget(self._timeout_s)
+        given_s = budget.left_s
+        if time.monotonic() < self._closed_until or not given_s:
+            return None
+        try:
+            async with budget.wait():
+                return await self._windows.hit(rates, kind, caller)
+        except TimeoutError as error:
+            if given_s >= FAIR_SHARE * self._timeout_s:
+                self._fail(error)
+        except Exception as error:
+            # Whatever the client raises, the request is counted here instead.
+            self._fail(error)
+        return None
 
     async def close(self) -> None:
         """Disconnect."""
-        await self._pool.disconnect()
+        await self._windows.close()
+
+    def _fail(self, error: Exception) -> None:
+        """Leave Redis alone for a while."""
+        if time.monotonic() >= self._closed_until:
+            self._failures.add()
+        times = self._failures.due()
+        if times:
+            name = type(error).__name__
+            structlog.get_logger().warning("redis counts no rates", error=name, times=times)
+        self._closed_until = time.monotonic() + self._retry_s
 
 
 class RateLimits:
@@ -99,43 +103,29 @@ class RateLimits:
         self._rates = {kind: parse_rates(text) for kind, text in rates.items()}
         self._shared = shared
         self._local = SlidingWindowCounterRateLimiter(MemoryStorage())
-        self._remote = SlidingWindowCounterRateLimiter(shared.storage) if shared else None
 
     async def hit(self, kind: str, caller: str) -> Verdict:
         """Count one request of `caller`, and say whether it still fits."""
         rates = self._rates.get(kind, ())
         if not rates:
             return Verdict()
-        shared, remote = self._shared, self._remote
-        if shared is not None and remote is not None and shared.usable:
-            try:
-                async with asyncio.timeout(shared.timeout_s):
-                    return await _hit(remote, rates, kind, caller)
-            except Exception as error:
-                # Whatever the client raises, the request is counted here instead.
-                shared.fail(error)
-        return await _hit(self._local, rates, kind, caller)
+        windows = None if self._shared is None else await self._shared.hit(rates, kind, caller)
+        if windows is None:
+            windows = [await self._hit_here(rate, kind, caller) for rate in rates]
+        verdicts = [_verdict(rate, window) for rate, window in zip(rates, windows, strict=True)]
+        return min(verdicts, key=lambda v: (v.allowed, v.remaining))
 
     async def close(self) -> None:
         """Disconnect."""
         if self._shared is not None:
             await self._shared.close()
 
-
-async def _hit(
-    limiter: SlidingWindowCounterRateLimiter,
-    rates: tuple[RateLimitItem, ...],
-    kind: str,
-    caller: str,
-) -> Verdict:
-    verdicts = [await _hit_one(limiter, rate, kind, caller) for rate in rates]
-    return min(verdicts, key=lambda v: (v.allowed, v.remaining))
+    async def _hit_here(self, rate: RateLimitItem, kind: str, caller: str) -> Window:
+        fits = await self._local.hit(rate, kind, caller)
+        stats = await self._local.get_window_stats(rate, kind, caller)
+        return Window(fits, stats.remaining, stats.reset_time - time.time())
 
 
-async def _hit_one(
-    limiter: SlidingWindowCounterRateLimiter, rate: RateLimitItem, kind: str, caller: str
-) -> Verdict:
-    fits = await limiter.hit(rate, kind, caller)
-    stats = await limiter.get_window_stats(rate, kind, caller)
-    wait_s = max(1, math.ceil(stats.reset_time - time.time()))
-    return Verdict(fits, rate.amount, stats.remaining, min(wait_s, rate.get_expiry()))
+def _verdict(rate: RateLimitItem, window: Window) -> Verdict:
+    wait_s = max(1, math.ceil(window.reset_in_s))
+    return Verdict(window.fits, rate.amount, window.remaining, min(wait_s, rate.get_expiry()))

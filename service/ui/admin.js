@@ -12,7 +12,7 @@ import { choose, chosen, loadGalleries, refreshSizes, state, whenGalleryChanges 
 import * as status from "/ui/admin-status.js";
 import { close, failed, startWork } from "/ui/admin-work.js";
 import { hideError, problemOf, showProblem, startAlerts } from "/ui/alerts.js";
-import { element, ui } from "/ui/dom.js";
+import { element, startSkip, ui } from "/ui/dom.js";
 import { plural } from "/ui/format.js";
 import { getKey, setKey } from "/ui/key.js";
 
@@ -105,7 +105,8 @@ whenGalleryChanges(() => {
   items.reset();
   if (document.body.dataset.access === "open") showView();
 });
-startAlerts();
+startAlerts(ui.main);
+startSkip(ui.main);
 startWork(enter);
 startConfirm();
 startEdit();

@@ -7,6 +7,7 @@ import { setKey } from "/ui/key.js";
 const SECOND_MS = 1000;
 let counting = 0;
 let again = null;
+let home = null; // takes the focus of a message that goes
 
 export function problemOf(error) {
   if (error instanceof Problem) return error;
@@ -53,9 +54,15 @@ export function showProblem(error, retry = null) {
   ui.error.hidden = false;
 }
 
+function hide(message) {
+  const hadFocus = message.contains(document.activeElement);
+  message.hidden = true;
+  if (hadFocus) home.focus({ preventScroll: true });
+}
+
 export function hideError() {
   stopCounting();
-  ui.error.hidden = true;
+  hide(ui.error);
 }
 
 // A gentle note: nothing failed.
@@ -65,7 +72,7 @@ export function showNotice(text) {
 }
 
 export function hideNotice() {
-  ui.notice.hidden = true;
+  hide(ui.notice);
 }
 
 function retryNow() {
@@ -78,7 +85,8 @@ function showConnection() {
   ui.offline.hidden = navigator.onLine !== false;
 }
 
-export function startAlerts() {
+export function startAlerts(focusHome) {
+  home = focusHome;
   ui["error-retry"].addEventListener("click", retryNow);
   ui["error-close"].addEventListener("click", hideError);
   ui["notice-close"].addEventListener("click", hideNotice);

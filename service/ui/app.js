@@ -2,12 +2,12 @@
 
 import { hideError, hideNotice, showNotice, showProblem, startAlerts } from "/ui/alerts.js";
 import { fetchImage, Problem } from "/ui/api.js";
-import { ask, checkedQuery, itemQuery, likesQuery, linkedQuery, sampleQuery, uploadQuery } from "/ui/ask.js";
+import { ask, checkedQuery, itemQuery, likesQuery, linkedQuery, renewed, sampleQuery, uploadQuery } from "/ui/ask.js";
 import { BatchRun } from "/ui/batch_run.js";
 import { startCamera } from "/ui/camera.js";
 import { walkWithArrows } from "/ui/cards.js";
 import { Cropper } from "/ui/crop.js";
-import { announce, debounced, ui } from "/ui/dom.js";
+import { announce, debounced, keepFocus, startSkip, ui } from "/ui/dom.js";
 import { acceptImages } from "/ui/intake.js";
 import { fromHash, toHash } from "/ui/link.js";
 import { fileOf, remember, startRecent } from "/ui/recent.js";
@@ -50,6 +50,7 @@ function settle(focusIsInside, isNew = false) {
   if (entry?.kind === "batch") batch.show(entry);
   if (entry === null && settings.view.gallery) showSamples(searchNew);
   if (focusIsInside && (isNew || !focusIsInResults())) ui.summary.focus({ preventScroll: true });
+  else if (focusIsInside) keepFocus(ui.summary);
 }
 
 // `keep` is trail.push for a new query, trail.replace for the same query with other settings.
@@ -58,7 +59,7 @@ async function search(query, keep) {
   running?.controller.abort();
   const mine = { query, keep, controller: new AbortController() };
   running = mine;
-  const focusIsInside = focusIsInResults();
+  const focusIsInside = focusIsInResults() || ui.samples.contains(document.activeElement);
   const wanted = settings.snapshot();
   hideError();
   hideSamples();
@@ -80,8 +81,10 @@ async function search(query, keep) {
     settle(focusIsInside);
     showProblem(error, () => {
       settings.restore(wanted);
-      search(query, keep);
+      search(renewed(query), keep);
     });
+  } finally {
+    if (running?.query.preview !== query.preview) trail.release([query.preview]);
   }
 }
 
@@ -252,7 +255,7 @@ function listen() {
   addEventListener("popstate", walked);
   addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
-    if (running === null && !batch.isRunning) hideError();
+    if (!ui.error.hidden) hideError();
     else cancel();
   });
 }
@@ -266,7 +269,8 @@ function showSettings() {
 }
 
 if (/Mac|iPhone|iPad/.test(navigator.platform)) ui["paste-key"].textContent = "⌘";
-startAlerts();
+startAlerts(ui.summary);
+startSkip(ui.results);
 settings.startSettings(settingsChanged);
 showSettings();
 walkWithArrows(ui.grid);

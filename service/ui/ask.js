@@ -16,6 +16,10 @@ export function uploadQuery(file) {
   return { kind: "upload", name, image: file, preview: URL.createObjectURL(file), crops: [] };
 }
 
+// The query with a preview of its own, for when the one it had is released.
+export const renewed = (query) =>
+  query.kind === "upload" ? { ...uploadQuery(query.image), name: query.name, crops: query.crops } : query;
+
 export const sampleQuery = ({ name, image }) =>
   ({ kind: "sample", name, link: image, preview: image, crops: [] });
 

@@ -121,8 +121,8 @@ async function patiently(work, signal) {
 
 async function runRow(row, ask, signal) {
   try {
-    row.answer = await patiently(() => ask(row.query, signal), signal);
-    row.state = "done";
+    const answer = await patiently(() => ask(row.query, signal), signal);
+    if (!signal.aborted) Object.assign(row, { answer, state: "done" });
   } catch (error) {
     if (signal.aborted) return; // whoever ended the run says what becomes of its rows
     row.state = "failed";
@@ -145,5 +145,8 @@ export async function runRows(rows, ask, signal, onRow) {
 }
 
 export function repaint(row, handlers) {
-  if (row.node?.isConnected) paint(row, handlers);
+  if (!row.node?.isConnected) return;
+  const hadFocus = row.node.contains(document.activeElement);
+  paint(row, handlers);
+  if (hadFocus) (row.node.querySelector("button") ?? ui.summary).focus({ preventScroll: true });
 }

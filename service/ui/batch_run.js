@@ -1,16 +1,19 @@
-// The batch under way: its rows go on in the background while one of them is looked at.
+// The batch under way, one at most: its rows go on in the background while one of them is looked at.
 
 import { Problem } from "/ui/api.js";
 import { showNotice } from "/ui/alerts.js";
 import { ask, uploadQuery } from "/ui/ask.js";
 import { MAX_IMAGES, repaint, rowOf, runRows, showRows, showSummary } from "/ui/batch.js";
+import { keepFocus, ui } from "/ui/dom.js";
 import * as settings from "/ui/settings.js";
 import * as trail from "/ui/trail.js";
 
 const CANCELLED = new Problem("Cancelled", "This picture was not searched for.");
 
+const isOpen = ({ state }) => state === "waiting" || state === "running";
+
 export class BatchRun {
-  #controller = null;
+  #run = null; // {entry, controller, parts} of the batch under way; a row tried again is a part
 
   constructor({ onOpen }) {
     this.handlers = {
@@ -21,8 +24,9 @@ export class BatchRun {
     };
   }
 
-  get isRunning() {
-    return this.#controller !== null;
+  // Whether the batch under way is the one on the page.
+  get isShown() {
+    return this.#run !== null && this.#run.entry === trail.current();
   }
 
   entryOf(files) {
@@ -37,47 +41,50 @@ export class BatchRun {
     showRows(entry.rows, this.handlers);
   }
 
-  async start(entry) {
-    this.#controller?.abort();
-    const mine = new AbortController();
-    this.#controller = mine;
+  // Searches for those of `rows` that wait; a batch of another entry ends.
+  async start(entry, rows = entry.rows) {
+    if (this.#run?.entry !== entry) this.#end();
+    this.#run ??= { entry, controller: new AbortController(), parts: 0 };
+    const mine = this.#run;
+    mine.parts += 1;
     const view = settings.snapshot();
     const work = (query, signal) => ask(query, view, signal);
-    await runRows(entry.rows, work, mine.signal, (row) => this.#moved(entry, row));
-    if (this.#controller === mine) this.#controller = null;
+    await runRows(rows, work, mine.controller.signal, (row) => this.#moved(entry, row));
+    mine.parts -= 1;
+    if (mine.parts === 0 && this.#run === mine) this.#run = null;
   }
 
   // The same pictures with other settings.
   restart(entry) {
-    this.#controller?.abort();
+    this.#end();
     entry.view = settings.snapshot();
     for (const row of entry.rows) Object.assign(row, { state: "waiting", answer: null, problem: null });
     this.show(entry);
     return this.start(entry);
   }
 
+  // Ends the batch on the page; one in the background goes on.
   cancel() {
-    const entry = trail.current();
-    this.#controller?.abort();
-    this.#controller = null;
-    if (entry?.kind !== "batch") return;
-    for (const row of entry.rows.filter(({ state }) => state === "waiting" || state === "running")) {
+    if (!this.isShown) return;
+    const { entry } = this.#run;
+    this.#end();
+    this.show(entry);
+    keepFocus(ui.summary);
+  }
+
+  #end() {
+    if (this.#run === null) return;
+    const { entry, controller } = this.#run;
+    this.#run = null;
+    controller.abort();
+    for (const row of entry.rows.filter(isOpen)) {
       Object.assign(row, { state: "failed", problem: CANCELLED });
     }
-    this.show(entry);
   }
 
   #again(row) {
     Object.assign(row, { state: "waiting", problem: null });
-    const entry = trail.current();
-    if (this.isRunning) return this.#alone(entry, row);
-    return this.start(entry);
-  }
-
-  async #alone(entry, row) {
-    const view = settings.snapshot();
-    await runRows([row], (query, signal) => ask(query, view, signal), this.#controller.signal, () =>
-      this.#moved(entry, row));
+    return this.start(trail.current(), [row]);
   }
 
   #moved(entry, row) {

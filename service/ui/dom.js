@@ -36,6 +36,21 @@ export function definitions(pairs) {
   ]);
 }
 
+// The skip link moves the focus alone: what follows # in the address says which view is shown.
+export function startSkip(target) {
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    target.focus();
+  });
+}
+
+// A control that hides with the focus on it hands the focus to `home`.
+export function keepFocus(home) {
+  const { activeElement: focused, body } = document;
+  const isLost = focused === null || focused === body || !focused.checkVisibility();
+  if (isLost) home.focus({ preventScroll: true });
+}
+
 const ANNOUNCE_AFTER_MS = 250;
 let announcing = 0;
 

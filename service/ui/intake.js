@@ -1,5 +1,7 @@
 // The ways in: drop, paste, pick. Each ends in onImages(files) or onRefused(title, detail).
 
+const TEXT_FIELD = "textarea, " +
+  ["email", "number", "password", "search", "tel", "text", "url"].map((type) => `input[type=${type}]`).join();
 const FORMATS = "Kinlens reads JPEG, PNG, WebP, GIF, BMP and TIFF images.";
 
 function judge(files, { onImages, onRefused }, source) {
@@ -31,8 +33,7 @@ function acceptDrops(handlers) {
 
 function acceptPastes(handlers) {
   addEventListener("paste", (event) => {
-    const isField = event.target instanceof HTMLInputElement && event.target.type !== "range";
-    if (isField) return; // a key or a number is being pasted
+    if (event.target instanceof Element && event.target.matches(TEXT_FIELD)) return; // a key or a number is being pasted
     event.preventDefault();
     judge(event.clipboardData?.files ?? [], handlers, "clipboard");
   });

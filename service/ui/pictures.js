@@ -5,14 +5,18 @@ import { getKey } from "/ui/key.js";
 
 const NEAR = "400px";
 
+// A picture that comes when its <img> is gone or is to show another is dropped.
 async function load(image) {
-  try {
-    const url = URL.createObjectURL(await fetchImage(image.dataset.link));
-    image.addEventListener("load", () => URL.revokeObjectURL(url), { once: true });
-    image.src = url;
-  } catch {
-    image.dispatchEvent(new Event("error"));
+  const { link } = image.dataset;
+  const blob = await fetchImage(link).catch(() => null);
+  if (image.dataset.link !== link || !image.isConnected) return;
+  if (blob === null) return image.dispatchEvent(new Event("error"));
+  const url = URL.createObjectURL(blob);
+  for (const end of ["load", "error"]) {
+    image.addEventListener(end, () => URL.revokeObjectURL(url), { once: true });
   }
+  image.loading = "eager"; // a lazy one that is removed now would never end
+  image.src = url;
 }
 
 const watcher = new IntersectionObserver(
@@ -29,8 +33,26 @@ export function showPicture(image, link) {
   image.classList.remove("broken");
   image.dataset.link = link;
   const isLocal = /^(blob|data):/.test(link);
-  if (isLocal || !getKey()) image.src = link;
-  else watcher.observe(image);
+  watcher.unobserve(image);
+  if (isLocal || !getKey()) {
+    image.src = link;
+    return;
+  }
+  image.removeAttribute("src"); // the picture of another link
+  watcher.observe(image);
+}
+
+// Waits until the <img> shows `link`: false if it cannot, or shows another by then.
+export async function isShown(image, link) {
+  if (image.dataset.link !== link) return false;
+  if (!image.hasAttribute("src")) {
+    await new Promise((resolve) => {
+      for (const end of ["load", "error"]) image.addEventListener(end, resolve, { once: true });
+    });
+  }
+  if (image.dataset.link !== link) return false;
+  await image.decode();
+  return image.dataset.link === link && image.naturalWidth > 0;
 }
 
 // An <img> that shows where it could not load; `link` comes from the service.

@@ -2,6 +2,7 @@
 
 import { element, ui } from "/ui/dom.js";
 import { ago } from "/ui/format.js";
+import { isShown } from "/ui/pictures.js";
 import { stored } from "/ui/storage.js";
 
 const LIMIT = 24;
@@ -38,25 +39,26 @@ function thumbnail(image) {
   return canvas.toDataURL("image/jpeg", QUALITY);
 }
 
-async function loaded(image, link) {
-  if (image.dataset.link !== link) return false;
-  await image.decode();
-  return image.dataset.link === link && image.naturalWidth > 0;
+function keep(entry) {
+  const isSame = (other) =>
+    other.name === entry.name && other.kind === entry.kind && other.thumb === entry.thumb;
+  const others = read().filter((other) => other.time !== entry.time && !isSame(other));
+  write([entry, ...others].sort((one, other) => other.time - one.time).slice(0, LIMIT));
+  if (ui["history-dialog"].open) show();
 }
 
-// Remembers a search; its picture is drawn from the <img> that shows it.
+// Remembers a search; its picture is drawn from the <img> that shows it, once it does.
 export async function remember(query, hash, image) {
-  let thumb = "";
+  const entry = { hash, name: query.name, kind: query.kind, thumb: "", time: Date.now() };
+  keep(entry);
   try {
-    if (await loaded(image, query.preview)) thumb = thumbnail(image);
+    if (!(await isShown(image, query.preview))) return;
+    entry.thumb = thumbnail(image);
   } catch {
-    // A format that the browser cannot show is remembered by its name.
+    return; // a format that the browser cannot show is remembered by its name
   }
-  const entry = { hash, name: query.name, kind: query.kind, thumb, time: Date.now() };
-  const isSame = (other) =>
-    other.name === entry.name && other.kind === entry.kind && other.thumb === thumb;
-  write([entry, ...read().filter((other) => !isSame(other))].slice(0, LIMIT));
-  if (ui["history-dialog"].open) show();
+  const isKept = read().some(({ time }) => time === entry.time); // not forgotten meanwhile
+  if (isKept) keep(entry);
 }
 
 // The small picture of a past search as a file; the page's rules forbid fetch() of data: addresses.

@@ -41,7 +41,10 @@ function actions(hasFilter, hasMin) {
   const make = (text, work, testid) => {
     const button = element("button", { type: "button", className: "secondary", textContent: text });
     button.dataset.testid = testid;
-    button.addEventListener("click", work);
+    button.addEventListener("click", () => {
+      work();
+      ui.summary.focus({ preventScroll: true }); // the button is gone
+    });
     return button;
   };
   return [

@@ -7,13 +7,18 @@ let made = 0;
 const previews = (entry) =>
   entry.kind === "batch" ? entry.rows.map((row) => row.query.preview) : [entry.query.preview];
 
+// Frees the pictures of uploads, except those of entries.
+export function release(urls) {
+  const used = new Set([...entries.values()].flatMap(previews));
+  for (const url of urls) {
+    if (url.startsWith("blob:") && !used.has(url)) URL.revokeObjectURL(url);
+  }
+}
+
 function evictOldest() {
   const [oldest, entry] = entries.entries().next().value;
   entries.delete(oldest);
-  const used = new Set([...entries.values()].flatMap(previews));
-  for (const url of previews(entry)) {
-    if (url.startsWith("blob:") && !used.has(url)) URL.revokeObjectURL(url);
-  }
+  release(previews(entry));
 }
 
 export function push(entry, hash) {
@@ -34,7 +39,9 @@ export function replace(entry, hash) {
     history.replaceState({ key: fresh }, "", hash);
     return;
   }
+  const before = entries.get(key);
   entries.set(key, entry);
+  release(previews(before));
   history.replaceState({ key }, "", hash);
 }
 

@@ -50,6 +50,40 @@ def test_pages_put_together_are_all_items_in_the_order_of_their_numbers(gallery)
     assert keys == [one.key for one in ENTRIES]
 
 
+@pytest.mark.parametrize("text", [None, "price < 20"])
+@pytest.mark.parametrize("prefix", ["", "shoes/"])
+def test_pages_by_number_hold_every_item_although_those_read_are_removed(
+    gallery, prefix: str, text
+) -> None:
+    where = None if text is None else parse_filter(text)
+    expected = [
+        one.key
+        for one in ENTRIES
+        if one.key.startswith(prefix) and (where is None or where.matches(one.attributes))
+    ]
+    keys: list[str] = []
+    page = gallery.page(0, 7, where, prefix)
+    last = page.last
+    while page.items:
+        keys += [item.key for item in page.items]
+        gallery.remove([item.key for item in page.items])
+        page = gallery.page(0, 7, where, prefix, after=page.items[-1].id)
+        assert page.total == len(expected) - len(keys)
+        assert page.last == (last if page.items else None)
+    assert keys == expected
+
+
+def test_a_page_after_a_number_leaves_out_the_offset_from_there(gallery) -> None:
+    ids = [item.id for item in gallery.items()]
+    for prefix in ("", "s", "h"):
+        first = gallery.page(0, 120, None, prefix).items
+        after = first[9].id
+        page = gallery.page(2, 3, None, prefix, after)
+        assert [item.id for item in page.items] == [item.id for item in first[12:15]]
+    assert gallery.page(0, 5, after=ids[-1]).items == []
+    assert gallery.page(0, 5, after=2**63 - 1).items == []
+
+
 @pytest.mark.parametrize("prefix", ["shoes/", "shoes/00", "hats/119", "", "s", "z"])
 @pytest.mark.parametrize("text", [None, "price < 20", 'colour = "red" and sale = true'])
 def test_a_page_holds_what_fits_the_filter_and_the_prefix(gallery, prefix: str, text) -> None:

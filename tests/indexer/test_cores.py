@@ -1,11 +1,13 @@
 """The number of cores: what this process may use, not what the machine has."""
 
 import os
+from pathlib import Path
 
 import faiss
 import numpy as np
 import pytest
 
+from indexer import cores
 from indexer.cores import core_count
 from indexer.embed import EmbedSettings
 from indexer.faiss_engine import Effort, SegmentIndex
@@ -15,6 +17,7 @@ from indexer.faiss_engine import Effort, SegmentIndex
 def three_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {1, 4, 7}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(cores, "quota_of", lambda group: None)
 
 
 @pytest.mark.usefixtures("three_of_many")
@@ -43,4 +46,32 @@ def test_a_system_without_affinity_counts_all_cores(
 ) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: found)
+    monkeypatch.setattr(cores, "quota_of", lambda group: None)
     assert core_count() == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "400000 100000\n"}, 4),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "1000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "garbage"}, 8),
+        ({"cpu.max": ""}, 8),
+        ({"cpu.max": "100000 0"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "250000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "250000\n"}, 8),
+        ({}, 8),
+    ],
+)
+def test_the_share_of_time_of_a_container_counts_rounded_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert core_count(tmp_path) == expected

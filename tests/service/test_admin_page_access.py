@@ -238,3 +238,15 @@ def test_no_request_leaves_the_service(open_admin: OpenAdmin, shop: AdminShop) -
     expect(rows(page).first).to_be_visible()
     assert asked
     assert [url for url in asked if not url.startswith((shop.url, "blob:"))] == []
+
+
+def test_the_skip_link_goes_to_the_content_of_the_view_that_is_open(
+    open_admin: OpenAdmin,
+) -> None:
+    page = opened(open_admin, "status")
+    page.get_by_role("link", name="Skip to the content").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#main")).to_be_focused()
+    assert page.url.endswith("#status")
+    page.reload()
+    expect(page.locator("#view-status")).to_be_visible()

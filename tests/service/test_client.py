@@ -17,9 +17,12 @@ import pytest
 from service.client import AsyncKinlens, JobFailedError, JobTimeoutError, Kinlens, NewItem, Query
 from service.client_errors import (
     AnswerError,
+    ArgumentError,
     ClientError,
     ConflictError,
     ConnectionFailedError,
+    GalleryReplacedError,
+    ImageReadError,
     InvalidError,
     KeyNeededError,
     NotFoundError,
@@ -445,3 +448,224 @@ def test_the_examples_of_the_documentation_run(tmp_path, data, monkeypatch) -> N
         code = block.replace("http://127.0.0.1:8000", shop.running.url).replace('"kl_..."', "None")
         exec(compile(code, "docs/client.md", "exec"), names)
     shop.close()
+
+
+def test_each_item_comes_once_although_each_is_removed_as_it_comes(client, shop, data) -> None:
+    keys = [f"w/{n:03}" for n in range(205)]
+    client.create_gallery("walk")
+    client.put_many("walk", [NewItem(key, data[0], {"n": 1}) for key in keys])
+    where = {"n": 1}
+    seen = []
+    for item in client.each_item("walk", filter=where, key_prefix="w/"):
+        seen.append(item.key)
+        client.remove("walk", [item.key])
+    assert (seen, client.gallery("walk").size) == (keys, 0)
+
+    async def main() -> list[str]:
+        async with AsyncKinlens(shop.running.url) as other:
+            await other.put_many("walk", [NewItem(key, data[0]) for key in keys])
+            seen = []
+            async for item in other.each_item("walk"):
+                seen.append(item.key)
+                await other.remove("walk", [item.key])
+            return seen
+
+    assert asyncio.run(main()) == keys
+    assert client.gallery("walk").size == 0
+    client.delete_gallery("walk")
+
+
+def test_items_that_are_replaced_as_they_come_do_not_come_again(client, data) -> None:
+    keys = [f"w/{n:03}" for n in range(203)]
+    client.create_gallery("circle")
+    client.put_many("circle", [NewItem(key, data[0]) for key in keys])
+    seen = []
+    for item in client.each_item("circle"):
+        seen.append(item.key)
+        if len(seen) <= 10:
+            client.put("circle", item.key, data[1])
+    assert seen == keys
+    client.delete_gallery("circle")
+
+
+def item_page(first: int, generation: str, count: int = 200) -> httpx.Response:
+    item = {"attributes": {}, "sha256": "0" * 64, "path": "", "format": "PNG", "image": ""}
+    items = [item | {"id": first + n, "key": f"k{first + n}"} for n in range(count)]
+    content = {"total": 1000, "offset": 0, "items": items, "last": 999, "generation": generation}
+    return httpx.Response(200, json=content)
+
+
+async def all_async(items: Any) -> list[Any]:
+    return [item async for item in items]
+
+
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [((200, "b" * 12), GalleryReplacedError), ((0, "a" * 12), AnswerError)],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_items_of_another_generation_or_the_same_again_are_an_error(
+    second, expected, is_async
+) -> None:
+    read = all_async if is_async else list
+    with pytest.raises(expected):
+        called(
+            lambda c: read(c.each_item("g")),
+            Answers(item_page(0, "a" * 12), item_page(*second)),
+            is_async=is_async,
+        )
+
+
+class Puts:
+    """A transport that takes puts, and keeps the keys of each request."""
+
+    def __init__(self) -> None:
+        self.keys: list[list[str]] = []
+        self.sizes: list[int] = []
+        self.transport = httpx.MockTransport(self._answer)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return problem(404)
+        found = re.findall(rb'name="key"\r\n\r\n(\S+)\r\n', request.content)
+        self.keys.append([key.decode() for key in found])
+        self.sizes.append(len(request.content))
+        one = {"status": "added", "id": 1, "problem": None}
+        counts = {"added": len(found), "replaced": 0, "updated": 0, "unchanged": 0, "failed": 0}
+        items = [one | {"key": key.decode()} for key in found]
+        return httpx.Response(200, json=counts | {"items": items, "version": f"v{len(self.keys)}"})
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_many_items_are_put_in_requests_that_the_service_takes(is_async) -> None:
+    puts: Any = Puts()
+    keys = [f"k{n}" for n in range(600)]
+    told: list[int] = []
+    answer = called(
+        lambda c: c.put_many(
+            "g", (NewItem(key, b"x") for key in keys), lambda done, part: told.append(done)
+        ),
+        puts,
+        is_async=is_async,
+    )
+    assert [len(one) for one in puts.keys] == [256, 256, 88]
+    assert [key for one in puts.keys for key in one] == keys
+    assert ([item.key for item in answer.items], answer.added) == (keys, 600)
+    assert (told, answer.version) == ([256, 512, 600], "v3")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_large_images_are_read_and_sent_a_few_at_a_time(is_async) -> None:
+    puts: Any = Puts()
+    ahead: list[int] = []
+
+    class File(io.BytesIO):
+        def read(self, *size: Any) -> bytes:
+            ahead.append(sum(map(len, puts.keys)))
+            return super().read(*size)
+
+    sizes = [12, 12, 12, 40, 1, 1]
+    items = [NewItem(f"k{n}", File(bytes(size * 2**20))) for n, size in enumerate(sizes)]
+    called(lambda c: c.put_many("g", items), puts, is_async=is_async)
+    assert puts.keys == [["k0", "k1"], ["k2"], ["k3"], ["k4", "k5"]]
+    assert all(size <= 32 * 2**20 for n, size in enumerate(puts.sizes) if n != 2)
+    assert ahead == [0, 0, 0, 2, 3, 4]
+
+
+def test_an_item_that_is_alone_in_a_request_fails_alone_too(client, data) -> None:
+    items = [NewItem("a/0", data[0]), NewItem("a/1", b"no image"), NewItem("a/2", data[0])]
+    client.create_gallery("alone")
+    answer = client.put_many("alone", items, per_request=1)
+    assert [item.status for item in answer.items] == ["added", "failed", "added"]
+    assert answer.items[1].problem is not None
+    assert (answer.failed, answer.version) == (1, client.gallery("alone").version)
+    assert client.put_many("alone", items[1:2]).version == answer.version
+    assert client.put_many("alone", []).version == answer.version
+    with pytest.raises(UnsupportedError):
+        client.put("alone", "a/1", b"no image")
+    with pytest.raises(NotFoundError):
+        client.put_many("nowhere", items[1:2])
+    client.delete_gallery("alone")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda c: c.search("/nope.jpg"), ImageReadError),
+        (lambda c: c.search_batch([Query(Path("/nope.jpg"))]), ImageReadError),
+        (lambda c: c.put("g", "k", "/"), ImageReadError),
+        (lambda c: c.put_many("g", [NewItem("k", "\0")]), ImageReadError),
+        (lambda c: c.search_each(["/nope.jpg"]), ImageReadError),
+        (lambda c: c.search(io.StringIO("x")), ArgumentError),
+        (lambda c: c.search(17), ArgumentError),
+        (lambda c: c.search([17]), ArgumentError),
+        (lambda c: c.put("g", "\ud800", b"x"), ArgumentError),
+        (lambda c: c.put("g", "k", b"x", {"a": float("nan")}), ArgumentError),
+        (lambda c: c.patch("g", {"k": {"a": float("nan")}}), ArgumentError),
+        (lambda c: c.remove_where("g", {"a": {1, 2}}), ArgumentError),
+        (lambda c: c.items("g", filter={"a": object()}), ArgumentError),
+        (lambda c: c.gallery("\ud800"), ArgumentError),
+        (lambda c: c.put_many("g", [NewItem("k", b"x")], per_request=0), ArgumentError),
+    ],
+)
+def test_what_cannot_be_sent_is_an_error_of_the_client(call, expected, is_async) -> None:
+    answers = Answers(problem(404))
+    with pytest.raises(ClientError) as caught:
+        called(call, answers, is_async=is_async)
+    assert type(caught.value) is expected
+    assert answers.requests == []
+
+
+@pytest.mark.parametrize("kind", [Kinlens, AsyncKinlens])
+def test_a_client_of_no_address_or_a_strange_key_is_an_error_of_the_client(kind) -> None:
+    with pytest.raises(ArgumentError, match="no address"):
+        kind("http://[::1")
+    with pytest.raises(ArgumentError) as caught:
+        kind("http://x", key="kl_s\xe9cret")
+    assert "cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_answer_that_cannot_be_unpacked_is_an_error_of_the_client(is_async) -> None:
+    class Broken(httpx.SyncByteStream, httpx.AsyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            yield b"no gzip"
+
+        async def __aiter__(self) -> Any:
+            yield b"no gzip"
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=Broken())
+
+    answers: Any = Answers(problem(404))
+    answers.transport = httpx.MockTransport(answer)
+    with pytest.raises(ConnectionFailedError):
+        called(lambda c: c.metrics(), answers, is_async=is_async)
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_a_name_of_dots_leads_to_no_other_path(name: str) -> None:
+    answers = Answers(problem(404))
+    with pytest.raises(NotFoundError):
+        called(lambda c: c.items(name), answers, is_async=False)
+    assert answers.requests[0].url.raw_path.startswith(b"/galleries/%2E")
+
+
+def test_buffers_are_images_and_none_is_as_not_given(client, data) -> None:
+    client.create_gallery("buffers")
+    client.put("buffers", "a", bytearray(data[0]))
+    options: Any = dict.fromkeys(
+        [
+            *("k", "offset", "min_score", "min_probability", "filter", "group_by", "group_score"),
+            *("group_size", "distinct", "exact", "crops", "positives", "negatives"),
+        ]
+    )
+    for image in (bytearray(data[0]), memoryview(data[0]), [bytearray(data[0])]):
+        found = client.search(image, **options | {"gallery": "buffers"})
+        assert [hit.key for hit in found.hits] == ["a"]
+    each = client.search_each(memoryview(data[0]), **options | {"gallery": "buffers"})
+    query = Query(bytearray(data[0]), options | {"gallery": "buffers"})
+    for answers in (each.answers, client.search_batch([query]).answers):
+        assert [one.status for one in answers] == [200]
+    client.delete_gallery("buffers")

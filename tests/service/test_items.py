@@ -181,9 +181,24 @@ def test_a_page_fits_the_filter_the_prefix_and_the_range(shop, data) -> None:
     for query in ({"filter": "m = 1"}, {"filter": "n ="}, {"filter": "{"}):
         response = shop.client.get("/galleries/shop/items", params=query)
         assert_problem(response, 422, "invalid-filter")
-    for query in ({"limit": 201}, {"limit": 0}, {"offset": -1}, {"key_prefix": "x" * 1025}):
+    wrong = ({"limit": 201}, {"limit": 0}, {"offset": -1}, {"key_prefix": "x" * 1025})
+    for query in (*wrong, {"after": -1}, {"after": "x"}, {"after": 2**63}):
         response = shop.client.get("/galleries/shop/items", params=query)
         assert_problem(response, 422, "invalid-parameter")
+
+
+def test_pages_after_the_last_number_miss_nothing_that_stays(shop, data) -> None:
+    for n, one in enumerate(data):
+        shop.put({f"{'even' if n % 2 == 0 else 'odd'}/{n}": one}, n=n)
+    for query in ({}, {"key_prefix": "even/"}, {"filter": "n >= 0"}):
+        page = shop.items(limit=2, **query)
+        whole = shop.items(**query)
+        assert page["last"] == whole["items"][-1]["id"]
+        assert f"version={page['generation']}" in page["items"][0]["image"]
+        rest = shop.items(after=page["items"][-1]["id"], **query)
+        assert rest["items"] == whole["items"][2:]
+        assert (rest["total"], rest["last"]) == (whole["total"], whole["last"])
+        assert shop.items(after=page["last"], **query)["items"] == []
 
 
 def test_a_patch_changes_what_it_names_and_all_or_nothing(shop, data) -> None:

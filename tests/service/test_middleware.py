@@ -93,3 +93,19 @@ def test_the_default_hosts_follow_from_the_address_that_is_bound(
 ) -> None:
     assert Settings(host=bound).hosts() == expected
     assert Settings(host=bound, allowed_hosts=("shop.example",)).hosts() == {"shop.example"}
+
+
+@pytest.mark.parametrize("host", ["10.0.3.17:8000", "[fd00::7]:8000", "shop.example"])
+def test_probes_and_metrics_are_answered_under_any_host_and_nothing_else_is(
+    running_service, host: str
+) -> None:
+    for path in ("/live", "/ready", "/metrics"):
+        assert get(running_service, host, path).status_code == 200
+        answer = running_service.client.head(path, headers={"host": host})
+        assert "unknown-host" not in answer.headers.get("content-type", "")
+        assert answer.status_code in {200, 405}
+        for method in ("POST", "OPTIONS", "DELETE"):
+            answer = running_service.client.request(method, path, headers={"host": host})
+            assert answer.status_code == 400
+    for path in ("/live/", "/ready/x", "/metrics/..", "/galleries", "//live", "/"):
+        assert get(running_service, host, path).status_code == 400

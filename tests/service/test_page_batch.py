@@ -3,7 +3,7 @@
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from tests.service.page_browser import OpenShop, keys, send_files, settled
+from tests.service.page_browser import OpenShop, keys, send_bytes, send_files, settled
 from tests.service.page_shop import Shop
 
 pytestmark = pytest.mark.browser
@@ -75,6 +75,59 @@ def test_a_cancelled_batch_keeps_what_it_has_and_a_row_can_be_tried_again(
     before = shop_page.locator("[data-state=done]").count()
     shop_page.get_by_test_id("batch-again").first.click()
     expect(shop_page.locator("[data-state=done]")).to_have_count(before + 1)
+
+
+def test_escape_on_an_opened_row_leaves_the_batch_at_work(shop_page: Page, fake_shop: Shop) -> None:
+    fake_shop.delay_s = 0.5
+    drop_many(shop_page, fake_shop, 9)
+    shop_page.get_by_test_id("batch-open").first.click()
+    settled(shop_page)
+    shop_page.keyboard.press("Escape")
+    shop_page.go_back()
+    expect(shop_page.get_by_test_id("summary")).to_have_text("9 images: 9 answered")
+    expect(shop_page.get_by_test_id("results")).to_have_attribute("aria-busy", "false")
+
+
+def test_a_second_batch_ends_the_first_whose_rows_can_be_tried_again(
+    shop_page: Page, fake_shop: Shop
+) -> None:
+    fake_shop.delay_s = 1.0
+    drop_many(shop_page, fake_shop, 9)
+    expect(shop_page.locator(".batch-row[data-state=done]").first).to_be_visible()
+    drop_many(shop_page, fake_shop, 2)
+    expect(shop_page.get_by_test_id("summary")).to_have_text("2 images: 2 answered")
+    shop_page.go_back()
+    expect(shop_page.get_by_test_id("batch-row")).to_have_count(9)
+    expect(shop_page.get_by_test_id("results")).to_have_attribute("aria-busy", "false")
+    ended = shop_page.locator(".batch-row[data-state=failed]")
+    expect(ended.first).to_contain_text("Cancelled")
+    before = ended.count()
+    shop_page.get_by_test_id("batch-again").first.click()
+    expect(ended).to_have_count(before - 1)
+
+
+def test_escape_closes_a_message_before_it_ends_the_batch(shop_page: Page, fake_shop: Shop) -> None:
+    fake_shop.delay_s = 1.5
+    drop_many(shop_page, fake_shop, 5)
+    send_bytes(shop_page, "drop", "notes.txt", "text/plain", b"text")
+    expect(shop_page.get_by_test_id("error")).to_be_visible()
+    shop_page.keyboard.press("Escape")
+    expect(shop_page.get_by_test_id("error")).to_be_hidden()
+    expect(shop_page.get_by_test_id("summary")).to_contain_text("to go")
+    shop_page.keyboard.press("Escape")
+    expect(shop_page.get_by_test_id("summary")).to_contain_text("failed")
+    expect(shop_page.get_by_test_id("progress")).to_be_hidden()
+
+
+def test_cancel_and_try_again_keep_the_focus_in_the_batch(shop_page: Page, fake_shop: Shop) -> None:
+    fake_shop.delay_s = 1.0
+    drop_many(shop_page, fake_shop, 5)
+    shop_page.get_by_test_id("cancel").focus()
+    shop_page.keyboard.press("Enter")
+    expect(shop_page.get_by_test_id("summary")).to_be_focused()
+    shop_page.get_by_test_id("batch-again").first.focus()
+    shop_page.keyboard.press("Enter")
+    expect(shop_page.get_by_test_id("summary")).to_be_focused()
 
 
 def test_many_images_can_be_picked_and_filtered_together(shop_page: Page, fake_shop: Shop) -> None:

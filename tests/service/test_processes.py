@@ -220,13 +220,14 @@ def test_a_killed_process_is_replaced_while_requests_go_on(
     # A request that breaks was held by the dead process, or by a connection that it had accepted.
     assert load.broken <= load.threads
     assert re.search(r"^kinlens_worker_alive 1\.0$", counted, re.MULTILINE)
+    assert re.search(r"^kinlens_process_restarts_total 1\.0$", counted, re.MULTILINE)
     (event,) = started.events("process ended")
     assert event["process"] == victim
     assert "-9" in str(event["reason"])
 
 
 def test_the_pause_has_a_longest_length_however_often_a_process_ended() -> None:
-    parent = processes._Parent(None, None, 1, Path())  # type: ignore[arg-type]
+    parent = processes._Parent(None, None, 1, Path(), lambda: None)  # type: ignore[arg-type]
     pauses = []
     for failures in (0, 1, 5, 20, 1024, 10**6):
         ended = SimpleNamespace(pid=1, exitcode=1)

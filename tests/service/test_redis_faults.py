@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import redis
+import structlog
 
 from service.remote import RedisStore, WaitBudget, request_budget
+from service.security.rates import RateLimits, SharedCounts
 from tests.service.conftest import render
 from tests.tiny import encoded
 
@@ -241,3 +243,67 @@ def test_a_spent_budget_ends_a_wait_at_once() -> None:
         assert budget.left_s == 0
 
     asyncio.run(main())
+
+
+async def both(url: str, count: int = 1) -> tuple[float, float, float]:
+    """Longest seconds that rates, cache and both took of one of `count` requests."""
+    timings = []
+    shared = SharedCounts(url, timeout_s=TIMEOUT_S, retry_s=0.01, connections=2)
+    limits, cache = RateLimits({"key": "9/hour;99/hour"}, shared), store(url, retry_s=0.01)
+
+    async def request() -> None:
+        started = time.monotonic()
+        await limits.hit("key", "till")
+        counted = time.monotonic()
+        await cache.get(["one"])
+        await cache.get(["other"])
+        timings.append((counted - started, time.monotonic() - counted, time.monotonic() - started))
+
+    for _ in range(count):
+        await asyncio.create_task(request())
+        await asyncio.sleep(0.05)
+    await limits.close()
+    await cache.close()
+    return max(timings, key=lambda timing: timing[-1])
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7, 10.0])
+def test_rates_and_cache_of_one_request_together_wait_no_longer_than_one(
+    proxy: SlowProxy, monkeypatch, share: float
+) -> None:
+    monkeypatch.setitem(globals(), "TIMEOUT_S", 1.0)
+    asyncio.run(both(proxy.url, 2))
+    proxy.delay_s = share * TIMEOUT_S
+    rates_s, cache_s, all_s = asyncio.run(both(proxy.url))
+    assert all_s < 1.6 * TIMEOUT_S, f"rates {rates_s:.2f} s and cache {cache_s:.2f} s"
+
+
+def test_all_rates_of_a_caller_are_one_round_trip(proxy: SlowProxy) -> None:
+    async def main() -> float:
+        shared = SharedCounts(proxy.url, timeout_s=30, retry_s=1, connections=1)
+        limits = RateLimits({"key": "9/second;99/minute;999/hour"}, shared)
+        await limits.hit("key", "till")
+        proxy.delay_s = 0.5
+        started = time.monotonic()
+        await limits.hit("key", "till")
+        took_s = time.monotonic() - started
+        proxy.delay_s = 0.0
+        await limits.close()
+        return took_s
+
+    assert asyncio.run(main()) < 2 * 0.5
+
+
+def test_a_flapping_redis_is_told_once_a_while_and_so_is_its_return(redis_server) -> None:
+    async def main() -> None:
+        shared = store(redis_server.url, retry_s=0.01)
+        await shared.start()
+        for _ in range(6):
+            shared._open_breaker(TimeoutError())
+            while shared.state == "down":
+                await asyncio.sleep(0.01)
+        await shared.close()
+
+    with structlog.testing.capture_logs() as events:
+        asyncio.run(main())
+    assert [event["event"] for event in events] == ["redis is away", "redis is back"]

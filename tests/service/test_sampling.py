@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,12 @@ class Approximate(FakeGallery):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.exact = 0
+        self.kind: str | None = "hnsw"
         self.gate = threading.Event()
         self.gate.set()
+
+    def facts(self) -> Any:
+        return SimpleNamespace(segment=self.kind and SimpleNamespace(kind=self.kind))
 
     def search(self, queries: Any, k: int, options: SearchOptions | None = None) -> Any:
         options = options or SearchOptions()
@@ -60,6 +65,21 @@ def test_answers_from_a_cache_and_exact_ones_are_not_measured(
     service.search(pictures[0], exact="true")
     service.search(pictures[0], exact="true")
     assert gallery.exact == 1
+
+
+@pytest.mark.parametrize("kind", ["flat", None])
+def test_what_looks_at_every_item_anyway_is_not_measured(
+    start_service, gallery, pictures, until, kind: str | None
+) -> None:
+    service = start_service(recall_sample=1)
+    gallery.kind = kind
+    for data in pictures[:4]:
+        service.search(data)
+    until(lambda: not service.runtime.searching._answerer._sampler.is_running)
+    gallery.kind = "hnsw"
+    service.search(pictures[4])
+    until(lambda: sampled(service) > 0)
+    assert gallery.exact == sampled(service) == 1
 
 
 def test_zero_measures_nothing(start_service, gallery, pictures) -> None:

@@ -201,3 +201,36 @@ def test_services_that_share_redis_share_the_rate_of_an_address(
         for service in (first, second, first, second, first, second)
     ]
     assert statuses == [200] * 4 + [429] * 2
+
+
+@pytest.mark.redis
+def test_counting_in_redis_says_what_counting_here_says(redis_server) -> None:
+    rates = "3/hour;5/hour"
+
+    async def here() -> list[Verdict]:
+        return await hits(RateLimits({"key": rates}), 5)
+
+    there = with_redis(redis_server.url, rates, lambda limits: hits(limits, 5))
+    for one, other in zip(there, asyncio.run(here()), strict=True):
+        assert (one.allowed, one.amount, one.remaining) == (
+            other.allowed,
+            other.amount,
+            other.remaining,
+        )
+        assert 1 <= one.retry_after_s <= 3600
+
+
+@pytest.mark.redis
+def test_a_failing_redis_is_told_once_a_while_with_a_count() -> None:
+    async def main() -> None:
+        shared = SharedCounts("redis://127.0.0.1:1/0", timeout_s=5, retry_s=0.001, connections=1)
+        rates = RateLimits({"key": "100/hour"}, shared)
+        for _ in range(10):
+            await rates.hit("key", "till")
+            await asyncio.sleep(0.002)
+        await rates.close()
+
+    with structlog.testing.capture_logs() as events:
+        asyncio.run(main())
+    [event] = events
+    assert event["times"] == 1

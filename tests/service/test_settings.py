@@ -224,3 +224,19 @@ def test_what_settings_open_is_said_with_its_cure(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     (folder,) = exposures(Settings(state=tmp_path))
     assert "chmod" in folder
+
+
+@pytest.mark.parametrize(("workers", "share"), [("1", 8), ("3", 2), ("64", 1)])
+def test_processes_share_the_cores_unless_told_otherwise(
+    monkeypatch, workers: str, share: int
+) -> None:
+    monkeypatch.setattr("service.settings.core_count", lambda: 8)
+    monkeypatch.setenv("KINLENS_WORKERS", workers)
+    monkeypatch.setenv("KINLENS_DECODE_WORKERS", "5")
+    settings = Settings()
+    assert (settings.embed_workers, settings.search_workers) == (share, share)
+    assert settings.decode_workers == 5
+    assert Settings(workers=2).embed_workers == 4
+    with pytest.raises(ValueError, match="1 validation error") as refused:
+        Settings(workers=0)
+    assert "workers" in str(refused.value)

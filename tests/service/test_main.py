@@ -272,7 +272,7 @@ def test_ctrl_c_ends_it_although_a_read_hangs_and_an_upload_stalls(
     limits = {"KINLENS_REQUEST_TIMEOUT_MS": "300", "KINLENS_SHUTDOWN_TIMEOUT_S": "1"}
     with started(["-c", HANGING], *paths, **limits) as service:
         address = ("127.0.0.1", int(service.url.rsplit(":", 1)[1]))
-        picture_of = httpx.get(f"{service.url}/galleries/shop/items/0/image", timeout=20)
+        picture_of = httpx.get(f"{service.url}/galleries/shop/items/1/image", timeout=20)
         stalled = socket.create_connection(address)
         stalled.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
         assert httpx.get(f"{service.url}/ready").status_code == 200
@@ -343,7 +343,7 @@ def test_a_second_signal_ends_it_at_once(tiny_bundle: Bundle, tiny_gallery: Path
     limits = {"KINLENS_REQUEST_TIMEOUT_MS": "600000", "KINLENS_SHUTDOWN_TIMEOUT_S": "600"}
     with started(["-c", HANGING], *paths, **limits) as service, ThreadPoolExecutor(1) as clients:
         address = ("127.0.0.1", int(service.url.rsplit(":", 1)[1]))
-        url = f"{service.url}/galleries/shop/items/0/image"
+        url = f"{service.url}/galleries/shop/items/1/image"
         held = clients.submit(httpx.get, url, timeout=60)
         _until(lambda: httpx.get(f"{service.url}/live").status_code == 200)
         time.sleep(0.5)

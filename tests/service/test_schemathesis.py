@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def target(
     with own_process(
         folder / "log",
         bundle=tiny_bundle.path,
-        galleries=f"shop={tiny_gallery}",
+        galleries=f"shop={shutil.copytree(tiny_gallery, folder / 'shop')}",
         state=folder / "state",
         samples=tiny_gallery.parent / "pictures",
         jobs="elsewhere",

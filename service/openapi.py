@@ -86,7 +86,8 @@ _DETAILS = {
     "raise KINLENS_QUEUE_SIZE.",
     KINDS[errors.DeadlineExceededError]: "The search took longer than 10 s, which is the limit. "
     "Try again in a second.",
-    KINDS[errors.SearchError]: "The worker that runs the model has stopped. Restart the service.",
+    KINDS[errors.SearchError]: "The worker that runs the model has stopped; it is started again by "
+    "itself. Try again in a second.",
 }
 
 

@@ -86,6 +86,19 @@ def check_url(url: str) -> None:
         )
 
 
+def bounded_pool(url: str, timeout_s: float, connections: int) -> BlockingConnectionPool:
+    """So many connections; each wait for one, and each call on one, ends after `timeout_s`."""
+    return BlockingConnectionPool.from_url(
+        url,
+        max_connections=connections,
+        timeout=timeout_s,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )
+
+
 class RedisStore:
     """Values in Redis under `ttl_s`; what it cannot answer in time is None.
 
@@ -109,16 +122,8 @@ class RedisStore:
         self._retry_s = retry_s
         self._ttl_s = ttl_s
         self._max_value_bytes = max_value_bytes
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=connections + 1,  # one for the probe
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-        self._client = Redis.from_pool(pool)
+        # One connection more, for the probe.
+        self._client = Redis.from_pool(bounded_pool(url, timeout_s, connections + 1))
         self._slots = asyncio.Semaphore(connections)
         self._recovery: asyncio.Task[None] | None = None
         self._outages = Repeats()

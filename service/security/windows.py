@@ -7,10 +7,9 @@ from typing import Any
 
 from limits import RateLimitItem
 from limits.aio.storage import RedisStorage
-from redis.asyncio import BlockingConnectionPool
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
+
+from service.remote import bounded_pool
 
 _PREFIX = "kinlens:1:rate"
 
@@ -28,15 +27,7 @@ class Windows:
     """The counters of `limits`, asked through one pipeline instead of one call after the other."""
 
     def __init__(self, url: str, timeout_s: float, connections: int) -> None:
-        self._pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=connections,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
+        self._pool = bounded_pool(url, timeout_s, connections)
         self._storage: Any = RedisStorage(
             "async+redis://",
             implementation="redispy",

@@ -11,9 +11,7 @@ of products and searches among products that the model has never seen.
 """
 
 import argparse
-import contextlib
 import shutil
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -23,11 +21,12 @@ from typing import Any
 from demo_steps import (
     DemoError,
     free_port,
+    keep_open,
     kinlens,
     read_list,
     say,
     search,
-    serve,
+    served,
     write_list,
 )
 
@@ -57,17 +56,11 @@ def main() -> int:
             bundle, queries = own_images(options.images, options.bundle, options.weights)
         port = options.port if not options.check else free_port()
         places = ("--bundle", str(bundle), "--gallery", f"demo={WORK / 'gallery'}")
-        server = serve(port, *places, "--state", str(WORK / "state"))
-        try:
+        with served(port, *places, "--state", str(WORK / "state")) as server:
             passed = ask(f"http://127.0.0.1:{port}", queries, options.images is None)
             say(f"The whole road took {time.monotonic() - started:.0f} s.")
             if not options.check:
-                say(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
-                with contextlib.suppress(KeyboardInterrupt):
-                    server.wait()
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(timeout=30)
+                keep_open(server, port)
     except DemoError as error:
         say(f"error: {error}")
         return 1

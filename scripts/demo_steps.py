@@ -1,7 +1,9 @@
 """What the demos share: the commands of the project, a running service, lists as CSV."""
 
+import contextlib
 import csv
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,24 @@ def kinlens(command: str, *arguments: str) -> None:
     code = subprocess.run([BIN / f"kinlens-{command}", *arguments], check=False).returncode
     if code:
         raise DemoError(f"kinlens-{command} ended with exit code {code}; its message is above.")
+
+
+@contextlib.contextmanager
+def served(port: int, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A service that is ready, and is ended afterwards."""
+    server = serve(port, *arguments)
+    try:
+        yield server
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=30)
+
+
+def keep_open(server: "subprocess.Popen[bytes]", port: int) -> None:
+    """Until Ctrl-C, or until the service ends by itself."""
+    say(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
+    with contextlib.suppress(KeyboardInterrupt):
+        server.wait()
 
 
 def serve(port: int, *arguments: str) -> "subprocess.Popen[bytes]":

@@ -10,20 +10,28 @@ it cannot be downloaded). BUNDLE=/my/bundle takes a trained one; the jobs `in-sh
 """
 
 import argparse
-import contextlib
 import csv
 import shutil
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo_steps import DemoError, free_port, kinlens, read_list, say, search, serve, write_list
+from demo_steps import (
+    DemoError,
+    free_port,
+    keep_open,
+    kinlens,
+    read_list,
+    say,
+    search,
+    served,
+    write_list,
+)
 
 CLIENTS = 4
 SAMPLES = 24
@@ -130,13 +138,15 @@ def main() -> int:
         build(work, bundle, images, gallery)
         samples = copy_samples(work, images, queries)
         port = free_port() if options.check else options.port
-        with served(work, bundle, port, samples):
+        places = ("--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}")
+        kept = ("--samples", str(samples), "--state", str(work / "state"))
+        with served(port, *places, *kept) as server:
             recall = ask(f"http://127.0.0.1:{port}", demo, images, queries, options.queries)
             print_table(demo, recall, bundle)
             guess = chance(gallery, queries)
             say(f"The whole road took {time.monotonic() - started:.0f} s.")
             if not options.check:
-                wait(port)
+                keep_open(server, port)
     except DemoError as error:
         say(f"error: {error}")
         return 1
@@ -191,20 +201,6 @@ def copy_samples(work: Path, images: Path, queries: list[Row]) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def served(work: Path, bundle: Path, port: int, samples: Path) -> Iterator[None]:
-    """The service, as long as this lasts."""
-    server = serve(
-        port, "--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}",
-        "--samples", str(samples), "--state", str(work / "state"),
-    )  # fmt: skip
-    try:
-        yield
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.wait(timeout=30)
-
-
 def ask(
     url: str, demo: Demo, images: Path, queries: list[Row], most: int | None
 ) -> dict[int, float]:
@@ -253,14 +249,6 @@ def chance(gallery: list[Row], queries: list[Row]) -> float:
 def spread(rows: list[Row], most: int) -> list[Row]:
     """At most `most` rows, evenly spread."""
     return [rows[i * len(rows) // most] for i in range(most)] if most < len(rows) else rows
-
-
-def wait(port: int) -> None:
-    """Until Ctrl-C."""
-    say(f"The page is open at http://127.0.0.1:{port}/ until you press Ctrl-C.")
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            time.sleep(3600)
 
 
 def _options() -> argparse.Namespace:

@@ -7,13 +7,14 @@ of products and searches among products that the model has never seen.
     make demo IMAGES=/my/shop                 one sub-folder per product: trains on half of them
     make demo IMAGES=/my/photos               a flat folder: a pretrained network alone
     make demo IMAGES=/my/photos BUNDLE=/my/bundle
-    make demo WEIGHTS=/my/mobilenet_v2.pth    where ImageNet weights cannot be downloaded
+    make demo IMAGES=/my/shop WEIGHTS=/my/mobilenet_v2.pth     without a network
 """
 
 import argparse
 import shutil
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,14 @@ from demo_steps import (
     write_list,
 )
 
+from embedder.errors import SourceError
+from embedder.types import AttributeValue
+from indexer.images import folder_source
+
 WORK = Path(".kinlens/demo")
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
 MIN_RECALL = 0.6  # of the rendered products; guessing gives 0.04, a colour histogram 0.32
 MAX_QUERIES = 400
+MIN_CLASSES = 4  # half of them are held out, and a search needs more than one
 
 
 @dataclass(frozen=True)
@@ -85,23 +90,20 @@ def rendered_products() -> tuple[Path, list[Query]]:
 
 def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[Path, list[Query]]:
     """Train on the user's classes if there are any; index everything."""
-    if not images.is_dir():
-        raise DemoError(f"IMAGES={images} is not a folder.")
-    files = [p for p in sorted(images.rglob("*")) if p.suffix.lower() in SUFFIXES]
-    if not files:
-        raise DemoError(f"IMAGES={images} holds no images ({', '.join(sorted(SUFFIXES))}).")
-    classes = {
-        p.relative_to(images).parts[0] for p in files if len(p.relative_to(images).parts) > 1
-    }
+    files, classes = photographs(images)
     run = WORK / "run"
     unseen: list[dict[str, str]] = []
-    if bundle is None and len(classes) >= 2:
+    if bundle is None and len(classes) >= MIN_CLASSES:
         bundle = WORK / "bundle"
         changes = ["--set", f"data.root={images}"]
         changes += ["--set", f"model.weights={weights}"] if weights else []
         train("shop", run, bundle, *changes)
         unseen = read_list(run / "test.csv")
     elif bundle is None:
+        say(
+            f"{len(classes)} folders of 2 images or more; a training needs {MIN_CLASSES}, "
+            "so a pretrained network is used as it is."
+        )
         bundle = WORK / "bundle"
         shutil.rmtree(bundle, ignore_errors=True)
         chosen = ["--weights", weights] if weights else []
@@ -110,6 +112,17 @@ def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[
     if unseen:
         return bundle, [Query(images / r["path"], r["path"], r["class"]) for r in unseen]
     return bundle, [Query(p, p.relative_to(images).as_posix()) for p in files]
+
+
+def photographs(images: Path) -> tuple[list[Path], set[AttributeValue]]:
+    """All images as the gallery will hold them, and the classes that can be trained on."""
+    try:
+        source = folder_source(images)
+    except SourceError as error:
+        raise DemoError(f"IMAGES={images}: {error}") from error
+    sizes = Counter(r.attributes["class"] for r in source.records if r.attributes)
+    files = [images / record.path for record in source.records]
+    return files, {name for name, size in sizes.items() if size > 1}
 
 
 def train(job: str, run: Path, bundle: Path, *changes: str) -> None:

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from embedder.errors import DatasetError
 from training.config.protocol import Protocol
 from training.data.records import LabelledImages, Split
-
-_FEWEST = 2
-"""With one class every neighbour is right, so recall would always be 100 %."""
+from training.data.splits import FEWEST
 
 
 def with_protocol(split: Split, protocol: Protocol) -> Split:
@@ -47,12 +45,13 @@ def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
     if not 0 < fraction < 1:
         raise ValueError(f"fraction = {fraction} must lie between 0 and 1")
     classes = split.train.classes
-    count = max(round(classes * fraction), _FEWEST)
-    if classes - count < _FEWEST:
+    count = max(round(classes * fraction), FEWEST)
+    if classes - count < FEWEST:
         raise DatasetError(
-            f"{split.train.root} has {classes} train classes; holding out {fraction:.0%} of them "
-            f"leaves {classes - count} to train on, at least {_FEWEST} are needed. Hold out fewer, "
-            "or add classes."
+            f"{split.train.root} has {classes} train classes; holding out {count} of them for "
+            f"validation leaves {classes - count} to train on, at least {FEWEST} are needed. Add "
+            "classes, hold out fewer, or none: protocol.validation_fraction = 0 with choose_by = "
+            '"last".'
         )
     order = np.random.default_rng(seed).permutation(classes)
     return _validating(split, order[:count])
@@ -70,10 +69,10 @@ def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
     if count < 2:
         raise ValueError(f"count = {count} must be at least 2")
     classes = split.train.classes
-    if classes < _FEWEST * count:
+    if classes < FEWEST * count:
         raise DatasetError(
             f"{split.train.root} has {classes} train classes; {count} folds need at least "
-            f"{_FEWEST * count}, {_FEWEST} to validate each. Use at most {classes // _FEWEST} "
+            f"{FEWEST * count}, {FEWEST} to validate each. Use at most {classes // FEWEST} "
             "folds."
         )
     order = np.random.default_rng(seed).permutation(classes)

@@ -11,7 +11,7 @@ from training.config.data import Cars196Data, CsvData, FolderData, RenderedData
 from training.data.cars import read_cars196
 from training.data.folder import read_folder
 from training.data.load import load_split
-from training.data.records import labelled, without_small_classes
+from training.data.records import labelled
 from training.data.splits import split_by_class
 from training.data.table import read_table, write_table
 
@@ -29,12 +29,13 @@ def shop(tmp_path: Path) -> Path:
     return fill(tmp_path, *names)
 
 
-def test_a_folder_gives_a_class_per_sub_folder(shop: Path) -> None:
-    fill(shop, "mug/detail/4.jpg", ".cache/x.png", "hat/.hidden.png")
+def test_the_class_of_an_image_is_the_folder_that_holds_it(shop: Path) -> None:
+    fill(shop, "men/mug/4.jpg", ".cache/x.png", "hat/.hidden.png", "loose.png")
     (shop / "hat" / "notes.txt").write_text("no image")
     records = read_folder(shop)
     assert len(records) == 13
-    assert ("mug/detail/4.jpg", "mug") in records
+    assert ("men/mug/4.jpg", "men/mug") in records
+    assert ("mug/1.png", "mug") in records
 
 
 def test_a_missing_or_flat_folder_is_explained(tmp_path: Path) -> None:
@@ -61,15 +62,20 @@ def test_a_split_depends_on_its_seed_alone(shop: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.99])
-def test_each_side_of_a_split_has_a_class(shop: Path, fraction: float) -> None:
+def test_each_side_of_a_split_has_two_classes(shop: Path, fraction: float) -> None:
     split = split_by_class(shop, read_folder(shop), fraction, 0)
-    assert split.train.classes >= 1
-    assert split.test.classes >= 1
+    assert split.train.classes == split.test.classes == 2
 
 
-def test_one_class_cannot_be_split(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"1 class\(es\)"):
-        split_by_class(tmp_path, [("a/1.png", "a"), ("a/2.png", "a")], 0.5, 0)
+def test_fewer_than_four_classes_are_refused_before_anything_is_trained(shop: Path) -> None:
+    fill(shop, "lone/1.png")
+    for name in ("mug", "hat"):
+        for path in (shop / name).iterdir():
+            path.unlink()
+    with pytest.raises(DatasetError, match=r"has 2 class\(es\) .* 4 are needed, 2 to train on"):
+        load_split(FolderData(kind="folder", root=str(shop), small_classes="drop"))
+    with pytest.raises(DatasetError, match=r"has 3 class\(es\) to train and test with"):
+        load_split(RenderedData(kind="rendered", root=str(shop / "drawn"), products=3, views=2))
 
 
 def test_a_class_with_one_image_is_refused_by_name_or_dropped(shop: Path) -> None:
@@ -81,8 +87,9 @@ def test_a_class_with_one_image_is_refused_by_name_or_dropped(shop: Path) -> Non
 
 
 def test_dropping_everything_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="fewer than 2 classes"):
-        without_small_classes(tmp_path, [("a/1.png", "a"), ("b/1.png", "b")], "drop")
+    fill(tmp_path, "a/1.png", "b/1.png")
+    with pytest.raises(DatasetError, match=r"has 0 class\(es\)"):
+        load_split(FolderData(kind="folder", root=str(tmp_path), small_classes="drop"))
 
 
 @pytest.fixture
@@ -97,18 +104,21 @@ def table(shop: Path) -> Callable[..., CsvData]:
 def test_a_csv_states_labels_and_split(table: Callable[..., CsvData]) -> None:
     rows = "".join(
         f"{product}/{view}.png,{product},{part}\n"
-        for product, part in (("mug", "train"), ("hat", "test"))
+        for product, part in (("mug", "train"), ("hat", "test"), ("pen", "train"), ("cup", "test"))
         for view in "123"
     )
     split = load_split(table("path,label,split\n" + rows))
-    assert split.train.class_names == ("mug",)
-    assert split.test.class_names == ("hat",)
+    assert split.train.class_names == ("mug", "pen")
+    assert split.test.class_names == ("cup", "hat")
+    one_left = rows.replace("cup,test", "cup,train")
+    with pytest.raises(DatasetError, match=r"has 1 test class\(es\)"):
+        load_split(table("path,label,split\n" + one_left))
 
 
 def test_a_csv_without_split_is_split_by_class(table: Callable[..., CsvData]) -> None:
-    rows = "".join(f"{p}/{v}.png,{p}\n" for p in ("mug", "hat") for v in "12")
+    rows = "".join(f"{p}/{v}.png,{p}\n" for p in ("mug", "hat", "pen", "cup") for v in "12")
     split = load_split(table("path,label\n" + rows))
-    assert len(split.train) == len(split.test) == 2
+    assert len(split.train) == len(split.test) == 4
 
 
 @pytest.mark.parametrize(

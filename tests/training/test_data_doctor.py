@@ -22,8 +22,9 @@ SIZE = (48, 40)
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    """Three products with two good pictures each."""
-    for number, name in enumerate(("mug/1", "mug/2", "hat/1", "hat/2", "pen/1", "pen/2")):
+    """Four products with two good pictures each."""
+    names = [f"{product}/{view}" for product in ("mug", "hat", "pen", "cup") for view in "12"]
+    for number, name in enumerate(names):
         path = tmp_path / f"{name}.jpg"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(encoded(picture(number, SIZE), "JPEG"))
@@ -43,8 +44,8 @@ def test_a_good_folder_is_healthy(shop: Path) -> None:
     steps: list[int] = []
     report = examine(shop, watch=lambda total: lambda: steps.append(total))
     assert report.healthy
-    assert (report.kind, report.parts, report.findings) == ("folder", {"all": Count(6, 3)}, ())
-    assert steps == [6] * 6
+    assert (report.kind, report.parts, report.findings) == ("folder", {"all": Count(8, 4)}, ())
+    assert steps == [8] * 8
 
 
 def spoil(shop: Path, name: str, data: bytes) -> Path:
@@ -128,6 +129,19 @@ def test_uncommon_images_are_noted_and_healthy(shop: Path) -> None:
         "cmyk": ("note", 1, ("mug/cmyk.jpg",)),
         "tiny": ("note", 1, ("mug/dot.png: 1 x 1 px",)),
     }
+
+
+def test_fewer_classes_than_a_training_needs_are_a_problem(shop: Path) -> None:
+    shutil.rmtree(shop / "cup")
+    severity, count, examples = found(examine(shop))["few-classes"]
+    assert (severity, count, examples) == ("problem", 3, ("hat", "mug", "pen"))
+    rows = [
+        f"{p}/{v}.jpg,{p},{'test' if p == 'pen' else 'train'}"
+        for p in ("mug", "hat", "pen")
+        for v in "12"
+    ]
+    (shop / "images.csv").write_text("path,label,split\n" + "\n".join(rows))
+    assert "few-classes" in found(examine(shop))
 
 
 def test_files_that_are_left_out_are_noted(shop: Path) -> None:
@@ -233,7 +247,7 @@ def test_the_command_gives_json(shop: Path) -> None:
     report = json.loads(text)
     assert code == 0
     assert report["healthy"] is True
-    assert report["parts"] == {"all": {"images": 6, "classes": 3}}
+    assert report["parts"] == {"all": {"images": 8, "classes": 4}}
 
 
 @pytest.mark.real_data

@@ -8,7 +8,7 @@ from training.config.section import Section
 
 
 class FolderData(Section):
-    """A folder with one sub-folder per class; the classes are split into train and test."""
+    """A folder with a sub-folder for each class; the classes are split into train and test."""
 
     kind: Literal["folder"]
     root: str

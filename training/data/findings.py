@@ -9,6 +9,7 @@ from typing import Literal
 from training.data.look import GREY_MODES, Look
 from training.data.official import Record
 from training.data.records import IMAGE_SUFFIXES
+from training.data.splits import FEWEST
 
 Severity = Literal["problem", "note"]
 
@@ -83,7 +84,23 @@ def of_labels(records: Sequence[Record], looks: Sequence[Look], fixed: bool) -> 
     if alone:
         what = 'class(es) have one image, so no pair. Add images, or set small_classes = "drop"'
         yield Finding.of(severity, "one-image", alone, what)
+    if not fixed:
+        yield from _too_few(records, sizes)
     yield from _copies(records, looks, severity)
+
+
+def _too_few(records: Sequence[Record], sizes: Counter[tuple[bool, str]]) -> Iterator[Finding]:
+    """Too few classes with a pair to train on some and test with others."""
+    usable = Counter(is_train for (is_train, _), size in sizes.items() if size > 1)
+    is_split = any(record.part == "train" for record in records)
+    enough = min(usable[True], usable[False]) >= FEWEST if is_split else usable[False] >= 2 * FEWEST
+    if not enough:
+        names = sorted(label for (_, label), size in sizes.items() if size > 1)
+        what = (
+            f"class(es) have 2 images or more; a training needs {2 * FEWEST}: {FEWEST} to train on "
+            f"and {FEWEST} others to test with. Add classes, or images to those that have one"
+        )
+        yield Finding.of("problem", "few-classes", names, what)
 
 
 def of_files(base: Path, records: Sequence[Record]) -> Iterator[Finding]:

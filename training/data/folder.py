@@ -1,4 +1,4 @@
-"""A folder with one sub-folder per class."""
+"""A folder with a sub-folder for each class, in folders of categories if there are any."""
 
 from pathlib import Path
 
@@ -9,7 +9,9 @@ from training.data.records import IMAGE_SUFFIXES
 def read_folder(root: Path) -> list[tuple[str, str]]:
     """(path relative to root, class name) of each image; hidden files and folders are left out.
 
-    The class is the first folder below root; deeper folders belong to it.
+    The class is the folder that holds the image, named by its path below root: "mug", or
+    "Women/Dress", which is another class than "Men/Dress". Galleries built from a folder have the
+    same names.
 
     Raises: DatasetError if the folder is missing or holds no images in sub-folders.
     """
@@ -20,10 +22,10 @@ def read_folder(root: Path) -> list[tuple[str, str]]:
         relative = path.relative_to(root)
         hidden = any(part.startswith(".") for part in relative.parts)
         if path.suffix.lower() in IMAGE_SUFFIXES and len(relative.parts) > 1 and not hidden:
-            records.append((relative.as_posix(), relative.parts[0]))
+            records.append((relative.as_posix(), relative.parent.as_posix()))
     if not records:
         raise DatasetError(
             f"{root} has no images in sub-folders. Put the images of each class into a sub-folder "
-            "of its own: shop/mug-17/front.jpg."
+            "of its own: shop/mug-17/front.jpg, or shop/mugs/mug-17/front.jpg."
         )
     return records

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from embedder.errors import DatasetError
 
-IMAGE_SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif"))
+IMAGE_SUFFIXES = frozenset(
+    (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def without_small_classes(
 ) -> list[tuple[str, str]]:
     """Apply `small_classes`: a class with one image has no positive pair.
 
-    Raises: DatasetError under "refuse" if there is such a class, or if nothing is left.
+    Raises: DatasetError under "refuse" if there is such a class.
     """
     records = list(records)
     counts = Counter(name for _, name in records)
@@ -143,10 +145,4 @@ def without_small_classes(
             "a class needs at least 2 to have a pair. Add images, remove these classes, or set "
             'data.small_classes = "drop".'
         )
-    kept = [record for record in records if counts[record[1]] >= 2]
-    if len({name for _, name in kept}) < 2:
-        raise DatasetError(
-            f"{root} has fewer than 2 classes with at least 2 images. Put the images of each class "
-            "into a sub-folder of its own."
-        )
-    return kept
+    return [record for record in records if counts[record[1]] >= 2]

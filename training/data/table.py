@@ -6,6 +6,7 @@ from pathlib import Path
 
 from embedder.errors import DatasetError
 from training.data.records import LabelledImages, Split, labelled
+from training.data.splits import require_classes
 
 
 def read_table(root: Path, file: str) -> tuple[list[tuple[str, str]], dict[str, str] | None]:
@@ -49,16 +50,21 @@ def write_table(path: Path, images: LabelledImages) -> None:
 
 
 def split_by_column(root: Path, records: list[tuple[str, str]], splits: dict[str, str]) -> Split:
-    """The split that the CSV states. Raises: DatasetError if a class is in both parts."""
+    """The split that the CSV states.
+
+    Raises: DatasetError if a class is in both parts, or a part has a single class.
+    """
     parts: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for record in records:
         parts[splits[record[0]]].append(record)
     if set(parts) != {"train", "test"}:
         raise DatasetError(
-            f"The column split holds {', '.join(repr(p) for p in sorted(parts))}; "
+            f"The column split holds {', '.join(repr(p) for p in sorted(parts)) or 'nothing'}; "
             "it must hold 'train' and 'test', both at least once."
         )
-    return Split(labelled(root, parts["train"]), labelled(root, parts["test"]))
+    split = Split(labelled(root, parts["train"]), labelled(root, parts["test"]))
+    require_classes(split)
+    return split
 
 
 def _numbered_rows(path: Path) -> list[tuple[int, dict[str, str]]]:

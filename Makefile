@@ -32,7 +32,7 @@ install-gpu: $(VENV)/.uv  ## The same with onnxruntime and FAISS for CUDA 13 in 
 	-$(UV) pip uninstall --python $(BIN)/python --quiet faiss-cpu onnxruntime
 	$(PIP) --excludes docker/cpu-twins.txt --editable '.[training,gpu]'
 
-demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle] for yours
+demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle, WEIGHTS=/my/mobilenet_v2.pth] for yours
 	$(BIN)/python scripts/demo.py $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)')
 
 demo-check: $(VENV)/.training  ## The same road, ending by itself with exit 0 or 1

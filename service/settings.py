@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from embedder.errors import InvalidParameterError
@@ -20,6 +20,9 @@ from service.security.keys import Scope
 from service.security.rates import parse_rates
 
 ANY_HOST = "*"
+START_WORDS = ("imagenet", "none", "current")
+"""What a training may start from without a setting: published, random, the gallery's own model."""
+
 _CPU_BATCH = 2
 _GPU_BATCH = 32
 _PER_CORE = ("embed_workers", "decode_workers", "search_workers")
@@ -83,6 +86,7 @@ class Settings(BaseSettings):
     jobs: Literal["here", "elsewhere"] = "here"
     training_command: str = "kinlens-train"
     training_data: Annotated[tuple[str, ...], NoDecode] = ()
+    training_weights: Annotated[tuple[str, ...], NoDecode] = ()
     otlp_endpoint: str | None = None
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
@@ -117,6 +121,7 @@ class Settings(BaseSettings):
         "trusted_proxies",
         "cors_origins",
         "training_data",
+        "training_weights",
         mode="before",
     )
     @classmethod
@@ -146,18 +151,27 @@ class Settings(BaseSettings):
             _check_name(name)
         return value
 
-    @field_validator("training_data")
+    @field_validator("training_data", "training_weights")
     @classmethod
-    def _data_has_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _have_names(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        what = str(info.field_name).replace("_", " ")
         names = []
         for entry in value:
             name, path = split_gallery(entry)
             if not name or path == Path():
-                raise ValueError(f"training data {entry!r} is not NAME=DIR; choose a NAME for it")
+                raise ValueError(f"{what} {entry!r} is not NAME=PATH; choose a NAME for it")
             _check_name(name)
             names.append(name)
         if len(set(names)) < len(names):
-            raise ValueError(f"training data has a name twice; names are: {', '.join(names)}")
+            raise ValueError(f"{what} has a name twice; names are: {', '.join(names)}")
+        return value
+
+    @field_validator("training_weights")
+    @classmethod
+    def _leave_words_alone(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        taken = sorted({split_gallery(entry)[0] or "" for entry in value} & set(START_WORDS))
+        if taken:
+            raise ValueError(f"training weights {taken[0]!r} has a meaning already; rename it")
         return value
 
     @field_validator("rate_limit_per_key", "rate_limit_per_address")

@@ -17,6 +17,7 @@ from training.distributed import world
 from training.inference import choose_device
 from training.memory import keep_freed_memory
 from training.models.embedding import EmbeddingNet
+from training.network import new_network
 from training.objective import Objective, TrainingStep
 from training.stamp import changes
 
@@ -83,7 +84,7 @@ def create_run(job: Job, classes: int) -> Run:
     device = choose_device(job.runtime)
     if device.type == "cpu":
         keep_freed_memory()
-    net = EmbeddingNet(job.model, job.regularizers.determinant).to(device)
+    net = new_network(job).to(device)
     net.to(memory_format=torch.channels_last)
     if world() > 1 and job.model.batch_norm == "train":
         net = _synchronized(net, device)

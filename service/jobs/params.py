@@ -19,7 +19,6 @@ _TABLES = ("optimizer", "sampling", "input", "loss", "regularizers", "model", "p
 _KEYS = ("seed", "recall_at", "data.train_fraction", "data.split_seed", "data.small_classes")
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9 +:._-]{0,127}")
-_WEIGHTS = ("imagenet", "none")
 
 Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Swap = Annotated[
@@ -99,7 +98,11 @@ class TrainParams(Params):
     ] = None
     overrides: Annotated[
         dict[str, Override],
-        Field(max_length=64, description="Settings of the job, such as optimizer.epochs."),
+        Field(
+            max_length=64,
+            description="Settings of the job, such as optimizer.epochs; model.weights is imagenet, "
+            "none, current (go on from the gallery's own model) or a name of the settings.",
+        ),
     ] = {}
     gate: Gate = Gate()
     swap: Swap = "auto"
@@ -162,5 +165,3 @@ def _check_override(key: str, value: Override) -> None:
             raise ValueError(f"{key} = {scalar[:80]!r} is no plain word; paths are not taken")
         if isinstance(scalar, float) and not math.isfinite(scalar):
             raise ValueError(f"{key} = {scalar} is no finite number")
-    if key == "model.weights" and value not in _WEIGHTS:
-        raise ValueError(f"model.weights = {value!r} is not one of {', '.join(_WEIGHTS)}")

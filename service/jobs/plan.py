@@ -17,12 +17,13 @@ from embedder.errors import (
     JobConflictError,
 )
 from embedder.manifest import Precision
-from indexer.manifest import SHORT
+from indexer.layout import GalleryFolder
+from indexer.manifest import SHORT, read_manifest
 from service.bundles import id_of
 from service.jobs.folders import JobFolders
 from service.jobs.params import RebuildParams, SwapParams, TrainParams, checked
 from service.jobs.record import Job
-from service.settings import Settings, split_gallery
+from service.settings import START_WORDS, Settings, split_gallery
 from service.sources import Place, Sources
 
 BUNDLE_DIGITS = 16
@@ -41,6 +42,7 @@ class Plan(BaseModel):
     bundle: Path | None = None
     command: tuple[str, ...] = ()
     data_root: Path | None = None
+    weights: Path | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 1
     allow_cpu_fallback: bool = False
@@ -68,6 +70,7 @@ def plan_of(job: Job, settings: Settings) -> Plan:
         found["command"] = training_command(settings)
         if params.data is not None:
             found["data_root"] = training_data(settings)[params.data]
+        found["weights"] = _weights(params, place, settings)
     names = ("device", "threads", "allow_cpu_fallback", "precision")
     return Plan(**found, **{name: getattr(settings, name) for name in names})
 
@@ -124,6 +127,12 @@ def training_data(settings: Settings) -> dict[str, Path]:
     return {name or path.name: path.resolve() for name, path in pairs}
 
 
+def training_weights(settings: Settings) -> dict[str, Path]:
+    """The weight files and bundles that the settings allow, by name: NAME=PATH each."""
+    pairs = [split_gallery(entry) for entry in settings.training_weights]
+    return {name or path.name: path.resolve() for name, path in pairs}
+
+
 def training_command(settings: Settings) -> tuple[str, ...]:
     """The command that trains, its program as a path. Raises: JobConflictError."""
     words = shlex.split(settings.training_command)
@@ -152,7 +161,9 @@ def check_start(job: Job, settings: Settings) -> None:
             training_command(settings)
     if isinstance(params, RebuildParams):
         bundle_folder(params.bundle_id, settings)
-    place_of(job.gallery, settings)
+    place = place_of(job.gallery, settings)
+    if isinstance(params, TrainParams):
+        _weights(params, place, settings)
     if isinstance(params, SwapParams) and params.other is not None:
         place_of(params.other, settings)
         if params.other == job.gallery:
@@ -167,6 +178,19 @@ def _check_training(params: TrainParams, settings: Settings) -> None:
     if params.data is not None:
         cure = "Name it in KINLENS_TRAINING_DATA wherever jobs are taken and done, as NAME=DIR."
         _refuse_unknown("data", params.data, training_data(settings), cure)
+
+
+def _weights(params: TrainParams, place: Place, settings: Settings) -> Path | None:
+    """The file or bundle that a training starts from, if it has one by name."""
+    name = params.overrides.get("model.weights", "imagenet")
+    if name == "current":
+        bundle_id = read_manifest(GalleryFolder(place.path).current()).bundle_id
+        return bundle_folder(bundle_id, settings).resolve()
+    files = training_weights(settings)
+    cure = "Name it in KINLENS_TRAINING_WEIGHTS wherever jobs are taken and done, as NAME=PATH."
+    known = files | dict.fromkeys(START_WORDS, Path())
+    _refuse_unknown("model.weights", str(name), known, cure)
+    return files.get(str(name))
 
 
 def _refuse_unknown(what: str, name: str, known: Mapping[str, object], cure: str) -> None:

@@ -44,7 +44,10 @@ def train_gallery(context: Context) -> None:
 def _fit(context: Context, params: TrainParams) -> None:
     run = context.folders.run
     run.mkdir(parents=True, exist_ok=True)
-    overrides = [f"{name}={json.dumps(value)}" for name, value in params.overrides.items()]
+    changes = dict(params.overrides)
+    if context.plan.weights is not None:
+        changes["model.weights"] = str(context.plan.weights)
+    overrides = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
     settings = [_data(context, params), *overrides]
     words = [word for setting in settings for word in ("--set", setting)]
     is_resumed = (run / "checkpoint.pt").is_file()

@@ -1,5 +1,6 @@
 """Jobs: processes of their own that end as something, whatever happens to them."""
 
+import json
 import os
 import shutil
 import signal
@@ -341,7 +342,6 @@ def test_what_cannot_work_is_refused_before_it_starts(shop: JobShop) -> None:
     [
         ("data.root", "/etc"),
         ("data", "x"),
-        ("model.weights", "weights.pth"),
         ("model.weights", "/etc/passwd"),
         ("model.backbone", "../x"),
         ("loss.name", "a/b"),
@@ -447,6 +447,29 @@ def test_named_data_sets_are_trained_on_where_they_are(shop: JobShop, tmp_path: 
     assert "data.root=" in words
     assert str(tmp_path / "shoes") in words
     assert not (shop.state / "runs" / job.id / "data").exists()
+
+
+def test_a_training_starts_from_named_weights_or_the_gallery_s_own_model(
+    shop: JobShop, tmp_path: Path
+) -> None:
+    file = tmp_path / "mobilenet.pth"
+    known = shop.settings.model_copy(update={"training_weights": (f"mobilenet={file}",)})
+    shop.manager = JobManager(shop.state, known)
+    for name, path in (("mobilenet", file), ("current", shop.old.path), ("none", None)):
+        overrides = {"model.weights": name}
+        job = shop.ended(shop.start("train", job="shop", overrides=overrides, swap="never").id)
+        assert job.state == "succeeded", job
+        words = json.loads((shop.state / "runs" / job.id / "words.json").read_text())
+        assert f'model.weights="{path or name}"' in words
+    for other, message in (
+        (
+            "weights.pth",
+            r"model.weights = 'weights.pth' is unknown. Known are: .*mobilenet.*TRAINING_WEIGHTS",
+        ),
+        (str(file), "paths are not taken"),
+    ):
+        with pytest.raises(InvalidParameterError, match=message):
+            shop.start("train", job="shop", overrides={"model.weights": other})
 
 
 def test_a_job_that_died_while_it_swapped_says_how_to_find_out(shop: JobShop) -> None:

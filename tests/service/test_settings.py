@@ -110,6 +110,8 @@ def test_importing_the_service_loads_no_torch() -> None:
         ("training_data", ("/data",)),
         ("training_data", ("bad name=/data",)),
         ("training_data", ("a=/data", "a=/other")),
+        ("training_weights", ("/weights.pth",)),
+        ("training_weights", ("current=/weights.pth",)),
         ("training_command", " "),
         ("otlp_endpoint", "collector:4318"),
         ("precision", "fp8"),

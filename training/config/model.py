@@ -20,8 +20,8 @@ class Model(Section):
 
     `backbone`: one of BACKBONE_NAMES, or "timm:" and any network of timm, an optional extra.
     `weights`: "imagenet" downloads the published ones, "none" starts from random ones, all else is
-    the path of a state dict. `pooling`: average, maximum, their sum, the generalised mean with a
-    learnt exponent, or the class token of a timm transformer.
+    the path of a state dict, or of a bundle to go on from. `pooling`: average, maximum, their sum,
+    the generalised mean with a learnt exponent, or the class token of a timm transformer.
 
     `batch_norm`: "frozen" fixes statistics, scale and shift; "statistics" fixes these alone, as
     most papers' code does; "folded" folds all three into the convolutions before training, which is

@@ -25,6 +25,12 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 _HALF = (0.5, 0.5, 0.5)
 
 
+HOW_TO_NAME_A_FILE = (
+    "--set model.weights=/path for kinlens-train fit, --weights /path for export --backbone, "
+    "make demo IMAGES=... WEIGHTS=/path; a service lists it in KINLENS_TRAINING_WEIGHTS."
+)
+
+
 @dataclass(frozen=True)
 class Backbone:
     """How to build a trunk, what it gives and what it expects.
@@ -41,7 +47,7 @@ class Backbone:
     std: tuple[float, float, float] = IMAGENET_STD
     bgr: bool = False
     peak: float = 1.0
-    cure: str = "Download {url} where there is a network and pass its path as model.weights."
+    cure: str = "Download {url} where there is a network and name the file: "
 
 
 def _googlenet() -> nn.Module:
@@ -93,7 +99,7 @@ BACKBONES = {
         bgr=True,
         peak=255.0,
         cure="Its host at {url} is often down: find a copy of that file, whose sha256 begins with "
-        '52deb4733, and pass its path as model.weights; "none" starts from random weights.',
+        '52deb4733, or start from random weights with "none". Name the file: ',
     ),
 }
 
@@ -140,6 +146,7 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
         raise CheckpointError(
             f"The ImageNet weights of {name} could not be downloaded ({error}). "
             + backbone.cure.format(url=backbone.weights.url)
+            + HOW_TO_NAME_A_FILE
         ) from error
     return state
 

@@ -149,7 +149,7 @@ def _pretrained(timm: Any, name: str) -> Any:
         raise CheckpointError(
             f"The weights of {TIMM}{name} could not be downloaded ({reason}). Where there is a "
             f"network, save timm.create_model({name!r}, pretrained=True).state_dict() with "
-            'torch.save and pass its path as model.weights; "none" starts from random weights.'
+            'torch.save and name the file: --set model.weights=/path; or start with "none".'
         ) from error
 
 

@@ -40,7 +40,7 @@ def read_weights(weights: str, name: str) -> State:
     if not path.is_file():
         raise CheckpointError(
             f"The weight file {path} does not exist. Set model.weights to a state dict of {name}, "
-            '"imagenet" or "none".'
+            'the folder of a bundle, "imagenet" or "none".'
         )
     return _read_state_dict(path)
 

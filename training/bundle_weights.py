@@ -1,0 +1,148 @@
+"""The network of a model bundle, read back from its ONNX file so that it can be trained on."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, nn
+
+from embedder.bundle import MANIFEST, Bundle
+from embedder.errors import CheckpointError
+from training.config.job import Job, expand_path, parse_job
+from training.config.model import Model
+from training.models.embedding import EmbeddingNet
+from training.models.folding import BATCH_NORMS
+from training.models.weights import State
+from training.onnx_file import torch_embed
+
+MAX_DIFFERENCE = 1e-3
+"""Of a coordinate of the golden vectors: what another order of sums makes is a tenth of that."""
+
+
+def bundle_of(weights: str) -> Path | None:
+    """The folder that `weights` names, if it is that of a bundle."""
+    if weights in ("imagenet", "none"):
+        return None
+    path = expand_path(weights, "model.weights")
+    return path if (path / MANIFEST).is_file() else None
+
+
+def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
+    """The network of `job` with all that the bundle at `path` has: trunk, head and flow.
+
+    A bundle of a trunk alone leaves the head as it starts, one without a flow the flow.
+
+    Raises: BundleError; CheckpointError naming the setting that does not fit, or if the network
+        cannot be read back; JobError if the bundle's own job is unknown to this version.
+    """
+    bundle = Bundle.open(path)
+    if job.model.batch_norm == "train":
+        raise CheckpointError(
+            f"The bundle {path} has no batch statistics any more: its batch norm is part of its "
+            'convolutions. Set model.batch_norm to "frozen", "statistics" or "folded".'
+        )
+    made_by = parse_job(bundle.manifest.job, f"the job of {path}") if bundle.manifest.job else None
+    _require_fit(job, bundle, made_by)
+    start = _network(job, bundle, made_by)
+    net = EmbeddingNet(
+        job.model.model_copy(update={"weights": "none"}), job.regularizers.determinant
+    )
+    net.trunk.load_state_dict(start.trunk.state_dict())
+    if made_by is not None:
+        net.pool.load_state_dict(start.pool.state_dict())
+        net.projection.load_state_dict(start.projection.state_dict())
+    if net.flow is not None and start.flow is not None:
+        net.flow.load_state_dict(start.flow.state_dict())
+    return net
+
+
+def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
+    """Raises: CheckpointError naming each setting in which the shapes differ."""
+    wanted: dict[str, object] = {"model.backbone": job.model.backbone}
+    given: dict[str, object] = {"model.backbone": bundle.manifest.backbone}
+    if made_by is not None:
+        for name in ("dim", "pooling"):
+            wanted[f"model.{name}"] = getattr(job.model, name)
+            given[f"model.{name}"] = getattr(made_by.model, name)
+    if made_by is not None and made_by.regularizers.determinant is not None:
+        for name in ("flow", "activation", "input_norm"):
+            key = f"regularizers.determinant.{name}"
+            wanted[key] = getattr(job.regularizers.determinant, name, None)
+            given[key] = getattr(made_by.regularizers.determinant, name)
+    differing = [
+        f"{key} is {given[key]!r} there and {wanted[key]!r} in the job"
+        for key in given
+        if given[key] != wanted[key]
+    ]
+    if differing:
+        raise CheckpointError(
+            f"The bundle {bundle.path} is another network: {'; '.join(differing)}. Set what the "
+            "bundle has, or other model.weights."
+        )
+
+
+def _network(job: Job, bundle: Bundle, made_by: Job | None) -> EmbeddingNet:
+    """What the bundle holds, with the batch norm of `job`; checked on the golden images."""
+    shape = made_by.model if made_by is not None else Model(backbone=job.model.backbone, dim=None)
+    shape = shape.model_copy(update={"weights": "none", "batch_norm": job.model.batch_norm})
+    flow = made_by.regularizers.determinant if made_by is not None else None
+    net = EmbeddingNet(shape, flow).eval()
+    tensors = {
+        tensor.name: torch.from_numpy(onnx.numpy_helper.to_array(tensor).copy())
+        for tensor in onnx.load(bundle.model_path).graph.initializer
+    }
+    try:
+        net.load_state_dict(_state(net, tensors))
+        found = torch_embed(net, bundle.golden_inputs())
+        difference = float(np.abs(found - bundle.golden_vectors()).max())
+    except RuntimeError:  # a tensor of another shape
+        difference = np.inf
+    if not difference <= MAX_DIFFERENCE:
+        raise CheckpointError(
+            f"The network of the bundle {bundle.path} cannot be read back from its ONNX file: the "
+            f"golden vectors differ by {difference:.2g}, allowed is {MAX_DIFFERENCE:g}. Train from "
+            "other model.weights."
+        )
+    return net
+
+
+def _state(net: EmbeddingNet, tensors: State) -> State:
+    """The state dict of `net` by the names of ONNX; what the file lacks was left out as zero.
+
+    The exporter makes a batch norm part of the convolution before it and calls its shift
+    NAME.weight_bias; the batch norm then does nothing but add this.
+    """
+    own = net.state_dict()
+    state = {name: tensors.get(name, torch.zeros_like(value)) for name, value in own.items()}
+    leaves = [
+        (name, module)
+        for name, module in net.named_modules()
+        if isinstance(module, BATCH_NORMS) or next(module.children(), None) is None
+    ]
+    for (name, layer), (next_name, following) in pairwise([*leaves, ("", nn.Identity())]):
+        if isinstance(layer, nn.Conv2d):
+            shift = _shift(tensors, name, layer)
+            if isinstance(following, BATCH_NORMS) and f"{next_name}.running_var" not in tensors:
+                state |= _adding(next_name, following, shift)
+                shift = torch.zeros_like(shift)
+            if layer.bias is not None:
+                state[f"{name}.bias"] = shift
+    return state
+
+
+def _shift(tensors: State, name: str, layer: nn.Conv2d) -> Tensor:
+    none = torch.zeros(layer.out_channels)
+    return tensors.get(f"{name}.weight_bias", tensors.get(f"{name}.bias", none))
+
+
+def _adding(name: str, norm: nn.BatchNorm1d | nn.BatchNorm2d, shift: Tensor) -> State:
+    """A batch norm, as it evaluates, that adds `shift` (C,)."""
+    one = torch.ones_like(shift)
+    return {
+        f"{name}.weight": one,
+        f"{name}.bias": shift,
+        f"{name}.running_mean": torch.zeros_like(shift),
+        f"{name}.running_var": one - norm.eps,
+    }

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from math import sqrt
 from statistics import median
 from time import perf_counter
 
@@ -14,13 +15,18 @@ from embedder.types import AttributeValue, Hit
 from indexer.reader import GalleryReader
 
 _SEED = 0
+_DRAWS = 2000
+_Z = 1.96  # of a normal distribution, 95 % lie within as many standard deviations
+
+Interval = tuple[float, float]
+"""The lower and the upper end of a 95 % interval."""
 
 
 class Side(BaseModel):
     """One of the two galleries.
 
-    Recalls are parts in [0, 1], None where no item can be judged; `ms_per_query` is the median of
-    one search at a time.
+    Recalls are parts in [0, 1], None where no item can be judged; the interval is Wilson's.
+    `ms_per_query` is the median of one search at a time.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -29,6 +35,7 @@ class Side(BaseModel):
     generation: str
     items: int
     recall_at_1: float | None
+    recall_at_1_interval: Interval | None
     recall_at_k: float | None
     ms_per_query: float | None
 
@@ -36,8 +43,10 @@ class Side(BaseModel):
 class Comparison(BaseModel):
     """Answers of two galleries to the same `queries` stored items, each left out of its answer.
 
-    An answer is right if its `class_attribute` is that of the query; `judged` queries have another
-    item of their class. `overlap_at_k` is the part of the `k` answers that both give.
+    An answer is right if its `class_attribute` is that of the query; `judged` queries, of `classes`
+    classes, have another item of their class. `change_interval` is of the recall@1 of the new less
+    that of the old: a bootstrap over classes, since photographs of one class are alike; None for
+    fewer than two. `overlap_at_k` is the part of the `k` answers that both give.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -46,6 +55,8 @@ class Comparison(BaseModel):
     k: int
     queries: int
     judged: int
+    classes: int
+    change_interval: Interval | None
     old: Side
     new: Side
     overlap_at_k: float | None
@@ -57,28 +68,37 @@ def compare(
     class_attribute: str = "class",
     k: int = 10,
     sample: int = 1000,
+    asked: Container[str] | None = None,
 ) -> Comparison:
     """Ask both galleries for the neighbours of up to `sample` items that both hold.
+
+    With `asked` only items with these keys are searched for, among all others.
 
     Raises: GalleryCorruptError.
     """
     classes = {item.key: item.attributes.get(class_attribute) for item in old.items()}
-    keys = _sampled(_common(new, classes), sample)
+    common = [key for key in _common(new, classes) if asked is None or key in asked]
+    keys = _sampled(common, sample)
     sizes = Counter(_typed(value) for value in classes.values() if value is not None)
-    judged = [key for key in keys if sizes[_typed(classes[key])] > 1]
-    sides, answers = [], []
-    for gallery in (old, new):
-        found, times = _answers(gallery, keys, k)
-        right = [
-            _right(found[key], class_attribute, classes[key]) for key in judged if key in found
-        ]
-        sides.append(_side(gallery, right, times))
-        answers.append(found)
+    answers, times = zip(*(_answers(gallery, keys, k) for gallery in (old, new)), strict=True)
+    judged = [
+        key
+        for key in keys
+        if sizes[_typed(classes[key])] > 1 and all(key in found for found in answers)
+    ]
+    right = [
+        [_right(found[key], class_attribute, classes[key]) for key in judged] for found in answers
+    ]
+    sides = [_side(*side) for side in zip((old, new), right, times, strict=True)]
+    change = [any(now[:1]) - any(before[:1]) for before, now in zip(*right, strict=True)]
+    names = [_typed(classes[key]) for key in judged]
     return Comparison(
         class_attribute=class_attribute,
         k=k,
         queries=len(keys),
         judged=len(judged),
+        classes=len(set(names)),
+        change_interval=_over_classes(change, names),
         old=sides[0],
         new=sides[1],
         overlap_at_k=_overlap(answers[0], answers[1]),
@@ -124,9 +144,37 @@ def _side(gallery: GalleryReader, right: Sequence[list[bool]], times: Sequence[f
         generation=gallery.generation,
         items=gallery.size,
         recall_at_1=round(float(np.mean(first)), 6) if first else None,
+        recall_at_1_interval=_wilson(sum(first), len(first)) if first else None,
         recall_at_k=round(float(np.mean(within)), 6) if within else None,
         ms_per_query=round(median(times), 3) if times else None,
     )
+
+
+def _wilson(right: int, queries: int) -> Interval:
+    """Interval of a part of independent queries.
+
+    References: Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927).
+    """
+    part, z2 = right / queries, _Z**2 / queries
+    middle = (part + z2 / 2) / (1 + z2)
+    half = _Z * sqrt(part * (1 - part) / queries + z2 / (4 * queries)) / (1 + z2)
+    return round(max(middle - half, 0.0), 6), round(min(middle + half, 1.0), 6)
+
+
+def _over_classes(change: Sequence[int], names: Sequence[object]) -> Interval | None:
+    """Interval of the mean of `change` (N,), drawing whole classes (N,) with replacement."""
+    number = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    if len(number) < 2:
+        return None
+    rows = np.array([number[name] for name in names])
+    sums, sizes = np.bincount(rows, np.array(change, dtype=float)), np.bincount(rows)
+    rng = np.random.default_rng(_SEED)
+    means = []
+    for _ in range(_DRAWS):
+        drawn = rng.integers(0, len(number), len(number))
+        means.append(sums[drawn].sum() / sizes[drawn].sum())
+    low, high = np.quantile(means, (0.025, 0.975))
+    return round(float(low), 6), round(float(high), 6)
 
 
 def _overlap(old: dict[str, list[Hit]], new: dict[str, list[Hit]]) -> float | None:

@@ -21,6 +21,17 @@ MAX_DIFFERENCE = 1e-3
 """Of a coordinate of the golden vectors: what another order of sums makes is a tenth of that."""
 
 
+def new_network(job: Job) -> EmbeddingNet:
+    """The network that a run of `job` begins with: of published weights, a file or a bundle.
+
+    Raises: CheckpointError, BundleError, JobError.
+    """
+    bundle = bundle_of(job.model.weights)
+    if bundle is not None:
+        return start_from_bundle(job, bundle)
+    return EmbeddingNet(job.model, job.regularizers.determinant)
+
+
 def bundle_of(weights: str) -> Path | None:
     """The folder that `weights` names, if it is that of a bundle."""
     if weights in ("imagenet", "none"):

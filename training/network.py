@@ -1,20 +1,8 @@
-"""From a job or a checkpoint to its network."""
+"""From a checkpoint to its network."""
 
-from training.bundle_weights import bundle_of, start_from_bundle
 from training.checkpoint import Checkpoint
 from training.config.job import Job, parse_job
 from training.models.embedding import EmbeddingNet
-
-
-def new_network(job: Job) -> EmbeddingNet:
-    """The network that a run of `job` begins with: of published weights, a file or a bundle.
-
-    Raises: CheckpointError, BundleError, JobError.
-    """
-    bundle = bundle_of(job.model.weights)
-    if bundle is not None:
-        return start_from_bundle(job, bundle)
-    return EmbeddingNet(job.model, job.regularizers.determinant)
 
 
 def network_of(checkpoint: Checkpoint) -> tuple[Job, EmbeddingNet]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embedder.errors import CheckpointError, TrainingError
+from training.bundle_weights import new_network
 from training.checkpoint import Checkpoint, load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.records import Split
@@ -17,7 +18,6 @@ from training.distributed import world
 from training.inference import choose_device
 from training.memory import keep_freed_memory
 from training.models.embedding import EmbeddingNet
-from training.network import new_network
 from training.objective import Objective, TrainingStep
 from training.stamp import changes
 

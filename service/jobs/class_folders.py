@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 from embedder.errors import GalleryError, ImageError, SourceError
@@ -10,7 +11,7 @@ from indexer.engine import Progress
 from indexer.follower import ReadImage
 from indexer.reader import GalleryReader
 
-_MIN_CLASSES = 4  # half of them are held out, and a search needs more than one
+_MIN_CLASSES = 4  # of 2 pictures: half of them are held out, and a search needs more than one
 _SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif"}
 
 
@@ -23,10 +24,11 @@ def write_classes(
 ) -> list[str]:
     """Copy each item's picture to `root`/CLASS/NUMBER; what was left out, a line for each.
 
-    Raises: SourceError if fewer than four classes have pictures; OSError.
+    Raises: SourceError if fewer than four classes have two pictures; OSError.
     """
     shutil.rmtree(root, ignore_errors=True)
     names: dict[AttributeValue, str] = {}
+    sizes: Counter[AttributeValue] = Counter()
     left_out = []
     for item in gallery.items():
         on_progress(1)
@@ -43,11 +45,13 @@ def write_classes(
         folder = root / names.setdefault(value, _folder_name(len(names), value))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{item.id:09d}{suffix}").write_bytes(data)
-    if len(names) < _MIN_CLASSES:
+        sizes[value] += 1
+    enough = sum(size > 1 for size in sizes.values())
+    if enough < _MIN_CLASSES:
         raise SourceError(
-            f"The pictures of gallery {gallery.name} have {len(names)} values of the attribute "
-            f"{class_attribute!r}; a training needs {_MIN_CLASSES} or more. Give the items that "
-            "attribute, or name another one with class_attribute."
+            f"The pictures of gallery {gallery.name} have {enough} values of the attribute "
+            f"{class_attribute!r} with 2 pictures or more; a training needs {_MIN_CLASSES}. Give "
+            "the items that attribute, or name another one with class_attribute."
         )
     return left_out
 

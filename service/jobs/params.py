@@ -66,10 +66,14 @@ class SwapParams(Params):
 
 
 class Gate(Params):
-    """What the new gallery must reach to replace the old one; recalls are parts in [0, 1]."""
+    """What the new gallery must reach to replace the old one; recalls are parts in [0, 1].
+
+    `min_queries`: after a training on fewer photographs that it did not see nothing is decided.
+    """
 
     max_recall_loss: Part = 0.0
     min_recall_at_1: Part | None = None
+    min_queries: Annotated[int, Field(ge=0, le=1000)] = 50
 
 
 class RebuildParams(Params):

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from service.jobs.missing import read_missing, write_missing
 from service.jobs.params import Gate, RebuildParams, TrainParams, checked
 from service.jobs.plan import BUNDLE_DIGITS
 from service.jobs.record import Job
+from service.jobs.unseen import Unseen
 
 _SHOWN = 100
 
@@ -33,13 +34,21 @@ def rebuild_gallery(context: Context) -> None:
     params, bundle = context.params, context.plan.bundle
     assert isinstance(params, RebuildParams)
     assert bundle is not None
-    replace_model(context, bundle, Gate(max_recall_loss=params.max_recall_loss), start=0.0)
+    gate = Gate(max_recall_loss=params.max_recall_loss, min_queries=0)
+    replace_model(context, bundle, gate, start=0.0)
 
 
-def replace_model(context: Context, bundle: Path, gate: Gate, start: float) -> None:
+def replace_model(
+    context: Context,
+    bundle: Path,
+    gate: Gate,
+    start: float,
+    choose: Callable[[GalleryReader], Unseen] | None = None,
+) -> None:
     """Make the gallery with `bundle`, compare, and swap if the gate and the parameters say so.
 
-    `start` is the part of the job that is done already.
+    `start` is the part of the job that is done already. `choose` says which items are fair
+    questions about the new model; without it all are.
 
     Raises: what `rebuild` and `swap_in` raise; JobCancelledError.
     """
@@ -48,7 +57,8 @@ def replace_model(context: Context, bundle: Path, gate: Gate, start: float) -> N
     rest = 1.0 - start
     with _following(context, context.open_embedder(bundle)) as follower:
         _build(context, follower, params.max_missing, start, rest)
-        passed = _compare(context, follower, params.class_attribute, gate, start + 0.9 * rest)
+        context.steps.set("compare old and new", start + 0.9 * rest)
+        passed = _compare(context, follower, params.class_attribute, gate, choose)
         store_bundle(bundle, context.folders.bundles)
         if params.swap == "auto" and passed:
             part, candidate = start + 0.94 * rest, context.folders.candidate
@@ -137,14 +147,20 @@ def _build(
     context.tell(rebuild=report.model_dump(mode="json"), swapped=False)
 
 
-def _compare(context: Context, follower: Follower, name: str, gate: Gate, part: float) -> bool:
-    context.steps.set("compare old and new", part)
+def _compare(
+    context: Context,
+    follower: Follower,
+    name: str,
+    gate: Gate,
+    choose: Callable[[GalleryReader], Unseen] | None,
+) -> bool:
+    fair = choose(follower.gallery) if choose is not None else None
     new = GalleryReader.open(context.folders.candidate, verify_hashes=False)
     try:
-        found = compare(follower.gallery, new, name)
+        found = compare(follower.gallery, new, name, asked=None if fair is None else fair.keys)
     finally:
         new.close()
-    verdict = judge(found, gate)
+    verdict = judge(found, gate, fair.clause if fair is not None else "")
     context.tell(**found.model_dump(mode="json"), gate=asdict(verdict))
     return verdict.passed
 

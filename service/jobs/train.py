@@ -14,6 +14,7 @@ from service.jobs.epochs import epochs_of, followed, result_of
 from service.jobs.params import TrainParams
 from service.jobs.plan import training_jobs
 from service.jobs.replace import replace_model
+from service.jobs.unseen import Unseen, seen_by, unseen_in
 
 _PREPARED, _TRAINED, _EXPORTED = 0.05, 0.6, 0.65  # parts of the whole job
 _SHOWN = 100
@@ -34,8 +35,13 @@ def train_gallery(context: Context) -> None:
     shutil.rmtree(bundle, ignore_errors=True)
     more = [] if context.plan.precision == "fp32" else ["--precision", context.plan.precision]
     run_command([*context.plan.command, "export", str(run), "--out", str(bundle), *more])
+    seen = seen_by(run, context.plan.data_root or run / "data")
     shutil.rmtree(run / "data", ignore_errors=True)
-    replace_model(context, bundle, params.gate, _EXPORTED)
+
+    def choose(gallery: GalleryReader) -> Unseen:
+        return unseen_in(gallery, params.class_attribute, seen)
+
+    replace_model(context, bundle, params.gate, _EXPORTED, choose)
     shutil.rmtree(bundle, ignore_errors=True)  # the service has a copy
     for checkpoint in run.glob("*.pt"):
         checkpoint.unlink()

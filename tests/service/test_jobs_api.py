@@ -207,7 +207,7 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
     body = {
         "job": "demo",
         "gallery": "shop",
-        "gate": {"max_recall_loss": 1.0},
+        "gate": {"max_recall_loss": 1.0, "min_queries": 4},
         "overrides": {
             "optimizer.epochs": 1,
             "optimizer.batch_size": 4,

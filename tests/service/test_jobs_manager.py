@@ -167,7 +167,8 @@ def test_compacting_and_removing_by_a_filter_are_jobs_too(shop: JobShop) -> None
 def test_a_training_goes_from_pictures_to_a_new_bundle_and_its_progress_forward_only(
     shop: JobShop,
 ) -> None:
-    job = shop.start("train", job="shop", overrides={"optimizer.epochs": 2, "model.dim": 8})
+    overrides = {"optimizer.epochs": 2, "model.dim": 8}
+    job = shop.start("train", job="shop", overrides=overrides, gate={"min_queries": 12})
     seen, steps = [], set()
     while (now := shop.manager.get(job.id)).is_active:
         seen.append(now.done)
@@ -182,11 +183,27 @@ def test_a_training_goes_from_pictures_to_a_new_bundle_and_its_progress_forward_
     assert done.report["training"]["figures"] == {"R@1": 50.0}
     assert done.report["training"]["epochs"] == [2, 2]
     assert done.report["swapped"]
+    # Of 6 classes with 4 pictures each, the trainer takes half.
+    assert (done.report["judged"], done.report["classes"]) == (12, 3)
+    assert "classes that the new model was not trained on" in done.report["gate"]["reason"]
     assert shop.bundle_id() == shop.new.bundle_id
     text = shop.manager.log(job.id).text
     assert "epoch 2: grün" in text
     assert "optimizer.epochs=2" in text
     assert not (shop.state / "runs" / job.id / "data").exists()
+
+
+def test_a_model_is_not_put_in_place_by_too_few_photographs_that_it_did_not_see(
+    shop: JobShop,
+) -> None:
+    done = shop.ended(shop.start("train", job="shop").id)
+    assert done.state == "succeeded", done
+    assert done.report is not None
+    assert not done.report["swapped"]
+    reason = done.report["gate"]["reason"]
+    assert "12 photographs of 3 classes" in reason
+    assert "the gate asks for 50" in reason
+    assert shop.bundle_id() == shop.old.bundle_id
 
 
 def test_a_command_that_fails_fails_the_job_with_its_last_words(shop: JobShop) -> None:

@@ -1,0 +1,170 @@
+"""The gate of a retraining: it asks with what the new model did not see."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from indexer.compare import compare
+from indexer.engine import Entry
+from indexer.gallery import Gallery
+from service.jobs.gate import Verdict, judge
+from service.jobs.params import Gate
+from service.jobs.unseen import Seen, seen_by, unseen_in
+
+DIM = 24
+CLASSES, EACH = 12, 12
+TRAINED = frozenset(range(0, CLASSES, 2))
+
+
+def picture(number: int) -> bytes:
+    return f"picture {number}".encode()
+
+
+def gallery(path: Path, trained_noise: float, other_noise: float) -> Gallery:
+    """A model that mixes up trained and other classes as much as it is told."""
+    made = Gallery.create(path, name="shop", bundle_id=path.name, dim=DIM)
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((CLASSES, DIM))
+    entries = []
+    for number in range(CLASSES * EACH):
+        of = number % CLASSES
+        noise = trained_noise if of in TRAINED else other_noise
+        vector = centres[of] + noise * rng.standard_normal(DIM)
+        vector = (vector / np.linalg.norm(vector)).astype(np.float32)
+        content = hashlib.sha256(picture(number)).hexdigest()
+        entries.append(Entry(f"{number}", vector, content, {"class": f"kind {of}"}))
+    made.add(entries)
+    return made
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Gallery:
+    return gallery(tmp_path / "before", 1.2, 1.2)
+
+
+@pytest.fixture
+def memorised(tmp_path: Path) -> Gallery:
+    """Perfect on what it was trained on, worse than before elsewhere."""
+    return gallery(tmp_path / "memorised", 0.1, 1.7)
+
+
+def run_folder(folder: Path, numbers: list[int]) -> Seen | None:
+    """What a run says that trained on pictures with these numbers, in folders of its own names."""
+    rows = ["key,path,class"]
+    for number in numbers:
+        path = f"{number % CLASSES:05d}-x/{number}.jpg"
+        (folder / "data" / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "data" / path).write_bytes(picture(number))
+        rows.append(f"{path},{path},{number % CLASSES:05d}-x")
+    (folder / "train.csv").write_text("\n".join(rows) + "\n")
+    return seen_by(folder, folder / "data")
+
+
+def of_trained_classes() -> list[int]:
+    return [number for number in range(CLASSES * EACH) if number % CLASSES in TRAINED]
+
+
+def verdict(old: Gallery, new: Gallery, seen: Seen | None, gate: Gate) -> Verdict:
+    fair = unseen_in(old, "class", seen)
+    return judge(compare(old, new, asked=fair.keys), gate, fair.clause)
+
+
+def test_a_model_that_memorised_its_classes_and_is_worse_elsewhere_is_refused(
+    before: Gallery, memorised: Gallery, tmp_path: Path
+) -> None:
+    everything = compare(before, memorised)
+    assert judge(everything, Gate()).passed, "asked with all, it looks better"
+    found = verdict(before, memorised, run_folder(tmp_path, of_trained_classes()), Gate())
+    assert not found.passed
+    assert "is lost, the gate allows 0.0000" in found.reason
+    assert "on 72 photographs of 6 classes, classes that the new model was not" in found.reason
+
+
+def test_a_loss_within_what_is_allowed_is_none(
+    before: Gallery, memorised: Gallery, tmp_path: Path
+) -> None:
+    seen = run_folder(tmp_path, of_trained_classes())
+    assert verdict(before, memorised, seen, Gate(max_recall_loss=0.9)).passed
+    refused = verdict(before, memorised, seen, Gate(max_recall_loss=0.9, min_recall_at_1=0.99))
+    assert not refused.passed
+
+
+def test_where_every_class_was_trained_on_other_photographs_of_them_are_asked_with(
+    before: Gallery, memorised: Gallery, tmp_path: Path
+) -> None:
+    half = list(range(CLASSES * EACH // 2))
+    seen = run_folder(tmp_path, half)
+    fair = unseen_in(before, "class", seen)
+    assert fair.keys == {f"{n}" for n in range(CLASSES * EACH // 2, CLASSES * EACH)}
+    assert "on others of their class" in verdict(before, memorised, seen, Gate()).reason
+
+
+def test_the_pictures_of_an_official_data_set_are_found_in_the_folder_that_has_them(
+    tmp_path: Path,
+) -> None:
+    direct = run_folder(tmp_path, of_trained_classes())
+    (tmp_path / "root").mkdir()
+    (tmp_path / "data").rename(tmp_path / "root" / "images")
+    assert direct is not None
+    assert seen_by(tmp_path, tmp_path / "root") == direct
+    assert seen_by(tmp_path, tmp_path / "nowhere") is None
+
+
+def test_a_class_of_a_name_that_was_trained_on_is_not_asked_with(before: Gallery) -> None:
+    seen = Seen(frozenset(), frozenset({"kind 3"}))
+    assert unseen_in(before, "class", seen).keys == {
+        f"{n}" for n in range(CLASSES * EACH) if n % CLASSES != 3
+    }
+
+
+@pytest.mark.parametrize("least", [50, 0])
+def test_without_a_list_of_what_was_trained_on_nothing_is_decided(
+    before: Gallery, memorised: Gallery, tmp_path: Path, least: int
+) -> None:
+    seen = seen_by(tmp_path, tmp_path)
+    assert seen is None
+    assert not verdict(before, memorised, seen, Gate(min_queries=least)).passed
+
+
+def test_too_few_photographs_are_named_and_may_be_allowed(before: Gallery, tmp_path: Path) -> None:
+    seen = run_folder(tmp_path, of_trained_classes())
+    few = verdict(before, before, seen, Gate(min_queries=73))
+    assert not few.passed
+    assert "72 photographs of 6 classes" in few.reason
+    assert "the gate asks for 73" in few.reason
+    assert verdict(before, before, seen, Gate(min_queries=72)).passed
+
+
+def test_intervals_hold_the_figures_and_narrow_with_more_classes(
+    before: Gallery, memorised: Gallery
+) -> None:
+    found = compare(before, memorised)
+    assert found.new.recall_at_1 is not None
+    assert found.old.recall_at_1 is not None
+    assert found.new.recall_at_1_interval is not None
+    low, high = found.new.recall_at_1_interval
+    assert 0 <= low < found.new.recall_at_1 < high <= 1
+    assert found.change_interval is not None
+    low, high = found.change_interval
+    assert low < found.new.recall_at_1 - found.old.recall_at_1 < high
+    few = compare(before, memorised, asked={"0", "1", "2", "3", "12", "13", "14", "15"})
+    assert few.change_interval is not None
+    assert few.new.recall_at_1_interval is not None
+    wide = few.new.recall_at_1_interval
+    assert wide[1] - wide[0] > 2 * (
+        found.new.recall_at_1_interval[1] - found.new.recall_at_1_interval[0]
+    )
+
+
+def test_a_wilson_interval_is_that_of_the_textbook(before: Gallery) -> None:
+    same = compare(before, before, asked={f"{n}" for n in range(10)})
+    assert same.change_interval == (0, 0)
+    assert same.new.recall_at_1_interval is not None
+    # Its ends solve |p - x| = 1.96 sqrt(x (1 - x) / n).
+    part = same.new.recall_at_1
+    assert part is not None
+    for end in same.new.recall_at_1_interval:
+        if 0 < end < 1:
+            assert abs(part - end) == pytest.approx(1.96 * np.sqrt(end * (1 - end) / 10), abs=1e-4)

@@ -128,16 +128,20 @@ def test_cancelled_calls_behind_one_that_hangs_do_not_pile_up() -> None:
 
 def test_calls_that_wait_are_dropped_when_the_pool_is_closed() -> None:
     async def main() -> None:
-        gate = threading.Event()
+        gate, started, ran = threading.Event(), threading.Event(), []
         pool = BoundedPool("file", workers=1, queue_size=1)
-        held, waiting = (asyncio.create_task(pool.run(lambda: gate.wait(WAIT_S))) for _ in "ab")
+        held = asyncio.create_task(pool.run(lambda: started.set() or gate.wait(WAIT_S)))
+        assert await asyncio.to_thread(started.wait, WAIT_S)
+        waiting = asyncio.create_task(pool.run(lambda: ran.append("waiting")))
         await asyncio.sleep(0)
+        assert pool.waiting == 1
         closing = asyncio.create_task(asyncio.to_thread(pool.close))
         with pytest.raises(asyncio.CancelledError):
             await waiting
         gate.set()
         assert await held
         await closing
+        assert not ran
 
     asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -47,14 +48,21 @@ def test_a_truncated_image_among_31_good_ones_fails_alone(start_service, picture
     assert problem["type"] == "urn:kinlens:problem:corrupt-image"
 
 
-def test_the_images_of_a_batch_are_embedded_together(start_service, embedder) -> None:
+def test_the_images_of_a_batch_are_embedded_together(start_service, embedder, until) -> None:
     service = start_service(batch_size=16)
     before = len(embedder.batches)
     queries = [query(encoded(render(seed)), k=1) for seed in range(200, 232)]
-    assert statuses(post(service, {"queries": queries}, BATCH)) == [200] * 32
-    batches = embedder.batches[before:]
-    assert sum(batches) == 32
-    assert max(batches) > 4
+    embedder.gate.clear()
+    with ThreadPoolExecutor(1) as caller:
+        answering = caller.submit(post, service, {"queries": queries}, BATCH)
+        try:
+            # The first call takes what is there and is held; all the rest comes to wait behind it.
+            until(lambda: sum(embedder.batches[before:]) + service.runtime.batcher.depth == 32)
+        finally:
+            embedder.gate.set()
+    assert statuses(answering.result()) == [200] * 32
+    first, *others = embedder.batches[before:]
+    assert others == [size for size in (16, 16 - first) if size]
 
 
 def test_every_query_is_answered_as_it_would_be_alone(market) -> None:

@@ -75,5 +75,5 @@ def _has_batch_norm(trunk: nn.Module) -> bool:
 def _on_noise(trunk: nn.Module, side: int) -> Tensor:
     noise = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        features: Tensor = trunk(noise)
+        features: Tensor = trunk(noise.to(next(trunk.parameters()).dtype))
     return features

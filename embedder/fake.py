@@ -21,6 +21,7 @@ class FakeEmbedder:
 
     provider = "FakeExecutionProvider"
     precision: Precision = "fp32"
+    precision_reason = "asked for"
 
     def __init__(
         self,

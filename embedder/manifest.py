@@ -11,6 +11,9 @@ from embedder.calibration import Calibration
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
 Precision = Literal["fp32", "int8", "fp16"]
 OtherPrecision = Literal["int8", "fp16"]
+AskedPrecision = Literal["auto", "fp32", "int8", "fp16"]
+"""What a setting may ask for; auto is one of the others, by the machine that runs it."""
+
 HeldOutSplit = Literal["validation", "test"]
 
 _ADDED = ("held_out", "variants", "calibration")

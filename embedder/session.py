@@ -11,14 +11,18 @@ from numpy.typing import NDArray
 from embedder.bundle import Bundle
 from embedder.calibration import Calibration
 from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
-from embedder.manifest import Precision, Preprocessing
+from embedder.manifest import AskedPrecision, Precision, Preprocessing
+from embedder.precision import (
+    FASTER,
+    MIN_GAIN,
+    PROVIDERS,
+    Gain,
+    golden_fault,
+    mismatch,
+    speed_gain,
+)
 from embedder.preprocess import Box, ImageLimits, preprocess
 from embedder.types import Embeddings, Images
-
-_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-_MIN_GOLDEN_COSINE = {"fp32": 0.999, "fp16": 0.999, "int8": 0.99}
-"""To the vectors that the same precision gave at export. Integer kernels round where they please:
-a last bit that flips in an early layer grows, so int8 on another processor is not as close."""
 
 _MAX_GOLDEN_PIXEL_DIFFERENCE = 0.5  # grey levels, mean over an image: rounding, not another resize
 _MAX_BATCH = 64
@@ -35,6 +39,8 @@ class Embedder(Protocol):
     def provider(self) -> str: ...
     @property
     def precision(self) -> Precision: ...
+    @property
+    def precision_reason(self) -> str: ...
     @property
     def preprocessing(self) -> Preprocessing: ...
     @property
@@ -60,17 +66,21 @@ class SessionSettings:
     has its own image. `device = "cuda"` is refused if the model would run on the CPU, unless
     `allow_cpu_fallback`. `precision` chooses among the models of the bundle: int8 is made for the
     CPU, fp16 for the GPU; either runs on the other too, without gain. Vectors of all precisions
-    of a bundle may be compared with each other.
+    of a bundle may be compared with each other. "auto" takes int8 on a CPU, fp16 on a GPU, where
+    the bundle has it, its golden vectors hold and the CPU gains from it; fp32 anywhere else.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 1
     allow_cpu_fallback: bool = False
-    precision: Precision = "fp32"
+    precision: AskedPrecision = "fp32"
 
 
 class OnnxEmbedder:
-    """A bundle in an onnxruntime session, checked against its golden vectors when opened."""
+    """A bundle in an onnxruntime session, checked against its golden vectors when opened.
+
+    `precision` is the one that runs, `precision_reason` says why.
+    """
 
     def __init__(
         self,
@@ -81,6 +91,7 @@ class OnnxEmbedder:
     ) -> None:
         self.bundle = bundle
         self.precision = precision
+        self.precision_reason = "asked for"
         self._session = session
         self.limits = limits
         self._input = session.get_inputs()[0].name
@@ -91,16 +102,37 @@ class OnnxEmbedder:
         bundle: Bundle | Path | str,
         settings: SessionSettings | None = None,
         limits: ImageLimits | None = None,
+        gain: Gain = speed_gain,
     ) -> "OnnxEmbedder":
-        """Load, assert the device, and reproduce the golden vectors.
+        """Load, assert the device, and reproduce the golden vectors of what runs.
+
+        `gain` measures how much faster another precision is, where `settings` leave that open.
 
         Raises: BundleError (not found, corrupt, precision absent, golden mismatch, provider).
         """
-        settings = settings or SessionSettings()
+        settings, limits = settings or SessionSettings(), limits or ImageLimits()
         if not isinstance(bundle, Bundle):
             bundle = Bundle.open(bundle)
-        session = create_session(bundle.model_file(settings.precision), settings)
-        embedder = cls(bundle, session, limits or ImageLimits(), settings.precision)
+        if settings.precision != "auto":
+            return cls._checked(bundle, settings, limits, settings.precision)
+        plain = cls._checked(bundle, settings, limits, "fp32")
+        faster = FASTER[plain.provider]
+        plain.precision_reason = f"the bundle has no {faster}"
+        if faster not in bundle.precisions:
+            return plain
+        try:
+            fast = cls._checked(bundle, settings, limits, faster)
+        except GoldenMismatchError as error:
+            plain.precision_reason = str(error)
+            return plain
+        return _faster(fast, plain, gain)
+
+    @classmethod
+    def _checked(
+        cls, bundle: Bundle, settings: SessionSettings, limits: ImageLimits, precision: Precision
+    ) -> "OnnxEmbedder":
+        session = create_session(bundle.model_file(precision), settings)
+        embedder = cls(bundle, session, limits, precision)
         embedder._check_golden()
         return embedder
 
@@ -163,15 +195,10 @@ class OnnxEmbedder:
 
     def _check_golden(self) -> None:
         inputs = self.bundle.golden_inputs()
-        expected = self.bundle.golden_vectors(self.precision)
-        cosine = float((self.embed(inputs) * expected).sum(axis=1).min())
-        least = _MIN_GOLDEN_COSINE[self.precision]
-        if cosine < least:
-            raise GoldenMismatchError(
-                f"The {self.precision} model {self.bundle_id[:12]} on {self.provider} does not "
-                f"reproduce its golden vectors: cosine {cosine:.4f}, expected at least {least}. "
-                "Its galleries would not fit; export it again or run it elsewhere."
-            )
+        own, fp32 = self.bundle.golden_vectors(self.precision), self.bundle.golden_vectors()
+        fault = golden_fault(self.precision, self.embed(inputs), own, fp32)
+        if fault is not None:
+            raise mismatch(self.precision, self.bundle_id, self.provider, fault)
         decoded = np.stack([self.preprocess(data) for data in self.known_images()])
         differences = np.abs(decoded.astype(np.int16) - inputs).mean(axis=(1, 2, 3))
         difference = float(differences.max())
@@ -183,12 +210,26 @@ class OnnxEmbedder:
             )
 
 
+def _faster(fast: OnnxEmbedder, plain: OnnxEmbedder, gain: Gain) -> OnnxEmbedder:
+    """The one that `precision = "auto"` takes, with its reason; on a GPU nothing is measured."""
+    if fast.provider != PROVIDERS["cpu"]:
+        fast.precision_reason = "its golden vectors hold"
+        return fast
+    times = gain(fast.embed, plain.embed, plain.bundle.golden_inputs())
+    chosen = fast if times >= MIN_GAIN else plain
+    chosen.precision_reason = (
+        f"the golden vectors of {fast.precision} hold, and it is {times:.2f} times as fast as fp32 "
+        f"here; {MIN_GAIN} is asked for"
+    )
+    return chosen
+
+
 def create_session(model: Path, settings: SessionSettings) -> ort.InferenceSession:
     """An ONNX file ready to run. Raises: BundleCorruptError, ProviderError."""
-    wanted = _PROVIDERS[settings.device]
+    wanted = PROVIDERS[settings.device]
     chosen = [wanted] if wanted in ort.get_available_providers() else []
     if settings.device != "cpu":
-        chosen.append(_PROVIDERS["cpu"])
+        chosen.append(PROVIDERS["cpu"])
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings.threads
     options.inter_op_num_threads = 1

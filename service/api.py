@@ -3,6 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
+from service.health import Readiness
 from service.metrics import CONTENT_TYPE
 from service.openapi import problems, render_docs
 from service.routes import galleries, items, jobs, pictures, samples, search
@@ -38,16 +39,7 @@ def _add_operations(router: APIRouter, runtime: Runtime) -> None:
     async def ready() -> JSONResponse:
         """Embeds a known image and searches every gallery with it."""
         readiness = await runtime.health.check()
-        content = Ready(
-            status="ready" if readiness.ready else "not ready",
-            provider=runtime.registry.model.provider,
-            bundle_id=runtime.registry.model.bundle_id,
-            galleries=readiness.versions,
-            queue_depth=runtime.models.depth,
-            redis=runtime.cache.remote_state,
-            checks=readiness.checks,
-            last_error=readiness.last_error,
-        )
+        content = _ready(runtime, readiness)
         return JSONResponse(content.model_dump(), 200 if readiness.ready else 503)
 
     @router.get(
@@ -64,3 +56,18 @@ def _add_operations(router: APIRouter, runtime: Runtime) -> None:
     @router.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> HTMLResponse:
         return HTMLResponse(render_docs(request.app.openapi()))
+
+
+def _ready(runtime: Runtime, readiness: Readiness) -> Ready:
+    return Ready(
+        status="ready" if readiness.ready else "not ready",
+        provider=runtime.registry.model.provider,
+        precision=runtime.embedder.precision,
+        precision_reason=runtime.embedder.precision_reason,
+        bundle_id=runtime.registry.model.bundle_id,
+        galleries=readiness.versions,
+        queue_depth=runtime.models.depth,
+        redis=runtime.cache.remote_state,
+        checks=readiness.checks,
+        last_error=readiness.last_error,
+    )

@@ -119,6 +119,10 @@ class Models:
         model = Model(embedder, batcher, encoder, image, known.vector)
         self._models[bundle_id] = model
         structlog.get_logger().info(
-            "model started", bundle_id=bundle_id, provider=embedder.provider
+            "model started",
+            bundle_id=bundle_id,
+            provider=embedder.provider,
+            precision=embedder.precision,
+            precision_reason=embedder.precision_reason,
         )
         return model

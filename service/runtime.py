@@ -82,6 +82,7 @@ class Runtime:
             "serving",
             bundle_id=self.registry.model.bundle_id,
             provider=self.registry.model.provider,
+            precision=self.embedder.precision,
             galleries=self.registry.names(),
             redis=self.cache.remote_state,
         )

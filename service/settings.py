@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from embedder.errors import InvalidParameterError
-from embedder.manifest import Precision
+from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
 from indexer.cores import core_count
 from indexer.manifest import checked_name
@@ -51,7 +51,7 @@ class Settings(BaseSettings):
     device: Literal["cpu", "cuda"] = "cpu"
     allow_cpu_fallback: bool = False
     threads: int = Field(default=1, ge=0)
-    precision: Precision = "fp32"
+    precision: AskedPrecision = "fp32"
     workers: int = Field(default=1, ge=1, le=64)
 
     anonymous_scopes: Annotated[tuple[Scope, ...], NoDecode] = ("search",)

@@ -41,7 +41,7 @@ from training.golden import golden_images
 from training.models.embedding import EmbeddingNet
 from training.network import network_of
 from training.onnx_file import check_parity, torch_embed, write_onnx
-from training.variants import Reference, make_variants
+from training.variants import OnRefusal, Reference, make_variants
 
 MAX_RECALL_DIFFERENCE = 0.1  # points of R@1
 _BATCH = 64
@@ -82,6 +82,7 @@ def export_checkpoint(
     out: Path,
     on_batch: OnBatch | None = None,
     precisions: Sequence[Precision] = ("fp32",),
+    on_refusal: OnRefusal | None = None,
 ) -> Bundle:
     """Write the bundle of a checkpoint to the new folder `out`.
 
@@ -96,6 +97,7 @@ def export_checkpoint(
         out: must not exist.
         on_batch: called with the number of images after each batch; `images_to_embed` in all.
         precisions: fp32 is always written.
+        on_refusal: told why another precision is refused; then the bundle is written without it.
 
     Raises: DatasetError if `split` is not the one of the run; ExportError, BundleError.
     """
@@ -111,7 +113,7 @@ def export_checkpoint(
         }
     )
     data = _Data(split, manifest.preprocessing, tuple(sorted({1, *job.recall_at})), on_batch)
-    return _export(net, manifest, out, data, precisions)
+    return _export(net, manifest, out, data, precisions, on_refusal)
 
 
 def export_backbone(
@@ -149,6 +151,7 @@ def _export(
     out: Path,
     data: _Data | None,
     precisions: Sequence[Precision],
+    on_refusal: OnRefusal | None = None,
 ) -> Bundle:
     others = [precision for precision in precisions if precision != "fp32"]
     if others and data is None:
@@ -166,7 +169,8 @@ def _export(
         files = {}
         if data is not None:
             manifest, reference = _measured(net, embedder, manifest, data)
-            made = make_variants(others, trial, reference, data.split.train, Path(name))
+            train = data.split.train
+            made = make_variants(others, trial, reference, train, Path(name), on_refusal)
             files = {precision: one.files for precision, one in made.items()}
             pages = {precision: one.page for precision, one in made.items()}
             manifest = manifest.model_copy(update={"variants": pages})

@@ -68,7 +68,7 @@ def _half(weight: TensorProto, name: str) -> TensorProto:
     if not largest <= _LARGEST:
         raise ExportError(
             f"The weight {weight.name} reaches {largest:.3g}, fp16 ends at {_LARGEST:.0f}. "
-            "Export without --precision fp16."
+            "Export it in fp32 or int8."
         )
     return numpy_helper.from_array(values.astype(np.float16), name)
 

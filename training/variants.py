@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from embedder.bundle import Bundle, VariantFiles
 from embedder.errors import BundleError, ExportError
 from embedder.manifest import HeldOut, OtherPrecision, Variant
+from embedder.precision import golden_fault, mismatch
 from embedder.preprocess import ImageLimits
 from embedder.session import OnnxEmbedder, SessionSettings, create_session
 from embedder.types import Embeddings, Images
@@ -22,6 +23,7 @@ from training.quantize import calibration_images, quantize_int8
 MAX_RECALL_LOSS = 0.5
 """Points of R@1 that a precision may lose."""
 
+OnRefusal = Callable[[str], None]
 EmbedHeldOut = Callable[[Callable[[Images], Embeddings]], Embeddings]
 
 
@@ -52,6 +54,7 @@ def make_variants(
     reference: Reference,
     train: LabelledImages,
     folder: Path,
+    on_refusal: OnRefusal | None = None,
 ) -> dict[OtherPrecision, Made]:
     """Convert the fp32 model of `bundle` and measure what comes out.
 
@@ -61,33 +64,54 @@ def make_variants(
         reference: fp32 on the held-out images.
         train: a random choice of these training images gives int8 its ranges.
         folder: for the files.
+        on_refusal: told why a precision is refused, which is then left out.
 
-    Raises: ExportError if one loses more than 0.5 points of R@1, or cannot be made.
+    Raises: without `on_refusal`, ExportError if one loses more than 0.5 points of R@1, has other
+        golden vectors than fp32 on this machine, or cannot be made.
     """
     made = {}
     for precision in dict.fromkeys(precisions):
-        path = folder / f"{precision}.onnx"
-        if precision == "int8":
-            pixels = calibration_images(train, bundle.manifest.preprocessing)
-            quantize_int8(bundle.model_path, pixels, path)
-        else:
-            convert_fp16(bundle.model_path, path)
-        made[precision] = _measured(precision, bundle, reference, path)
+        try:
+            made[precision] = _made(precision, bundle, reference, train, folder)
+        except ExportError as error:
+            if on_refusal is None:
+                raise ExportError(
+                    f"{error} No bundle was written; export without --precision {precision}, or "
+                    "with --skip-refused."
+                ) from error
+            on_refusal(f"{precision} is left out: {error}")
     return made
+
+
+def _made(
+    precision: OtherPrecision,
+    bundle: Bundle,
+    reference: Reference,
+    train: LabelledImages,
+    folder: Path,
+) -> Made:
+    path = folder / f"{precision}.onnx"
+    if precision == "int8":
+        pixels = calibration_images(train, bundle.manifest.preprocessing)
+        quantize_int8(bundle.model_path, pixels, path)
+    else:
+        convert_fp16(bundle.model_path, path)
+    return _measured(precision, bundle, reference, path)
 
 
 def _measured(precision: OtherPrecision, bundle: Bundle, reference: Reference, path: Path) -> Made:
     session = create_session(path, SessionSettings(threads=os.cpu_count() or 1))
     embedder = OnnxEmbedder(bundle, session, ImageLimits(), precision)
+    expected = bundle.golden_vectors()
     try:
         golden = embedder.embed(bundle.golden_inputs())
+        fault = golden_fault(precision, golden, golden, expected)
+        if fault is not None:
+            raise mismatch(precision, bundle.bundle_id, embedder.provider, fault)
         vectors = reference.embed(embedder.embed)
     except BundleError as error:
-        raise ExportError(
-            f"The network does not work in {precision}: {error} No bundle was written; export "
-            f"without --precision {precision}."
-        ) from error
-    cosines = (golden * bundle.golden_vectors()).sum(axis=1)
+        raise ExportError(f"The network does not work in {precision}: {error}") from error
+    cosines = (golden * expected).sum(axis=1)
     return Made(compare(precision, reference, vectors, cosines), VariantFiles(path, golden))
 
 
@@ -112,8 +136,7 @@ def compare(
         raise ExportError(
             f"R@1 falls from {before:.2f} in fp32 to {recall['R@1']:.2f} in {precision} on the "
             f"{len(labels):,} {reference.page.split} images; allowed is a loss of "
-            f"{MAX_RECALL_LOSS} points. No bundle was written; export without "
-            f"--precision {precision}."
+            f"{MAX_RECALL_LOSS} points."
         )
     asks = every_second(labels)
 

@@ -19,6 +19,7 @@ from indexer.commands.options import (
     JsonOption,
     MemoryOption,
     NoCompactOption,
+    PrecisionOption,
     RecallOption,
     StoreArgument,
     WorkersOption,
@@ -55,6 +56,7 @@ def build(
     target_recall: RecallOption = None,
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
+    precision: PrecisionOption = "fp32",
     batch_size: BatchOption = 32,
     workers: WorkersOption = 0,
     json: JsonOption = False,
@@ -68,7 +70,7 @@ def build(
         raise typer.BadParameter("Give IMAGES or --root, not both: they mean the same.")
     with errors_shown():
         source = new_source(images or root, csv, split)
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback)
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision)
         where = options.index_device(device, embedder, allow_cpu_fallback)
         plan = IndexSettings(index or "auto", memory_mb, where, target_recall or TARGET_RECALL)
         settings = BuildSettings(name, EmbedSettings(batch_size, workers), plan)
@@ -87,6 +89,7 @@ def add(
     image_root: ImageRootOption = None,
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
+    precision: PrecisionOption = "fp32",
     batch_size: BatchOption = 32,
     workers: WorkersOption = 0,
     no_compact: NoCompactOption = False,
@@ -99,7 +102,7 @@ def add(
     command.
     """
     with errors_shown():
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback)
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision)
         with stores.opened(gallery, image_root=image_root) as store:
             check_image_root(store)
             source = further_source(images, csv, split, store.image_root, store.schema())
@@ -116,7 +119,8 @@ def _print_plan(source: Source, embedder: Embedder, settings: IndexSettings, jso
         return
     out.print(
         f"Found {len(source.records):,} images in the {source.description}. "
-        f"Dimension {embedder.dim}, model on {embedder.provider}."
+        f"Dimension {embedder.dim}, model on {embedder.provider} in {embedder.precision}: "
+        f"{embedder.precision_reason}."
     )
     for line in plan.lines():
         out.print(line)

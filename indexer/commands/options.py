@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from embedder.manifest import AskedPrecision
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
 from indexer.plan import IndexKind, IndexSettings
 
@@ -20,6 +21,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DeviceOption = Annotated[Device, typer.Option(help="Where model and index run.")]
 FallbackOption = Annotated[
     bool, typer.Option("--allow-cpu-fallback", help="Use the CPU where CUDA does not work.")
+]
+PrecisionOption = Annotated[
+    AskedPrecision, typer.Option(help="Model of the bundle; auto: the fastest that holds here.")
 ]
 BatchOption = Annotated[int, typer.Option(min=1, max=1024, help="Images per batch.")]
 WorkersOption = Annotated[int, typer.Option(min=0, max=256, help="Threads; 0: one a core.")]
@@ -48,11 +52,11 @@ NoCompactOption = Annotated[
 TARGET_RECALL = IndexSettings().target_recall
 
 
-def open_embedder(bundle: Path, device: Device, allow_cpu_fallback: bool) -> Embedder:
+def open_embedder(
+    bundle: Path, device: Device, allow_cpu_fallback: bool, precision: AskedPrecision
+) -> Embedder:
     """The bundle in an engine that leaves the cores to the indexer's threads."""
-    return OnnxEmbedder.open(
-        bundle, SessionSettings(device, threads=1, allow_cpu_fallback=allow_cpu_fallback)
-    )
+    return OnnxEmbedder.open(bundle, SessionSettings(device, 1, allow_cpu_fallback, precision))
 
 
 def index_device(device: Device, embedder: Embedder, allow_cpu_fallback: bool) -> Device:

@@ -18,6 +18,7 @@ from indexer.commands.options import (
     DeviceOption,
     FallbackOption,
     JsonOption,
+    PrecisionOption,
     StoreArgument,
     WhereOption,
 )
@@ -81,12 +82,15 @@ def search(
     ] = None,
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
+    precision: PrecisionOption = "fp32",
     json: JsonOption = False,
 ) -> None:
     """Search with an image, with items of the gallery, or with vectors."""
     _check_usage(image, bundle, vector, like, unlike)
     with errors_shown():
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback) if bundle else None
+        embedder = (
+            options.open_embedder(bundle, device, allow_cpu_fallback, precision) if bundle else None
+        )
         wanted = SearchOptions(
             where=parse_filter(where) if where else None,
             min_score=min_score,

@@ -13,6 +13,7 @@ from indexer.commands.options import (
     GalleryArgument,
     ImageRootOption,
     JsonOption,
+    PrecisionOption,
     RecallOption,
 )
 from indexer.commands.vectors import read_vectors
@@ -44,6 +45,7 @@ def verify(
     ] = False,
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
+    precision: PrecisionOption = "fp32",
     json: JsonOption = False,
 ) -> None:
     """Check files, items and recall; ends with 1 if something is wrong.
@@ -56,7 +58,9 @@ def verify(
     if tune and queries is None:
         raise typer.BadParameter("--tune needs --queries: vectors that are not in the gallery.")
     with errors_shown():
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback) if bundle else None
+        embedder = (
+            options.open_embedder(bundle, device, allow_cpu_fallback, precision) if bundle else None
+        )
         vectors = None if queries is None else read_vectors(queries)
         if tune and vectors is not None:
             check_files(gallery)

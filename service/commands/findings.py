@@ -60,7 +60,10 @@ def _bundle(bundles: Bundles) -> Finding:
     except (KinlensError, OSError) as error:
         return failed("bundle", error)
     return Finding(
-        "bundle", "ok", f"{embedder.bundle_id[:12]}, D = {embedder.dim}, on {embedder.provider}"
+        "bundle",
+        "ok",
+        f"{embedder.bundle_id[:12]}, D = {embedder.dim}, on {embedder.provider} in "
+        f"{embedder.precision}: {embedder.precision_reason}",
     )
 
 

@@ -41,7 +41,7 @@ _SHARED: dict[str, Any] = {
     ],
     "precision": Annotated[
         str | None,
-        typer.Option(help="Model of the bundle: fp32, fp16 or int8 (default fp32)."),
+        typer.Option(help="Model of the bundle: fp32, fp16, int8 or auto (default fp32)."),
     ],
     "threads": Annotated[int | None, typer.Option(help="Threads for one batch (default 1).")],
     "redis_url": Annotated[

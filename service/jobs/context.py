@@ -33,7 +33,9 @@ class Context:
     def open_embedder(self, bundle: Path) -> OnnxEmbedder:
         """A bundle in a session like that of the service, for pictures of any size.
 
-        Raises: BundleError, also if it lacks the precision that the service runs.
+        Under precision auto the machine of the job chooses, as that of the service did.
+
+        Raises: BundleError, also if it lacks the precision that the service asks for.
         """
         plan = self.plan
         settings = SessionSettings(

@@ -16,7 +16,7 @@ from embedder.errors import (
     InvalidParameterError,
     JobConflictError,
 )
-from embedder.manifest import Precision
+from embedder.manifest import AskedPrecision
 from indexer.layout import GalleryFolder
 from indexer.manifest import SHORT, read_manifest
 from service.bundles import id_of
@@ -46,7 +46,7 @@ class Plan(BaseModel):
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 1
     allow_cpu_fallback: bool = False
-    precision: Precision = "fp32"
+    precision: AskedPrecision = "fp32"
 
 
 def plan_of(job: Job, settings: Settings) -> Plan:

@@ -6,13 +6,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from embedder.precision import FASTER, PROVIDERS
 from indexer.reader import GalleryReader
 from service.jobs.class_folders import write_classes
 from service.jobs.command import run_command
 from service.jobs.context import Context
 from service.jobs.epochs import epochs_of, followed, result_of
 from service.jobs.params import TrainParams
-from service.jobs.plan import training_jobs
+from service.jobs.plan import Plan, training_jobs
 from service.jobs.replace import replace_model
 from service.jobs.unseen import Unseen, seen_by, unseen_in
 
@@ -33,7 +34,7 @@ def train_gallery(context: Context) -> None:
     context.steps.set("export the bundle", _TRAINED)
     bundle = run / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
-    more = [] if context.plan.precision == "fp32" else ["--precision", context.plan.precision]
+    more = _precisions(context.plan)
     run_command([*context.plan.command, "export", str(run), "--out", str(bundle), *more])
     seen = seen_by(run, context.plan.data_root or run / "data")
     shutil.rmtree(run / "data", ignore_errors=True)
@@ -45,6 +46,13 @@ def train_gallery(context: Context) -> None:
     shutil.rmtree(bundle, ignore_errors=True)  # the service has a copy
     for checkpoint in run.glob("*.pt"):
         checkpoint.unlink()
+
+
+def _precisions(plan: Plan) -> list[str]:
+    """The options of an export that has what the service asks for, or may choose by itself."""
+    if plan.precision == "auto":
+        return ["--precision", FASTER[PROVIDERS[plan.device]], "--skip-refused"]
+    return [] if plan.precision == "fp32" else ["--precision", plan.precision]
 
 
 def _fit(context: Context, params: TrainParams) -> None:

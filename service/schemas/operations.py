@@ -16,6 +16,8 @@ class Ready(BaseModel):
 
     status: Literal["ready", "not ready"]
     provider: str
+    precision: str | None = None
+    precision_reason: str | None = None
     bundle_id: str
     galleries: dict[str, str]
     queue_depth: int

@@ -30,8 +30,8 @@ INT8 = Variant(
 )
 
 
-def write_full_bundle(tiny: Bundle, folder: Path, seed: int = 5) -> Bundle:
-    """The tiny bundle with another tiny model, that of `seed`, in the place of int8."""
+def write_full_bundle(tiny: Bundle, folder: Path, seed: float = 0.05) -> Bundle:
+    """The tiny bundle; in the place of int8 the tiny model of `seed`, by default a near one."""
     manifest = tiny.manifest.model_copy(
         update={"held_out": HELD_OUT, "variants": {"int8": INT8}, "calibration": CALIBRATION}
     )

@@ -131,7 +131,9 @@ def test_a_bundle_with_all_precisions_reads_back(full_bundle: Bundle) -> None:
 def test_the_golden_vectors_are_those_of_the_precision(full_bundle: Bundle) -> None:
     inputs = full_bundle.golden_inputs()
     np.testing.assert_allclose(full_bundle.golden_vectors(), tiny_embed(inputs, 0), atol=1e-6)
-    np.testing.assert_allclose(full_bundle.golden_vectors("int8"), tiny_embed(inputs, 5), atol=1e-6)
+    np.testing.assert_allclose(
+        full_bundle.golden_vectors("int8"), tiny_embed(inputs, 0.05), atol=1e-6
+    )
 
 
 def test_a_precision_that_is_absent_names_what_there_is(full_bundle: Bundle) -> None:

@@ -23,7 +23,7 @@ def test_build_says_the_cost_before_and_the_result_after(run: Run, shop: Path, o
     result = run("build", shop, "--bundle", "b", "--out", out, "--name", "shoes")
     assert result.exit_code == 0
     assert "Found 6 images in the folder" in result.stdout
-    assert "Dimension 32, model on FakeExecutionProvider" in result.stdout
+    assert "Dimension 32, model on FakeExecutionProvider in fp32" in result.stdout
     assert "6 items (6 embedded, 0 from an earlier run, 0 copies)" in result.stdout
     assert re.search(r"6 of 6 +(?!0\.0 )[\d.]+ images/s +\d:\d\d:\d\d", result.stderr)
     assert json.loads(run("stats", out, "--json").stdout)["name"] == "shoes"

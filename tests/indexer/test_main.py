@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from embedder.bundle import Bundle
 from embedder.errors import ProviderError
+from embedder.manifest import AskedPrecision
 from embedder.session import OnnxEmbedder, SessionSettings
 from embedder.types import Images
 from indexer.__main__ import app
@@ -29,6 +30,15 @@ COMMANDS = [
     *("build", "add", "update", "remove", "search", "show", "verify", "compact", "plan", "stats"),
     *("export", "import", "backup", "restore"),
 ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "auto"])
+def test_the_bundle_opens_in_the_precision_asked_for(
+    tiny_bundle: Bundle, precision: AskedPrecision
+) -> None:
+    embedder = options.open_embedder(tiny_bundle.path, "cpu", False, precision)
+    reason = {"fp32": "asked for", "auto": "the bundle has no int8"}[precision]
+    assert (embedder.precision, embedder.precision_reason) == ("fp32", reason)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -86,13 +96,13 @@ def test_an_error_is_one_line_without_a_traceback(run: Run, out: Path, tmp_path:
 def test_a_device_that_is_not_there_is_an_error(
     run: Run, shop: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(bundle: Path, device: str, allow_cpu_fallback: bool) -> None:
-        raise ProviderError(f"{bundle} {device} {allow_cpu_fallback}")
+    def refused(bundle: Path, device: str, allow_cpu_fallback: bool, precision: str) -> None:
+        raise ProviderError(f"{bundle} {device} {allow_cpu_fallback} {precision}")
 
     monkeypatch.setattr(options, "open_embedder", refused)
     arguments = ("build", shop, "--bundle", "b", "--out", out, "--device", "cuda")
-    assert run(*arguments).stderr == "Error: b cuda False\n"
-    assert run(*arguments, "--allow-cpu-fallback").stderr == "Error: b cuda True\n"
+    assert run(*arguments).stderr == "Error: b cuda False fp32\n"
+    assert run(*arguments, "--allow-cpu-fallback").stderr == "Error: b cuda True fp32\n"
     assert not out.exists()
 
 

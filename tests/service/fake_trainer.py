@@ -16,6 +16,7 @@ def main() -> None:
     bundle, seconds, epochs, command, *words = sys.argv[1:]
     out = Path(words[words.index("--out") + 1])
     if command == "export":
+        (Path(words[0]) / "exported.json").write_text(json.dumps(words))
         shutil.copytree(bundle, out)
         return
     if words[0] == "cub-nir":

@@ -19,6 +19,7 @@ def test_readiness_reports_what_is_served(running_service) -> None:
     assert response.status_code == 200
     assert answer["status"] == "ready"
     assert answer["provider"] == "FakeExecutionProvider"
+    assert (answer["precision"], answer["precision_reason"]) == ("fp32", "asked for")
     assert answer["bundle_id"] == "fake"
     assert list(answer["galleries"]) == ["shop"]
     assert answer["checks"] == {"worker": "ok", "model": "ok", "gallery shop": "ok"}

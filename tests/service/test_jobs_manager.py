@@ -489,6 +489,21 @@ def test_a_training_starts_from_named_weights_or_the_gallery_s_own_model(
             shop.start("train", job="shop", overrides={"model.weights": other})
 
 
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("fp32", []), ("auto", ["--precision", "int8", "--skip-refused"])],
+)
+def test_a_trained_bundle_has_what_the_service_may_choose_from(
+    shop: JobShop, precision: str, expected: list[str]
+) -> None:
+    chosen = shop.settings.model_copy(update={"precision": precision})
+    shop.manager = JobManager(shop.state, chosen)
+    job = shop.ended(shop.start("train", job="shop").id)
+    assert job.state == "succeeded", job
+    words = json.loads((shop.state / "runs" / job.id / "exported.json").read_text())
+    assert words[3:] == expected
+
+
 def test_a_job_that_died_while_it_swapped_says_how_to_find_out(shop: JobShop) -> None:
     store = shop.manager._store
     job = store.create("swap", "shop", {"with": "other"}, "test")

@@ -16,6 +16,7 @@ from embedder.errors import BundleCorruptError, BundleNotFoundError, SearchError
 from embedder.fake import FakeEmbedder
 from embedder.types import Embeddings, Images
 from service.bundles import Bundles, OneBundle
+from service.cache import embedding_key
 from service.settings import Settings
 from tests.embedder.bundles import CALIBRATION, write_full_bundle
 from tests.service.shelves import Shelf, make_gallery, serving
@@ -226,7 +227,17 @@ def test_a_service_without_a_bundle_is_refused_by_name_of_the_option() -> None:
 def test_the_precision_of_the_settings_runs(
     tmp_path: Path, make_tiny_bundle: Callable[..., Bundle]
 ) -> None:
-    bundle = write_full_bundle(make_tiny_bundle(seed=3), tmp_path)
+    bundle = write_full_bundle(make_tiny_bundle(seed=3), tmp_path, seed=3.05)
     embedder = Bundles(Settings(bundle=bundle.path, precision="int8")).open(bundle.bundle_id)
     assert embedder.precision == "int8"
     assert embedder.calibration == CALIBRATION
+
+
+def test_what_auto_takes_is_in_the_keys_of_the_cache(
+    tmp_path: Path, make_tiny_bundle: Callable[..., Bundle]
+) -> None:
+    bundle = write_full_bundle(make_tiny_bundle(seed=3), tmp_path, seed=3.5)  # far from fp32
+    embedder = Bundles(Settings(bundle=bundle.path, precision="auto")).open(bundle.bundle_id)
+    assert embedder.precision == "fp32"
+    assert "mean cosine to fp32" in embedder.precision_reason
+    assert ":fp32:" in embedding_key(bundle.bundle_id, embedder.precision, "digest", None)

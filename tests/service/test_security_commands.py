@@ -40,6 +40,7 @@ def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(
     parts = ["settings", "bundle", "gallery shop", "state", "keys", "redis", "port"]
     assert list(found) == parts
     assert {finding["verdict"] for finding in found.values()} == {"ok"}
+    assert found["bundle"]["text"].endswith("on CPUExecutionProvider in fp32: asked for")
     assert "8 items" in found["gallery shop"]["text"]
     assert list((tmp_path / "new").iterdir()) == []
 

@@ -1,5 +1,6 @@
 import dataclasses
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import training.onnx_file as onnx_module
 import training.variants as variants_module
 from embedder.bundle import Bundle
 from embedder.errors import BundleError, DatasetError, ExportError
+from embedder.precision import MIN_FP32_COSINE
 from embedder.session import OnnxEmbedder, SessionSettings
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import Checkpoint, load_checkpoint
@@ -30,6 +32,14 @@ from training.trainer import fit
 
 ALL = ("fp32", "int8", "fp16")
 Trained = tuple[Checkpoint, Split, Bundle]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _any_processor() -> Iterator[None]:
+    """Where int8 saturates the network of these tests is far from fp32, which is no matter here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MIN_FP32_COSINE, "int8", -1.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +178,20 @@ def test_a_trunk_alone_has_nothing_to_compare_precisions_on(tmp_path: Path) -> N
     model = Model(backbone="mobilenet_v2", weights="none")
     with pytest.raises(ExportError, match="int8 must be compared with fp32 on images"):
         export_backbone("plain", model, Input(), tmp_path / "b", precisions=("fp32", "int8"))
+
+
+def test_a_precision_that_does_not_hold_here_is_left_out_if_it_may_be(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, split, _ = trained
+    monkeypatch.setitem(MIN_FP32_COSINE, "int8", 1.1)  # as if this processor saturated
+    told: list[str] = []
+    arguments = (checkpoint, split, tmp_path / "bundle", None, ("fp32", "int8"))
+    with pytest.raises(ExportError, match=r"int8 .* mean cosine to fp32 .* No bundle was written"):
+        export_checkpoint(*arguments)
+    assert not (tmp_path / "bundle").exists()
+    assert export_checkpoint(*arguments, told.append).precisions == ("fp32",)
+    assert "mean cosine to fp32" in told[0]
 
 
 def test_another_split_is_refused_since_its_test_classes_were_trained_on(

@@ -23,6 +23,12 @@ def export(
             help="Also in this precision: int8 (CPU) or fp16 (GPU). Repeatable.",
         ),
     ] = None,
+    skip_refused: Annotated[
+        bool,
+        typer.Option(
+            "--skip-refused", help="Leave out a precision that fails its gate, and say why."
+        ),
+    ] = False,
     backbone: Annotated[
         str | None, typer.Option(help="Export this pretrained trunk alone, without a run.")
     ] = None,
@@ -48,7 +54,7 @@ def export(
         raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
     precisions = cast(tuple[Precision, ...], ("fp32", *(precision or ())))
     if run is not None:
-        _describe(_of_run(run, out, overrides or [], precisions))
+        _describe(_of_run(run, out, overrides or [], precisions, skip_refused))
     elif backbone is not None:
         model = section(Model, backbone=backbone, weights=weights)
         spec = section(Input, size_px=size_px, resize_px=resize_px)
@@ -56,7 +62,11 @@ def export(
 
 
 def _of_run(
-    run: Path, out: Path, overrides: list[str], precisions: tuple[Precision, ...]
+    run: Path,
+    out: Path,
+    overrides: list[str],
+    precisions: tuple[Precision, ...],
+    skip_refused: bool,
 ) -> Bundle:
     from training.export import export_checkpoint, images_to_embed
     from training.runner import load_chosen
@@ -65,7 +75,14 @@ def _of_run(
     split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
     with progress_bar() as bar:
         task = bar.add_task("check recall", total=images_to_embed(split, precisions))
-        return export_checkpoint(checkpoint, split, out, lambda n: bar.advance(task, n), precisions)
+        return export_checkpoint(
+            checkpoint,
+            split,
+            out,
+            lambda n: bar.advance(task, n),
+            precisions,
+            bar.console.print if skip_refused else None,
+        )
 
 
 def _describe(bundle: Bundle) -> None:

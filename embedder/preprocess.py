@@ -45,7 +45,6 @@ _TURNS = {
 _SIDEWAYS = (5, 6, 7, 8)  # turns that make the width of the stored image its height
 _STRIP_ROWS = 256
 _PILLOW_MEGAPIXELS = 178.0  # above this Pillow refuses by itself, whatever our limit says
-
 _BOX_TOLERANCE = 1e-6  # what rounding in a browser may add
 
 Box = tuple[float, float, float, float]
@@ -75,7 +74,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the header claims: `format` is one of ALLOWED_FORMATS, sizes in pixels as stored."""
+    """What the header claims: one of ALLOWED_FORMATS, pixels as stored (of a JPEG upright)."""
 
     format: str
     width: int
@@ -89,7 +88,10 @@ def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
         ImageTooLargeError.
     """
     with _open(data, limits or ImageLimits()) as image:
-        return ImageHeader(_format(image), image.width, image.height)
+        kind, size = _format(image), image.size
+        if kind == "JPEG" and _orientation(image) in _SIDEWAYS:
+            size = size[::-1]
+        return ImageHeader(kind, *size)
 
 
 def check_box(box: Sequence[float]) -> Box:
@@ -157,9 +159,8 @@ def preprocess(
     Raises: as `decode`.
     """
     image = decode(data, limits, spec.resize_px, box)
-    return to_chw(
-        resize_box(image, central_box(image.size, spec), spec.crop_px, spec.interpolation)
-    )
+    square = central_box(image.size, spec)
+    return to_chw(resize_box(image, square, spec.crop_px, spec.interpolation))
 
 
 def central_box(size: tuple[int, int], spec: Preprocessing) -> PixelBox:
@@ -167,9 +168,8 @@ def central_box(size: tuple[int, int], spec: Preprocessing) -> PixelBox:
 
     Its corner lies on a whole pixel: half a pixel off would blur an image that needs no scaling.
     """
-    width, height = size
-    side = min(width, height) * spec.crop_px / spec.resize_px
-    left, top = (width - side) // 2, (height - side) // 2
+    side = min(size) * spec.crop_px / spec.resize_px
+    left, top = (size[0] - side) // 2, (size[1] - side) // 2
     return left, top, left + side, top + side
 
 

@@ -3,12 +3,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from embedder.errors import DatasetError
-from embedder.preprocess import decode, preprocess, to_chw
+from embedder.preprocess import decode, preprocess, read_header, resize_box, to_chw
 from tests.tiny import encoded, picture
 from training.config.model import Input
-from training.data.augment import random_box, random_view
+from training.data.augment import random_box, random_part, random_view
 from training.data.dataset import EvaluationImages, TrainingImages
 from training.data.records import LabelledImages, labelled
 
@@ -41,7 +42,7 @@ def test_an_image_used_twice_in_an_epoch_gives_two_views(images: LabelledImages)
 
 def test_the_first_view_is_seeded_by_seed_epoch_and_image(images: LabelledImages) -> None:
     data = (images.root / images.paths[3]).read_bytes()
-    view = random_view(decode(data), SPEC, np.random.default_rng((7, 1, 3)))
+    view = random_view(data, SPEC, np.random.default_rng((7, 1, 3)))
     assert np.array_equal(TrainingImages(images, SPEC, 7)[(1, 3, 0)][0].numpy(), to_chw(view))
 
 
@@ -74,3 +75,43 @@ def test_boxes_lie_inside_the_image_and_keep_enough_of_it() -> None:
             assert 0 <= top < bottom <= size[1]
             if min(size) > 20:
                 assert (right - left) * (bottom - top) >= 0.299 * size[0] * size[1]
+
+
+SIDEWAYS = Image.Exif()
+SIDEWAYS[0x0112] = 6
+
+
+@pytest.mark.parametrize(
+    ("stored", "exif"), [((90, 60), None), ((400, 300), None), ((1201, 903), SIDEWAYS)]
+)
+def test_a_crop_of_a_jpeg_has_the_pixels_of_its_view_or_all_that_there_are(
+    stored: tuple[int, int], exif: Image.Exif | None
+) -> None:
+    data = encoded(picture(3, stored), "JPEG", exif=exif or Image.Exif())
+    spec = Input(size_px=64, min_crop_area=0.01)
+    size, whole = decode(data).size, 0
+    for seed in range(60):
+        image, (left, top, right, bottom) = random_part(data, spec, np.random.default_rng(seed))
+        box = random_box(size, 0.01, np.random.default_rng(seed))
+        full = min(box[2] - box[0], box[3] - box[1])
+        assert min(right - left, bottom - top) >= min(spec.size_px, full) - 1e-9
+        expected = [at * image.size[n % 2] / size[n % 2] for n, at in enumerate(box)]
+        np.testing.assert_allclose((left, top, right, bottom), expected, rtol=1e-12)
+        whole += image.size == size
+    # A photograph of many pixels is decoded in full for its small crops alone.
+    assert whole == 60 if min(size) < 4 * spec.size_px else 0 < whole < 45
+
+
+def test_a_view_of_a_jpeg_that_needs_no_reduced_scale_is_cut_from_all_its_pixels() -> None:
+    data = encoded(picture(4, (90, 60)), "JPEG")
+    spec = Input(size_px=32, flip=False)
+    for seed in range(20):
+        box = random_box((90, 60), spec.min_crop_area, np.random.default_rng(seed))
+        view = random_view(data, spec, np.random.default_rng(seed))
+        assert np.array_equal(to_chw(view), to_chw(resize_box(decode(data), box, 32)))
+
+
+def test_the_header_of_a_jpeg_says_the_upright_size() -> None:
+    data = encoded(picture(5, (64, 48)), "JPEG", exif=SIDEWAYS)
+    header = read_header(data)
+    assert (header.width, header.height) == decode(data).size == (48, 64)

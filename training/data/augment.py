@@ -1,24 +1,49 @@
-"""Random crop and flip, as a pure function of a random generator."""
+"""Random crop and flip of an encoded image, as a pure function of a random generator."""
 
 import math
 
 import numpy as np
 from PIL import Image
 
-from embedder.preprocess import PixelBox, resize_box
+from embedder.preprocess import PixelBox, decode, read_header, resize_box
 from training.config.model import Input
 
 _ATTEMPTS = 10
 _LOG_RATIO = math.log(4 / 3)
+_SPARE = 2  # times `size_px` that a whole image is decoded at, at least
 
 
-def random_view(image: Image.Image, spec: Input, rng: np.random.Generator) -> Image.Image:
-    """A random part of `image`, scaled to a square of `spec.size_px` and perhaps mirrored."""
-    box = random_box(image.size, spec.min_crop_area, rng)
+def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Image:
+    """A random part of an encoded image, scaled to a square of `spec.size_px`, perhaps mirrored.
+
+    A JPEG is decoded at a reduced scale that leaves the part `size_px` or all pixels that it has.
+
+    Raises: as `decode`.
+    """
+    image, box = random_part(data, spec, rng)
     view = resize_box(image, box, spec.size_px, spec.interpolation)
     if spec.flip and rng.random() < 0.5:
         view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return view
+
+
+def random_part(data: bytes, spec: Input, rng: np.random.Generator) -> tuple[Image.Image, PixelBox]:
+    """An image, decoded as finely as a random box in it needs, and that box in its pixels.
+
+    The box is drawn from the size that the image has in full, which for a JPEG the header says.
+
+    Raises: as `decode`.
+    """
+    header = read_header(data)
+    if header.format != "JPEG":
+        image = decode(data)
+        return image, random_box(image.size, spec.min_crop_area, rng)
+    width, height = header.width, header.height
+    left, top, right, bottom = random_box((width, height), spec.min_crop_area, rng)
+    part = min(right - left, bottom - top) / min(width, height)
+    image = decode(data, min_side_px=math.ceil(spec.size_px * max(_SPARE, 1 / part)))
+    x, y = image.width / width, image.height / height
+    return image, (left * x, top * y, right * x, bottom * y)
 
 
 def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator) -> PixelBox:

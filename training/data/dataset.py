@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 from embedder.errors import DatasetError, ImageError
 from embedder.manifest import Preprocessing
-from embedder.preprocess import decode, preprocess, to_chw
+from embedder.preprocess import preprocess, to_chw
 from training.config.model import Input
 from training.data.augment import random_view
 from training.data.records import LabelledImages
@@ -37,11 +37,10 @@ class TrainingImages(Dataset[Item]):
         rng = np.random.default_rng((self.seed, epoch, number, *repeat))
         data = _read(self.images, number)
         try:
-            image = decode(data, min_side_px=2 * self.spec.size_px)
+            view = random_view(data, self.spec, rng)
         except ImageError as error:
             raise _named(self.images, number, error) from error
-        view = to_chw(random_view(image, self.spec, rng))
-        return torch.from_numpy(view), torch.tensor(self.images.labels[number])
+        return torch.from_numpy(to_chw(view)), torch.tensor(self.images.labels[number])
 
 
 class EvaluationImages(Dataset[Item]):

@@ -159,5 +159,5 @@ def _determinant(settings: Determinant, dim: int) -> DeterminantRegularizer:
         neighbours=settings.neighbours,
         same_class=settings.same_class,
         direction=settings.direction,
-        normalize_depth=settings.normalize_depth,
+        depth=settings.depth,
     )

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import JobError
-from training.config.job import JOBS, expand_path, load_job, parse_job
+from training.config.job import JOBS, apply_override, expand_path, load_job, parse_job
 
 MINIMAL = 'name = "x"\n[data]\nkind = "folder"\nroot = "shop"\n'
 
@@ -72,6 +72,23 @@ def test_a_malformed_change_is_refused(tmp_path: Path, change: str) -> None:
 def test_a_job_survives_being_stored(tmp_path: Path) -> None:
     job = load_job("cars196-half-detreg")
     assert parse_job(job.as_dict()) == job
+
+
+@pytest.mark.parametrize(("old", "depth"), [(True, "mean"), (False, "sum")])
+def test_a_job_stored_before_the_depth_of_r_had_its_name_means_what_it_did(
+    old: bool, depth: str
+) -> None:
+    content = load_job("cars196-half-detreg").as_dict()
+    stored = content["regularizers"]["determinant"]
+    assert stored.pop("depth") == "composed"
+    stored["normalize_depth"] = old
+    job = parse_job(content)
+    assert job.regularizers.determinant is not None
+    assert job.regularizers.determinant.depth == depth
+    assert "normalize_depth" not in str(job.as_dict())
+    apply_override(content, "regularizers.determinant.depth=mean")
+    with pytest.raises(JobError, match="normalize_depth is the old name of depth"):
+        parse_job(content)
 
 
 def test_variables_in_paths_are_replaced_or_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,10 @@ def duel(
 
 
 @KINDS
-def test_r_of_an_untrained_flow_is_log_2(kind: str) -> None:
+@pytest.mark.parametrize("depth", ["composed", "mean"])
+def test_r_of_an_untrained_flow_is_log_2(kind: str, depth: str) -> None:
     z, labels = features()
-    regularizer = DeterminantRegularizer(DIM, kind=kind, layers=4, hidden=8)
+    regularizer = DeterminantRegularizer(DIM, kind=kind, layers=4, hidden=8, depth=depth)
     output = regularizer(z, labels, build_flow(kind, DIM, layers=4, hidden=8, clamp=2.0))
     assert float(output.r_first) == pytest.approx(math.log(2))
     assert float(output.r_second) == pytest.approx(math.log(2))
@@ -67,8 +68,9 @@ def test_r_is_equation_7_on_the_jacobian_of_each_layer(kind: str) -> None:
 
 
 @KINDS
-def test_the_penalty_presses_one_flow_down_and_the_other_up(kind: str) -> None:
-    regularizer, first = duel(kind, lambda1=0.3, lambda2=0.7)
+@pytest.mark.parametrize("depth", ["composed", "mean", "sum"])
+def test_the_penalty_presses_one_flow_down_and_the_other_up(kind: str, depth: str) -> None:
+    regularizer, first = duel(kind, lambda1=0.3, lambda2=0.7, depth=depth)
     second = regularizer.second_flow
     z, labels = features()
     output = regularizer(z, labels, first)
@@ -120,11 +122,60 @@ def test_the_branches_are_the_flows_of_the_batch_alone() -> None:
     torch.testing.assert_close(output.second, regularizer.second_flow(z).y)
 
 
+@KINDS
+def test_the_composed_diagonal_multiplies_to_the_determinant_of_the_full_jacobian(
+    kind: str,
+) -> None:
+    _, flow = duel(kind)
+    z, _ = features(3)
+    for row, log_diagonal in zip(z, flow(z).log_diagonal, strict=True):
+        jacobian = torch.autograd.functional.jacobian(lambda v: flow(v[None]).y[0], row)
+        torch.testing.assert_close(log_diagonal.sum(), torch.linalg.slogdet(jacobian)[1])
+
+
+@KINDS
+def test_the_composed_diagonal_is_the_jacobians_where_no_dimension_depends_on_another(
+    kind: str,
+) -> None:
+    _, flow = duel(kind)
+    with torch.no_grad():
+        for layer in flow.layers:
+            layer.conditioner[-1].weight.zero_()  # scales and shifts are then biases
+    z, _ = features(1)
+    jacobian = torch.autograd.functional.jacobian(lambda v: flow(v[None]).y[0], z[0])
+    torch.testing.assert_close(flow(z).log_diagonal[0].exp(), jacobian.diagonal())
+    torch.testing.assert_close(jacobian, torch.diag(jacobian.diagonal()))
+
+
+@KINDS
+def test_r_is_equation_10_on_the_composed_diagonal(kind: str) -> None:
+    regularizer, first = duel(kind)
+    z, labels = features(3)
+    points = torch.cat([z, augment(z, labels, 0.4, 1, same_class=False)])
+    expected = torch.log(first(points).log_diagonal.exp() + 1).mean()
+    torch.testing.assert_close(regularizer(z, labels, first).r_first, expected.detach())
+
+
+def test_the_composed_diagonal_has_the_gradient_of_12_layers_where_their_mean_has_one() -> None:
+    z, labels = features()
+    gradients = {}
+    for depth in ("composed", "mean", "sum"):
+        torch.manual_seed(0)
+        regularizer = DeterminantRegularizer(DIM, layers=12, hidden=8, depth=depth)
+        flow = build_flow("real_nvp", DIM, layers=12, hidden=8, clamp=2.0)  # the identity
+        regularizer(z, labels, flow).penalty.backward()
+        gradients[depth] = [parameter.grad for parameter in flow.parameters()]
+    for composed, mean, total in zip(*gradients.values(), strict=True):
+        torch.testing.assert_close(composed, 12 * mean)
+        torch.testing.assert_close(composed, total)
+    assert any(gradient.abs().sum() > 0 for gradient in gradients["composed"])
+
+
 @pytest.mark.parametrize(("kind", "count"), [("real_nvp", 4), ("nice", 5)])
 def test_summing_over_layers_multiplies_by_their_number(kind: str, count: int) -> None:
     z, labels = features()
-    mean, first = duel(kind)
-    total, _ = duel(kind, normalize_depth=False)
+    mean, first = duel(kind, depth="mean")
+    total, _ = duel(kind, depth="sum")
     expected = count * mean(z, labels, first).r_first
     torch.testing.assert_close(total(z, labels, first).r_first, expected)
 

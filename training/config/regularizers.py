@@ -1,7 +1,7 @@
 """The `regularizers` tables of a job. A missing table is a regularizer that is off."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,8 +29,19 @@ class Determinant(Section):
     neighbours: int = Field(1, ge=1)
     same_class: bool = False
     direction: Literal["between", "beyond"] = "between"
-    normalize_depth: bool = True
+    depth: Literal["composed", "mean", "sum"] = "composed"
     proxies: Literal["shared", "separate"] = "shared"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_name(cls, content: Any) -> Any:
+        """Jobs stored before `depth` say `normalize_depth`, and keep what it meant."""
+        if not isinstance(content, dict) or "normalize_depth" not in content:
+            return content
+        if "depth" in content:
+            raise ValueError("normalize_depth is the old name of depth; remove it")
+        rest = {name: value for name, value in content.items() if name != "normalize_depth"}
+        return rest | {"depth": "mean" if content["normalize_depth"] else "sum"}
 
 
 class SkewedMean(Section):

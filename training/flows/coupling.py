@@ -19,6 +19,15 @@ class FlowOutput(NamedTuple):
     log_scales: Tensor
 
     @property
+    def log_diagonal(self) -> Tensor:
+        """Per dimension the sum over layers: (B, D). Its sum is `log_det`.
+
+        It is the log-diagonal of the product of the layers' Jacobians, each taken as triangular in
+        one order of dimensions. It means something where layers keep that order: RealNVP and NICE.
+        """
+        return self.log_scales.sum(dim=0)
+
+    @property
     def log_det(self) -> Tensor:
         """log |det dy/dz|, shape (B,)."""
         return self.log_scales.sum(dim=(0, 2))

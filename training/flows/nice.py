@@ -74,9 +74,9 @@ class NICE(nn.Module):
 
     Under determinant regularization R sees the diagonal of each layer's Jacobian, which is 1 in an
     additive coupling: log 2 each, without a gradient. **Only the last layer can be pressed**, by D
-    numbers that do not depend on the input, so augmented points add nothing to R. As a mean over
-    layers R is (layers log 2 + R_last) / (layers + 1): the same lambda presses layers + 1 times
-    less than on the last layer alone; `normalize_depth = False` undoes that.
+    numbers that do not depend on the input, so augmented points add nothing to R. On the composed
+    diagonal R is that of the last layer; as a mean over layers it is (layers log 2 + R_last) /
+    (layers + 1), and the same lambda presses layers + 1 times less.
 
     References:
         NICE: Non-linear Independent Components Estimation (Dinh et al., 2015), sections 3.2 and

@@ -10,6 +10,7 @@ from training.flows.build import FlowKind, build_flow
 from training.flows.coupling import FlowOutput
 
 Direction = Literal["between", "beyond"]
+Depth = Literal["composed", "mean", "sum"]
 
 
 class DuelOutput(NamedTuple):
@@ -25,9 +26,10 @@ class DuelOutput(NamedTuple):
 class DeterminantRegularizer(nn.Module):
     r"""Press flow g1 to contract and flow g2 to expand; only g1 is kept after training.
 
-    With l_i the diagonal of the triangular Jacobian of a layer,
+    With l_i the diagonal of the Jacobian of a flow, composed of its layers,
 
-    .. math:: R_g = \operatorname{mean}_{layers, i} \log(l_i + 1), \qquad
+    .. math:: R_g = \operatorname{mean}_i \log(l_i + 1), \qquad
+        l_i = \prod_{layers} \exp(s_i), \qquad
         \text{penalty} = \lambda_1 \operatorname{mean}_{z \in Z} R_{g_1}(z)
                        - \lambda_2 \operatorname{mean}_{z \in Z} R_{g_2}(z)
 
@@ -35,9 +37,17 @@ class DeterminantRegularizer(nn.Module):
     z_j. The metric loss is applied to both branches, never to the augmented points. An untrained
     flow has R = log 2.
 
-    **Readings.** The paper has the mean over dimensions and does not say how layers are joined:
-    here they are averaged, so that lambda does not depend on depth (`normalize_depth = False`
-    sums). It writes e_ij = z_i - z_j but says that the new point lies between; `direction =
+    **Readings.** Eq. 8 to 10 treat the whole flow as one triangular map. `depth = "composed"` does
+    too: l_i is the product of a dimension's scales in all layers, the diagonal of the product of
+    the layers' Jacobians were each triangular in the same order of dimensions. Couplings alternate
+    that order, so it is not the diagonal of the full Jacobian; but the product of the l_i is
+    exactly its |det|, which is what the paper presses. The layers of RealNVP and NICE keep the
+    order of the dimensions; a flow that permutes them would have to bring its scales back to one
+    order first. `depth = "mean"` has the mean of log(l_i + 1) over layers, each with a diagonal of
+    its own: at the identity its gradient is L times smaller, 12 times for 12 layers. "sum" adds
+    them up: the gradient of "composed" at the identity, and R = L log 2.
+
+    The paper writes e_ij = z_i - z_j but says that the new point lies between; `direction =
     "beyond"` is the formula as printed.
 
     References:
@@ -53,7 +63,7 @@ class DeterminantRegularizer(nn.Module):
         neighbours: k, augmented points per sample.
         same_class: take neighbours of the same class only.
         direction: "between" or "beyond", see above.
-        normalize_depth: average over the layers instead of summing.
+        depth: how R joins the layers: "composed", "mean" or "sum", see above.
     """
 
     def __init__(
@@ -69,7 +79,7 @@ class DeterminantRegularizer(nn.Module):
         neighbours: int = 1,
         same_class: bool = False,
         direction: Direction = "between",
-        normalize_depth: bool = True,
+        depth: Depth = "composed",
     ) -> None:
         super().__init__()
         self.second_flow = build_flow(kind, dim, layers, hidden, clamp)
@@ -78,7 +88,7 @@ class DeterminantRegularizer(nn.Module):
         self.eps = eps if direction == "between" else -eps
         self.neighbours = neighbours
         self.same_class = same_class
-        self.normalize_depth = normalize_depth
+        self.depth = depth
 
     def forward(self, z: Tensor, labels: Tensor, first_flow: nn.Module) -> DuelOutput:
         """Features z (B, D) and labels (B,) through both flows."""
@@ -95,8 +105,11 @@ class DeterminantRegularizer(nn.Module):
         )
 
     def _r(self, output: FlowOutput) -> Tensor:
-        per_layer = log_scale_penalty(output.log_scales)  # (L, B)
-        over_layers = per_layer.mean(0) if self.normalize_depth else per_layer.sum(0)  # (B,)
+        scales = output.log_scales  # (L, B, D)
+        if self.depth == "composed":
+            scales = output.log_diagonal[None]  # one layer: (1, B, D)
+        per_layer = log_scale_penalty(scales)  # (L, B)
+        over_layers = per_layer.sum(0) if self.depth == "sum" else per_layer.mean(0)  # (B,)
         return over_layers.mean()
 
 

@@ -185,8 +185,37 @@ def test_augmented_points_lie_between_a_sample_and_its_nearest_neighbour() -> No
     labels = torch.tensor([0, 1, 0])
     points = augment(z, labels, eps=0.4, neighbours=1, same_class=False)
     torch.testing.assert_close(points, torch.tensor([[0.4, 0.0], [0.6, 0.0], [3.4, 0.0]]))
-    beyond = augment(z, labels, eps=-0.4, neighbours=1, same_class=False)
+    beyond = augment(z, labels, 0.4, 1, same_class=False, direction="beyond")
     torch.testing.assert_close(beyond[0], torch.tensor([-0.4, 0.0]))
+
+
+def test_tangent_steps_are_orthogonal_to_the_sample_and_end_in_its_tangent_hyperplane() -> None:
+    z, labels = features()
+    z = z.double()
+    between = augment(z, labels, 0.4, 1, same_class=False)
+    tangent = augment(z, labels, 0.4, 1, same_class=False, direction="tangent")
+    step, chord = tangent - z, between - z
+    torch.testing.assert_close((step * z).sum(1), torch.zeros(len(z)).double())
+    assert (step.norm(dim=1) > 0).all()
+    radial = (chord * z).sum(1, keepdim=True) * z / z.square().sum(1, keepdim=True)
+    torch.testing.assert_close(step, chord - radial)
+    assert (tangent.norm(dim=1) >= 5).all()
+    assert (between.norm(dim=1) < 5).all()
+
+
+@pytest.mark.parametrize("direction", ["between", "beyond", "tangent"])
+def test_an_augmented_point_at_no_distance_is_its_sample(direction: str) -> None:
+    z, labels = features()
+    assert torch.equal(augment(z, labels, 0.0, 1, same_class=False, direction=direction), z)
+
+
+def test_the_direction_of_the_regularizer_is_that_of_its_augmented_points() -> None:
+    z, labels = features()
+    for direction in ("between", "beyond", "tangent"):
+        regularizer, first = duel(direction=direction, neighbours=2)
+        points = torch.cat([z, augment(z, labels, 0.4, 2, same_class=False, direction=direction)])
+        expected = log_scale_penalty(first(points).log_diagonal[None]).mean()
+        torch.testing.assert_close(regularizer(z, labels, first).r_first, expected.detach())
 
 
 def test_neighbours_can_be_limited_to_the_same_class() -> None:

@@ -28,7 +28,7 @@ class Determinant(Section):
     eps: float = 0.4
     neighbours: int = Field(1, ge=1)
     same_class: bool = False
-    direction: Literal["between", "beyond"] = "between"
+    direction: Literal["between", "beyond", "tangent"] = "between"
     depth: Literal["composed", "mean", "sum"] = "composed"
     proxies: Literal["shared", "separate"] = "shared"
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from training.flows.build import FlowKind, build_flow
 from training.flows.coupling import FlowOutput
 
-Direction = Literal["between", "beyond"]
+Direction = Literal["between", "beyond", "tangent"]
 Depth = Literal["composed", "mean", "sum"]
 
 
@@ -33,9 +33,9 @@ class DeterminantRegularizer(nn.Module):
         \text{penalty} = \lambda_1 \operatorname{mean}_{z \in Z} R_{g_1}(z)
                        - \lambda_2 \operatorname{mean}_{z \in Z} R_{g_2}(z)
 
-    where Z is the batch and, for each sample, the points z_i + eps (z_j - z_i) for its k nearest
-    z_j. The metric loss is applied to both branches, never to the augmented points. An untrained
-    flow has R = log 2.
+    where Z is the batch and, for each sample, a point on the way to each of its k nearest z_j. The
+    metric loss is applied to both branches, never to the augmented points. An untrained flow has
+    R = log 2.
 
     **Readings.** Eq. 8 to 10 treat the whole flow as one triangular map. `depth = "composed"` does
     too: l_i is the product of a dimension's scales in all layers, the diagonal of the product of
@@ -47,8 +47,13 @@ class DeterminantRegularizer(nn.Module):
     its own: at the identity its gradient is L times smaller, 12 times for 12 layers. "sum" adds
     them up: the gradient of "composed" at the identity, and R = L log 2.
 
-    The paper writes e_ij = z_i - z_j but says that the new point lies between; `direction =
-    "beyond"` is the formula as printed.
+    The paper writes e_ij = z_i - z_j but says that the new point lies between: here z_i +
+    eps (z_j - z_i) ("between"); "beyond" is the formula as printed. Both lie on a chord, inside or
+    outside the sphere of the z. Section 5.4 says that the points lie in the tangent hyperplane of
+    that sphere: "tangent" steps by eps times the part of z_j - z_i that is orthogonal to z_i, and
+    the point stays in the hyperplane, a little outside the sphere, instead of being brought back.
+    The paper speaks of the unit sphere of the flows' outputs; the augmented points enter the flows,
+    so here it is the sphere of their inputs.
 
     References:
         Determinant Regularization for Deep Metric Learning, eq. 7 and 10 (R) and 11 (the duel);
@@ -59,10 +64,10 @@ class DeterminantRegularizer(nn.Module):
         kind: of the second flow, "real_nvp" or "nice"; NICE says what R can press in it.
         layers, hidden, clamp: of the second flow, see RealNVP.
         lambda1, lambda2: weights of contraction and expansion.
-        eps: how far an augmented point lies from its sample, as a part of the way.
+        eps: how far an augmented point lies from its sample, as a part of the way to z_j.
         neighbours: k, augmented points per sample.
         same_class: take neighbours of the same class only.
-        direction: "between" or "beyond", see above.
+        direction: "between", "beyond" or "tangent", see above.
         depth: how R joins the layers: "composed", "mean" or "sum", see above.
     """
 
@@ -85,14 +90,16 @@ class DeterminantRegularizer(nn.Module):
         self.second_flow = build_flow(kind, dim, layers, hidden, clamp)
         self.lambda1 = lambda1
         self.lambda2 = lambda2
-        self.eps = eps if direction == "between" else -eps
+        self.eps = eps
         self.neighbours = neighbours
         self.same_class = same_class
+        self.direction = direction
         self.depth = depth
 
     def forward(self, z: Tensor, labels: Tensor, first_flow: nn.Module) -> DuelOutput:
         """Features z (B, D) and labels (B,) through both flows."""
-        points = torch.cat([z, augment(z, labels, self.eps, self.neighbours, self.same_class)])
+        added = augment(z, labels, self.eps, self.neighbours, self.same_class, self.direction)
+        points = torch.cat([z, added])
         first: FlowOutput = first_flow(points)
         second: FlowOutput = self.second_flow(points)
         r1, r2 = self._r(first), self._r(second)
@@ -118,9 +125,17 @@ def log_scale_penalty(log_scales: Tensor) -> Tensor:
     return F.softplus(log_scales).mean(dim=2)
 
 
-def augment(z: Tensor, labels: Tensor, eps: float, neighbours: int, same_class: bool) -> Tensor:
-    """z_i + eps (z_j - z_i) for the k nearest z_j of each z_i: (B, D) to (M, D), M <= k B.
+def augment(
+    z: Tensor,
+    labels: Tensor,
+    eps: float,
+    neighbours: int,
+    same_class: bool,
+    direction: Direction = "between",
+) -> Tensor:
+    """z_i + eps e_ij for the k nearest z_j of each z_i: (B, D) to (M, D), M <= k B.
 
+    e_ij is z_j - z_i "between", its negative "beyond", its part orthogonal to z_i "tangent".
     Fewer than k B where a sample has fewer candidates; gradients flow to z_i and z_j.
     """
     with torch.no_grad():
@@ -132,7 +147,13 @@ def augment(z: Tensor, labels: Tensor, eps: float, neighbours: int, same_class: 
         i = torch.arange(len(z), device=z.device)[:, None].expand_as(j)
         valid = nearest.isfinite()
     i, j = i[valid], j[valid]  # (M,)
-    return z[i] + eps * (z[j] - z[i])
+    step = z[j] - z[i]  # (M, D)
+    if direction == "beyond":
+        step = -step
+    elif direction == "tangent":
+        radius = F.normalize(z[i], dim=1)
+        step = step - (step * radius).sum(1, keepdim=True) * radius
+    return z[i] + eps * step
 
 
 def local_lipschitz(flow: nn.Module, z: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class Objective(nn.Module):
             )
         self.non_isotropy: NonIsotropyRegularizer | None = None
         if (nir := settings.non_isotropy) is not None:
-            options = nir.model_dump(exclude={"weight", "loss_weight"})
+            options = nir.model_dump(exclude={"weight", "loss_weight", "fit_epochs"})
             self.non_isotropy = NonIsotropyRegularizer(dim, **options)
         self.graph_consistency: GraphConsistency | None = None
         if (graph := settings.graph_consistency) is not None:
@@ -92,6 +92,11 @@ class Objective(nn.Module):
             total = self._loss_weight * loss + sum(penalties.values())
         parts = {"loss": loss, **penalties, **watched}
         return Terms(total, {name: value.detach() for name, value in parts.items()})
+
+    def begin_epoch(self, epoch: int) -> None:
+        """To be told after how many finished epochs the next one starts."""
+        if (nir := self.settings.non_isotropy) is not None and self.non_isotropy is not None:
+            self.non_isotropy.fitting = epoch < nir.fit_epochs
 
     @property
     def _loss_weight(self) -> float:

@@ -67,6 +67,7 @@ class Run:
 
         Under several ranks it is wrapped to average gradients.
         """
+        self.objective.begin_epoch(self.epoch)
         for group in self.optimizer.param_groups:
             if group["name"] == "trunk":
                 for parameter in group["params"]:

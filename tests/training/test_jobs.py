@@ -1,3 +1,5 @@
+import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ from training.runner import run_job
 from training.tournament.grid import load_grid
 
 NAMES = sorted(path.stem for path in JOBS.glob("*.toml"))
-GRIDS = sorted((JOBS / "tournaments").glob("*.toml"))
+TOURNAMENTS = JOBS / "tournaments"
+TEN_LOSSES = sorted(TOURNAMENTS.glob("ten-losses-*.toml"))
 OFFICIAL = ("cub", "cars196", "sop", "in-shop")
 METHODS = ("proxy-anchor", "determinant", "skewed-mean", "nir", "graph-consistency")
 
@@ -85,12 +88,29 @@ def test_graph_consistency_trains_for_the_papers_iterations(
 
 
 def test_there_are_tournaments_of_the_ten_losses() -> None:
-    assert {path.stem for path in GRIDS} == {
+    assert {path.stem for path in TEN_LOSSES} == {
         f"ten-losses-{data}" for data in ("cub", "cars196", "sop", "cars196-half")
     }
 
 
-@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_non_isotropy_is_tried_beside_three_proxy_losses() -> None:
+    found = {(one.loss, one.regularizer) for one in load_grid(TOURNAMENTS / "nir-cars196.toml")}
+    losses, regularizers = ("proxy_nca", "soft_triple", "proxy_anchor"), ("none", "non_isotropy")
+    assert found == set(product(losses, regularizers))
+
+
+@pytest.mark.parametrize("path", sorted(TOURNAMENTS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_grid_opens_with_its_command_and_time(path: Path) -> None:
+    head = path.read_text().split("\n\n")[0]
+    for word in ("command", "machine", "time", "expected"):
+        assert f"# {word} " in head, f"{path.stem} does not say its {word}"
+    assert f"tournament training/jobs/tournaments/{path.name} --out" in head
+    runs = re.search(r"\b(\d+) runs\b", head)
+    assert runs is not None
+    assert len(load_grid(path)) == int(runs[1])
+
+
+@pytest.mark.parametrize("path", TEN_LOSSES, ids=lambda path: path.stem)
 def test_every_tournament_has_the_settings_of_the_table(path: Path) -> None:
     combinations = load_grid(path)
     losses = {one.loss for one in combinations}

@@ -102,6 +102,23 @@ def test_the_gradient_reaches_embeddings_centres_and_flow(exponentiate: bool) ->
         assert parameter.grad.abs().sum() > 0, name
 
 
+@EXPONENTIATE
+def test_while_its_flow_is_fitted_the_gradient_reaches_the_flow_alone(exponentiate: bool) -> None:
+    nir, (embeddings, centres) = regularizer(exponentiate), batch()
+    embeddings.requires_grad_()
+    centres.requires_grad_()
+    acting = nir(embeddings, centres)
+    nir.fitting = True
+    value = nir(embeddings, centres)
+    value.backward()
+    torch.testing.assert_close(value, acting)
+    assert embeddings.grad is None
+    assert centres.grad is None
+    for name, parameter in nir.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
 def test_the_gradient_of_a_sample_is_weighted_by_its_exponentiated_nll() -> None:
     nir, (embeddings, centres) = regularizer(), batch()
     embeddings.requires_grad_()

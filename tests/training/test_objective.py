@@ -66,6 +66,31 @@ def test_the_authors_of_nir_weight_the_loss_beside_it(weights: Path) -> None:
     torch.testing.assert_close(terms.total.detach(), expected)
 
 
+@pytest.mark.parametrize("loss", ["proxy_nca", "proxy_anchor", "soft_triple"])
+def test_nir_is_fitted_on_its_own_then_presses_embeddings_and_proxies(
+    weights: Path, loss: str
+) -> None:
+    torch.manual_seed(0)
+    tables, random = {"non_isotropy": {**NIR, "fit_epochs": 2}}, {"kind": "random"}
+    run = create_run(job(weights, tables, loss={"name": loss}, sampling=random), CLASSES)
+    x, labels = features(run)
+
+    def gradients(value: Tensor) -> list[Tensor]:
+        kept = [x, run.objective.loss.proxies, *run.objective.non_isotropy.parameters()]
+        return list(torch.autograd.grad(value, kept, retain_graph=True, materialize_grads=True))
+
+    of_loss = gradients(run.objective.loss(F.normalize(x, dim=1), labels))
+    for epoch in (0, 1):
+        run.objective.begin_epoch(epoch)
+        found = gradients(run.objective(run.net, x, labels).total)
+        torch.testing.assert_close(found[:2], of_loss[:2])
+        assert all(gradient.abs().sum() > 0 for gradient in found[2:])
+    run.objective.begin_epoch(2)
+    found = gradients(run.objective(run.net, x, labels).total)
+    for with_nir, alone in zip(found[:2], of_loss[:2], strict=True):
+        assert (with_nir - alone).norm() > 0.01 * alone.norm()
+
+
 def test_the_loss_is_the_mean_over_both_draws(weights: Path) -> None:
     run = create_run(job(weights, {"graph_consistency": {}}), CLASSES)
     x, labels = features(run)

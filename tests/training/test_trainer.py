@@ -336,7 +336,7 @@ def test_a_run_that_draws_at_random_resumes_bit_for_bit(
 ) -> None:
     regularizers = {
         "skewed_mean": {"subset": 2, "kind": "mhe1"},
-        "non_isotropy": {"blocks": 1, "hidden": 4, "layers": 2},
+        "non_isotropy": {"blocks": 1, "hidden": 4, "layers": 2, "fit_epochs": 3},
         "graph_consistency": {},
     }
     job = changed(
@@ -351,6 +351,19 @@ def test_a_run_that_draws_at_random_resumes_bit_for_bit(
     run(job, tmp_path / "parts", resume=True)
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize("fit_epochs", [0, 1])
+def test_while_the_flow_of_nir_is_fitted_all_else_trains_as_if_there_were_none(
+    products: Path, tmp_path: Path, fit_epochs: int
+) -> None:
+    nir = {"blocks": 1, "hidden": 4, "layers": 2, "fit_epochs": fit_epochs}
+    alone = small_job(products, regularized=False)
+    run(alone, tmp_path / "alone")
+    run(changed(alone, regularizers={"non_isotropy": nir}), tmp_path / "nir")
+    without, fitted = weights(tmp_path / "alone"), weights(tmp_path / "nir")
+    untouched = all(torch.equal(without[name], fitted[name]) for name in without)
+    assert untouched == (fit_epochs == 1)
 
 
 def test_how_often_a_run_is_evaluated_changes_nothing(products: Path, tmp_path: Path) -> None:

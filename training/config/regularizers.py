@@ -80,11 +80,13 @@ class NonIsotropy(Section):
     """See training.regularizers.non_isotropy.
 
     `loss_weight` multiplies the loss beside it: the authors weight the loss, not the regularizer.
+    In the first `fit_epochs` the flow alone learns from it, on detached embeddings and proxies.
     """
 
     weight: float = Field(1.0, gt=0)
     loss_weight: float = Field(1.0, gt=0)
     exponentiate: bool = True
+    fit_epochs: int = Field(0, ge=0)
     blocks: int = Field(5, ge=1)
     hidden: int = Field(128, ge=1)
     layers: int = Field(8, ge=2)

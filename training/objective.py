@@ -35,9 +35,10 @@ class Objective(nn.Module):
 
     All of it runs in float32, whatever the precision of the trunk.
 
-    **Readings.** Under determinant regularization L is the mean over both branches, under graph
-    consistency the mean over both draws, so that its scale, and with it the meaning of each lambda,
-    is that of the loss alone. The other regularizers act on the first branch, the one that is kept.
+    **Readings.** Under determinant regularization L is the mean over both branches, in a batch of
+    two draws the mean over both (`sampling.draws`, with or without graph consistency), so that its
+    scale, and with it the meaning of each lambda, is that of the loss alone. The other regularizers
+    act on the first branch, the one that is kept.
 
     Args:
         job: its loss and regularizers.
@@ -48,6 +49,7 @@ class Objective(nn.Module):
     def __init__(self, job: Job, classes: int, dim: int) -> None:
         super().__init__()
         self.settings = settings = job.regularizers
+        self.draws = job.sampling.parts
         self.loss = build_loss(job.loss, classes, dim)
         self.second_loss: nn.Module | None = None
         self.determinant: DeterminantRegularizer | None = None
@@ -104,11 +106,10 @@ class Objective(nn.Module):
         return 1.0 if nir is None else nir.loss_weight
 
     def _over_draws(self, loss: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:
-        """The loss of one branch, under graph consistency the mean over its two draws."""
+        """The loss of one branch, the mean over the draws of the batch."""
         if getattr(loss, "normalized", True):
             vectors = F.normalize(vectors, dim=1)
-        draws = 1 if self.graph_consistency is None else 2
-        parts = zip(vectors.chunk(draws), labels.chunk(draws), strict=True)
+        parts = zip(vectors.chunk(self.draws), labels.chunk(self.draws), strict=True)
         return torch.stack([loss(x, y) for x, y in parts]).mean()
 
     def _regularize(self, embeddings: Tensor, labels: Tensor) -> Parts:

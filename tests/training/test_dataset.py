@@ -115,3 +115,20 @@ def test_the_header_of_a_jpeg_says_the_upright_size() -> None:
     data = encoded(picture(5, (64, 48)), "JPEG", exif=SIDEWAYS)
     header = read_header(data)
     assert (header.width, header.height) == decode(data).size == (48, 64)
+
+
+def test_fixed_crops_are_cut_at_one_scale_from_anywhere_in_the_image() -> None:
+    spec = Input(size_px=48, resize_px=64, crop="fixed", flip=False)
+    ramp = np.add.outer(np.arange(64.0), 100 * np.arange(80.0) / 80)[..., None].repeat(3, axis=2)
+    image = Image.fromarray(ramp.astype(np.uint8))  # 80 x 64: already of resize_px
+    corners = set()
+    for seed in range(50):
+        view = np.asarray(random_view(encoded(image), spec, np.random.default_rng(seed))).astype(
+            int
+        )
+        assert view.shape == (48, 48, 3)
+        # One pixel down is one pixel down in the image: the scale is 1, whatever the place.
+        assert 46 <= view[-1, 0, 0] - view[0, 0, 0] <= 48
+        corners.add(int(view[0, 0, 0]))
+    assert min(corners) < 10
+    assert max(corners) > 40

@@ -27,9 +27,9 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: write_layout(kind, root / kind, classes=6, images=4) for kind in KINDS}
 
 
-def miniature(name: str, layouts: dict[str, Path], tmp_path: Path) -> Job:
+def miniature(job: Job, layouts: dict[str, Path], tmp_path: Path) -> Job:
     """The job as it stands but for images, sizes, start weights and the number of steps."""
-    content = load_job(name).as_dict()
+    content = job.as_dict()
     kind = content["data"]["kind"]
     if kind in layouts:
         content["data"] |= {"root": str(layouts[kind]), "allow_partial": True}
@@ -47,7 +47,27 @@ def miniature(name: str, layouts: dict[str, Path], tmp_path: Path) -> Job:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_job_trains_two_steps(name: str, layouts: dict[str, Path], tmp_path: Path) -> None:
-    job = miniature(name, layouts, tmp_path)
+    trains_two_steps(miniature(load_job(name), layouts, tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("grid", "loss", "regularizer"),
+    [
+        ("nir-cars196", "soft_triple", "non_isotropy"),
+        ("graph-consistency-cars196", "triplet", "graph_consistency-0.001"),
+        ("graph-consistency-cars196", "n_pair", "graph_consistency-0.002"),
+    ],
+)
+def test_runs_of_grids_train_two_steps(
+    grid: str, loss: str, regularizer: str, layouts: dict[str, Path], tmp_path: Path
+) -> None:
+    found = {
+        (one.loss, one.regularizer): one.job for one in load_grid(TOURNAMENTS / f"{grid}.toml")
+    }
+    trains_two_steps(miniature(found[loss, regularizer], layouts, tmp_path), tmp_path)
+
+
+def trains_two_steps(job: Job, tmp_path: Path) -> None:
     split = with_protocol(load_split(job.data), job.protocol)
     listener = Silent()
     result = run_job(job, split, tmp_path / "run", listener)
@@ -91,6 +111,24 @@ def test_there_are_tournaments_of_the_ten_losses() -> None:
     assert {path.stem for path in TEN_LOSSES} == {
         f"ten-losses-{data}" for data in ("cub", "cars196", "sop", "cars196-half")
     }
+
+
+def test_graph_consistency_is_tried_beside_the_papers_three_losses_with_their_weights() -> None:
+    combinations = load_grid(TOURNAMENTS / "graph-consistency-cars196.toml")
+    weights = {}
+    for one in combinations:
+        graph = one.job.regularizers.graph_consistency
+        assert (graph is None) == (one.regularizer == "none")
+        weights.setdefault(one.loss, set()).add(graph and graph.weight)
+        assert (one.job.sampling.kind, one.job.sampling.pairs) == ("paired", "independent")
+        assert (one.job.optimizer.batch_size, one.job.sampling.per_class) == (2 * 13 * 10, 10)
+    assert weights == {
+        "triplet": {None, 0.001},
+        "n_pair": {None, 0.002},
+        "binomial_deviance": {None, 0.002},
+    }
+    by_loss = {one.loss: one.job.loss for one in combinations}
+    assert by_loss["triplet"].margin == 0.05  # of cosines: 0.1 of squared distances
 
 
 def test_non_isotropy_is_tried_beside_three_proxy_losses() -> None:

@@ -91,13 +91,32 @@ def test_nir_is_fitted_on_its_own_then_presses_embeddings_and_proxies(
         assert (with_nir - alone).norm() > 0.01 * alone.norm()
 
 
-def test_the_loss_is_the_mean_over_both_draws(weights: Path) -> None:
-    run = create_run(job(weights, {"graph_consistency": {}}), CLASSES)
+PAIRED = {"kind": "paired", "per_class": 2}
+GRAPH: dict[str, Any] = {"graph_consistency": {}}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "regularizers", "draws"),
+    [
+        (PAIRED, {}, 2),
+        (PAIRED, GRAPH, 2),
+        (PAIRED | {"draws": 1}, {}, 1),
+        (PAIRED | {"draws": 1}, GRAPH, 1),
+        ({"kind": "random"}, {}, 1),
+        ({"kind": "random", "draws": 2}, {}, 2),
+    ],
+)
+def test_the_loss_is_the_mean_over_the_draws_of_the_sampling_whatever_regularizes(
+    weights: Path, sampling: dict[str, Any], regularizers: dict[str, Any], draws: int
+) -> None:
+    run = create_run(job(weights, regularizers, sampling=sampling), CLASSES)
     x, labels = features(run)
-    embeddings, half = F.normalize(x, dim=1), BATCH // 2
-    loss = run.objective.loss
-    expected = (loss(embeddings[:half], labels[:half]) + loss(embeddings[half:], labels[half:])) / 2
+    embeddings, loss = F.normalize(x, dim=1), run.objective.loss
+    parts = zip(embeddings.chunk(draws), labels.chunk(draws), strict=True)
+    expected = sum(loss(*part) for part in parts) / draws
     torch.testing.assert_close(run.objective(run.net, x, labels).parts["loss"], expected.detach())
+    other = loss(embeddings, labels) if draws == 2 else loss(embeddings[:4], labels[:4])
+    assert not torch.isclose(expected, other)
 
 
 def test_n_pair_gets_features_of_any_length(weights: Path) -> None:

@@ -10,6 +10,7 @@ from training.config.job import Job
 from training.data.samplers import (
     BalancedBatches,
     BatchSampler,
+    IndependentPairs,
     PairedBatches,
     RandomBatches,
     build_sampler,
@@ -36,6 +37,7 @@ def samplers(seed: int = 0, **settings: int) -> list[BatchSampler]:
         RandomBatches(len(LABELS), 12, seed, **settings),
         BalancedBatches(LABELS, 12, 3, seed, **settings),
         PairedBatches(LABELS, 12, 3, seed, **settings),
+        IndependentPairs(LABELS, 12, 3, seed, **settings),
     ]
 
 
@@ -175,6 +177,40 @@ def test_the_images_of_a_small_class_pair_up_in_changing_order() -> None:
     assert 50 < equal < 150  # by chance one in four of 400
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_independent_draws_have_the_same_classes_and_repeat_no_image_without_need(n: int) -> None:
+    sampler = IndependentPairs(LABELS, 8 * n, n, seed=0)
+    sizes = dict(zip(*np.unique(LABELS, return_counts=True), strict=True))
+    for epoch in range(20):
+        for batch in images_of(sampler, epoch):
+            first, second = batch.reshape(2, 4, n)
+            assert (LABELS[first] == LABELS[second]).all()
+            assert len(set(LABELS[first[:, 0]])) == 4
+            for images in (*first, *second):
+                size = sizes[LABELS[images[0]]]
+                assert len(set(LABELS[images])) == 1
+                counts = Counter(images.tolist())
+                assert len(counts) == min(n, size)
+                assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_what_a_draw_has_says_nothing_about_the_other_if_they_are_independent() -> None:
+    labels, n, batches = even(4, 6), 2, 0
+    common, disjoint = 0, 0
+    for epoch in range(200):
+        for kind in (IndependentPairs, PairedBatches):
+            for batch in images_of(kind(labels, 12, n, seed=0), epoch):
+                shared = len(set(batch[:6].tolist()) & set(batch[6:].tolist()))
+                if kind is PairedBatches:
+                    disjoint += shared
+                else:
+                    common += shared
+                    batches += 1
+    # Each of the 6 images of a draw is in the other by chance n / 6 = 1/3 of the time.
+    assert disjoint == 0
+    assert 1.85 < common / batches < 2.15
+
+
 def test_a_paired_epoch_covers_equal_classes_exactly() -> None:
     labels = even(6, 8)
     assert sorted(images_of(PairedBatches(labels, 12, 2, seed=0)).ravel()) == list(range(48))
@@ -211,14 +247,19 @@ def test_impossible_settings_are_refused_with_a_cure() -> None:
 
 
 def test_a_job_names_its_sampler() -> None:
-    kinds = {"random": RandomBatches, "balanced": BalancedBatches, "paired": PairedBatches}
-    for kind, expected in kinds.items():
+    kinds = [
+        ("random", "disjoint", RandomBatches),
+        ("balanced", "disjoint", BalancedBatches),
+        ("paired", "disjoint", PairedBatches),
+        ("paired", "independent", IndependentPairs),
+    ]
+    for kind, pairs, expected in kinds:
         job = Job.model_validate(
             {
                 "name": "x",
                 "seed": 9,
                 "data": {"kind": "folder", "root": "x"},
-                "sampling": {"kind": kind, "per_class": 3},
+                "sampling": {"kind": kind, "per_class": 3, "pairs": pairs},
                 "optimizer": {"batch_size": 12, "steps_per_epoch": 1},
             }
         )

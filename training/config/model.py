@@ -60,21 +60,32 @@ class Model(Section):
 class Input(Section):
     """Sizes in pixels; `min_crop_area` is the smallest part of an image that a crop may keep.
 
-    Training views have `size_px`. Evaluation, index and service cut `test_px` (default `size_px`)
-    from the image resized to `resize_px`; random crops enlarge objects, so a somewhat larger
-    `test_px` shows them at the size that was trained on.
+    Training views have `size_px`. With `crop` = "fixed" they are squares of `size_px` cut anywhere
+    from the image resized to `resize_px`, as in older papers; "area" varies area and shape too.
+    Evaluation, index and service cut `test_px` (default `size_px`) from the image resized to
+    `resize_px`; random crops enlarge objects, so a somewhat larger `test_px` shows them at the size
+    that was trained on.
     """
 
     size_px: int = Field(224, ge=16)
     resize_px: int = Field(256, ge=16)
     test_px: int | None = Field(None, ge=16)
     interpolation: Interpolation = "bilinear"
+    crop: Literal["area", "fixed"] = "area"
     min_crop_area: float = Field(0.16, gt=0, le=1)
     flip: bool = True
 
     @model_validator(mode="after")
     def _check(self) -> "Input":
         self.preprocessing()
+        if self.crop == "fixed":
+            if self.min_crop_area != type(self).model_fields["min_crop_area"].default:
+                raise ValueError('crop = "fixed" does not read min_crop_area; remove it')
+            if self.size_px > self.resize_px:
+                raise ValueError(
+                    f'crop = "fixed" cuts size_px = {self.size_px} from an image resized to '
+                    f"resize_px = {self.resize_px}; raise resize_px"
+                )
         return self
 
     def preprocessing(self) -> Preprocessing:

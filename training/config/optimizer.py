@@ -13,11 +13,27 @@ Rate = Annotated[float, Field(ge=0)] | Annotated[str, Field(pattern=r"^x\d+(\.\d
 class Sampling(Section):
     """How batches are drawn: at random, m images of each class, or two draws of each class.
 
-    `per_class` is m; under "paired", which graph consistency needs, each draw has m of each class.
+    `per_class` is m; under "paired", which graph consistency needs, each draw has m of each class,
+    and the two draws are "disjoint" or "independent", as in the paper (`pairs`). With `draws` = 2
+    the loss is the mean over the two halves of a batch, with 1 that of the whole batch; unset it is
+    2 under "paired", whatever the regularizers, else 1.
     """
 
     kind: Literal["random", "balanced", "paired"] = "random"
     per_class: int = Field(2, ge=1)
+    pairs: Literal["disjoint", "independent"] = "disjoint"
+    draws: Literal[1, 2] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Sampling":
+        if self.pairs != "disjoint" and self.kind != "paired":
+            raise ValueError(f'kind = "{self.kind}" does not read pairs; remove it')
+        return self
+
+    @property
+    def parts(self) -> int:
+        """In how many parts of a batch the loss is taken."""
+        return self.draws or (2 if self.kind == "paired" else 1)
 
 
 class Optimizer(Section):

@@ -37,13 +37,20 @@ def random_part(data: bytes, spec: Input, rng: np.random.Generator) -> tuple[Ima
     header = read_header(data)
     if header.format != "JPEG":
         image = decode(data)
-        return image, random_box(image.size, spec.min_crop_area, rng)
+        return image, box_of(image.size, spec, rng)
     width, height = header.width, header.height
-    left, top, right, bottom = random_box((width, height), spec.min_crop_area, rng)
+    left, top, right, bottom = box_of((width, height), spec, rng)
     part = min(right - left, bottom - top) / min(width, height)
     image = decode(data, min_side_px=math.ceil(spec.size_px * max(_SPARE, 1 / part)))
     x, y = image.width / width, image.height / height
     return image, (left * x, top * y, right * x, bottom * y)
+
+
+def box_of(size: tuple[int, int], spec: Input, rng: np.random.Generator) -> PixelBox:
+    """The random part of an image of `size` that a view shows."""
+    if spec.crop == "fixed":
+        return random_square(size, spec.size_px / spec.resize_px, rng)
+    return random_box(size, spec.min_crop_area, rng)
 
 
 def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator) -> PixelBox:
@@ -61,4 +68,12 @@ def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator)
             return left, top, left + w, top + h
     side = min(size)
     left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def random_square(size: tuple[int, int], part: float, rng: np.random.Generator) -> PixelBox:
+    """A square anywhere in the image whose side is `part` of the image's shorter side."""
+    width, height = size
+    side = part * min(size)
+    left, top = rng.uniform(0, width - side), rng.uniform(0, height - side)
     return left, top, left + side, top + side

@@ -28,7 +28,8 @@ def build_sampler(job: Job, labels: Numbers, rank: int = 0, world: int = 1) -> "
     if job.sampling.kind == "balanced":
         return BalancedBatches(labels, size, m, job.seed, limit, rank, world)
     if job.sampling.kind == "paired":
-        return PairedBatches(labels, size, m, job.seed, limit, rank, world)
+        kind = IndependentPairs if job.sampling.pairs == "independent" else PairedBatches
+        return kind(labels, size, m, job.seed, limit, rank, world)
     return RandomBatches(len(labels), size, job.seed, limit, rank, world)
 
 
@@ -173,7 +174,7 @@ class PairedBatches(ClassBatches):
 
     **Reading.** In a smaller class a draw repeats an image only if the class has fewer than
     per_class, and then as evenly as it can; under that condition the two draws share as little as
-    possible. The paper draws twice independently, so that even large classes may share images.
+    possible. The paper draws twice independently: IndependentPairs.
 
     References:
         Deep Metric Learning with Graph Consistency (Chen et al., 2021), section 3.3.
@@ -194,8 +195,25 @@ class PairedBatches(ClassBatches):
         classes = _class_order(self._labels, self.classes_per_batch, self._whole, rng)
         visits = 2 * _earlier(classes)[:, None] + np.arange(2)  # (V, 2)
         dealt = _deal(self._labels, classes.repeat(2), visits.ravel(), self.per_class, rng)
-        by_class = dealt.reshape(self._whole, self.classes_per_batch, 2, self.per_class)
+        return self._in_pairs(dealt)
+
+    def _in_pairs(self, images: Numbers) -> Numbers:
+        """Two visits to each class, one after the other, to [first draw; second draw]."""
+        by_class = images.reshape(self._whole, self.classes_per_batch, 2, self.per_class)
         return by_class.transpose(0, 2, 1, 3).reshape(self._whole, self.batch_size)
+
+
+class IndependentPairs(PairedBatches):
+    """As PairedBatches, but each draw of a class knows nothing of the others, as in the paper.
+
+    A draw has no image twice unless the class has fewer than per_class; the two draws of a batch
+    may share some, and an epoch leaves some out. A shared image gives two views.
+    """
+
+    def _images(self, rng: np.random.Generator) -> Numbers:
+        classes = _class_order(self._labels, self.classes_per_batch, self._whole, rng)
+        drawn = _draw(self._labels, classes.repeat(2), self.per_class, rng)
+        return self._in_pairs(drawn)
 
 
 def _classes_per_batch(labels: Numbers, batch_size: int, per_class: int, draws: int) -> int:
@@ -265,3 +283,18 @@ def _deal(
     place = np.where(card < whole, card, visits[:, None] * rest + card - whole) % size
     first = (np.cumsum(sizes) - sizes)[classes][:, None]
     return rng.permuted(decks[first + place], axis=1)
+
+
+def _draw(labels: Numbers, classes: Numbers, count: int, rng: np.random.Generator) -> Numbers:
+    """`count` images for each visit to a class, drawn anew: classes (V,) to images (V, count).
+
+    A class of s images gives all of them count // s times, and count % s more without repeats.
+    """
+    order, sizes = np.argsort(labels, kind="stable"), np.bincount(labels)
+    first = np.cumsum(sizes) - sizes
+    drawn = np.empty((len(classes), count), np.int64)
+    for row, own in zip(drawn, classes, strict=True):
+        rest = rng.choice(sizes[own], count % sizes[own], replace=False)
+        whole = np.tile(np.arange(sizes[own]), count // sizes[own])
+        row[:] = order[first[own] + np.append(whole, rest)]
+    return rng.permuted(drawn, axis=1)

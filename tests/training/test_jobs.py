@@ -107,6 +107,25 @@ def test_graph_consistency_trains_for_the_papers_iterations(
     assert iterations <= steps * job.optimizer.epochs < iterations + steps
 
 
+def test_the_ablations_have_the_papers_values_around_the_best_one() -> None:
+    of_determinant = [
+        one.job.regularizers.determinant
+        for one in load_grid(TOURNAMENTS / "determinant-ablation-cars196-half.toml")
+    ]
+    used = [settings for settings in of_determinant if settings is not None]
+    assert len(of_determinant) == len(used) + 1
+    assert all(settings.lambda1 == settings.lambda2 for settings in used)
+    assert all(settings.lambda1 == 0.05 or settings.eps == 0.4 for settings in used)
+    assert {settings.lambda1 for settings in used} == {0.01, 0.05, 0.1, 0.2, 0.5}
+    assert {settings.eps for settings in used} == {0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8}
+    assert {settings.direction for settings in used} == {"between", "tangent"}
+    swept = load_grid(TOURNAMENTS / "skewed-mean-sweeps-cars196-half.toml")
+    assert {one.dim for one in swept} == {32, 64, 128, 256, 512, 1024}
+    at_512 = [one.job.regularizers.skewed_mean for one in swept if one.dim == 512]
+    deltas = {settings.delta for settings in at_512 if settings is not None}
+    assert deltas == {0.45, 0.5, 0.55, 0.6, 0.66, 0.7}
+
+
 def test_there_are_tournaments_of_the_ten_losses() -> None:
     assert {path.stem for path in TEN_LOSSES} == {
         f"ten-losses-{data}" for data in ("cub", "cars196", "sop", "cars196-half")
@@ -152,9 +171,10 @@ def test_every_grid_opens_with_its_command_and_time(path: Path) -> None:
 def test_every_tournament_has_the_settings_of_the_table(path: Path) -> None:
     combinations = load_grid(path)
     losses = {one.loss for one in combinations}
-    assert len(losses) == 10
+    assert len(losses) == 12
+    assert losses >= {"loss1", "loss2"}
     networks = {(one.backbone, one.dim) for one in combinations}
-    assert len(combinations) == 10 * len(networks)
+    assert len(combinations) == 12 * len(networks)
     assert len(networks) == (1 if "half" in path.stem else 12)
     by_name = {one.loss: one.job for one in combinations}
     assert by_name["lifted_structure"].sampling.kind == "balanced"

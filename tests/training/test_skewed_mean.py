@@ -2,9 +2,11 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from training.config.job import Job, load_job
+from training.losses.build import build_loss
 from training.regularizers.skewed_mean import SkewedMeanRegularizer, k_skewed_mean
 
 KINDS = ("r1", "r2", "distance", "uniform_face", "mhe0", "mhe1", "mhe2")
@@ -321,3 +323,73 @@ def test_wrong_settings_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             SkewedMeanRegularizer(**wrong)
+
+
+def unit_rows(*shape: int) -> Tensor:
+    return F.normalize(torch.randn(*shape), dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [
+        ("cub-skewed-mean", 100),
+        ("cars196-skewed-mean", 98),
+        ("cars196-half-skewed-mean", 88),
+        ("sop-skewed-mean", 11_318),
+        ("in-shop-skewed-mean", 3997),
+    ],
+)
+def test_at_the_settings_of_the_jobs_the_hinge_is_open_for_new_proxies(
+    name: str, classes: int
+) -> None:
+    """At least a third of what is pushed without it, and no less than 1 % of the loss's push."""
+    job = load_job(name)
+    assert job.regularizers.skewed_mean is not None
+    torch.manual_seed(0)
+    loss = build_loss(job.loss, classes, 512)
+    embeddings, labels = unit_rows(90, 512), torch.randint(0, classes, (90,))
+    of_loss = pushes(loss, loss(embeddings, labels))
+    hinged, free = (regularizer_of(job, hinge) for hinge in (True, False))
+    torch.manual_seed(1)
+    of_hinged = pushes(loss, hinged(loss.class_centres()))
+    torch.manual_seed(1)
+    assert of_hinged > pushes(loss, free(loss.class_centres())) / 3
+    assert job.regularizers.skewed_mean.weight * of_hinged > 0.01 * of_loss
+
+
+@pytest.mark.parametrize("name", ["cub-skewed-mean", "cars196-skewed-mean"])
+def test_at_the_settings_of_the_jobs_the_skewed_mean_still_acts_on_proxies_that_were_trained(
+    name: str,
+) -> None:
+    """On classes round a common direction, as features of a trunk are."""
+    job = load_job(name)
+    assert job.regularizers.skewed_mean is not None
+    torch.manual_seed(0)
+    loss = build_loss(job.loss, 100, 128)
+    middles = F.normalize(0.6 * unit_rows(128) + 0.8 * unit_rows(100, 128), dim=1)
+    optimizer = torch.optim.AdamW(loss.parameters(), lr=1e-2)
+    for _ in range(60):
+        labels = torch.randint(0, 100, (90,))
+        embeddings = F.normalize(middles[labels] + 0.6 * unit_rows(90, 128), dim=1)
+        value = loss(embeddings, labels)
+        share = job.regularizers.skewed_mean.weight * pushes(
+            loss, regularizer_of(job, hinge=True)(loss.class_centres())
+        )
+        assert share > 0.01 * pushes(loss, value)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+
+
+def regularizer_of(job: Job, hinge: bool) -> SkewedMeanRegularizer:
+    settings = job.regularizers.skewed_mean
+    assert settings is not None
+    return SkewedMeanRegularizer(
+        settings.kind, settings.gamma, settings.delta, subset=settings.subset, hinge=hinge
+    )
+
+
+def pushes(loss: nn.Module, value: Tensor) -> float:
+    """The norm of the gradient of `value` at the proxies of `loss`."""
+    (gradient,) = torch.autograd.grad(value, loss.proxies, retain_graph=True)
+    return float(gradient.norm())

@@ -1,7 +1,8 @@
 """Checkpoints: all that a run needs to go on as if it had not stopped."""
 
+import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,18 @@ class Checkpoint:
     evaluated: int = 0
     best_epoch: int = 0
     best_score: float = -1.0
+    average: dict[str, Any] | None = None
+    trunk: dict[str, float] = field(default_factory=dict)
+    start: dict[str, float] = field(default_factory=dict)
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write to `path`, replacing an older checkpoint only when the new one is complete."""
     stage = path.with_suffix(".tmp")
-    torch.save({"format": _FORMAT, **vars(checkpoint)}, stage)
+    with stage.open("wb") as file:
+        torch.save({"format": _FORMAT, **vars(checkpoint)}, file)
+        file.flush()
+        os.fsync(file.fileno())
     stage.replace(path)
 
 

@@ -48,6 +48,10 @@ class ConsoleListener:
     ) -> None:
         self._progress.stop()
 
+    def said(self, sentence: str) -> None:
+        """Print what a person should know."""
+        console.print(sentence, highlight=False, markup=False)
+
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
         """A bar for the steps of one epoch; `epoch` counts from 0."""
         self._progress.reset(self._task, total=steps, description=f"epoch {epoch + 1}/{epochs}")

@@ -1,6 +1,6 @@
 """Run a network over images: devices, precision, embeddings, recall."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,17 +29,19 @@ def evaluate(
     job: Job,
     gallery: LabelledImages | None = None,
     full: bool = False,
+    function: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, float]:
-    """Recall@K and MAP@R of `net` on `images`, preprocessed as in the service.
+    """Recall@K and MAP@R of `net` on `images`, preprocessed as in the service, in float32.
 
     Args:
+        function: of `net`, called in its place.
         gallery: what is searched; without it each image is searched for among the others.
         full: also clustering, structure and, with a flow, its local Lipschitz constant.
 
     Under several ranks each embeds its share and all get the figures.
     """
     parts = [images] if gallery is None else [images, gallery]
-    vectors = [embed(net, part, job) for part in parts]
+    vectors = [embed(net, part, job, function) for part in parts]
     figures = figures_of(vectors, parts, job, full) if is_main() else {}
     if full:
         figures |= flow_lipschitz(net, images, job)
@@ -67,8 +69,17 @@ def figures_of(
     )
 
 
-def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.float32]:
-    """Embeddings (N, D) of all images, in their order; several ranks share the work."""
+def embed(
+    net: EmbeddingNet,
+    images: LabelledImages,
+    job: Job,
+    function: Callable[[Tensor], Tensor] | None = None,
+) -> NDArray[np.float32]:
+    """Embeddings (N, D) of all images, in their order; several ranks share the work.
+
+    `function` of `net` is called in place of the network, for what it gives (N, ...).
+    """
+    function = function or net
     device = next(net.parameters()).device
     mine = np.array_split(np.arange(len(images)), world())[rank()]
     dataset = Subset(EvaluationImages(images, job.input.preprocessing()), mine.tolist())
@@ -78,10 +89,10 @@ def embed(net: EmbeddingNet, images: LabelledImages, job: Job) -> NDArray[np.flo
         num_workers=job.runtime.workers,
         generator=own_generator(job.seed),
     )
-    chunks = [np.empty((0, net.dim), np.float32)]
-    with evaluating(net), torch.inference_mode(), autocast(job.runtime, device):
-        chunks += [net(batch.to(device)).float().cpu().numpy() for batch, _ in batches(loader)]
-    vectors: NDArray[np.float32] = np.concatenate(gather_objects(np.concatenate(chunks)))
+    with evaluating(net), torch.inference_mode():
+        chunks = [function(b.to(device)).float().cpu().numpy() for b, _ in batches(loader)]
+    shares = [chunk for share in gather_objects(chunks) for chunk in share]
+    vectors: NDArray[np.float32] = np.concatenate(shares)
     return vectors
 
 

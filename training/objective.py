@@ -16,6 +16,7 @@ from training.regularizers.determinant import DeterminantRegularizer
 from training.regularizers.graph_consistency import GraphConsistency
 from training.regularizers.non_isotropy import NonIsotropyRegularizer
 from training.regularizers.skewed_mean import SkewedMeanRegularizer, class_means
+from training.shares import Shares
 
 Parts = dict[str, Tensor]
 
@@ -31,7 +32,11 @@ class Terms:
 class Objective(nn.Module):
     r"""Loss and regularizers with their own parameters (proxies, flows that are not exported).
 
-    .. math:: w L + \lambda_1 R_{g_1} - \lambda_2 R_{g_2} + \sum_r \lambda_r R_r
+    .. math:: w L + c_d (\lambda_1 R_{g_1} - \lambda_2 R_{g_2}) + \sum_r c_r \lambda_r R_r
+
+    The scales c are 1 for fixed weights; for a regularizer with a `share` they are calibrated, see
+    `training.shares`, which also measures the share of each in some training steps: at flow 1 for
+    the determinant, at the proxies for a skewed mean of proxies, else at the features.
 
     All of it runs in float32, whatever the precision of the trunk.
 
@@ -69,11 +74,14 @@ class Objective(nn.Module):
             )
         self.non_isotropy: NonIsotropyRegularizer | None = None
         if (nir := settings.non_isotropy) is not None:
-            options = nir.model_dump(exclude={"weight", "loss_weight", "fit_epochs"})
+            left_out = {"weight", "loss_weight", "fit_epochs", "share"}
+            options = nir.model_dump(exclude=left_out)
             self.non_isotropy = NonIsotropyRegularizer(dim, **options)
         self.graph_consistency: GraphConsistency | None = None
         if (graph := settings.graph_consistency) is not None:
             self.graph_consistency = GraphConsistency(graph.sigma, graph.form)
+        used = {name: value.share for name, value in settings if value is not None}
+        self.shares = Shares(used)
 
     def forward(self, net: EmbeddingNet, features: Tensor, labels: Tensor) -> Terms:
         """Features (B, D) of `net` before its flow and labels (B,) to the terms."""
@@ -91,6 +99,10 @@ class Objective(nn.Module):
                 [self._over_draws(f, x, labels) for f, x in zip(losses, branches, strict=False)]
             ).mean()
             penalties |= self._regularize(F.normalize(branches[0], dim=1), labels)
+            if self.training and self.shares.is_due():
+                sites = self._sites(net, features)
+                self.shares.measure(self._loss_weight * loss, penalties, sites)
+            penalties = self.shares.scaled(penalties)
             total = self._loss_weight * loss + sum(penalties.values())
         parts = {"loss": loss, **penalties, **watched}
         return Terms(total, {name: value.detach() for name, value in parts.items()})
@@ -99,6 +111,16 @@ class Objective(nn.Module):
         """To be told after how many finished epochs the next one starts."""
         if (nir := self.settings.non_isotropy) is not None and self.non_isotropy is not None:
             self.non_isotropy.fitting = epoch < nir.fit_epochs
+
+    def _sites(self, net: EmbeddingNet, features: Tensor) -> dict[str, list[Tensor]]:
+        """Where the gradient of each penalty is compared with that of the loss."""
+        sites = {name: [features] for name in self.shares.terms}
+        if net.flow is not None:
+            sites["determinant"] = list(net.flow.parameters())
+        skewed = self.settings.skewed_mean
+        if skewed is not None and skewed.centres == "proxies":
+            sites["skewed_mean"] = [self._proxies().proxies]
+        return sites
 
     @property
     def _loss_weight(self) -> float:
@@ -147,6 +169,8 @@ class TrainingStep(nn.Module):
     def forward(self, images: Tensor, labels: Tensor) -> Terms:
         """This rank's uint8 images (B, 3, S, S) and labels (B,) to the terms of all ranks."""
         features = gather(self.net.features(images))
+        if not features.requires_grad:  # all of the network rests
+            features = features.detach().requires_grad_()
         terms: Terms = self.objective(self.net, features, gather(labels))
         return terms
 

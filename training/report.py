@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -13,8 +14,10 @@ from matplotlib import pyplot as plt
 from training.config.job import Job
 from training.data.records import Split
 from training.distributed import world
+from training.notices import after_epoch, did_it_help
 from training.result import Result
-from training.state import Row
+from training.shares import LEAST
+from training.state import VALIDATION, Row
 
 Rows = Sequence[Row]
 
@@ -28,8 +31,11 @@ def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Re
 
 
 def draw_curves(path: Path, history: Rows) -> None:
-    """Loss and recall over epochs, side by side."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    """Loss and recall over epochs, and the shares of the regularizers, side by side."""
+    terms = _terms(history)
+    panels = 3 if terms else 2
+    figure, axes = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained")
+    left, right = axes[:2]
     epochs = [row["epoch"] for row in history]
     left.plot(epochs, [row["loss"] for row in history], marker="o")
     left.set(title="training loss", xlabel="epoch")
@@ -39,10 +45,32 @@ def draw_curves(path: Path, history: Rows) -> None:
     right.set(title="recall on unseen classes, %", xlabel="epoch")
     if _recall_names(history):
         right.legend()
-    for axis in (left, right):
+    if terms:
+        _draw_shares(axes[2], history, terms)
+    for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _draw_shares(axis: Any, history: Rows, terms: Sequence[str]) -> None:
+    for name in terms:
+        points = [
+            (row["epoch"], 100 * row[f"share {name}"])
+            for row in history
+            if row.get(f"share {name}")
+        ]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="o", label=name)
+    axis.axhline(100 * LEAST, color="grey", linestyle=":", label="next to nothing")
+    axis.set(title="gradient beside the loss's, %", xlabel="epoch", yscale="log")
+    axis.legend()
+
+
+def _terms(history: Rows) -> list[str]:
+    """The regularizers whose share was measured in any epoch."""
+    names = dict.fromkeys(name for row in history for name in row if name.startswith("share "))
+    return [name.removeprefix("share ") for name in names]
 
 
 def _recall_names(history: Rows) -> list[str]:
@@ -70,13 +98,48 @@ def _lines(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
         f"process(es), {torch.get_num_threads()} threads, torch {torch.__version__}",
         f"- {_choice(job, result)}",
         "",
+        *_help(job, split, history, result),
         *_figures(result),
+        *_regularizers(job, history),
         "![curves](curves.png)",
         "",
         "| " + " | ".join(header) + " |",
         "|" + "---|" * len(header),
         *(_table_row(row, names) for row in history),
     ]
+
+
+def _help(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
+    """Whether the training helped, and what was said on the way."""
+    said = did_it_help(split, result.trunk, result.figures, result.validation)
+    for row in history:
+        said += after_epoch(job, row)
+    return ["## Did it help?", "", *(f"- {sentence}" for sentence in said), ""] if said else []
+
+
+def _regularizers(job: Job, history: Rows) -> list[str]:
+    """The settings of each regularizer, its share of the gradient and what the flows did."""
+    lines = []
+    last = history[-1]
+    for name, settings in job.regularizers:
+        if settings is None:
+            continue
+        values = settings.model_dump(mode="json", exclude_none=True)
+        words = ", ".join(f"{key} = {value}" for key, value in values.items())
+        lines.append(f"- {name}: {words}")
+        shares = [100 * row[f"share {name}"] for row in history if f"share {name}" in row]
+        if shares:
+            lines.append(
+                f"  - its gradient beside that of the loss: {shares[0]:.2g} % when first measured, "
+                f"{shares[-1]:.2g} % in the last epoch; weight x {last[f'scale {name}']:.3g}"
+            )
+    if "r_first" in last:
+        lines.append(
+            "  - the flows: R was log 2 = 0.693 in both; at the end it is "
+            f"{last['r_first']:.4f} in flow 1, which is exported, and {last['r_second']:.4f} in "
+            "flow 2, which is not"
+        )
+    return ["## Regularizers", "", *lines, ""] if lines else []
 
 
 def _parts(split: Split) -> list[str]:
@@ -111,15 +174,22 @@ def _figures(result: Result) -> list[str]:
     names = list(dict.fromkeys([*result.figures, *result.validation]))
     if not names:
         return []
+    columns = [result.figures, result.validation]
+    columns += [result.trunk, _of_validation(result.trunk)]
+    header = "| figure | test classes | validation classes | trunk, test | trunk, validation |"
     rows = [
-        f"| {name} | {_cell(result.figures.get(name))} | {_cell(result.validation.get(name))} |"
+        f"| {name} | " + " | ".join(_cell(column.get(name)) for column in columns) + " |"
         for name in names
     ]
-    return ["| figure | test classes | validation classes |", "|---|---|---|", *rows, ""]
+    return [header, "|---" * 5 + "|", *rows, ""]
+
+
+def _of_validation(row: Row) -> Row:
+    return {k.removeprefix(VALIDATION): v for k, v in row.items() if k.startswith(VALIDATION)}
 
 
 def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return "" if value is None else f"{value:.4g}"
 
 
 def _table_row(row: Row, names: list[str]) -> str:

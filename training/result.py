@@ -1,7 +1,7 @@
 """What a finished run found, and its file."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ RESULT = "result.json"
 class Result:
     """What a finished run found; stored as `result.json` in its folder.
 
+    `trunk`: the figures of the untrained trunk, with the prefix of validation classes.
     `figures` are those of the chosen model on the test classes ({} if the protocol never tests),
     `validation` its figures on the validation classes ({} without any). `seconds_per_epoch` is the
     median, without evaluation; `split_sha256` tells the images.
@@ -27,6 +28,7 @@ class Result:
     chosen_by: str
     seconds_per_epoch: float
     split_sha256: str = ""
+    trunk: Row = field(default_factory=dict)
 
 
 def read_result(folder: Path) -> Result | None:

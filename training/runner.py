@@ -12,11 +12,13 @@ from training.distributed import is_main, wait_for_all
 from training.files import replace_json
 from training.inference import choose_device, evaluate
 from training.network import network_of
+from training.notices import did_it_help
 from training.report import write_report
 from training.result import RESULT, Result
-from training.state import Row
-from training.trainer import VALIDATION, Listener, fit
+from training.state import OF_TERMS, VALIDATION, Row
+from training.trainer import Listener, fit
 
+_NOT_OF_TEST = (VALIDATION, *OF_TERMS)
 _OF_TRAINING = frozenset(("epoch", "loss", "seconds", "images_per_s"))
 
 
@@ -37,12 +39,15 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     result = Result(
         job=job.as_dict(),
         figures=_test(job, split, chosen, history),
-        validation=_validation(chosen.history[-1]),
+        validation=_validation((chosen.history or [chosen.start])[-1]),
         best_epoch=chosen.epoch,
         chosen_by=job.protocol.choose_by,
         seconds_per_epoch=statistics.median(row["seconds"] for row in history),
         split_sha256=split.sha256(),
+        trunk=chosen.trunk,
     )
+    for sentence in did_it_help(split, result.trunk, result.figures, result.validation):
+        listener.said(sentence)
     if is_main():
         write_report(folder, job, split, history, result)
         replace_json(folder / RESULT, asdict(result))
@@ -66,7 +71,7 @@ def load_chosen(folder: Path) -> Checkpoint:
     Raises: CheckpointError.
     """
     last = load_checkpoint(folder)
-    return load_checkpoint(folder / BEST) if last.best_epoch else last
+    return load_checkpoint(folder / BEST) if (folder / BEST).exists() else last
 
 
 def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row:
@@ -75,7 +80,7 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
         return {}
     row = history[-1]
     if chosen.epoch == len(history) and "R@1" in row:
-        names = [name for name in row if not name.startswith(VALIDATION)]
+        names = [name for name in row if not name.startswith(_NOT_OF_TEST)]
         return {name: row[name] for name in names if name not in _OF_TRAINING}
     _, net = network_of(chosen)
     return evaluate(net.to(choose_device(job.runtime)), split.test, job, split.gallery, full=True)

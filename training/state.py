@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from embedder.errors import CheckpointError, TrainingError
 from training.bundle_weights import new_network
@@ -18,10 +19,16 @@ from training.distributed import world
 from training.inference import choose_device
 from training.memory import keep_freed_memory
 from training.models.embedding import EmbeddingNet
+from training.network import averaged
 from training.objective import Objective, TrainingStep
 from training.stamp import changes
 
 Row = dict[str, float]
+OF_TERMS = ("share ", "scale ", "r_")
+"""What a row tells of the regularizers, as means over the epoch, begins so."""
+VALIDATION = "validation "
+"""Figures on validation classes carry this prefix; those on test classes carry none."""
+
 _FREE_SETTINGS = frozenset(("runtime", "data.root", "description", "licence", "recall_at"))
 
 
@@ -29,7 +36,8 @@ _FREE_SETTINGS = frozenset(("runtime", "data.root", "description", "licence", "r
 class Run:
     """Everything that a step changes. `history` has a row of figures per epoch.
 
-    `evaluated` is the last epoch that was evaluated; `best_score` that of the `best_epoch`.
+    `evaluated` is the last epoch that was evaluated; `best_score` that of the `best_epoch`; `trunk`
+    and `start` have the figures before the first step, of the trunk alone and of the network.
     """
 
     job: Job
@@ -43,6 +51,16 @@ class Run:
     best_epoch: int = 0
     best_score: float = -1.0
     history: list[Row] = field(default_factory=list)
+    trunk: Row = field(default_factory=dict)
+    start: Row = field(default_factory=dict)
+    average: AveragedModel | None = None
+
+    @property
+    def served(self) -> EmbeddingNet:
+        """The network that is evaluated and exported: the average of weights if there is one."""
+        net = self.net if self.average is None else self.average.module
+        assert isinstance(net, EmbeddingNet)
+        return net
 
     def checkpoint(self, split: Split) -> Checkpoint:
         """What `restore` needs."""
@@ -60,6 +78,9 @@ class Run:
             evaluated=self.evaluated,
             best_epoch=self.best_epoch,
             best_score=self.best_score,
+            average=None if self.average is None else self.average.state_dict(),
+            trunk=self.trunk,
+            start=self.start,
         )
 
     def warm_up(self, warm: bool) -> nn.Module:
@@ -92,7 +113,10 @@ def create_run(job: Job, classes: int) -> Run:
     objective = Objective(job, classes, net.dim).to(device)
     groups = parameter_groups(job, net, objective)
     kind = torch.optim.AdamW if job.optimizer.kind == "adamw" else torch.optim.Adam
-    return Run(job, net, objective, kind(groups, eps=job.optimizer.eps, fused=True), device)
+    run = Run(job, net, objective, kind(groups, eps=job.optimizer.eps, fused=True), device)
+    if job.optimizer.average is not None:
+        run.average = averaged(net, job)
+    return run
 
 
 def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[dict[str, Any]]:
@@ -147,11 +171,14 @@ def restore(run: Run, split: Split, path: Path) -> None:
     run.net.load_state_dict(checkpoint.net)
     run.objective.load_state_dict(checkpoint.objective)
     run.optimizer.load_state_dict(checkpoint.optimizer)
+    if run.average is not None and checkpoint.average is not None:
+        run.average.load_state_dict(checkpoint.average)
     torch.set_rng_state(checkpoint.rng)
     run.epoch, run.step = checkpoint.epoch, checkpoint.step
     run.evaluated = checkpoint.evaluated
     run.best_epoch, run.best_score = checkpoint.best_epoch, checkpoint.best_score
     run.history = list(checkpoint.history)
+    run.trunk, run.start = dict(checkpoint.trunk), dict(checkpoint.start)
 
 
 def _synchronized(net: EmbeddingNet, device: torch.device) -> EmbeddingNet:

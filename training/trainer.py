@@ -1,6 +1,7 @@
 """The training loop, in running order: batch, loss, step, log, evaluate, choose, save."""
 
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from embedder.errors import TrainingError
+from training import notices
 from training.checkpoint import BEST, FILE, save_checkpoint, seed_everything
 from training.config.job import Job
 from training.data.dataset import TrainingImages
@@ -18,19 +20,20 @@ from training.data.samplers import BatchSampler, build_sampler
 from training.data.table import write_table
 from training.distributed import is_main, rank, wait_for_all, world
 from training.inference import autocast, batches, evaluate, own_generator
+from training.network import averaged
 from training.objective import Terms
 from training.runlog import RunLog
 from training.schedule import rate
-from training.state import Row, Run, create_run, restore
+from training.start import start_from_trunk
+from training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore
 
 _LOG_EVERY_STEPS = 10
-VALIDATION = "validation "
-"""Figures on validation classes carry this prefix; those on test classes carry none."""
 
 
 class Listener(Protocol):
     """Who wants to know how a run goes; `training.console` draws it."""
 
+    def said(self, sentence: str) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
     def step_done(self, parts: dict[str, float]) -> None: ...
     def epoch_done(self, row: dict[str, float]) -> None: ...
@@ -41,22 +44,29 @@ def fit(
 ) -> list[Row]:
     """Train `job` on `split.train` and keep everything in `folder`.
 
-    The last epoch is the model of the run, in `checkpoint.pt`, unless the job's protocol chooses
-    the best one, which is then in `best.pt`. With `resume` the run goes on from its last
-    checkpoint, bit for bit on a CPU as if it had not stopped. Returns a row of figures per epoch.
+    Before the first step the trunk alone is measured on the held-out classes. The last epoch is
+    the model of the run, in `checkpoint.pt`, unless the job's protocol chooses the best one, which
+    is then in `best.pt`. With `resume` the run goes on from its last checkpoint, bit for bit on a
+    CPU as if it had not stopped. Returns a row of figures per epoch.
 
     Raises: TrainingError.
     """
     seed_everything(job.seed)
+    order = build_sampler(job, split.train.labels, rank(), world())
+    job = job.model_copy(update={"optimizer": job.optimizer.enough_epochs(len(order))})
     run = create_run(job, split.train.classes)
+    run.objective.shares.calibration_steps = len(order)
     run.net.check_sizes(job.input.size_px, job.input.preprocessing().crop_px)
     if resume:
         restore(run, split, folder / FILE)
-    order = build_sampler(job, split.train.labels, rank(), world())
     loader = _training_loader(job, split.train, order)
     log = RunLog(folder, job.runtime.tensorboard, run.step) if is_main() else None
     _write_inputs(folder, job, split)
+    for sentence in notices.before(job, len(order)):
+        listener.said(sentence)
     try:
+        if not resume:
+            _begin(run, split, folder, log, listener)
         _finish_epoch(run, split, folder, log, listener)
         while run.epoch < job.optimizer.epochs:
             order.epoch = run.epoch
@@ -71,6 +81,39 @@ def fit(
     return run.history
 
 
+def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: Listener) -> None:
+    """Epoch 0: the figures of the trunk, the start values, the figures of the network."""
+    run.trunk = pooled_figures(run, split)
+    start_from_trunk(run, split.train)
+    if run.average is not None:
+        run.average = averaged(run.net, run.job)
+    if run.job.start.projection == "trunk":
+        run.start = _figures(run, split)
+        _choose(run, run.start, split, folder)
+    before = {f"trunk {name}": value for name, value in run.trunk.items()} | run.start
+    if log is not None and before:
+        log.write("start", 0, **before)
+    for name, row in (("the untrained trunk", run.trunk), ("the network at step 0", run.start)):
+        recalls = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if "R@1" in key)
+        if recalls:
+            listener.said(f"{name}: {recalls}")
+
+
+def pooled_figures(run: Run, split: Split) -> Row:
+    """Figures of the trunk alone: its pooled features of full width, as the protocol tests."""
+
+    def unit(images: Tensor) -> Tensor:
+        return nn.functional.normalize(run.net.pooled(images), dim=1)
+
+    row: Row = {}
+    if split.validation is not None:
+        figures = evaluate(run.net, split.validation, run.job, function=unit)
+        row = {VALIDATION + name: value for name, value in figures.items()}
+    if run.job.protocol.evaluate_test != "never":
+        row |= evaluate(run.net, split.test, run.job, split.gallery, function=unit)
+    return row
+
+
 def _train_epoch(
     run: Run, loader: DataLoader[tuple[Tensor, Tensor]], log: RunLog | None, listener: Listener
 ) -> Row:
@@ -79,10 +122,13 @@ def _train_epoch(
     run.net.train()
     run.objective.train()
     model = run.warm_up(run.epoch < run.job.optimizer.warmup_epochs)
-    losses, seen = [], 0
+    losses, seen, watched = [], 0, defaultdict[str, list[float]](list)
     for images, labels in batches(loader):
         parts = train_step(run, model, images, labels, len(loader))
         losses.append(parts["total"])
+        for name, value in parts.items():
+            if name.startswith(OF_TERMS):
+                watched[name].append(value)
         seen += len(labels) * world()
         if log is not None and run.step % _LOG_EVERY_STEPS == 0:
             log.write("step", run.step, **parts)
@@ -94,6 +140,7 @@ def _train_epoch(
         "loss": sum(losses) / len(losses),
         "seconds": seconds,
         "images_per_s": seen / seconds,
+        **{name: sum(values) / len(values) for name, values in watched.items()},
     }
 
 
@@ -124,8 +171,11 @@ def train_step(
     if settings.clip_value is not None:
         nn.utils.clip_grad_value_(parameters, settings.clip_value)
     optimizer.step()
+    if run.average is not None:
+        run.average.update_parameters(run.net)
     run.step += 1
-    return {"total": total} | {name: float(value) for name, value in terms.parts.items()}
+    parts = {"total": total} | {name: float(value) for name, value in terms.parts.items()}
+    return parts | run.objective.shares.figures()
 
 
 def _finish_epoch(
@@ -137,29 +187,41 @@ def _finish_epoch(
     row = run.history[-1]
     row |= _evaluation(run, split)
     run.evaluated = run.epoch
-    score = _score(run.job, row)
-    if score is not None and score > run.best_score:
-        run.best_epoch, run.best_score = run.epoch, score
-        _save(run, split, folder / BEST)
+    _choose(run, row, split, folder)
     _save(run, split, folder / FILE)
     if log is not None:
         log.write("epoch", run.step, **row)
     listener.epoch_done(row)
+    for sentence in notices.after_epoch(run.job, row):
+        listener.said(sentence)
+
+
+def _choose(run: Run, row: Row, split: Split, folder: Path) -> None:
+    """Keep the model of this moment if the protocol likes its figures best."""
+    score = _score(run.job, row)
+    if score is not None and score > run.best_score:
+        run.best_epoch, run.best_score = run.epoch, score
+        _save(run, split, folder / BEST)
 
 
 def _evaluation(run: Run, split: Split) -> Row:
-    """Figures on validation classes and, as far as the protocol lets, on test classes."""
+    """The figures of a finished epoch, if it is one to evaluate."""
     job = run.job
     last = run.epoch >= job.optimizer.epochs
     every = job.runtime.eval_every_epochs
     if not last and (every == 0 or run.epoch % every):
         return {}
-    row: Row = {}
+    return _figures(run, split, full=last)
+
+
+def _figures(run: Run, split: Split, full: bool = False) -> Row:
+    """Figures on validation classes and, as far as the protocol lets, on test classes."""
+    job, row = run.job, Row()
     if split.validation is not None:
-        figures = evaluate(run.net, split.validation, job)
+        figures = evaluate(run.served, split.validation, job)
         row |= {VALIDATION + name: value for name, value in figures.items()}
     if job.protocol.evaluate_test == "every":
-        row |= evaluate(run.net, split.test, job, split.gallery, full=last)
+        row |= evaluate(run.served, split.test, job, split.gallery, full=full)
     return row
 
 

@@ -65,6 +65,10 @@ class Silent:
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self.rows: list[dict[str, float]] = []
+        self.sentences: list[str] = []
+
+    def said(self, sentence: str) -> None:
+        self.sentences.append(sentence)
 
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
 

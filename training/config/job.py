@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from embedder.errors import JobError
 from training.config.data import Data
 from training.config.losses import WITH_PROXIES, Loss, ProxyAnchor
-from training.config.model import Input, Model
+from training.config.model import Input, Model, Start
 from training.config.optimizer import Optimizer, Runtime, Sampling
 from training.config.protocol import Protocol
 from training.config.regularizers import Regularizers
@@ -33,6 +33,7 @@ class Job(Section):
     recall_at: tuple[Annotated[int, Field(ge=1)], ...] = Field((1, 2, 4, 8), min_length=1)
     data: Data
     model: Model = Model()
+    start: Start = Start()
     input: Input = Input()
     loss: Loss = ProxyAnchor()
     regularizers: Regularizers = Regularizers()
@@ -51,6 +52,13 @@ class Job(Section):
             raise ValueError(
                 f"regularizers.{name} acts on proxies, and {self.loss.name} has none; use one of "
                 f"{', '.join(WITH_PROXIES)}{cure}"
+            )
+        if self.start.projection == "trunk" and self.model.dim is None:
+            raise ValueError('start.projection = "trunk" needs a projection; set model.dim')
+        if self.start.proxies == "class_means" and self.loss.name not in WITH_PROXIES:
+            raise ValueError(
+                f'start.proxies = "class_means", but {self.loss.name} has no proxies; use one of '
+                f'{", ".join(WITH_PROXIES)}, or "random"'
             )
         if self.protocol.choose_by != "last" and 1 not in self.recall_at:
             raise ValueError(f"recall_at = {list(self.recall_at)} lacks 1; R@1 chooses the epoch")

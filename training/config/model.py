@@ -57,6 +57,19 @@ class Model(Section):
         return self
 
 
+class Start(Section):
+    """Where projection and proxies begin, before the first step.
+
+    "random" is each paper's own; "trunk" gives the projection the directions of the trunk's
+    features on training images (see training.start), so that step 0 is no worse than the trunk,
+    and each proxy the mean embedding of its class. At most `images` are looked at.
+    """
+
+    projection: Literal["random", "trunk"] = "random"
+    proxies: Literal["random", "class_means"] = "random"
+    images: int = Field(10_000, ge=2)
+
+
 class Input(Section):
     """Sizes in pixels; `min_crop_area` is the smallest part of an image that a crop may keep.
 

@@ -1,5 +1,6 @@
 """The tables `sampling`, `optimizer` and `runtime` of a job."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -43,7 +44,9 @@ class Optimizer(Section):
     under "step" they are multiplied by `gamma` every `step_epochs` epochs, or at each epoch of a
     list. `weight_decay_criterion` is that of proxies and flows (default: `weight_decay`).
     The trunk rests for the first `warmup_epochs`. `clip_value` bounds each gradient entry,
-    `clip_norm` the norm of them all.
+    `clip_norm` the norm of them all. With few images an epoch is a few steps, so `min_steps`
+    raises `epochs` until the run has that many. With `average`, a decay such as 0.99, the model of
+    the run is the exponential moving average of its weights.
     """
 
     kind: Literal["adamw", "adam"] = "adamw"
@@ -64,12 +67,19 @@ class Optimizer(Section):
     clip_norm: float | None = Field(None, gt=0)
     clip_value: float | None = Field(None, gt=0)
     steps_per_epoch: int | None = Field(None, ge=1)
+    min_steps: int = Field(0, ge=0)
+    average: float | None = Field(None, gt=0, lt=1)
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":
         if self.clip_norm is not None and self.clip_value is not None:
             raise ValueError("set clip_norm or clip_value, not both")
         return self
+
+    def enough_epochs(self, steps_per_epoch: int) -> "Optimizer":
+        """These settings with the epochs that `min_steps` asks for."""
+        epochs = max(self.epochs, math.ceil(self.min_steps / steps_per_epoch))
+        return self.model_copy(update={"epochs": epochs})
 
     def rate_of(self, value: Rate) -> float:
         """`value` as a number: "x100" is 100 times `lr_trunk`."""

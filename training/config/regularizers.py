@@ -1,11 +1,19 @@
-"""The `regularizers` tables of a job. A missing table is a regularizer that is off."""
+"""The `regularizers` tables of a job. A missing table is a regularizer that is off.
+
+Weights (`lambda1`, `lambda2`, `weight`) are fixed, as in the papers, or with `share` = 0.2, say, a
+start: over the first epoch they are scaled, by at most 100, until the regularizer makes that part
+of the gradient that the loss makes, and then held.
+"""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from training.config.section import Section
+
+Share = Annotated[float, Field(gt=0, le=10)]
+"""The part of the loss's gradient that a regularizer is to make; its weight is calibrated to it."""
 
 
 class Flow(Section):
@@ -31,6 +39,7 @@ class Determinant(Section):
     direction: Literal["between", "beyond", "tangent"] = "between"
     depth: Literal["composed", "mean", "sum"] = "composed"
     proxies: Literal["shared", "separate"] = "shared"
+    share: Share | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -59,6 +68,7 @@ class SkewedMean(Section):
     subset: int | None = Field(None, ge=2)
     hinge: bool = False
     centres: Literal["proxies", "batch"] = "proxies"
+    share: Share | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "SkewedMean":
@@ -91,6 +101,7 @@ class NonIsotropy(Section):
     hidden: int = Field(128, ge=1)
     layers: int = Field(8, ge=2)
     clamp: float = Field(2.0, gt=0)
+    share: Share | None = None
 
 
 class GraphConsistency(Section):
@@ -99,6 +110,7 @@ class GraphConsistency(Section):
     weight: float = Field(0.001, gt=0)
     sigma: float = Field(1.0, gt=0, allow_inf_nan=False)
     form: Literal["bound", "graph"] = "bound"
+    share: Share | None = None
 
 
 class Regularizers(Section):

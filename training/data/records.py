@@ -34,6 +34,15 @@ class LabelledImages:
         """Number of classes C."""
         return len(self.class_names)
 
+    def some(self, count: int, seed: int = 0) -> "LabelledImages":
+        """At most `count` of them, drawn at random, in their order; all classes are kept."""
+        if count >= len(self):
+            return self
+        rows = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
+        return LabelledImages(
+            self.root, tuple(self.paths[i] for i in rows), self.labels[rows], self.class_names
+        )
+
     def content_sha256(self) -> str:
         """Digest of paths, classes and the content of every file."""
         digest = hashlib.sha256(self.sha256().encode())

@@ -91,17 +91,22 @@ class EmbeddingNet(nn.Module):
         self.batch_norm = model.batch_norm
         self._freeze()
 
-    def features(self, images: Tensor) -> Tensor:
-        """uint8 (B, 3, S, S) to what enters the flow, or to the unnormalised embedding: (B, D).
-
-        The result is float32 or wider; under autocast only the trunk runs in lower precision.
-        """
+    def pooled(self, images: Tensor) -> Tensor:
+        """uint8 (B, 3, S, S) to the pooled features of the trunk (B, C), in float32 or wider."""
         x = self.normalize(images)
         if not torch.onnx.is_in_onnx_export():
             x = x.contiguous(memory_format=torch.channels_last)
         maps = self.trunk(x)  # (B, C, H, W) or (B, T, C)
         wide = maps.to(torch.promote_types(maps.dtype, torch.float32))
-        pooled = self.pool(wide)  # (B, C)
+        pooled: Tensor = self.pool(wide)
+        return pooled
+
+    def features(self, images: Tensor) -> Tensor:
+        """uint8 (B, 3, S, S) to what enters the flow, or to the unnormalised embedding: (B, D).
+
+        The result is float32 or wider; under autocast only the trunk runs in lower precision.
+        """
+        pooled = self.pooled(images)
         with torch.autocast(images.device.type, enabled=False):
             z: Tensor = self.flow_input(self.projection(pooled))
         return z

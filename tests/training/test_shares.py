@@ -1,0 +1,140 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.jobs import Silent, small_job
+from training.config.job import Job, parse_job
+from training.data.load import load_split
+from training.shares import WIDEST, Shares, gradient_norm
+from training.state import create_run
+from training.trainer import fit
+
+EPOCH = 45
+
+
+class Toy:
+    """A point between two wells: a loss, and a penalty whose gradient is 1,000 times smaller."""
+
+    def __init__(self, share: float | None, strength: float = 1e-3) -> None:
+        torch.manual_seed(0)
+        self.point = nn.Parameter(torch.randn(8))
+        self.shares = Shares({"pull": share})
+        self.shares.calibration_steps = EPOCH
+        self.strength = strength
+
+    def terms(self) -> tuple[Tensor, Tensor]:
+        return (self.point - 1).square().sum(), self.strength * (self.point + 1).square().sum()
+
+    def step(self) -> None:
+        loss, penalty = self.terms()
+        if self.shares.is_due():
+            self.shares.measure(loss, {"pull": penalty}, {"pull": [self.point]})
+        total = loss + self.shares.scaled({"pull": penalty})["pull"]
+        (gradient,) = torch.autograd.grad(total, [self.point])
+        with torch.no_grad():
+            self.point -= 0.005 * gradient
+
+    def share(self) -> float:
+        loss, penalty = self.terms()
+        scale = float(self.shares["pull"].scale)
+        at = [self.point]
+        return scale * float(gradient_norm(penalty, at) / gradient_norm(loss, at))
+
+
+@pytest.mark.parametrize("wanted", [0.02, 0.05])
+def test_the_share_at_the_end_of_the_calibration_is_the_one_asked_for(wanted: float) -> None:
+    toy = Toy(wanted)
+    for _ in range(EPOCH):
+        toy.step()
+    assert toy.share() == pytest.approx(wanted, rel=0.2)
+
+
+def test_after_the_calibration_the_scale_is_held() -> None:
+    toy = Toy(0.05)
+    for _ in range(EPOCH):
+        toy.step()
+    held = float(toy.shares["pull"].scale)
+    for _ in range(3 * EPOCH):
+        toy.step()
+    assert float(toy.shares["pull"].scale) == held
+
+
+def test_a_gradient_that_all_but_vanishes_gives_a_bounded_scale() -> None:
+    toy = Toy(0.2, strength=1e-20)
+    for _ in range(EPOCH):
+        toy.step()
+    assert float(toy.shares["pull"].scale) == pytest.approx(WIDEST)
+
+
+def test_without_a_gradient_the_scale_waits_and_the_share_is_zero() -> None:
+    toy = Toy(0.2, strength=0.0)
+    for _ in range(EPOCH):
+        toy.step()
+    assert toy.shares.figures() == {"share pull": 0.0, "scale pull": 1.0}
+    toy.strength = 1e-3  # it begins to act, as a flow that was fitted first does
+    for _ in range(EPOCH):
+        toy.step()
+    assert float(toy.shares["pull"].scale) > 1
+
+
+def test_a_fixed_weight_is_measured_and_never_scaled() -> None:
+    toy = Toy(None)
+    for _ in range(EPOCH):
+        toy.step()
+    assert float(toy.shares["pull"].scale) == 1.0
+    assert toy.shares.figures()["share pull"] == pytest.approx(toy.share(), rel=0.2)
+
+
+def test_the_norm_of_a_term_without_a_gradient_there_is_zero() -> None:
+    x, y = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    assert gradient_norm(x.sum(), [y]) == 0
+    assert gradient_norm(torch.zeros(()), [y]) == 0
+    assert gradient_norm(3 * x.sum() + 4 * y.sum(), [x, y]) == pytest.approx((3 * 25) ** 0.5)
+
+
+def with_share(job: Job, share: float | None) -> Job:
+    content = job.as_dict()
+    content["regularizers"]["determinant"]["share"] = share
+    return parse_job(content)
+
+
+def test_measuring_changes_nothing_in_a_step(tmp_path: Path) -> None:
+    """A share of a term at the size that its fixed weight has anyway trains the same weights."""
+    job = small_job(tmp_path / "products")
+    states = []
+    for every in (1, 10**9):
+        torch.manual_seed(0)
+        run = create_run(job, 3)
+        run.objective.shares.is_due = lambda every=every: every == 1  # type: ignore[method-assign]
+        images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+        terms = run.warm_up(False).train()(images, torch.arange(6) % 3)
+        terms.total.backward()
+        states.append([p.grad for p in run.net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
+def test_shares_are_in_log_rows_and_notices(tmp_path: Path) -> None:
+    job = with_share(small_job(tmp_path / "products", epochs=6, min_steps=20), None)
+    faint = job.as_dict()
+    faint["regularizers"]["determinant"] |= {"lambda1": 1e-6, "lambda2": 1e-6}
+    listener = Silent()
+    history = fit(parse_job(faint), load_split(job.data), tmp_path, listener)
+    assert 0 < history[-1]["share determinant"] < 0.01
+    assert history[-1]["scale determinant"] == 1.0
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert any("share determinant" in line for line in lines if line["kind"] == "step")
+    cure = "Set regularizers.determinant.share = 0.2, or raise lambda1 and lambda2"
+    assert any(cure in sentence for sentence in listener.sentences)
+
+
+def test_a_run_of_few_steps_says_so_and_min_steps_raises_the_epochs(tmp_path: Path) -> None:
+    job, listener = small_job(tmp_path / "products", epochs=1), Silent()
+    split = load_split(job.data)
+    fit(job, split, tmp_path, listener)
+    assert any("too few to learn much" in sentence for sentence in listener.sentences)
+    more = small_job(tmp_path / "products", epochs=1, min_steps=7)
+    (tmp_path / "more").mkdir()
+    assert len(fit(more, split, tmp_path / "more", Silent())) == 3  # of 3 steps each

@@ -1,0 +1,135 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from embedder.errors import JobError
+from tests.training.jobs import Silent, calibrated_weights, small_job
+from training.checkpoint import load_checkpoint
+from training.config.job import Job, parse_job
+from training.data.load import load_split
+from training.evaluation.retrieval import recall_at
+from training.inference import embed
+from training.losses.build import build_loss
+from training.network import averaged, network_of
+from training.runner import load_chosen, run_job
+from training.start import WHITENING, set_projection, set_proxies
+from training.state import create_run
+
+PROXY_ANCHOR, SOFT_TRIPLE = (
+    {"name": "proxy_anchor"},
+    {"name": "soft_triple", "centres_per_class": 3},
+)
+
+
+def started(job: Job, **protocol: object) -> Job:
+    content = job.as_dict()
+    content["start"] = {"projection": "trunk", "proxies": "class_means"}
+    content["protocol"] |= protocol
+    return parse_job(content)
+
+
+def test_the_projection_gives_uncorrelated_numbers_that_are_partly_whitened() -> None:
+    torch.manual_seed(0)
+    pooled = torch.randn(500, 12) @ torch.randn(12, 12) + 3
+    layer = nn.Linear(12, 5)
+    length = layer.weight.norm().item()
+    set_projection(layer, pooled)
+    y = layer(pooled).double()
+    torch.testing.assert_close(y.mean(0), torch.zeros(5).double(), atol=1e-4, rtol=0)
+    variances = torch.linalg.eigvalsh(torch.cov(pooled.double().T, correction=0)).flip(0)[:5]
+    floored = variances.clamp(min=0.1 * torch.cov(pooled.double().T, correction=0).trace() / 12)
+    expected = torch.diag(variances / floored ** (2 * WHITENING))
+    found = torch.cov(y.T, correction=0)
+    torch.testing.assert_close(found / found[0, 0], expected / expected[0, 0], atol=1e-4, rtol=1e-4)
+    assert layer.weight.norm().item() == pytest.approx(length, rel=1e-5)
+
+
+def test_directions_beyond_those_of_the_trunk_are_zero() -> None:
+    layer = nn.Linear(4, 6)
+    set_projection(layer, torch.randn(50, 4))
+    assert layer(torch.randn(3, 4))[:, 4:].abs().max() == 0
+
+
+@pytest.mark.parametrize("loss", [PROXY_ANCHOR, SOFT_TRIPLE])
+def test_proxies_start_at_the_class_means_with_the_length_they_were_drawn_with(
+    loss: dict[str, object], tmp_path: Path
+) -> None:
+    content = small_job(tmp_path).as_dict() | {"loss": loss}
+    criterion = build_loss(parse_job(content).loss, 3, 8)
+    lengths = criterion.proxies.norm(dim=1).clone()
+    embeddings = F.normalize(torch.randn(20, 8), dim=1)
+    labels = np.arange(20) % 2  # class 2 is not seen
+    unseen = criterion.proxies[criterion.centre_labels() == 2].clone()
+    set_proxies(criterion, embeddings, labels)
+    torch.testing.assert_close(criterion.proxies.norm(dim=1), lengths)
+    assert torch.equal(criterion.proxies[criterion.centre_labels() == 2], unseen)
+    for label in (0, 1):
+        mean = F.normalize(embeddings[labels == label].mean(0), dim=0)
+        cosines = criterion.centres()[criterion.centre_labels() == label] @ mean
+        assert cosines.min() > (0.999 if loss is PROXY_ANCHOR else 0.4)
+
+
+def test_the_trunk_is_measured_before_the_first_step_as_it_would_be_served(tmp_path: Path) -> None:
+    weights = calibrated_weights(tmp_path / "weights.pth")
+    job = started(small_job(tmp_path / "products", regularized=False, weights=weights))
+    split, listener = load_split(job.data), Silent()
+    result = run_job(job, split, tmp_path / "run", listener)
+    net = create_run(job, split.train.classes).net
+    pooled = embed(net, split.test, job, net.pooled)
+    vectors = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+    assert result.trunk["R@1"] == recall_at(vectors, split.test.labels).at[1]
+    assert any("the untrained trunk" in sentence for sentence in listener.sentences)
+    assert "the untrained trunk" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_training_that_harms_keeps_step_zero_and_says_so(tmp_path: Path) -> None:
+    weights = calibrated_weights(tmp_path / "weights.pth")
+    job = small_job(
+        tmp_path / "products", regularized=False, weights=weights, lr_trunk=3.0, epochs=2
+    )
+    job = started(job, validation_fraction=0.5, choose_by="validation")
+    content = job.as_dict()
+    content["data"] |= {"products": 12, "root": str(tmp_path / "products")}
+    job = parse_job(content)
+    split = load_split(job.data)
+    from training.protocols import with_protocol
+
+    result = run_job(job, with_protocol(split, job.protocol), tmp_path / "run", Silent())
+    chosen = load_chosen(tmp_path / "run")
+    assert result.best_epoch == chosen.epoch
+    best = max([chosen.start, *load_checkpoint(tmp_path / "run").history],
+               key=lambda row: row["validation R@1"])  # fmt: skip
+    assert result.validation["R@1"] == best["validation R@1"]
+
+
+def test_the_average_is_that_of_the_weights_and_is_what_a_checkpoint_gives(tmp_path: Path) -> None:
+    job = small_job(tmp_path / "products", average=0.5)
+    run = create_run(job, 3)
+    assert run.average is not None
+    name, parameter = next(iter(run.net.named_parameters()))
+    expected = parameter.detach().clone()
+    for count in range(4):
+        with torch.no_grad():
+            parameter.add_(1.0)
+        run.average.update_parameters(run.net)
+        decay = 0.0 if count == 0 else min(0.5, (1 + count) / (10 + count))
+        expected = decay * expected + (1 - decay) * parameter.detach()
+    torch.testing.assert_close(dict(run.served.named_parameters())[name], expected)
+    split = load_split(job.data)
+    _, net = network_of(run.checkpoint(split))
+    torch.testing.assert_close(dict(net.named_parameters())[name], expected)
+    assert averaged(net, job).module is not net
+
+
+def test_a_start_that_the_job_cannot_have_is_refused(tmp_path: Path) -> None:
+    content = small_job(tmp_path).as_dict()
+    content["start"] = {"proxies": "class_means"}
+    with pytest.raises(JobError, match="triplet has no proxies"):
+        parse_job(content | {"loss": {"name": "triplet"}})
+    content["start"] = {"projection": "trunk"}
+    with pytest.raises(JobError, match=r"needs a projection; set model\.dim"):
+        parse_job(content | {"model": content["model"] | {"dim": None}})

@@ -1,4 +1,4 @@
-"""kinlens-train: fit, evaluate, export, crossval, search, tournament, data."""
+"""kinlens-train: fit, evaluate, export, crossval, search, tournament, report, data."""
 
 import typer
 
@@ -8,6 +8,7 @@ from training.commands.data import app as data_app
 from training.commands.evaluate import evaluate
 from training.commands.export import export
 from training.commands.fit import fit
+from training.commands.report import report
 from training.commands.search import search
 from training.commands.tournament import tournament
 from training.console import console
@@ -17,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (fit, evaluate, export, crossval, search, tournament):
+for command in (fit, evaluate, export, crossval, search, tournament, report):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

@@ -77,7 +77,8 @@ def embed(
 ) -> NDArray[np.float32]:
     """Embeddings (N, D) of all images, in their order; several ranks share the work.
 
-    `function` of `net` is called in place of the network, for what it gives (N, ...).
+    In float32 whatever the precision of the training, as the bundle is: figures in bf16 are of
+    another network. `function` of `net` is called in its place, for what it gives (N, ...).
     """
     function = function or net
     device = next(net.parameters()).device
@@ -108,7 +109,7 @@ def choose_device(runtime: Runtime) -> torch.device:
 
 
 def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:
-    """bf16 where asked for or, under "auto", where the processor computes in it."""
+    """For training steps: bf16 where asked for or, under "auto", where the processor has it."""
     if runtime.precision == "auto":
         fast = (
             torch.cuda.is_bf16_supported(including_emulation=False)

@@ -3,6 +3,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from training.config.job import Job, parse_job
 from training.config.optimizer import Optimizer, Runtime
 from training.data.load import load_split
 from training.data.records import Split
-from training.inference import autocast, choose_device
+from training.inference import autocast, choose_device, embed
 from training.protocols import with_protocol
 from training.result import read_result
 from training.runner import load_chosen, run_job
@@ -201,6 +202,19 @@ def test_criteria_and_flows_run_in_float32_under_bf16(products: Path) -> None:
         seen.clear()
         assert state.net(images).dtype == torch.float32
         assert seen["first"] == torch.float32
+
+
+def test_figures_are_those_of_float32_whatever_the_steps_compute_in(products: Path) -> None:
+    job = small_job(products)
+    images = load_split(job.data).test
+    net = create_run(job, 3).net
+    found = {
+        precision: embed(net, images, changed(job, runtime={"precision": precision}))
+        for precision in ("fp32", "bf16", "auto")
+    }
+    assert found["fp32"].dtype == np.float32
+    assert np.array_equal(found["bf16"], found["fp32"])
+    assert np.array_equal(found["auto"], found["fp32"])
 
 
 def test_the_trunk_rests_while_it_warms_up(products: Path, tmp_path: Path) -> None:

@@ -87,7 +87,10 @@ class Optimizer(Section):
 
 
 class Runtime(Section):
-    """How to run; does not change what is learnt, save for rounding."""
+    """How to run; does not change what is learnt, save for rounding.
+
+    `precision` is that of the training steps; figures are always computed in float32.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"

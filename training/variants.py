@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from embedder.bundle import Bundle, VariantFiles
 from embedder.errors import BundleError, ExportError
 from embedder.manifest import HeldOut, OtherPrecision, Variant
-from embedder.precision import golden_fault, mismatch
+from embedder.precision import golden_fault
 from embedder.preprocess import ImageLimits
 from embedder.session import OnnxEmbedder, SessionSettings, create_session
 from embedder.types import Embeddings, Images
@@ -107,7 +107,10 @@ def _measured(precision: OtherPrecision, bundle: Bundle, reference: Reference, p
         golden = embedder.embed(bundle.golden_inputs())
         fault = golden_fault(precision, golden, golden, expected)
         if fault is not None:
-            raise mismatch(precision, bundle.bundle_id, embedder.provider, fault)
+            need = " int8 needs a processor with VNNI." if precision == "int8" else ""
+            raise ExportError(
+                f"The golden vectors of {precision} do not hold on this machine: {fault}.{need}"
+            )
         vectors = reference.embed(embedder.embed)
     except BundleError as error:
         raise ExportError(f"The network does not work in {precision}: {error}") from error

@@ -1,8 +1,9 @@
-"""kinlens-train: fit, evaluate, export, crossval, search, tournament, report, data."""
+"""kinlens-train: fit, evaluate, compare, report, export, crossval, search, tournament, data."""
 
 import typer
 
 from embedder.errors import KinlensError
+from training.commands.compare import compare
 from training.commands.crossval import crossval
 from training.commands.data import app as data_app
 from training.commands.evaluate import evaluate
@@ -18,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (fit, evaluate, export, crossval, search, tournament, report):
+for command in (fit, evaluate, compare, report, export, crossval, search, tournament):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

@@ -1,236 +1,127 @@
-"""Finished runs of several methods and seeds, as records that can be kept, and as a table.
+"""Finished runs side by side: their figures, and what was set differently."""
 
-A study is a JSON file: the records of its runs, whom each method is compared with, and nothing that
-the table does not need. From it the table can be made again without the runs.
-"""
-
-import json
-import re
+import csv
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from scipy import stats
+from embedder.errors import JobError
+from training.evaluation.interval import with_interval
+from training.result import Result, read_result
+from training.stamp import FREE
 
-from embedder.errors import CheckpointError, JobError
-from training.checkpoint import FILE
-from training.files import replace_json, replace_text
-from training.result import RESULT, read_result
-from training.state import OF_TERMS
-
-_SEED = re.compile(r"seed-\d+")
-_COLUMNS = ("R@1", "R@2", "R@4", "R@8", "MAP@R")
-_STRUCTURE = ("NMI", "uniformity", "density", "spectral_decay")
-_PACKAGES = ("torch", "torchvision", "numpy", "pillow")
+_SHARES = ("NMI", "F1", "MAP@R")  # in percent, but of no number of queries
+_VALIDATION = "validation R@1"
 
 
 @dataclass(frozen=True)
-class Record:
-    """One run: its method and seed, what it was given and what it found.
+class FinishedRun:
+    """A run folder's result; `queries` and `validation_queries` have an image to find."""
 
-    `figures` are on test classes, `validation` on validation classes, `trunk` those of the
-    untrained trunk; `terms` the shares and scales of the last epoch; `bundle` R@1 of the exported
-    model by precision, where the run folder holds one.
-    """
-
-    method: str
-    seed: int
-    figures: dict[str, float]
-    validation: dict[str, float] = field(default_factory=dict)
-    trunk: dict[str, float] = field(default_factory=dict)
-    terms: dict[str, float] = field(default_factory=dict)
-    bundle: dict[str, float] = field(default_factory=dict)
-    seconds_per_step: float | None = None
-    job: dict[str, Any] = field(default_factory=dict)
-    split_sha256: str = ""
-    versions: dict[str, str] = field(default_factory=dict)
+    name: str
+    result: Result
+    queries: int
+    validation_queries: int
 
 
-@dataclass(frozen=True)
-class Study:
-    """Records, and for each method whom it is compared with; "" stands for all others."""
-
-    records: tuple[Record, ...] = ()
-    against: dict[str, str] = field(default_factory=dict)
-
-    def methods(self) -> dict[str, dict[int, Record]]:
-        """The records by method, as first met, and by seed."""
-        found: dict[str, dict[int, Record]] = {}
-        for record in self.records:
-            found.setdefault(record.method, {})[record.seed] = record
-        return found
-
-    def merged(self, new: Sequence[Record], against: Mapping[str, str]) -> "Study":
-        """With `new` in place of records of the same method and seed."""
-        names = {(record.method, record.seed) for record in new}
-        kept = [r for r in self.records if (r.method, r.seed) not in names]
-        records = sorted([*kept, *new], key=lambda r: (r.method, r.seed))
-        return Study(tuple(records), {**self.against, **against})
-
-
-def read_study(path: Path) -> Study:
-    """The study in `path`; an empty one if there is none. Raises: JobError."""
-    if not path.exists():
-        return Study()
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return Study(tuple(Record(**r) for r in content["records"]), content["against"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise JobError(f"{path} is no study ({error}). Give another file, or remove it.") from error
-
-
-def write_study(path: Path, study: Study) -> None:
-    """Keep `study` in `path`."""
-    replace_json(path, asdict(study))
-
-
-def record_of(source: Path) -> Record:
-    """The record of a finished run folder, or of a peer's JSON file with name, seed and figures.
-
-    The method is the name of the folder, or of its parent if it is called seed-N.
-
-    Raises: JobError, CheckpointError.
-    """
-    if source.is_file():
-        return _of_peer(source)
-    result = read_result(source)
+def read_run(folder: Path) -> FinishedRun:
+    """The finished run in `folder`. Raises: JobError if there is none; CheckpointError."""
+    result = read_result(folder)
     if result is None:
-        raise JobError(f"{source} has no {RESULT}: the run has not finished. Go on with --resume.")
-    steps = _last_step(source) / max(result.job["optimizer"]["epochs"], 1)
-    last = _last_epoch(source)
-    return Record(
-        method=source.parent.name if _SEED.fullmatch(source.name) else source.name,
-        seed=result.job["seed"],
-        figures=result.figures,
-        validation=result.validation,
-        trunk=result.trunk,
-        terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
-        bundle=_bundle(source / "bundle" / "manifest.json"),
-        seconds_per_step=result.seconds_per_epoch / steps if steps else None,
-        job=result.job,
-        split_sha256=result.split_sha256,
-        versions={package: version(package) for package in _PACKAGES},
+        raise JobError(f"{folder} holds no finished run: it has no result.json. Give run folders.")
+    gallery = _classes(folder / "gallery.csv")
+    return FinishedRun(
+        name=folder.as_posix(),
+        result=result,
+        queries=_queries(_classes(folder / "test.csv"), gallery),
+        validation_queries=_queries(_classes(folder / "validation.csv"), Counter()),
     )
 
 
-def table(study: Study) -> list[str]:
-    """Markdown: a row a method, its mean over seeds, the paired difference and its interval."""
-    methods = study.methods()
-    figures = [name for name in (*_COLUMNS, *_STRUCTURE) if _has(study, name)]
-    header = ["method", "seeds", *figures, "R@1 beside", "share, %", "ms a step"]
-    precisions = sorted({name for record in study.records for name in record.bundle})
-    header += [f"R@1 in {name}" for name in precisions]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for name, runs in methods.items():
-        other = study.against.get(name, study.against.get("", ""))
-        cells = [name, str(len(runs)), *(_mean(runs, figure) for figure in figures)]
-        cells.append(_beside(runs, methods.get(other, {}), other) if other != name else "")
-        cells += [_shares(runs), _milliseconds(runs)]
-        cells += [_average([r.bundle.get(p) for r in runs.values()]) for p in precisions]
-        lines.append("| " + " | ".join(cells) + " |")
+def table(runs: Sequence[FinishedRun]) -> list[str]:
+    """Markdown: a line for each run, a column for each figure that one of them has.
+
+    Recalls come with Wilson's 95 % interval over the queries, which are taken as independent.
+    """
+    names = list(dict.fromkeys(name for run in runs for name in run.result.figures))
+    validated = [_VALIDATION] if any(run.result.validation for run in runs) else []
+    header = ["run", "epoch", *validated, *names, "s/epoch"]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for run in runs:
+        result = run.result
+        cells = [f"`{run.name}`", str(result.best_epoch)]
+        if validated:
+            cells.append(_cell("R@1", result.validation.get("R@1"), run.validation_queries))
+        cells += [_cell(name, result.figures.get(name), run.queries) for name in names]
+        lines.append("| " + " | ".join([*cells, f"{result.seconds_per_epoch:.0f}"]) + " |")
     return lines
 
 
-def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Mean of a - b over n pairs, and half of its 95 % interval by Student's t (inf for n < 2)."""
-    differences = np.asarray(a) - np.asarray(b)
-    if len(differences) < 2:
-        return float(differences.mean()), float("inf")
-    t = stats.t.ppf(0.975, len(differences) - 1)
-    error = differences.std(ddof=1) / np.sqrt(len(differences))
-    return float(differences.mean()), float(t * error)
+def remarks(runs: Sequence[FinishedRun]) -> list[str]:
+    """Whether the runs can be compared, and by how much each differs from the first in R@1."""
+    first, *others = runs
+    said = []
+    for run in others:
+        if run.result.split_sha256 != first.result.split_sha256:
+            said.append(
+                f"{run.name} was tested on other images than {first.name}: the figures of the two "
+                "say nothing about each other."
+            )
+            continue
+        mine, base = run.result.figures.get("R@1"), first.result.figures.get("R@1")
+        if mine is not None and base is not None:
+            said.append(
+                f"{run.name}: {mine - base:+.1f} points of R@1 against {first.name}, on the same "
+                f"{run.queries:,} queries; one seed each, unless you give more runs."
+            )
+    return said
 
 
-def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
-    """Put `lines` between `<!-- name -->` and `<!-- end name -->` of a page.
-
-    Raises: JobError if the page has no such pair.
-    """
-    text = page.read_text(encoding="utf-8") if page.exists() else ""
-    first, last = f"<!-- {name} -->", f"<!-- end {name} -->"
-    before, found, rest = text.partition(first)
-    _, ends, after = rest.partition(last)
-    if not found or not ends:
-        raise JobError(f"{page} has no place for the table: write {first} and {last} into it.")
-    replace_text(page, "\n".join([before + first, "", *lines, "", last + after]))
+def differing_settings(runs: Sequence[FinishedRun]) -> dict[str, list[Any]]:
+    """The settings in which the runs differ, by name, with the value of each run."""
+    flat = [_flat(run.result.job) for run in runs]
+    names = sorted({name for settings in flat for name in settings})
+    values = {name: [settings.get(name) for settings in flat] for name in names}
+    return {
+        name: found
+        for name, found in values.items()
+        if any(value != found[0] for value in found) and not _is_free(name)
+    }
 
 
-def _beside(runs: Mapping[int, Record], others: Mapping[int, Record], name: str) -> str:
-    seeds = [seed for seed in runs if seed in others]
-    if not seeds:
+def _cell(name: str, value: float | None, queries: int) -> str:
+    if value is None:
         return ""
-    mine, theirs = ([r[seed].figures["R@1"] for seed in seeds] for r in (runs, others))
-    mean, half = paired_difference(mine, theirs)
-    spread = "" if np.isinf(half) else f" ± {half:.1f}"
-    return f"{mean:+.1f}{spread} ({name})"
+    if name.startswith("R@") and queries:
+        return with_interval(value, queries)
+    return f"{value:.1f}" if name in _SHARES or name.startswith("R@") else f"{value:.3g}"
 
 
-def _has(study: Study, name: str) -> bool:
-    return any(name in record.figures for record in study.records)
-
-
-def _mean(runs: Mapping[int, Record], name: str) -> str:
-    values = [record.figures[name] for record in runs.values() if name in record.figures]
-    if not values:
-        return ""
-    digits = 1 if "@" in name or name == "NMI" else 3
-    spread = f" ± {np.std(values, ddof=1):.1f}" if name == "R@1" and len(values) > 1 else ""
-    return f"{np.mean(values):.{digits}f}{spread}"
-
-
-def _average(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{np.mean(known):.1f}" if known else ""
-
-
-def _shares(runs: Mapping[int, Record]) -> str:
-    names = dict.fromkeys(n for r in runs.values() for n in r.terms if n.startswith("share "))
-    found = [
-        f"{100 * np.mean([r.terms[name] for r in runs.values() if name in r.terms]):.1f}"
-        for name in names
-    ]
-    return ", ".join(found)
-
-
-def _milliseconds(runs: Mapping[int, Record]) -> str:
-    known = [r.seconds_per_step for r in runs.values() if r.seconds_per_step is not None]
-    return f"{1000 * np.median(known):.0f}" if known else ""
-
-
-def _of_peer(source: Path) -> Record:
-    try:
-        found = json.loads(source.read_text(encoding="utf-8"))
-        known = {"method": found["name"], "seed": found["seed"], "figures": found["figures"]}
-        return Record(**known, seconds_per_step=found.get("seconds_per_step"))
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{source} is no result of a peer ({error}): it needs name, seed and figures."
-        ) from error
-
-
-def _bundle(manifest: Path) -> dict[str, float]:
-    if not manifest.is_file():
-        return {}
-    content = json.loads(manifest.read_text(encoding="utf-8"))
-    found = {"ONNX fp32": content["recall"]["R@1"]}
-    for precision, variant in content.get("variants", {}).items():
-        found[precision] = variant["recall"]["R@1"]
-    return found
-
-
-def _lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "log.jsonl"
+def _classes(path: Path) -> Counter[str]:
+    """How many images of each class a list of a run has; none without that list."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; {FILE} and it belong together.")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return Counter()
+    with path.open(newline="", encoding="utf-8") as stream:
+        return Counter(row["class"] for row in csv.DictReader(stream))
 
 
-def _last_epoch(folder: Path) -> dict[str, Any]:
-    return [line for line in _lines(folder) if line["kind"] == "epoch"][-1]
+def _queries(sizes: Counter[str], gallery: Counter[str]) -> int:
+    if gallery:
+        return sum(size for name, size in sizes.items() if gallery[name])
+    return sum(size for size in sizes.values() if size > 1)
 
 
-def _last_step(folder: Path) -> int:
-    return int(_last_epoch(folder)["step"])
+def _flat(job: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for key, value in job.items():
+        if isinstance(value, Mapping):
+            settings |= _flat(value, f"{prefix}{key}.")
+        else:
+            settings[prefix + key] = value
+    return settings
+
+
+def _is_free(name: str) -> bool:
+    return name in FREE or name.split(".")[0] in FREE

@@ -1,5 +1,6 @@
 """What a person sees of a run: progress bars and a line per epoch."""
 
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -29,10 +30,19 @@ def progress_bar(*more: ProgressColumn) -> Progress:
     )
 
 
-class ConsoleListener:
-    """Draws the epochs of a run; use as a context manager around `fit`."""
+_UNTIMED, _TIMED = 2, 8
+"""Steps that a machine takes to warm up, and those that an estimate is made of."""
 
-    def __init__(self) -> None:
+
+class ConsoleListener:
+    """Draws the epochs of a run; use as a context manager around `fit`.
+
+    With the size of a batch it says after the first steps how long the run will take.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        self._batch_size = batch_size
+        self._epochs_left, self._steps, self._taken, self._started = 0, 0, 0, 0.0
         self._progress = progress_bar(TextColumn("{task.fields[loss]}"))
         self._task = self._progress.add_task("epoch", total=None, loss="")
 
@@ -54,11 +64,26 @@ class ConsoleListener:
 
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
         """A bar for the steps of one epoch; `epoch` counts from 0."""
+        self._epochs_left, self._steps = epochs - epoch, steps
         self._progress.reset(self._task, total=steps, description=f"epoch {epoch + 1}/{epochs}")
 
     def step_done(self, parts: dict[str, float]) -> None:
         """Move the bar by one step and show its loss."""
         self._progress.update(self._task, advance=1, loss=f"loss {parts['loss']:.3f}")
+        self._taken += 1
+        if self._taken == _UNTIMED:
+            self._started = time.perf_counter()
+        if self._taken == _UNTIMED + _TIMED and self._batch_size is not None:
+            self._estimate((time.perf_counter() - self._started) / _TIMED, self._batch_size)
+
+    def _estimate(self, seconds: float, batch_size: int) -> None:
+        minutes = seconds * self._steps * self._epochs_left / 60
+        size = f"{minutes:.0f} minutes" if minutes >= 1.5 else f"{60 * minutes:.0f} seconds"
+        console.print(
+            f"about {size}: {self._epochs_left} epochs of {self._steps} steps at "
+            f"{batch_size / seconds:.0f} images/s; evaluation comes on top",
+            highlight=False,
+        )
 
     def epoch_done(self, row: dict[str, float]) -> None:
         """Print the figures of a finished epoch."""

@@ -115,6 +115,7 @@ def test_render_draws_a_catalogue(tmp_path: Path) -> None:
     [
         "fit",
         "evaluate",
+        "compare",
         "export",
         "crossval",
         "search",

@@ -1,65 +1,147 @@
 """kinlens-train evaluate."""
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from embedder.bundle import MANIFEST
-from embedder.errors import JobError
+from embedder.errors import DatasetError, JobError
+from embedder.manifest import Preprocessing
 from training.commands.jobs import Overrides, load_images, with_settings
 from training.config.job import Job, parse_job
-from training.console import progress_bar
+from training.console import console, progress_bar
+from training.data.records import LabelledImages, labelled, labels_in
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A network as a function of images, and where it comes from, if that is known."""
+
+    embed: Any
+    spec: Preprocessing
+    job: Job | None
+    split_sha256: str | None
 
 
 def evaluate(
     source: Annotated[Path, typer.Argument(help="A run folder or a model bundle.")],
     overrides: Overrides = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Other images: a folder of class folders, or a CSV (path,label)."),
+    ] = None,
     full: Annotated[
         bool, typer.Option(help="Also NMI, F1 and the structure of the embedding.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Recall@K and MAP@R on the test images of the job that made a run or a bundle.
+    """Recall@K and MAP@R on the test images of the job that made a run or a bundle, or on others.
 
-    Example: kinlens-train evaluate bundles/cars --set data.root=/data/cars196 --full
+    With --data each image is searched for among the others; a bundle then needs no job.
+
+    Examples: kinlens-train evaluate bundles/cars --set data.root=/data/cars196 --full
+
+    kinlens-train evaluate bundles/trunk --data /my/shop
     """
     from training.distributed import require_alone
-    from training.export import embed_with
-    from training.inference import figures_of
+    from training.evaluation.interval import queries_in, with_interval
 
     require_alone()
-    is_bundle = (source / MANIFEST).is_file()
-    job, split_sha256, function = _of_bundle(source) if is_bundle else _of_run(source)
-    job = with_settings(job, overrides or (), ("data.", "recall_at="))
-    split = load_images(job)
-    split.require(split_sha256, str(source))
-    parts = [split.test] if split.gallery is None else [split.test, split.gallery]
-    spec = job.input.preprocessing()
-    with progress_bar() as bar:
-        task = bar.add_task("embed", total=sum(map(len, parts)))
-        vectors = [embed_with(function, p, spec, lambda n: bar.advance(task, n)) for p in parts]
-    figures = figures_of(vectors, parts, job, full=full)
+    model = _of_bundle(source) if (source / MANIFEST).is_file() else _of_run(source)
+    if data is None:
+        model, parts = _with_test_images(source, model, overrides or [])
+    else:
+        parts = [_images(data, overrides or [])]
+    queries = queries_in(*parts)
+    console.print(f"{len(parts[0]):,} images of {parts[0].classes:,} classes, {queries:,} queries")
+    figures = _figures(model, parts, full)
     if as_json:
         typer.echo(json.dumps(figures))
         return
     for name, value in figures.items():
-        typer.echo(f"{name} {value:.2f}" if "@" in name else f"{name} {value:.4g}")
+        shown = with_interval(value, queries) if name.startswith("R@") else f"{value:.4g}"
+        typer.echo(f"{name} {shown}")
 
 
-def _of_bundle(source: Path) -> tuple[Job, str, Any]:
+def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
+    """Figures of images searched among the others or, with two parts, in the second."""
+    from training.evaluation.suite import evaluate_embeddings
+    from training.export import embed_with
+
+    with progress_bar() as bar:
+        task = bar.add_task("embed", total=sum(map(len, parts)))
+        vectors = [
+            embed_with(model.embed, part, model.spec, lambda n: bar.advance(task, n))
+            for part in parts
+        ]
+    gallery = labels = None
+    if len(parts) > 1:
+        gallery, labels = vectors[1], labels_in(parts[1], parts[0].class_names)
+    return evaluate_embeddings(
+        vectors[0],
+        parts[0].labels,
+        gallery,
+        labels,
+        ks=(1, 2, 4, 8) if model.job is None else model.job.recall_at,
+        clustering=full,
+        structure=full,
+        seed=0 if model.job is None else model.job.seed,
+    )
+
+
+def _with_test_images(
+    source: Path, model: _Model, overrides: list[str]
+) -> tuple[_Model, list[LabelledImages]]:
+    """The model under the settings of the command, its test images and, perhaps, a gallery."""
+    if model.job is None or model.split_sha256 is None:
+        raise JobError(
+            f"The bundle {source} was made without a job, so it has no test images. Name some: "
+            "--data /my/shop, a folder of class folders."
+        )
+    job = with_settings(model.job, overrides, ("data.", "recall_at="))
+    split = load_images(job)
+    split.require(model.split_sha256, str(source))
+    parts = [split.test] if split.gallery is None else [split.test, split.gallery]
+    return replace(model, job=job), parts
+
+
+def _images(data: Path, overrides: list[str]) -> LabelledImages:
+    """The images of a folder or a CSV. Raises: DatasetError."""
+    from training.data.folder import read_folder
+    from training.data.table import read_table
+
+    if overrides:
+        raise JobError("--set changes the job's own images; with --data there is nothing to set.")
+    root = data if data.is_dir() else data.parent
+    records = read_folder(root) if data.is_dir() else read_table(root, data.name)[0]
+    images = labelled(root, records)
+    if images.classes < 2:
+        raise DatasetError(
+            f"{data} has one class, {images.class_names[0]!r}, so every answer would be right. "
+            "Give images of 2 classes or more, each in a sub-folder of its own."
+        )
+    console.print(
+        "If the model was trained on some of these images, the figures are too high.",
+        highlight=False,
+    )
+    return images
+
+
+def _of_bundle(source: Path) -> _Model:
     from embedder.bundle import Bundle
     from embedder.session import OnnxEmbedder
 
     bundle = Bundle.open(source)
     manifest = bundle.manifest
-    if not manifest.job or manifest.split_sha256 is None:
-        raise JobError(f"The bundle {source} was made without a job; it has no test images.")
-    return parse_job(manifest.job), manifest.split_sha256, OnnxEmbedder.open(bundle).embed
+    job = parse_job(manifest.job) if manifest.job else None
+    embed = OnnxEmbedder.open(bundle).embed
+    return _Model(embed, manifest.preprocessing, job, manifest.split_sha256)
 
 
-def _of_run(source: Path) -> tuple[Job, str, Any]:
+def _of_run(source: Path) -> _Model:
     import torch
 
     from training.network import network_of
@@ -72,4 +154,4 @@ def _of_run(source: Path) -> tuple[Job, str, Any]:
         with torch.inference_mode():
             return net(torch.from_numpy(images)).numpy()
 
-    return job, checkpoint.split_sha256, function
+    return _Model(function, job.input.preprocessing(), job, checkpoint.split_sha256)

@@ -48,7 +48,7 @@ def fit(
             split = load_images(settings)
         console.print(f"{settings.name}: {summary(split)}")
         try:
-            with ConsoleListener() as listener:
+            with ConsoleListener(settings.optimizer.batch_size) as listener:
                 run_job(settings, split, folder, listener)
         except KeyboardInterrupt:
             console.print(f"Stopped. Finished epochs are kept; go on with --out {folder} --resume.")

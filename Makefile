@@ -32,16 +32,16 @@ install-gpu: $(VENV)/.uv  ## The same with onnxruntime and FAISS for CUDA 13 in 
 	-$(UV) pip uninstall --python $(BIN)/python --quiet faiss-cpu onnxruntime
 	$(PIP) --excludes docker/cpu-twins.txt --editable '.[training,gpu]'
 
-demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle, WEIGHTS=/my/mobilenet_v2.pth] for yours
-	$(BIN)/python scripts/demo.py $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)')
+demo: $(VENV)/.training  ## Train, index and serve a small catalogue; IMAGES=/my/shop [BUNDLE=/my/bundle, WEIGHTS=/my/mobilenet_v2.pth, PORT=8001] for yours
+	$(BIN)/python scripts/demo.py $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
 
 demo-check: $(VENV)/.training  ## The same road, ending by itself with exit 0 or 1
-	$(BIN)/python scripts/demo.py --check $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)')
+	$(BIN)/python scripts/demo.py --check $(if $(IMAGES),--images '$(IMAGES)') $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(PORT),--port $(PORT))
 
 SHOP_DEMO = $(BIN)/python scripts/shop_demo.py
-SHOP_FLAGS = $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(QUERIES),--queries $(QUERIES)) $(if $(PARTIAL),--allow-partial) $(if $(CHECK),--check)
+SHOP_FLAGS = $(if $(BUNDLE),--bundle '$(BUNDLE)') $(if $(WEIGHTS),--weights '$(WEIGHTS)') $(if $(QUERIES),--queries $(QUERIES)) $(if $(PARTIAL),--allow-partial) $(if $(CHECK),--check) $(if $(PORT),--port $(PORT))
 
-demo-inshop: $(VENV)/.training  ## In-Shop as a shop: ROOT=/data/in-shop [BUNDLE=, WEIGHTS=, QUERIES=]
+demo-inshop: $(VENV)/.training  ## In-Shop as a shop: ROOT=/data/in-shop [BUNDLE=, WEIGHTS=, QUERIES=, PORT=]
 	$(SHOP_DEMO) in-shop --root '$(ROOT)' $(SHOP_FLAGS)
 
 demo-sop: $(VENV)/.training  ## Stanford Online Products as a shop: ROOT=/data/Stanford_Online_Products

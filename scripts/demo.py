@@ -8,6 +8,7 @@ of products and searches among products that the model has never seen.
     make demo IMAGES=/my/photos               a flat folder: a pretrained network alone
     make demo IMAGES=/my/photos BUNDLE=/my/bundle
     make demo IMAGES=/my/shop WEIGHTS=/my/mobilenet_v2.pth     without a network
+    make demo PORT=8001                       where another program has port 8000
 """
 
 import argparse
@@ -25,6 +26,7 @@ from demo_steps import (
     keep_open,
     kinlens,
     read_list,
+    require_free,
     say,
     search,
     served,
@@ -54,12 +56,13 @@ def main() -> int:
     options = _options()
     started = time.monotonic()
     WORK.mkdir(parents=True, exist_ok=True)
+    port = free_port() if options.check else options.port
     try:
+        require_free(port)  # before the minutes that a training takes
         if options.images is None:
             bundle, queries = rendered_products()
         else:
             bundle, queries = own_images(options.images, options.bundle, options.weights)
-        port = options.port if not options.check else free_port()
         places = ("--bundle", str(bundle), "--gallery", f"demo={WORK / 'gallery'}")
         with served(port, *places, "--state", str(WORK / "state")) as server:
             passed = ask(f"http://127.0.0.1:{port}", queries, options.images is None)
@@ -105,7 +108,7 @@ def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[
             "so a pretrained network is used as it is."
         )
         bundle = WORK / "bundle"
-        shutil.rmtree(bundle, ignore_errors=True)
+        put_aside(bundle)
         chosen = ["--weights", weights] if weights else []
         kinlens("train", "export", "--backbone", "mobilenet_v2", "--out", str(bundle), *chosen)
     build(bundle, images)
@@ -126,11 +129,20 @@ def photographs(images: Path) -> tuple[list[Path], set[AttributeValue]]:
 
 
 def train(job: str, run: Path, bundle: Path, *changes: str) -> None:
-    """Fit a job into a fresh run folder and export it."""
-    for folder in (run, bundle):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Fit a job into a fresh run folder and export it; the bundle of the demo before is kept."""
+    shutil.rmtree(run, ignore_errors=True)
     kinlens("train", "fit", job, "--out", str(run), *changes)
+    put_aside(bundle)
     kinlens("train", "export", str(run), "--out", str(bundle))
+
+
+def put_aside(bundle: Path) -> None:
+    """Make room for a bundle; the one that is there is kept beside until the next demo."""
+    if bundle.exists():
+        former = bundle.with_name(f"{bundle.name}-before")
+        shutil.rmtree(former, ignore_errors=True)
+        bundle.rename(former)
+        say(f"The bundle of the demo before is now {former}.")
 
 
 def build(bundle: Path, images: Path, *source: str) -> None:

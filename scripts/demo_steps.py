@@ -51,9 +51,7 @@ def keep_open(server: "subprocess.Popen[bytes]", port: int) -> None:
 
 def serve(port: int, *arguments: str) -> "subprocess.Popen[bytes]":
     """Start the service and wait until it is ready."""
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise DemoError(f"Port {port} is in use. Stop what listens there, or pass --port.")
+    require_free(port)
     arguments = (*arguments, "--port", str(port), "--log-level", "warning")
     print(f"\n$ kinlens-serve {' '.join(arguments)}", flush=True)
     server = subprocess.Popen([BIN / "kinlens-serve", *arguments])
@@ -69,6 +67,16 @@ def serve(port: int, *arguments: str) -> "subprocess.Popen[bytes]":
             return server
     server.kill()
     raise DemoError(f"kinlens-serve was not ready after {READY_S} s.")
+
+
+def require_free(port: int) -> None:
+    """Raises: DemoError if something listens on the port."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise DemoError(
+                f"Port {port} is in use. Stop what listens there, or choose another: PORT=8001 "
+                "with make, --port 8001 without."
+            )
 
 
 def search(url: str, image: Path, k: int) -> dict[str, Any]:

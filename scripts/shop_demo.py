@@ -27,6 +27,7 @@ from demo_steps import (
     keep_open,
     kinlens,
     read_list,
+    require_free,
     say,
     search,
     served,
@@ -133,11 +134,12 @@ def main() -> int:
                 f"ROOT={options.root} is not a folder. Name the folder of {demo.title}."
             )
         work.mkdir(parents=True, exist_ok=True)
+        port = free_port() if options.check else options.port
+        require_free(port)
         bundle = options.bundle or trunk(work, options.weights)
         images, gallery, queries = demo.lists(root, work, options.allow_partial)
         build(work, bundle, images, gallery)
         samples = copy_samples(work, images, queries)
-        port = free_port() if options.check else options.port
         places = ("--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}")
         kept = ("--samples", str(samples), "--state", str(work / "state"))
         with served(port, *places, *kept) as server:

@@ -1,6 +1,7 @@
 """The shop demos on miniature trees in the layout of the official data sets."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_a_folder_that_is_no_data_set_is_named(tiny_bundle: Bundle, tmp_path: Pa
     done = demo("sop", tmp_path / "nowhere", tiny_bundle, tmp_path)
     assert done.returncode == 1
     assert f"ROOT={tmp_path / 'nowhere'} is not a folder" in done.stdout
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_trained(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--port", str(port)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert f"Port {port} is in use" in done.stdout
+    assert "PORT=8001" in done.stdout
+    assert "$ kinlens-" not in done.stdout, "no command was begun"
 
 
 def test_a_folder_of_something_else_is_named(tiny_bundle: Bundle, tmp_path: Path) -> None:

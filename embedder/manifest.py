@@ -16,7 +16,7 @@ AskedPrecision = Literal["auto", "fp32", "int8", "fp16"]
 
 HeldOutSplit = Literal["validation", "test"]
 
-_ADDED = ("held_out", "variants", "calibration")
+_ADDED = ("held_out", "variants", "calibration", "baseline")
 """Keys that a manifest of schema 1 may lack; while empty they are left out of page and id."""
 
 
@@ -62,6 +62,13 @@ class HeldOut(_Frozen):
     no_calibration: str | None = None
 
 
+class Baseline(_Frozen):
+    """The untrained trunk on the test images of the model: `recall` over so many `queries`."""
+
+    queries: int = Field(ge=1)
+    recall: dict[str, float]
+
+
 class Variant(_Frozen):
     """The same network in another precision.
 
@@ -99,6 +106,7 @@ class BundleManifest(_Frozen):
     data_sha256: str | None = None
     split_sha256: str | None = None
     recall: dict[str, float] = Field(default_factory=dict)
+    baseline: Baseline | None = None
     parity: Parity | None = None
     held_out: HeldOut | None = None
     variants: dict[OtherPrecision, Variant] = Field(default_factory=dict)

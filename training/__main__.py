@@ -1,4 +1,4 @@
-"""kinlens-train: fit, evaluate, compare, report, export, crossval, search, tournament, data."""
+"""kinlens-train: new, fit, evaluate, compare, report, export, crossval, search, ..., data."""
 
 import typer
 
@@ -9,6 +9,7 @@ from training.commands.data import app as data_app
 from training.commands.evaluate import evaluate
 from training.commands.export import export
 from training.commands.fit import fit
+from training.commands.new import new
 from training.commands.report import report
 from training.commands.search import search
 from training.commands.tournament import tournament
@@ -19,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (fit, evaluate, compare, report, export, crossval, search, tournament):
+for command in (new, fit, evaluate, compare, report, export, crossval, search, tournament):
     app.command()(command)
 app.add_typer(data_app, name="data")
 

@@ -21,6 +21,7 @@ from embedder.bundle import Bundle, write_bundle
 from embedder.calibration import Calibration
 from embedder.errors import BundleError, EvaluationError, ExportError
 from embedder.manifest import (
+    Baseline,
     BundleManifest,
     GoldenHashes,
     HeldOut,
@@ -36,6 +37,7 @@ from training.checkpoint import Checkpoint
 from training.config.model import Input, Model
 from training.data.dataset import EvaluationImages
 from training.data.records import LabelledImages, Split
+from training.evaluation.interval import queries_in
 from training.evaluation.retrieval import Recall, recall_at, retrieval
 from training.golden import golden_images
 from training.models.embedding import EmbeddingNet
@@ -110,6 +112,7 @@ def export_checkpoint(
             "data_sha256": split.train.content_sha256(),
             "split_sha256": split.sha256(),
             "licence": job.licence,
+            "baseline": _baseline(checkpoint, split),
         }
     )
     data = _Data(split, manifest.preprocessing, tuple(sorted({1, *job.recall_at})), on_batch)
@@ -253,6 +256,14 @@ def embed_with(
             on_batch(len(batch))
     vectors: NDArray[np.float32] = np.concatenate(chunks)
     return vectors
+
+
+def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
+    """What the run measured of its trunk before the first step, on test images."""
+    recall = {name: value for name, value in checkpoint.trunk.items() if name.startswith("R@")}
+    if "R@1" not in recall:
+        return None
+    return Baseline(queries=queries_in(split.test, split.gallery), recall=recall)
 
 
 def _manifest(name: str, dim: int, spec: Preprocessing, backbone: str) -> BundleManifest:

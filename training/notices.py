@@ -29,6 +29,8 @@ def after_epoch(job: Job, row: Row) -> list[str]:
         share = row.get(f"share {name}")
         if settings is None or share is None or share >= LEAST:
             continue
+        if row["epoch"] <= getattr(settings, "fit_epochs", 0):
+            continue  # its flow is fitted first
         cure = f"regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}"
         if settings.share is not None:
             cure = "a larger share, or other settings of it: its gradient vanishes"

@@ -38,7 +38,7 @@ def miniature(job: Job, layouts: dict[str, Path], tmp_path: Path) -> Job:
         content["data"] = products | {"products": 8, "views": 4}
     content["model"]["weights"] = "none"
     content["input"] |= {"size_px": 64, "resize_px": 72, "test_px": None}
-    content["optimizer"] |= {"epochs": 1, "steps_per_epoch": 2, "batch_size": 8}
+    content["optimizer"] |= {"epochs": 1, "steps_per_epoch": 2, "batch_size": 8, "min_steps": 0}
     if content["sampling"]["kind"] != "random":
         content["sampling"]["per_class"] = 2
     content["runtime"] = {"workers": 0, "device": "cpu", "precision": "fp32"}

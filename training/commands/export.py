@@ -11,6 +11,7 @@ from training.commands.jobs import Overrides, load_images, section, with_setting
 from training.config.job import parse_job
 from training.config.model import Input, Model
 from training.console import progress_bar
+from training.evaluation.interval import with_interval
 
 
 def export(
@@ -28,6 +29,10 @@ def export(
         typer.Option(
             "--skip-refused", help="Leave out a precision that fails its gate, and say why."
         ),
+    ] = False,
+    trunk: Annotated[
+        bool,
+        typer.Option("--trunk", help="Of a run: the untrained trunk that it began with."),
     ] = False,
     backbone: Annotated[
         str | None, typer.Option(help="Export this pretrained trunk alone, without a run.")
@@ -54,7 +59,8 @@ def export(
         raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
     precisions = cast(tuple[Precision, ...], ("fp32", *(precision or ())))
     if run is not None:
-        _describe(_of_run(run, out, overrides or [], precisions, skip_refused))
+        made = _trunk_of_run(run, out, overrides or [], precisions) if trunk else None
+        _describe(made or _of_run(run, out, overrides or [], precisions, skip_refused))
     elif backbone is not None:
         model = section(Model, backbone=backbone, weights=weights)
         spec = section(Input, size_px=size_px, resize_px=resize_px)
@@ -85,12 +91,29 @@ def _of_run(
         )
 
 
+def _trunk_of_run(
+    run: Path, out: Path, overrides: list[str], precisions: tuple[Precision, ...]
+) -> Bundle:
+    from training.export import export_backbone
+    from training.runner import load_chosen
+
+    job = parse_job(load_chosen(run).job)
+    split = load_images(with_settings(job, overrides, ("data.",)))
+    return export_backbone(f"{job.name}-trunk", job.model, job.input, out, split, precisions)
+
+
 def _describe(bundle: Bundle) -> None:
     manifest = bundle.manifest
     typer.echo(
         f"bundle {bundle.bundle_id[:12]} in {bundle.path}: {manifest.dim}-d  "
         f"{_figures(manifest.recall)}"
     )
+    if manifest.baseline is not None:
+        queries, before = manifest.baseline.queries, manifest.baseline.recall["R@1"]
+        typer.echo(
+            f"R@1 {with_interval(manifest.recall['R@1'], queries)} on {queries:,} test queries; "
+            f"the untrained trunk {with_interval(before, queries)}"
+        )
     if manifest.parity is not None:
         typer.echo(f"ONNX and torch differ by at most {manifest.parity.max_abs_difference:.1e}")
     held_out = manifest.held_out

@@ -1,0 +1,57 @@
+"""kinlens-train new."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embedder.errors import JobError
+from training.config.job import JOBS, load_job
+from training.console import console
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def new(
+    data: Annotated[Path, typer.Option(help="Your photographs: a folder for each product.")],
+    out: Annotated[Path, typer.Option(help="Job file to write.")] = Path("job.toml"),
+    weights: Annotated[
+        str, typer.Option(help='"imagenet", the path of a weight file, or a bundle to go on from.')
+    ] = "imagenet",
+) -> None:
+    """Write a commented job for your own photographs, with the recommended recipe.
+
+    Example: kinlens-train new --data /my/shop --out shop.toml && kinlens-train fit shop.toml
+    """
+    from training.commands.jobs import load_images, summary
+    from training.data.samplers import build_sampler
+
+    if out.exists():
+        raise JobError(f"{out} exists already. Remove it, or give another --out.")
+    root = data.resolve()
+    text = (JOBS / "shop.toml").read_text(encoding="utf-8")
+    name = _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
+    values = {"name": name, "root": str(root), "weights": weights}
+    for key, value in values.items():
+        text = _with_value(text, key, value)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    try:
+        job = load_job(out)
+        split = load_images(job)
+        steps = len(build_sampler(job, split.train.labels, 0, 1))
+    except BaseException:
+        out.unlink()
+        raise
+    epochs = job.optimizer.enough_epochs(steps).epochs
+    console.print(f"{summary(split)}; {epochs} epochs of {steps} steps", highlight=False)
+    console.print(f"Train it: kinlens-train fit {out} --out runs/{name}", highlight=False)
+
+
+def _with_value(text: str, key: str, value: str) -> str:
+    """A job file with another text as the value of the first `key`; comments stay."""
+    # A function, since a replacement text would read the backslashes of a path.
+    line = re.compile(rf'^({key} = )"[^"]*"', flags=re.MULTILINE)
+    return line.sub(lambda found: found[1] + json.dumps(value, ensure_ascii=False), text, count=1)

@@ -29,19 +29,17 @@ def evaluate(
     job: Job,
     gallery: LabelledImages | None = None,
     full: bool = False,
-    function: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, float]:
     """Recall@K and MAP@R of `net` on `images`, preprocessed as in the service, in float32.
 
     Args:
-        function: of `net`, called in its place.
         gallery: what is searched; without it each image is searched for among the others.
         full: also clustering, structure and, with a flow, its local Lipschitz constant.
 
     Under several ranks each embeds its share and all get the figures.
     """
     parts = [images] if gallery is None else [images, gallery]
-    vectors = [embed(net, part, job, function) for part in parts]
+    vectors = [embed(net, part, job) for part in parts]
     figures = figures_of(vectors, parts, job, full) if is_main() else {}
     if full:
         figures |= flow_lipschitz(net, images, job)

@@ -8,6 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from embedder.bundle import Bundle
+from training.bundle_weights import bundle_of
+from training.config.job import Job
 from training.data.records import LabelledImages
 from training.inference import embed
 from training.losses.proxies import ProxyLoss
@@ -21,20 +24,30 @@ _FLOOR = 0.1  # of the mean variance: what a direction that few images show coun
 
 
 def start_from_trunk(run: Run, images: LabelledImages) -> None:
-    """Give projection and proxies of a fresh run the start values that its job asks for."""
+    """Give projection and proxies of a fresh run the start values that its job asks for.
+
+    A projection that comes from a bundle (`model.weights`) stays as it is.
+    """
     settings = run.job.start
     if settings.projection == "random" and settings.proxies == "random":
         return
-    chosen = images.some(settings.images, run.job.seed)
-    if settings.projection == "trunk":
-        pooled = torch.from_numpy(embed(run.net, chosen, run.job, run.net.pooled))
-        assert isinstance(run.net.projection, nn.Linear)  # the job asks for a length
-        set_projection(run.net.projection, pooled)
+    net, chosen = run.net, images.some(settings.images, run.job.seed)
+    pooled = torch.from_numpy(embed(net, chosen, run.job, net.pooled)).to(run.device)  # (N, C)
+    if settings.projection == "trunk" and not _goes_on(run.job):
+        assert isinstance(net.projection, nn.Linear)  # the job asks for a length
+        set_projection(net.projection, pooled)
     if settings.proxies == "class_means":
-        embeddings = torch.from_numpy(embed(run.net, chosen, run.job))
+        with torch.no_grad():
+            embeddings = net.embed(net.project(pooled)).cpu()
         for loss in (run.objective.loss, run.objective.second_loss):
             if isinstance(loss, ProxyLoss):
                 set_proxies(loss, embeddings, chosen.labels)
+
+
+def _goes_on(job: Job) -> bool:
+    """Whether the run begins with the projection of a bundle."""
+    bundle = bundle_of(job.model.weights)
+    return bundle is not None and bool(Bundle.open(bundle).manifest.job)
 
 
 def set_projection(layer: nn.Linear, pooled: Tensor) -> None:

@@ -2,12 +2,14 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from embedder.errors import TrainingError
@@ -19,7 +21,15 @@ from training.data.records import LabelledImages, Split
 from training.data.samplers import BatchSampler, build_sampler
 from training.data.table import write_table
 from training.distributed import is_main, rank, wait_for_all, world
-from training.inference import autocast, batches, evaluate, own_generator
+from training.inference import (
+    autocast,
+    batches,
+    embed,
+    evaluate,
+    evaluating,
+    figures_of,
+    own_generator,
+)
 from training.network import averaged
 from training.objective import Terms
 from training.runlog import RunLog
@@ -83,12 +93,35 @@ def fit(
 
 def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: Listener) -> None:
     """Epoch 0: the figures of the trunk, the start values, the figures of the network."""
-    run.trunk = pooled_figures(run, split)
+    net, protocol = run.net, run.job.protocol
+    held_out = {VALIDATION: [split.validation], "": [split.test, split.gallery]}
+    if protocol.evaluate_test == "never":
+        del held_out[""]
+    parts = {
+        prefix: [part for part in images if part is not None] for prefix, images in held_out.items()
+    }
+    pooled = {p: [embed(net, part, run.job, net.pooled) for part in parts[p]] for p in parts}
+
+    def figures(prefix: str, function: Callable[[Tensor], Tensor]) -> Row:
+        """Of `function` of the pooled features: unit vectors."""
+        if not parts[prefix]:
+            return {}
+        with evaluating(net), torch.inference_mode():
+            vectors = [
+                function(torch.from_numpy(x).to(run.device)).cpu().numpy() for x in pooled[prefix]
+            ]
+        found = figures_of(vectors, parts[prefix], run.job, full=False)
+        return {prefix + name: value for name, value in found.items()}
+
+    for prefix in parts:
+        run.trunk |= figures(prefix, functional.normalize)
     start_from_trunk(run, split.train)
     if run.average is not None:
-        run.average = averaged(run.net, run.job)
+        run.average = averaged(net, run.job)
     if run.job.start.projection == "trunk":
-        run.start = _figures(run, split)
+        for prefix in parts:
+            if prefix or protocol.evaluate_test == "every":
+                run.start |= figures(prefix, lambda x: net.embed(net.project(x)))
         _choose(run, run.start, split, folder)
     before = {f"trunk {name}": value for name, value in run.trunk.items()} | run.start
     if log is not None and before:
@@ -97,21 +130,6 @@ def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: L
         recalls = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if "R@1" in key)
         if recalls:
             listener.said(f"{name}: {recalls}")
-
-
-def pooled_figures(run: Run, split: Split) -> Row:
-    """Figures of the trunk alone: its pooled features of full width, as the protocol tests."""
-
-    def unit(images: Tensor) -> Tensor:
-        return nn.functional.normalize(run.net.pooled(images), dim=1)
-
-    row: Row = {}
-    if split.validation is not None:
-        figures = evaluate(run.net, split.validation, run.job, function=unit)
-        row = {VALIDATION + name: value for name, value in figures.items()}
-    if run.job.protocol.evaluate_test != "never":
-        row |= evaluate(run.net, split.test, run.job, split.gallery, function=unit)
-    return row
 
 
 def _train_epoch(

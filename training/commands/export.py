@@ -108,6 +108,11 @@ def _describe(bundle: Bundle) -> None:
         f"bundle {bundle.bundle_id[:12]} in {bundle.path}: {manifest.dim}-d  "
         f"{_figures(manifest.recall)}"
     )
+    if manifest.job.get("regularizers", {}).get("determinant"):
+        typer.echo(
+            "determinant regularization: flow 1 alone is in the bundle; flow 2, proxies and "
+            "augmented points did their work in training and stay behind"
+        )
     if manifest.baseline is not None:
         queries, before = manifest.baseline.queries, manifest.baseline.recall["R@1"]
         typer.echo(

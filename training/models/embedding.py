@@ -106,8 +106,11 @@ class EmbeddingNet(nn.Module):
 
         The result is float32 or wider; under autocast only the trunk runs in lower precision.
         """
-        pooled = self.pooled(images)
-        with torch.autocast(images.device.type, enabled=False):
+        return self.project(self.pooled(images))
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """What `pooled` gave (B, C), to what `features` gives (B, D)."""
+        with torch.autocast(pooled.device.type, enabled=False):
             z: Tensor = self.flow_input(self.projection(pooled))
         return z
 

@@ -26,7 +26,7 @@ def epochs_of(run: Path) -> tuple[int, int, dict[str, Any]]:
 def result_of(run: Path) -> dict[str, Any]:
     """What a finished run found on classes that it did not train on; {} if it says nothing."""
     found = _json(run / "result.json")
-    names = ("figures", "validation", "best_epoch", "seconds_per_epoch")
+    names = ("figures", "validation", "trunk", "best_epoch", "seconds_per_epoch")
     return {name: found[name] for name in names if name in found}
 
 

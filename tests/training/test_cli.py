@@ -9,6 +9,7 @@ from embedder.errors import KinlensError
 from tests.training.jobs import calibrated_weights
 from tests.training.official_layouts import write_layout
 from training.__main__ import app, main
+from training.config.job import load_job
 
 runner = CliRunner()
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,15 @@ def test_fit_evaluate_and_export_walk_the_road(tmp_path: Path) -> None:
     done = runner.invoke(app, ["export", str(out), "--out", str(bundle)])
     assert done.exit_code == 0, done.output
     assert re.search(r"8-d  R@1 \d+\.\d\d", done.output)
+    assert re.search(r"R@1 .* on 4 test queries; the untrained trunk \d+\.\d ± ", done.output)
+    trunk = tmp_path / "trunk"
+    done = runner.invoke(app, ["export", str(out), "--trunk", "--out", str(trunk)])
+    assert done.exit_code == 0, done.output
+    before = json.loads((out / "result.json").read_text())["trunk"]["R@1"]
+    manifests = [json.loads((b / "manifest.json").read_text()) for b in (bundle, trunk)]
+    assert manifests[0]["baseline"] == {"queries": 4, "recall": {"R@1": before}}
+    assert manifests[1]["recall"]["R@1"] == before
+    assert (manifests[0]["dim"], manifests[1]["dim"]) == (8, 1280)
     of_run = runner.invoke(app, ["evaluate", str(out)]).output
     of_bundle = runner.invoke(app, ["evaluate", str(bundle)]).output
     figure = re.compile(r"R@1 \d+\.\d+")
@@ -73,6 +83,35 @@ def test_fit_evaluate_and_export_walk_the_road(tmp_path: Path) -> None:
         arguments = ["evaluate", str(source), "--set", "data.split_seed=2"]
         with pytest.raises(KinlensError, match="may have been trained on"):
             runner.invoke(app, arguments, catch_exceptions=False)
+
+
+def test_new_writes_a_commented_job_that_trains_the_users_folder(tmp_path: Path) -> None:
+    shop, job = tmp_path / "my shop", tmp_path / "jobs" / "shop.toml"
+    runner.invoke(app, ["data", "render", str(shop), "--products", "6", "--views", "3"])
+    words = ["new", "--data", str(shop), "--out", str(job), "--weights", "none"]
+    done = runner.invoke(app, words)
+    assert done.exit_code == 0, done.output
+    text = job.read_text()
+    assert text.count("#") > 10
+    found = load_job(job)
+    assert (found.name, found.data.root, found.model.weights) == ("my-shop", str(shop), "none")
+    template = load_job("shop")
+    for table in ("start", "loss", "regularizers", "optimizer", "sampling"):
+        assert getattr(found, table) == getattr(template, table)
+    with pytest.raises(KinlensError, match="exists already"):
+        runner.invoke(app, words, catch_exceptions=False)
+
+
+def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(KinlensError, match="has no images"):
+        runner.invoke(
+            app,
+            ["new", "--data", str(tmp_path / "empty"), "--out", str(job)],
+            catch_exceptions=False,
+        )
+    assert not job.exists()
 
 
 def test_a_run_is_never_overwritten_in_silence(tmp_path: Path) -> None:
@@ -113,9 +152,11 @@ def test_render_draws_a_catalogue(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
+        "new",
         "fit",
         "evaluate",
         "compare",
+        "report",
         "export",
         "crossval",
         "search",

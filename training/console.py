@@ -30,8 +30,8 @@ def progress_bar(*more: ProgressColumn) -> Progress:
     )
 
 
-_UNTIMED, _TIMED = 2, 8
-"""Steps that a machine takes to warm up, and those that an estimate is made of."""
+_UNTIMED, _TIMED = 1, 8
+"""Steps between two others that a machine takes to warm up, and those that an estimate is of."""
 
 
 class ConsoleListener:
@@ -42,7 +42,9 @@ class ConsoleListener:
 
     def __init__(self, batch_size: int | None = None) -> None:
         self._batch_size = batch_size
-        self._epochs_left, self._steps, self._taken, self._started = 0, 0, 0, 0.0
+        self._epochs_left, self._steps = 0, 0
+        self._last: float | None = None
+        self._times: list[float] = []
         self._progress = progress_bar(TextColumn("{task.fields[loss]}"))
         self._task = self._progress.add_task("epoch", total=None, loss="")
 
@@ -64,17 +66,20 @@ class ConsoleListener:
 
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
         """A bar for the steps of one epoch; `epoch` counts from 0."""
-        self._epochs_left, self._steps = epochs - epoch, steps
+        self._epochs_left, self._steps, self._last = epochs - epoch, steps, None
         self._progress.reset(self._task, total=steps, description=f"epoch {epoch + 1}/{epochs}")
 
     def step_done(self, parts: dict[str, float]) -> None:
         """Move the bar by one step and show its loss."""
         self._progress.update(self._task, advance=1, loss=f"loss {parts['loss']:.3f}")
-        self._taken += 1
-        if self._taken == _UNTIMED:
-            self._started = time.perf_counter()
-        if self._taken == _UNTIMED + _TIMED and self._batch_size is not None:
-            self._estimate((time.perf_counter() - self._started) / _TIMED, self._batch_size)
+        if self._batch_size is None or len(self._times) == _UNTIMED + _TIMED:
+            return
+        now = time.perf_counter()
+        if self._last is not None:  # what passes between epochs is no step
+            self._times.append(now - self._last)
+            if len(self._times) == _UNTIMED + _TIMED:
+                self._estimate(sum(self._times[_UNTIMED:]) / _TIMED, self._batch_size)
+        self._last = now
 
     def _estimate(self, seconds: float, batch_size: int) -> None:
         minutes = seconds * self._steps * self._epochs_left / 60

@@ -103,17 +103,18 @@ def test_a_bundle_without_a_job_is_evaluated_on_a_folder_or_a_list(tmp_path: Pat
 
 
 def test_the_time_of_a_run_is_told_after_its_first_steps_and_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seconds = iter(range(0, 1000, 2))  # between two looks at the clock
-    monkeypatch.setattr("training.console.time.perf_counter", lambda: float(next(seconds) * 4))
+    clock = [0.0]
+    monkeypatch.setattr("training.console.time.perf_counter", lambda: clock[0])
     said: list[str] = []
     monkeypatch.setattr(console.console, "print", lambda text, **_: said.append(text))
     listener = console.ConsoleListener(batch_size=30)
-    listener.epoch_started(2, 12, 45)
-    for _ in range(40):
-        listener.step_done({"loss": 1.0})
-    # 8 seconds for 8 steps; 10 epochs are left.
-    assert said == [
-        "about 8 minutes: 10 epochs of 45 steps at 30 images/s; evaluation comes on top"
-    ]
+    for epoch in range(2, 12):
+        listener.epoch_started(epoch, 12, 5)
+        for step in range(5):
+            clock[0] += 100.0 if (epoch, step) == (2, 1) else 20.0  # the first ones are slow
+            listener.step_done({"loss": 1.0})
+        clock[0] += 1000.0  # evaluation
+    # Known after the second step of the third of 10 epochs: 8 of 5 x 20 s are left with it.
+    assert said == ["about 13 minutes: 8 epochs of 5 steps at 2 images/s; evaluation comes on top"]

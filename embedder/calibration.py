@@ -1,10 +1,29 @@
-"""From the score of a hit to the probability that it is right. Fitted by the export, numpy only."""
+"""From the score of a hit to the probability that it is right. Fitted by the export; numpy only."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
+
+SMALLEST_GALLERY = 4
+"""A curve is fitted on galleries from all held-out classes down to one in so many of them."""
+
+_PAGE = 20  # hits that are shown where nothing else is asked for
+_ADDED = ("rank_slope", "tail_slope", "size_slope", "classes", "auc", "auc_of_hits")
+"""Keys that older calibrations lack; while empty they are left out, so that ids stay."""
+
+
+def log_tail(ranks: NDArray[np.integer] | int) -> NDArray[np.float64]:
+    """ln((r + 20) / 21) of ranks, any shape: 0 for the best hit, level on the first page."""
+    tail: NDArray[np.float64] = np.log((np.asarray(ranks, dtype=np.float64) + _PAGE) / (1 + _PAGE))
+    return tail
 
 
 class Threshold(BaseModel):
@@ -24,13 +43,22 @@ class Threshold(BaseModel):
 
 
 class Calibration(BaseModel):
-    """P(same class | score) = 1 / (1 + exp(-(slope * score + intercept))), which never falls.
+    r"""What a score is worth among the hits of a search; it never rises with the rank.
 
-    Fitted on what a search among held-out images returns: `queries` images, each with its
-    `neighbours` nearest others out of `gallery_images`; `positive_hits` were of the same class. The
-    query's class is in that gallery. `calibration_error` is the expected difference between the
-    probability and the share of right hits, measured on classes that the measured curve was not
-    fitted on. `split` names the held-out images.
+    .. math:: P(\text{same class} \mid s, r, N) =
+        \frac{1}{1 + e^{-(a s + b - c \ln r - e \ln \frac{r + 20}{21} - d \ln (N / N_0))}}
+
+    of a hit with score s at rank r (1 is the best hit) in a gallery of N items: `slope` a,
+    `intercept` b, `rank_slope` c, `tail_slope` e (steeper where the right ones run out) and
+    `size_slope` d, all but b at least 0, and `gallery_images` N_0. Bundles from before c, d and e
+    have 0 there: every rank and gallery is alike to them.
+
+    Fitted on what searches among held-out images return: `queries` images of `classes` classes,
+    each among `gallery_images` others. The query's class is in that gallery. Of the best
+    `neighbours` hits, `positive_hits` were of the same class. `auc` is the area under the ROC curve
+    of the scores of all pairs, `auc_of_hits` that of the best hits. `calibration_error` is the
+    expected difference between the probability and the share of right ones of these hits, measured
+    on classes that the measured curve was not fitted on. `split` names the held-out images.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,16 +71,40 @@ class Calibration(BaseModel):
     queries: int = Field(ge=1)
     neighbours: int = Field(ge=1)
     positive_hits: int = Field(ge=1)
-    negative_hits: int = Field(ge=1)
+    negative_hits: int = Field(ge=0)
     negative_pairs: int = Field(ge=1)
     calibration_error: float | None = Field(default=None, ge=0, le=1)
+    rank_slope: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    tail_slope: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    size_slope: float = Field(default=0.0, ge=0, le=1)
+    classes: int | None = Field(default=None, ge=2)
+    auc: float | None = Field(default=None, ge=0, le=1)
+    auc_of_hits: float | None = Field(default=None, ge=0, le=1)
 
-    def probability(self, scores: NDArray[np.floating]) -> NDArray[np.float64]:
-        """The probability of each cosine similarity, any shape, each in [0, 1]."""
+    @model_serializer(mode="wrap")
+    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = dump(self)
+        return {name: v for name, v in content.items() if v or name not in _ADDED}
+
+    def probability(
+        self, scores: NDArray[np.floating], ranks: NDArray[np.integer] | int = 1
+    ) -> NDArray[np.float64]:
+        """The probability of each cosine similarity, any shape, at its rank, each in [0, 1]."""
         logits = self.slope * np.asarray(scores, dtype=np.float64) + self.intercept
+        logits = logits - self.rank_slope * np.log(ranks) - self.tail_slope * log_tail(ranks)
         # tanh does not overflow, whatever the logit.
         probabilities: NDArray[np.float64] = 0.5 * (1.0 + np.tanh(0.5 * logits))
         return probabilities
+
+    def for_gallery(self, items: int) -> "Calibration":
+        """The same in a gallery of `items`: more of them hold more wrong ones that look alike.
+
+        A gallery smaller than the smallest that was fitted on counts as that one: it may not hold
+        the query's class at all.
+        """
+        size = max(items, self.gallery_images / SMALLEST_GALLERY)
+        shift = self.size_slope * float(np.log(size / self.gallery_images))
+        return self.model_copy(update={"intercept": self.intercept - shift})
 
     def threshold(self, false_matches: float) -> Threshold:
         """The threshold of that share of false matches. Raises: KeyError if it was not fitted."""

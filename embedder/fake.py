@@ -31,6 +31,7 @@ class FakeEmbedder:
         delay_s: float = 0.0,
         limits: ImageLimits | None = None,
         calibration: Calibration | None = None,
+        no_calibration: str | None = None,
     ) -> None:
         self.bundle_id = bundle_id
         self.dim = dim
@@ -38,6 +39,7 @@ class FakeEmbedder:
         self.preprocessing = Preprocessing(resize_px=size_px, crop_px=size_px)
         self.limits = limits or ImageLimits()
         self.calibration = calibration
+        self.no_calibration = no_calibration
         rng = np.random.default_rng(0)
         self._projection = rng.standard_normal((3 * size_px * size_px, dim)).astype(np.float32)
 

@@ -51,9 +51,10 @@ class Parity(_Frozen):
 
 
 class HeldOut(_Frozen):
-    """Images on which the precisions were compared and the scores calibrated: never trained on.
+    """Images on which the precisions were compared: never trained on.
 
     `split` is "test" where the job keeps no validation classes. `recall` is that of `model.onnx`.
+    `no_calibration` is why the scores were not calibrated.
     """
 
     split: HeldOutSplit

@@ -47,6 +47,8 @@ class Embedder(Protocol):
     def limits(self) -> ImageLimits: ...
     @property
     def calibration(self) -> Calibration | None: ...
+    @property
+    def no_calibration(self) -> str | None: ...
 
     def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
         """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""
@@ -160,6 +162,15 @@ class OnnxEmbedder:
     def calibration(self) -> Calibration | None:
         """From a score to a probability; None if the export could not fit it."""
         return self.bundle.manifest.calibration
+
+    @property
+    def no_calibration(self) -> str | None:
+        """Why there is no calibration; None with one."""
+        manifest = self.bundle.manifest
+        if manifest.calibration is not None:
+            return None
+        reason = None if manifest.held_out is None else manifest.held_out.no_calibration
+        return reason or "It was exported without held-out images."
 
     def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
         """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""

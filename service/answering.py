@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from embedder.calibration import Calibration
 from embedder.errors import DeadlineExceededError, ImageError
 from service.cache import Cache, Lookup, answer_key
 from service.encoding import Encoded, Encoder
@@ -117,9 +118,13 @@ class Answerer:
         """
         started = time.perf_counter()
         gallery, model = served.gallery, served.model
-        min_score = least_score(query.min_score, query.min_probability, model.calibration)
-        shown = Shown.of(served.name, gallery.generation, model.calibration)
-        version, digest = await self._calls.look(lambda: (gallery.version, query.digest))
+        version, digest, calibration = await self._calls.look(
+            lambda: (gallery.version, query.digest, _calibration(served))
+        )
+        min_score = least_score(
+            query.min_score, query.min_probability, calibration, model.no_calibration
+        )
+        shown = Shown.of(served.name, gallery.generation, calibration, query.offset)
         key = _key(served, version, digest)
         results, vectors = await self._cached(key, query, model.encoder, shown)
         stages, cached = Stages(), results is not None
@@ -228,6 +233,12 @@ def _key(served: Served, version: str, digest: str) -> str:
     model, gallery = served.model, served.gallery
     precision = model.embedder.precision
     return answer_key(model.bundle_id, precision, served.name, gallery.generation, version, digest)
+
+
+def _calibration(served: Served) -> Calibration | None:
+    """That of the model, for the gallery as large as it is now; may block."""
+    calibration = served.model.calibration
+    return calibration and calibration.for_gallery(served.gallery.size)
 
 
 def _slowest(encoded: Sequence[Encoded], search_ms: float) -> Stages:

@@ -52,6 +52,9 @@ def find(
 ) -> Found:
     """The results of `query`, whose views have these `vectors`, with at least `min_score`.
 
+    Of these, the ones as likely as `query.min_probability`: further down it needs more than
+    `min_score`, which is that of the best hit.
+
     `checkpoint` is called between pieces of the work; what it raises ends it.
 
     Raises: GalleryError, ItemNotFoundError, InvalidParameterError, FilterError.
@@ -71,13 +74,17 @@ def find(
         payload = encode_results(shown, [], groups, match=False)
         return Found(payload, gallery.version, target.vector[0], options, None)
     asked = replace(options, checkpoint=checkpoint)  # not kept: it ends with this search
-    hits, groups = _search(gallery, query, target.vector, query.k, asked)
+    ranked, groups = _search(gallery, query, target.vector, query.k, asked)
+    hits = ranked
+    if query.min_probability is not None:
+        hits = shown.likely(hits, query.min_probability)
+        groups = groups and shown.likely_groups(groups, query.min_probability)
     match = bool(hits or groups)
     if not match and query.offset:  # past the end of what matches?
         match = any(_search(gallery, query, target.vector, 1, replace(asked, offset=0)))
     payload = encode_results(shown, hits, groups, match=match)
-    ranked = hits if groups is None else None
-    return Found(payload, gallery.version, target.vector[0], options, ranked)
+    sample = ranked if groups is None else None
+    return Found(payload, gallery.version, target.vector[0], options, sample)
 
 
 def _search(

@@ -48,6 +48,11 @@ class Model:
         """From a score to a probability, if the bundle has it."""
         return self.embedder.calibration
 
+    @property
+    def no_calibration(self) -> str | None:
+        """Why the bundle has none."""
+        return self.embedder.no_calibration
+
 
 class Models:
     """Opens a model when a gallery needs it, and stops it when none does any more."""

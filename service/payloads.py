@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -54,29 +54,59 @@ class _StoredResults(BaseModel):
 @dataclass(frozen=True, slots=True)
 class Shown:
     """How the items of a gallery are shown: what their links begin and end with, the calibration
-    of its model.
+    of its model for a gallery of its size, and how many better ones are left out.
     """
 
     prefix: str
     suffix: str
     calibration: Calibration | None
+    offset: int = 0
 
     @classmethod
-    def of(cls, name: str, generation: str, calibration: Calibration | None) -> "Shown":
+    def of(
+        cls, name: str, generation: str, calibration: Calibration | None, offset: int = 0
+    ) -> "Shown":
         """For gallery `name`; a link holds for one generation."""
         items = f"/galleries/{quote(name, safe='')}/items/"
-        return cls(items, f"/image?version={generation[:_VERSION_DIGITS]}", calibration)
+        return cls(items, f"/image?version={generation[:_VERSION_DIGITS]}", calibration, offset)
 
-    def probabilities(self, scores: Sequence[float]) -> list[float] | list[None]:
-        """The probability of each score; None without a calibration."""
+    def likely(self, hits: Sequence[Hit], least: float) -> list[Hit]:
+        """Those of the ranked hits, best first, that are right with this probability."""
+        return [hit for hit, p in zip(hits, self._ranked(hits), strict=True) if _reaches(p, least)]
+
+    def likely_groups(self, groups: Sequence[Group], least: float) -> list[Group]:
+        """The same of ranked groups, and of the hits that each shows."""
+        kept = []
+        for place, (group, p) in enumerate(zip(groups, self._ranked(groups), strict=True)):
+            if _reaches(p, least):
+                likely = self._beside(group, place)
+                hits = [h for h, q in zip(group.hits, likely, strict=True) if _reaches(q, least)]
+                kept.append(replace(group, hits=hits))
+        return kept
+
+    def _ranked(self, ranked: Sequence[Hit | Group]) -> list[float] | list[None]:
+        """The probability of each, best first; None without a calibration."""
+        ranks = self.offset + 1 + np.arange(len(ranked))
+        return self._probabilities([one.score for one in ranked], ranks)
+
+    def _beside(self, group: Group, place: int) -> list[float] | list[None]:
+        """The probability of each hit of a group, at the rank of the group."""
+        ranks = np.full(len(group.hits), self.offset + 1 + place)
+        return self._probabilities([hit.score for hit in group.hits], ranks)
+
+    def _probabilities(
+        self, scores: Sequence[float], ranks: NDArray[np.integer]
+    ) -> list[float] | list[None]:
         if self.calibration is None:
             return [None] * len(scores)
-        found: list[float] = self.calibration.probability(np.array(scores)).tolist()
+        found: list[float] = self.calibration.probability(np.array(scores), ranks).tolist()
         return found
 
     def hits(self, hits: Sequence[Hit]) -> list[dict[str, Any]]:
-        """Hits as they go over the wire."""
-        likely = self.probabilities([hit.score for hit in hits])
+        """Ranked hits as they go over the wire."""
+        return self._hits(hits, self._ranked(hits))
+
+    def _hits(self, hits: Sequence[Hit], likely: Sequence[float | None]) -> list[dict[str, Any]]:
         return [
             {
                 "id": hit.id,
@@ -90,17 +120,22 @@ class Shown:
         ]
 
     def groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
-        """Groups as they go over the wire."""
-        likely = self.probabilities([group.score for group in groups])
+        """Ranked groups as they go over the wire."""
         return [
             {
                 "value": group.value,
                 "score": group.score,
                 "probability": probability,
-                "hits": self.hits(group.hits),
+                "hits": self._hits(group.hits, self._beside(group, place)),
             }
-            for group, probability in zip(groups, likely, strict=True)
+            for place, (group, probability) in enumerate(
+                zip(groups, self._ranked(groups), strict=True)
+            )
         ]
+
+
+def _reaches(probability: float | None, least: float) -> bool:
+    return probability is not None and probability >= least
 
 
 def seal(key: str, payload: bytes) -> bytes:

@@ -14,18 +14,27 @@ _STEPS = 256  # halves towards 0 reach the smallest float32
 
 
 def least_score(
-    min_score: float | None, min_probability: float | None, calibration: Calibration | None
+    min_score: float | None,
+    min_probability: float | None,
+    calibration: Calibration | None,
+    no_calibration: str | None = None,
 ) -> float | None:
-    """The score that a hit needs for both, or None if any will do.
+    """The score that the best hit needs for both, or None if any will do.
+
+    Args:
+        calibration: for the gallery as large as it is.
+        no_calibration: why there is none.
 
     Raises: InvalidParameterError for a probability without a calibration.
     """
     if min_probability is None:
         return min_score
     if calibration is None:
+        reason = "" if no_calibration is None else f" ({no_calibration.rstrip('.')})"
         raise InvalidParameterError(
             f"min_probability = {min_probability:g} needs a calibration, and the model of this "
-            "gallery has none. Send min_score, or export the model again with held-out classes."
+            f"gallery has none{reason}. Send min_score, or export the model again with held-out "
+            "classes."
         )
     likely = score_of(calibration, min_probability)
     if likely is None or min_score is None:
@@ -35,7 +44,7 @@ def least_score(
 
 @functools.lru_cache(maxsize=1024)
 def score_of(calibration: Calibration, probability: float) -> float | None:
-    """The least float32 in [-1, 1] whose probability is at least `probability`.
+    """The least float32 in [-1, 1] whose probability is at least `probability` as the best hit.
 
     None if even -1 has it, UNREACHABLE if not even 1 does.
     """

@@ -63,7 +63,7 @@ class _Data:
 
     @property
     def held_out(self) -> LabelledImages:
-        """Images on which precisions are compared and scores calibrated."""
+        """Images on which precisions are compared."""
         return self.split.test if self.split.validation is None else self.split.validation
 
     def embed_test(self, function: Embed) -> list[Embeddings]:
@@ -94,8 +94,9 @@ def export_checkpoint(
 
     Args:
         checkpoint: of a run.
-        split: the run's data. Scores are calibrated and precisions compared on `split.validation`
-            or, without one, on `split.test`; int8 takes its ranges from `split.train`.
+        split: the run's data. Precisions are compared on `split.validation` or, without one, on
+            `split.test`; scores are calibrated on the one of these two with more classes; int8
+            takes its ranges from `split.train`.
         out: must not exist.
         on_batch: called with the number of images after each batch; `images_to_embed` in all.
         precisions: fp32 is always written.
@@ -208,7 +209,8 @@ def _measured(
     figures = {"recall_at_1_torch": by_torch.at[1], "recall_at_1_onnx": by_onnx.at[1]}
     known = data.held_out is data.split.test
     held_out = vectors[0] if known else data.embed_held_out(embedder.embed)
-    reference, calibration = _reference(data, held_out)
+    calibration, reason = _calibrated(data, vectors[0], held_out)
+    reference = _reference(data, held_out, reason)
     update = {
         "recall": by_onnx.as_dict(),
         "parity": manifest.parity and manifest.parity.model_copy(update=figures),
@@ -227,18 +229,28 @@ def _recall(data: _Data, vectors: Sequence[Embeddings]) -> Recall:
     return Recall(found.recall, found.queries, found.without_positive)
 
 
-def _reference(data: _Data, vectors: Embeddings) -> tuple[Reference, Calibration | None]:
-    """fp32 on the held-out images, and the calibration of its scores if they allow one."""
+def _calibrated(
+    data: _Data, test: Embeddings, held_out: Embeddings
+) -> tuple[Calibration | None, str | None]:
+    """The calibration, of the held-out part of most classes; or why there is none."""
+    test_images, validation = data.split.test, data.split.validation
+    name: HeldOutSplit = "test"
+    images, vectors = test_images, test
+    if validation is not None and validation.classes > test_images.classes:
+        name, images, vectors = "validation", validation, held_out
+    try:
+        return fit_calibration(vectors, images.labels, name), None
+    except EvaluationError as error:
+        return None, str(error)
+
+
+def _reference(data: _Data, vectors: Embeddings, no_calibration: str | None) -> Reference:
+    """fp32 on the held-out images."""
     name: HeldOutSplit = "test" if data.held_out is data.split.test else "validation"
     labels = data.held_out.labels
-    calibration, reason = None, None
-    try:
-        calibration = fit_calibration(vectors, labels, name)
-    except EvaluationError as error:
-        reason = str(error)
     recall = recall_at(vectors, labels, data.ks).as_dict()
-    page = HeldOut(split=name, images=len(labels), recall=recall, no_calibration=reason)
-    return Reference(page, labels, vectors, data.embed_held_out), calibration
+    page = HeldOut(split=name, images=len(labels), recall=recall, no_calibration=no_calibration)
+    return Reference(page, labels, vectors, data.embed_held_out)
 
 
 def embed_with(

@@ -115,7 +115,8 @@ def _detail(served: Served, listed: GalleryModel) -> GalleryDetail:
         **known,
         attributes=_attributes(served.gallery.attribute_facts()),
         index=_index(facts),
-        calibration=_calibration(served.model.calibration),
+        calibration=_calibration(served.model.calibration, facts.size),
+        no_calibration=served.model.no_calibration,
         provider=served.model.provider,
         image_root_missing=bool(facts.source_root) and not served.gallery.image_root.is_dir(),
     )
@@ -151,14 +152,17 @@ def _index(facts: GalleryFacts) -> IndexModel:
     )
 
 
-def _calibration(calibration: Calibration | None) -> CalibrationModel | None:
+def _calibration(calibration: Calibration | None, size: int) -> CalibrationModel | None:
     if calibration is None:
         return None
+    calibration = calibration.for_gallery(size)
     scores = np.array([threshold.search_score for threshold in calibration.thresholds])
     probabilities = calibration.probability(scores).tolist()
     return CalibrationModel(
         slope=calibration.slope,
         intercept=calibration.intercept,
+        rank_slope=calibration.rank_slope,
+        tail_slope=calibration.tail_slope,
         thresholds=[
             ThresholdModel(
                 false_matches=threshold.false_matches,

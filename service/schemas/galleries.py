@@ -102,7 +102,10 @@ class IndexModel(BaseModel):
 
 
 class ThresholdModel(BaseModel):
-    """From `search_score` on, a wrong best hit is as rare as `false_matches`."""
+    """From `search_score` on, a wrong best hit is as rare as `false_matches`.
+
+    `probability`: that a best hit with this score is right.
+    """
 
     false_matches: float
     search_score: float
@@ -110,10 +113,15 @@ class ThresholdModel(BaseModel):
 
 
 class CalibrationModel(BaseModel):
-    """P(same class | score) = 1 / (1 + exp(-(slope * score + intercept)))."""
+    """P(same class | score, rank) = 1 / (1 + exp(-(slope * score + intercept - rank_slope *
+    ln(rank) - tail_slope * ln((rank + 20) / 21)))), for the gallery as large as it is now; rank 1
+    is the best hit, of which both last terms are 0.
+    """
 
     slope: float
     intercept: float
+    rank_slope: float = 0.0
+    tail_slope: float = 0.0
     thresholds: list[ThresholdModel]
 
 
@@ -123,6 +131,9 @@ class GalleryDetail(GalleryModel):
     attributes: list[AttributeModel]
     index: IndexModel
     calibration: CalibrationModel | None
+    no_calibration: Annotated[
+        str | None, Field(description="Why the model has no calibration.")
+    ] = None
     provider: str
     image_root_missing: bool
 

@@ -51,7 +51,7 @@ function indexBox({ index, size, generation, version }) {
 }
 
 function scoresTable(thresholds) {
-  const head = ["Searches without a match that get an answer", "Score from", "Sure"];
+  const head = ["Searches without a match that get an answer", "Score from", "Best hit sure"];
   const rows = thresholds.map((one) => [percent(one.false_matches), one.search_score.toFixed(3), percent(one.probability)]);
   return table("Scores and what they mean", head, rows);
 }
@@ -69,7 +69,7 @@ export function table(caption, head, rows) {
   );
 }
 
-function modelBox({ bundle_id: id, dim, provider, calibration, created_at: created, image_root_missing: isMissing }) {
+function modelBox({ bundle_id: id, dim, provider, calibration, no_calibration: why, created_at: created, image_root_missing: isMissing }) {
   const pairs = [
     ["Model", id.slice(0, 16)],
     ["Numbers per picture", number(dim)],
@@ -78,7 +78,7 @@ function modelBox({ bundle_id: id, dim, provider, calibration, created_at: creat
   ];
   const found = box("Model", "status-model", facts(pairs));
   if (isMissing) found.append(note("The folder of the pictures is gone: items are found, but not shown.", "attention"));
-  if (calibration === null) found.append(note("This model does not say how sure it is.", "plain"));
+  if (calibration === null) found.append(note(`This model does not say how sure it is. ${why ?? ""}`.trim(), "plain"));
   else if (calibration.thresholds.length > 0) found.append(scoresTable(calibration.thresholds));
   else found.append(note("This model says how sure it is of each answer.", "plain"));
   return found;

@@ -17,12 +17,11 @@ export const rowOf = (query) => ({ query, answer: null, problem: null, state: "w
 
 const rowsIn = (answer) => answer.groups?.map(({ hits }) => hits[0]) ?? answer.hits;
 
-function hitPicture(hit, handlers) {
+function hitPicture(hit) {
   const picture = pictureOf(hit.image, hit.key);
   picture.title = `${titleOf(hit.key, hit.attributes)} · ${hit.score.toFixed(3)}`;
-  const sure = handlers.probability(hit);
   const caption = element("span", { className: "batch-score" });
-  caption.textContent = sure === null ? hit.score.toFixed(2) : percent(sure);
+  caption.textContent = hit.probability === null ? hit.score.toFixed(2) : percent(hit.probability);
   return element("span", { className: "batch-hit" }, picture, caption);
 }
 
@@ -40,7 +39,7 @@ function stateText(row, handlers) {
 function hitsOf(row, handlers) {
   if (row.state !== "done") return [];
   const passing = rowsIn(row.answer).filter(({ score }) => score >= handlers.minScore());
-  return passing.slice(0, SHOWN).map((hit) => hitPicture(hit, handlers));
+  return passing.slice(0, SHOWN).map(hitPicture);
 }
 
 function paint(row, handlers) {
@@ -86,7 +85,7 @@ export function showSummary(rows) {
   if (isOver) announce(ui.summary.textContent);
 }
 
-// handlers: onOpen(row), onAgain(row), probability(hit), minScore().
+// handlers: onOpen(row), onAgain(row), minScore().
 export function showRows(rows, handlers) {
   ui.batch.replaceChildren(...rows.map((row) => {
     row.node = element("li", { className: "batch-row" });

@@ -19,7 +19,6 @@ export class BatchRun {
     this.handlers = {
       onOpen,
       onAgain: (row) => this.#again(row),
-      probability: settings.probability,
       minScore: settings.minScore,
     };
   }

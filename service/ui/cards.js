@@ -23,7 +23,8 @@ function subtitleOf(key, attributes = {}) {
   return facts.slice(0, SHOWN_FACTS).join(" · ") || splitKey(key).folder;
 }
 
-function score(value, probability) {
+// Without a calibration there is a score alone: no share of anything, so no per cent.
+function score({ score: value, probability }) {
   const fill = element("span", { className: "score-fill" });
   fill.style.setProperty("--score-part", Math.min(Math.max(probability ?? value, 0), 1).toFixed(3));
   const bar = element("span", { className: "score-bar", ariaHidden: "true" }, fill);
@@ -63,16 +64,16 @@ function facts(hit) {
   return [element("details", { className: "facts" }, summary, element("dl", {}, ...definitions(pairs)))];
 }
 
-function searchButton(hit, probability, handlers, ...more) {
+function searchButton(hit, handlers, ...more) {
   const picture = element("span", { className: "picture" }, pictureOf(hit.image, hit.key), ...more);
   const button = element(
     "button",
     { type: "button", className: "card-search" },
     picture,
     label(hit),
-    score(hit.score, probability),
+    score(hit),
   );
-  const sure = probability === null ? "" : `, ${percent(probability)} sure`;
+  const sure = hit.probability === null ? "" : `, ${percent(hit.probability)} sure`;
   button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(3)}${sure}`;
   button.dataset.testid = "card-search";
   button.addEventListener("click", () => handlers.onSelect(hit));
@@ -87,9 +88,9 @@ function item(hit, button, handlers, ...more) {
   return made;
 }
 
-// handlers: onSelect(hit), onVote(kind, hit), voteOf(key), probability(hit).
+// handlers: onSelect(hit), onVote(kind, hit), voteOf(key).
 export function card(hit, handlers) {
-  return item(hit, searchButton(hit, handlers.probability(hit), handlers), handlers);
+  return item(hit, searchButton(hit, handlers), handlers);
 }
 
 function otherPicture(hit, handlers) {
@@ -122,7 +123,7 @@ export function groupCard(group, handlers) {
   badge.dataset.testid = "group-value";
   const count = element("span", { className: "group-count", textContent: countText(group.hits.length) });
   count.dataset.testid = "group-count";
-  const button = searchButton(best, handlers.probability(best), handlers, count);
+  const button = searchButton(best, handlers, count);
   if (value !== titleOf(best.key, best.attributes)) button.querySelector(".key").prepend(badge);
   const made = item(best, button, handlers, ...others(group, group.hits, handlers));
   made.classList.add("group");

@@ -14,12 +14,6 @@ export function percent(probability) {
   return `${Math.round(probability * 100)}%`;
 }
 
-// P(right | score), or null for a gallery whose model has no calibration.
-export function probabilityOf(score, calibration) {
-  if (!calibration) return null;
-  return 1 / (1 + Math.exp(-(calibration.slope * score + calibration.intercept)));
-}
-
 export function splitKey(key) {
   const cut = key.lastIndexOf("/") + 1;
   return { folder: key.slice(0, Math.max(cut - 1, 0)).replaceAll("/", " / "), name: key.slice(cut) };

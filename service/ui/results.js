@@ -32,7 +32,7 @@ function summaryOf(shown, answer) {
   const rows = rowsOf(answer);
   const total = plural(rows.length, isGrouped(answer) ? "group" : "result");
   const amount = shown < rows.length ? `${shown} of ${total}` : total;
-  const sure = settings.probability(rows[0]);
+  const sure = rows[0].probability;
   const best = `best ${rows[0].score.toFixed(2)}`;
   return sure === null ? `${amount}, ${best}` : `${amount}, ${best} · ${percent(sure)} sure`;
 }
@@ -56,7 +56,7 @@ function actions(hasFilter, hasMin) {
 function adviceOf(answer) {
   const rows = rowsOf(answer);
   if (rows.length > 0) {
-    const best = settings.probability(rows[0]);
+    const best = rows[0].probability;
     const sure = best === null ? "" : ` (${percent(best)} sure)`;
     return `The closest item has a score of ${rows[0].score.toFixed(2)}${sure}, below the minimum of ` +
       `${settings.minText()}. Lower the minimum score, or try another picture or a part of this one.`;
@@ -132,7 +132,7 @@ function showStart() {
 }
 
 function handlersOf(handlers) {
-  return { ...handlers, voteOf: settings.voteOf, probability: settings.probability };
+  return { ...handlers, voteOf: settings.voteOf };
 }
 
 function showAnswer(entry, handlers) {

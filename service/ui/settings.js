@@ -4,7 +4,7 @@
 import { describeGallery, listGalleries } from "/ui/api.js";
 import { element, icon, ui } from "/ui/dom.js";
 import { FilterPanel, filterChips } from "/ui/filters.js";
-import { percent, plural, probabilityOf, splitKey } from "/ui/format.js";
+import { percent, plural, splitKey } from "/ui/format.js";
 import { emptyView } from "/ui/link.js";
 import { pictureOf } from "/ui/pictures.js";
 
@@ -19,10 +19,6 @@ export const snapshot = () => structuredClone(view);
 export const facts = () => described.get(view.gallery) ?? { attributes: [], calibration: null };
 export const galleryNames = () => galleries.map(({ name }) => name);
 
-export function probability(hit) {
-  return hit.probability ?? probabilityOf(hit.score, facts().calibration);
-}
-
 export function voteOf(key) {
   if (view.likes.some((item) => item.key === key)) return "like";
   return view.dislikes.some((item) => item.key === key) ? "dislike" : null;
@@ -32,10 +28,7 @@ export function voteOf(key) {
 export const minScore = () => view.min || -Infinity;
 
 export function minText() {
-  if (minScore() === -Infinity) return "any";
-  const sure = probabilityOf(view.min, facts().calibration);
-  const score = view.min.toFixed(2);
-  return sure === null ? score : `${score} · ${percent(sure)} sure`;
+  return minScore() === -Infinity ? "any" : view.min.toFixed(2);
 }
 
 function showMin() {

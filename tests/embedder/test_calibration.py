@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from embedder.calibration import Calibration
+from embedder.calibration import SMALLEST_GALLERY, Calibration
 from tests.embedder.bundles import CALIBRATION
 
 
@@ -21,6 +21,58 @@ def test_no_scores_give_no_probabilities() -> None:
 def test_a_curve_that_falls_or_is_not_finite_is_no_calibration(change: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         Calibration.model_validate(CALIBRATION.model_dump() | change)
+
+
+RANKED = CALIBRATION.model_copy(update={"rank_slope": 0.5, "size_slope": 0.8})
+
+
+def test_a_hit_further_down_or_in_a_larger_gallery_is_less_likely_right() -> None:
+    scores = np.full(100, 0.6)
+    ranked = RANKED.probability(scores, np.arange(1, 101))
+    assert (np.diff(ranked) < 0).all()
+    assert ranked[0] == RANKED.probability(np.array(0.6))
+    odds = ranked / (1 - ranked)
+    np.testing.assert_allclose(odds, odds[0] * np.arange(1.0, 101.0) ** -0.5)
+    tailed = RANKED.model_copy(update={"tail_slope": 2.0}).probability(scores, np.arange(1, 101))
+    falls = (np.arange(21.0, 121.0) / 21) ** -2
+    np.testing.assert_allclose(tailed / (1 - tailed), odds * falls)
+    sizes = [float(RANKED.for_gallery(n).probability(np.array(0.6))) for n in (10, 40, 80, 8000)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[1] == ranked[0]
+    assert sizes[2] / (1 - sizes[2]) == pytest.approx(2**-0.8 * odds[0])
+
+
+def test_a_gallery_smaller_than_any_that_was_fitted_on_counts_as_the_smallest() -> None:
+    fitted = RANKED.gallery_images // SMALLEST_GALLERY
+    assert RANKED.for_gallery(0) == RANKED.for_gallery(1) == RANKED.for_gallery(fitted)
+
+
+def test_without_the_newer_slopes_rank_and_size_change_nothing() -> None:
+    scores = np.linspace(-1, 1, 9)
+    np.testing.assert_array_equal(
+        CALIBRATION.for_gallery(10**6).probability(scores, np.arange(1, 10)),
+        CALIBRATION.probability(scores),
+    )
+
+
+def test_an_older_calibration_is_written_as_it_was_read() -> None:
+    older = {
+        "slope": 12.0,
+        "intercept": -6.0,
+        "thresholds": [{"false_matches": 0.01, "pair_score": 0.5, "search_score": 0.75}],
+        "split": "validation",
+        "gallery_images": 40,
+        "queries": 40,
+        "neighbours": 10,
+        "positive_hits": 100,
+        "negative_hits": 300,
+        "negative_pairs": 700,
+        "calibration_error": None,
+    }
+    assert Calibration.model_validate(older).model_dump(mode="json") == older
+    newer = RANKED.model_dump(mode="json")
+    assert (newer["rank_slope"], newer["size_slope"]) == (0.5, 0.8)
+    assert Calibration.model_validate(newer) == RANKED
 
 
 def test_a_calibration_is_frozen() -> None:

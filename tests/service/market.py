@@ -44,10 +44,15 @@ def attributes_of(number: int) -> dict[str, Any]:
 
 
 def start_market(
-    state: Path, calibration: Calibration | None = CALIBRATION, **settings: Any
+    state: Path,
+    calibration: Calibration | None = CALIBRATION,
+    no_calibration: str | None = None,
+    **settings: Any,
 ) -> Any:
     """Items `000.png` .. with a colour of three, their number as price, two to a product."""
-    shop = start_shop(state, FakeEmbedder(calibration=calibration), **settings)
+    shop = start_shop(
+        state, FakeEmbedder(calibration=calibration, no_calibration=no_calibration), **settings
+    )
     items = {f"{n:03d}.png": picture(n) for n in range(COUNT)}
     texts = [json.dumps(attributes_of(n)) for n in range(COUNT)]
     shop.put_form(items, texts).raise_for_status()

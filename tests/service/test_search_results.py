@@ -104,14 +104,55 @@ def test_a_probability_that_no_score_has_is_no_match_and_says_so(market) -> None
 def test_without_a_calibration_min_probability_is_refused_and_probability_is_null(
     tmp_path,
 ) -> None:
-    shop = start_market(tmp_path, calibration=None)
+    shop = start_market(tmp_path, calibration=None, no_calibration="Only 2 classes.")
     try:
         assert found(shop.running, picture(3))["hits"][0]["probability"] is None
         body = {"images": [{"data": text_of(picture(3))}], "min_probability": 0.5}
         problem = assert_problem(post(shop.running, body), 422, "invalid-parameter")
         assert "min_probability = 0.5 needs a calibration" in problem["detail"]
+        assert "has none (Only 2 classes)" in problem["detail"]
+        described = shop.gallery()
+        assert described["calibration"] is None
+        assert described["no_calibration"] == "Only 2 classes."
     finally:
         shop.close()
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory):
+    shop = start_market(tmp_path_factory.mktemp("ranked"), RANKED)
+    yield shop.running
+    shop.close()
+
+
+RANKED = CALIBRATION.model_copy(update={"rank_slope": 1.0, "tail_slope": 0.5, "size_slope": 0.5})
+
+
+def test_probabilities_know_the_rank_and_the_size_of_the_gallery(ranked) -> None:
+    sized = RANKED.for_gallery(COUNT)
+    hits = found(ranked, picture(3), k=COUNT)["hits"]
+    scores = np.array([hit["score"] for hit in hits])
+    expected = sized.probability(scores, np.arange(1, COUNT + 1))
+    assert [hit["probability"] for hit in hits] == pytest.approx(list(expected), abs=1e-12)
+    assert found(ranked, picture(3), k=4, offset=5)["hits"] == hits[5:9]
+    groups = found(ranked, picture(3), group_by="product", group_size=2)["groups"]
+    for place, group in enumerate(groups):
+        own = sized.probability(np.array([hit["score"] for hit in group["hits"]]), place + 1)
+        assert [hit["probability"] for hit in group["hits"]] == pytest.approx(list(own), abs=1e-12)
+        assert group["probability"] == group["hits"][0]["probability"]
+
+
+def test_min_probability_keeps_exactly_the_likely_hits_at_their_ranks(ranked) -> None:
+    hits = found(ranked, picture(3), k=COUNT)["hits"]
+    groups = found(ranked, picture(3), k=COUNT, group_by="product")["groups"]
+    for cut in range(1, COUNT):
+        least = hits[cut - 1]["probability"]
+        assert found(ranked, picture(3), k=COUNT, min_probability=least)["hits"] == hits[:cut]
+        page = found(ranked, picture(3), k=3, offset=2, min_probability=least)
+        assert page["hits"] == hits[:cut][2:5]
+        assert page["match"]
+        some = found(ranked, picture(3), k=COUNT, min_probability=least, group_by="product")
+        assert some["groups"] == [group for group in groups if group["probability"] >= least]
 
 
 @pytest.mark.parametrize(

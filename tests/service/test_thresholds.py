@@ -46,3 +46,7 @@ def test_the_stricter_of_both_counts_and_without_any_there_is_none() -> None:
 def test_a_probability_without_calibration_is_refused() -> None:
     with pytest.raises(InvalidParameterError, match=r"min_probability = 0\.5"):
         least_score(None, 0.5, None)
+    with pytest.raises(
+        InvalidParameterError, match=r"has none \(Only 2 classes\)\. Send min_score"
+    ):
+        least_score(None, 0.5, None, "Only 2 classes.")

@@ -2,18 +2,20 @@ import numpy as np
 import pytest
 
 import training.calibration as calibration_module
+import training.calibration_pairs as pairs_module
 from embedder.calibration import Calibration, Threshold
 from embedder.errors import EvaluationError
 from embedder.types import Embeddings
 from training.calibration import (
     FALSE_MATCHES,
+    MIN_CLASSES,
     calibration_error,
     fit_calibration,
     fit_logistic,
     least_score,
-    search,
     wrong_pairs,
 )
+from training.calibration_pairs import NEIGHBOURS, Hits, sampled_ranks, search
 
 
 def clouds(
@@ -29,6 +31,27 @@ def clouds(
     return unit.astype(np.float32), labels
 
 
+def fit(
+    scores: np.ndarray, right: np.ndarray, weights: np.ndarray | None = None
+) -> tuple[float, float]:
+    """The curve of the score alone."""
+    weights = np.ones(len(scores)) if weights is None else weights
+    slopes, intercept = fit_logistic(scores[:, None].astype(np.float64), right, weights, (np.inf,))
+    return float(slopes[0]), intercept
+
+
+def asked(embeddings: Embeddings, labels: np.ndarray, gallery: np.ndarray | None = None) -> Hits:
+    """What searches among `gallery`, or everything, return first."""
+    gallery = np.arange(len(labels)) if gallery is None else gallery
+    hits = search(embeddings, labels, gallery, gallery)
+    return Hits(*(part[..., :NEIGHBOURS] for part in hits[:3]), hits.best_wrong)
+
+
+def error_of(calibration: Calibration, hits: Hits) -> float:
+    likely = calibration.probability(hits.scores, np.broadcast_to(hits.ranks, hits.scores.shape))
+    return calibration_error(likely.ravel(), hits.right.ravel())
+
+
 def drawn(slope: float, intercept: float, count: int, seed: int = 0) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(seed)
     scores = rng.uniform(0.2, 1.0, count).astype(np.float32)
@@ -39,7 +62,7 @@ def drawn(slope: float, intercept: float, count: int, seed: int = 0) -> tuple[np
 @pytest.mark.parametrize(("slope", "intercept"), [(12.0, -8.0), (3.0, -4.0), (25.0, -12.0)])
 def test_a_known_curve_is_recovered(slope: float, intercept: float) -> None:
     scores, right, probability = drawn(slope, intercept, 200_000)
-    found = fit_logistic(scores, right)
+    found = fit(scores, right)
     np.testing.assert_allclose(found, (slope, intercept), rtol=0.03)
     logits = found[0] * scores.astype(np.float64) + found[1]
     assert np.abs(1 / (1 + np.exp(-logits)) - probability).max() < 0.01
@@ -54,7 +77,7 @@ def test_the_fit_is_where_the_likelihood_is_highest() -> None:
         logits = slope * scores.astype(np.float64) + intercept
         return float((np.logaddexp(0, logits) - target * logits).mean())
 
-    slope, intercept = fit_logistic(scores, right)
+    slope, intercept = fit(scores, right)
     for step in (-1e-2, 1e-2):
         assert loss(slope, intercept) < loss(slope + step, intercept)
         assert loss(slope, intercept) < loss(slope, intercept + step)
@@ -62,14 +85,14 @@ def test_the_fit_is_where_the_likelihood_is_highest() -> None:
 
 def test_separable_scores_give_a_finite_curve() -> None:
     scores = np.array([0.1, 0.2, 0.8, 0.9], dtype=np.float32)
-    slope, intercept = fit_logistic(scores, scores > 0.5)
+    slope, intercept = fit(scores, scores > 0.5)
     assert 1 < slope < 1000
     assert np.isfinite(intercept)
 
 
 def test_scores_that_mislead_give_a_flat_curve_and_never_a_falling_one() -> None:
     scores, right, _ = drawn(10.0, -6.0, 1000)
-    slope, intercept = fit_logistic(scores, ~right)
+    slope, intercept = fit(scores, ~right)
     assert slope == 0
     assert 1 / (1 + np.exp(-intercept)) == pytest.approx((~right).mean(), abs=0.01)
 
@@ -83,7 +106,7 @@ def test_probability_rises_with_the_score_and_stays_between_0_and_1() -> None:
     assert (np.diff(probability.ravel()) >= 0).all()
     assert (probability >= 0).all()
     assert (probability <= 1).all()
-    assert probability[-1, -1] > 0.8
+    assert probability[-1, -1] > 0.7
     assert probability[0, 0] < 0.01
 
 
@@ -95,10 +118,10 @@ def test_extreme_slopes_do_not_overflow() -> None:
 def test_probabilities_hold_on_pairs_of_other_classes() -> None:
     found = fit_calibration(*clouds(classes=60, seed=0), split="validation")
     # The same centres come from the same law; none of these images was fitted on.
-    embeddings, labels = clouds(classes=60, seed=1)
-    hits = search(embeddings, labels, np.arange(len(labels)), 10)
-    error = calibration_error(found.probability(hits.scores).ravel(), hits.right.ravel())
-    assert error < 0.05
+    hits = asked(*clouds(classes=60, seed=1))
+    assert error_of(found, hits) < 0.05
+    best = found.probability(hits.scores[:, 0])
+    assert best.mean() == pytest.approx(hits.right[:, 0].mean(), abs=0.05)
     assert found.calibration_error is not None
     assert found.calibration_error < 0.05
 
@@ -150,21 +173,31 @@ def test_of_tied_scores_a_threshold_lets_none_pass_beyond_its_share() -> None:
 
 def test_hits_are_the_nearest_others() -> None:
     embeddings, labels = clouds(classes=5, images=4)
-    hits = search(embeddings, labels, np.array([3, 7]), 6)
+    gallery = np.arange(2, 20)
+    hits = search(embeddings, labels, np.array([3, 7]), gallery)
     for row, query in enumerate((3, 7)):
-        others = np.delete(np.arange(20), query)
+        others = np.setdiff1d(gallery, query)
         scores = embeddings[others] @ embeddings[query]
-        order = np.argsort(-scores)[:6]
-        found = np.argsort(-hits.scores[row])
-        np.testing.assert_allclose(hits.scores[row][found], scores[order], atol=1e-6)
-        same = labels[others][order] == labels[query]
-        np.testing.assert_array_equal(hits.right[row][found], same)
+        order = np.argsort(-scores)[hits.ranks - 1]
+        same = labels[others] == labels[query]
+        np.testing.assert_allclose(hits.scores[row], scores[order], atol=1e-6)
+        np.testing.assert_array_equal(hits.right[row], same[order])
+        assert hits.best_wrong[row] == pytest.approx(scores[~same].max(), abs=1e-6)
+
+
+@pytest.mark.parametrize("last", [1, 3, 10, 11, 1000])
+def test_ranks_are_sampled_from_the_first_to_the_last(last: int) -> None:
+    ranks = sampled_ranks(last)
+    assert (ranks[0], ranks[-1]) == (1, last)
+    assert (np.diff(ranks) > 0).all()
+    np.testing.assert_array_equal(ranks[:10], np.arange(1, min(last, 10) + 1))
+    assert len(ranks) <= 45
 
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = clouds(classes=8, images=6)
+    data = clouds(classes=20, images=6)
     whole = fit_calibration(*data, split="test")
-    monkeypatch.setattr(calibration_module, "_BLOCK", 100)
+    monkeypatch.setattr(pairs_module, "_BLOCK", 1000)
     monkeypatch.setattr(calibration_module, "_PAIRS_AT_A_TIME", 7)
     parts = fit_calibration(*data, split="test")
     assert parts.slope == pytest.approx(whole.slope, rel=1e-4)
@@ -174,7 +207,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_many_images_are_sampled_by_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     embeddings, labels = clouds(classes=40)
     whole = fit_calibration(embeddings, labels, "test")
-    monkeypatch.setattr(calibration_module, "_MAX_QUERIES", 200)
+    monkeypatch.setattr(pairs_module.some_queries, "__defaults__", (200,))
     monkeypatch.setattr(calibration_module, "_MAX_PAIRS", 30_000)
     found = fit_calibration(embeddings, labels, "test")
     assert found == fit_calibration(embeddings, labels, "test")
@@ -195,10 +228,11 @@ def test_no_pair_is_an_image_with_itself() -> None:
 @pytest.mark.parametrize(
     ("labels", "embeddings", "reason"),
     [
-        (np.zeros(6, np.int64), clouds(2, 3)[0], "all are of one class"),
-        (np.arange(6), clouds(2, 3)[0], "no image is among the nearest"),
-        (np.repeat([0, 1], 3), np.ones((6, 1), np.float32), "all scores are equal"),
-        (np.repeat([0, 1], 11), np.repeat(np.eye(2, dtype=np.float32), 11, 0), "are right"),
+        (np.zeros(6, np.int64), clouds(2, 3)[0], "1 of 1 classes have two"),
+        (np.arange(40), clouds(4, 10)[0], "0 of 40 classes have two images or more"),
+        (clouds(15)[1], clouds(15)[0], f"15 of 15 .* at least {MIN_CLASSES} are needed"),
+        (np.repeat(np.arange(20), 3), np.ones((60, 1), np.float32), "even its lower end"),
+        (clouds(20)[1], clouds(240, 1, seed=3)[0], "all pairs the area under the ROC curve is 0"),
     ],
 )
 def test_what_cannot_be_calibrated_says_why(
@@ -206,6 +240,49 @@ def test_what_cannot_be_calibrated_says_why(
 ) -> None:
     with pytest.raises(EvaluationError, match=reason):
         fit_calibration(embeddings, labels, "validation")
+
+
+def test_scores_that_separate_all_pairs_but_not_the_best_hits_are_not_calibrated() -> None:
+    # Five worlds of eight classes each: a score tells the world, and nothing within it.
+    worlds, labels = clouds(classes=5, images=96, noise=0.05)
+    order = np.argsort(labels, kind="stable")
+    inside = np.tile(np.random.default_rng(1).permutation(np.repeat(np.arange(8), 12)), 5)
+    classes = labels[order] * 8 + inside
+    with pytest.raises(EvaluationError, match="among the 10 best hits the area under the ROC"):
+        fit_calibration(worlds[order], classes, "test")
+
+
+def test_a_class_of_one_image_asks_nothing() -> None:
+    embeddings, labels = clouds(classes=20)
+    alone = np.append(labels, 99)
+    found = fit_calibration(np.vstack((embeddings, embeddings[:1])), alone, "test")
+    assert (found.queries, found.gallery_images) == (len(labels), len(labels) + 1)
+
+
+def test_probabilities_hold_in_galleries_of_other_sizes() -> None:
+    found = fit_calibration(*clouds(classes=40, seed=0), split="validation")
+    for classes in (20, 80):
+        embeddings, labels = clouds(classes=classes, seed=2)
+        hits = asked(embeddings, labels)
+        sized = error_of(found.for_gallery(len(labels)), hits)
+        assert sized < 0.06
+        assert sized < error_of(found, hits)
+
+
+def test_a_weight_counts_as_so_many_pairs() -> None:
+    scores, right, _ = drawn(6.0, -4.0, 300)
+    weights = np.random.default_rng(0).integers(1, 4, 300)
+    repeated = fit(np.repeat(scores, weights), np.repeat(right, weights))
+    # Platt's targets know the number of pairs, so the two differ by that.
+    np.testing.assert_allclose(fit(scores, right, weights), repeated, rtol=0.05)
+
+
+def test_slopes_stay_within_their_bounds() -> None:
+    scores, right, _ = drawn(12.0, -8.0, 2000)
+    features = np.stack((scores, -scores), axis=1).astype(np.float64)
+    slopes, _ = fit_logistic(features, right, np.ones(2000), (3.0, np.inf))
+    assert slopes[0] == pytest.approx(3.0)
+    assert slopes[1] == 0
 
 
 def test_a_calibration_survives_json() -> None:

@@ -13,9 +13,11 @@ import training.export as export_module
 import training.onnx_file as onnx_module
 import training.variants as variants_module
 from embedder.bundle import Bundle
+from embedder.calibration import Calibration
 from embedder.errors import BundleError, DatasetError, ExportError
 from embedder.precision import MIN_FP32_COSINE
 from embedder.session import OnnxEmbedder, SessionSettings
+from tests.embedder.bundles import CALIBRATION
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import Checkpoint, load_checkpoint
 from training.config.job import parse_job
@@ -167,13 +169,42 @@ def test_every_precision_opens_and_gives_unit_vectors(trained: Trained, precisio
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
-def test_scores_are_calibrated_on_the_validation_images(trained: Trained) -> None:
-    _, split, bundle = trained
-    calibration = bundle.manifest.calibration
-    assert calibration is not None
-    assert split.validation is not None
-    assert (calibration.split, calibration.queries) == ("validation", len(split.validation))
-    assert [t.false_matches for t in calibration.thresholds] == [0.01, 0.05, 0.1]
+def test_of_too_few_classes_there_is_no_calibration_and_the_bundle_says_why(
+    trained: Trained,
+) -> None:
+    manifest = trained[2].manifest
+    assert manifest.calibration is None
+    assert manifest.held_out is not None
+    assert manifest.held_out.no_calibration is not None
+    assert "at least 16 are needed" in manifest.held_out.no_calibration
+    assert OnnxEmbedder.open(trained[2]).no_calibration == manifest.held_out.no_calibration
+
+
+@pytest.mark.parametrize(("part", "fraction"), [("test", 0.25), ("validation", 0.75)])
+def test_scores_are_calibrated_on_the_held_out_part_of_most_classes(
+    part: str, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = small_job(tmp_path / "products").as_dict()
+    content["data"] |= {"products": 12, "train_fraction": 0.7}
+    content["protocol"] = {"validation_fraction": fraction}
+    job = parse_job(content)
+    split = with_protocol(load_split(job.data), job.protocol)
+    fitted: list[tuple[int, np.ndarray]] = []
+
+    def fit_calibration(vectors: np.ndarray, labels: np.ndarray, name: str) -> Calibration:
+        fitted.append((len(vectors), labels))
+        return CALIBRATION.model_copy(update={"split": name})
+
+    monkeypatch.setattr(export_module, "fit_calibration", fit_calibration)
+    model, spec = Model(weights="none"), Input(size_px=32, resize_px=36)
+    bundle = export_backbone("plain", model, spec, tmp_path / "bundle", split)
+    assert bundle.manifest.calibration == CALIBRATION.model_copy(update={"split": part})
+    images = split.test if part == "test" else split.validation
+    assert images is not None
+    [(count, labels)] = fitted
+    assert count == len(images)
+    np.testing.assert_array_equal(labels, images.labels)
+    assert OnnxEmbedder.open(bundle).no_calibration is None
 
 
 def test_a_trunk_alone_has_nothing_to_compare_precisions_on(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, cast, get_args
 import typer
 
 from embedder.bundle import Bundle
+from embedder.calibration import Calibration
 from embedder.manifest import Precision
 from training.commands.jobs import Overrides, load_images, section, with_settings
 from training.config.job import parse_job
@@ -123,6 +124,7 @@ def _describe(bundle: Bundle) -> None:
         typer.echo(f"ONNX and torch differ by at most {manifest.parity.max_abs_difference:.1e}")
     held_out = manifest.held_out
     if held_out is None:
+        typer.echo("no calibration: it was exported without held-out images")
         return
     typer.echo(f"on {held_out.images:,} {held_out.split} images: fp32 {_figures(held_out.recall)}")
     for name, variant in manifest.variants.items():
@@ -130,11 +132,19 @@ def _describe(bundle: Bundle) -> None:
     if manifest.calibration is None:
         typer.echo(f"no calibration: {held_out.no_calibration}")
         return
+    typer.echo(_worth(manifest.calibration))
     for threshold in manifest.calibration.thresholds:
         typer.echo(
             f"{threshold.false_matches:.0%} false matches: of pairs at {threshold.pair_score:.3f}, "
             f"of searches at {threshold.search_score:.3f}"
         )
+
+
+def _worth(calibration: Calibration) -> str:
+    error = calibration.calibration_error
+    off = "" if error is None else f", off by {error:.3f} on classes that it was not fitted on"
+    of = f"{calibration.gallery_images:,} {calibration.split} images"
+    return f"probabilities from {of} of {calibration.classes} classes{off}"
 
 
 def _figures(recall: dict[str, float]) -> str:

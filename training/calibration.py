@@ -72,13 +72,13 @@ def fit_calibration(
     scores is far more often right than a pair drawn at random with the same score, since queries
     differ in how near everything is to them. A curve of the score alone, over all pairs, said 35
     points too little of the best hit (of 0.86) for the trunk alone on groceries; one over the 10
-    best was 14 points too low at rank 1 and as much too high at rank 10, and flat for weak models.
+    best was 14 points too low at rank 1, and flat for weak models.
     Two terms of the rank, since the odds of a good model fall slowly until the right ones run out.
 
     **Reading**: a gallery of N items with r right ones has prior odds of r / (N - r), so that b
     would fall by ln N for products that are photographed as often (d = 1). But the rank says some
     of that already, so d is fitted too: on searches among all classes, each half and each quarter.
-    It was 0.7 to 0.9; of few classes it is ill determined, hence its bound. The served gallery
+    It was 0.5 to 1; of few classes it is ill determined, hence its bound. The served gallery
     brings its own N.
 
     The gallery holds the query's class here; where it may not, the probability is too high by the

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from embedder.bundle import Bundle, write_bundle
@@ -32,14 +32,17 @@ from embedder.manifest import (
 from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder, SessionSettings
 from embedder.types import Embeddings, Images
+from training.bundle_weights import new_network
 from training.calibration import fit_calibration
 from training.checkpoint import Checkpoint
+from training.config.job import Job
 from training.config.model import Input, Model
 from training.data.dataset import EvaluationImages
 from training.data.records import LabelledImages, Split
 from training.evaluation.interval import queries_in
 from training.evaluation.retrieval import Recall, recall_at, retrieval
 from training.golden import golden_images
+from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet
 from training.network import network_of
 from training.onnx_file import check_parity, torch_embed, write_onnx
@@ -138,6 +141,23 @@ def export_backbone(
     manifest = _manifest(name, net.dim, spec.preprocessing(), model.backbone)
     data = None if split is None else _Data(split, manifest.preprocessing, (1,))
     return _export(net, manifest, out, data, precisions)
+
+
+def export_trunk(
+    job: Job, split: Split, out: Path, precisions: Sequence[Precision] = ("fp32",)
+) -> Bundle:
+    """Write the bundle of the trunk that a run of `job` begins with: its pooled features.
+
+    Raises: as `export_backbone`; BundleError if `model.weights` is a bundle that cannot be read.
+    """
+    net = new_network(job).eval()
+    net.projection, net.flow_input, net.flow = nn.Identity(), nn.Identity(), None
+    net.dim = channels_of(job.model.backbone, net.trunk)
+    manifest = _manifest(
+        f"{job.name}-trunk", net.dim, job.input.preprocessing(), job.model.backbone
+    )
+    manifest = manifest.model_copy(update={"licence": job.licence})
+    return _export(net, manifest, out, _Data(split, manifest.preprocessing, (1,)), precisions)
 
 
 def images_to_embed(split: Split, precisions: Sequence[Precision] = ("fp32",)) -> int:

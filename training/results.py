@@ -120,13 +120,14 @@ def table(study: Study) -> list[str]:
     """Markdown: a row a method, its mean over seeds, the paired difference and its interval."""
     methods = study.methods()
     figures = [name for name in (*_COLUMNS, *_STRUCTURE) if _has(study, name)]
-    header = ["method", "seeds", *figures, "R@1 beside", "share, %", "ms a step"]
+    header = ["method", "seeds", "trunk R@1", *figures, "R@1 beside", "share, %", "ms a step"]
     precisions = sorted({name for record in study.records for name in record.bundle})
     header += [f"R@1 in {name}" for name in precisions]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for name, runs in methods.items():
         other = study.against.get(name, study.against.get("", ""))
-        cells = [name, str(len(runs)), *(_mean(runs, figure) for figure in figures)]
+        cells = [name, str(len(runs)), _average([r.trunk.get("R@1") for r in runs.values()])]
+        cells += [_mean(runs, figure) for figure in figures]
         cells.append(_beside(runs, methods.get(other, {}), other) if other != name else "")
         cells += [_shares(runs), _milliseconds(runs)]
         cells += [_average([r.bundle.get(p) for r in runs.values()]) for p in precisions]

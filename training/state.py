@@ -169,7 +169,7 @@ def restore(run: Run, split: Split, path: Path) -> None:
             "job, or start a new run with another --out."
         )
     run.net.load_state_dict(checkpoint.net)
-    run.objective.load_state_dict(checkpoint.objective)
+    _load_objective(run.objective, checkpoint, path)
     run.optimizer.load_state_dict(checkpoint.optimizer)
     if run.average is not None and checkpoint.average is not None:
         run.average.load_state_dict(checkpoint.average)
@@ -179,6 +179,15 @@ def restore(run: Run, split: Split, path: Path) -> None:
     run.best_epoch, run.best_score = checkpoint.best_epoch, checkpoint.best_score
     run.history = list(checkpoint.history)
     run.trunk, run.start = dict(checkpoint.trunk), dict(checkpoint.start)
+
+
+def _load_objective(objective: Objective, checkpoint: Checkpoint, path: Path) -> None:
+    """Runs from before shares were measured have none to go on with. Raises: CheckpointError."""
+    found = objective.load_state_dict(checkpoint.objective, strict=False)
+    missing = [name for name in found.missing_keys if not name.startswith("shares.")]
+    if missing or found.unexpected_keys:
+        names = ", ".join([*missing, *found.unexpected_keys][:3])
+        raise CheckpointError(f"{path} has other parameters ({names}). Start a new run.")
 
 
 def _synchronized(net: EmbeddingNet, device: torch.device) -> EmbeddingNet:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -93,43 +94,56 @@ def fit(
 
 def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: Listener) -> None:
     """Epoch 0: the figures of the trunk, the start values, the figures of the network."""
-    net, protocol = run.net, run.job.protocol
-    held_out = {VALIDATION: [split.validation], "": [split.test, split.gallery]}
-    if protocol.evaluate_test == "never":
-        del held_out[""]
-    parts = {
-        prefix: [part for part in images if part is not None] for prefix, images in held_out.items()
-    }
-    pooled = {p: [embed(net, part, run.job, net.pooled) for part in parts[p]] for p in parts}
-
-    def figures(prefix: str, function: Callable[[Tensor], Tensor]) -> Row:
-        """Of `function` of the pooled features: unit vectors."""
-        if not parts[prefix]:
-            return {}
-        with evaluating(net), torch.inference_mode():
-            vectors = [
-                function(torch.from_numpy(x).to(run.device)).cpu().numpy() for x in pooled[prefix]
-            ]
-        found = figures_of(vectors, parts[prefix], run.job, full=False)
-        return {prefix + name: value for name, value in found.items()}
-
-    for prefix in parts:
-        run.trunk |= figures(prefix, functional.normalize)
+    (folder / BEST).unlink(missing_ok=True)  # of a start that was stopped before its first epoch
+    net, pooled = run.net, _pooled(run, split)
+    for prefix, (parts, features) in pooled.items():
+        run.trunk |= _figures_of_pooled(run, prefix, parts, features, functional.normalize)
     start_from_trunk(run, split.train)
     if run.average is not None:
         run.average = averaged(net, run.job)
     if run.job.start.projection == "trunk":
-        for prefix in parts:
-            if prefix or protocol.evaluate_test == "every":
-                run.start |= figures(prefix, lambda x: net.embed(net.project(x)))
+        for prefix, (parts, features) in pooled.items():
+            if prefix or run.job.protocol.evaluate_test == "every":
+                run.start |= _figures_of_pooled(
+                    run, prefix, parts, features, lambda x: net.embed(net.project(x))
+                )
         _choose(run, run.start, split, folder)
-    before = {f"trunk {name}": value for name, value in run.trunk.items()} | run.start
-    if log is not None and before:
-        log.write("start", 0, **before)
+    if log is not None:
+        log.write("start", 0, **{f"trunk {k}": v for k, v in run.trunk.items()}, **run.start)
     for name, row in (("the untrained trunk", run.trunk), ("the network at step 0", run.start)):
         recalls = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if "R@1" in key)
         if recalls:
             listener.said(f"{name}: {recalls}")
+
+
+def _pooled(
+    run: Run, split: Split
+) -> dict[str, tuple[list[LabelledImages], list[NDArray[np.float32]]]]:
+    """Held-out images and what the trunk makes of them (N, C), by the prefix of their figures."""
+    held_out = {VALIDATION: [split.validation], "": [split.test, split.gallery]}
+    if run.job.protocol.evaluate_test == "never":
+        del held_out[""]
+    found = {}
+    for prefix, images in held_out.items():
+        parts = [part for part in images if part is not None]
+        if parts:
+            features = [embed(run.net, part, run.job, run.net.pooled) for part in parts]
+            found[prefix] = (parts, features)
+    return found
+
+
+def _figures_of_pooled(
+    run: Run,
+    prefix: str,
+    parts: list[LabelledImages],
+    features: list[NDArray[np.float32]],
+    function: Callable[[Tensor], Tensor],
+) -> Row:
+    """The figures of `function` of pooled features (N, C): unit vectors."""
+    with evaluating(run.net), torch.inference_mode():
+        tensors = [function(torch.from_numpy(x).to(run.device)) for x in features]
+    figures = figures_of([x.cpu().numpy() for x in tensors], parts, run.job, full=False)
+    return {prefix + name: value for name, value in figures.items()}
 
 
 def _train_epoch(

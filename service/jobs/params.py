@@ -95,7 +95,10 @@ class RebuildParams(Params):
 class TrainParams(Params):
     """Train a model, then make the gallery again with it."""
 
-    job: Annotated[str, Field(pattern=_NAME, description="A job that comes with Kinlens.")]
+    job: Annotated[
+        str,
+        Field(pattern=_NAME, description="A job that comes with Kinlens; shop is the recommended."),
+    ] = "shop"
     data: Annotated[
         str | None,
         Field(pattern=_NAME, description="A data set of the settings; null: the gallery's images."),

@@ -95,12 +95,12 @@ def _of_run(
 def _trunk_of_run(
     run: Path, out: Path, overrides: list[str], precisions: tuple[Precision, ...]
 ) -> Bundle:
-    from training.export import export_backbone
+    from training.export import export_trunk
     from training.runner import load_chosen
 
     job = parse_job(load_chosen(run).job)
     split = load_images(with_settings(job, overrides, ("data.",)))
-    return export_backbone(f"{job.name}-trunk", job.model, job.input, out, split, precisions)
+    return export_trunk(job, split, out, precisions)
 
 
 def _describe(bundle: Bundle) -> None:

@@ -18,7 +18,9 @@ from training.losses.soft_triple import SoftTripleLoss
 from training.losses.triplet import TripletLoss
 
 
-def build_loss(settings: config.Loss, classes: int, dim: int) -> nn.Module:
+def build_loss(  # noqa: C901, PLR0912 (a case for each loss)
+    settings: config.Loss, classes: int, dim: int
+) -> nn.Module:
     """The loss of a job for C classes and embeddings of length D; options have one name in both."""
     options = settings.model_dump(exclude={"name", "beta_per_class"})
     match settings:

@@ -107,7 +107,13 @@ def _measured(precision: OtherPrecision, bundle: Bundle, reference: Reference, p
         golden = embedder.embed(bundle.golden_inputs())
         fault = golden_fault(precision, golden, golden, expected)
         if fault is not None:
-            need = " int8 needs a processor with VNNI." if precision == "int8" else ""
+            need = ""
+            if precision == "int8":
+                need = (
+                    " Either this processor has no VNNI, which int8 needs, or 8 bits are too few for "
+                    'this network: a projection with start.projection = "trunk" magnifies small '
+                    "directions, and their rounding."
+                )
             raise ExportError(
                 f"The golden vectors of {precision} do not hold on this machine: {fault}.{need}"
             )

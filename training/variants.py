@@ -110,8 +110,8 @@ def _measured(precision: OtherPrecision, bundle: Bundle, reference: Reference, p
             need = ""
             if precision == "int8":
                 need = (
-                    " Either this processor has no VNNI, which int8 needs, or 8 bits are too few for "
-                    'this network: a projection with start.projection = "trunk" magnifies small '
+                    " Either this processor has no VNNI, which int8 needs, or 8 bits are too few "
+                    'for this network: start.projection = "trunk" magnifies small '
                     "directions, and their rounding."
                 )
             raise ExportError(

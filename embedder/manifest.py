@@ -64,8 +64,12 @@ class HeldOut(_Frozen):
 
 
 class Baseline(_Frozen):
-    """The untrained trunk on the test images of the model: `recall` over so many `queries`."""
+    """What the training began with on the test images of the model: `recall` over `queries`.
 
+    `model` says what that was: the untrained trunk, or the model that it went on from.
+    """
+
+    model: str = "the untrained trunk"
     queries: int = Field(ge=1)
     recall: dict[str, float]
 

@@ -35,7 +35,7 @@ from embedder.types import Embeddings, Images
 from training.bundle_weights import new_network
 from training.calibration import fit_calibration
 from training.checkpoint import Checkpoint
-from training.config.job import Job
+from training.config.job import parse_job
 from training.config.model import Input, Model
 from training.data.dataset import EvaluationImages
 from training.data.records import LabelledImages, Split
@@ -45,6 +45,7 @@ from training.golden import golden_images
 from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet
 from training.network import network_of
+from training.notices import began_with
 from training.onnx_file import check_parity, torch_embed, write_onnx
 from training.variants import OnRefusal, Reference, make_variants
 
@@ -144,12 +145,18 @@ def export_backbone(
 
 
 def export_trunk(
-    job: Job, split: Split, out: Path, precisions: Sequence[Precision] = ("fp32",)
+    checkpoint: Checkpoint,
+    split: Split,
+    out: Path,
+    precisions: Sequence[Precision] = ("fp32",),
+    on_refusal: OnRefusal | None = None,
 ) -> Bundle:
-    """Write the bundle of the trunk that a run of `job` begins with: its pooled features.
+    """Write the bundle of the trunk that a run began with: its pooled features.
 
-    Raises: as `export_backbone`; BundleError if `model.weights` is a bundle that cannot be read.
+    Raises: as `export_checkpoint`.
     """
+    split.require(checkpoint.split_sha256, "The checkpoint")
+    job = parse_job(checkpoint.job)
     net = new_network(job).eval()
     net.projection, net.flow_input, net.flow = nn.Identity(), nn.Identity(), None
     net.dim = channels_of(job.model.backbone, net.trunk)
@@ -157,7 +164,8 @@ def export_trunk(
         f"{job.name}-trunk", net.dim, job.input.preprocessing(), job.model.backbone
     )
     manifest = manifest.model_copy(update={"licence": job.licence})
-    return _export(net, manifest, out, _Data(split, manifest.preprocessing, (1,)), precisions)
+    data = _Data(split, manifest.preprocessing, (1,))
+    return _export(net, manifest, out, data, precisions, on_refusal)
 
 
 def images_to_embed(split: Split, precisions: Sequence[Precision] = ("fp32",)) -> int:
@@ -295,7 +303,8 @@ def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
     recall = {name: value for name, value in checkpoint.trunk.items() if name.startswith("R@")}
     if "R@1" not in recall:
         return None
-    return Baseline(queries=queries_in(split.test, split.gallery), recall=recall)
+    model = began_with(parse_job(checkpoint.job))
+    return Baseline(model=model, queries=queries_in(split.test, split.gallery), recall=recall)
 
 
 def _manifest(name: str, dim: int, spec: Preprocessing, backbone: str) -> BundleManifest:

@@ -18,9 +18,9 @@ def network_of(checkpoint: Checkpoint) -> tuple[Job, EmbeddingNet]:
     net = EmbeddingNet(random_start, job.regularizers.determinant)
     net.load_state_dict(checkpoint.net)
     if checkpoint.average is not None:
-        average = averaged(net, job)
-        average.load_state_dict(checkpoint.average)
-        net.load_state_dict(average.module.state_dict())
+        own = {k.removeprefix("module."): v for k, v in checkpoint.average.items()}
+        own.pop("n_averaged")
+        net.load_state_dict(own)
     return job, net.eval()
 
 

@@ -1,9 +1,12 @@
 """What a person should be told about a run, in plain words: for the console and the report."""
 
+from collections.abc import Sequence
+
 from training.config.job import Job
 from training.data.records import Split
 from training.evaluation.interval import queries_in, with_interval
-from training.shares import LEAST
+from training.shares import LEAST, WIDEST
+from training.start import goes_on
 from training.state import VALIDATION, Row
 
 _FEW_STEPS = 100
@@ -18,38 +21,60 @@ def before(job: Job, steps_per_epoch: int) -> list[str]:
     return [
         f"This run has {steps} steps ({job.optimizer.epochs} epochs of {steps_per_epoch}): too few "
         f"to learn much, and enough to harm a good start. Set optimizer.min_steps to "
-        f"{_FEW_STEPS} or more; the epochs follow."
+        f"{_FEW_STEPS} or more: the epochs are then raised to fit."
     ]
 
 
-def after_epoch(job: Job, row: Row) -> list[str]:
-    """What the figures of an epoch say."""
+def after_epoch(job: Job, history: Sequence[Row]) -> list[str]:
+    """What the figures of the last of these epochs say that those before it did not."""
+    *earlier, row = history
     said = []
     for name, settings in job.regularizers:
-        share = row.get(f"share {name}")
-        if settings is None or share is None or share >= LEAST:
+        if settings is None or any(_faint(job, name, before) for before in earlier):
             continue
-        if row["epoch"] <= getattr(settings, "fit_epochs", 0):
-            continue  # its flow is fitted first
-        cure = f"regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}"
-        if settings.share is not None:
-            cure = "a larger share, or other settings of it: its gradient vanishes"
-        said.append(
-            f"epoch {row['epoch']:.0f}: regularizers.{name} makes {100 * share:.2g} % of the "
-            f"gradient of the loss, so it does next to nothing. Set {cure}."
-        )
+        if _faint(job, name, row):
+            cure = f"regularizers.{name}.share = 0.2, or raise {_WEIGHTS.get(name, 'weight')}"
+            if settings.share is not None:
+                cure = "a larger share, or other settings of it: its gradient vanishes"
+            said.append(
+                f"epoch {row['epoch']:.0f}: regularizers.{name} makes "
+                f"{100 * row[f'share {name}']:.2g} % of the gradient of the loss, so it does next "
+                f"to nothing. Set {cure}."
+            )
+        elif len(earlier) == 1 and _at_a_bound(row.get(f"scale {name}", 1.0)):
+            said.append(
+                f"regularizers.{name}: its weight ended at the bound of its calibration, "
+                f"{row[f'scale {name}']:g} times the one given, with "
+                f"{100 * row[f'share {name}']:.2g} % of the gradient. Give another "
+                f"{_WEIGHTS.get(name, 'weight')} to begin with."
+            )
     return said
 
 
-def did_it_help(split: Split, trunk: Row, figures: Row, validation: Row) -> list[str]:
-    """The model of a run beside the trunk that it began as, on the same held-out images.
+def _faint(job: Job, name: str, row: Row) -> bool:
+    """Whether a regularizer did next to nothing in an epoch, its flow not being fitted first."""
+    fitted = getattr(getattr(job.regularizers, name), "fit_epochs", 0)
+    return row["epoch"] > fitted and row.get(f"share {name}", LEAST) < LEAST
+
+
+def _at_a_bound(scale: float) -> bool:
+    return min(abs(scale - WIDEST), abs(scale * WIDEST - 1) * WIDEST) < 1e-6 * WIDEST
+
+
+def began_with(job: Job) -> str:
+    """What `Run.trunk` has the figures of."""
+    return "the model that it went on from" if goes_on(job) else "the untrained trunk"
+
+
+def did_it_help(job: Job, split: Split, trunk: Row, figures: Row, validation: Row) -> list[str]:
+    """The model of a run beside what it began with, on the same held-out images.
 
     Args:
-        split: of the run.
-        trunk: figures of the untrained trunk; those on validation classes with their prefix.
+        job, split: of the run.
+        trunk: figures of what it began with; those on validation classes with their prefix.
         figures, validation: of the model, on test and on validation classes.
     """
-    said = []
+    said, worse = [], []
     for part, name, found in (("validation", VALIDATION, validation), ("test", "", figures)):
         images = getattr(split, part)
         model, before_it = found.get("R@1"), trunk.get(f"{name}R@1")
@@ -57,13 +82,16 @@ def did_it_help(split: Split, trunk: Row, figures: Row, validation: Row) -> list
             continue
         queries = queries_in(images, split.gallery if part == "test" else None)
         said.append(
-            f"{part} classes: R@1 {with_interval(model, queries)}, the untrained trunk "
+            f"{part} classes: R@1 {with_interval(model, queries)}; {began_with(job)} "
             f"{with_interval(before_it, queries)} ({model - before_it:+.1f} points)"
         )
-    if validation.get("R@1", 101.0) <= trunk.get(f"{VALIDATION}R@1", -1.0):
+        worse += [part] if model <= before_it else []
+    if worse:
+        cure = "Keep the bundle that it went on from"
+        if not goes_on(job):
+            cure = "Export the trunk itself with `kinlens-train export RUN --trunk`"
         said.append(
-            "No epoch was better than the untrained trunk on the validation classes: this training "
-            "did not help. Export the trunk itself with `kinlens-train export RUN --trunk`, or "
-            "train on more classes."
+            f"The model is not better than {began_with(job)} on the {' and the '.join(worse)} "
+            f"classes: this training did not help. {cure}, or train on more classes."
         )
     return said

@@ -17,7 +17,7 @@ from training.distributed import world
 from training.notices import after_epoch, did_it_help
 from training.result import Result
 from training.shares import LEAST
-from training.state import VALIDATION, Row
+from training.state import Row, on_validation
 
 Rows = Sequence[Row]
 
@@ -111,9 +111,9 @@ def _lines(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
 
 def _help(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
     """Whether the training helped, and what was said on the way."""
-    said = did_it_help(split, result.trunk, result.figures, result.validation)
-    for row in history:
-        said += after_epoch(job, row)
+    said = did_it_help(job, split, result.trunk, result.figures, result.validation)
+    for epoch in range(len(history)):
+        said += after_epoch(job, history[: epoch + 1])
     return ["## Did it help?", "", *(f"- {sentence}" for sentence in said), ""] if said else []
 
 
@@ -130,7 +130,7 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
         shares = [100 * row[f"share {name}"] for row in history if f"share {name}" in row]
         if shares:
             lines.append(
-                f"  - its gradient beside that of the loss: {shares[0]:.2g} % when first measured, "
+                f"  - its gradient beside that of the loss: {shares[0]:.2g} % in the first epoch, "
                 f"{shares[-1]:.2g} % in the last epoch; weight x {last[f'scale {name}']:.3g}"
             )
     if "r_first" in last:
@@ -175,17 +175,13 @@ def _figures(result: Result) -> list[str]:
     if not names:
         return []
     columns = [result.figures, result.validation]
-    columns += [result.trunk, _of_validation(result.trunk)]
+    columns += [result.trunk, on_validation(result.trunk)]
     header = "| figure | test classes | validation classes | trunk, test | trunk, validation |"
     rows = [
         f"| {name} | " + " | ".join(_cell(column.get(name)) for column in columns) + " |"
         for name in names
     ]
     return [header, "|---" * 5 + "|", *rows, ""]
-
-
-def _of_validation(row: Row) -> Row:
-    return {k.removeprefix(VALIDATION): v for k, v in row.items() if k.startswith(VALIDATION)}
 
 
 def _cell(value: float | None) -> str:

@@ -15,10 +15,11 @@ RESULT = "result.json"
 class Result:
     """What a finished run found; stored as `result.json` in its folder.
 
-    `trunk`: the figures of the untrained trunk, with the prefix of validation classes.
     `figures` are those of the chosen model on the test classes ({} if the protocol never tests),
-    `validation` its figures on the validation classes ({} without any). `seconds_per_epoch` is the
-    median, without evaluation; `split_sha256` tells the images.
+    `validation` its figures on the validation classes ({} without any), `trunk` those of the
+    untrained trunk, or of the model that the run went on from, with the prefix of validation
+    classes. `seconds_per_epoch` is the median, without evaluation; `split_sha256` tells the
+    images, `versions` the packages that trained.
     """
 
     job: dict[str, Any]
@@ -29,6 +30,7 @@ class Result:
     seconds_per_epoch: float
     split_sha256: str = ""
     trunk: Row = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 def read_result(folder: Path) -> Result | None:

@@ -8,7 +8,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from training.state import OF_TERMS
 _SEED = re.compile(r"seed-\d+")
 _COLUMNS = ("R@1", "R@2", "R@4", "R@8", "MAP@R")
 _STRUCTURE = ("NMI", "uniformity", "density", "spectral_decay")
-_PACKAGES = ("torch", "torchvision", "numpy", "pillow")
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,6 @@ def record_of(source: Path) -> Record:
     result = read_result(source)
     if result is None:
         raise JobError(f"{source} has no {RESULT}: the run has not finished. Go on with --resume.")
-    steps = _last_step(source) / max(result.job["optimizer"]["epochs"], 1)
     last = _last_epoch(source)
     return Record(
         method=source.parent.name if _SEED.fullmatch(source.name) else source.name,
@@ -109,10 +106,10 @@ def record_of(source: Path) -> Record:
         trunk=result.trunk,
         terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
         bundle=_bundle(source / "bundle" / "manifest.json"),
-        seconds_per_step=result.seconds_per_epoch / steps if steps else None,
+        seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"],
         job=result.job,
         split_sha256=result.split_sha256,
-        versions={package: version(package) for package in _PACKAGES},
+        versions=result.versions,
     )
 
 
@@ -160,9 +157,20 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
 
 
 def _beside(runs: Mapping[int, Record], others: Mapping[int, Record], name: str) -> str:
-    seeds = [seed for seed in runs if seed in others]
+    seeds = [
+        seed
+        for seed in runs
+        if seed in others and "R@1" in runs[seed].figures and "R@1" in others[seed].figures
+    ]
     if not seeds:
         return ""
+    for seed in seeds:
+        splits = {r[seed].split_sha256 for r in (runs, others)} - {""}
+        if len(splits) > 1:
+            raise JobError(
+                f"{runs[seed].method} and {name} were tested on other images (seed {seed}), so "
+                "their figures cannot be compared. Keep them in studies of their own."
+            )
     mine, theirs = ([r[seed].figures["R@1"] for seed in seeds] for r in (runs, others))
     mean, half = paired_difference(mine, theirs)
     spread = "" if np.isinf(half) else f" ± {half:.1f}"
@@ -231,7 +239,3 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def _last_epoch(folder: Path) -> dict[str, Any]:
     return [line for line in _lines(folder) if line["kind"] == "epoch"][-1]
-
-
-def _last_step(folder: Path) -> int:
-    return int(_last_epoch(folder)["step"])

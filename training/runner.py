@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 from embedder.errors import JobError
@@ -15,9 +16,10 @@ from training.network import network_of
 from training.notices import did_it_help
 from training.report import write_report
 from training.result import RESULT, Result
-from training.state import OF_TERMS, VALIDATION, Row
+from training.state import OF_TERMS, VALIDATION, Row, on_validation
 from training.trainer import Listener, fit
 
+_PACKAGES = ("torch", "torchvision", "numpy", "pillow")
 _NOT_OF_TEST = (VALIDATION, *OF_TERMS)
 _OF_TRAINING = frozenset(("epoch", "loss", "seconds", "images_per_s"))
 
@@ -39,14 +41,15 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     result = Result(
         job=job.as_dict(),
         figures=_test(job, split, chosen, history),
-        validation=_validation((chosen.history or [chosen.start])[-1]),
+        validation=on_validation((chosen.history or [chosen.start])[-1]),
         best_epoch=chosen.epoch,
         chosen_by=job.protocol.choose_by,
         seconds_per_epoch=statistics.median(row["seconds"] for row in history),
         split_sha256=split.sha256(),
         trunk=chosen.trunk,
+        versions={package: version(package) for package in _PACKAGES},
     )
-    for sentence in did_it_help(split, result.trunk, result.figures, result.validation):
+    for sentence in did_it_help(job, split, result.trunk, result.figures, result.validation):
         listener.said(sentence)
     if is_main():
         write_report(folder, job, split, history, result)
@@ -84,7 +87,3 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
         return {name: row[name] for name in names if name not in _OF_TRAINING}
     _, net = network_of(chosen)
     return evaluate(net.to(choose_device(job.runtime)), split.test, job, split.gallery, full=True)
-
-
-def _validation(row: Row) -> Row:
-    return {k.removeprefix(VALIDATION): v for k, v in row.items() if k.startswith(VALIDATION)}

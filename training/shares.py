@@ -24,11 +24,11 @@ class Share(nn.Module):
 
     with respect to where the penalty acts: the features of the batch or, for one that acts there
     alone, proxies or the parameters of a flow. With `wanted` c is calibrated over the first epoch
-    in which the penalty has a gradient: the first third of it watches only, since a flow that
-    starts as the identity has a gradient in its last layers alone; then c is a mean of logarithms
-    that trusts newer measurements more, within 1/100 to 100; then it is held. It is not chased for
-    longer: the gradient of a penalty that saturates vanishes, and a weight that follows it grows
-    until it destroys the embedding.
+    in which the penalty has a gradient: in the first third of it c may fall but not rise, since a
+    flow that starts as the identity has a gradient in its last layers alone; then c is a mean of
+    logarithms that trusts newer measurements more, within 1/100 to 100; then it is held. It is not
+    chased for longer: the gradient of a penalty that saturates vanishes, and a weight that follows
+    it grows until it destroys the embedding.
 
     All that it knows are buffers, so that a resumed run goes on with them.
 
@@ -50,17 +50,22 @@ class Share(nn.Module):
     def observe(self, loss: Tensor, penalty: Tensor, calibration: int) -> None:
         """Take note of the norms of both gradients, (), that of the penalty at scale 1.
 
-        Of the first `calibration` measurements with a gradient of the penalty, all but the first
-        third set the scale.
+        The first `calibration` measurements with a gradient of the penalty set the scale. Without
+        a gradient of the loss there is nothing to compare with.
         """
+        if not loss > 0:
+            return
         ratio = penalty.double() / loss.double()
         if not bool(torch.isfinite(ratio) & (ratio > 0)):
             self.last.zero_()
             return
-        if self.calibrates(calibration) and int(self.measured) >= calibration // 3:
+        if self.calibrates(calibration):
             wanted = torch.log((self.wanted or 0.0) / ratio)
-            trust = _TRUST if int(self.measured) > calibration // 3 else 1.0
-            mean = trust * wanted + (1 - trust) * self.scale.log()
+            if int(self.measured) < calibration // 3:
+                mean = wanted.clamp(max=0.0)
+            else:
+                trust = _TRUST if int(self.measured) > calibration // 3 else 1.0
+                mean = trust * wanted + (1 - trust) * self.scale.log()
             self.scale.copy_(mean.exp().clamp(1 / WIDEST, WIDEST))
         self.measured += 1
         self.last.copy_(self.scale * ratio)

@@ -33,7 +33,7 @@ def start_from_trunk(run: Run, images: LabelledImages) -> None:
         return
     net, chosen = run.net, images.some(settings.images, run.job.seed)
     pooled = torch.from_numpy(embed(net, chosen, run.job, net.pooled)).to(run.device)  # (N, C)
-    if settings.projection == "trunk" and not _goes_on(run.job):
+    if settings.projection == "trunk" and not goes_on(run.job):
         assert isinstance(net.projection, nn.Linear)  # the job asks for a length
         set_projection(net.projection, pooled)
     if settings.proxies == "class_means":
@@ -44,8 +44,8 @@ def start_from_trunk(run: Run, images: LabelledImages) -> None:
                 set_proxies(loss, embeddings, chosen.labels)
 
 
-def _goes_on(job: Job) -> bool:
-    """Whether the run begins with the projection of a bundle."""
+def goes_on(job: Job) -> bool:
+    """Whether a run begins with the trained model of a bundle, and not with a trunk alone."""
     bundle = bundle_of(job.model.weights)
     return bundle is not None and bool(Bundle.open(bundle).manifest.job)
 

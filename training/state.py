@@ -32,6 +32,11 @@ VALIDATION = "validation "
 _FREE_SETTINGS = frozenset(("runtime", "data.root", "description", "licence", "recall_at"))
 
 
+def on_validation(row: Row) -> Row:
+    """The figures on validation classes, by their plain names."""
+    return {k.removeprefix(VALIDATION): v for k, v in row.items() if k.startswith(VALIDATION)}
+
+
 @dataclass
 class Run:
     """Everything that a step changes. `history` has a row of figures per epoch.

@@ -32,10 +32,11 @@ from training.inference import (
     own_generator,
 )
 from training.network import averaged
+from training.notices import began_with
 from training.objective import Terms
 from training.runlog import RunLog
 from training.schedule import rate
-from training.start import start_from_trunk
+from training.start import goes_on, start_from_trunk
 from training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore
 
 _LOG_EVERY_STEPS = 10
@@ -93,24 +94,28 @@ def fit(
 
 
 def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: Listener) -> None:
-    """Epoch 0: the figures of the trunk, the start values, the figures of the network."""
+    """Epoch 0: the figures of what the run begins with, the start values, those of the network.
+
+    A run begins with a trunk, or with the trained model of a bundle that it goes on from.
+    """
+
+    def embedded(x: Tensor) -> Tensor:
+        return net.embed(net.project(x))
+
     (folder / BEST).unlink(missing_ok=True)  # of a start that was stopped before its first epoch
     net, pooled = run.net, _pooled(run, split)
+    began = embedded if goes_on(run.job) else functional.normalize
     for prefix, (parts, features) in pooled.items():
-        run.trunk |= _figures_of_pooled(run, prefix, parts, features, functional.normalize)
+        run.trunk |= _figures_of_pooled(run, prefix, parts, features, began)
     start_from_trunk(run, split.train)
     if run.average is not None:
         run.average = averaged(net, run.job)
-    if run.job.start.projection == "trunk":
-        for prefix, (parts, features) in pooled.items():
-            if prefix or run.job.protocol.evaluate_test == "every":
-                run.start |= _figures_of_pooled(
-                    run, prefix, parts, features, lambda x: net.embed(net.project(x))
-                )
-        _choose(run, run.start, split, folder)
+    for prefix, (parts, features) in pooled.items():
+        run.start |= _figures_of_pooled(run, prefix, parts, features, embedded)
+    _choose(run, run.start, split, folder)
     if log is not None:
         log.write("start", 0, **{f"trunk {k}": v for k, v in run.trunk.items()}, **run.start)
-    for name, row in (("the untrained trunk", run.trunk), ("the network at step 0", run.start)):
+    for name, row in ((began_with(run.job), run.trunk), ("the network at step 0", run.start)):
         recalls = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if "R@1" in key)
         if recalls:
             listener.said(f"{name}: {recalls}")
@@ -224,7 +229,7 @@ def _finish_epoch(
     if log is not None:
         log.write("epoch", run.step, **row)
     listener.epoch_done(row)
-    for sentence in notices.after_epoch(run.job, row):
+    for sentence in notices.after_epoch(run.job, run.history):
         listener.said(sentence)
 
 

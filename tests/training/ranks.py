@@ -28,7 +28,7 @@ REGULARIZERS: dict[str, dict[str, Any]] = {
     "skewed_mean_subset": {"skewed_mean": {"subset": 3, "kind": "mhe1"}},
     "skewed_mean_of_the_batch": {"skewed_mean": {"centres": "batch"}},
     "non_isotropy": {"non_isotropy": NIR},
-    "graph_consistency": {"graph_consistency": {"weight": 1}},
+    "graph_consistency": {"graph_consistency": {"weight": 1, "share": 0.2}},
     "all": {
         "determinant": {"flow": FLOW, "lambda1": 1, "lambda2": 1},
         "skewed_mean": {},

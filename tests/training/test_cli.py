@@ -60,13 +60,14 @@ def test_fit_evaluate_and_export_walk_the_road(tmp_path: Path) -> None:
     done = runner.invoke(app, ["export", str(out), "--out", str(bundle)])
     assert done.exit_code == 0, done.output
     assert re.search(r"8-d  R@1 \d+\.\d\d", done.output)
-    assert re.search(r"R@1 .* on 4 test queries; the untrained trunk \d+\.\d ± ", done.output)
+    assert re.search(r"R@1 .* on 4 test queries; the untrained trunk \d+\.\d \(", done.output)
     trunk = tmp_path / "trunk"
     done = runner.invoke(app, ["export", str(out), "--trunk", "--out", str(trunk)])
     assert done.exit_code == 0, done.output
     before = json.loads((out / "result.json").read_text())["trunk"]["R@1"]
     manifests = [json.loads((b / "manifest.json").read_text()) for b in (bundle, trunk)]
-    assert manifests[0]["baseline"] == {"queries": 4, "recall": {"R@1": before}}
+    baseline = manifests[0]["baseline"]
+    assert baseline == {"model": "the untrained trunk", "queries": 4, "recall": {"R@1": before}}
     assert manifests[1]["recall"]["R@1"] == before
     assert (manifests[0]["dim"], manifests[1]["dim"]) == (8, 1280)
     of_run = runner.invoke(app, ["evaluate", str(out)]).output
@@ -112,6 +113,10 @@ def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path
             catch_exceptions=False,
         )
     assert not job.exists()
+    odd = tmp_path / "sh$op"
+    odd.mkdir()
+    with pytest.raises(KinlensError, match="Rename the folder"):
+        runner.invoke(app, ["new", "--data", str(odd), "--out", str(job)], catch_exceptions=False)
 
 
 def test_a_run_is_never_overwritten_in_silence(tmp_path: Path) -> None:

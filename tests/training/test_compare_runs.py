@@ -15,7 +15,7 @@ from training import console
 from training.__main__ import app
 from training.config.model import Input, Model
 from training.data.rendered import Catalogue, write_catalogue
-from training.evaluation.interval import half_width
+from training.evaluation.interval import with_interval
 from training.export import export_backbone
 from training.result import Result
 
@@ -46,8 +46,8 @@ def compared(*folders: Path) -> str:
 
 def test_figures_come_with_the_interval_of_their_queries(tmp_path: Path) -> None:
     text = compared(run_folder(tmp_path / "one", 60.0))
-    assert f"| 60.0 ± {half_width(60, 200):.1f} | 12.3 | -1.23 | 12 |" in text
-    assert f"| 70.0 ± {half_width(70, 100):.1f} |" in text
+    assert f"| {with_interval(60, 200)} | 12.3 | -1.23 | 12 |" in text
+    assert f"| {with_interval(70, 100)} |" in text
 
 
 def test_only_settings_that_differ_and_matter_are_shown(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_bundle_without_a_job_is_evaluated_on_a_folder_or_a_list(tmp_path: Pat
     rows = [f"{path},{path.parent}" for path in paths]
     (shop / "list.csv").write_text("path,label\n" + "\n".join(rows))
     done = runner.invoke(app, ["evaluate", bundle, "--data", str(shop / "list.csv")])
-    assert f"R@1 {found['R@1']:.1f} ± {half_width(found['R@1'], 12):.1f}" in done.output
+    assert f"R@1 {with_interval(found['R@1'], 12)}" in done.output
 
     (shop / "list.csv").write_text("path,label\n" + "\n".join(rows[:4]))
     with pytest.raises(KinlensError, match="every answer would be right"):

@@ -69,6 +69,16 @@ def test_a_gradient_that_all_but_vanishes_gives_a_bounded_scale() -> None:
     assert float(toy.shares["pull"].scale) == pytest.approx(WIDEST)
 
 
+def test_a_penalty_that_is_far_too_strong_is_scaled_down_at_its_first_measurement() -> None:
+    toy = Toy(0.2, strength=3.0)
+    for _ in range(3):
+        toy.step()
+    assert float(toy.shares["pull"].scale) < 0.5
+    for _ in range(EPOCH):
+        toy.step()
+    assert toy.share() == pytest.approx(0.2, rel=0.2)
+
+
 def test_without_a_gradient_the_scale_waits_and_the_share_is_zero() -> None:
     toy = Toy(0.2, strength=0.0)
     for _ in range(EPOCH):

@@ -15,6 +15,7 @@ from training.evaluation.retrieval import recall_at
 from training.inference import embed
 from training.losses.build import build_loss
 from training.network import averaged, network_of
+from training.protocols import with_protocol
 from training.runner import load_chosen, run_job
 from training.start import WHITENING, set_projection, set_proxies
 from training.state import create_run
@@ -86,24 +87,28 @@ def test_the_trunk_is_measured_before_the_first_step_as_it_would_be_served(tmp_p
     assert "the untrained trunk" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_a_training_that_harms_keeps_step_zero_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("choose_by", ["last", "validation"])
+def test_a_training_that_harms_says_so_and_validation_keeps_step_zero(
+    choose_by: str, tmp_path: Path
+) -> None:
     weights = calibrated_weights(tmp_path / "weights.pth")
     job = small_job(
-        tmp_path / "products", regularized=False, weights=weights, lr_trunk=3.0, epochs=2
+        tmp_path / "products", regularized=False, weights=weights, lr_trunk=30.0, epochs=2
     )
-    job = started(job, validation_fraction=0.5, choose_by="validation")
-    content = job.as_dict()
-    content["data"] |= {"products": 12, "root": str(tmp_path / "products")}
-    job = parse_job(content)
-    split = load_split(job.data)
-    from training.protocols import with_protocol
-
-    result = run_job(job, with_protocol(split, job.protocol), tmp_path / "run", Silent())
-    chosen = load_chosen(tmp_path / "run")
-    assert result.best_epoch == chosen.epoch
-    best = max([chosen.start, *load_checkpoint(tmp_path / "run").history],
-               key=lambda row: row["validation R@1"])  # fmt: skip
-    assert result.validation["R@1"] == best["validation R@1"]
+    fraction = 0.5 if choose_by == "validation" else 0.0
+    content = started(job, validation_fraction=fraction, choose_by=choose_by).as_dict()
+    content["data"]["products"] = 12
+    job, listener = parse_job(content), Silent()
+    split = with_protocol(load_split(job.data), job.protocol)
+    result = run_job(job, split, tmp_path / "run", listener)
+    trained = load_checkpoint(tmp_path / "run").history
+    if choose_by == "validation":
+        assert max(row["validation R@1"] for row in trained) <= result.validation["R@1"]
+        assert (result.best_epoch, load_chosen(tmp_path / "run").epoch) == (0, 0)
+        return
+    assert result.figures["R@1"] < result.trunk["R@1"]
+    for said in (listener.sentences, (tmp_path / "run" / "report.md").read_text().splitlines()):
+        assert any("this training did not help" in line and "--trunk" in line for line in said)
 
 
 def test_the_average_is_that_of_the_weights_and_is_what_a_checkpoint_gives(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def export(
     from training.export import export_backbone
 
     require_alone()
+    if trunk and run is None:
+        raise typer.BadParameter("--trunk is of a run; give its folder")
     if (run is None) == (backbone is None):
         raise typer.BadParameter("give a run folder or --backbone NAME, one of the two")
     unknown = set(precision or ()) - set(get_args(Precision))
@@ -60,8 +62,7 @@ def export(
         raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
     precisions = cast(tuple[Precision, ...], ("fp32", *(precision or ())))
     if run is not None:
-        made = _trunk_of_run(run, out, overrides or [], precisions) if trunk else None
-        _describe(made or _of_run(run, out, overrides or [], precisions, skip_refused))
+        _describe(_of_run(run, out, overrides or [], precisions, skip_refused, trunk))
     elif backbone is not None:
         model = section(Model, backbone=backbone, weights=weights)
         spec = section(Input, size_px=size_px, resize_px=resize_px)
@@ -74,33 +75,21 @@ def _of_run(
     overrides: list[str],
     precisions: tuple[Precision, ...],
     skip_refused: bool,
+    trunk: bool,
 ) -> Bundle:
-    from training.export import export_checkpoint, images_to_embed
+    from training.export import export_checkpoint, export_trunk, images_to_embed
     from training.runner import load_chosen
 
     checkpoint = load_chosen(run)
     split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
     with progress_bar() as bar:
+        on_refusal = bar.console.print if skip_refused else None
+        if trunk:
+            return export_trunk(checkpoint, split, out, precisions, on_refusal)
         task = bar.add_task("check recall", total=images_to_embed(split, precisions))
         return export_checkpoint(
-            checkpoint,
-            split,
-            out,
-            lambda n: bar.advance(task, n),
-            precisions,
-            bar.console.print if skip_refused else None,
+            checkpoint, split, out, lambda n: bar.advance(task, n), precisions, on_refusal
         )
-
-
-def _trunk_of_run(
-    run: Path, out: Path, overrides: list[str], precisions: tuple[Precision, ...]
-) -> Bundle:
-    from training.export import export_trunk
-    from training.runner import load_chosen
-
-    job = parse_job(load_chosen(run).job)
-    split = load_images(with_settings(job, overrides, ("data.",)))
-    return export_trunk(job, split, out, precisions)
 
 
 def _describe(bundle: Bundle) -> None:
@@ -118,7 +107,7 @@ def _describe(bundle: Bundle) -> None:
         queries, before = manifest.baseline.queries, manifest.baseline.recall["R@1"]
         typer.echo(
             f"R@1 {with_interval(manifest.recall['R@1'], queries)} on {queries:,} test queries; "
-            f"the untrained trunk {with_interval(before, queries)}"
+            f"{manifest.baseline.model} {with_interval(before, queries)}"
         )
     if manifest.parity is not None:
         typer.echo(f"ONNX and torch differ by at most {manifest.parity.max_abs_difference:.1e}")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -31,23 +32,30 @@ def new(
     if out.exists():
         raise JobError(f"{out} exists already. Remove it, or give another --out.")
     root = data.resolve()
+    if "$" in str(root):
+        raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
+    weights = str(Path(weights).resolve()) if Path(weights).exists() else weights
     text = (JOBS / "shop.toml").read_text(encoding="utf-8")
     name = _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
     values = {"name": name, "root": str(root), "weights": weights}
     for key, value in values.items():
         text = _with_value(text, key, value)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
     try:
+        out.write_text(text, encoding="utf-8")
         job = load_job(out)
         split = load_images(job)
         steps = len(build_sampler(job, split.train.labels, 0, 1))
+    except UnicodeEncodeError as error:
+        out.unlink()
+        raise JobError(f"{str(root)!a} is no text that a job can hold. Rename it.") from error
     except BaseException:
         out.unlink()
         raise
     epochs = job.optimizer.enough_epochs(steps).epochs
     console.print(f"{summary(split)}; {epochs} epochs of {steps} steps", highlight=False)
-    console.print(f"Train it: kinlens-train fit {out} --out runs/{name}", highlight=False)
+    command = shlex.join(["kinlens-train", "fit", str(out), "--out", f"runs/{name}"])
+    console.print(f"Train it: {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _with_value(text: str, key: str, value: str) -> str:

@@ -112,7 +112,8 @@ def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: L
         run.average = averaged(net, run.job)
     for prefix, (parts, features) in pooled.items():
         run.start |= _figures_of_pooled(run, prefix, parts, features, embedded)
-    _choose(run, run.start, split, folder)
+    if run.job.start.projection == "trunk" or goes_on(run.job):
+        _choose(run, run.start, split, folder)
     if log is not None:
         log.write("start", 0, **{f"trunk {k}": v for k, v in run.trunk.items()}, **run.start)
     for name, row in ((began_with(run.job), run.trunk), ("the network at step 0", run.start)):

@@ -63,7 +63,7 @@ def test_after_the_calibration_the_scale_is_held() -> None:
 
 
 def test_a_gradient_that_all_but_vanishes_gives_a_bounded_scale() -> None:
-    toy = Toy(0.2, strength=1e-20)
+    toy = Toy(0.2, strength=1e-12)
     for _ in range(EPOCH):
         toy.step()
     assert float(toy.shares["pull"].scale) == pytest.approx(WIDEST)

@@ -14,6 +14,9 @@ from embedder.errors import CheckpointError
 
 FILE = "checkpoint.pt"
 BEST = "best.pt"
+UNTRAINED = "the untrained trunk"
+"""What a run begins with, unless it goes on from the trained model of a bundle."""
+
 _FORMAT = 1
 
 
@@ -37,6 +40,7 @@ class Checkpoint:
     average: dict[str, Any] | None = None
     trunk: dict[str, float] = field(default_factory=dict)
     start: dict[str, float] = field(default_factory=dict)
+    began_with: str = UNTRAINED
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

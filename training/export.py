@@ -45,7 +45,6 @@ from training.golden import golden_images
 from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet
 from training.network import network_of
-from training.notices import began_with
 from training.onnx_file import check_parity, torch_embed, write_onnx
 from training.variants import OnRefusal, Reference, make_variants
 
@@ -303,8 +302,9 @@ def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
     recall = {name: value for name, value in checkpoint.trunk.items() if name.startswith("R@")}
     if "R@1" not in recall:
         return None
-    model = began_with(parse_job(checkpoint.job))
-    return Baseline(model=model, queries=queries_in(split.test, split.gallery), recall=recall)
+    return Baseline(
+        model=checkpoint.began_with, queries=queries_in(split.test, split.gallery), recall=recall
+    )
 
 
 def _manifest(name: str, dim: int, spec: Preprocessing, backbone: str) -> BundleManifest:

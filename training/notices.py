@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from training.checkpoint import UNTRAINED
 from training.config.job import Job
 from training.data.records import Split
 from training.evaluation.interval import queries_in, with_interval
 from training.shares import LEAST, WIDEST
-from training.start import goes_on
 from training.state import VALIDATION, Row
 
 _FEW_STEPS = 100
@@ -61,17 +61,15 @@ def _at_a_bound(scale: float) -> bool:
     return min(abs(scale - WIDEST), abs(scale * WIDEST - 1) * WIDEST) < 1e-6 * WIDEST
 
 
-def began_with(job: Job) -> str:
-    """What `Run.trunk` has the figures of."""
-    return "the model that it went on from" if goes_on(job) else "the untrained trunk"
-
-
-def did_it_help(job: Job, split: Split, trunk: Row, figures: Row, validation: Row) -> list[str]:
+def did_it_help(
+    split: Split, began_with: str, trunk: Row, figures: Row, validation: Row
+) -> list[str]:
     """The model of a run beside what it began with, on the same held-out images.
 
     Args:
-        job, split: of the run.
-        trunk: figures of what it began with; those on validation classes with their prefix.
+        split: of the run.
+        began_with, trunk: what it began with and the figures of that; those on validation classes
+            with their prefix.
         figures, validation: of the model, on test and on validation classes.
     """
     said, worse = [], []
@@ -82,16 +80,16 @@ def did_it_help(job: Job, split: Split, trunk: Row, figures: Row, validation: Ro
             continue
         queries = queries_in(images, split.gallery if part == "test" else None)
         said.append(
-            f"{part} classes: R@1 {with_interval(model, queries)}; {began_with(job)} "
+            f"{part} classes: R@1 {with_interval(model, queries)}; {began_with} "
             f"{with_interval(before_it, queries)} ({model - before_it:+.1f} points)"
         )
         worse += [part] if model <= before_it else []
     if worse:
         cure = "Keep the bundle that it went on from"
-        if not goes_on(job):
+        if began_with == UNTRAINED:
             cure = "Export the trunk itself with `kinlens-train export RUN --trunk`"
         said.append(
-            f"The model is not better than {began_with(job)} on the {' and the '.join(worse)} "
+            f"The model is not better than {began_with} on the {' and the '.join(worse)} "
             f"classes: this training did not help. {cure}, or train on more classes."
         )
     return said

@@ -111,7 +111,7 @@ def _lines(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
 
 def _help(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
     """Whether the training helped, and what was said on the way."""
-    said = did_it_help(job, split, result.trunk, result.figures, result.validation)
+    said = did_it_help(split, result.began_with, result.trunk, result.figures, result.validation)
     for epoch in range(len(history)):
         said += after_epoch(job, history[: epoch + 1])
     return ["## Did it help?", "", *(f"- {sentence}" for sentence in said), ""] if said else []

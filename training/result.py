@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from embedder.errors import CheckpointError
+from training.checkpoint import UNTRAINED
 from training.state import Row
 
 RESULT = "result.json"
@@ -16,10 +17,10 @@ class Result:
     """What a finished run found; stored as `result.json` in its folder.
 
     `figures` are those of the chosen model on the test classes ({} if the protocol never tests),
-    `validation` its figures on the validation classes ({} without any), `trunk` those of the
-    untrained trunk, or of the model that the run went on from, with the prefix of validation
-    classes. `seconds_per_epoch` is the median, without evaluation; `split_sha256` tells the
-    images, `versions` the packages that trained.
+    `validation` its figures on the validation classes ({} without any), `trunk` those of what
+    it `began_with`, the untrained trunk or the model that it went on from, with the prefix of
+    validation classes. `seconds_per_epoch` is the median, without evaluation; `split_sha256`
+    tells the images, `versions` the packages that trained.
     """
 
     job: dict[str, Any]
@@ -30,6 +31,7 @@ class Result:
     seconds_per_epoch: float
     split_sha256: str = ""
     trunk: Row = field(default_factory=dict)
+    began_with: str = UNTRAINED
     versions: dict[str, str] = field(default_factory=dict)
 
 

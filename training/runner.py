@@ -47,9 +47,12 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         seconds_per_epoch=statistics.median(row["seconds"] for row in history),
         split_sha256=split.sha256(),
         trunk=chosen.trunk,
+        began_with=chosen.began_with,
         versions={package: version(package) for package in _PACKAGES},
     )
-    for sentence in did_it_help(job, split, result.trunk, result.figures, result.validation):
+    for sentence in did_it_help(
+        split, result.began_with, result.trunk, result.figures, result.validation
+    ):
         listener.said(sentence)
     if is_main():
         write_report(folder, job, split, history, result)

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from embedder.errors import CheckpointError, TrainingError
 from training.bundle_weights import new_network
-from training.checkpoint import Checkpoint, load_checkpoint
+from training.checkpoint import UNTRAINED, Checkpoint, load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.records import Split
 from training.distributed import world
@@ -58,6 +58,7 @@ class Run:
     history: list[Row] = field(default_factory=list)
     trunk: Row = field(default_factory=dict)
     start: Row = field(default_factory=dict)
+    began_with: str = UNTRAINED
     average: AveragedModel | None = None
 
     @property
@@ -86,6 +87,7 @@ class Run:
             average=None if self.average is None else self.average.state_dict(),
             trunk=self.trunk,
             start=self.start,
+            began_with=self.began_with,
         )
 
     def warm_up(self, warm: bool) -> nn.Module:
@@ -184,6 +186,7 @@ def restore(run: Run, split: Split, path: Path) -> None:
     run.best_epoch, run.best_score = checkpoint.best_epoch, checkpoint.best_score
     run.history = list(checkpoint.history)
     run.trunk, run.start = dict(checkpoint.trunk), dict(checkpoint.start)
+    run.began_with = checkpoint.began_with
 
 
 def _load_objective(objective: Objective, checkpoint: Checkpoint, path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from embedder.errors import TrainingError
 from training import notices
-from training.checkpoint import BEST, FILE, save_checkpoint, seed_everything
+from training.checkpoint import BEST, FILE, UNTRAINED, save_checkpoint, seed_everything
 from training.config.job import Job
 from training.data.dataset import TrainingImages
 from training.data.records import LabelledImages, Split
@@ -32,7 +32,6 @@ from training.inference import (
     own_generator,
 )
 from training.network import averaged
-from training.notices import began_with
 from training.objective import Terms
 from training.runlog import RunLog
 from training.schedule import rate
@@ -104,7 +103,9 @@ def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: L
 
     (folder / BEST).unlink(missing_ok=True)  # of a start that was stopped before its first epoch
     net, pooled = run.net, _pooled(run, split)
-    began = embedded if goes_on(run.job) else functional.normalize
+    trained = goes_on(run.job)
+    run.began_with = "the model that it went on from" if trained else UNTRAINED
+    began = embedded if trained else functional.normalize
     for prefix, (parts, features) in pooled.items():
         run.trunk |= _figures_of_pooled(run, prefix, parts, features, began)
     start_from_trunk(run, split.train)
@@ -112,11 +113,11 @@ def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: L
         run.average = averaged(net, run.job)
     for prefix, (parts, features) in pooled.items():
         run.start |= _figures_of_pooled(run, prefix, parts, features, embedded)
-    if run.job.start.projection == "trunk" or goes_on(run.job):
+    if run.job.start.projection == "trunk" or trained:
         _choose(run, run.start, split, folder)
     if log is not None:
         log.write("start", 0, **{f"trunk {k}": v for k, v in run.trunk.items()}, **run.start)
-    for name, row in ((began_with(run.job), run.trunk), ("the network at step 0", run.start)):
+    for name, row in ((run.began_with, run.trunk), ("the network at step 0", run.start)):
         recalls = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if "R@1" in key)
         if recalls:
             listener.said(f"{name}: {recalls}")

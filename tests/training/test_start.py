@@ -12,6 +12,7 @@ from training.checkpoint import load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.load import load_split
 from training.evaluation.retrieval import recall_at
+from training.export import export_checkpoint
 from training.inference import embed
 from training.losses.build import build_loss
 from training.network import averaged, network_of
@@ -85,6 +86,22 @@ def test_the_trunk_is_measured_before_the_first_step_as_it_would_be_served(tmp_p
     assert result.trunk["R@1"] == recall_at(vectors, split.test.labels).at[1]
     assert any("the untrained trunk" in sentence for sentence in listener.sentences)
     assert "the untrained trunk" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_run_is_exported_where_its_weights_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated_weights(tmp_path / "weights.pth")
+    monkeypatch.setenv("SOME_WEIGHTS", str(tmp_path))
+    content = small_job(tmp_path / "products", regularized=False).as_dict()
+    content["model"] |= {"weights": "$SOME_WEIGHTS/weights.pth", "batch_norm": "frozen"}
+    job = started(parse_job(content))
+    split = load_split(job.data)
+    run_job(job, split, tmp_path / "run", Silent())
+    monkeypatch.delenv("SOME_WEIGHTS")
+    bundle = export_checkpoint(load_chosen(tmp_path / "run"), split, tmp_path / "bundle")
+    assert bundle.manifest.baseline is not None
+    assert bundle.manifest.baseline.model == "the untrained trunk"
 
 
 @pytest.mark.parametrize("choose_by", ["last", "validation"])

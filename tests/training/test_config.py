@@ -90,7 +90,7 @@ def test_a_job_survives_being_stored(tmp_path: Path) -> None:
 def test_a_job_stored_before_the_depth_of_r_had_its_name_means_what_it_did(
     old: bool, depth: str
 ) -> None:
-    content = load_job("cars196-half-detreg").as_dict()
+    content = load_job("cars196-half-determinant").as_dict()
     stored = content["regularizers"]["determinant"]
     assert stored.pop("depth") == "composed"
     stored["normalize_depth"] = old

@@ -1,0 +1,94 @@
+"""Files of earlier versions go on opening: see tests/golden/README.md."""
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from typer.testing import CliRunner
+
+from embedder.bundle import Bundle
+from embedder.session import OnnxEmbedder, SessionSettings
+from training.__main__ import app
+
+GOLDEN = Path(__file__).parent / "golden"
+BUNDLE_ID = "7762826234cc5b8f15a91155efcd82b70198845b36eb71b14fb227151305006a"
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("golden")
+    with tarfile.open(GOLDEN / "training.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def test_a_stored_bundle_opens_in_all_its_precisions(stored: Path) -> None:
+    bundle = Bundle.open(stored / "bundle")
+    assert bundle.bundle_id == BUNDLE_ID
+    assert bundle.precisions == ("fp32", "int8", "fp16")
+    assert bundle.manifest.baseline is not None
+    assert bundle.manifest.baseline.recall["R@1"] == pytest.approx(24.3, abs=0.1)
+    for precision in ("fp32", "auto"):
+        embedder = OnnxEmbedder.open(bundle, SessionSettings(precision=precision))
+        vectors = embedder.embed(bundle.golden_inputs())
+        cosines = (vectors * bundle.golden_vectors()).sum(1)
+        assert cosines.min() > 0.99
+
+
+def test_a_stored_calibration_says_the_same(stored: Path) -> None:
+    calibration = Bundle.open(stored / "bundle").manifest.calibration
+    assert calibration is not None
+    said = calibration.for_gallery(1_430).probability(np.array([0.5, 0.9]), np.array([1, 30]))
+    logits = 12 * np.array([0.5, 0.9]) - 6 - 0.7 * np.log(10)
+    logits -= 0.2 * np.log([1, 30]) + 0.5 * np.log([1, 50 / 21])
+    assert said == pytest.approx(1 / (1 + np.exp(-logits)), abs=2e-3)
+
+
+def kinlens_train(*arguments: object) -> str:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_a_stored_run_is_reported_evaluated_and_exported(stored: Path, tmp_path: Path) -> None:
+    run, images = stored / "run", f"data.root={tmp_path / 'images'}"
+    study = tmp_path / "study.json"
+    assert "| run | 1 | 24.3 | 10.4 |" in kinlens_train("report", study, run)
+    assert json.loads(study.read_text())["records"][0]["seed"] == 0
+    assert "R@1" in kinlens_train("evaluate", run, "--set", images)
+    kinlens_train("export", run, "--out", tmp_path / "bundle", "--set", images)
+    old, new = Bundle.open(stored / "bundle"), Bundle.open(tmp_path / "bundle")
+    assert np.abs(old.golden_vectors() - new.golden_vectors()).max() < 1e-4
+    assert old.manifest.split_sha256 == new.manifest.split_sha256
+    assert old.manifest.baseline == new.manifest.baseline
+
+
+def test_a_stored_run_goes_on(stored: Path, tmp_path: Path) -> None:
+    """As if it had been stopped after its first epoch."""
+    run = Path(shutil.copytree(stored / "run", tmp_path / "run"))
+    (run / "result.json").unlink()
+    checkpoint = torch.load(run / "checkpoint.pt", weights_only=True)
+    checkpoint |= {"epoch": 1, "evaluated": 1, "step": 6, "history": checkpoint["history"][:1]}
+    torch.save(checkpoint, run / "checkpoint.pt")
+    job = json.loads((run / "job.json").read_text())
+    job["data"]["root"] = str(tmp_path / "images")
+    (tmp_path / "job.toml").write_text(tomli_w.dumps(without_none(job)))
+    kinlens_train("fit", tmp_path / "job.toml", "--out", run, "--resume")
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows if row["kind"] == "epoch"][-1] == 2
+    assert json.loads((run / "result.json").read_text())["figures"]["R@1"] > 0
+
+
+def without_none(table: dict[str, Any]) -> dict[str, Any]:
+    """TOML has no null: what a job leaves out."""
+    return {
+        name: without_none(value) if isinstance(value, dict) else value
+        for name, value in table.items()
+        if value is not None
+    }

@@ -29,12 +29,12 @@ from embedder.bundle import Bundle
 from embedder.calibration import Calibration
 from embedder.errors import EvaluationError
 from embedder.session import OnnxEmbedder
-from training.calibration import calibration_error, fit_calibration, fit_logistic
-from training.calibration_pairs import NEIGHBOURS, Hits, search, some_queries
 from training.config.job import parse_job
 from training.data.layouts import OFFICIAL
 from training.data.load import load_split
 from training.data.official import read_official
+from training.export.calibration import calibration_error, fit_calibration, fit_logistic
+from training.export.calibration_pairs import NEIGHBOURS, Hits, search, some_queries
 
 SIZES = ("full", "half", "quarter")
 QUERIES = 1_000

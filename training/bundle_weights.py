@@ -12,10 +12,10 @@ from embedder.bundle import MANIFEST, Bundle
 from embedder.errors import CheckpointError
 from training.config.job import Job, expand_path, parse_job
 from training.config.model import Model
+from training.export.onnx_file import torch_embed
 from training.models.embedding import EmbeddingNet
 from training.models.folding import BATCH_NORMS
 from training.models.weights import State
-from training.onnx_file import torch_embed
 
 MAX_DIFFERENCE = 1e-3
 """Of a coordinate of the golden vectors: what another order of sums makes is a tenth of that."""

@@ -15,8 +15,8 @@ from training.models.embedding import EmbeddingNet
 from training.regularizers.determinant import DeterminantRegularizer
 from training.regularizers.graph_consistency import GraphConsistency
 from training.regularizers.non_isotropy import NonIsotropyRegularizer
+from training.regularizers.shares import Shares
 from training.regularizers.skewed_mean import SkewedMeanRegularizer, class_means
-from training.shares import Shares
 
 Parts = dict[str, Tensor]
 
@@ -35,8 +35,8 @@ class Objective(nn.Module):
     .. math:: w L + c_d (\lambda_1 R_{g_1} - \lambda_2 R_{g_2}) + \sum_r c_r \lambda_r R_r
 
     The scales c are 1 for fixed weights; for a regularizer with a `share` they are calibrated, see
-    `training.shares`, which also measures the share of each in some training steps: at flow 1 for
-    the determinant, at the proxies for a skewed mean of proxies, else at the features.
+    `training.regularizers.shares`, which also measures the share of each in some training steps: at
+    flow 1 for the determinant, at the proxies for a skewed mean of proxies, else at the features.
 
     All of it runs in float32, whatever the precision of the trunk.
 

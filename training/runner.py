@@ -13,8 +13,8 @@ from training.distributed import is_main, wait_for_all
 from training.files import replace_json
 from training.inference import choose_device, evaluate
 from training.network import network_of
-from training.notices import did_it_help
-from training.report import write_report
+from training.report.notices import did_it_help
+from training.report.page import write_report
 from training.result import RESULT, Result
 from training.state import OF_TERMS, VALIDATION, Row, on_validation
 from training.trainer import Listener, fit

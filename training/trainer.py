@@ -14,7 +14,6 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from embedder.errors import TrainingError
-from training import notices
 from training.checkpoint import BEST, FILE, UNTRAINED, save_checkpoint, seed_everything
 from training.config.job import Job
 from training.data.dataset import TrainingImages
@@ -33,7 +32,8 @@ from training.inference import (
 )
 from training.network import averaged
 from training.objective import Terms
-from training.runlog import RunLog
+from training.report import notices
+from training.report.log import RunLog
 from training.schedule import rate
 from training.start import goes_on, start_from_trunk
 from training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore

@@ -9,7 +9,7 @@ from torchvision.models import mobilenet_v2
 
 from embedder.preprocess import to_chw
 from training.config.job import Job, parse_job
-from training.data.rendered import render_view
+from training.rendered.catalogue import render_view
 
 
 def small_job(

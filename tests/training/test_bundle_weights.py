@@ -15,8 +15,8 @@ from training.checkpoint import load_checkpoint
 from training.config.job import Job, parse_job
 from training.config.model import Input, Model
 from training.data.load import load_split
-from training.export import export_backbone, export_checkpoint
-from training.onnx_file import torch_embed
+from training.export.bundle import export_backbone, export_checkpoint
+from training.export.onnx_file import torch_embed
 from training.state import create_run
 from training.trainer import fit
 

@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-import training.calibration as calibration_module
-import training.calibration_pairs as pairs_module
+import training.export.calibration as calibration_module
+import training.export.calibration_pairs as pairs_module
 from embedder.calibration import Calibration, Threshold
 from embedder.errors import EvaluationError
 from embedder.types import Embeddings
-from training.calibration import (
+from training.export.calibration import (
     FALSE_MATCHES,
     MIN_CLASSES,
     calibration_error,
@@ -15,7 +15,7 @@ from training.calibration import (
     least_score,
     wrong_pairs,
 )
-from training.calibration_pairs import NEIGHBOURS, Hits, sampled_ranks, search
+from training.export.calibration_pairs import NEIGHBOURS, Hits, sampled_ranks, search
 
 
 def clouds(

@@ -14,9 +14,9 @@ from tests.training.jobs import calibrated_weights, small_job
 from training import console
 from training.__main__ import app
 from training.config.model import Input, Model
-from training.data.rendered import Catalogue, write_catalogue
 from training.evaluation.interval import with_interval
-from training.export import export_backbone
+from training.export.bundle import export_backbone
+from training.rendered.catalogue import Catalogue, write_catalogue
 from training.result import Result
 
 runner = CliRunner()

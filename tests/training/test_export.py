@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-import training.export as export_module
-import training.onnx_file as onnx_module
-import training.variants as variants_module
+import training.export.bundle as export_module
+import training.export.onnx_file as onnx_module
+import training.export.variants as variants_module
 from embedder.bundle import Bundle
 from embedder.calibration import Calibration
 from embedder.errors import BundleError, DatasetError, ExportError
@@ -25,10 +25,10 @@ from training.config.model import Input, Model
 from training.data.load import load_split
 from training.data.records import Split
 from training.evaluation.retrieval import Recall
-from training.export import export_backbone, export_checkpoint, images_to_embed
+from training.export.bundle import export_backbone, export_checkpoint, images_to_embed
+from training.export.onnx_file import MAX_DIFFERENCE, PARITY_BATCHES, check_parity
 from training.models.backbones import BACKBONES
 from training.network import network_of
-from training.onnx_file import MAX_DIFFERENCE, PARITY_BATCHES, check_parity
 from training.protocols import with_protocol
 from training.trainer import fit
 

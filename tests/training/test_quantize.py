@@ -23,13 +23,13 @@ from tests.training.jobs import calibrated_weights, small_job
 from training.config.model import Model
 from training.data.load import load_split
 from training.data.records import Split
-from training.golden import golden_images
-from training.graph import trunk_nodes
-from training.half import convert_fp16
+from training.export.golden import golden_images
+from training.export.graph import trunk_nodes
+from training.export.half import convert_fp16
+from training.export.onnx_file import torch_embed, write_onnx
+from training.export.quantize import calibration_images, quantize_int8
+from training.export.variants import Reference, compare, every_second, make_variants
 from training.models.embedding import EmbeddingNet
-from training.onnx_file import torch_embed, write_onnx
-from training.quantize import calibration_images, quantize_int8
-from training.variants import Reference, compare, every_second, make_variants
 
 SPEC = Preprocessing(resize_px=36, crop_px=32)
 

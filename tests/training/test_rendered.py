@@ -9,9 +9,15 @@ from PIL import Image, JpegImagePlugin
 
 from embedder.errors import DatasetError
 from training.data import rendered
-from training.data.painting import lettering
-from training.data.rendered import Catalogue, class_name, describe, render_view, write_catalogue
-from training.data.shapes import SHAPES
+from training.rendered.catalogue import (
+    Catalogue,
+    class_name,
+    describe,
+    render_view,
+    write_catalogue,
+)
+from training.rendered.painting import lettering
+from training.rendered.shapes import SHAPES
 
 SMALL = Catalogue(products=3, views=2, size_px=48)
 UNSEEN = range(70, 90)

@@ -8,7 +8,7 @@ from embedder.errors import JobError
 from tests.training.jobs import Silent, small_job
 from training.__main__ import app
 from training.data.load import load_split
-from training.results import Record, Study, paired_difference, read_study, record_of, table
+from training.report.results import Record, Study, paired_difference, read_study, record_of, table
 from training.runner import run_job
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from training.separation import roc_area
+from training.export.separation import roc_area
 
 
 def pairs(

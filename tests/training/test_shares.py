@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tests.training.jobs import Silent, small_job
 from training.config.job import Job, parse_job
 from training.data.load import load_split
-from training.shares import WIDEST, Shares, gradient_norm
+from training.regularizers.shares import WIDEST, Shares, gradient_norm
 from training.state import create_run
 from training.trainer import fit
 

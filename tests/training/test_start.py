@@ -12,7 +12,7 @@ from training.checkpoint import load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.load import load_split
 from training.evaluation.retrieval import recall_at
-from training.export import export_checkpoint
+from training.export.bundle import export_checkpoint
 from training.inference import embed
 from training.losses.build import build_loss
 from training.network import averaged, network_of

@@ -9,7 +9,7 @@ from torch import nn
 
 from embedder.errors import CheckpointError, JobError
 from training.config.model import Model
-from training.export import write_onnx
+from training.export.bundle import write_onnx
 from training.models.backbones import build_trunk, normalization_of
 from training.models.embedding import EmbeddingNet
 from training.models.folding import fold_batch_norm

@@ -13,7 +13,7 @@ def compare(
 
     Example: kinlens-train compare runs/cars196-half-proxy-anchor runs/cars196-half-determinant
     """
-    from training.comparison import differing_settings, read_run, remarks, table
+    from training.report.comparison import differing_settings, read_run, remarks, table
 
     found = [read_run(folder) for folder in runs]
     lines = [*table(found), "", *(f"- {remark}" for remark in remarks(found))]

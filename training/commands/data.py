@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from training.console import console, progress_bar
-from training.data.rendered import Catalogue, write_catalogue
+from training.rendered.catalogue import Catalogue, write_catalogue
 
 app = typer.Typer(
     help="Make, fetch and look at data sets.",

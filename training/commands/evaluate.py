@@ -69,7 +69,7 @@ def evaluate(
 def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
     """Figures of images searched among the others or, with two parts, in the second."""
     from training.evaluation.suite import evaluate_embeddings
-    from training.export import embed_with
+    from training.export.bundle import embed_with
 
     with progress_bar() as bar:
         task = bar.add_task("embed", total=sum(map(len, parts)))

@@ -49,7 +49,7 @@ def export(
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
     from training.distributed import require_alone
-    from training.export import export_backbone
+    from training.export.bundle import export_backbone
 
     require_alone()
     if trunk and run is None:
@@ -77,7 +77,7 @@ def _of_run(
     skip_refused: bool,
     trunk: bool,
 ) -> Bundle:
-    from training.export import export_checkpoint, export_trunk, images_to_embed
+    from training.export.bundle import export_checkpoint, export_trunk, images_to_embed
     from training.runner import load_chosen
 
     checkpoint = load_chosen(run)

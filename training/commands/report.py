@@ -34,7 +34,7 @@ def report(
 
     kinlens-train report docs/results/cars.json --page docs/results.md
     """
-    from training.results import read_study, record_of, replace_block, table, write_study
+    from training.report.results import read_study, record_of, replace_block, table, write_study
 
     known = read_study(study)
     others = dict(_pair(text) for text in against or ())

@@ -19,9 +19,9 @@ from training.data.folder import read_folder
 from training.data.layouts import OFFICIAL
 from training.data.official import read_official
 from training.data.records import Split, without_small_classes
-from training.data.rendered import Catalogue, write_catalogue
 from training.data.splits import split_by_class
 from training.data.table import read_table, split_by_column
+from training.rendered.catalogue import Catalogue, write_catalogue
 
 Progress = Callable[[], None]
 

@@ -13,7 +13,7 @@ from embedder.manifest import Preprocessing
 from embedder.types import Images
 from training.data.dataset import EvaluationImages
 from training.data.records import LabelledImages
-from training.graph import trunk_nodes
+from training.export.graph import trunk_nodes
 
 CALIBRATION_IMAGES = 200
 _BATCH = 8

@@ -17,8 +17,8 @@ from embedder.session import OnnxEmbedder, SessionSettings, create_session
 from embedder.types import Embeddings, Images
 from training.data.records import LabelledImages
 from training.evaluation.retrieval import recall_at, retrieval
-from training.half import convert_fp16
-from training.quantize import calibration_images, quantize_int8
+from training.export.half import convert_fp16
+from training.export.quantize import calibration_images, quantize_int8
 
 MAX_RECALL_LOSS = 0.5
 """Points of R@1 that a precision may lose."""

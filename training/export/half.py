@@ -9,7 +9,7 @@ import onnx
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from embedder.errors import ExportError
-from training.graph import trunk_nodes
+from training.export.graph import trunk_nodes
 
 _LARGEST = float(np.finfo(np.float16).max)
 _STAYS = frozenset(("ConstantOfShape", "Range", "Resize"))

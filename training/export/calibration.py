@@ -14,7 +14,7 @@ from embedder.calibration import Calibration, Threshold, log_tail
 from embedder.errors import EvaluationError
 from embedder.manifest import HeldOutSplit
 from embedder.types import Embeddings
-from training.calibration_pairs import (
+from training.export.calibration_pairs import (
     NEIGHBOURS,
     Pairs,
     joined,
@@ -23,7 +23,7 @@ from training.calibration_pairs import (
     search_parts,
     some_queries,
 )
-from training.separation import Area, roc_area
+from training.export.separation import Area, roc_area
 
 FALSE_MATCHES = (0.01, 0.05, 0.10)
 MIN_CLASSES = 16

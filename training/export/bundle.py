@@ -33,7 +33,6 @@ from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder, SessionSettings
 from embedder.types import Embeddings, Images
 from training.bundle_weights import new_network
-from training.calibration import fit_calibration
 from training.checkpoint import Checkpoint
 from training.config.job import parse_job
 from training.config.model import Input, Model
@@ -41,12 +40,13 @@ from training.data.dataset import EvaluationImages
 from training.data.records import LabelledImages, Split
 from training.evaluation.interval import queries_in
 from training.evaluation.retrieval import Recall, recall_at, retrieval
-from training.golden import golden_images
+from training.export.calibration import fit_calibration
+from training.export.golden import golden_images
+from training.export.onnx_file import check_parity, torch_embed, write_onnx
+from training.export.variants import OnRefusal, Reference, make_variants
 from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet
 from training.network import network_of
-from training.onnx_file import check_parity, torch_embed, write_onnx
-from training.variants import OnRefusal, Reference, make_variants
 
 MAX_RECALL_DIFFERENCE = 0.1  # points of R@1
 _BATCH = 64

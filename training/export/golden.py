@@ -5,7 +5,7 @@ import io
 from PIL import Image
 
 from embedder.manifest import Preprocessing
-from training.data.rendered import render_view
+from training.rendered.catalogue import render_view
 
 _IMAGES = 8
 _SCALES = (1.3, 2.5)

@@ -14,9 +14,9 @@ from matplotlib import pyplot as plt
 from training.config.job import Job
 from training.data.records import Split
 from training.distributed import world
-from training.notices import after_epoch, did_it_help
+from training.regularizers.shares import LEAST
+from training.report.notices import after_epoch, did_it_help
 from training.result import Result
-from training.shares import LEAST
 from training.state import Row, on_validation
 
 Rows = Sequence[Row]

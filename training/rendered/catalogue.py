@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from embedder.errors import DatasetError
-from training.data.painting import PATTERNS, Canvas, Plane, Skin
-from training.data.scenery import SCHEMES, backdrop, occlude, rgb, shadowed
-from training.data.shapes import SHAPES
+from training.rendered.painting import PATTERNS, Canvas, Plane, Skin
+from training.rendered.scenery import SCHEMES, backdrop, occlude, rgb, shadowed
+from training.rendered.shapes import SHAPES
 
 _DRAWING = 1  # raised whenever the same numbers give other pixels
 _FILE = "catalogue.json"

@@ -3,7 +3,7 @@
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter
 
-from training.data.painting import Colour, Plane
+from training.rendered.painting import Colour, Plane
 
 _TONES = ("#d9cbb8", "#b39b84", "#9aa5ab", "#cfd6d2", "#8a7565", "#e8e2d9", "#b3bdae", "#ccb09b")
 SCHEMES: dict[str, tuple[str, str, str]] = {

@@ -6,7 +6,7 @@ from training.checkpoint import UNTRAINED
 from training.config.job import Job
 from training.data.records import Split
 from training.evaluation.interval import queries_in, with_interval
-from training.shares import LEAST, WIDEST
+from training.regularizers.shares import LEAST, WIDEST
 from training.state import VALIDATION, Row
 
 _FEW_STEPS = 100

@@ -31,7 +31,7 @@ from training.config.job import Job, parse_job
 from training.data.dataset import TrainingImages
 from training.data.load import load_split
 from training.data.samplers import build_sampler
-from training.inference import autocast
+from training.device import autocast
 from training.models.embedding import EmbeddingNet
 from training.state import create_run
 from training.trainer import train_step

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from embedder.errors import CheckpointError
+from training.average import Average
+from training.config.job import Job, parse_job
+from training.models.embedding import EmbeddingNet
 
 FILE = "checkpoint.pt"
 BEST = "best.pt"
@@ -41,6 +44,18 @@ class Checkpoint:
     trunk: dict[str, float] = field(default_factory=dict)
     start: dict[str, float] = field(default_factory=dict)
     began_with: str = UNTRAINED
+    cuda_rng: Tensor | None = None
+
+    def network(self) -> tuple[Job, EmbeddingNet]:
+        """The job and its trained network, in evaluation mode on the CPU."""
+        job = parse_job(self.job, origin="the job in the checkpoint")
+        random_start = job.model.model_copy(update={"weights": "none"})
+        net = EmbeddingNet(random_start, job.regularizers.determinant)
+        if self.average is None:
+            net.load_state_dict(self.net)
+        else:
+            net.load_state_dict(Average.weights(self.average))
+        return job, net.eval()
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

@@ -1,4 +1,4 @@
-"""Run a network over images: devices, precision, embeddings, recall."""
+"""Run a network over images: embeddings and their figures."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from embedder.errors import DatasetError, TrainingError
+from embedder.errors import DatasetError
 from training.config.job import Job
-from training.config.optimizer import Runtime
 from training.data.dataset import EvaluationImages
 from training.data.records import LabelledImages, labels_in
 from training.distributed import gather_objects, is_main, rank, world
@@ -93,30 +92,6 @@ def embed(
     shares = [chunk for share in gather_objects(chunks) for chunk in share]
     vectors: NDArray[np.float32] = np.concatenate(shares)
     return vectors
-
-
-def choose_device(runtime: Runtime) -> torch.device:
-    """The device of the job. Raises: TrainingError if CUDA is asked for and absent."""
-    available = torch.cuda.is_available()
-    if runtime.device == "cuda" and not available:
-        raise TrainingError(
-            'runtime.device = "cuda", but torch sees no GPU. Check the driver, or set it to '
-            '"auto" or "cpu".'
-        )
-    return torch.device("cuda" if available and runtime.device != "cpu" else "cpu")
-
-
-def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:
-    """For training steps: bf16 where asked for or, under "auto", where the processor has it."""
-    if runtime.precision == "auto":
-        fast = (
-            torch.cuda.is_bf16_supported(including_emulation=False)
-            if device.type == "cuda"
-            else torch.cpu._is_avx512_bf16_supported()
-        )
-    else:
-        fast = runtime.precision == "bf16"
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
 
 
 def flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict[str, float]:

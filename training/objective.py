@@ -1,5 +1,6 @@
 """What is minimised: a loss, plus the regularizers that the job names, one or several."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,19 @@ class Objective(nn.Module):
             total = self._loss_weight * loss + sum(penalties.values())
         parts = {"loss": loss, **penalties, **watched}
         return Terms(total, {name: value.detach() for name, value in parts.items()})
+
+    def checkpoint(self) -> dict[str, Tensor]:
+        """Parameters, buffers and shares, for `restore`."""
+        shares = {f"shares.{name}": value for name, value in self.shares.state_dict().items()}
+        return {**self.state_dict(), **shares}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what `checkpoint` gave. Raises: RuntimeError for other parameters."""
+        own = {name: value for name, value in state.items() if not name.startswith("shares.")}
+        self.load_state_dict(own)
+        self.shares.load_state_dict(
+            {name.removeprefix("shares."): state[name] for name in state.keys() - own.keys()}
+        )
 
     def begin_epoch(self, epoch: int) -> None:
         """To be told after how many finished epochs the next one starts."""

@@ -9,10 +9,10 @@ from embedder.errors import JobError
 from training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint
 from training.config.job import Job
 from training.data.records import Split
+from training.device import choose_device
 from training.distributed import is_main, wait_for_all
 from training.files import replace_json
-from training.inference import choose_device, evaluate
-from training.network import network_of
+from training.inference import evaluate
 from training.report.notices import did_it_help
 from training.report.page import write_report
 from training.result import RESULT, Result
@@ -88,5 +88,5 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
     if chosen.epoch == len(history) and "R@1" in row:
         names = [name for name in row if not name.startswith(_NOT_OF_TEST)]
         return {name: row[name] for name in names if name not in _OF_TRAINING}
-    _, net = network_of(chosen)
+    _, net = chosen.network()
     return evaluate(net.to(choose_device(job.runtime)), split.test, job, split.gallery, full=True)

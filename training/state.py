@@ -8,18 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 from embedder.errors import CheckpointError, TrainingError
+from training.average import Average
 from training.bundle_weights import new_network
 from training.checkpoint import UNTRAINED, Checkpoint, load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.records import Split
+from training.device import choose_device
 from training.distributed import world
-from training.inference import choose_device
-from training.memory import keep_freed_memory
 from training.models.embedding import EmbeddingNet
-from training.network import averaged
 from training.objective import Objective, TrainingStep
 from training.stamp import changes
 
@@ -59,14 +57,13 @@ class Run:
     trunk: Row = field(default_factory=dict)
     start: Row = field(default_factory=dict)
     began_with: str = UNTRAINED
-    average: AveragedModel | None = None
+    average: Average | None = None
+    _model: tuple[bool, nn.Module] | None = None
 
     @property
     def served(self) -> EmbeddingNet:
         """The network that is evaluated and exported: the average of weights if there is one."""
-        net = self.net if self.average is None else self.average.module
-        assert isinstance(net, EmbeddingNet)
-        return net
+        return self.net if self.average is None else self.average.net
 
     def checkpoint(self, split: Split) -> Checkpoint:
         """What `restore` needs."""
@@ -77,7 +74,7 @@ class Run:
             classes=split.train.classes,
             split_sha256=split.sha256(),
             net=self.net.state_dict(),
-            objective=self.objective.state_dict(),
+            objective=self.objective.checkpoint(),
             optimizer=self.optimizer.state_dict(),
             rng=torch.get_rng_state(),
             history=self.history,
@@ -88,31 +85,33 @@ class Run:
             trunk=self.trunk,
             start=self.start,
             began_with=self.began_with,
+            cuda_rng=torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
         )
 
     def warm_up(self, warm: bool) -> nn.Module:
         """Rest the trunk, or wake it, and give the module whose output is minimised.
 
-        Under several ranks it is wrapped to average gradients.
+        Under several ranks it is wrapped to average gradients, anew only where the trunk's part
+        changes.
         """
         self.objective.begin_epoch(self.epoch)
+        if self._model is not None and self._model[0] == warm:
+            return self._model[1]
         for group in self.optimizer.param_groups:
             if group["name"] == "trunk":
                 for parameter in group["params"]:
                     parameter.requires_grad_(not warm)
-        step = TrainingStep(self.net, self.objective)
-        if world() == 1:
-            return step
-        return DistributedDataParallel(
-            step, device_ids=[self.device] if self.device.type == "cuda" else None
-        )
+        model: nn.Module = TrainingStep(self.net, self.objective)
+        if world() > 1:
+            ids = [self.device] if self.device.type == "cuda" else None
+            model = DistributedDataParallel(model, device_ids=ids)
+        self._model = (warm, model)
+        return model
 
 
 def create_run(job: Job, classes: int) -> Run:
     """A fresh network, objective and optimizer on the device of the job. Raises: TrainingError."""
     device = choose_device(job.runtime)
-    if device.type == "cpu":
-        keep_freed_memory()
     net = new_network(job).to(device)
     net.to(memory_format=torch.channels_last)
     if world() > 1 and job.model.batch_norm == "train":
@@ -122,7 +121,7 @@ def create_run(job: Job, classes: int) -> Run:
     kind = torch.optim.AdamW if job.optimizer.kind == "adamw" else torch.optim.Adam
     run = Run(job, net, objective, kind(groups, eps=job.optimizer.eps, fused=True), device)
     if job.optimizer.average is not None:
-        run.average = averaged(net, job)
+        run.average = Average(net, job.optimizer.average)
     return run
 
 
@@ -176,26 +175,22 @@ def restore(run: Run, split: Split, path: Path) -> None:
             "job, or start a new run with another --out."
         )
     run.net.load_state_dict(checkpoint.net)
-    _load_objective(run.objective, checkpoint, path)
+    try:
+        run.objective.restore(checkpoint.objective)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} has other parameters: {error}. Start a new run.") from error
     run.optimizer.load_state_dict(checkpoint.optimizer)
     if run.average is not None and checkpoint.average is not None:
         run.average.load_state_dict(checkpoint.average)
     torch.set_rng_state(checkpoint.rng)
+    if checkpoint.cuda_rng is not None and run.device.type == "cuda":
+        torch.cuda.set_rng_state(checkpoint.cuda_rng)
     run.epoch, run.step = checkpoint.epoch, checkpoint.step
     run.evaluated = checkpoint.evaluated
     run.best_epoch, run.best_score = checkpoint.best_epoch, checkpoint.best_score
     run.history = list(checkpoint.history)
     run.trunk, run.start = dict(checkpoint.trunk), dict(checkpoint.start)
     run.began_with = checkpoint.began_with
-
-
-def _load_objective(objective: Objective, checkpoint: Checkpoint, path: Path) -> None:
-    """Runs from before shares were measured have none to go on with. Raises: CheckpointError."""
-    found = objective.load_state_dict(checkpoint.objective, strict=False)
-    missing = [name for name in found.missing_keys if not name.startswith("shares.")]
-    if missing or found.unexpected_keys:
-        names = ", ".join([*missing, *found.unexpected_keys][:3])
-        raise CheckpointError(f"{path} has other parameters ({names}). Start a new run.")
 
 
 def _synchronized(net: EmbeddingNet, device: torch.device) -> EmbeddingNet:

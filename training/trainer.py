@@ -1,8 +1,10 @@
 """The training loop, in running order: batch, loss, step, log, evaluate, choose, save."""
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -14,15 +16,16 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from embedder.errors import TrainingError
+from training.average import Average
 from training.checkpoint import BEST, FILE, UNTRAINED, save_checkpoint, seed_everything
 from training.config.job import Job
 from training.data.dataset import TrainingImages
 from training.data.records import LabelledImages, Split
 from training.data.samplers import BatchSampler, build_sampler
 from training.data.table import write_table
+from training.device import autocast, on_device, tuned
 from training.distributed import is_main, rank, wait_for_all, world
 from training.inference import (
-    autocast,
     batches,
     embed,
     evaluate,
@@ -30,7 +33,6 @@ from training.inference import (
     figures_of,
     own_generator,
 )
-from training.network import averaged
 from training.objective import Terms
 from training.report import notices
 from training.report.log import RunLog
@@ -39,6 +41,8 @@ from training.start import goes_on, start_from_trunk
 from training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore
 
 _LOG_EVERY_STEPS = 10
+READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
+"""To read a number off a GPU is to wait for all that it has to do."""
 
 
 class Listener(Protocol):
@@ -110,7 +114,7 @@ def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: L
         run.trunk |= _figures_of_pooled(run, prefix, parts, features, began)
     start_from_trunk(run, split.train)
     if run.average is not None:
-        run.average = averaged(net, run.job)
+        run.average = Average(net, run.average.decay)
     for prefix, (parts, features) in pooled.items():
         run.start |= _figures_of_pooled(run, prefix, parts, features, embedded)
     if run.job.start.projection == "trunk" or trained:
@@ -161,16 +165,14 @@ def _train_epoch(
     run.net.train()
     run.objective.train()
     model = run.warm_up(run.epoch < run.job.optimizer.warmup_epochs)
-    losses, seen, watched = [], 0, defaultdict[str, list[float]](list)
-    for images, labels in batches(loader):
-        parts = train_step(run, model, images, labels, len(loader))
+    losses, watched = [], defaultdict[str, list[float]](list)
+    for step, parts in _steps(run, model, loader):
         losses.append(parts["total"])
         for name, value in parts.items():
             if name.startswith(OF_TERMS):
                 watched[name].append(value)
-        seen += len(labels) * world()
-        if log is not None and run.step % _LOG_EVERY_STEPS == 0:
-            log.write("step", run.step, **parts)
+        if log is not None and step % _LOG_EVERY_STEPS == 0:
+            log.write("step", step, **parts)
         listener.step_done(parts)
     run.epoch += 1
     seconds = time.perf_counter() - started
@@ -178,30 +180,42 @@ def _train_epoch(
         "epoch": float(run.epoch),
         "loss": sum(losses) / len(losses),
         "seconds": seconds,
-        "images_per_s": seen / seconds,
+        "images_per_s": len(losses) * run.job.optimizer.batch_size / seconds,
         **{name: sum(values) / len(values) for name, values in watched.items()},
     }
 
 
+def _steps(
+    run: Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[int, Row]]:
+    """A step for each batch; gives their numbers and terms, on a GPU some steps later."""
+    every = READ_EVERY_STEPS[run.device.type]
+    unread: list[tuple[dict[str, Tensor], Row]] = []
+    with tuned(run.device):
+        for images, labels in on_device(batches(loader), run.device):
+            parts = train_step(run, model, images, labels, len(loader))
+            unread.append((parts, run.objective.shares.figures()))
+            if len(unread) == every:
+                yield from _read(unread, run.step)
+                unread = []
+        yield from _read(unread, run.step)
+
+
 def train_step(
     run: Run, model: nn.Module, images: Tensor, labels: Tensor, steps_per_epoch: int
-) -> dict[str, float]:
-    """One step of `model`, made by `run.warm_up`; returns the terms of the objective.
+) -> dict[str, Tensor]:
+    """One step of `model`, made by `run.warm_up`; returns the terms of the objective, each ().
 
-    Raises: TrainingError if the loss is not finite; the parameters are then left as they were.
+    Images and labels are on the device of the run, and nothing is read off it. If the loss is not
+    finite, no parameter moves.
     """
     settings, optimizer = run.job.optimizer, run.optimizer
     factor = rate(settings, run.step, steps_per_epoch)
     for group in optimizer.param_groups:
         group["lr"] = factor * group["initial_lr"]
     with autocast(run.job.runtime, run.device):
-        terms: Terms = model(images.to(run.device), labels.to(run.device))
-    total = float(terms.total.detach())
-    if not np.isfinite(total):
-        raise TrainingError(
-            f"The loss is {total} at step {run.step + 1}. Lower the learning rates or the weights "
-            "of the regularizers; the last good checkpoint is kept."
-        )
+        terms: Terms = model(images, labels)
+    total = terms.total.detach()
     optimizer.zero_grad(set_to_none=True)
     terms.total.backward()  # type: ignore[no-untyped-call]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -209,12 +223,31 @@ def train_step(
         nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
     if settings.clip_value is not None:
         nn.utils.clip_grad_value_(parameters, settings.clip_value)
+    optimizer.found_inf = (~total.isfinite()).float()  # type: ignore[attr-defined]
     optimizer.step()
     if run.average is not None:
-        run.average.update_parameters(run.net)
+        run.average.update(run.net)
     run.step += 1
-    parts = {"total": total} | {name: float(value) for name, value in terms.parts.items()}
-    return parts | run.objective.shares.figures()
+    return {"total": total, **terms.parts}
+
+
+def _read(unread: list[tuple[dict[str, Tensor], Row]], last: int) -> Iterator[tuple[int, Row]]:
+    """The terms of the steps up to number `last`, in one copy off the device, and their shares.
+
+    Raises: TrainingError for a loss that is not finite.
+    """
+    if not unread:
+        return
+    names = list(unread[0][0])
+    found = torch.stack([torch.stack([p[n].double() for n in names]) for p, _ in unread]).tolist()
+    for step, values, (_, shares) in zip(count(last - len(unread) + 1), found, unread):
+        row = dict(zip(names, values, strict=True))
+        if not math.isfinite(row["total"]):
+            raise TrainingError(
+                f"The loss is {row['total']} at step {step}. Lower the learning rates or the "
+                "weights of the regularizers; the last good checkpoint is kept."
+            )
+        yield step, row | shares
 
 
 def _finish_epoch(

@@ -28,7 +28,6 @@ from training.evaluation.retrieval import Recall
 from training.export.bundle import export_backbone, export_checkpoint, images_to_embed
 from training.export.onnx_file import MAX_DIFFERENCE, PARITY_BATCHES, check_parity
 from training.models.backbones import BACKBONES
-from training.network import network_of
 from training.protocols import with_protocol
 from training.trainer import fit
 
@@ -100,7 +99,7 @@ def test_torch_and_onnx_agree_at_batch_sizes_that_were_never_traced(
     trained: Trained, size: int
 ) -> None:
     checkpoint, _, bundle = trained
-    _, net = network_of(checkpoint)
+    _, net = checkpoint.network()
     batch = np.resize(bundle.golden_inputs(), (size, 3, 32, 32))
     with torch.inference_mode():
         expected = net(torch.from_numpy(batch)).numpy()
@@ -231,7 +230,7 @@ def test_another_split_is_refused_since_its_test_classes_were_trained_on(
     trained: Trained, tmp_path: Path
 ) -> None:
     checkpoint, split, _ = trained
-    job, _ = network_of(checkpoint)
+    job, _ = checkpoint.network()
     other = load_split(job.data.model_copy(update={"split_seed": 3}))
     assert other.sha256() != split.sha256()
     with pytest.raises(DatasetError, match="may have been trained on"):
@@ -244,7 +243,7 @@ def test_vectors_that_are_not_finite_do_not_pass_the_gate(
     checkpoint, _, bundle = trained
     monkeypatch.setattr(onnx_module, "torch_embed", lambda net, x: np.full((len(x), 16), np.nan))
     with pytest.raises(ExportError, match="differs from torch by inf"):
-        check_parity(network_of(checkpoint)[1], OnnxEmbedder.open(bundle), bundle.golden_inputs())
+        check_parity(checkpoint.network()[1], OnnxEmbedder.open(bundle), bundle.golden_inputs())
 
 
 def test_golden_images_exercise_reduced_decoding_and_exif(trained: Trained) -> None:
@@ -262,7 +261,7 @@ def test_an_existing_bundle_is_not_overwritten(trained: Trained) -> None:
 def test_the_network_of_a_checkpoint_needs_no_weight_file(trained: Trained) -> None:
     checkpoint = trained[0]
     job = {**checkpoint.job, "model": {**checkpoint.job["model"], "weights": "/gone.pth"}}
-    network_of(dataclasses.replace(checkpoint, job=job))
+    dataclasses.replace(checkpoint, job=job).network()
 
 
 @pytest.mark.parametrize("name", BACKBONES)

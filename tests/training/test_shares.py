@@ -39,7 +39,7 @@ class Toy:
 
     def share(self) -> float:
         loss, penalty = self.terms()
-        scale = float(self.shares["pull"].scale)
+        scale = self.shares.terms["pull"].scale
         at = [self.point]
         return scale * float(gradient_norm(penalty, at) / gradient_norm(loss, at))
 
@@ -56,24 +56,24 @@ def test_after_the_calibration_the_scale_is_held() -> None:
     toy = Toy(0.05)
     for _ in range(EPOCH):
         toy.step()
-    held = float(toy.shares["pull"].scale)
+    held = toy.shares.terms["pull"].scale
     for _ in range(3 * EPOCH):
         toy.step()
-    assert float(toy.shares["pull"].scale) == held
+    assert toy.shares.terms["pull"].scale == held
 
 
 def test_a_gradient_that_all_but_vanishes_gives_a_bounded_scale() -> None:
     toy = Toy(0.2, strength=1e-12)
     for _ in range(EPOCH):
         toy.step()
-    assert float(toy.shares["pull"].scale) == pytest.approx(WIDEST)
+    assert toy.shares.terms["pull"].scale == pytest.approx(WIDEST)
 
 
 def test_a_penalty_that_is_far_too_strong_is_scaled_down_at_its_first_measurement() -> None:
     toy = Toy(0.2, strength=3.0)
     for _ in range(3):
         toy.step()
-    assert float(toy.shares["pull"].scale) < 0.5
+    assert toy.shares.terms["pull"].scale < 0.5
     for _ in range(EPOCH):
         toy.step()
     assert toy.share() == pytest.approx(0.2, rel=0.2)
@@ -87,14 +87,14 @@ def test_without_a_gradient_the_scale_waits_and_the_share_is_zero() -> None:
     toy.strength = 1e-3  # it begins to act, as a flow that was fitted first does
     for _ in range(EPOCH):
         toy.step()
-    assert float(toy.shares["pull"].scale) > 1
+    assert toy.shares.terms["pull"].scale > 1
 
 
 def test_a_fixed_weight_is_measured_and_never_scaled() -> None:
     toy = Toy(None)
     for _ in range(EPOCH):
         toy.step()
-    assert float(toy.shares["pull"].scale) == 1.0
+    assert toy.shares.terms["pull"].scale == 1.0
     assert toy.shares.figures()["share pull"] == pytest.approx(toy.share(), rel=0.2)
 
 

@@ -15,7 +15,6 @@ from training.evaluation.retrieval import recall_at
 from training.export.bundle import export_checkpoint
 from training.inference import embed
 from training.losses.build import build_loss
-from training.network import averaged, network_of
 from training.protocols import with_protocol
 from training.runner import load_chosen, run_job
 from training.start import WHITENING, set_projection, set_proxies
@@ -137,14 +136,13 @@ def test_the_average_is_that_of_the_weights_and_is_what_a_checkpoint_gives(tmp_p
     for count in range(4):
         with torch.no_grad():
             parameter.add_(1.0)
-        run.average.update_parameters(run.net)
+        run.average.update(run.net)
         decay = 0.0 if count == 0 else min(0.5, (1 + count) / (10 + count))
         expected = decay * expected + (1 - decay) * parameter.detach()
     torch.testing.assert_close(dict(run.served.named_parameters())[name], expected)
     split = load_split(job.data)
-    _, net = network_of(run.checkpoint(split))
+    _, net = run.checkpoint(split).network()
     torch.testing.assert_close(dict(net.named_parameters())[name], expected)
-    assert averaged(net, job).module is not net
 
 
 def test_a_start_that_the_job_cannot_have_is_refused(tmp_path: Path) -> None:

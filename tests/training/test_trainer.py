@@ -15,13 +15,14 @@ from training.config.job import Job, parse_job
 from training.config.optimizer import Optimizer, Runtime
 from training.data.load import load_split
 from training.data.records import Split
-from training.inference import autocast, choose_device, embed
+from training.device import autocast, choose_device
+from training.inference import embed
 from training.protocols import with_protocol
 from training.result import read_result
 from training.runner import load_chosen, run_job
 from training.schedule import rate
 from training.state import create_run
-from training.trainer import fit
+from training.trainer import fit, train_step
 
 
 class Stopping(Silent):
@@ -233,6 +234,30 @@ def test_the_trunk_rests_while_it_warms_up(products: Path, tmp_path: Path) -> No
 def test_a_loss_that_is_not_finite_stops_the_run(products: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"loss is (nan|inf) at step"):
         run(small_job(products, epochs=3, lr_trunk=1e30, lr_head=1e30), tmp_path)
+
+
+def test_a_step_whose_loss_is_not_finite_moves_nothing(products: Path) -> None:
+    run = create_run(small_job(products), 3)
+    before = {n: p.detach().clone() for n, p in run.net.named_parameters()}
+    model = run.warm_up(False)
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    with torch.no_grad():
+        run.objective.loss.proxies[0] = torch.inf
+    parts = train_step(run, model, images, torch.arange(6) % 3, 10)
+    assert not parts["total"].isfinite()
+    assert all(torch.equal(before[n], p) for n, p in run.net.named_parameters())
+
+
+def test_numbers_are_read_off_a_gpu_some_steps_later_and_none_is_lost(
+    products: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = small_job(products, epochs=2)
+    run(job, tmp_path / "each")
+    monkeypatch.setattr("training.trainer.READ_EVERY_STEPS", {"cpu": 2})
+    seen = Silent()
+    run(job, tmp_path / "some", listener=seen)
+    assert log_of(tmp_path / "some")[-1]["loss"] == log_of(tmp_path / "each")[-1]["loss"]
+    assert len(seen.steps) == 6
 
 
 def test_resuming_on_other_images_is_refused(products: Path, tmp_path: Path) -> None:

@@ -144,11 +144,10 @@ def _of_bundle(source: Path) -> _Model:
 def _of_run(source: Path) -> _Model:
     import torch
 
-    from training.network import network_of
     from training.runner import load_chosen
 
     checkpoint = load_chosen(source)
-    job, net = network_of(checkpoint)
+    job, net = checkpoint.network()
 
     def function(images: Any) -> Any:
         with torch.inference_mode():

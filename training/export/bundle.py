@@ -46,7 +46,6 @@ from training.export.onnx_file import check_parity, torch_embed, write_onnx
 from training.export.variants import OnRefusal, Reference, make_variants
 from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet
-from training.network import network_of
 
 MAX_RECALL_DIFFERENCE = 0.1  # points of R@1
 _BATCH = 64
@@ -108,7 +107,7 @@ def export_checkpoint(
     Raises: DatasetError if `split` is not the one of the run; ExportError, BundleError.
     """
     split.require(checkpoint.split_sha256, "The checkpoint")
-    job, net = network_of(checkpoint)
+    job, net = checkpoint.network()
     manifest = _manifest(job.name, net.dim, job.input.preprocessing(), job.model.backbone)
     manifest = manifest.model_copy(
         update={

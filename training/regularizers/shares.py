@@ -1,9 +1,11 @@
 """How much of the gradient a regularizer makes, and the scale that gives it a wanted share."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 WIDEST = 100.0
 """A calibrated weight stays within 1/100 to 100 times the one that the job gives."""
@@ -17,7 +19,8 @@ _FEWEST_MEASUREMENTS = 8
 _TRUST = 0.4  # in a new measurement, against those before it
 
 
-class Share(nn.Module):
+@dataclass
+class Share:
     r"""The scale c of one penalty: 1, or set from the penalty's measured share of the gradient,
 
     .. math:: \frac{c \, \lVert \nabla_\theta R \rVert}{\lVert \nabla_\theta L \rVert},
@@ -30,104 +33,107 @@ class Share(nn.Module):
     chased for longer: the gradient of a penalty that saturates vanishes, and a weight that follows
     it grows until it destroys the embedding.
 
-    All that it knows are buffers, so that a resumed run goes on with them.
-
-    Args:
-        wanted: share to calibrate c to; None fixes c at 1.
+    `wanted` is the share to calibrate c to, None fixes c at 1; `last` is the share as last
+    measured, negative before that, and `measured` how often it was.
     """
 
-    scale: Tensor
-    last: Tensor
-    measured: Tensor
+    wanted: float | None
+    scale: float = 1.0
+    last: float = -1.0
+    measured: int = 0
 
-    def __init__(self, wanted: float | None) -> None:
-        super().__init__()
-        self.wanted = wanted
-        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
-        self.register_buffer("last", -torch.ones((), dtype=torch.float64))  # not yet measured
-        self.register_buffer("measured", torch.zeros((), dtype=torch.int64))
-
-    def observe(self, loss: Tensor, penalty: Tensor, calibration: int) -> None:
-        """Take note of the norms of both gradients, (), that of the penalty at scale 1.
+    def observe(self, loss: float, penalty: float, calibration: int) -> None:
+        """Take note of the norms of both gradients, that of the penalty at scale 1.
 
         The first `calibration` measurements with a gradient of the penalty set the scale. Without
         a gradient of the loss there is nothing to compare with.
         """
         if not loss > 0:
             return
-        ratio = penalty.double() / loss.double()
-        if not bool(torch.isfinite(ratio) & (ratio > 0)):
-            self.last.zero_()
+        ratio = penalty / loss
+        if not (math.isfinite(ratio) and ratio > 0):
+            self.last = 0.0
             return
         if self.calibrates(calibration):
-            wanted = torch.log((self.wanted or 0.0) / ratio)
-            if int(self.measured) < calibration // 3:
-                mean = wanted.clamp(max=0.0)
+            wanted = math.log((self.wanted or 0.0) / ratio)
+            if self.measured < calibration // 3:
+                mean = min(wanted, 0.0)
             else:
-                trust = _TRUST if int(self.measured) > calibration // 3 else 1.0
-                mean = trust * wanted + (1 - trust) * self.scale.log()
-            self.scale.copy_(mean.exp().clamp(1 / WIDEST, WIDEST))
+                trust = _TRUST if self.measured > calibration // 3 else 1.0
+                mean = trust * wanted + (1 - trust) * math.log(self.scale)
+            self.scale = min(max(math.exp(mean), 1 / WIDEST), WIDEST)
         self.measured += 1
-        self.last.copy_(self.scale * ratio)
+        self.last = self.scale * ratio
 
     def calibrates(self, calibration: int) -> bool:
         """Whether the next measurement is one of the calibration."""
-        return self.wanted is not None and int(self.measured) < calibration
+        return self.wanted is not None and self.measured < calibration
 
 
-class Shares(nn.Module):
+class Shares:
     """The shares of the penalties of an objective, measured in some of its training steps.
 
-    `calibration_steps`: length of the calibration; who trains sets it to an epoch.
+    Plain numbers, not buffers: no step waits for a GPU to read them. `calibration_steps` is the
+    length of the calibration; who trains sets it to an epoch.
 
     Args:
         wanted: the share that each penalty is to have, None for a fixed scale.
     """
 
-    steps: Tensor
-
     def __init__(self, wanted: Mapping[str, float | None]) -> None:
-        super().__init__()
-        self.terms = nn.ModuleDict({name: Share(share) for name, share in wanted.items()})
+        self.terms = {name: Share(share) for name, share in wanted.items()}
         self.calibration_steps = 1
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def __getitem__(self, name: str) -> Share:
-        share = self.terms[name]
-        assert isinstance(share, Share)
-        return share
+        self.steps = 0
 
     def is_due(self) -> bool:
         """Count a training step; whether it is one to measure."""
         self.steps += 1
-        step = int(self.steps)
-        if step % _CALIBRATE_EVERY == 0 and any(
-            self[name].calibrates(self._measurements) for name in self.terms
+        number = self._measurements
+        if self.steps % _CALIBRATE_EVERY == 0 and any(
+            term.calibrates(number) for term in self.terms.values()
         ):
             return True
-        return step % _MEASURE_EVERY == 0 and len(self.terms) > 0
+        return self.steps % _MEASURE_EVERY == 0 and len(self.terms) > 0
 
     def measure(
         self, loss: Tensor, penalties: Mapping[str, Tensor], sites: Mapping[str, Sequence[Tensor]]
     ) -> None:
         """Observe each penalty at scale 1, (), beside the loss, (), at its site."""
         for name, penalty in penalties.items():
-            site = sites[name]
-            beside = gradient_norm(loss, site)
-            self[name].observe(beside, gradient_norm(penalty, site), self._measurements)
+            beside = float(gradient_norm(loss, sites[name]))
+            own = float(gradient_norm(penalty, sites[name]))
+            self.terms[name].observe(beside, own, self._measurements)
 
     def scaled(self, penalties: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Each penalty times its scale."""
-        return {name: self[name].scale.to(x.dtype) * x for name, x in penalties.items()}
+        return {name: self.terms[name].scale * x for name, x in penalties.items()}
 
     def figures(self) -> dict[str, float]:
         """For the log: "share NAME" as last measured, once it was, and "scale NAME"."""
-        found = {}
-        for name in self.terms:
-            if self[name].last >= 0:
-                found[f"share {name}"] = float(self[name].last)
-                found[f"scale {name}"] = float(self[name].scale)
+        found: dict[str, float] = {}
+        for name, term in self.terms.items():
+            if term.last >= 0:
+                found |= {f"share {name}": term.last, f"scale {name}": term.scale}
         return found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resumed run goes on with."""
+        state = {"steps": torch.tensor(self.steps)}
+        for name, term in self.terms.items():
+            state[f"terms.{name}.scale"] = torch.tensor(term.scale, dtype=torch.float64)
+            state[f"terms.{name}.last"] = torch.tensor(term.last, dtype=torch.float64)
+            state[f"terms.{name}.measured"] = torch.tensor(term.measured)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what a run had measured; one from before shares had nothing."""
+        if not state:
+            return
+        self.steps = int(state["steps"])
+        for name, term in self.terms.items():
+            term.scale = float(state[f"terms.{name}.scale"])
+            term.last = float(state[f"terms.{name}.last"])
+            term.measured = int(state[f"terms.{name}.measured"])
 
     @property
     def _measurements(self) -> int:

@@ -1,0 +1,101 @@
+"""Where a run computes: its device and precision, and what makes training steps fast there."""
+
+import ctypes
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from embedder.errors import TrainingError
+from training.config.optimizer import Runtime
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of malloc.h
+_LIBC_DEFAULTS = {_MMAP_MAX: 65_536, _TRIM_THRESHOLD: 128 * 1024}
+_KEEP_ALL = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1}
+
+Batch = tuple[Tensor, Tensor]
+
+
+def choose_device(runtime: Runtime) -> torch.device:
+    """The device of the job. Raises: TrainingError if CUDA is asked for and absent."""
+    available = torch.cuda.is_available()
+    if runtime.device == "cuda" and not available:
+        raise TrainingError(
+            'runtime.device = "cuda", but torch sees no GPU. Check the driver, or set it to '
+            '"auto" or "cpu".'
+        )
+    return torch.device("cuda" if available and runtime.device != "cpu" else "cpu")
+
+
+def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:
+    """For training steps: bf16 where asked for or, under "auto", where the processor has it."""
+    if runtime.precision == "auto":
+        fast = (
+            torch.cuda.is_bf16_supported(including_emulation=False)
+            if device.type == "cuda"
+            else torch.cpu._is_avx512_bf16_supported()
+        )
+    else:
+        fast = runtime.precision == "bf16"
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
+
+
+@contextmanager
+def tuned(device: torch.device) -> Iterator[None]:
+    """A block of training steps, all of one shape: what is set for the process is put back.
+
+    On a GPU cuDNN times its algorithms once, and what stays in float32 (flows, losses) may use
+    TF32. On a CPU with glibc freed memory is kept for the next step: a step allocates and frees the
+    same hundreds of megabytes again and again, and to have the system clear every page anew costs a
+    tenth of it.
+    """
+    if device.type == "cuda":
+        benchmark = torch.backends.cudnn.benchmark
+        precision = torch.get_float32_matmul_precision()
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.backends.cudnn.benchmark = benchmark
+            torch.set_float32_matmul_precision(precision)
+        return
+    _set_malloc(_KEEP_ALL)
+    try:
+        yield
+    finally:
+        _set_malloc(_LIBC_DEFAULTS)
+
+
+def _set_malloc(options: dict[int, int]) -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for name, value in options.items():
+            mallopt(name, value)
+
+
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on `device`; on a GPU each is copied, from pinned memory, while the one before
+    it is used."""
+    if device.type != "cuda":
+        yield from batches
+        return
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    work = torch.cuda.current_stream(device)
+    ready: Batch | None = None
+    for images, labels in batches:
+        with torch.cuda.stream(copies):
+            arriving = (
+                images.to(device, non_blocking=True),
+                labels.to(device, non_blocking=True),
+            )
+        if ready is not None:
+            yield ready
+        work.wait_stream(copies)
+        for tensor in arriving:
+            tensor.record_stream(work)
+        ready = arriving
+    if ready is not None:
+        yield ready

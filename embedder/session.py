@@ -27,6 +27,17 @@ from embedder.types import Embeddings, Images
 _MAX_GOLDEN_PIXEL_DIFFERENCE = 0.5  # grey levels, mean over an image: rounding, not another resize
 _MAX_BATCH = 64
 
+PROVIDER_OPTIONS: dict[str, dict[str, str]] = {
+    "cpu": {},
+    "cuda": {
+        # Looked up, where the default times all algorithms anew at each shape.
+        "cudnn_conv_algo_search": "HEURISTIC",
+        # Not powers of two: FAISS and other processes share the memory.
+        "arena_extend_strategy": "kSameAsRequested",
+    },
+}
+"""What onnxruntime is told about each device."""
+
 
 class Embedder(Protocol):
     """Whatever turns image bytes into unit vectors. Thread safe."""
@@ -70,6 +81,7 @@ class SessionSettings:
     CPU, fp16 for the GPU; either runs on the other too, without gain. Vectors of all precisions
     of a bundle may be compared with each other. "auto" takes int8 on a CPU, fp16 on a GPU, where
     the bundle has it, its golden vectors hold and the CPU gains from it; fp32 anywhere else.
+    Of several GPUs the process takes the first that CUDA_VISIBLE_DEVICES shows it.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -96,7 +108,6 @@ class OnnxEmbedder:
         self.precision_reason = "asked for"
         self._session = session
         self.limits = limits
-        self._input = session.get_inputs()[0].name
 
     @classmethod
     def open(
@@ -191,7 +202,8 @@ class OnnxEmbedder:
 
     def _run(self, images: Images) -> Embeddings:
         try:
-            vectors: Embeddings = self._session.run(None, {self._input: images})[0]
+            run = run_plain if self.provider == PROVIDERS["cpu"] else run_bucketed
+            vectors = run(self._session, images)
         except Exception as error:
             # onnxruntime raises a family of unrelated classes.
             raise BundleError(
@@ -235,12 +247,36 @@ def _faster(fast: OnnxEmbedder, plain: OnnxEmbedder, gain: Gain) -> OnnxEmbedder
     return chosen
 
 
+def run_plain(session: ort.InferenceSession, images: Images) -> Embeddings:
+    """A run on a CPU, of a batch as it is."""
+    vectors: Embeddings = session.run(None, {session.get_inputs()[0].name: images})[0]
+    return vectors
+
+
+def run_bucketed(session: ort.InferenceSession, images: Images) -> Embeddings:
+    """A run on a GPU: the batch is filled up to a power of two, and its buffers are bound.
+
+    A GPU library prepares itself for each new shape, which takes longer than the images that fill
+    the batch; with 1, 2, 4, ... 64 images there are seven shapes in all.
+    """
+    count = len(images)
+    size = 1 << (count - 1).bit_length()
+    filled = np.concatenate([images, np.repeat(images[-1:], size - count, axis=0)])
+    binding = session.io_binding()
+    binding.bind_cpu_input(session.get_inputs()[0].name, np.ascontiguousarray(filled))
+    binding.bind_output(session.get_outputs()[0].name)
+    session.run_with_iobinding(binding)
+    vectors: Embeddings = binding.copy_outputs_to_cpu()[0][:count]
+    return vectors
+
+
 def create_session(model: Path, settings: SessionSettings) -> ort.InferenceSession:
     """An ONNX file ready to run. Raises: BundleCorruptError, ProviderError."""
     wanted = PROVIDERS[settings.device]
-    chosen = [wanted] if wanted in ort.get_available_providers() else []
+    available = wanted in ort.get_available_providers()
+    chosen = [(wanted, PROVIDER_OPTIONS[settings.device])] if available else []
     if settings.device != "cpu":
-        chosen.append(PROVIDERS["cpu"])
+        chosen.append((PROVIDERS["cpu"], PROVIDER_OPTIONS["cpu"]))
     options = ort.SessionOptions()
     options.intra_op_num_threads = settings.threads
     options.inter_op_num_threads = 1

@@ -1,15 +1,18 @@
-"""Jobs small enough for a test: rendered products, MobileNetV2 from random weights at 32 px."""
+"""Jobs small enough for a test: rendered products at 32 px, a residual network of 4 blocks."""
 
 from pathlib import Path
 from typing import Any
 
+import timm
 import torch
 from torch import nn
-from torchvision.models import mobilenet_v2
 
 from embedder.preprocess import to_chw
 from training.config.job import Job, parse_job
 from training.rendered.catalogue import render_view
+
+TINY_TRUNK = "timm:test_resnet"
+TINY_CHANNELS = 96
 
 
 def small_job(
@@ -32,7 +35,12 @@ def small_job(
                 "size_px": 40,
             },
             "recall_at": [1, 2],
-            "model": {"dim": 16, "batch_norm": "train", **model},
+            "model": {
+                "backbone": TINY_TRUNK,
+                "dim": 16,
+                "batch_norm": "train",
+                **model,
+            },
             "input": {"size_px": 32, "resize_px": 36},
             "regularizers": determinant if regularized else {},
             "optimizer": {"epochs": 1, "batch_size": 4, "lr_trunk": 1e-3, **optimizer},
@@ -42,12 +50,9 @@ def small_job(
 
 
 def calibrated_weights(path: Path) -> Path:
-    """Write MobileNetV2 weights, random but with batch statistics of rendered products.
-
-    Without them an untrained network maps all images to nearly one vector.
-    """
+    """Write weights of the tiny trunk, random but with batch statistics of rendered products."""
     torch.manual_seed(0)
-    network = mobilenet_v2(weights=None).train()
+    network = timm.create_model(TINY_TRUNK.removeprefix("timm:")).train()
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from tests.training.jobs import TINY_TRUNK
 from training.checkpoint import seed_everything
 from training.config.job import Job, parse_job
 from training.config.losses import Loss
@@ -51,7 +52,7 @@ def _job(weights: Path, loss: dict[str, Any], regularizers: dict[str, Any]) -> J
         {
             "name": "step",
             "data": {"kind": "folder", "root": "unused"},
-            "model": {"weights": str(weights), "dim": 16},
+            "model": {"backbone": TINY_TRUNK, "weights": str(weights), "dim": 16},
             "input": {"size_px": SIZE, "resize_px": 36},
             "loss": loss,
             "regularizers": regularizers,

@@ -10,7 +10,7 @@ import torch
 from embedder.bundle import Bundle, write_bundle
 from embedder.errors import CheckpointError
 from embedder.session import OnnxEmbedder
-from tests.training.jobs import Silent, calibrated_weights, small_job
+from tests.training.jobs import TINY_TRUNK, Silent, calibrated_weights, small_job
 from training.checkpoint import load_checkpoint
 from training.config.job import Job, parse_job
 from training.config.model import Input, Model
@@ -54,8 +54,8 @@ def test_a_run_begins_with_the_embeddings_of_its_bundle(bundle: Bundle, batch_no
 
 def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(tmp_path: Path) -> None:
     weights = calibrated_weights(tmp_path / "weights.pth")
-    spec = Input(size_px=32, resize_px=36)
-    trunk = export_backbone("trunk", Model(weights=str(weights)), spec, tmp_path / "trunk")
+    spec, model = Input(size_px=32, resize_px=36), Model(backbone=TINY_TRUNK, weights=str(weights))
+    trunk = export_backbone("trunk", model, spec, tmp_path / "trunk")
     job = small_job(tmp_path / "products", weights=trunk.path)
     net = create_run(job, classes=3).net.cpu().eval()
     images = some_images(trunk)
@@ -70,7 +70,7 @@ def test_a_trunk_alone_lends_its_trunk_and_leaves_the_head(tmp_path: Path) -> No
     [
         ({"dim": 32}, r"model.dim is 16 there and 32 in the job"),
         ({"pooling": "gem"}, r"model.pooling is 'gap\+gmp' there and 'gem' in the job"),
-        ({"backbone": "resnet50"}, r"model.backbone is 'mobilenet_v2' there and 'resnet50'"),
+        ({"backbone": "resnet50"}, r"model.backbone is 'timm:test_resnet' there and 'resnet50'"),
         ({"batch_norm": "train"}, r'Set model.batch_norm to "frozen"'),
     ],
 )

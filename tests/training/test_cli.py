@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embedder.errors import KinlensError
-from tests.training.jobs import calibrated_weights
+from tests.training.jobs import TINY_CHANNELS, calibrated_weights
 from tests.training.official_layouts import write_layout
 from training.__main__ import app, main
 from training.config.job import load_job
@@ -28,6 +28,7 @@ def write_job(folder: Path) -> Path:
         views = 2
         size_px = 40
         [model]
+        backbone = "timm:test_resnet"
         weights = "{calibrated_weights(folder / "weights.pth")}"
         dim = 8
         [input]
@@ -69,7 +70,7 @@ def test_fit_evaluate_and_export_walk_the_road(tmp_path: Path) -> None:
     baseline = manifests[0]["baseline"]
     assert baseline == {"model": "the untrained trunk", "queries": 4, "recall": {"R@1": before}}
     assert manifests[1]["recall"]["R@1"] == before
-    assert (manifests[0]["dim"], manifests[1]["dim"]) == (8, 1280)
+    assert (manifests[0]["dim"], manifests[1]["dim"]) == (8, TINY_CHANNELS)
     of_run = runner.invoke(app, ["evaluate", str(out)]).output
     of_bundle = runner.invoke(app, ["evaluate", str(bundle)]).output
     figure = re.compile(r"R@1 \d+\.\d+")

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embedder.errors import KinlensError
-from tests.training.jobs import calibrated_weights, small_job
+from tests.training.jobs import TINY_TRUNK, calibrated_weights, small_job
 from training import console
 from training.__main__ import app
 from training.config.model import Input, Model
@@ -77,7 +77,9 @@ def test_a_bundle_without_a_job_is_evaluated_on_a_folder_or_a_list(tmp_path: Pat
     weights = calibrated_weights(tmp_path / "weights.pth")
     spec = Input(size_px=32, resize_px=36)
     out = tmp_path / "trunk"
-    bundle = str(export_backbone("trunk", Model(weights=str(weights)), spec, out).path)
+    bundle = str(
+        export_backbone("trunk", Model(backbone=TINY_TRUNK, weights=str(weights)), spec, out).path
+    )
     shop = tmp_path / "shop"
     write_catalogue(shop, Catalogue(3, 4, 40, 0))
     with pytest.raises(KinlensError, match="--data /my/shop"):

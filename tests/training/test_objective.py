@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embedder.errors import JobError, TrainingError
-from tests.training.jobs import calibrated_weights
+from tests.training.jobs import TINY_TRUNK, calibrated_weights
 from tests.training.ranks import NIR, REGULARIZERS
 from training.config.job import Job, parse_job
 from training.state import Run, create_run, parameter_groups
@@ -24,7 +24,7 @@ def job(weights: Path, regularizers: dict[str, Any], **tables: Any) -> Job:
     content = {
         "name": "objective",
         "data": {"kind": "folder", "root": "unused"},
-        "model": {"weights": str(weights), "dim": 16},
+        "model": {"backbone": TINY_TRUNK, "weights": str(weights), "dim": 16},
         "input": {"size_px": 32, "resize_px": 36},
         "regularizers": regularizers,
         "sampling": {"kind": "paired", "per_class": 2},

@@ -109,7 +109,7 @@ def test_a_training_that_harms_says_so_and_validation_keeps_step_zero(
 ) -> None:
     weights = calibrated_weights(tmp_path / "weights.pth")
     job = small_job(
-        tmp_path / "products", regularized=False, weights=weights, lr_trunk=30.0, epochs=2
+        tmp_path / "products", regularized=False, weights=weights, lr_trunk=0.1, epochs=2
     )
     fraction = 0.5 if choose_by == "validation" else 0.0
     content = started(job, validation_fraction=fraction, choose_by=choose_by).as_dict()

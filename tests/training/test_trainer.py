@@ -187,7 +187,7 @@ def test_criteria_and_flows_run_in_float32_under_bf16(products: Path) -> None:
         return hook
 
     watched = {
-        "trunk": state.net.trunk[0][0][0],
+        "trunk": next(m for m in state.net.trunk.modules() if isinstance(m, nn.Conv2d)),
         "projection": state.net.projection,
         "first": state.net.flow.layers[0].conditioner[0],
         "second": state.objective.determinant.second_flow.layers[0].conditioner[0],

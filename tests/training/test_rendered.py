@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, JpegImagePlugin
 
 from embedder.errors import DatasetError
-from training.data import rendered
+from training.rendered import catalogue
 from training.rendered.catalogue import (
     Catalogue,
     class_name,
@@ -40,7 +40,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         calls.append((product, view))
         return render_view(product, view, size_px=size_px, seed=seed)
 
-    monkeypatch.setattr(rendered, "render_view", counted)
+    monkeypatch.setattr(catalogue, "render_view", counted)
     return calls
 
 

@@ -30,9 +30,8 @@ from embedder.calibration import Calibration
 from embedder.errors import EvaluationError
 from embedder.session import OnnxEmbedder
 from training.config.job import parse_job
-from training.data.layouts import OFFICIAL
+from training.data.datasets import OFFICIAL, read_official
 from training.data.load import load_split
-from training.data.official import read_official
 from training.export.calibration import calibration_error, fit_calibration, fit_logistic
 from training.export.calibration_pairs import NEIGHBOURS, Hits, search, some_queries
 

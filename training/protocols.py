@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from embedder.errors import DatasetError
 from training.config.protocol import Protocol
 from training.data.records import LabelledImages, Split
-from training.data.splits import FEWEST
+from training.data.shop import FEWEST
 
 
 def with_protocol(split: Split, protocol: Protocol) -> Split:

@@ -22,8 +22,8 @@ from training.config.job import Job
 from training.data.dataset import TrainingImages
 from training.data.records import LabelledImages, Split
 from training.data.samplers import BatchSampler, build_sampler
-from training.data.table import write_table
 from training.device import autocast, on_device, tuned
+from training.data.shop import write_table
 from training.distributed import is_main, rank, wait_for_all, world
 from training.inference import (
     batches,

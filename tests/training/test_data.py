@@ -8,12 +8,10 @@ import scipy.io
 from embedder.errors import DatasetError
 from tests.tiny import encoded, picture
 from training.config.data import Cars196Data, CsvData, FolderData, RenderedData
-from training.data.cars import read_cars196
-from training.data.folder import read_folder
+from training.data.datasets import OFFICIAL, read_official
 from training.data.load import load_split
 from training.data.records import labelled
-from training.data.splits import split_by_class
-from training.data.table import read_table, write_table
+from training.data.shop import read_folder, read_table, split_by_class, write_table
 
 
 def fill(root: Path, *names: str) -> Path:
@@ -177,28 +175,30 @@ def test_cars196_trains_on_classes_1_to_98(cars: Path) -> None:
 
 def test_cars196_asserts_the_official_counts(cars: Path) -> None:
     with pytest.raises(DatasetError, match=r"4 train .*4 test .*8,054 .*8,131 .*allow_partial"):
-        read_cars196(cars)
+        read_official(OFFICIAL["cars196"], cars)
 
 
 def test_cars196_names_missing_images(cars: Path) -> None:
     (cars / "car_ims" / "000003.jpg").unlink()
     with pytest.raises(DatasetError, match=r"1 of the 8 images .*car_ims/000003.jpg"):
-        read_cars196(cars)
-    assert len(read_cars196(cars, allow_partial=True).train) == 3
+        read_official(OFFICIAL["cars196"], cars)
+    assert len(read_official(OFFICIAL["cars196"], cars, allow_partial=True).train) == 3
 
 
 def test_cars196_in_another_layout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="official layout"):
-        read_cars196(tmp_path)
+        read_official(OFFICIAL["cars196"], tmp_path)
     (tmp_path / "car_ims").mkdir()
     (tmp_path / "cars_annos.mat").write_bytes(b"not a mat file" * 20)
     with pytest.raises(DatasetError, match="not the annotation file"):
-        read_cars196(tmp_path)
+        read_official(OFFICIAL["cars196"], tmp_path)
 
 
 @pytest.mark.real_data
 def test_the_half_of_cars196_has_its_counts(shared_data: Path) -> None:
-    split = read_cars196(shared_data / "data" / "cars196-half", allow_partial=True)
+    split = read_official(
+        OFFICIAL["cars196"], shared_data / "data" / "cars196-half", allow_partial=True
+    )
     assert (len(split.train), len(split.test)) == (4052, 4092)
     assert (split.train.classes, split.test.classes) == (98, 98)
 

@@ -13,9 +13,8 @@ from embedder.errors import DatasetError
 from tests.tiny import encoded, picture
 from tests.training.official_layouts import KINDS, write_layout
 from training.commands.data import app
-from training.data import layouts
+from training.data.datasets import OFFICIAL, Count
 from training.data.doctor import Report, examine
-from training.data.official import Count
 
 SIZE = (48, 40)
 
@@ -185,7 +184,7 @@ def test_an_official_layout_is_recognised_and_counted(
     assert report.parts["train"] == Count(8, 2)
     assert {f.code for f in report.findings if f.is_problem} == {"counts"}
     assert examine(tmp_path, allow_partial=True).healthy
-    whole = replace(layouts.OFFICIAL[kind], expected=report.parts)
+    whole = replace(OFFICIAL[kind], expected=report.parts)
     monkeypatch.setattr("training.data.doctor.OFFICIAL", {kind: whole})
     assert "counts" not in found(examine(tmp_path))
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from embedder.errors import DatasetError
 from tests.training.official_layouts import KINDS, write_layout
 from training.commands.data import app
-from training.data.split_lists import write_lists
+from training.data.load import write_lists
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -22,8 +22,8 @@ def test_the_lists_name_existing_images_and_disjoint_classes(kind: str, tmp_path
     root = write_layout(kind, tmp_path / kind)
     written = write_lists(root, tmp_path / "lists", None, allow_partial=True)
     train, test = rows(tmp_path / "lists" / "train.csv"), rows(tmp_path / "lists" / "test.csv")
-    assert written.images["train"] == len(train) > 0
-    assert all((written.root / row["path"]).is_file() for row in (*train, *test))
+    assert len(written["train"]) == len(train) > 0
+    assert all((written["train"].root / row["path"]).is_file() for row in (*train, *test))
     assert not {row["class"] for row in train} & {row["class"] for row in test}
 
 

@@ -94,12 +94,12 @@ def split(
 
     Example: kinlens-train data split data/in-shop --out lists
     """
-    from training.data.split_lists import write_lists
+    from training.data.load import write_lists
 
-    written = write_lists(path, out, kind, allow_partial)
-    for name, count in written.images.items():
-        typer.echo(f"{name}: {count:,} images in {out / f'{name}.csv'}")
-    typer.echo(f"images: {written.root}")
+    lists = write_lists(path, out, kind, allow_partial)
+    for name, images in lists.items():
+        typer.echo(f"{name}: {len(images):,} images in {out / f'{name}.csv'}")
+    typer.echo(f"images: {lists['test'].root}")
 
 
 @app.command()
@@ -119,7 +119,6 @@ def doctor(
 
     Example: kinlens-train data doctor data/CUB_200_2011
     """
-    from training.commands.data_report import print_report
     from training.data.doctor import examine
 
     with progress_bar() as bar:
@@ -132,7 +131,8 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
-        print_report(report, typer.echo)
+        for line in report.lines():
+            typer.echo(line)
     if not report.healthy:
         raise typer.Exit(1)
 

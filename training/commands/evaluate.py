@@ -110,8 +110,7 @@ def _with_test_images(
 
 def _images(data: Path, overrides: list[str]) -> LabelledImages:
     """The images of a folder or a CSV. Raises: DatasetError."""
-    from training.data.folder import read_folder
-    from training.data.table import read_table
+    from training.data.shop import read_folder, read_table
 
     if overrides:
         raise JobError("--set changes the job's own images; with --data there is nothing to set.")

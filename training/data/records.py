@@ -1,7 +1,6 @@
 """Labelled images: what every data set loader returns."""
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
@@ -135,23 +134,3 @@ def labelled(root: Path, records: Iterable[tuple[str, str]]) -> LabelledImages:
     number = {name: index for index, name in enumerate(names)}
     labels = np.array([number[name] for _, name in ordered], dtype=np.int64)
     return LabelledImages(root, tuple(path for path, _ in ordered), labels, tuple(names))
-
-
-def without_small_classes(
-    root: Path, records: Iterable[tuple[str, str]], policy: str
-) -> list[tuple[str, str]]:
-    """Apply `small_classes`: a class with one image has no positive pair.
-
-    Raises: DatasetError under "refuse" if there is such a class.
-    """
-    records = list(records)
-    counts = Counter(name for _, name in records)
-    small = sorted(name for name, count in counts.items() if count < 2)
-    if small and policy == "refuse":
-        shown = ", ".join(repr(name) for name in small[:5]) + (", ..." if len(small) > 5 else "")
-        raise DatasetError(
-            f"{len(small)} of the {len(counts)} classes in {root} have only one image ({shown}); "
-            "a class needs at least 2 to have a pair. Add images, remove these classes, or set "
-            'data.small_classes = "drop".'
-        )
-    return [record for record in records if counts[record[1]] >= 2]

@@ -6,17 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
-from training.console import console, progress_bar
+from training.console import progress_bar
 from training.rendered.catalogue import Catalogue, write_catalogue
 
 app = typer.Typer(
@@ -54,25 +45,21 @@ def download(
     ] = None,
     keep_archive: Annotated[bool, typer.Option(help="Leave the archive in the folder.")] = False,
 ) -> None:
-    """Fetch an official data set: resumed after a break, checked, unpacked.
+    """Fetch an official data set: checked and unpacked; an archive that lies there is used.
 
     Example: kinlens-train data download cub --root data
     """
-    from training.data.download import find_source, instructions, obtain
-    from training.data.fetch import Patience
-    from training.data.sources import BY_HAND
+    from training.data.download import BY_HAND, find_source, obtain
 
     if name in BY_HAND:
-        typer.echo(instructions(name, root))
+        typer.echo(BY_HAND[name].format(root=root))
         raise typer.Exit(1)
     source = find_source(name)
     if (root / source.folder).exists():
         typer.echo(f"{root / source.folder} is there already; nothing was fetched.")
     else:
         typer.echo(f"{source.name} is given out {source.licence}.")
-        with _byte_bar() as bar:
-            patience = Patience(on_retry=lambda n, most: _say_retry(source.name, n, most))
-            obtain(source, root, _listener(bar), url, keep_archive, patience)
+        obtain(source, root, url, keep_archive, typer.echo)
     folder = root / source.folder
     typer.echo(f'data.kind = "{name}", data.root = "{folder}"')
     typer.echo(f"Check it: kinlens-train data doctor {folder}")
@@ -135,29 +122,3 @@ def doctor(
             typer.echo(line)
     if not report.healthy:
         raise typer.Exit(1)
-
-
-def _byte_bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-
-
-def _listener(bar: Progress) -> Callable[[str, int, int | None], None]:
-    tasks = {}
-
-    def listen(step: str, done: int, total: int | None) -> None:
-        if step not in tasks:
-            tasks[step] = bar.add_task(step, total=total)
-        bar.update(tasks[step], completed=done, total=total)
-
-    return listen
-
-
-def _say_retry(name: str, attempt: int, most: int) -> None:
-    console.print(escape(f"{name}: connection lost; attempt {attempt} of {most}"))

@@ -1,19 +1,124 @@
 """Official data sets from their addresses: fetched, checked, unpacked, and only then in place."""
 
+import ftplib
 import shutil
-from collections.abc import Callable
-from functools import partial
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pooch
 
 from embedder.errors import DatasetError
-from training.data.fetch import Patience, fetch, md5_of
-from training.data.sources import BY_HAND, SOURCES, Source
-from training.data.unpack import unpack
 
-Listener = Callable[[str, int, int | None], None]
-"""Called with the step (download or unpack), bytes done and bytes in all, if known."""
-
+_CHUNK = 2**18
+_FTP_TIMEOUT_S = 60
 _SPARE = 1.1  # pictures unpack to about the size of their archive
+
+
+@dataclass(frozen=True)
+class Source:
+    """An archive with a stable address.
+
+    Args:
+        name: of the data set.
+        urls: addresses of the same file, tried in order.
+        md5: of the file, as its authors or several independent users publish it.
+        archive: name of the file.
+        folder: what it unpacks to, and what `data.root` then names.
+        gigabytes: size of the file.
+        licence: what its authors ask.
+    """
+
+    name: str
+    urls: tuple[str, ...]
+    md5: str
+    archive: str
+    folder: str
+    gigabytes: float
+    licence: str
+
+
+SOURCES: Mapping[str, Source] = {
+    "cub": Source(
+        name="CUB-200-2011",
+        urls=("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",),
+        md5="97eceeb196236b17998738112f37df78",
+        archive="CUB_200_2011.tgz",
+        folder="CUB_200_2011",
+        gigabytes=1.15,
+        licence="for non-commercial research and education",
+    ),
+    "aircraft": Source(
+        name="FGVC-Aircraft",
+        urls=(
+            "https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/archives/"
+            "fgvc-aircraft-2013b.tar.gz",
+        ),
+        md5="d4acdd33327262359767eeaa97a4f732",
+        archive="fgvc-aircraft-2013b.tar.gz",
+        folder="fgvc-aircraft-2013b",
+        gigabytes=2.75,
+        licence="for non-commercial research",
+    ),
+    "sop": Source(
+        name="Stanford Online Products",
+        urls=(
+            "http://ftp.cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
+            "ftp://cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
+        ),
+        md5="7f73d41a2f44250d4779881525aea32e",
+        archive="Stanford_Online_Products.zip",
+        folder="Stanford_Online_Products",
+        gigabytes=3.08,
+        licence="for research (https://cvgl.stanford.edu/projects/lifted_struct/)",
+    ),
+}
+
+BY_HAND: Mapping[str, str] = {
+    "cars196": """\
+Cars196 has no stable address: the link of its authors
+(https://ai.stanford.edu/~jkrause/cars/car_dataset.html) has been dead since 2023. You need the
+release with all images in one folder, not the one divided into cars_train/ and cars_test/:
+
+  cars_annos.mat    annotations of 16,185 images
+  car_ims.tgz       the images
+
+Ask the authors or a colleague for a copy. Several projects name
+http://ftp.cs.stanford.edu/cs/cvgl/CARS196.zip; nobody publishes a checksum of it, so it is not
+fetched here. Lay it out like this:
+
+  {root}/cars196/cars_annos.mat
+  {root}/cars196/car_ims/000001.jpg ... 016185.jpg
+
+Then check it, and name it in your job as data.root with data.kind = "cars196":
+
+  kinlens-train data doctor {root}/cars196""",
+    "in_shop": """\
+In-Shop Clothes Retrieval is given out by the authors of DeepFashion after an agreement, for
+non-commercial research:
+
+1. Open https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html and follow its
+   download instructions: fill in the agreement and send it; the answer has the password of
+   the archives that are locked.
+2. From "In-shop Clothes Retrieval Benchmark" take these files (not img_highres.zip):
+
+  Img/img.zip                     52,712 images of at most 256 px
+  Eval/list_eval_partition.txt    train, query and gallery
+
+3. Unpack img.zip, and lay them out like this (Anno/ instead of Eval/, and Img/img/ instead of
+   img/, are read too):
+
+  {root}/in_shop/Eval/list_eval_partition.txt
+  {root}/in_shop/img/WOMEN/...   {root}/in_shop/img/MEN/...
+
+4. Then check it, and name it in your job as data.root with data.kind = "in_shop":
+
+  kinlens-train data doctor {root}/in_shop""",
+}
 
 
 def find_source(name: str) -> Source:
@@ -25,18 +130,12 @@ def find_source(name: str) -> Source:
     return SOURCES[name]
 
 
-def instructions(name: str, root: Path) -> str:
-    """What to do by hand for a data set without a stable address."""
-    return BY_HAND[name].format(root=root)
-
-
 def obtain(
     source: Source,
     root: Path,
-    listener: Listener,
     url: str | None = None,
     keep_archive: bool = False,
-    patience: Patience | None = None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> Path:
     """Put a data set into `root`, unless it is there; returns its folder.
 
@@ -45,14 +144,13 @@ def obtain(
     Args:
         source: the data set.
         root: the folder that its folder is put into.
-        listener: told of the progress.
         url: another address of the same file.
         keep_archive: leave the archive in `root`.
-        patience: how often to try again.
+        say: told what goes on, a sentence each.
 
     Raises: DatasetError.
     """
-    folder = root / source.folder
+    folder, archive = root / source.folder, root / source.archive
     if folder.exists():
         return folder
     try:
@@ -61,55 +159,89 @@ def obtain(
         raise DatasetError(
             f"{root} cannot be made: {error.strerror}. Choose another --root."
         ) from error
-    archive = root / source.archive
-    if archive.exists():
-        _check_archive(archive, source)
-    else:
-        _fetch_any((url,) if url else source.urls, archive, source, listener, patience)
-    _unpack_aside(archive, folder, source, listener)
+    _check_room(source, archive)
+    if not archive.exists():
+        say(f"{source.name} is fetched: {source.gigabytes:g} GB.")
+        _fetch(source, (url,) if url else source.urls, archive)
+    elif (found := pooch.file_hash(archive, "md5")) != source.md5:
+        raise DatasetError(
+            f"{archive} has MD5 {found}; that of {source.name} is {source.md5}. "
+            "Delete it to download it again."
+        )
+    say(f"{source.name} is unpacked.")
+    _unpack(archive, folder)
     if not keep_archive:
         archive.unlink()
     return folder
 
 
-def _check_archive(archive: Path, source: Source) -> None:
-    found = md5_of(archive)
-    if found != source.md5:
+def _check_room(source: Source, archive: Path) -> None:
+    needed = source.gigabytes * (_SPARE if archive.exists() else 1 + _SPARE)
+    free = shutil.disk_usage(archive.parent).free / 1e9
+    if free < needed:
         raise DatasetError(
-            f"{archive} has MD5 {found}; that of {source.name} is {source.md5}. "
-            "Delete it to download it again."
+            f"{archive.parent} has {free:.2f} GB free; {needed:.2f} GB are needed to download "
+            f"and unpack {source.name}. Free space or choose another --root."
         )
 
 
-def _fetch_any(
-    urls: tuple[str, ...],
-    archive: Path,
-    source: Source,
-    listener: Listener,
-    patience: Patience | None,
-) -> None:
+def _fetch(source: Source, urls: tuple[str, ...], archive: Path) -> None:
+    """Put the file of the first address that gives it at `archive`, whole and checked."""
     faults = []
     for url in urls:
+        if url.startswith("ftp:"):
+            downloader = pooch.FTPDownloader(
+                timeout=_FTP_TIMEOUT_S, progressbar=True, chunk_size=_CHUNK
+            )
+        else:
+            downloader = pooch.HTTPDownloader(
+                progressbar=True,
+                chunk_size=_CHUNK,
+                headers={"Accept-Encoding": "identity"},
+                hooks={"response": _as_stored},
+            )
         try:
-            return fetch(url, archive, source.md5, partial(listener, "download"), patience, _SPARE)
-        except DatasetError as error:
-            faults.append(error)
-    if len(faults) == 1:
-        raise faults[0]
-    raise DatasetError("\n".join(str(error) for error in faults)) from faults[0]
+            known = f"md5:{source.md5}"
+            pooch.retrieve(url, known, archive.name, archive.parent, downloader=downloader)
+            return
+        except (ValueError, OSError, EOFError, ftplib.Error) as error:
+            faults.append(f"{url}: {error}")
+    raise DatasetError(
+        "\n".join(faults) + f"\n{source.name} could not be fetched. Check the network and the free "
+        "space and run the command again; or pass --url with another address of the same file; or "
+        f"fetch it in another way, such as curl -L -C - -o {archive} {urls[0]}, and run the "
+        "command again: it uses the archive that lies there."
+    )
 
 
-def _unpack_aside(archive: Path, folder: Path, source: Source, listener: Listener) -> None:
+def _as_stored(response: Any, *_: object, **__: object) -> None:
+    """Servers that call a .tgz a compressed .tar would have it unpacked on the way."""
+    response.raw.headers.pop("Content-Encoding", None)
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Unpack aside and rename: nothing leads out of the folder, and half of it is not seen."""
     aside = folder.with_name(f".{folder.name}.unpacking")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
     try:
-        unpack(archive, aside, source.most_bytes, partial(listener, "unpack"))
-        if not (aside / source.folder).is_dir():
-            raise DatasetError(
-                f"{archive} does not hold the folder {source.folder}. Delete it to download it "
-                "again."
-            )
-        (aside / source.folder).rename(folder)
+        aside.mkdir()
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as file:
+                for name in file.namelist():
+                    if not (aside / name).resolve().is_relative_to(aside.resolve()):
+                        raise zipfile.BadZipFile(f"{name!r} leads out of the folder")
+                for name in file.namelist():
+                    file.extract(name, aside)
+        else:
+            with tarfile.open(archive) as tar:
+                tar.extractall(aside, filter="data")
+        if not (aside / folder.name).is_dir():
+            raise tarfile.ReadError(f"it does not hold the folder {folder.name}")
+        (aside / folder.name).rename(folder)
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+        raise DatasetError(
+            f"{archive} cannot be unpacked: {error}. Free space or choose another --root; if it is "
+            "not the archive of a data set, delete it and take another address."
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

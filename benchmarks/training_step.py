@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from training.config.job import Job, parse_job
-from training.data.dataset import TrainingImages
+from training.data.images import TrainingImages
 from training.data.load import load_split
 from training.data.samplers import build_sampler
 from training.device import autocast

@@ -19,11 +19,11 @@ from embedder.errors import TrainingError
 from training.average import Average
 from training.checkpoint import BEST, FILE, UNTRAINED, save_checkpoint, seed_everything
 from training.config.job import Job
-from training.data.dataset import TrainingImages
+from training.data.images import TrainingImages
 from training.data.records import LabelledImages, Split
 from training.data.samplers import BatchSampler, build_sampler
-from training.device import autocast, on_device, tuned
 from training.data.shop import write_table
+from training.device import autocast, on_device, tuned
 from training.distributed import is_main, rank, wait_for_all, world
 from training.inference import (
     batches,

@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.tiny import encoded, picture
 from training.config.model import Input
-from training.data.dataset import EvaluationImages, TrainingImages
+from training.data.images import EvaluationImages, TrainingImages
 from training.data.records import LabelledImages, labelled
 
 SPEC = Input(size_px=16, resize_px=20)

@@ -9,8 +9,13 @@ from embedder.errors import DatasetError
 from embedder.preprocess import decode, preprocess, read_header, resize_box, to_chw
 from tests.tiny import encoded, picture
 from training.config.model import Input
-from training.data.augment import random_box, random_part, random_view
-from training.data.dataset import EvaluationImages, TrainingImages
+from training.data.images import (
+    EvaluationImages,
+    TrainingImages,
+    random_box,
+    random_part,
+    random_view,
+)
 from training.data.records import LabelledImages, labelled
 
 SPEC = Input(size_px=16, resize_px=20)

@@ -36,7 +36,7 @@ from training.bundle_weights import new_network
 from training.checkpoint import Checkpoint
 from training.config.job import parse_job
 from training.config.model import Input, Model
-from training.data.dataset import EvaluationImages
+from training.data.images import EvaluationImages
 from training.data.records import LabelledImages, Split
 from training.evaluation.interval import queries_in
 from training.evaluation.retrieval import Recall, recall_at, retrieval

@@ -11,7 +11,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from embedder.manifest import Preprocessing
 from embedder.types import Images
-from training.data.dataset import EvaluationImages
+from training.data.images import EvaluationImages
 from training.data.records import LabelledImages
 from training.export.graph import trunk_nodes
 

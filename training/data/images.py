@@ -1,0 +1,143 @@
+"""From labelled images to batches of tensors: random views for training, as served for evaluation.
+
+A view is a random crop of an image, scaled to a square of S x S and perhaps mirrored.
+"""
+
+import math
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from embedder.errors import DatasetError, ImageError
+from embedder.manifest import Preprocessing
+from embedder.preprocess import PixelBox, decode, preprocess, read_header, resize_box, to_chw
+from training.config.model import Input
+from training.data.records import LabelledImages
+
+Item = tuple[Tensor, Tensor]
+Index = tuple[int, int, int]
+"""(epoch, image, view): `view` is 0 at the first use of an image in an epoch, then 1, 2, ..."""
+
+_ATTEMPTS = 10
+_LOG_RATIO = math.log(4 / 3)
+_SPARE = 2  # times `size_px` that a whole image is decoded at, at least
+
+
+class TrainingImages(Dataset[Item]):
+    """Views. Indexed by (epoch, image, view): on these and the seed alone the pixels depend.
+
+    An image that an epoch uses twice gives two views. Gives uint8 (3, S, S) and the label.
+    """
+
+    def __init__(self, images: LabelledImages, spec: Input, seed: int) -> None:
+        self.images = images
+        self.spec = spec
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: Index) -> Item:
+        epoch, number, view = index
+        rng = np.random.default_rng((self.seed, epoch, number, *([view] if view else [])))
+        data = _read(self.images, number)
+        try:
+            pixels = to_chw(random_view(data, self.spec, rng))
+        except ImageError as error:
+            raise _named(self.images, number, error) from error
+        return torch.from_numpy(pixels), torch.tensor(self.images.labels[number])
+
+
+class EvaluationImages(Dataset[Item]):
+    """Images as the service preprocesses them: uint8 (3, S, S) and the label."""
+
+    def __init__(self, images: LabelledImages, spec: Preprocessing) -> None:
+        self.images = images
+        self.spec = spec
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, number: int) -> Item:
+        try:
+            pixels = preprocess(_read(self.images, number), self.spec)
+        except ImageError as error:
+            raise _named(self.images, number, error) from error
+        return torch.from_numpy(pixels), torch.tensor(self.images.labels[number])
+
+
+def _read(images: LabelledImages, number: int) -> bytes:
+    path = images.root / images.paths[number]
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"The image {path} cannot be read: {error.strerror}.") from error
+
+
+def _named(images: LabelledImages, number: int, error: ImageError) -> DatasetError:
+    return DatasetError(
+        f"{images.root / images.paths[number]}: {error} Mend the file and go on with --resume, or "
+        "remove it and start a new run."
+    )
+
+
+def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Image:
+    """A view of an encoded image, `spec.size_px` wide and high.
+
+    Raises: as `decode`.
+    """
+    image, box = random_part(data, spec, rng)
+    view = resize_box(image, box, spec.size_px, spec.interpolation)
+    if spec.flip and rng.random() < 0.5:
+        view = view.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return view
+
+
+def random_part(data: bytes, spec: Input, rng: np.random.Generator) -> tuple[Image.Image, PixelBox]:
+    """An image, decoded as finely as a random box in it needs, and that box in its pixels.
+
+    The box is drawn from the size that the image has in full, which for a JPEG the header says: a
+    JPEG is decoded at a reduced scale that leaves the part `size_px` or all pixels that it has.
+
+    Raises: as `decode`.
+    """
+    header = read_header(data)
+    if header.format != "JPEG":
+        image = decode(data)
+        return image, _box_of(image.size, spec, rng)
+    width, height = header.width, header.height
+    left, top, right, bottom = _box_of((width, height), spec, rng)
+    part = min(right - left, bottom - top) / min(width, height)
+    image = decode(data, min_side_px=math.ceil(spec.size_px * max(_SPARE, 1 / part)))
+    x, y = image.width / width, image.height / height
+    return image, (left * x, top * y, right * x, bottom * y)
+
+
+def _box_of(size: tuple[int, int], spec: Input, rng: np.random.Generator) -> PixelBox:
+    if spec.crop == "area":
+        return random_box(size, spec.min_crop_area, rng)
+    width, height = size
+    side = spec.size_px / spec.resize_px * min(size)
+    left, top = rng.uniform(0, width - side), rng.uniform(0, height - side)
+    return left, top, left + side, top + side
+
+
+def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator) -> PixelBox:
+    """A box with a part of at least `min_area` of the image, width : height within 3:4 to 4:3.
+
+    Falls back to the central square if ten attempts do not fit.
+    """
+    width, height = size
+    for _ in range(_ATTEMPTS):
+        area = width * height * rng.uniform(min_area, 1.0)
+        ratio = math.exp(rng.uniform(-_LOG_RATIO, _LOG_RATIO))
+        w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        if w <= width and h <= height:
+            left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
+            return left, top, left + w, top + h
+    side = min(size)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side

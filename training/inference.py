@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Subset
 
 from embedder.errors import DatasetError
 from training.config.job import Job
-from training.config.optimizer import Runtime
 from training.data.images import EvaluationImages
 from training.data.records import LabelledImages, labels_in
 from training.distributed import gather_objects, is_main, rank, world

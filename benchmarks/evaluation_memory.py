@@ -98,13 +98,13 @@ def our_retrieval(vectors: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 def our_structure(vectors: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     from training.evaluation.structure import structure
 
-    return structure(vectors, labels).as_dict()
+    return structure(vectors, labels)
 
 
 def our_clustering(vectors: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     from training.evaluation.clustering import clustering
 
-    return clustering(vectors, labels).as_dict()
+    return clustering(vectors, labels)
 
 
 def our_suite(vectors: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -51,18 +51,13 @@ def figures_of(
 ) -> dict[str, float]:
     """Figures of embedded test images or, with two parts, of queries and their gallery."""
     images, *others = parts
+    device = choose_device(job.runtime)
+    test, *rest = (torch.as_tensor(part, device=device) for part in vectors)
     gallery = labels = None
     if others:
-        gallery, labels = vectors[1], labels_in(others[0], images.class_names)
+        gallery, labels = rest[0], labels_in(others[0], images.class_names)
     return evaluate_embeddings(
-        vectors[0],
-        images.labels,
-        gallery,
-        labels,
-        ks=job.recall_at,
-        clustering=full,
-        structure=full,
-        seed=job.seed,
+        test, images.labels, gallery, labels, ks=job.recall_at, full=full, seed=job.seed
     )
 
 

@@ -24,7 +24,7 @@ from training.config.job import parse_job
 from training.config.model import Input, Model
 from training.data.load import load_split
 from training.data.records import Split
-from training.evaluation.retrieval import Recall
+from training.evaluation.retrieval import Retrieval
 from training.export.bundle import export_backbone, export_checkpoint, images_to_embed
 from training.export.onnx_file import MAX_DIFFERENCE, PARITY_BATCHES, check_parity
 from training.models.backbones import BACKBONES
@@ -137,8 +137,8 @@ def test_a_model_that_lost_recall_is_not_written(
     figures = iter([50.0, 49.8])
     monkeypatch.setattr(
         export_module,
-        "recall_at",
-        lambda *_: Recall({1: next(figures)}, queries=9, without_positive=0),
+        "retrieval",
+        lambda *_, **__: Retrieval({1: next(figures)}, 9.0, queries=9, without_positive=0),
     )
     with pytest.raises(ExportError, match=r"R@1 is 49.80 .* 50.00 with torch"):
         export_checkpoint(checkpoint, split, tmp_path / "bundle")

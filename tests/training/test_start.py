@@ -11,7 +11,7 @@ from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.load import load_split
-from training.evaluation.retrieval import recall_at
+from training.evaluation.retrieval import retrieval
 from training.export.bundle import export_checkpoint
 from training.inference import embed
 from training.losses.build import build_loss
@@ -82,7 +82,7 @@ def test_the_trunk_is_measured_before_the_first_step_as_it_would_be_served(tmp_p
     net = create_run(job, split.train.classes).net
     pooled = embed(net, split.test, job, net.pooled)
     vectors = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
-    assert result.trunk["R@1"] == recall_at(vectors, split.test.labels).at[1]
+    assert result.trunk["R@1"] == retrieval(vectors, split.test.labels).recall[1]
     assert any("the untrained trunk" in sentence for sentence in listener.sentences)
     assert "the untrained trunk" in (tmp_path / "run" / "report.md").read_text()
 

@@ -86,8 +86,7 @@ def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str
         gallery,
         labels,
         ks=(1, 2, 4, 8) if model.job is None else model.job.recall_at,
-        clustering=full,
-        structure=full,
+        full=full,
         seed=0 if model.job is None else model.job.seed,
     )
 

@@ -1,38 +1,24 @@
 """Recall at K and MAP@R: the same test for a torch network and for an ONNX file."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from embedder.errors import DatasetError, EvaluationError
-from training.evaluation.arrays import Labels, Vectors, check
-from training.evaluation.ranking import Queries, Ranks, SortedGallery, rank
 
-Duplicates = Literal["keep", "ignore"]
-OnRows = Callable[[int], None]
+Vectors = NDArray[np.float32] | Tensor
+Labels = NDArray[np.int64]
 
-DUPLICATE = 1e-5
-"""Unit vectors whose score is at least 1 - DUPLICATE are the same picture."""
+TIE = 1e-5
+"""Scores that are closer than this are a tie."""
 
-_CHUNK_ROWS = 1024
-_CHUNK_COLUMNS = 2048
-_NORM_TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True)
-class Recall:
-    """Recall at each K, in percent, over `queries`; `without_positive` queries were left out."""
-
-    at: dict[int, float]
-    queries: int
-    without_positive: int
-
-    def as_dict(self) -> dict[str, float]:
-        """{"R@1": ..., ...}"""
-        return {f"R@{k}": value for k, value in self.at.items()}
+SCORES = 1 << 22
+"""Similarities that are held at a time, 16 MB; a few blocks of that size lie side by side."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +30,13 @@ class Retrieval:
     queries: int
     without_positive: int
 
-    def __post_init__(self) -> None:
-        if self.queries < 1 or self.without_positive < 0:
-            raise ValueError(f"{self.queries} queries, {self.without_positive} without positive.")
-        if not all(0 <= value <= 100 for value in (*self.recall.values(), self.map_at_r)):
-            raise ValueError(f"Not percentages: {self.recall}, {self.map_at_r}.")
-        in_order = [self.recall[k] for k in sorted(self.recall)]
-        if in_order != sorted(in_order):
-            raise ValueError(f"Recall falls as K grows: {self.recall}.")
+    def recall_by_name(self) -> dict[str, float]:
+        """{"R@1": ..., ...}"""
+        return {f"R@{k}": value for k, value in self.recall.items()}
 
     def as_dict(self) -> dict[str, float]:
         """{"R@1": ..., ..., "MAP@R": ...}"""
-        return {f"R@{k}": value for k, value in self.recall.items()} | {"MAP@R": self.map_at_r}
-
-
-def recall_at(
-    embeddings: Vectors,
-    labels: Labels,
-    ks: Sequence[int] = (1, 2, 4, 8),
-    chunk_rows: int = _CHUNK_ROWS,
-) -> Recall:
-    """Recall at K by self-retrieval: `retrieval` without its MAP@R."""
-    found = retrieval(embeddings, labels, ks=ks, chunk_rows=chunk_rows)
-    return Recall(found.recall, found.queries, found.without_positive)
+        return self.recall_by_name() | {"MAP@R": self.map_at_r}
 
 
 def retrieval(
@@ -75,11 +45,7 @@ def retrieval(
     gallery: Vectors | None = None,
     gallery_labels: Labels | None = None,
     ks: Sequence[int] = (1, 2, 4, 8),
-    duplicates: Duplicates = "keep",
-    rows: int | None = None,
-    chunk_rows: int = _CHUNK_ROWS,
-    chunk_columns: int = _CHUNK_COLUMNS,
-    on_rows: OnRows | None = None,
+    scores_at_a_time: int = SCORES,
 ) -> Retrieval:
     r"""Recall at K and MAP@R of queries in a gallery, or of each image among all the others.
 
@@ -91,13 +57,12 @@ def retrieval(
 
     **Ties** count against us: a negative ranks before a positive unless it is worse by more than
     1e-5, so that rounding decides nothing, not even for the same photograph in two classes.
-    **Duplicates**: without a gallery, the query itself is left out by its number, never by its
-    score. Under "keep", another copy of the same picture counts as any other image. Under "ignore",
-    every gallery image whose score is at least 1 - 1e-5 is the query once more and is left out,
-    whatever its label. A query without a positive is left out and counted.
+    Without a gallery, the query itself is left out by its number, never by its score; another copy
+    of its picture counts as any other image. A query without a positive is left out and counted.
+    See docs/decisions/0004.
 
-    Memory beside the embeddings is a few blocks of chunk_rows x chunk_columns, whatever N and R: of
-    very large classes, fewer queries are taken at a time.
+    Tensors are ranked on their device, arrays on the CPU. Memory beside the embeddings is a few
+    blocks of `scores_at_a_time`, whatever N, or of one query's M scores where these are more.
 
     Args:
         queries: (N, D), unit norm.
@@ -105,89 +70,101 @@ def retrieval(
         gallery: (M, D), unit norm; None for self-retrieval among the queries.
         gallery_labels: (M,), with a gallery.
         ks: values of K; a K beyond the gallery is reached by all queries.
-        duplicates: "keep" or "ignore".
-        rows: only the first so many queries ask; in self-retrieval all remain in the gallery.
-        chunk_rows: queries of a block of scores.
-        chunk_columns: gallery images of a block of scores.
-        on_rows: called with the number of queries that were just answered.
+        scores_at_a_time: the size of a block.
 
-    Raises: DatasetError if no query has a positive; EvaluationError if an embedding is not finite
-        or, under "ignore", has another norm than 1.
+    Raises: DatasetError if no query has a positive; EvaluationError if an embedding is not finite.
 
     References:
         A Metric Learning Reality Check (MAP@R), https://arxiv.org/abs/2003.08505
     """
-    if min(*ks, chunk_rows, chunk_columns) < 1:
-        raise ValueError(f"K and the sizes of a chunk start at 1, found {ks}, {chunk_rows}.")
+    if min(*ks, scores_at_a_time) < 1:
+        raise ValueError(f"K and a block start at 1, found {ks}, {scores_at_a_time}.")
     if (gallery is None) != (gallery_labels is None):
         raise ValueError("A gallery and its labels go together.")
-    check(queries, query_labels)
-    if duplicates == "ignore":
-        _check_norms(queries)
-    asking = slice(0, rows)
-    if gallery is None or gallery_labels is None:
-        known = SortedGallery.sort(queries, query_labels, query_labels[asking])
-        own = known.places()[asking]
-    else:
-        check(gallery, gallery_labels)
-        if duplicates == "ignore":
-            _check_norms(gallery)
-        known = SortedGallery.sort(gallery, gallery_labels, query_labels[asking])
-        own = np.full(len(queries[asking]), -1)
-    chunks = _chunks(queries, query_labels[asking], own, known, chunk_rows, chunk_columns)
-    limit = 1 - DUPLICATE if duplicates == "ignore" else np.inf
-    answers = []
-    for chunk in chunks:
-        answers.append(rank(chunk, known, chunk_columns, limit))
-        if on_rows is not None:
-            on_rows(len(chunk.vectors))
-    return _summary(answers, ks)
-
-
-def _chunks(
-    vectors: Vectors,
-    labels: Labels,
-    own: Labels,
-    gallery: SortedGallery,
-    rows: int,
-    columns: int,
-) -> Iterator[Queries]:
-    """The queries in the order of their classes, so many at a time as memory allows."""
-    order = np.argsort(labels, kind="stable")
-    first, last = gallery.positives(labels[order])
-    largest = int((last - first).max(initial=1))
-    rows = max(1, min(rows, rows * columns // largest))
-    for start in range(0, len(order), rows):
-        chunk = slice(start, start + rows)
-        yield Queries(
-            torch.from_numpy(vectors[order[chunk]].astype(np.float32, copy=False)),
-            torch.from_numpy(first[chunk]),
-            torch.from_numpy(last[chunk]),
-            torch.from_numpy(own[order[chunk]]),
-        )
-
-
-def _summary(answers: Sequence[Ranks], ks: Sequence[int]) -> Retrieval:
-    best = torch.cat([answer.best for answer in answers]) if answers else torch.empty(0)
-    answered = best >= 0
+    asking = checked(queries, query_labels)
+    known = asking if gallery is None else checked(gallery, gallery_labels)
+    classes = torch.tensor(query_labels, device=asking.device)
+    known_classes = classes if gallery is None else classes.new_tensor(gallery_labels)
+    rows = max(1, scores_at_a_time // max(1, len(known)))
+    rank = torch.empty(len(asking), dtype=torch.int64, device=asking.device)
+    precision = rank.double()
+    with full_precision():
+        for start in range(0, len(asking), rows):
+            block = slice(start, start + rows)
+            scores = asking[block] @ known.T  # (q, M)
+            same = classes[block, None] == known_classes
+            if gallery is None:
+                same.diagonal(start).fill_(False)
+                scores.diagonal(start).fill_(-torch.inf)
+            rank[block], precision[block] = _ranked(scores, same)
+    answered = rank >= 0
     if not answered.any():
         raise DatasetError(
             "No test image has another one of its class, so recall is not defined. "
-            "Give test classes with at least 2 images each, not copies of one if duplicates are "
-            "ignored, and a gallery that holds the classes of the queries."
+            "Give test classes with at least 2 images each, and a gallery that holds the classes "
+            "of the queries."
         )
-    precision = torch.cat([answer.precision for answer in answers])[answered]
-    recall = {k: 100.0 * float((best[answered] < k).double().mean()) for k in ks}
-    queries = len(precision)
-    return Retrieval(recall, 100.0 * float(precision.mean()), queries, len(best) - queries)
+    rank = rank[answered]
+    return Retrieval(
+        {k: 100 * float((rank < k).double().mean()) for k in ks},
+        100 * float(precision[answered].mean()),
+        len(rank),
+        len(answered) - len(rank),
+    )
 
 
-def _check_norms(embeddings: Vectors) -> None:
-    norms = np.sqrt(np.einsum("nd,nd->n", embeddings, embeddings))
-    wrong = np.abs(norms - 1) > _NORM_TOLERANCE
-    if wrong.any():
+def _ranked(scores: Tensor, same: Tensor) -> tuple[Tensor, Tensor]:
+    """The rank from 0 of the best positive, -1 without any, and the average precision at R.
+
+    Args:
+        scores: (q, M), -inf for what is left out; spoilt.
+        same: (q, M), whether an image is a positive.
+
+    Returns: (q,) and, in float64, (q,).
+    """
+    query, image = same.nonzero(as_tuple=True)  # (P,) each, of all positives
+    count = query.bincount(minlength=len(scores))
+    lowered = scores[query, image] - TIE
+    scores[query, image] = lowered
+    worst = scores.new_full(count.shape, -torch.inf)
+    best = worst.scatter_reduce(0, query, lowered, "amax")
+    # As float32, exact up to 2^24, sums are far faster than of bool.
+    rank = (scores > best[:, None]).float().sum(dim=1).long()
+    first = scores.topk(int(count.max()), dim=1).indices  # (q, R)
+    place = torch.arange(1, first.shape[1] + 1, device=scores.device)
+    right = same.gather(1, first) & (place <= count[:, None])
+    precision = right.cumsum(dim=1) / place.double()
+    total = precision.masked_fill_(~right, 0).sum(dim=1)
+    return rank.masked_fill_(count == 0, -1), total / count.clamp(min=1)
+
+
+def checked(embeddings: Vectors, labels: Labels | None) -> Tensor:
+    """The embeddings as a float32 tensor where they lie, if they can be measured.
+
+    Raises: ValueError if the shapes do not fit; EvaluationError if an embedding is not finite.
+    """
+    if embeddings.ndim != 2 or labels is None or labels.shape != embeddings.shape[:1]:
+        raise ValueError(
+            f"Embeddings are {tuple(embeddings.shape)} and labels "
+            f"{None if labels is None else labels.shape}; expected (N, D), (N,)."
+        )
+    if isinstance(embeddings, np.ndarray):
+        embeddings = torch.from_numpy(np.require(embeddings, np.float32, ("C", "W")))
+    broken = sum(int((~part.isfinite()).any(dim=1).sum()) for part in torch.split(embeddings, 8192))
+    if broken:
         raise EvaluationError(
-            f"{int(wrong.sum()):,} of {len(norms):,} embeddings have another norm than 1, such as "
-            f"{norms[wrong][0]:.3f}; copies are found by their cosine. Normalise them, or keep "
-            "duplicates."
+            f"{broken:,} of {len(embeddings):,} embeddings are not finite numbers. "
+            "Train again with lower learning rates."
         )
+    return embeddings.float()
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """A block whose products of float32 are not rounded to TF32 or bf16, whatever training set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

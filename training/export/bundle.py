@@ -39,7 +39,7 @@ from training.config.model import Input, Model
 from training.data.images import EvaluationImages
 from training.data.records import LabelledImages, Split
 from training.evaluation.interval import queries_in
-from training.evaluation.retrieval import Recall, recall_at, retrieval
+from training.evaluation.retrieval import Retrieval, retrieval
 from training.export.calibration import fit_calibration
 from training.export.golden import golden_images
 from training.export.onnx_file import check_parity, torch_embed, write_onnx
@@ -226,19 +226,19 @@ def _measured(
     by_torch = _recall(data, data.embed_test(lambda batch: torch_embed(net, batch)))
     vectors = data.embed_test(embedder.embed)
     by_onnx = _recall(data, vectors)
-    if abs(by_torch.at[1] - by_onnx.at[1]) > MAX_RECALL_DIFFERENCE:
+    if abs(by_torch.recall[1] - by_onnx.recall[1]) > MAX_RECALL_DIFFERENCE:
         raise ExportError(
-            f"R@1 is {by_onnx.at[1]:.2f} with the ONNX file and {by_torch.at[1]:.2f} with torch on "
-            f"the test images; allowed is a difference of {MAX_RECALL_DIFFERENCE} points. "
+            f"R@1 is {by_onnx.recall[1]:.2f} with the ONNX file and {by_torch.recall[1]:.2f} with "
+            f"torch on the test images; allowed is a difference of {MAX_RECALL_DIFFERENCE} points. "
             "No bundle was written."
         )
-    figures = {"recall_at_1_torch": by_torch.at[1], "recall_at_1_onnx": by_onnx.at[1]}
+    figures = {"recall_at_1_torch": by_torch.recall[1], "recall_at_1_onnx": by_onnx.recall[1]}
     known = data.held_out is data.split.test
     held_out = vectors[0] if known else data.embed_held_out(embedder.embed)
     calibration, reason = _calibrated(data, vectors[0], held_out)
     reference = _reference(data, held_out, reason)
     update = {
-        "recall": by_onnx.as_dict(),
+        "recall": by_onnx.recall_by_name(),
         "parity": manifest.parity and manifest.parity.model_copy(update=figures),
         "held_out": reference.page,
         "calibration": calibration,
@@ -246,13 +246,12 @@ def _measured(
     return manifest.model_copy(update=update), reference
 
 
-def _recall(data: _Data, vectors: Sequence[Embeddings]) -> Recall:
+def _recall(data: _Data, vectors: Sequence[Embeddings]) -> Retrieval:
     """Recall of the test images, in the gallery if there is one."""
     if len(vectors) == 1:
-        return recall_at(vectors[0], data.split.test.labels, data.ks)
+        return retrieval(vectors[0], data.split.test.labels, ks=data.ks)
     gallery = data.split.gallery_labels()
-    found = retrieval(vectors[0], data.split.test.labels, vectors[1], gallery, ks=data.ks)
-    return Recall(found.recall, found.queries, found.without_positive)
+    return retrieval(vectors[0], data.split.test.labels, vectors[1], gallery, ks=data.ks)
 
 
 def _calibrated(
@@ -274,7 +273,7 @@ def _reference(data: _Data, vectors: Embeddings, no_calibration: str | None) -> 
     """fp32 on the held-out images."""
     name: HeldOutSplit = "test" if data.held_out is data.split.test else "validation"
     labels = data.held_out.labels
-    recall = recall_at(vectors, labels, data.ks).as_dict()
+    recall = retrieval(vectors, labels, ks=data.ks).recall_by_name()
     page = HeldOut(split=name, images=len(labels), recall=recall, no_calibration=no_calibration)
     return Reference(page, labels, vectors, data.embed_held_out)
 

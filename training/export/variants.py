@@ -16,7 +16,7 @@ from embedder.preprocess import ImageLimits
 from embedder.session import OnnxEmbedder, SessionSettings, create_session
 from embedder.types import Embeddings, Images
 from training.data.records import LabelledImages
-from training.evaluation.retrieval import recall_at, retrieval
+from training.evaluation.retrieval import retrieval
 from training.export.half import convert_fp16
 from training.export.quantize import calibration_images, quantize_int8
 
@@ -140,7 +140,7 @@ def compare(
     """
     labels, before = reference.labels, reference.page.recall["R@1"]
     ks = [int(name.removeprefix("R@")) for name in reference.page.recall]
-    recall = recall_at(vectors, labels, ks).as_dict()
+    recall = retrieval(vectors, labels, ks=ks).recall_by_name()
     if before - recall["R@1"] > MAX_RECALL_LOSS:
         raise ExportError(
             f"R@1 falls from {before:.2f} in fp32 to {recall['R@1']:.2f} in {precision} on the "

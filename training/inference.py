@@ -14,6 +14,7 @@ from embedder.errors import DatasetError
 from training.config.job import Job
 from training.data.images import EvaluationImages
 from training.data.records import LabelledImages, labels_in
+from training.device import choose_device
 from training.distributed import gather_objects, is_main, rank, world
 from training.evaluation.suite import evaluate_embeddings
 from training.models.embedding import EmbeddingNet

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from embedder.errors import DatasetError
 from training.config.job import Job
-from training.data.images import EvaluationImages
+from training.data.images import EvaluationImages, build_loader
 from training.data.records import LabelledImages, labels_in
 from training.device import choose_device
 from training.distributed import gather_objects, is_main, rank, world
@@ -77,12 +77,7 @@ def embed(
     device = next(net.parameters()).device
     mine = np.array_split(np.arange(len(images)), world())[rank()]
     dataset = Subset(EvaluationImages(images, job.input.preprocessing()), mine.tolist())
-    loader = DataLoader(
-        dataset,
-        job.optimizer.batch_size,
-        num_workers=job.runtime.workers,
-        generator=own_generator(job.seed),
-    )
+    loader = build_loader(dataset, job.optimizer.batch_size, job.runtime, device, job.seed, world())
     with evaluating(net), torch.inference_mode():
         chunks = [function(b.to(device)).float().cpu().numpy() for b, _ in batches(loader)]
     shares = [chunk for share in gather_objects(chunks) for chunk in share]
@@ -115,11 +110,6 @@ def evaluating(net: nn.Module) -> Iterator[None]:
         yield
     finally:
         net.train(was_training)
-
-
-def own_generator(seed: int) -> torch.Generator:
-    """For a loader: without one it draws from the global stream, which losses draw from too."""
-    return torch.Generator().manual_seed(seed)
 
 
 def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:

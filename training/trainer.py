@@ -19,9 +19,9 @@ from embedder.errors import TrainingError
 from training.average import Average
 from training.checkpoint import BEST, FILE, UNTRAINED, save_checkpoint, seed_everything
 from training.config.job import Job
-from training.data.images import TrainingImages
+from training.data.images import TrainingImages, build_loader
 from training.data.records import LabelledImages, Split
-from training.data.samplers import BatchSampler, build_sampler
+from training.data.samplers import build_sampler
 from training.data.shop import write_table
 from training.device import autocast, on_device, tuned
 from training.distributed import is_main, rank, wait_for_all, world
@@ -31,7 +31,6 @@ from training.inference import (
     evaluate,
     evaluating,
     figures_of,
-    own_generator,
 )
 from training.objective import Terms
 from training.report import notices
@@ -74,7 +73,8 @@ def fit(
     run.net.check_sizes(job.input.size_px, job.input.preprocessing().crop_px)
     if resume:
         restore(run, split, folder / FILE)
-    loader = _training_loader(job, split.train, order)
+    views = TrainingImages(split.train, job.input, job.seed)
+    loader = build_loader(views, order, job.runtime, run.device, job.seed, world())
     log = RunLog(folder, job.runtime.tensorboard, run.step) if is_main() else None
     _write_inputs(folder, job, split)
     for sentence in notices.before(job, len(order)):
@@ -160,7 +160,7 @@ def _figures_of_pooled(
 def _train_epoch(
     run: Run, loader: DataLoader[tuple[Tensor, Tensor]], log: RunLog | None, listener: Listener
 ) -> Row:
-    """One pass over the loader; returns the figures of the epoch."""
+    """One pass over the images; returns the figures of the epoch."""
     started = time.perf_counter()
     run.net.train()
     run.objective.train()
@@ -317,16 +317,3 @@ def _write_inputs(folder: Path, job: Job, split: Split) -> None:
         part: LabelledImages | None = getattr(split, name)
         if part is not None:
             write_table(folder / f"{name}.csv", part)
-
-
-def _training_loader(
-    job: Job, images: LabelledImages, order: BatchSampler
-) -> DataLoader[tuple[Tensor, Tensor]]:
-    return DataLoader(
-        TrainingImages(images, job.input, job.seed),
-        batch_sampler=order,
-        num_workers=job.runtime.workers,
-        persistent_workers=job.runtime.workers > 0,
-        generator=own_generator(job.seed),
-        pin_memory=torch.cuda.is_available(),
-    )

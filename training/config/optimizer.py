@@ -89,11 +89,12 @@ class Optimizer(Section):
 class Runtime(Section):
     """How to run; does not change what is learnt, save for rounding.
 
-    `precision` is that of the training steps; figures are always computed in float32.
+    `precision` is that of the training steps; figures are always computed in float32. `workers` are
+    the processes that read images: "auto" is 2 on a CPU, and one a core on a GPU, 16 at most.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    workers: int = Field(2, ge=0)
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     eval_every_epochs: int = Field(1, ge=0)
     tensorboard: bool = False

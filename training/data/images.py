@@ -4,17 +4,19 @@ A view is a random crop of an image, scaled to a square of S x S and perhaps mir
 """
 
 import math
+import os
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from embedder.errors import DatasetError, ImageError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import PixelBox, decode, preprocess, read_header, resize_box, to_chw
 from training.config.model import Input
+from training.config.optimizer import Runtime
 from training.data.records import LabelledImages
 
 Item = tuple[Tensor, Tensor]
@@ -23,6 +25,7 @@ Index = tuple[int, int, int]
 
 _ATTEMPTS = 10
 _LOG_RATIO = math.log(4 / 3)
+_ON_CPU, _ON_GPU = 2, 16  # most workers under "auto"
 _SPARE = 2  # times `size_px` that a whole image is decoded at, at least
 
 
@@ -141,3 +144,54 @@ def random_box(size: tuple[int, int], min_area: float, rng: np.random.Generator)
     side = min(size)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
+
+
+def build_loader(
+    dataset: Dataset[Item],
+    batches: Sampler[list[Index]] | int,
+    runtime: Runtime,
+    device: torch.device,
+    seed: int,
+    processes: int = 1,
+) -> DataLoader[Item]:
+    """Batches of images, uint8 (B, 3, S, S), and their labels (B,), read beside the computing.
+
+    For a GPU the batches lie in pinned memory, so that copies need not block, and four a worker are
+    read ahead. A training keeps its workers from epoch to epoch.
+
+    Args:
+        dataset: TrainingImages, EvaluationImages or a part of them.
+        batches: the order of a training, or the size of batches in the order of the images.
+        runtime: says how many processes read, see `worker_count`.
+        device: that computes.
+        seed: of the loader's own stream: without it each pass would draw from the global one, which
+            losses draw from too.
+        processes: that train together on this machine and share its cores.
+    """
+    workers, on_gpu = worker_count(runtime, device, processes), device.type == "cuda"
+    order = None if isinstance(batches, int) else batches
+    return DataLoader(
+        dataset,
+        batches if isinstance(batches, int) else 1,
+        batch_sampler=order,
+        num_workers=workers,
+        prefetch_factor=4 if on_gpu and workers else None,
+        persistent_workers=order is not None and workers > 0,
+        pin_memory=on_gpu,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> int:
+    """How many processes read images for one that computes; 0 reads in the same process.
+
+    "auto" is 2 for a CPU, which computes for longer than it reads, and for a GPU the cores that
+    this process may use but one, at most 16, divided among `processes`.
+    """
+    if runtime.workers != "auto":
+        return runtime.workers
+    if device.type != "cuda":
+        return _ON_CPU
+    affinity = getattr(os, "sched_getaffinity", None)  # a container may have fewer than the machine
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(min(cores // processes - 1, _ON_GPU), 1)

@@ -1,3 +1,5 @@
+"""Views for training, images as served for evaluation, and the batches of both."""
+
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +11,18 @@ from embedder.errors import DatasetError
 from embedder.preprocess import decode, preprocess, read_header, resize_box, to_chw
 from tests.tiny import encoded, picture
 from training.config.model import Input
+from training.config.optimizer import Runtime
 from training.data.images import (
     EvaluationImages,
     TrainingImages,
+    build_loader,
     random_box,
     random_part,
     random_view,
+    worker_count,
 )
 from training.data.records import LabelledImages, labelled
+from training.data.samplers import RandomBatches
 
 SPEC = Input(size_px=16, resize_px=20)
 
@@ -137,3 +143,134 @@ def test_fixed_crops_are_cut_at_one_scale_from_anywhere_in_the_image() -> None:
         corners.add(int(view[0, 0, 0]))
     assert min(corners) < 10
     assert max(corners) > 40
+
+
+def deep() -> Image.Image:
+    return Image.fromarray((np.arange(48 * 40).reshape(40, 48) * 30).astype(np.uint16))
+
+
+PICTURES = {
+    "grey.jpg": encoded(picture(0).convert("L"), "JPEG"),
+    "grey-alpha.png": encoded(picture(1).convert("LA")),
+    "cmyk.jpg": encoded(picture(2).convert("CMYK"), "JPEG"),
+    "bilevel.png": encoded(picture(3).convert("1")),
+    "palette.gif": encoded(picture(4).convert("P"), "GIF"),
+    "alpha.png": encoded(picture(5).convert("RGBA")),
+    "deep.png": encoded(deep()),
+    "dot.png": encoded(Image.new("RGB", (1, 1), "red")),
+    "grey-dot.jpg": encoded(Image.new("L", (1, 1), 90), "JPEG"),
+    "line.png": encoded(Image.new("RGB", (1, 300), "blue")),
+    "row.jpg": encoded(Image.new("CMYK", (300, 1)), "JPEG"),
+}
+
+
+@pytest.fixture(params=PICTURES)
+def uncommon(request: pytest.FixtureRequest, tmp_path: Path) -> LabelledImages:
+    (tmp_path / request.param).write_bytes(PICTURES[request.param])
+    return labelled(tmp_path, [(request.param, "a")])
+
+
+def training_view(images: LabelledImages, epoch: int) -> torch.Tensor:
+    return TrainingImages(images, SPEC, seed=0)[(epoch, 0, 0)][0]
+
+
+def test_every_mode_gives_a_training_view(uncommon: LabelledImages) -> None:
+    for epoch in range(5):
+        view = training_view(uncommon, epoch)
+        assert (view.shape, view.dtype) == ((3, 16, 16), torch.uint8)
+
+
+def test_every_mode_gives_an_evaluation_view(uncommon: LabelledImages) -> None:
+    view, label = EvaluationImages(uncommon, SPEC.preprocessing())[0]
+    assert (view.shape, view.dtype, int(label)) == ((3, 16, 16), torch.uint8, 0)
+
+
+def test_a_dot_fills_its_views_with_its_colour(tmp_path: Path) -> None:
+    (tmp_path / "dot.png").write_bytes(PICTURES["dot.png"])
+    images = labelled(tmp_path, [("dot.png", "a")])
+    views = (training_view(images, 0), EvaluationImages(images, SPEC.preprocessing())[0][0])
+    for view in views:
+        assert view.amax((1, 2)).tolist() == view.amin((1, 2)).tolist() == [255, 0, 0]
+
+
+def test_a_grey_picture_has_three_equal_channels(tmp_path: Path) -> None:
+    (tmp_path / "grey.jpg").write_bytes(PICTURES["grey.jpg"])
+    images = labelled(tmp_path, [("grey.jpg", "a")])
+    view = EvaluationImages(images, SPEC.preprocessing())[0][0]
+    assert torch.equal(view[0], view[1])
+    assert torch.equal(view[0], view[2])
+    assert view.float().std() > 10
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "cores", "processes", "expected"),
+    [
+        ("auto", "cpu", 64, 1, 2),
+        ("auto", "cpu", 1, 1, 2),
+        ("auto", "cuda", 8, 1, 7),
+        ("auto", "cuda", 64, 1, 16),
+        ("auto", "cuda", 16, 4, 3),
+        ("auto", "cuda", 1, 1, 1),
+        (0, "cuda", 64, 1, 0),
+        (5, "cpu", 2, 8, 5),
+    ],
+)
+def test_the_workers_of_a_loader_fit_the_device_and_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int | str,
+    device: str,
+    cores: int,
+    processes: int,
+    expected: int,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    runtime = Runtime.model_validate({"workers": workers})
+    assert worker_count(runtime, torch.device(device), processes) == expected
+
+
+def test_workers_are_automatic_or_a_number_from_0() -> None:
+    assert Runtime().workers == "auto"
+    for wrong in (-1, "many", 1.5):
+        with pytest.raises(ValueError, match="workers"):
+            Runtime.model_validate({"workers": wrong})
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_loader_for_a_gpu_reads_ahead_into_pinned_memory(images: LabelledImages) -> None:
+    views = TrainingImages(images, SPEC, 0)
+    order = RandomBatches(4, 2, seed=0)
+    near = build_loader(views, order, Runtime(), CPU, 0)
+    assert (near.num_workers, near.prefetch_factor, near.pin_memory) == (2, 2, False)
+    far = build_loader(views, order, Runtime(workers=1), torch.device("cuda"), 0)
+    assert (far.num_workers, far.prefetch_factor, far.pin_memory) == (1, 4, True)
+    assert far.persistent_workers
+    assert not build_loader(views, 2, Runtime(), CPU, 0).persistent_workers
+    assert not build_loader(views, order, Runtime(workers=0), CPU, 0).persistent_workers
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_training_loader_gives_the_views_of_its_order(
+    images: LabelledImages, workers: int
+) -> None:
+    views, order = TrainingImages(images, SPEC, 0), RandomBatches(4, 2, seed=0)
+    loader = build_loader(views, order, Runtime(workers=workers), CPU, 0)
+    for epoch in range(2):
+        order.epoch = epoch
+        found = list(loader)
+        expected = [[views[index] for index in batch] for batch in order]
+        for (pixels, labels), batch in zip(found, expected, strict=True):
+            assert torch.equal(pixels, torch.stack([view for view, _ in batch]))
+            assert labels.tolist() == [int(label) for _, label in batch]
+
+
+def test_an_evaluation_loader_keeps_the_order_and_the_last_incomplete_batch(
+    images: LabelledImages,
+) -> None:
+    dataset = EvaluationImages(images, SPEC.preprocessing())
+    before = torch.random.get_rng_state()
+    batches = list(build_loader(dataset, 3, Runtime(workers=0), CPU, 0))
+    assert [len(labels) for _, labels in batches] == [3, 1]
+    assert torch.equal(torch.cat([x for x, _ in batches]), torch.stack([x for x, _ in dataset]))
+    assert torch.equal(before, torch.random.get_rng_state())

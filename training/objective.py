@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from training.config.job import Job
 from training.config.regularizers import Determinant
 from training.distributed import gather
-from training.losses.build import build_loss
 from training.losses.proxies import ProxyLoss
+from training.losses.table import build_loss
 from training.models.embedding import EmbeddingNet
 from training.regularizers.determinant import DeterminantRegularizer
 from training.regularizers.graph_consistency import GraphConsistency

@@ -32,6 +32,7 @@ from training.inference import (
     evaluating,
     figures_of,
 )
+from training.losses.proxies import check_labels
 from training.objective import Terms
 from training.report import notices
 from training.report.log import RunLog
@@ -68,6 +69,7 @@ def fit(
     seed_everything(job.seed)
     order = build_sampler(job, split.train.labels, rank(), world())
     job = job.model_copy(update={"optimizer": job.optimizer.enough_epochs(len(order))})
+    check_labels(torch.from_numpy(split.train.labels), split.train.classes)
     run = create_run(job, split.train.classes)
     run.objective.shares.calibration_steps = len(order)
     run.net.check_sizes(job.input.size_px, job.input.preprocessing().crop_px)

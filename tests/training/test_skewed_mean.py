@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.config.job import Job, load_job
-from training.losses.build import build_loss
+from training.losses.table import build_loss
 from training.regularizers.skewed_mean import SkewedMeanRegularizer, k_skewed_mean
 
 KINDS = ("r1", "r2", "distance", "uniform_face", "mhe0", "mhe1", "mhe2")

@@ -14,7 +14,7 @@ from training.data.load import load_split
 from training.evaluation.retrieval import retrieval
 from training.export.bundle import export_checkpoint
 from training.inference import embed
-from training.losses.build import build_loss
+from training.losses.table import build_loss
 from training.protocols import with_protocol
 from training.runner import load_chosen, run_job
 from training.start import WHITENING, set_projection, set_proxies

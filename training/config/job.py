@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from embedder.errors import JobError
 from training.config.data import Data
-from training.config.losses import WITH_PROXIES, Loss, ProxyAnchor
+from training.config.losses import Loss, proxy_anchor
 from training.config.model import Input, Model, Start
 from training.config.optimizer import Optimizer, Runtime, Sampling
 from training.config.protocol import Protocol
@@ -26,6 +26,8 @@ JOBS = Path(__file__).parents[1] / "jobs"
 class Job(Section):
     """One training job."""
 
+    model_config = ConfigDict(defer_build=True)  # until the first one is read, see Loss
+
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     description: str = ""
     licence: str = "unspecified"
@@ -35,7 +37,7 @@ class Job(Section):
     model: Model = Model()
     start: Start = Start()
     input: Input = Input()
-    loss: Loss = ProxyAnchor()
+    loss: Loss = Field(default_factory=proxy_anchor)
     regularizers: Regularizers = Regularizers()
     sampling: Sampling = Sampling()
     optimizer: Optimizer = Optimizer()
@@ -44,6 +46,8 @@ class Job(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Job":
+        from training.losses.table import WITH_PROXIES  # loads torch, as the loss has done
+
         wanted = self.regularizers
         by_proxies = wanted.skewed_mean is not None and wanted.skewed_mean.centres == "proxies"
         if (by_proxies or wanted.non_isotropy) and self.loss.name not in WITH_PROXIES:
@@ -147,11 +151,13 @@ def _explain(problem: dict[str, Any]) -> str:
     if problem["type"] != "extra_forbidden":
         given = json.dumps(problem["input"], default=str)[:80]
         return f"{where}: {problem['msg']} (given: {given})"
-    close = difflib.get_close_matches(str(problem["loc"][-1]), _known_keys(), n=1)
+    key = str(problem["loc"][-1])
+    close = difflib.get_close_matches(key, sorted(_known_keys() - {key}), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"{where}: unknown key{hint}"
 
 
-def _known_keys() -> list[str]:
-    tables: list[type[BaseModel]] = [Job, *Section.__subclasses__()]
-    return sorted({name for table in tables for name in table.model_fields})
+def _known_keys(table: type[BaseModel] = Section) -> set[str]:
+    """The keys of a table and of those that are made from it."""
+    below = (_known_keys(kind) for kind in table.__subclasses__())
+    return set(table.model_fields).union(*below)

@@ -1,150 +1,49 @@
-"""The `loss` table of a job: which loss, by `name`, and its options. Defaults: the benchmark's."""
+"""The `loss` table of a job: which loss, by `name`, and its options."""
 
-from typing import Annotated, Literal
+import inspect
+from functools import cache
+from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, GetCoreSchemaHandler, create_model
+from pydantic_core import CoreSchema, core_schema
 
 from training.config.section import Section
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Cosine = Annotated[float, Field(ge=-1, le=1)]
+
+class Loss(Section):
+    """Name and options of a loss of `training.losses.table`.
+
+    Options, defaults and bounds are those of the loss's constructor. They are read with the first
+    job, not with this module, since the losses load torch.
+    """
+
+    model_config = ConfigDict(defer_build=True)
+
+    name: str
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if cls is not Loss:
+            return handler(source)
+        choices = {name: handler.generate_schema(kind) for name, kind in _settings().items()}
+        return core_schema.tagged_union_schema(choices, discriminator="name")
 
 
-class Contrastive(Section):
-    """See training.losses.contrastive."""
-
-    name: Literal["contrastive"] = "contrastive"
-    margin: Cosine = 0.5
-    mining: Literal["all", "hard"] = "all"
+def proxy_anchor() -> Loss:
+    """The loss of a job that names none."""
+    return _settings()["proxy_anchor"](name="proxy_anchor")
 
 
-class Triplet(Section):
-    """See training.losses.triplet."""
+@cache
+def _settings() -> dict[str, type[Loss]]:
+    from training.losses.table import GIVEN, LOSSES
 
-    name: Literal["triplet"] = "triplet"
-    margin: NotNegative = 0.1
-    mining: Literal["all", "semi_hard", "hard", "distance_weighted"] = "semi_hard"
-
-
-class LiftedStructure(Section):
-    """See training.losses.lifted_structure."""
-
-    name: Literal["lifted_structure"] = "lifted_structure"
-    margin: float = 0.5
-    mining: Literal["all", "hard"] = "hard"
-    epsilon: NotNegative = 0.1
-
-
-class NPair(Section):
-    """See training.losses.n_pair."""
-
-    name: Literal["n_pair"] = "n_pair"
-    l2: NotNegative = 0.02
-    pairs: Literal["all", "one_per_class"] = "all"
-    normalize: bool = False
-
-
-class ProxyNCA(Section):
-    """See training.losses.proxy_nca."""
-
-    name: Literal["proxy_nca"] = "proxy_nca"
-    scale: Positive = 1.0
-
-
-class Margin(Section):
-    """See training.losses.margin; `beta_per_class` learns a beta for each class."""
-
-    name: Literal["margin"] = "margin"
-    margin: NotNegative = 0.5
-    beta: Positive = 1.2
-    nu: NotNegative = 0.0
-    learn_beta: bool = True
-    beta_per_class: bool = False
-    mining: Literal["all", "distance_weighted"] = "distance_weighted"
-    farthest: float = Field(1.4, gt=0, le=2)
-
-
-class ArcFace(Section):
-    """See training.losses.arcface."""
-
-    name: Literal["arcface"] = "arcface"
-    margin_degrees: float = Field(28.6, ge=0, lt=90)
-    scale: Positive = 64.0
-
-
-class MultiSimilarity(Section):
-    """See training.losses.multi_similarity."""
-
-    name: Literal["multi_similarity"] = "multi_similarity"
-    alpha: Positive = 2.0
-    beta: Positive = 50.0
-    margin: float = 0.5
-    epsilon: NotNegative = 0.1
-    mining: Literal["all", "hard"] = "hard"
-
-
-class SoftTriple(Section):
-    """See training.losses.soft_triple."""
-
-    name: Literal["soft_triple"] = "soft_triple"
-    centres_per_class: int = Field(10, ge=1)
-    scale: Positive = 20.0
-    gamma: Positive = 10.0
-    margin: NotNegative = 0.1
-    tau: NotNegative = 0.2
-
-
-class ProxyAnchor(Section):
-    """See training.losses.proxy_anchor."""
-
-    name: Literal["proxy_anchor"] = "proxy_anchor"
-    alpha: Positive = 32.0
-    margin: float = 0.1
-
-
-class BinomialDeviance(Section):
-    """See training.losses.binomial_deviance."""
-
-    name: Literal["binomial_deviance"] = "binomial_deviance"
-    alpha: Positive = 2.0
-    beta: Cosine = 0.5
-    negative_cost: Positive = 25.0
-
-
-class Loss1(Section):
-    """See training.losses.proxy_separation."""
-
-    name: Literal["loss1"] = "loss1"
-    alpha: Positive = 32.0
-    margin: float = 0.1
-
-
-class Loss2(Section):
-    """See training.losses.proxy_separation_by_batch."""
-
-    name: Literal["loss2"] = "loss2"
-    alpha: Positive = 32.0
-    margin: float = 0.1
-    over_batch: Literal["sum", "mean"] = "sum"
-
-
-Loss = Annotated[
-    Contrastive
-    | Triplet
-    | LiftedStructure
-    | NPair
-    | ProxyNCA
-    | Margin
-    | ArcFace
-    | MultiSimilarity
-    | SoftTriple
-    | ProxyAnchor
-    | BinomialDeviance
-    | Loss1
-    | Loss2,
-    Field(discriminator="name"),
-]
-
-WITH_PROXIES = ("proxy_nca", "proxy_anchor", "soft_triple", "arcface", "loss1", "loss2")
-"""The losses that learn a vector per class, which some regularizers act on."""
+    found = {}
+    for name, kind in LOSSES.items():
+        options: dict[str, Any] = {
+            option: (parameter.annotation, parameter.default)
+            for option, parameter in inspect.signature(kind).parameters.items()
+            if option not in GIVEN
+        }
+        found[name] = create_model(name, __base__=Loss, name=(str, name), **options)
+    return found

@@ -1,6 +1,14 @@
-"""What every table of a job file is."""
+"""What every table of a job file is, and the bounds that its values share."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Cosine = Annotated[float, Field(ge=-1, le=1)]
 
 
 class Section(BaseModel):

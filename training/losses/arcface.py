@@ -1,13 +1,16 @@
 """ArcFace: classification by angle, with an angular margin for the own class."""
 
 import math
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.losses.precision import full_precision
-from training.losses.proxies import ProxyLoss, normal_proxies
+from training.config.section import Positive
+from training.losses.numerics import full_precision
+from training.losses.proxies import ProxyLoss
 
 
 class ArcFaceLoss(ProxyLoss):
@@ -28,25 +31,25 @@ class ArcFaceLoss(ProxyLoss):
         https://arxiv.org/abs/1801.07698
 
     Args:
-        classes: number of classes C.
-        dim: length D of an embedding.
+        classes, dim: see ProxyLoss.
         margin_degrees: m.
         scale: s.
     """
 
     def __init__(
-        self, classes: int, dim: int, margin_degrees: float = 28.6, scale: float = 64.0
+        self,
+        classes: int,
+        dim: int,
+        margin_degrees: Annotated[float, Field(ge=0, lt=90)] = 28.6,
+        scale: Positive = 64.0,
     ) -> None:
-        super().__init__(normal_proxies(classes, dim), classes)
+        super().__init__(classes, dim)
         self.margin = math.radians(margin_degrees)
         self.scale = scale
 
     @full_precision
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar; an empty batch gives 0.
-
-        Raises: TrainingError if a label is not in [0, C).
-        """
+        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar; an empty batch gives 0."""
         own = self.own(labels)  # (B, C)
         cosines = self.cosines(embeddings)  # (B, C)
         logits = self.scale * torch.where(own, self._with_margin(cosines), cosines)

@@ -1,11 +1,11 @@
 """Binomial deviance: a logistic regression of "same class" on the cosine."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.losses.precision import full_precision
-from training.mining.pairs import all_pairs
+from training.config.section import Cosine, Positive
+from training.losses.numerics import full_precision
+from training.miners import all_pairs
 
 
 class BinomialDevianceLoss(nn.Module):
@@ -33,7 +33,9 @@ class BinomialDevianceLoss(nn.Module):
 
     normalized: bool = True
 
-    def __init__(self, alpha: float = 2.0, beta: float = 0.5, negative_cost: float = 25.0) -> None:
+    def __init__(
+        self, alpha: Positive = 2.0, beta: Cosine = 0.5, negative_cost: Positive = 25.0
+    ) -> None:
         super().__init__()
         self.alpha = alpha
         self.beta = beta
@@ -44,6 +46,6 @@ class BinomialDevianceLoss(nn.Module):
         """Unit embeddings (B, D), labels (B,) to a scalar; 0 without a pair."""
         logits = self.alpha * (embeddings @ embeddings.T - self.beta)  # (B, B)
         pairs = all_pairs(labels)
-        pull = F.softplus(-logits[pairs.positive])
-        push = F.softplus(self.negative_cost * logits[pairs.negative])
-        return torch.cat([pull, push]).sum() / max(len(labels), 1)
+        pull = F.softplus(-logits).where(pairs.positive, 0)
+        push = F.softplus(self.negative_cost * logits).where(pairs.negative, 0)
+        return (pull + push).sum() / max(len(labels), 1)

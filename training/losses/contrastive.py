@@ -4,11 +4,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from training.losses.precision import full_precision
-from training.mining.multi_similarity import multi_similarity
-from training.mining.pairs import all_pairs
-
-ContrastiveMining = Literal["all", "hard"]
+from training.config.section import Cosine
+from training.losses.numerics import full_precision
+from training.miners import all_pairs, hard_pairs
 
 
 class ContrastiveLoss(nn.Module):
@@ -28,12 +26,12 @@ class ContrastiveLoss(nn.Module):
 
     Args:
         margin: lambda.
-        mining: "all" pairs, or the "hard" ones of `training.mining.multi_similarity`.
+        mining: "all" pairs, or the "hard" ones of `training.miners.hard_pairs`.
     """
 
     normalized: bool = True
 
-    def __init__(self, margin: float = 0.5, mining: ContrastiveMining = "all") -> None:
+    def __init__(self, margin: Cosine = 0.5, mining: Literal["all", "hard"] = "all") -> None:
         super().__init__()
         self.margin = margin
         self.mining = mining
@@ -42,7 +40,7 @@ class ContrastiveLoss(nn.Module):
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Unit embeddings (B, D), labels (B,) to a scalar; 0 without a pair."""
         S = embeddings @ embeddings.T  # (B, B)
-        pairs = all_pairs(labels) if self.mining == "all" else multi_similarity(S, labels)
-        pull = -S[pairs.positive].sum()
-        push = (S[pairs.negative] - self.margin).relu().sum()
+        pairs = all_pairs(labels) if self.mining == "all" else hard_pairs(S, labels)
+        pull = -S.where(pairs.positive, 0).sum()
+        push = (S - self.margin).relu().where(pairs.negative, 0).sum()
         return (pull + push) / max(len(labels), 1)

@@ -4,12 +4,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from training.losses.log_sum_exp import log_sum_exp
-from training.losses.precision import full_precision
-from training.mining.multi_similarity import multi_similarity
-from training.mining.pairs import all_pairs
-
-LiftedMining = Literal["all", "hard"]
+from training.config.section import NotNegative
+from training.losses.numerics import full_precision, log_sum_exp
+from training.miners import all_pairs, hard_pairs
 
 
 class LiftedStructureLoss(nn.Module):
@@ -22,7 +19,7 @@ class LiftedStructureLoss(nn.Module):
     An anchor without a positive or without a negative gives 0.
 
     **Readings.** The benchmark sums over anchors, here they are averaged. It says "hard" without
-    saying which pairs: those of `training.mining.multi_similarity`, with its epsilon. (The single
+    saying which pairs: those of `training.miners.hard_pairs`, with its epsilon. (The single
     hardest pairs would turn the loss into a triplet loss.)
 
     References:
@@ -40,7 +37,10 @@ class LiftedStructureLoss(nn.Module):
     normalized: bool = True
 
     def __init__(
-        self, margin: float = 0.5, mining: LiftedMining = "hard", epsilon: float = 0.1
+        self,
+        margin: float = 0.5,
+        mining: Literal["all", "hard"] = "hard",
+        epsilon: NotNegative = 0.1,
     ) -> None:
         super().__init__()
         self.margin = margin
@@ -52,7 +52,7 @@ class LiftedStructureLoss(nn.Module):
         """Unit embeddings (B, D), labels (B,) to a scalar; 0 without a pair."""
         S = embeddings @ embeddings.T  # (B, B)
         hard = self.mining == "hard"
-        pairs = multi_similarity(S, labels, self.epsilon) if hard else all_pairs(labels)
+        pairs = hard_pairs(S, labels, self.epsilon) if hard else all_pairs(labels)
         pull = log_sum_exp(self.margin - S, pairs.positive)  # (B,), -inf without a positive
         push = log_sum_exp(S, pairs.negative)  # (B,)
         return (pull + push).relu().sum() / max(len(labels), 1)

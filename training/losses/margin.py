@@ -1,16 +1,15 @@
 """Margin: positive pairs inside, negative pairs outside a learnt distance."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from training.losses.precision import full_precision
+from training.config.section import NotNegative, Positive
+from training.losses.numerics import full_precision
 from training.losses.proxies import check_labels
-from training.mining.distance_weighted import distance_weighted
-from training.mining.pairs import all_pairs
-
-MarginMining = Literal["all", "distance_weighted"]
+from training.miners import all_pairs, distance_weighted
 
 
 class MarginLoss(nn.Module):
@@ -30,26 +29,28 @@ class MarginLoss(nn.Module):
         https://arxiv.org/abs/1706.07567
 
     Args:
+        classes: number of classes C.
         margin: m.
         beta: its start value.
         nu: weight of the last term.
         learn_beta: False fixes beta, as a buffer.
+        beta_per_class: learn a beta for each class.
         mining: "distance_weighted", or "all" pairs.
         farthest: of the mining; negatives at this distance or farther are not drawn.
-        classes: number of classes C for a beta per class; None for one beta.
     """
 
     normalized: bool = True
 
     def __init__(
         self,
-        margin: float = 0.5,
-        beta: float = 1.2,
-        nu: float = 0.0,
+        classes: int,
+        margin: NotNegative = 0.5,
+        beta: Positive = 1.2,
+        nu: NotNegative = 0.0,
         learn_beta: bool = True,
-        mining: MarginMining = "distance_weighted",
-        farthest: float = 1.4,
-        classes: int | None = None,
+        beta_per_class: bool = False,
+        mining: Literal["all", "distance_weighted"] = "distance_weighted",
+        farthest: Annotated[float, Field(gt=0, le=2)] = 1.4,
     ) -> None:
         super().__init__()
         self.margin = margin
@@ -57,7 +58,7 @@ class MarginLoss(nn.Module):
         self.mining = mining
         self.farthest = farthest
         self.beta: Tensor
-        start = torch.full((classes or 1,), beta)
+        start = torch.full((classes if beta_per_class else 1,), beta)
         if learn_beta:
             self.beta = nn.Parameter(start)
         else:
@@ -71,12 +72,19 @@ class MarginLoss(nn.Module):
         """
         S = embeddings @ embeddings.T  # (B, B)
         d = (2 - 2 * S).clamp(min=1e-8).sqrt()  # (B, B), never 0, where the root has no gradient
-        beta = self._beta_of(labels).to(d.dtype)  # (B,)
-        (a, p), (b, n) = self._mine(S, labels, embeddings.shape[1])
-        pull = (d[a, p] - beta[a] + self.margin).relu()  # (P,)
-        push = (beta[b] - d[b, n] + self.margin).relu()  # (N,)
+        beta = self._beta_of(labels).to(d.dtype)[:, None]  # (B, 1)
+        if self.mining == "all":
+            positive, negative = all_pairs(labels)
+            to_negative = d
+        else:
+            positive, drawn = distance_weighted(
+                S, labels, embeddings.shape[1], farthest=self.farthest
+            )
+            negative, to_negative = positive, d.gather(1, drawn)
+        pull = (d - beta + self.margin).relu().where(positive, 0)  # (B, B)
+        push = (beta - to_negative + self.margin).relu().where(negative, 0)  # (B, B)
         active = (pull > 0).sum() + (push > 0).sum()
-        regularizer = self.nu * beta[a].sum() / max(len(a), 1)
+        regularizer = self.nu * beta.where(positive, 0).sum() / positive.sum().clamp(min=1)
         return (pull.sum() + push.sum()) / active.clamp(min=1) + regularizer
 
     def _beta_of(self, labels: Tensor) -> Tensor:
@@ -84,15 +92,3 @@ class MarginLoss(nn.Module):
             return self.beta.expand(len(labels))
         check_labels(labels, len(self.beta))
         return self.beta[labels]
-
-    def _mine(
-        self, similarities: Tensor, labels: Tensor, dim: int
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Indices (anchor, positive) and (anchor, negative)."""
-        if self.mining == "all":
-            pairs = all_pairs(labels)
-            a, p = pairs.positive.nonzero(as_tuple=True)
-            b, n = pairs.negative.nonzero(as_tuple=True)
-            return (a, p), (b, n)
-        mined = distance_weighted(similarities, labels, dim, farthest=self.farthest)
-        return (mined.anchor, mined.positive), (mined.anchor, mined.negative)

@@ -4,12 +4,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from training.losses.log_sum_exp import log_1p_sum_exp
-from training.losses.precision import full_precision
-from training.mining.multi_similarity import multi_similarity
-from training.mining.pairs import all_pairs
-
-MultiSimilarityMining = Literal["all", "hard"]
+from training.config.section import NotNegative, Positive
+from training.losses.numerics import full_precision, log_1p_sum_exp
+from training.miners import all_pairs, hard_pairs
 
 
 class MultiSimilarityLoss(nn.Module):
@@ -32,18 +29,18 @@ class MultiSimilarityLoss(nn.Module):
         beta: scale of negative pairs.
         margin: lambda.
         epsilon: of hard mining.
-        mining: "hard" (the paper's own, `training.mining.multi_similarity`) or "all".
+        mining: "hard" (the paper's own, `training.miners.hard_pairs`) or "all".
     """
 
     normalized: bool = True
 
     def __init__(
         self,
-        alpha: float = 2.0,
-        beta: float = 50.0,
+        alpha: Positive = 2.0,
+        beta: Positive = 50.0,
         margin: float = 0.5,
-        epsilon: float = 0.1,
-        mining: MultiSimilarityMining = "hard",
+        epsilon: NotNegative = 0.1,
+        mining: Literal["all", "hard"] = "hard",
     ) -> None:
         super().__init__()
         self.alpha = alpha
@@ -57,7 +54,7 @@ class MultiSimilarityLoss(nn.Module):
         """Unit embeddings (B, D), labels (B,) to a scalar; 0 without a pair."""
         S = embeddings @ embeddings.T  # (B, B)
         hard = self.mining == "hard"
-        pairs = multi_similarity(S, labels, self.epsilon) if hard else all_pairs(labels)
+        pairs = hard_pairs(S, labels, self.epsilon) if hard else all_pairs(labels)
         pull = log_1p_sum_exp(-self.alpha * (S - self.margin), pairs.positive, dim=1)  # (B,)
         push = log_1p_sum_exp(self.beta * (S - self.margin), pairs.negative, dim=1)  # (B,)
         return (pull / self.alpha + push / self.beta).sum() / max(len(labels), 1)

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.losses.log_sum_exp import log_sum_exp
-from training.losses.precision import full_precision
-from training.mining.pairs import all_pairs
-
-NPairs = Literal["all", "one_per_class"]
+from training.config.section import NotNegative
+from training.losses.numerics import full_precision, log_sum_exp
+from training.miners import all_pairs
 
 
 class NPairLoss(nn.Module):
@@ -40,7 +38,12 @@ class NPairLoss(nn.Module):
 
     normalized: bool = False
 
-    def __init__(self, l2: float = 0.02, pairs: NPairs = "all", normalize: bool = False) -> None:
+    def __init__(
+        self,
+        l2: NotNegative = 0.02,
+        pairs: Literal["all", "one_per_class"] = "all",
+        normalize: bool = False,
+    ) -> None:
         super().__init__()
         self.l2 = l2
         self.pairs = pairs
@@ -51,26 +54,26 @@ class NPairLoss(nn.Module):
         """Features (B, D), labels (B,) to a scalar; without a pair only the second term is left."""
         if self.normalized:
             embeddings = F.normalize(embeddings, dim=1)
-        terms = (_all if self.pairs == "all" else _one_per_class)(embeddings, labels)  # (A,)
+        terms, used = (_all if self.pairs == "all" else _one_per_class)(embeddings, labels)
         norms = embeddings.square().sum() / max(len(embeddings), 1)
-        return terms.sum() / max(len(terms), 1) + self.l2 * norms
+        return terms.where(used, 0).sum() / used.sum().clamp(min=1) + self.l2 * norms
 
 
-def _all(features: Tensor, labels: Tensor) -> Tensor:
-    """The term of every ordered positive pair: (A,)."""
+def _all(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The term of every pair, and which pairs are positive: (B, B) each."""
     products = features @ features.T  # (B, B)
     pairs = all_pairs(labels)
     negatives = log_sum_exp(products, pairs.negative)  # (B,)
-    return F.softplus(negatives[:, None] - products)[pairs.positive]
+    return F.softplus(negatives[:, None] - products), pairs.positive
 
 
-def _one_per_class(features: Tensor, labels: Tensor) -> Tensor:
-    """The term of each class with two samples in the batch: (A,)."""
+def _one_per_class(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The terms of neighbours in the order of labels, and which begin a class: (B - 1,) each."""
     ranked, order = labels.sort(stable=True)
     starts = torch.ones_like(ranked, dtype=torch.bool)
     starts[1:] = ranked[1:] != ranked[:-1]
-    first = (starts[:-1] & ~starts[1:]).nonzero()[:, 0]  # (A,)
-    products = features[order[first]] @ features[order[first + 1]].T  # (A, A)
-    return F.cross_entropy(
-        products, torch.arange(len(first), device=labels.device), reduction="none"
-    )
+    used = starts[:-1] & ~starts[1:]
+    sorted_ = features[order]
+    products = sorted_[:-1] @ sorted_[1:].T  # (B - 1, B - 1): each a with each p
+    all_p = log_sum_exp(products, used.expand_as(products))
+    return all_p - products.diagonal(), used

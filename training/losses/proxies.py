@@ -10,18 +10,24 @@ from embedder.errors import TrainingError
 
 
 class ProxyLoss(nn.Module):
-    """A loss with proxies: learnt vectors, one per class, whose length does not matter.
+    """A loss with proxies: learnt vectors, one or more a class, whose length does not matter.
+
+    Labels are class numbers in [0, C); another one is a TrainingError, see `check_labels`.
 
     Args:
-        proxies: their start values (C, D), kept as the parameter `proxies`.
         classes: number of classes C.
+        dim: length D of an embedding.
+        proxies: start values of the parameter `proxies`, if not (C, D) from N(0, 2 / C) (Kaiming,
+            fan-out), as Proxy-Anchor's authors draw them.
     """
 
     normalized: bool = True
 
-    def __init__(self, proxies: Tensor, classes: int) -> None:
+    def __init__(self, classes: int, dim: int, proxies: Tensor | None = None) -> None:
         super().__init__()
         self.classes = classes
+        if proxies is None:
+            proxies = torch.randn(classes, dim) * math.sqrt(2.0 / classes)
         self.proxies = nn.Parameter(proxies)
 
     def centres(self) -> Tensor:
@@ -37,10 +43,7 @@ class ProxyLoss(nn.Module):
         return torch.arange(self.classes, device=self.proxies.device)
 
     def centre_of(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The unit centre of the class of each sample: (B, D), with gradient to the proxies.
-
-        Raises: TrainingError if a label is not in [0, C).
-        """
+        """The unit centre of the class of each sample: (B, D), with gradient to the proxies."""
         del embeddings  # one centre per class: no choice to make
         check_labels(labels, self.classes)
         return self.centres()[labels]
@@ -50,21 +53,15 @@ class ProxyLoss(nn.Module):
         return embeddings @ _unit(self.proxies, embeddings.dtype).T
 
     def own(self, labels: Tensor) -> Tensor:
-        """True where the proxy is that of the sample's class: (B, C).
-
-        Raises: TrainingError if a label is not in [0, C).
-        """
+        """True where the proxy is that of the sample's class: (B, C)."""
         check_labels(labels, self.classes)
-        return F.one_hot(labels, self.classes).bool()
-
-
-def normal_proxies(classes: int, dim: int) -> Tensor:
-    """Start values N(0, 2 / C) (Kaiming, fan-out), as Proxy-Anchor's authors draw them: (C, D)."""
-    return torch.randn(classes, dim) * math.sqrt(2.0 / classes)
+        return labels[:, None] == torch.arange(self.classes, device=labels.device)
 
 
 def check_labels(labels: Tensor, classes: int) -> None:
     """Refuse labels that are not class numbers; on the CPU only, where looking costs no wait.
+
+    On a GPU the losses trust them: `training.trainer.fit` checks all of a run's, once.
 
     Raises: TrainingError.
     """

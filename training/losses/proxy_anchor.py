@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from training.losses.log_sum_exp import log_1p_sum_exp
-from training.losses.precision import full_precision
-from training.losses.proxies import ProxyLoss, normal_proxies
+from training.config.section import Positive
+from training.losses.numerics import full_precision, log_1p_sum_exp
+from training.losses.proxies import ProxyLoss
 
 
 class ProxyAnchorLoss(ProxyLoss):
@@ -24,23 +24,19 @@ class ProxyAnchorLoss(ProxyLoss):
         https://arxiv.org/abs/2003.13911
 
     Args:
-        classes: number of classes C.
-        dim: length D of an embedding.
+        classes, dim: see ProxyLoss.
         alpha: scale of the cosines.
         margin: delta.
     """
 
-    def __init__(self, classes: int, dim: int, alpha: float = 32.0, margin: float = 0.1) -> None:
-        super().__init__(normal_proxies(classes, dim), classes)
+    def __init__(self, classes: int, dim: int, alpha: Positive = 32.0, margin: float = 0.1) -> None:
+        super().__init__(classes, dim)
         self.alpha = alpha
         self.margin = margin
 
     @full_precision
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar; an empty batch gives 0.
-
-        Raises: TrainingError if a label is not in [0, C).
-        """
+        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar; an empty batch gives 0."""
         cosines, own = self.cosines(embeddings), self.own(labels)  # (B, C) each
         push = log_1p_sum_exp(self.alpha * (cosines + self.margin), ~own, dim=0)  # (C,)
         return pull_to_proxies(cosines, own, self.alpha, self.margin) + push.mean()

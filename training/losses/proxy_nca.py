@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from training.losses.log_sum_exp import log_sum_exp
-from training.losses.precision import full_precision
-from training.losses.proxies import ProxyLoss, normal_proxies
+from training.config.section import Positive
+from training.losses.numerics import full_precision, log_sum_exp
+from training.losses.proxies import ProxyLoss
 
 
 class ProxyNCALoss(ProxyLoss):
@@ -28,23 +28,20 @@ class ProxyNCALoss(ProxyLoss):
         https://arxiv.org/abs/1703.07464
 
     Args:
-        classes: number of classes C.
-        dim: length D of an embedding.
+        classes, dim: see ProxyLoss.
         scale: sigma.
     """
 
-    def __init__(self, classes: int, dim: int, scale: float = 1.0) -> None:
-        super().__init__(normal_proxies(classes, dim), classes)
+    def __init__(self, classes: int, dim: int, scale: Positive = 1.0) -> None:
+        super().__init__(classes, dim)
         self.scale = scale
 
     @full_precision
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar; an empty batch gives 0.
-
-        Raises: TrainingError if a label is not in [0, C).
-        """
+        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar; an empty batch gives 0."""
         own = self.own(labels)  # (B, C)
         logits = -self.scale * (2 - 2 * self.cosines(embeddings))  # (B, C)
         others = log_sum_exp(logits, ~own)  # (B,)
-        terms = (others - logits[own]).masked_fill(others.isneginf(), 0.0)  # (B,)
+        terms = others - logits.where(own, 0).sum(dim=1)  # (B,)
+        terms = terms.masked_fill(others.isneginf(), 0.0)
         return terms.sum() / max(len(terms), 1)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.losses.precision import full_precision
+from training.config.section import Count, NotNegative, Positive
+from training.losses.numerics import full_precision
 from training.losses.proxies import ProxyLoss, check_labels
 
 
@@ -34,8 +35,7 @@ class SoftTripleLoss(ProxyLoss):
         https://arxiv.org/abs/1909.05235
 
     Args:
-        classes: number of classes C.
-        dim: length D of an embedding.
+        classes, dim: see ProxyLoss.
         centres_per_class: K.
         scale: lambda.
         gamma: sharpness of the choice among the centres of a class.
@@ -47,14 +47,14 @@ class SoftTripleLoss(ProxyLoss):
         self,
         classes: int,
         dim: int,
-        centres_per_class: int = 10,
-        scale: float = 20.0,
-        gamma: float = 10.0,
-        margin: float = 0.1,
-        tau: float = 0.2,
+        centres_per_class: Count = 10,
+        scale: Positive = 20.0,
+        gamma: Positive = 10.0,
+        margin: NotNegative = 0.1,
+        tau: NotNegative = 0.2,
     ) -> None:
         count = classes * centres_per_class
-        super().__init__((2 * torch.rand(count, dim) - 1) / math.sqrt(count), classes)
+        super().__init__(classes, dim, (2 * torch.rand(count, dim) - 1) / math.sqrt(count))
         self.centres_per_class = centres_per_class
         self.scale = scale
         self.gamma = gamma
@@ -63,10 +63,7 @@ class SoftTripleLoss(ProxyLoss):
 
     @full_precision
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar.
-
-        Raises: TrainingError if a label is not in [0, C).
-        """
+        """Unit embeddings (B, D), labels (B,) in [0, C) to a scalar."""
         K = self.centres_per_class
         centres = self.centres().to(embeddings.dtype)  # (C K, D)
         cosines = (embeddings @ centres.T).view(-1, self.classes, K)  # (B, C, K)
@@ -85,10 +82,7 @@ class SoftTripleLoss(ProxyLoss):
         return super().centre_labels().repeat_interleave(self.centres_per_class)
 
     def centre_of(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The nearest unit centre of the class of each sample: (B, D), with gradient to it.
-
-        Raises: TrainingError if a label is not in [0, C).
-        """
+        """The nearest unit centre of the class of each sample: (B, D), with gradient to it."""
         check_labels(labels, self.classes)
         centres = self.centres()  # (C K, D)
         own = centres.view(self.classes, self.centres_per_class, -1)[labels]  # (B, K, D)

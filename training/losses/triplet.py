@@ -4,14 +4,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from training.losses.precision import full_precision
-from training.mining.distance_weighted import distance_weighted
-from training.mining.hard import hard
-from training.mining.pairs import Triplets, all_pairs
-from training.mining.semi_hard import semi_hard
-
-TripletMining = Literal["all", "semi_hard", "hard", "distance_weighted"]
+from training.config.section import NotNegative
+from training.losses.numerics import full_precision
+from training.miners import Triplets, all_pairs, batch_hard, distance_weighted, semi_hard
 
 
 class TripletLoss(nn.Module):
@@ -22,8 +19,7 @@ class TripletLoss(nn.Module):
     In squared Euclidean distances of unit vectors, 2 - 2 S, a margin m is the same as lambda = m/2,
     with half the value; FaceNet and graph consistency are written so, with m = 0.2 and m = 0.1.
 
-    `mining = "all"` takes every triplet of the batch with memory B^2: the negatives of an anchor
-    are sorted, and those that violate a positive's margin are one end of the list.
+    `mining = "all"` takes every triplet of the batch, with memory B^2.
 
     **Reading.** Mean over all mined triplets, those that cost nothing included.
 
@@ -34,12 +30,17 @@ class TripletLoss(nn.Module):
 
     Args:
         margin: lambda, in cosines.
-        mining: "all", or a file of `training.mining`: "semi_hard", "hard", "distance_weighted".
+        mining: "all", or by `training.miners`: "semi_hard", "hard" (its `batch_hard`) or
+            "distance_weighted".
     """
 
     normalized: bool = True
 
-    def __init__(self, margin: float = 0.1, mining: TripletMining = "semi_hard") -> None:
+    def __init__(
+        self,
+        margin: NotNegative = 0.1,
+        mining: Literal["all", "semi_hard", "hard", "distance_weighted"] = "semi_hard",
+    ) -> None:
         super().__init__()
         self.margin = margin
         self.mining = mining
@@ -49,30 +50,30 @@ class TripletLoss(nn.Module):
         """Unit embeddings (B, D), labels (B,) to a scalar; 0 without a triplet."""
         S = embeddings @ embeddings.T  # (B, B)
         if self.mining == "all":
-            return _mean_over_all(S, labels, self.margin)
-        anchor, positive, negative = self._mine(S, labels, embeddings.shape[1])
-        terms = (S[anchor, negative] - S[anchor, positive] + self.margin).relu()  # (T,)
-        return terms.sum() / max(len(terms), 1)
+            pairs = all_pairs(labels)
+            terms = _hinge_sums(S, pairs.negative, S - self.margin).where(pairs.positive, 0)
+            triplets = (pairs.positive.sum(dim=1) * pairs.negative.sum(dim=1)).sum()
+            return terms.sum() / triplets.clamp(min=1)
+        mined, negative = self._mine(S, labels, embeddings.shape[1])
+        terms = (S.gather(1, negative) - S + self.margin).relu().where(mined, 0)  # (B, B)
+        return terms.sum() / mined.sum().clamp(min=1)
 
     def _mine(self, similarities: Tensor, labels: Tensor, dim: int) -> Triplets:
         if self.mining == "semi_hard":
             return semi_hard(similarities, labels)
         if self.mining == "hard":
-            return hard(similarities, labels)
+            return batch_hard(similarities, labels)
         return distance_weighted(similarities, labels, dim)
 
 
-def _mean_over_all(S: Tensor, labels: Tensor, margin: float) -> Tensor:
-    """Mean of [S_an - t_ap]_+ over all triplets, t_ap = S_ap - margin: cosines (B, B) to a scalar.
+def _hinge_sums(values: Tensor, mask: Tensor, thresholds: Tensor) -> Tensor:
+    """For each threshold t of a row the sum of [v - t]_+ over its values v in the mask.
 
-    For one anchor and positive, the sum over n is (sum of the S_an above t) - (their number) t.
+    All (B, B). With a row's values in falling order, those above t are the first k of them, and
+    their sum is the k-th partial sum less k t.
     """
-    pairs = all_pairs(labels)
-    thresholds = S - margin  # (B, B)
-    ranked, order = S.detach().masked_fill(~pairs.negative, -torch.inf).sort(dim=1, descending=True)
-    first = torch.searchsorted(-ranked, -thresholds.detach())  # (B, B), how many lie above
-    values = S.masked_fill(~pairs.negative, 0.0).gather(1, order)
-    sums = torch.nn.functional.pad(values.cumsum(dim=1), (1, 0)).gather(1, first)  # (B, B)
-    terms = (sums - first * thresholds)[pairs.positive]
-    triplets = (pairs.positive.sum(dim=1) * pairs.negative.sum(dim=1)).sum()
-    return terms.sum() / triplets.clamp(min=1)
+    order = values.detach().masked_fill(~mask, -torch.inf).argsort(dim=1, descending=True)
+    falling = values.masked_fill(~mask, -torch.inf).gather(1, order).detach()
+    k = torch.searchsorted(-falling, -thresholds.detach())  # (B, B)
+    partial_sums = F.pad(values.where(mask, 0).gather(1, order).cumsum(dim=1), (1, 0))
+    return partial_sums.gather(1, k) - k * thresholds

@@ -15,8 +15,7 @@ from training.losses.multi_similarity import MultiSimilarityLoss
 from training.losses.n_pair import NPairLoss
 from training.losses.proxy_anchor import ProxyAnchorLoss
 from training.losses.proxy_nca import ProxyNCALoss
-from training.losses.proxy_separation import ProxySeparationLoss
-from training.losses.proxy_separation_by_batch import BatchProxySeparationLoss
+from training.losses.proxy_separation import BatchProxySeparationLoss, ProxySeparationLoss
 from training.losses.soft_triple import SoftTripleLoss
 from training.losses.triplet import TripletLoss
 
@@ -45,7 +44,7 @@ ORDERLESS: dict[str, Callable[[], nn.Module]] = {
     "lifted_structure_all": lambda: LiftedStructureLoss(mining="all"),
     "n_pair": NPairLoss,
     "n_pair_normalized": lambda: NPairLoss(normalize=True),
-    "margin_all": lambda: MarginLoss(mining="all", nu=0.1),
+    "margin_all": lambda: MarginLoss(CLASSES, mining="all", nu=0.1),
     "multi_similarity": MultiSimilarityLoss,
     "multi_similarity_all": lambda: MultiSimilarityLoss(mining="all"),
     "binomial_deviance": BinomialDevianceLoss,
@@ -55,8 +54,8 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
     **ORDERLESS,
     "triplet_distance_weighted": lambda: TripletLoss(mining="distance_weighted"),
     "n_pair_one_per_class": lambda: NPairLoss(pairs="one_per_class"),
-    "margin": MarginLoss,
-    "margin_per_class": lambda: MarginLoss(classes=CLASSES, nu=0.1),
+    "margin": lambda: MarginLoss(CLASSES),
+    "margin_per_class": lambda: MarginLoss(CLASSES, beta_per_class=True, nu=0.1),
 }
 
 
@@ -75,12 +74,6 @@ def batch(
     labels = torch.randint(0, classes - 2, (count,), generator=generator)
     labels[0] = classes - 2
     return embeddings, labels
-
-
-def doubled(loss: nn.Module, count: int = 14) -> tuple[nn.Module, Tensor, Tensor]:
-    """The loss, embeddings and labels in float64, for a comparison to many digits."""
-    embeddings, labels = batch(count)
-    return loss.double(), embeddings.double(), labels
 
 
 def value(loss: nn.Module, embeddings: Tensor, labels: Tensor, seed: int = 3) -> Tensor:

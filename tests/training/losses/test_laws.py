@@ -1,12 +1,23 @@
-"""What every loss has in common."""
+"""What every loss has in common, also on batches without pairs, negatives or samples."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedder.errors import TrainingError
-from tests.training.losses.cases import CLASSES, DIM, LOSSES, ORDERLESS, batch, make, value
+from tests.training.losses.cases import (
+    CLASSES,
+    DIM,
+    LOSSES,
+    ORDERLESS,
+    PROXY_LOSSES,
+    batch,
+    make,
+    value,
+)
+from training.losses import margin, proxies, soft_triple
 
 BY_CLASS = [name for name in LOSSES if hasattr(make(name), "proxies")] + ["margin_per_class"]
 
@@ -140,3 +151,106 @@ def test_descent_brings_samples_to_their_class(name: str) -> None:
         optimizer.step()
     assert before < 12
     assert right() >= 18  # of 24; a loss with proxies may be content before all are
+
+
+PAIR_LOSSES = [name for name in LOSSES if name not in PROXY_LOSSES]
+
+
+def step(loss: nn.Module, count: int, labels: list[int], seed: int = 0) -> Tensor:
+    """Forward and backward; every gradient must be finite."""
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = F.normalize(torch.randn(count, DIM, generator=generator), dim=1).requires_grad_()
+    torch.manual_seed(0)
+    result: Tensor = loss(embeddings, torch.tensor(labels, dtype=torch.int64))
+    result.backward()
+    assert embeddings.grad is not None
+    assert embeddings.grad.isfinite().all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in loss.parameters())
+    return result.detach()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "labels",
+    [[], [2], [2, 2], [1, 3], [0, 1, 2, 3, 4], [3, 3, 3, 3], [0, 0, 1]],
+    ids=["empty", "one", "one pair", "no pair", "all different", "one class", "single negative"],
+)
+def test_value_and_gradient_are_finite(name: str, labels: list[int]) -> None:
+    assert torch.isfinite(step(make(name), len(labels), labels))
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
+@pytest.mark.parametrize("labels", [[], [2]], ids=["empty", "one"])
+def test_without_a_pair_a_loss_of_pairs_is_zero(name: str, labels: list[int]) -> None:
+    loss = make(name)
+    if hasattr(loss, "l2"):
+        loss.l2 = 0.0
+    assert step(loss, len(labels), labels) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["triplet", "triplet_all", "triplet_hard", "lifted_structure", "lifted_structure_all"]
+)
+@pytest.mark.parametrize("labels", [[0, 1, 2, 3], [1, 1, 1]], ids=["no positive", "no negative"])
+def test_a_loss_that_compares_both_kinds_needs_both(name: str, labels: list[int]) -> None:
+    assert step(make(name), len(labels), labels) == 0
+
+
+@pytest.mark.parametrize("name", ["proxy_anchor", "proxy_nca", "arcface"])
+def test_an_empty_batch_costs_nothing_with_proxies(name: str) -> None:
+    assert step(make(name), 0, []) == 0
+
+
+def test_loss1_of_an_empty_batch_still_parts_the_proxies() -> None:
+    loss = make("loss1")
+    step(loss, 0, [])
+    assert (loss.proxies.grad.norm(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_equal_and_opposite_samples_have_a_finite_gradient(name: str) -> None:
+    loss = make(name)
+    rows = torch.eye(DIM)[[0, 0, 0, 0, 1]]
+    embeddings = torch.cat([rows, -rows]).requires_grad_()
+    with torch.no_grad():
+        for parameter in loss.parameters():
+            if parameter.ndim == 2:  # centres on top of the samples, equal ones among them
+                parameter.copy_(torch.eye(DIM)[torch.arange(len(parameter)) % 2])
+    torch.manual_seed(0)
+    result = loss(embeddings, torch.tensor([0, 0, 1, 1, 2] * 2))
+    result.backward()
+    assert torch.isfinite(result)
+    assert embeddings.grad is not None
+    assert embeddings.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in loss.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", PROXY_LOSSES)
+def test_a_single_class_is_finite(name: str) -> None:
+    kind = type(make(name))
+    assert CLASSES > 1
+    assert torch.isfinite(step(kind(1, DIM), 3, [0, 0, 0]))
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what a GPU would have to be waited for: values, and shapes that depend on them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        indices = args[1] if func is torch.ops.aten.index.Tensor else ()
+        by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
+        assert func.overloadpacket not in WAITING, func
+        assert not by_mask, "indexed by a mask"
+        return func(*args, **(kwargs or {}))
+
+
+WAITING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_never_waits_for_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (margin, proxies, soft_triple):  # labels are looked at on the CPU alone
+        monkeypatch.setattr(module, "check_labels", lambda labels, classes: None)
+    loss, (embeddings, labels) = make(name), batch()
+    embeddings.requires_grad_()
+    with NoWaiting():
+        loss(embeddings, labels).backward()

@@ -8,11 +8,15 @@ from pytorch_metric_learning.miners import MultiSimilarityMiner, TripletMarginMi
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.mining.distance_weighted import distance_weighted, negative_probabilities
-from training.mining.hard import hard
-from training.mining.multi_similarity import multi_similarity
-from training.mining.pairs import Triplets, all_pairs
-from training.mining.semi_hard import semi_hard
+from training.miners import (
+    Triplets,
+    all_pairs,
+    batch_hard,
+    distance_weighted,
+    hard_pairs,
+    negative_probabilities,
+    semi_hard,
+)
 
 DIM = 6
 
@@ -33,7 +37,8 @@ def batch(spread: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def rows(triplets: Triplets) -> set[tuple[int, ...]]:
-    return {tuple(row) for row in torch.stack(list(triplets), dim=1).tolist()}
+    """(anchor, positive, negative) of each triplet."""
+    return {(a, p, int(triplets.negative[a, p])) for a, p in triplets.mined.nonzero().tolist()}
 
 
 def indices(mask: Tensor) -> set[tuple[int, ...]]:
@@ -73,9 +78,9 @@ def test_semi_hard_inside_the_margin_is_among_those_of_pytorch_metric_learning()
     s = embeddings @ embeddings.T
     mined = semi_hard(s, labels)
     miner = TripletMarginMiner(0.2, type_of_triplets="semihard", distance=CosineSimilarity())
-    theirs = rows(Triplets(*miner(embeddings, labels)))
-    inside = s[mined.anchor, mined.positive] - s[mined.anchor, mined.negative] <= 0.2
-    ours = rows(Triplets(*(index[inside] for index in mined)))
+    theirs = set(zip(*(index.tolist() for index in miner(embeddings, labels)), strict=True))
+    inside = s - s.gather(1, mined.negative) <= 0.2
+    ours = rows(Triplets(mined.mined & inside, mined.negative))
     assert ours <= theirs
     assert {(a, p) for a, p, _ in ours} == {(a, p) for a, p, _ in theirs}
 
@@ -94,13 +99,13 @@ def test_hard_is_the_farthest_positive_and_the_nearest_negative() -> None:
         if positive:
             farthest = min(positive, key=lambda p: s[a, p].item())
             expected.add((a, farthest, max(negative, key=lambda n: s[a, n].item())))
-    assert rows(hard(s, labels)) == expected
+    assert rows(batch_hard(s, labels)) == expected
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.6])
 def test_multi_similarity_compares_with_the_hardest_opposite_pair(epsilon: float) -> None:
     s, labels = batch(spread=0.6)
-    pairs = multi_similarity(s, labels, epsilon)
+    pairs = hard_pairs(s, labels, epsilon)
     for i in range(len(labels)):
         positive = [j for j in range(len(labels)) if j != i and labels[j] == labels[i]]
         negative = [j for j in range(len(labels)) if labels[j] != labels[i]]
@@ -118,7 +123,7 @@ def test_multi_similarity_compares_with_the_hardest_opposite_pair(epsilon: float
 def test_multi_similarity_keeps_the_pairs_of_pytorch_metric_learning() -> None:
     embeddings, labels = samples(spread=0.6)
     a, p, b, n = MultiSimilarityMiner(epsilon=0.1)(embeddings, labels)
-    pairs = multi_similarity(embeddings @ embeddings.T, labels, 0.1)
+    pairs = hard_pairs(embeddings @ embeddings.T, labels, 0.1)
     assert set(zip(a.tolist(), p.tolist(), strict=True)) == indices(pairs.positive)
     assert set(zip(b.tolist(), n.tolist(), strict=True)) == indices(pairs.negative)
 
@@ -169,10 +174,9 @@ def test_every_positive_pair_draws_one_negative_by_these_probabilities() -> None
     torch.manual_seed(0)
     counts = torch.zeros(s.shape, dtype=torch.float64)
     for _ in range(400):
-        anchor, positive, negative = distance_weighted(s, labels, DIM)
-        assert set(zip(anchor.tolist(), positive.tolist(), strict=True)) == indices(
-            all_pairs(labels).positive
-        )
+        mined, negatives = distance_weighted(s, labels, DIM)
+        assert mined.equal(all_pairs(labels).positive)
+        anchor, negative = mined.nonzero()[:, 0], negatives[mined]
         assert (labels[anchor] != labels[negative]).all()
         counts.index_put_((anchor, negative), torch.ones(len(anchor)).double(), accumulate=True)
     drawn = counts.sum(dim=1, keepdim=True)
@@ -195,9 +199,10 @@ def test_the_global_generator_decides_the_draw() -> None:
 @pytest.mark.parametrize("labels", [[], [0], [0, 1], [1, 1]], ids=str)
 def test_a_batch_without_both_kinds_has_no_triplet(labels: list[int]) -> None:
     s, given = torch.eye(len(labels)), torch.tensor(labels, dtype=torch.int64)
-    for triplets in (semi_hard(s, given), hard(s, given), distance_weighted(s, given, DIM)):
-        assert all(len(index) == 0 for index in triplets)
-    pairs = multi_similarity(s, given)
+    for triplets in (semi_hard(s, given), batch_hard(s, given), distance_weighted(s, given, DIM)):
+        assert not triplets.mined.any()
+        assert ((triplets.negative >= 0) & (triplets.negative < max(len(labels), 1))).all()
+    pairs = hard_pairs(s, given)
     assert not pairs.positive.any()
     assert not pairs.negative.any()
 
@@ -206,4 +211,5 @@ def test_miners_pass_no_gradient_on() -> None:
     s, labels = batch()
     s.requires_grad_()
     assert not negative_probabilities(s, labels, DIM).requires_grad
-    assert all(not index.requires_grad for index in semi_hard(s, labels))
+    for mined in (*semi_hard(s, labels), *batch_hard(s, labels), *hard_pairs(s, labels)):
+        assert not mined.requires_grad

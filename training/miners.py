@@ -1,0 +1,173 @@
+"""Which pairs and triplets of a batch a loss looks at.
+
+Results have fixed shapes, masks and indices (B, B), so that a GPU need not be waited for. No miner
+passes a gradient on. B is the number of samples, S their similarities (B, B), larger is more alike.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Pairs(NamedTuple):
+    """Masks (B, B): row is the anchor, column the other sample."""
+
+    positive: Tensor
+    negative: Tensor
+
+
+class Triplets(NamedTuple):
+    """At most one negative for each anchor (row) and positive (column), both (B, B).
+
+    `mined` is True where there is a triplet; `negative` is the index of its negative, and of any
+    sample where there is none.
+    """
+
+    mined: Tensor
+    negative: Tensor
+
+
+def all_pairs(labels: Tensor) -> Pairs:
+    """Every ordered pair of two different samples, by whether they share their class."""
+    same = labels[:, None] == labels[None, :]
+    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    return Pairs(same & ~itself, ~same)
+
+
+def hard_pairs(similarities: Tensor, labels: Tensor, epsilon: float = 0.1) -> Pairs:
+    """Positives with S_ap < max S_an + epsilon, negatives with S_an > min S_ap - epsilon.
+
+    Hard is relative to the anchor's hardest opposite pair. An anchor without positives, or without
+    negatives, keeps no pair; any other anchor keeps pairs of both kinds or none.
+
+    References:
+        Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning (Wang et al.,
+        2019), section on pair mining. https://arxiv.org/abs/1904.06627
+
+    Args:
+        similarities: (B, B).
+        labels: (B,).
+        epsilon: how much easier than the hardest opposite pair a pair may be.
+    """
+    similarities = similarities.detach()
+    pairs = all_pairs(labels)
+    hardest_negative, _ = _row_max(similarities, pairs.negative)  # (B,)
+    hardest_positive, _ = _row_max(-similarities, pairs.positive)
+    return Pairs(
+        pairs.positive & (similarities < hardest_negative[:, None] + epsilon),
+        pairs.negative & (similarities > -hardest_positive[:, None] - epsilon),
+    )
+
+
+def batch_hard(similarities: Tensor, labels: Tensor) -> Triplets:
+    """One triplet an anchor: argmin S_ap and argmax S_an; none if it lacks either.
+
+    References:
+        In Defense of the Triplet Loss for Person Re-Identification (Hermans et al., 2017).
+        https://arxiv.org/abs/1703.07737
+
+    Args:
+        similarities: (B, B).
+        labels: (B,).
+    """
+    similarities = similarities.detach()
+    pairs = all_pairs(labels)
+    farthest, positive = _row_max(-similarities, pairs.positive)
+    nearest, negative = _row_max(similarities, pairs.negative)
+    found = farthest.isfinite() & nearest.isfinite()  # (B,)
+    column = torch.arange(len(labels), device=labels.device)
+    mined = (positive[:, None] == column) & found[:, None]  # (B, B)
+    return Triplets(mined, (negative * found)[:, None].expand_as(mined))
+
+
+def semi_hard(similarities: Tensor, labels: Tensor) -> Triplets:
+    """For each anchor and positive: argmax S_an over the negatives with S_an < S_ap.
+
+    By sorting each row once: memory B^2, not B^3.
+
+    **Reading.** A pair without such a negative gives no triplet. A negative beyond the margin is
+    not excluded: its triplet costs nothing, but it counts in a mean.
+
+    References:
+        FaceNet: A Unified Embedding for Face Recognition and Clustering (Schroff et al., 2015),
+        section 3.2. https://arxiv.org/abs/1503.03832
+
+    Args:
+        similarities: (B, B).
+        labels: (B,).
+    """
+    similarities = similarities.detach()
+    pairs = all_pairs(labels)
+    ranked, order = similarities.masked_fill(~pairs.negative, -torch.inf).sort(dim=1)
+    rank = torch.searchsorted(ranked, similarities) - 1  # (B, B), last one below
+    below = rank.clamp(min=0)
+    found = (rank >= 0) & ranked.gather(1, below).isfinite()
+    return Triplets(pairs.positive & found, order.gather(1, below))
+
+
+def distance_weighted(
+    similarities: Tensor, labels: Tensor, dim: int, cutoff: float = 0.5, farthest: float = 1.4
+) -> Triplets:
+    """For each anchor and positive, a negative drawn with `negative_probabilities`.
+
+    Draws B^2 numbers from torch's global CPU generator, whatever the labels; memory B^2.
+
+    Args:
+        similarities: cosines (B, B).
+        labels: (B,).
+        dim: length D of an embedding.
+        cutoff, farthest: see negative_probabilities.
+    """
+    probabilities = negative_probabilities(similarities, labels, dim, cutoff, farthest)
+    cumulative = probabilities.cumsum(dim=1)  # (B, B)
+    cumulative = cumulative / cumulative[:, -1:]  # ends in exactly 1, or NaN without negatives
+    drawn = torch.rand(probabilities.shape, dtype=torch.float64)
+    drawn = drawn.to(labels.device, non_blocking=True)
+    negative = torch.searchsorted(cumulative, drawn, right=True)  # (B, B), first one above
+    pairs = all_pairs(labels)
+    found = pairs.positive & pairs.negative.any(dim=1)[:, None]
+    return Triplets(found, negative.where(found, 0))
+
+
+def negative_probabilities(
+    similarities: Tensor, labels: Tensor, dim: int, cutoff: float = 0.5, farthest: float = 1.4
+) -> Tensor:
+    r"""The probability of each negative of each anchor: (B, B) to (B, B) in float64.
+
+    Proportional to the inverse of the density of distances d on the unit sphere, for d < farthest
+    and with d raised to at least cutoff, which bounds the variance:
+
+    .. math:: q(d)^{-1} = d^{2 - D} (1 - d^2 / 4)^{(3 - D) / 2}
+
+    **Reading.** An anchor whose negatives are all too far draws among them evenly, which keeps its
+    positive pairs in the loss. Rows of anchors without a negative are 0.
+
+    References:
+        Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4; cutoff and
+        farthest as in the authors' code. https://arxiv.org/abs/1706.07567
+
+    Args:
+        similarities: cosines (B, B).
+        labels: (B,).
+        dim: length D of an embedding.
+        cutoff: distances below it are taken for it.
+        farthest: distances from it on are not drawn.
+    """
+    negative = all_pairs(labels).negative
+    squared = (2 - 2 * similarities.detach().double()).clamp(min=0)
+    d2 = squared.clamp(min=cutoff**2, max=4 - 1e-9)
+    log_weights = (2 - dim) / 2 * d2.log() + (3 - dim) / 2 * (1 - d2 / 4).log()
+    near = negative & (squared < farthest**2)
+    none_near = ~near.any(dim=1, keepdim=True)
+    log_weights = log_weights.masked_fill(none_near, 0.0)
+    allowed = torch.where(none_near, negative, near)
+    return log_weights.masked_fill(~allowed, -torch.inf).softmax(dim=1).nan_to_num(nan=0.0)
+
+
+def _row_max(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum and its index over the columns in mask: (B, B) to (B,); -inf without a column."""
+    padded = F.pad(values.masked_fill(~mask, -torch.inf), (0, 1), value=-torch.inf)
+    best, index = padded.max(dim=1)
+    return best, index

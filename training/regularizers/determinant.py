@@ -143,10 +143,12 @@ def augment(
         distances.fill_diagonal_(torch.inf)
         if same_class:
             distances.masked_fill_(labels[:, None] != labels[None, :], torch.inf)
-        nearest, j = distances.topk(min(neighbours, len(z)), largest=False)  # (B, k)
+        nearest, j = distances.topk(min(neighbours, len(z) - 1), largest=False)  # (B, k)
         i = torch.arange(len(z), device=z.device)[:, None].expand_as(j)
-        valid = nearest.isfinite()
-    i, j = i[valid], j[valid]  # (M,)
+        if same_class:  # how many there are, a GPU has to tell
+            valid = nearest.isfinite()
+            i, j = i[valid], j[valid]
+    i, j = i.flatten(), j.flatten()  # (M,)
     step = z[j] - z[i]  # (M, D)
     if direction == "beyond":
         step = -step

@@ -1,0 +1,109 @@
+"""What makes a GPU wait, proven without one: reads of its memory within a training step."""
+
+import inspect
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.training.ranks import REGULARIZERS
+from training.config.job import Job, parse_job
+from training.losses.table import LOSSES
+from training.state import create_run
+from training.trainer import train_step
+
+CLASSES = 6
+PLAIN = [{"name": name} for name in LOSSES]
+MINING = [
+    {"name": name, "mining": mining}
+    for name, loss in LOSSES.items()
+    if "mining" in inspect.signature(loss).parameters
+    for mining in get_args(inspect.signature(loss).parameters["mining"].annotation)
+]
+
+# Each needs a number, or how many elements there are, on the host before it can go on.
+READS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+    "is_nonzero",
+}
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operations that wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        by_mask = name == "index" and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if name in READS or by_mask:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def job(loss: dict[str, Any], regularizers: dict[str, Any], **optimizer: Any) -> Job:
+    return parse_job(
+        {
+            "name": "step",
+            "data": {"kind": "folder", "root": "unused"},
+            "model": {"backbone": "timm:test_resnet", "weights": "none", "dim": 16},
+            "input": {"size_px": 32, "resize_px": 36},
+            "loss": loss,
+            "regularizers": regularizers,
+            "sampling": {"kind": "paired", "per_class": 2},
+            "optimizer": {"average": 0.9, **optimizer},
+            "runtime": {"device": "cpu", "precision": "fp32"},
+        }
+    )
+
+
+def reads_of_a_step(settings: Job) -> list[str]:
+    run = create_run(settings, CLASSES)
+    run.net.train()
+    model = run.warm_up(False)
+    images = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
+    labels = torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])
+    train_step(run, model, images, labels, 10)
+    with Reads() as reads:
+        train_step(run, model, images, labels, 10)
+    return reads.found
+
+
+@pytest.fixture(autouse=True)
+def labels_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a run checks its labels once; on a CPU each loss does."""
+    monkeypatch.setattr("training.losses.proxies.check_labels", lambda *_: None)
+
+
+@pytest.mark.parametrize("loss", [*PLAIN, *MINING], ids=lambda x: "-".join(x.values()))
+def test_a_step_of_a_loss_reads_nothing_off_the_device(loss: dict[str, Any]) -> None:
+    assert reads_of_a_step(job(loss, {})) == []
+
+
+@pytest.mark.parametrize("name", REGULARIZERS)
+def test_a_step_of_a_regularizer_reads_nothing_off_the_device(name: str) -> None:
+    loss = {"name": "proxy_anchor"}
+    # How many classes a batch has decides the shape of its means.
+    known = ["_unique2"] if name == "skewed_mean_of_the_batch" else []
+    assert reads_of_a_step(job(loss, REGULARIZERS[name], clip_norm=1.0)) == known
+
+
+def test_what_counts_reads_finds_one() -> None:
+    with Reads() as reads:
+        x = torch.ones(3)
+        float(x.sum())
+        x[x > 0]
+    assert reads.found == ["_local_scalar_dense", "index"]

@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from embedder.errors import JobError
 from training.config.job import Job, parse_job
 from training.data.records import Split
 from training.files import replace_json, replace_text
 from training.protocols import with_protocol
-from training.result import Result, read_result
+from training.result import Result, finished_result
 from training.runner import run_job
-from training.stamp import changes, stamp
+from training.stamp import stamp
 from training.trainer import Listener
 
 Runner = Callable[[Job, Split, Path, Listener], Result]
@@ -88,20 +87,6 @@ def fold_job(job: Job, number: int, count: int, seed: int) -> Job:
         "evaluate_test": "end",
     }
     return parse_job(job.as_dict() | {"protocol": protocol})
-
-
-def finished_result(job: Job, folder: Path) -> Result | None:
-    """The result in `folder`, if there is one. Raises: JobError if it is that of another job."""
-    result = read_result(folder)
-    if result is None:
-        return None
-    differences = changes(parse_job(result.job, str(folder)).as_dict(), job.as_dict())
-    if differences:
-        raise JobError(
-            f"{folder} holds a run with other settings: {', '.join(differences)}. Go on with the "
-            "same settings, use another --out, or delete that folder to train it again."
-        )
-    return result
 
 
 def write_report(folder: Path, job: Job, split: Split, found: CrossValidation) -> None:

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embedder.errors import CheckpointError
+from embedder.errors import CheckpointError, JobError
 from training.checkpoint import UNTRAINED
+from training.config.job import Job, parse_job
+from training.stamp import changes
 from training.state import Row
 
 RESULT = "result.json"
@@ -46,3 +48,17 @@ def read_result(folder: Path) -> Result | None:
         raise CheckpointError(
             f"{path} is damaged ({error}). Remove it and run the job again with --resume."
         ) from error
+
+
+def finished_result(job: Job, folder: Path) -> Result | None:
+    """The result in `folder`, if there is one. Raises: JobError if it is that of another job."""
+    result = read_result(folder)
+    if result is None:
+        return None
+    differences = changes(parse_job(result.job, str(folder)).as_dict(), job.as_dict())
+    if differences:
+        raise JobError(
+            f"{folder} holds a run with other settings: {', '.join(differences)}. Go on with the "
+            "same settings, use another --out, or delete that folder to train it again."
+        )
+    return result

@@ -1,7 +1,7 @@
 """What the runs in a folder belong to, so that two studies never mix."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,32 +33,29 @@ def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
         )
 
 
-def identity(job: Mapping[str, Any]) -> str:
-    """Text that two jobs share if they differ in nothing but settings of `FREE`."""
-
-    def kept(value: Any, prefix: str) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return {k: kept(v, f"{prefix}{k}.") for k, v in value.items() if prefix + k not in FREE}
-
-    return json.dumps(kept(job, ""), sort_keys=True)
+def settings(
+    content: Mapping[str, Any], free: Collection[str] = FREE, prefix: str = ""
+) -> dict[str, Any]:
+    """Plain data by dotted names, `{"optimizer.epochs": 30}`, without the tables in `free`."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        name = prefix + key
+        if name in free:
+            continue
+        if isinstance(value, Mapping):
+            found |= settings(value, free, f"{name}.")
+        else:
+            found[name] = value
+    return found
 
 
 def changes(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    free: frozenset[str] | set[str] = FREE,
-    prefix: str = "",
+    old: Mapping[str, Any], new: Mapping[str, Any], free: Collection[str] = FREE
 ) -> list[str]:
-    """Settings that differ between two jobs as plain data, but for those in `free`."""
-    names = []
-    for key in sorted(old.keys() | new.keys()):
-        name = prefix + key
-        before, after = old.get(key), new.get(key)
-        if name in free or before == after:
-            continue
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            names += changes(before, after, free, f"{name}.")
-        else:
-            names.append(f"{name} = {before!r}, now {after!r}")
-    return names
+    """What differs between two jobs as plain data, but for settings in `free`."""
+    before, after = settings(old, free), settings(new, free)
+    return [
+        f"{name} = {before.get(name)!r}, now {after.get(name)!r}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from embedder.errors import JobError
 from training.__main__ import app
-from training.tournament import process
+from training.tournament import runs
 
 runner = CliRunner()
 
@@ -84,13 +84,13 @@ def test_a_tournament_trains_ranks_and_reports(tmp_path: Path) -> None:
 def test_a_tournament_with_failed_runs_ends_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [sys.executable, "-m", "training", "fit", "no-such-job"]
-    monkeypatch.setattr(process, "command", lambda job, folder: words)
+    words = [sys.executable, "-c", "print('error: no images'); exit(1)"]
+    monkeypatch.setattr(runs, "command", lambda job, folder: words)
     write_job(tmp_path)
     grid, out = tmp_path / "grid.toml", tmp_path / "out"
     grid.write_text('job = "job.toml"')
     call("tournament", grid, "--out", out, code=1)
-    assert "exit code 1: No job &#x27;no-such-job&#x27;." in (out / "report.html").read_text()
+    assert "exit code 1: no images" in (out / "report.html").read_text()
 
 
 def test_a_tournament_chosen_by_test_needs_the_flag(tmp_path: Path) -> None:

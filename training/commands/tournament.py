@@ -1,42 +1,15 @@
 """`kinlens-train tournament`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from training.commands.jobs import AllowPartial, ChooseByTest, Overrides, settings_of
 from training.console import console
-from training.tournament.ranking import Missing
 
 if TYPE_CHECKING:
-    from training.tournament.grid import Combination
-    from training.tournament.ledger import Finished
-
-
-class ConsoleObserver:
-    """Prints the plan and a line for each run."""
-
-    def planned(self, runs: int, finished: int, failed: int) -> None:
-        """Say the cost before paying it."""
-        console.print(
-            f"{runs} runs: {finished} finished, {runs - finished} to go, "
-            f"{failed} of them failed before and are tried again"
-        )
-
-    def started(self, combination: "Combination", number: int, runs: int) -> None:
-        """A run begins."""
-        console.print(f"run {number} of {runs}: {combination.job.name}")
-
-    def finished(self, finished: "Finished") -> None:
-        """A run has its result."""
-        figures = finished.result.figures
-        console.print("  " + "  ".join(f"{k} {v:.2f}" for k, v in figures.items() if k[:2] == "R@"))
-
-    def failed(self, combination: "Combination", reason: str) -> None:
-        """A run has none."""
-        text = f"  failed: {reason} (output.log in {combination.folder})"
-        console.print(text, style="red", highlight=False, markup=False)
+    from training.tournament.runs import Run
 
 
 def tournament(
@@ -44,7 +17,7 @@ def tournament(
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME of the grid.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the runs and stop.")] = False,
     missing: Annotated[
-        Missing,
+        Literal["leave-out", "last"],
         typer.Option(help="Experiments that lack a competitor: left out, or it is ranked last."),
     ] = "leave-out",
     choose_by_test: ChooseByTest = False,
@@ -59,9 +32,8 @@ def tournament(
     """
     from training.distributed import require_alone
     from training.tournament.grid import load_grid
-    from training.tournament.ledger import Ledger
     from training.tournament.report import write_report
-    from training.tournament.runs import play
+    from training.tournament.runs import play, read_runs
 
     require_alone()
     combinations = load_grid(grid, settings_of(overrides, allow_partial))
@@ -69,21 +41,23 @@ def tournament(
         combination.job.protocol.require_flag(choose_by_test)
     folder = out or Path("runs") / grid.stem
     if plan:
-        done = {one.combination.folder for one in Ledger(folder, combinations).finished}
-        for combination in combinations:
-            state = "finished" if combination.folder in done else "to do"
-            typer.echo(f"{state:9} {combination.job.name}")
-        typer.echo(f"{len(combinations)} runs, {len(done)} finished")
+        runs = read_runs(combinations, folder)
+        for run in runs:
+            typer.echo(f"{'finished' if run.result else 'to do':9} {run.combination.job.name}")
+        typer.echo(f"{len(runs)} runs, {sum(run.result is not None for run in runs)} finished")
         return
 
-    def report(ledger: Ledger) -> Path:
-        return write_report(folder, grid.stem, ledger, missing)
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    def report(runs: "list[Run]") -> None:
+        write_report(folder, grid.stem, runs, missing_last=missing == "last")
 
     try:
-        ledger = play(combinations, folder, ConsoleObserver(), report=report)
+        runs = play(combinations, folder, say, report=report)
     except KeyboardInterrupt:
         console.print("Stopped. Call again with the same --out to go on.")
         raise typer.Exit(130) from None
     console.print(f"Report: {folder / 'report.html'}")
-    if ledger.failed():
+    if any(run.result is None for run in runs):
         raise typer.Exit(1)

@@ -1,157 +1,174 @@
-"""The report of a tournament: one HTML page that needs nothing else, and one in Markdown."""
+"""The report of a tournament: one HTML page that needs nothing else, and the same in Markdown."""
 
+import base64
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+import matplotlib as mpl
+import pandas as pd
+from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
+
 from embedder.errors import EvaluationError
 from training.files import replace_text
-from training.tournament.chart import Bar, bar_chart
-from training.tournament.ledger import Failed, Ledger
-from training.tournament.protocol import protocol_lines
-from training.tournament.ranking import Missing, Ranking
-from training.tournament.standings import Standings, experiment_of, standings
-from training.tournament.tables import Table, other_table, rank_table, recall_table
+from training.report.markdown import plain, table
+from training.tournament.runs import Run
+from training.tournament.standings import SECONDS, figures_of, rank, recall_at_1
 
+_NONE = "–"
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; }
-.wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding: .3rem 0; }
-th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); text-align: right; }
-th[scope=row], thead th:first-child, .failed td { text-align: left; }
+table { display: block; overflow-x: auto; }
+th, td { padding: .25rem .8rem; border-bottom: 1px solid var(--line); text-align: left; }
 tbody tr:nth-child(even) { background: var(--soft); }
-svg { max-width: 100%; height: auto; margin: .5rem 0; }
+img { max-width: 100%; height: auto; margin: .5rem 0; background: white; }
 """
+_CHOSEN_BY = {
+    "last": "the model of a run is that of its last epoch; nothing was chosen by test recall",
+    "validation": "the epoch of a run is that with the best R@1 on validation classes; "
+    "nothing was chosen by test recall",
+    "test": "CHOSEN BY TEST: the epoch of a run is that with the best R@1 on the test classes, so "
+    "these figures are too high",
+}
+_RANKED = (
+    "competitors are ranked by mean R@1 over their seeds within each experiment; ties share the "
+    "average of their ranks; the deviation is the sample standard deviation of the ranks"
+)
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A chart and the name of its file."""
-
-    name: str
-    title: str
-    bars: tuple[Bar, ...]
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading, then lines of text, tables and charts."""
-
-    heading: str
-    lines: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    charts: tuple[Chart, ...] = ()
-
-
-def write_report(folder: Path, title: str, ledger: Ledger, missing: Missing = "leave-out") -> Path:
+def write_report(folder: Path, title: str, runs: Sequence[Run], missing_last: bool = False) -> Path:
     """Write `report.html`, `report.md` and `charts/`; returns the HTML page."""
-    sections = _sections(ledger, missing)
-    for section in sections:
-        for chart in section.charts:
-            svg = bar_chart(chart.title, chart.bars, file=True)
-            replace_text(folder / "charts" / f"{chart.name}.svg", svg)
-    replace_text(folder / "report.md", markdown_page(title, sections))
-    page = folder / "report.html"
-    replace_text(page, html_page(title, sections))
-    return page
-
-
-def html_page(title: str, sections: Sequence[Section]) -> str:
-    """The whole page; every text from outside is escaped."""
-    parts = []
-    for section in sections:
-        lines = "".join(f"<li>{escape(line)}</li>\n" for line in section.lines)
-        tables = "".join(f'<div class="wide">{table.html()}</div>' for table in section.tables)
-        charts = "".join(bar_chart(chart.title, chart.bars) for chart in section.charts)
-        listed = f"<ul>\n{lines}</ul>\n" if lines else ""
-        parts.append(f"<h2>{escape(section.heading)}</h2>\n{listed}{tables}{charts}")
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n{''.join(parts)}</body></html>\n"
-    )
-
-
-def markdown_page(title: str, sections: Sequence[Section]) -> str:
-    """The same in Markdown; charts are files beside it."""
-    parts = [f"# {escape(title, quote=False)}\n"]
-    for section in sections:
-        parts.append(f"## {escape(section.heading, quote=False)}\n")
-        if section.lines:
-            parts.append("".join(f"- {escape(line, quote=False)}\n" for line in section.lines))
-        parts += [table.markdown() for table in section.tables]
-        parts += [f"![{c.title}](charts/{c.name}.svg)\n" for c in section.charts]
-    return "\n".join(parts)
-
-
-def _sections(ledger: Ledger, missing: Missing) -> list[Section]:
-    found = standings(ledger.combinations, ledger.finished)
-    failed = ledger.failed()
-    total, done = len(ledger.combinations), len(ledger.finished)
-    summary = [f"{done} of {total} runs finished, {len(failed)} failed"]
-    sections = [Section("Protocol", (*summary, *protocol_lines(ledger.finished)))]
-    if ledger.finished:
-        sections.append(_ranking(found, missing))
-    backbones = dict.fromkeys(combination.backbone for combination in ledger.combinations)
-    sections += [_backbone(backbone, ledger, found) for backbone in backbones]
+    (folder / "charts").mkdir(parents=True, exist_ok=True)
+    figures, failed = figures_of(runs), [run for run in runs if run.attempts]
+    done = sum(run.result is not None for run in runs)
+    lines = [f"# {plain(title)}", "", "## Protocol", ""]
+    lines += [f"- {done} of {len(runs)} runs finished, {len(failed)} failed", *_protocol(runs)]
+    if done:
+        lines += ["", "## Tournament", "", *_ranking(folder, figures, missing_last)]
+    for backbone, of_backbone in figures.groupby("backbone", sort=False):
+        lines += ["", f"## {plain(backbone)}"]
+        for experiment, part in of_backbone.groupby("experiment", sort=False):
+            lines += _experiment(folder, experiment, part)
     if failed:
-        sections.append(_failures(failed))
-    return sections
+        rows = [(plain(r.combination.job.name), plain(r.reason), str(r.attempts)) for r in failed]
+        lines += ["", "## Failed runs", ""]
+        lines += ["They are tried again when the tournament is called again.", ""]
+        lines += table(["run", "reason", "attempts"], rows)
+    text = "\n".join(lines) + "\n"
+    replace_text(folder / "report.md", text)
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = re.sub('src="(charts/[^"]*)"', lambda chart: _inlined(folder / chart[1]), body)
+    head = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    replace_text(
+        folder / "report.html",
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{head}'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>{body}</body></html>\n",
+    )
+    return folder / "report.html"
 
 
-def _ranking(found: Standings, missing: Missing) -> Section:
+def _protocol(runs: Sequence[Run]) -> list[str]:
+    """What a reader must know before believing a table: who chose, which classes and seeds."""
+    finished = [(run.combination.job, run.result) for run in runs if run.result is not None]
+    if not finished:
+        return []
+    jobs = [job for job, _ in finished]
+    chosen = dict.fromkeys(result.chosen_by for _, result in finished)
+    said = [_CHOSEN_BY[who] for who in chosen]
+    if len(chosen) > 1:
+        said.append("MIXED: not all runs were chosen in the same way, so ranks compare unlike runs")
+    held_out = dict.fromkeys(job.protocol.validation_fraction for job in jobs)
+    said += [f"{p:.0%} of the train classes were held out for validation" for p in held_out if p]
+    said.append("data: " + _all(f"{job.data.kind} ({Path(job.data.root).name})" for job in jobs))
+    epochs = _all(job.optimizer.epochs for job in jobs)
+    batch = _all(job.optimizer.batch_size for job in jobs)
+    said.append(f"seeds {_all(job.seed for job in jobs)}; epochs {epochs}; batch {batch}")
+    said.append("figures are means over seeds ± sample standard deviation; R@K in percent")
+    return [f"- {plain(sentence)}" for sentence in said]
+
+
+def _all(values: Iterable[int | str]) -> str:
+    return ", ".join(map(str, sorted(set(values))))
+
+
+def _ranking(folder: Path, figures: pd.DataFrame, missing_last: bool) -> list[str]:
     try:
-        ranking = found.ranking(missing)
+        found = rank(recall_at_1(figures), missing_last)
     except EvaluationError as error:
-        return Section("Tournament", (str(error),))
-    bars = tuple(Bar(p.competitor, p.average, p.deviation) for p in ranking.places)
-    chart = Chart("ranks", "Average rank over the experiments (1 is best)", bars)
-    return Section("Tournament", _remarks(ranking, missing), (rank_table(ranking),), (chart,))
-
-
-def _remarks(ranking: Ranking, missing: Missing) -> tuple[str, ...]:
-    lines = [
-        "competitors are ranked by mean R@1 over their seeds within each experiment; ties share "
-        "the average of their ranks; the deviation is the sample standard deviation of the ranks"
+        return [plain(error)]
+    lines = [f"- {_RANKED}"]
+    for experiment, gap in found.left_out.items():
+        names = ", ".join(gap)
+        lines.append(plain(f"- left out of the ranking: {experiment}, which lacks {names}"))
+    if missing_last:
+        lines.append("- a competitor that an experiment lacks is ranked last in it")
+    if found.never_finished:
+        lines.append(plain(f"- not ranked, no finished run: {', '.join(found.never_finished)}"))
+    *others, average, deviation = found.ranks.columns
+    rows = []
+    for name, row in found.ranks.iterrows():
+        spread = _NONE if pd.isna(row[deviation]) else f"{row[deviation]:.2f}"
+        rows.append([plain(name), *(f"{row[c]:g}" for c in others), f"{row[average]:.2f}", spread])
+    lines += ["", "### Ranks by R@1", "", *table(["", *map(plain, found.ranks.columns)], rows)]
+    title = "Average rank over the experiments (1 is best)"
+    return [
+        *lines,
+        "",
+        _chart(folder, "ranks", title, found.ranks[average], found.ranks[deviation]),
     ]
-    for experiment, gap in ranking.left_out.items():
-        lines.append(f"left out of the ranking: {experiment}, which lacks {', '.join(gap)}")
-    if missing == "last":
-        lines.append("a competitor that an experiment lacks is ranked last in it")
-    if ranking.never_finished:
-        lines.append(f"not ranked, no finished run: {', '.join(ranking.never_finished)}")
-    return tuple(lines)
 
 
-def _backbone(backbone: str, ledger: Ledger, found: Standings) -> Section:
-    experiments = dict.fromkeys(
-        experiment_of(c) for c in ledger.combinations if c.backbone == backbone
-    )
-    tables: list[Table] = []
-    charts: list[Chart] = []
-    for experiment in experiments:
-        others = other_table(found, experiment)
-        tables += [recall_table(found, experiment), *([] if others is None else [others])]
-        scores = {n: cell.scores.get("R@1") for n, cell in found.cells[experiment].items()}
-        bars = tuple(Bar(n, s.mean, s.deviation) for n, s in scores.items() if s is not None)
-        if bars:
-            charts.append(Chart(f"r1-{_slug(experiment)}", f"R@1, {experiment}", bars))
-    return Section(backbone, (), tuple(tables), tuple(charts))
+def _experiment(folder: Path, experiment: str, part: pd.DataFrame) -> list[str]:
+    """A table of all figures by competitor, the best recalls bold, and a chart of R@1."""
+    measured = [name for name in part.columns[3:] if part[name].notna().any()]
+    figures = part.reindex(columns=["competitor", *(measured or ["R@1", SECONDS])])
+    by_competitor = figures.groupby("competitor", sort=False)
+    mean, spread = by_competitor.mean(), by_competitor.std()
+    seeds = zip(by_competitor[SECONDS].count(), by_competitor.size(), strict=True)
+    columns = [_cells(mean[name], spread[name], name.startswith("R@")) for name in mean]
+    columns.append([f"{n}" if n == planned else f"{n} of {planned}" for n, planned in seeds])
+    rows = zip(map(plain, mean.index), *columns, strict=True)
+    lines = ["", f"### {plain(experiment)}", ""]
+    lines += table(["", *map(plain, mean.columns), "seeds"], rows)
+    if not measured:
+        return lines
+    file = "r1-" + re.sub(r"[^A-Za-z0-9._]+", "-", experiment)
+    chart = _chart(folder, file, f"R@1, {experiment}", mean["R@1"].dropna(), spread["R@1"])
+    return [*lines, "", chart]
 
 
-def _failures(failed: Sequence[Failed]) -> Section:
-    rows = tuple((one.combination.job.name, one.reason, str(one.attempts)) for one in failed)
-    lines = ("they are tried again when the tournament is called again",)
-    return Section(
-        "Failed runs", lines, (Table("Last attempts", ("run", "reason", "attempts"), rows),)
-    )
+def _cells(mean: pd.Series, spread: pd.Series, bold: bool) -> list[str]:
+    cells = [f"{_number(m)} ± {_number(s)}" for m, s in zip(mean, spread, strict=True)]
+    cells = [cell.removesuffix(f" ± {_NONE}") for cell in cells]
+    best = (mean == mean.max()) & bold
+    return [f"**{c}**" if b else c for c, b in zip(cells, best, strict=True)]
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "-", text)
+def _number(value: float) -> str:
+    if pd.isna(value):
+        return _NONE
+    return f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.4f}"
+
+
+def _chart(folder: Path, name: str, title: str, values: pd.Series, spread: pd.Series) -> str:
+    """Horizontal bars from 0, each with its value and the whisker of its deviation."""
+    spread = spread[values.index]
+    figure = Figure(figsize=(8, 1 + 0.3 * len(values)), layout="constrained")
+    axis = figure.subplots()
+    bars = axis.barh(list(values.index), values, xerr=spread.fillna(0), ecolor="#d98324")
+    axis.bar_label(bars, _cells(values, spread, bold=False), padding=4)
+    axis.invert_yaxis()
+    axis.margins(x=0.2)
+    axis.set_title(title)
+    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(folder / "charts" / f"{name}.svg", metadata={"Date": None})
+    return f"![{plain(title)}](charts/{name}.svg)"
+
+
+def _inlined(chart: Path) -> str:
+    return f'src="data:image/svg+xml;base64,{base64.b64encode(chart.read_bytes()).decode()}"'

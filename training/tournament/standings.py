@@ -1,100 +1,92 @@
-"""Results of a tournament by experiment (backbone, size) and competitor (loss, regularizer)."""
+"""Figures over seeds, and ranks within each experiment, averaged over experiments.
 
-import statistics
-from collections.abc import Sequence
+An experiment is a backbone and a size, a competitor a loss and a regularizer.
+
+References:
+    Psomas, Metric Learning: A Deep Dive (2020), part 4, "Tournament of Loss Functions": the rank of
+    each loss in each of 12 experiments (4 sizes x 3 networks), their sum, average and standard
+    deviation.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from training.tournament.grid import Combination
-from training.tournament.ledger import Finished
-from training.tournament.ranking import Missing, Ranking, rank
+import pandas as pd
+
+from embedder.errors import EvaluationError
+from training.tournament.runs import Run
 
 SECONDS = "seconds per epoch"
+_DECIMALS = 9
+"""Means that differ by rounding alone are a tie."""
 
 
 @dataclass(frozen=True)
-class Score:
-    """Mean of a figure over seeds; `deviation` (n - 1) is None with a single seed."""
+class Ranking:
+    """`ranks`: a row a competitor, best average first, with its rank in each experiment; then
+    "total", "average rank" and "standard deviation" (n - 1, NaN with a single experiment).
 
-    mean: float
-    deviation: float | None
-    seeds: int
+    `left_out` maps experiments to the competitors that they lack; `never_finished` are those
+    without a score in any experiment.
+    """
 
-
-@dataclass(frozen=True)
-class Cell:
-    """A competitor in an experiment: its scores, and how many seeds were planned for it."""
-
-    scores: dict[str, Score]
-    seeds: int
-    planned: int
+    ranks: pd.DataFrame
+    left_out: Mapping[str, Sequence[str]]
+    never_finished: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Standings:
-    """{experiment: {competitor: cell}}, both in the order of the grid."""
+def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
+    """A row a planned run: backbone, experiment, competitor and figures, NaN without a result."""
+    alone = {run.combination.regularizer for run in runs} == {"none"}
+    rows = []
+    for run in runs:
+        one = run.combination
+        size = "pooled features" if one.dim is None else f"{one.dim}-d"
+        term = "" if alone or one.regularizer == "none" else f" + {one.regularizer}"
+        row: dict[str, Any] = {"backbone": one.backbone, "experiment": f"{one.backbone}, {size}"}
+        row |= {"competitor": one.loss + term}
+        if run.result is not None:
+            row |= {**run.result.figures, SECONDS: run.result.seconds_per_epoch}
+        rows.append(row)
+    return pd.DataFrame(rows)
 
-    cells: dict[str, dict[str, Cell]]
 
-    @property
-    def competitors(self) -> list[str]:
-        """All of them, in the order of the grid."""
-        return list(dict.fromkeys(name for row in self.cells.values() for name in row))
+def recall_at_1(figures: pd.DataFrame) -> pd.DataFrame:
+    """Means of R@1 over seeds: a row an experiment, a column a competitor, in their order."""
+    means = figures.groupby(["experiment", "competitor"], sort=False)["R@1"].mean().unstack()
+    return means.loc[figures["experiment"].unique(), figures["competitor"].unique()]
 
-    def figures(self, experiment: str) -> list[str]:
-        """Names of the figures that some competitor of an experiment has."""
-        row = self.cells[experiment].values()
-        return list(dict.fromkeys(name for cell in row for name in cell.scores))
 
-    def ranking(self, missing: Missing, figure: str = "R@1") -> Ranking:
-        """Ranks by the mean of a figure. Raises: EvaluationError if nothing can be ranked."""
-        competitors = self.competitors
-        scores = {
-            experiment: {name: _mean(row.get(name), figure) for name in competitors}
-            for experiment, row in self.cells.items()
+def rank(scores: pd.DataFrame, missing_last: bool = False) -> Ranking:
+    """Rank competitors by score (high is good) within each experiment, then average.
+
+    Ties share the average of their ranks. A rank among five is no rank among ten, so an experiment
+    that lacks a competitor is left out or, with `missing_last`, ranks it last, as one that
+    diverged; several that are missing share the last ranks. A competitor that no experiment has is
+    not ranked.
+
+    Args:
+        scores: a row an experiment, a column a competitor, NaN if missing.
+        missing_last: what to do with incomplete experiments.
+
+    Raises: EvaluationError if no competitor or no experiment is left.
+    """
+    present = scores.astype(float).round(_DECIMALS).dropna(axis="columns", how="all")
+    gaps = {e: list(present.columns[row.isna()]) for e, row in present.iterrows()}
+    left_out = {e: gap for e, gap in gaps.items() if gap and not missing_last}
+    kept = present.drop(index=list(left_out))
+    if kept.empty:
+        raise EvaluationError(
+            "No experiment has a score of every competitor, so there is no ranking. Finish the "
+            'failed runs, limit the grid, or rank what is missing "last".'
+        )
+    ranks = kept.rank(axis="columns", ascending=False, na_option="bottom").T
+    ranks = ranks.assign(
+        **{
+            "total": ranks.sum(axis="columns"),
+            "average rank": ranks.mean(axis="columns"),
+            "standard deviation": ranks.std(axis="columns"),
         }
-        return rank(scores, missing)
-
-
-def standings(combinations: Sequence[Combination], finished: Sequence[Finished]) -> Standings:
-    """Averages over seeds; a competitor without a finished run has a cell without scores."""
-    alone = {combination.regularizer for combination in combinations} == {"none"}
-    results: dict[tuple[str, str], list[Finished]] = {}
-    for one in finished:
-        results.setdefault(_where(one.combination, alone), []).append(one)
-    planned: dict[tuple[str, str], int] = {}
-    for combination in combinations:
-        key = _where(combination, alone)
-        planned[key] = planned.get(key, 0) + 1
-    cells: dict[str, dict[str, Cell]] = {}
-    for (experiment, competitor), count in planned.items():
-        found = results.get((experiment, competitor), [])
-        cell = Cell(_scores(found), len(found), count)
-        cells.setdefault(experiment, {})[competitor] = cell
-    return Standings(cells)
-
-
-def experiment_of(combination: Combination) -> str:
-    """For people: "resnet50, 512-d"."""
-    size = "pooled features" if combination.dim is None else f"{combination.dim}-d"
-    return f"{combination.backbone}, {size}"
-
-
-def _where(combination: Combination, alone: bool) -> tuple[str, str]:
-    competitor = combination.loss
-    if not alone and combination.regularizer != "none":
-        competitor += f" + {combination.regularizer}"
-    return experiment_of(combination), competitor
-
-
-def _scores(found: Sequence[Finished]) -> dict[str, Score]:
-    rows = [{**one.result.figures, SECONDS: one.result.seconds_per_epoch} for one in found]
-    scores = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row[name] for row in rows if name in row]
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        scores[name] = Score(statistics.fmean(values), deviation, len(values))
-    return scores
-
-
-def _mean(cell: Cell | None, figure: str) -> float | None:
-    return None if cell is None or figure not in cell.scores else cell.scores[figure].mean
+    ).sort_values("average rank", kind="stable")
+    return Ranking(ranks, left_out, [name for name in scores if name not in present])

@@ -8,7 +8,7 @@ from training.config.job import Job, parse_job
 from training.files import replace_json
 from training.result import RESULT, Result
 from training.tournament.grid import Combination
-from training.tournament.ledger import Finished
+from training.tournament.runs import Run, play
 
 
 def combination(
@@ -32,49 +32,32 @@ def combination(
     return Combination(loss, regularizer, backbone, dim, seed, job)
 
 
-def result_of(job: Job, recall: float) -> Result:
-    """R@1 = recall, and some other figures."""
+def finished(one: Combination, recall: float) -> Run:
+    """As if it had been trained: R@1 = recall, and some other figures."""
+    job = one.job
     figures = {f"R@{k}": recall + n for n, k in enumerate(job.recall_at)} | {"MAP@R": recall / 2}
-    return Result(job.as_dict(), figures, {}, 3, job.protocol.choose_by, 2.0)
+    return Run(one, Result(job.as_dict(), figures, {}, 3, job.protocol.choose_by, 2.0))
 
 
-def finished(one: Combination, recall: float) -> Finished:
-    """As if it had been trained."""
-    return Finished(one, result_of(one.job, recall))
+def played(
+    combinations: list[Combination], folder: Path, recall: Callable[[Job], float | str | None]
+) -> tuple[list[Run], list[str], list[str]]:
+    """Play with a launcher that writes the result which `recall` gives; a text is a failure.
 
+    Returns the runs, what was said, and the names of the jobs that were launched.
+    """
+    said: list[str] = []
+    launched: list[str] = []
+    by_name = {one.job.name: one for one in combinations}
 
-class FakeLaunch:
-    """Writes the result that `recall` gives for a job; a text from it is a failure."""
+    def launch(job: Job, place: Path) -> str | None:
+        launched.append(job.name)
+        place.mkdir(parents=True, exist_ok=True)
+        outcome = recall(job)
+        if isinstance(outcome, float):
+            result = finished(by_name[job.name], outcome).result
+            replace_json(place / RESULT, asdict(result))
+            return None
+        return outcome
 
-    def __init__(self, recall: Callable[[Job], float | str | None]) -> None:
-        self._recall = recall
-        self.calls: list[str] = []
-
-    def __call__(self, job: Job, folder: Path) -> str | None:
-        self.calls.append(job.name)
-        folder.mkdir(parents=True, exist_ok=True)
-        outcome = self._recall(job)
-        if isinstance(outcome, str):
-            return outcome
-        if outcome is not None:
-            replace_json(folder / RESULT, asdict(result_of(job, outcome)))
-        return None
-
-
-class Notes:
-    """An observer that writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def planned(self, runs: int, finished: int, failed: int) -> None:
-        self.lines.append(f"planned {runs} {finished} {failed}")
-
-    def started(self, combination: Combination, number: int, runs: int) -> None:
-        self.lines.append(f"started {number}/{runs} {combination.job.name}")
-
-    def finished(self, finished: Finished) -> None:
-        self.lines.append(f"finished {finished.combination.job.name}")
-
-    def failed(self, combination: Combination, reason: str) -> None:
-        self.lines.append(f"failed {combination.job.name}: {reason}")
+    return play(combinations, folder, said.append, launch), said, launched

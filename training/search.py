@@ -1,6 +1,6 @@
 """Hyper-parameter search on validation classes; the test images are not even handed to a trial.
 
-The sampler is a tree-structured Parzen estimator.
+Optuna proposes values with a tree-structured Parzen estimator and keeps the trials in a file.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation".
@@ -8,29 +8,35 @@ References:
     https://papers.nips.cc/paper/4443-algorithms-for-hyper-parameter-optimization
 """
 
+import json
+import tomllib
 import traceback
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from embedder.errors import JobError, TrainingError
 from training.config.job import Job, parse_job
-from training.config.space import Scalar, Setting, values_to_try
 from training.config.toml import job_toml
-from training.crossval import Runner
 from training.data.records import Split
 from training.files import replace_json, replace_text
-from training.protocols import hold_out, without_test
-from training.result import Result
+from training.protocols import Runner, hold_out, without_test
+from training.report.markdown import plain, table
 from training.runner import run_job
 from training.stamp import stamp
-from training.study import Study, Trial
 from training.trainer import Listener
+
+Space = Mapping[str, Any]
+"""Optuna's distribution of each setting, by its dotted name."""
 
 _FAILURES_IN_A_ROW = 5
 _FIXED = ("name", "seed", "recall_at", "data.", "protocol.", "runtime.")
-TrialStarted = Callable[[int, int, Mapping[str, Scalar]], None]
+_OUTCOME = "outcome.json"
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,59 @@ class Plan:
     of the search, `protocol.validation_seed` of the job that of the validation classes.
     """
 
-    space: Mapping[str, Setting]
+    space: Space
     trials: int = 50
     fraction: float = 0.1
     seed: int = 0
     trial_epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One set of values; `state` is "running", "complete" or "failed" (then with a `reason`)."""
+
+    number: int
+    values: dict[str, Any]
+    state: str
+    score: float | None = None
+    best_epoch: int | None = None
+    reason: str = ""
+
+
+def load_space(path: Path) -> Space:
+    """Read a space: `table.key = {low = 1e-5, high = 1e-3, log = true}` or `{values = [...]}`.
+
+    Integers as bounds give integers; write 1.0 for real numbers. A `[space]` table may hold it all.
+
+    Raises: JobError.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"The search space {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} is not valid TOML: {error}") from error
+    space = parse_space(content.get("space", content))
+    if not space:
+        raise JobError(f"{path} names no setting to search.")
+    return space
+
+
+def parse_space(content: Mapping[str, Any], prefix: str = "") -> Space:
+    """A space from plain data. Raises: JobError."""
+    space: dict[str, Any] = {}
+    for key, value in content.items():
+        name = prefix + key
+        if not isinstance(value, dict) or not value:
+            raise JobError(
+                f"{name} = {value!r}: give a range, {{low = 0.1, high = 0.5}}, or a list, "
+                "{values = [0.1, 0.2]}."
+            )
+        if any(not isinstance(value.get(word, {}), dict) for word in ("low", "high", "values")):
+            space[name] = _distribution(name, value)
+        else:
+            space |= parse_space(value, f"{name}.")
+    return space
 
 
 def search(
@@ -55,64 +109,92 @@ def search(
     folder: Path,
     listener: Listener,
     runner: Runner = run_job,
-    on_trial: TrialStarted = lambda *_: None,
 ) -> Trial:
     """Find the settings of `job` with the best R@1 on validation classes; returns the best trial.
 
     A trial that fails is kept with its reason and counts; one that was interrupted is taken up
-    again. After every trial `report.md`, `trials.json` and `best.toml`, the job with the best
-    settings, are written into `folder`. Train `best.toml` to get test figures.
+    again. Trial n is drawn by a sampler seeded with (seed, n), so stopping changes nothing. After
+    every trial `report.md`, `trials.json` and `best.toml`, the job with the best settings, are
+    written into `folder`. Train `best.toml` to get test figures.
 
     Args:
         job: what stays the same.
         split: without validation classes.
         plan: the space and how to search it.
         folder: gets the study, `trial-000`, ..., and the results.
-        listener: of the epochs.
+        listener: of the trials and their epochs.
         runner: trains one run.
-        on_trial: told the number of a trial, how many there will be, and its values.
 
     Raises: JobError, DatasetError; TrainingError if five trials in a row fail, or all.
     """
     check_space(job, plan)
     part = without_test(hold_out(split, plan.fraction, job.protocol.validation_seed))
     stamp(folder, "search.json", _identity(job, split, plan))
-    with Study(folder, plan.space, plan.seed) as study:
+    optuna = _optuna()
+    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}")
+    study = optuna.create_study(
+        storage=storage, study_name="kinlens", direction="maximize", load_if_exists=True
+    )
+    try:
+        trials = _trials(study, folder)
+        interrupted = [trial.number for trial in trials if trial.state == "running"]
+        for number in [*interrupted, *range(len(trials), plan.trials)]:
+            if number >= len(trials):
+                seed = np.random.SeedSequence((plan.seed, number)).generate_state(1)[0]
+                study.sampler = optuna.samplers.TPESampler(seed=int(seed))
+                study.ask(dict(plan.space))
+            values = _trials(study, folder)[number].values
+            shown = "  ".join(f"{name} = {value}" for name, value in values.items())
+            listener.said(f"trial {number + 1} of {plan.trials}: {shown}")
+            place = folder / f"trial-{number:03d}"
+            try:
+                if values.keys() != plan.space.keys():
+                    raise TrainingError("stopped while its values were drawn")
+                result = runner(trial_job(job, plan, values), part, place, listener)
+                replace_json(place / _OUTCOME, {"best_epoch": result.best_epoch})
+                study.tell(number, result.validation["R@1"])
+            except Exception as error:  # whatever it is, it ends one trial, not the search
+                replace_text(place / "failure.txt", traceback.format_exc())
+                replace_json(place / _OUTCOME, {"reason": f"{type(error).__name__}: {error}"})
+                study.tell(number, state=optuna.trial.TrialState.FAIL)
+            for checkpoint in place.glob("*.pt"):
+                checkpoint.unlink()  # a trial is only worth its score; fifty fill a disk
+            trials = _trials(study, folder)
+            _report(folder, job, plan, trials)
+            last = [trial for trial in trials if trial.state != "running"][-_FAILURES_IN_A_ROW:]
+            if len(last) == _FAILURES_IN_A_ROW and all(one.state == "failed" for one in last):
+                raise _hopeless(last)
+        best = _report(folder, job, plan, trials)
+        if best.score is None:
+            raise _hopeless(trials)
+        return best
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
 
-        def train(trial: Trial) -> Result:
-            return runner(trial_job(job, plan, trial.values), part, study.place(trial), listener)
 
-        for trial in study.until(plan.trials):
-            on_trial(trial.number, plan.trials, trial.values)
-            _run(study, trial, train)
-            _report(folder, job, plan, study.trials())
-            _require_hope(study.trials())
-        trials = study.trials()
-    _report(folder, job, plan, trials)
-    return _best(trials)
+def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = False) -> Job:
+    """`job` with `values`, chosen on validation classes: what a trial trains, never tested.
 
-
-def best_job(job: Job, plan: Plan, values: Mapping[str, Scalar]) -> Job:
-    """`job` with `values`, chosen on the validation classes and tested once, at its end."""
+    The `final` one has the epochs of its file and is tested once, at its end. Raises: JobError.
+    """
     content = job.as_dict()
     for name, value in values.items():
-        table, key = _table_of(content, name)
-        table[key] = value
+        *tables, key = name.split(".")
+        inner: Any = content
+        for one in tables:
+            inner = inner.get(one)
+            if not isinstance(inner, dict):
+                raise JobError(f"{name}: the job has no table {one!r}. Add it to its file first.")
+        inner[key] = value
     content["protocol"] |= {
         "validation_fraction": plan.fraction,
         "choose_by": "validation",
-        "evaluate_test": "end",
+        "evaluate_test": "end" if final else "never",
     }
-    return parse_job(content, origin=f"the job with {dict(values)}")
-
-
-def trial_job(job: Job, plan: Plan, values: Mapping[str, Scalar]) -> Job:
-    """What a trial trains: never tested, and shorter if the plan says so."""
-    content = best_job(job, plan, values).as_dict()
-    content["protocol"]["evaluate_test"] = "never"
-    if plan.trial_epochs is not None:
+    if plan.trial_epochs is not None and not final:
         content["optimizer"]["epochs"] = plan.trial_epochs
-    return parse_job(content)
+    return parse_job(content, origin=f"the job with {dict(values)}")
 
 
 def check_space(job: Job, plan: Plan) -> None:
@@ -131,19 +213,44 @@ def check_space(job: Job, plan: Plan) -> None:
             )
         if name == "optimizer.epochs" and plan.trial_epochs is not None:
             raise JobError("optimizer.epochs is searched; do not give the epochs of a trial too.")
-        for value in values_to_try(setting):
+        words = _words(setting)
+        for value in words.get("values") or (words["low"], words["high"]):
             trial_job(job, plan, {name: value})
 
 
-def _table_of(content: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
-    """The table that holds the setting `name`, and its key there."""
-    *tables, key = name.split(".")
-    for table in tables:
-        inner = content.get(table)
-        if not isinstance(inner, dict):
-            raise JobError(f"{name}: the job has no table {table!r}. Add it to the job file first.")
-        content = inner
-    return content, key
+def _optuna() -> ModuleType:
+    try:
+        import optuna
+    except ImportError as error:
+        raise JobError(
+            "A search needs Optuna. Install it with: pip install 'kinlens[search]'"
+        ) from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _distribution(name: str, given: Mapping[str, Any]) -> Any:
+    """Optuna's distribution. Raises: JobError for what it refuses, or would change."""
+    kinds = _optuna().distributions
+    words = {"choices" if word == "values" else word: value for word, value in given.items()}
+    kind = kinds.FloatDistribution
+    if "choices" in words:
+        kind = kinds.CategoricalDistribution
+    elif not any(isinstance(words.get(word), float) for word in ("low", "high", "step")):
+        kind = kinds.IntDistribution
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return kind(**words)
+    except (TypeError, ValueError, Warning) as error:
+        raise JobError(f"{name} = {dict(given)}: {error}") from error
+
+
+def _words(distribution: Any) -> dict[str, Any]:
+    """A distribution in the words of a space file."""
+    if hasattr(distribution, "choices"):
+        return {"values": list(distribution.choices)}
+    return {word: getattr(distribution, word) for word in ("low", "high", "step", "log")}
 
 
 def _identity(job: Job, split: Split, plan: Plan) -> dict[str, Any]:
@@ -151,61 +258,34 @@ def _identity(job: Job, split: Split, plan: Plan) -> dict[str, Any]:
     return {
         "job": job.as_dict(),
         "split_sha256": split.sha256(),
-        "space": {name: setting.model_dump(mode="json") for name, setting in plan.space.items()},
+        "space": {name: _words(setting) for name, setting in plan.space.items()},
         "fraction": plan.fraction,
         "seed": plan.seed,
         "trial_epochs": plan.trial_epochs,
     }
 
 
-def _run(study: Study, trial: Trial, train: Callable[[Trial], Result]) -> None:
-    place = study.place(trial)
-    try:
-        result = train(trial)
-        study.succeeded(trial, result.validation["R@1"], result.best_epoch)
-    except Exception as error:  # whatever it is, it ends one trial, not the search
-        place.mkdir(parents=True, exist_ok=True)
-        replace_text(place / "failure.txt", traceback.format_exc())
-        study.failed(trial, f"{type(error).__name__}: {error}")
-    for checkpoint in place.glob("*.pt"):
-        checkpoint.unlink()  # a trial is only worth its score; fifty checkpoints fill a disk
+def _trials(study: Any, folder: Path) -> list[Trial]:
+    found = []
+    for one in study.get_trials(deepcopy=False):
+        state = {"COMPLETE": "complete", "FAIL": "failed"}.get(one.state.name, "running")
+        outcome = folder / f"trial-{one.number:03d}" / _OUTCOME
+        known = json.loads(outcome.read_text()) if state != "running" and outcome.exists() else {}
+        found.append(Trial(one.number, dict(one.params), state, one.value, **known))
+    return found
 
 
-def _require_hope(trials: list[Trial]) -> None:
-    last = [trial for trial in trials if trial.state != "running"][-_FAILURES_IN_A_ROW:]
-    if len(last) == _FAILURES_IN_A_ROW and all(trial.state == "failed" for trial in last):
-        raise TrainingError(
-            f"The last {_FAILURES_IN_A_ROW} trials failed, the last one with: {last[-1].reason} "
-            "Its failure.txt holds the traceback. Call again to go on with new trials."
-        )
+def _hopeless(last: list[Trial]) -> TrainingError:
+    return TrainingError(
+        f"The last {len(last)} trials failed, the last one with: {last[-1].reason} "
+        "Its failure.txt holds the traceback. Call again to go on with new trials."
+    )
 
 
-def _best(trials: list[Trial]) -> Trial:
-    complete = [trial for trial in trials if trial.score is not None]
-    if not complete:
-        reason = trials[-1].reason if trials else "none was run"
-        raise TrainingError(f"All {len(trials)} trials failed, the last one with: {reason}")
-    return max(complete, key=lambda trial: trial.score or 0.0)
-
-
-def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> None:
-    replace_json(folder / "trials.json", [asdict(trial) for trial in trials])
-    if any(trial.score is not None for trial in trials):
-        best = _best(trials)
-        comments = (
-            f"Best of {len(trials)} trials: trial {best.number}, R@1 {best.score:.2f} on "
-            f"validation classes ({plan.fraction:.0%} of the train classes).",
-            "Test figures: kinlens-train fit best.toml --out runs/best",
-        )
-        text = job_toml(best_job(job, plan, best.values), *comments)
-        replace_text(folder / "best.toml", text)
-    replace_text(folder / "report.md", "\n".join(_page(job, plan, trials)) + "\n")
-
-
-def _page(job: Job, plan: Plan, trials: list[Trial]) -> list[str]:
-    header = ["trial", "validation R@1", "best epoch", *plan.space, "state"]
+def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:
+    """Write what is known so far; returns the best trial."""
     order = sorted(trials, key=lambda t: (t.score is None, -(t.score or 0.0), t.number))
-    return [
+    lines = [
         f"# {job.name}: search of {', '.join(plan.space)}",
         "",
         f"- {len(trials)} of {plan.trials} trials, seed {plan.seed}",
@@ -213,17 +293,31 @@ def _page(job: Job, plan: Plan, trials: list[Trial]) -> list[str]:
         f"seed {job.protocol.validation_seed}",
         "- no trial saw a test class",
         "",
-        "| " + " | ".join(header) + " |",
-        "|" + "---|" * len(header),
-        *(_row(trial, plan) for trial in order),
+        *table(
+            ["trial", "validation R@1", "best epoch", *plan.space, "state"],
+            [_row(trial, plan) for trial in order],
+        ),
     ]
+    replace_text(folder / "report.md", "\n".join(lines) + "\n")
+    replace_json(folder / "trials.json", [asdict(trial) for trial in trials])
+    best = order[0]
+    if best.score is not None:
+        comments = (
+            f"Best of {len(trials)} trials: trial {best.number}, R@1 {best.score:.2f} on "
+            f"validation classes ({plan.fraction:.0%} of the train classes).",
+            "Test figures: kinlens-train fit best.toml --out runs/best",
+        )
+        text = job_toml(trial_job(job, plan, best.values, final=True), *comments)
+        replace_text(folder / "best.toml", text)
+    return best
 
 
-def _row(trial: Trial, plan: Plan) -> str:
+def _row(trial: Trial, plan: Plan) -> list[str]:
     values = [trial.values.get(name, "") for name in plan.space]
-    shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
-    score = "" if trial.score is None else f"{trial.score:.2f}"
-    epoch = "" if trial.best_epoch is None else str(trial.best_epoch)
-    reason = " ".join(trial.reason.split()).replace("|", "\\|")
-    state = f"{trial.state}: {reason}" if reason else trial.state
-    return "| " + " | ".join([str(trial.number), score, epoch, *shown, state]) + " |"
+    return [
+        str(trial.number),
+        "" if trial.score is None else f"{trial.score:.2f}",
+        str(trial.best_epoch or ""),
+        *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
+        plain(f"{trial.state}: {trial.reason}" if trial.reason else trial.state),
+    ]

@@ -22,21 +22,17 @@ def crossval(
 
     Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
     """
-    from training.crossval import cross_validate
     from training.distributed import require_alone
+    from training.protocols import cross_validate
 
     require_alone()
     settings = load_job(job, settings_of(overrides, allow_partial))
     folder = out or Path("runs") / f"{settings.name}-crossval"
 
-    def started(number: int, count: int, finished: bool) -> None:
-        state = "finished before" if finished else "trains"
-        console.print(f"fold {number + 1} of {count}: {state}")
-
     split = load_images(settings, hold_out=False)
     try:
         with ConsoleListener() as listener:
-            found = cross_validate(settings, split, folder, listener, folds, seed, on_fold=started)
+            found = cross_validate(settings, split, folder, listener, folds, seed)
     except KeyboardInterrupt:
         console.print("Stopped. Call again with the same --out to go on.")
         raise typer.Exit(130) from None

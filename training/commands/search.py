@@ -1,6 +1,5 @@
 """`kinlens-train search`."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,6 @@ import typer
 
 from training.commands.jobs import AllowPartial, Overrides, load_images, settings_of
 from training.config.job import load_job
-from training.config.space import Scalar, load_space
 from training.console import ConsoleListener, console
 
 
@@ -32,7 +30,7 @@ def search(
     Example: kinlens-train search cars196-half-detreg --space space.toml --trials 50 --epochs 10
     """
     from training.distributed import require_alone
-    from training.search import Plan
+    from training.search import Plan, load_space
     from training.search import search as run_search
 
     require_alone()
@@ -40,14 +38,10 @@ def search(
     plan = Plan(load_space(space), trials, validation, seed, epochs)
     folder = out or Path("runs") / f"{settings.name}-search"
 
-    def started(number: int, count: int, values: Mapping[str, Scalar]) -> None:
-        shown = "  ".join(f"{name} = {value}" for name, value in values.items())
-        console.print(f"trial {number + 1} of {count}: {shown}", highlight=False, markup=False)
-
     split = load_images(settings, hold_out=False)
     try:
         with ConsoleListener() as listener:
-            best = run_search(settings, split, plan, folder, listener, on_trial=started)
+            best = run_search(settings, split, plan, folder, listener)
     except KeyboardInterrupt:
         console.print("Stopped. Call again with the same --out to go on.")
         raise typer.Exit(130) from None

@@ -1,55 +1,281 @@
-"""On a machine with a GPU: does a bundle run there, give the same vectors, and how much faster?
+"""Everything that Kinlens does on a GPU, checked and timed in one call.
 
     make install-gpu
-    .venv/bin/python scripts/gpu_check.py BUNDLE
+    .venv/bin/python scripts/gpu_check.py                      # on a machine with an NVIDIA GPU
+    .venv/bin/python scripts/gpu_check.py --out gpu.json       # and keep the figures
+    .venv/bin/python scripts/gpu_check.py --device cpu --quick # the script itself, without a GPU
 
-Exit code 1 if the model does not run on CUDA or a vector differs (cosine below 0.999).
+What is checked: a training step of each loss and regularizer gives the CPU's figures and waits for
+nothing on the device; a run on drawn products trains, resumes and is exported; evaluation gives the
+CPU's figures; the exported bundle runs on CUDA with the CPU's vectors, for odd batch sizes too; and
+FAISS finds its GPU. What is timed: steps, embedding by batch size, retrieval.
+
+Exit code 1 if any check fails; each failure is one line.
 """
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from embedder.errors import KinlensError
 from embedder.session import OnnxEmbedder, SessionSettings
+from training.config.job import Job, parse_job
+from training.data.load import load_split
+from training.evaluation.suite import evaluate_embeddings
+from training.export.bundle import export_checkpoint
+from training.losses.table import LOSSES
+from training.runner import load_chosen, run_job
+from training.state import Run, create_run
+from training.trainer import train_step
 
-BATCHES = (1, 8, 32)
 ROUNDS = 20
+STEPS = 6  # with those before them fewer than 10: the tenth measures shares, and waits
+REGULARIZERS: dict[str, dict[str, Any]] = {
+    "determinant": {"lambda1": 1.0, "lambda2": 1.0},
+    "skewed_mean": {},
+    "non_isotropy": {},
+    "graph_consistency": {},
+}
+
+
+class Checks:
+    """Prints a line for each check and keeps the figures."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Any] = {}
+        self.failed: list[str] = []
+
+    def run(self, name: str, check: Callable[[], dict[str, float]]) -> None:
+        """Figures of a check by their names; an exception is a failure, and the others go on."""
+        try:
+            found = check()
+        except Exception as error:  # whatever it is, it fails one check, not the others
+            self.failed.append(name)
+            print(f"FAILED  {name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            return
+        self.figures[name] = found
+        shown = "  ".join(f"{key} {value:,.4g}" for key, value in found.items())
+        print(f"ok      {name:32} {shown}", flush=True)
+
+
+class Silent:
+    """A listener that tells nobody."""
+
+    def said(self, sentence: str) -> None: ...
+    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...
+    def step_done(self, parts: dict[str, float]) -> None: ...
+    def epoch_done(self, row: dict[str, float]) -> None: ...
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bundle", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="Small images and few rounds.")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures.")
     options = parser.parse_args()
-    try:
-        cpu = OnnxEmbedder.open(options.bundle)
-        gpu = OnnxEmbedder.open(options.bundle, SessionSettings(device="cuda"))
-    except KinlensError as error:
-        print(f"error: {error}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("error: torch sees no GPU. Check the driver, or name --device cpu.")
         return 1
-    inputs = cpu.bundle.golden_inputs()
-    cosine = float((cpu.embed(inputs) * gpu.embed(inputs)).sum(axis=1).min())
-    print(f"{gpu.provider}: smallest cosine to {cpu.provider} {cosine:.6f}")
-    print(f"{'batch':>6} {'CPU images/s':>14} {'GPU images/s':>14} {'ratio':>7}")
-    for size in BATCHES:
-        batch = np.resize(inputs, (size, *inputs.shape[1:]))
-        slow, fast = rate(cpu, batch), rate(gpu, batch)
-        print(f"{size:6} {slow:14.0f} {fast:14.0f} {fast / slow:7.1f}")
-    return 0 if cosine >= 0.999 else 1
+    device = torch.device(options.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}")
+    checks = Checks()
+    for loss in LOSSES:
+        job = step_job(options, {"name": loss}, {})
+        checks.run(f"step {loss}", lambda job=job: step(job, options.quick))
+    for regularizer, settings in REGULARIZERS.items():
+        job = step_job(options, {"name": "proxy_anchor"}, {regularizer: settings})
+        checks.run(f"step proxy_anchor + {regularizer}", lambda job=job: step(job, options.quick))
+    checks.run("retrieval", lambda: retrieval(device, options.quick))
+    with tempfile.TemporaryDirectory() as folder:
+        checks.run("run, resume, export", lambda: whole_run(options, Path(folder)))
+        checks.run("bundle", lambda: bundle(Path(folder) / "bundle", options))
+    if device.type == "cuda":
+        checks.run("faiss", faiss_memory)
+    if options.out is not None:
+        page = {"device": name, "torch": torch.__version__, "checks": checks.figures}
+        options.out.write_text(json.dumps(page | {"failed": checks.failed}, indent=2) + "\n")
+    print(f"{len(checks.figures)} checks hold, {len(checks.failed)} failed")
+    return 1 if checks.failed else 0
 
 
-def rate(embedder: OnnxEmbedder, batch: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> float:
-    embedder.embed(batch)
+def step_job(
+    options: argparse.Namespace, loss: dict[str, Any], regularizers: dict[str, Any]
+) -> Job:
+    """MobileNetV2 from random weights; batches of each class twice."""
+    side, batch = (32, 12) if options.quick else (224, 90)
+    return parse_job(
+        {
+            "name": "step",
+            "data": {"kind": "folder", "root": "unused"},
+            "model": {"weights": "none", "batch_norm": "train", "dim": 64},
+            "input": {"size_px": side, "resize_px": side},
+            "loss": loss,
+            "regularizers": regularizers,
+            "sampling": {"kind": "paired", "per_class": 1},
+            "optimizer": {"batch_size": batch, "lr_trunk": 1e-5, "average": 0.99},
+            "runtime": {"device": options.device, "precision": "fp32"},
+        }
+    )
+
+
+def step(job: Job, quick: bool) -> dict[str, float]:
+    """The first loss beside the CPU's; then steps in which any wait for the device is an error."""
+    side, count = job.input.size_px, job.optimizer.batch_size
+    images = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8)
+    labels = torch.arange(count) % (count // 2)
+    here, losses = _fresh(job), []
+    cpu = parse_job(job.as_dict() | {"runtime": {"device": "cpu", "precision": "fp32"}})
+    for run in (here, _fresh(cpu)):
+        parts = _step(run, images.to(run.device), labels.to(run.device))
+        losses.append(float(parts["total"]))
+    if abs(losses[0] - losses[1]) > 0.02 * max(1.0, abs(losses[1])):
+        raise AssertionError(f"the loss is {losses[0]:.5g} there and {losses[1]:.5g} on the CPU")
+    images, labels = images.to(here.device), labels.to(here.device)
+    for _ in range(2):
+        _step(here, images, labels)
+    rounds = 2 if quick else STEPS
+    with no_waiting(here.device):
+        started = time.perf_counter()
+        for _ in range(rounds):
+            _step(here, images, labels)
+        queued = time.perf_counter() - started
+    _wait(here.device)
+    seconds = time.perf_counter() - started
+    return {"ms a step": 1000 * seconds / rounds, "ms to queue it": 1000 * queued / rounds}
+
+
+def _fresh(job: Job) -> Run:
+    torch.manual_seed(0)
+    run = create_run(job, job.optimizer.batch_size // 2)
+    run.net.train()
+    return run
+
+
+def _step(run: Run, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return train_step(run, run.warm_up(False), images, labels, 1000)
+
+
+@contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """A block in which an operation that waits for the GPU raises an error."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def retrieval(device: torch.device, quick: bool) -> dict[str, float]:
+    """Recall of clustered vectors on the device and on the CPU: the same figures."""
+    count = 500 if quick else 20_000
+    rng = np.random.default_rng(0)
+    labels = np.arange(count) % (count // 10)
+    centres = rng.standard_normal((count // 10, 128))
+    vectors = centres[labels] + 1.5 * rng.standard_normal((count, 128))
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    found, seconds = {}, {}
+    for where in {torch.device("cpu"), device}:
+        started = time.perf_counter()
+        there = torch.as_tensor(vectors, device=where)
+        found[where.type] = evaluate_embeddings(there, labels, full=False)
+        seconds[where.type] = time.perf_counter() - started
+    for name, value in found["cpu"].items():
+        if abs(found[device.type][name] - value) > 0.02:
+            raise AssertionError(f"{name} is {found[device.type][name]}, on the CPU {value}")
+    return {"R@1": found["cpu"]["R@1"], **{f"s on {where}": s for where, s in seconds.items()}}
+
+
+def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Two epochs on drawn products, the second one resumed, and the bundle of it."""
+    side = 48 if options.quick else 96
+    job = parse_job(
+        {
+            "name": "drawn",
+            "data": {
+                "kind": "rendered",
+                "root": str(folder / "products"),
+                "products": 12 if options.quick else 40,
+                "views": 4,
+                "size_px": side,
+            },
+            "model": {"weights": "none", "batch_norm": "train", "dim": 64},
+            "input": {"size_px": side, "resize_px": side},
+            "regularizers": {"determinant": {"share": 0.1}},
+            "optimizer": {"epochs": 2, "batch_size": 16, "average": 0.9},
+            "runtime": {"device": options.device},
+        }
+    )
+    split = load_split(job.data)
+
+    class Stopping(Silent):
+        def epoch_done(self, row: dict[str, float]) -> None:
+            raise KeyboardInterrupt(row)
+
+    try:
+        run_job(job, split, folder / "run", Stopping())
+    except KeyboardInterrupt:
+        result = run_job(job, split, folder / "run", Silent())
+    export_checkpoint(load_chosen(folder / "run"), split, folder / "bundle")
+    return {"R@1": result.figures["R@1"], "seconds an epoch": result.seconds_per_epoch}
+
+
+def bundle(path: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Vectors and throughput of the bundle on the device, beside those on the CPU."""
+    cpu = OnnxEmbedder.open(path)
+    there = OnnxEmbedder.open(path, SessionSettings(device=options.device))
+    known = cpu.bundle.golden_inputs()
+    found: dict[str, float] = {}
+    for size in (1, 3, 8, 33, 64):
+        batch = np.resize(known, (size, *known.shape[1:]))
+        cosine = float((cpu.embed(batch) * there.embed(batch)).sum(axis=1).min())
+        if cosine < 0.999:
+            raise AssertionError(f"{there.provider}: a cosine of {cosine:.6f} to the CPU's vectors")
+        fast, slow = (_rate(one, batch, options.quick) for one in (there, cpu))
+        found[f"images/s of {size}"] = fast
+        found[f"times the CPU at {size}"] = fast / slow
+    return found
+
+
+def _rate(
+    embedder: OnnxEmbedder, batch: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]", quick: bool
+) -> float:
     seconds = []
-    for _ in range(ROUNDS):
+    for _ in range(3 if quick else ROUNDS):
         started = time.perf_counter()
         embedder.embed(batch)
         seconds.append(time.perf_counter() - started)
     return len(batch) / statistics.median(seconds)
+
+
+def faiss_memory() -> dict[str, float]:
+    """What FAISS sees of the GPU; benchmarks/gallery_gpu.py times its indexes."""
+    from indexer.gpu import gpu_memory_mb, why_no_gpu
+
+    reason = why_no_gpu()
+    if reason is not None:
+        raise AssertionError(reason)
+    return {"MB": float(gpu_memory_mb())}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """What makes a GPU wait, proven without one: reads of its memory within a training step."""
 
 import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +18,7 @@ from training.state import create_run
 from training.trainer import train_step
 
 CLASSES = 6
+ROOT = Path(__file__).parents[2]
 PLAIN = [{"name": name} for name in LOSSES]
 MINING = [
     {"name": name, "mining": mining}
@@ -107,3 +112,14 @@ def test_what_counts_reads_finds_one() -> None:
         float(x.sum())
         x[x > 0]
     assert reads.found == ["_local_scalar_dense", "index"]
+
+
+def test_the_script_for_a_gpu_runs_its_checks(tmp_path: Path) -> None:
+    """On the CPU: that of a GPU differs in its device alone."""
+    out = tmp_path / "gpu.json"
+    words = ["--device", "cpu", "--quick", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "scripts/gpu_check.py", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(out.read_text())["failed"] == []

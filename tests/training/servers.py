@@ -25,7 +25,7 @@ def http_site(site: Site) -> Iterator[Site]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Handler,), {"site": site}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    site.url = f"http://127.0.0.1:{server.server_port}/file.tgz"
+    site.url = f"http://127.0.0.1:{server.server_port}/birds.tgz"
     try:
         yield site
     finally:

@@ -19,7 +19,7 @@ from training.data.download import BY_HAND, SOURCES, Source, find_source, obtain
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
 BIRDS = {"birds/images/1.jpg": CONTENT, "birds/list.txt": b"1", "attributes.txt": b"a"}
-NOWHERE = "http://127.0.0.1:1/x.tgz"
+NOWHERE = "http://127.0.0.1:1/birds.tgz"
 
 
 def tgz(members: dict[str, bytes]) -> bytes:
@@ -42,7 +42,7 @@ def zipped(members: dict[str, bytes]) -> bytes:
 
 def source_of(content: bytes, *urls: str) -> Source:
     md5 = hashlib.md5(content).hexdigest()
-    return Source("Birds", urls, md5, "birds.tgz", "birds", 0.001, "to all")
+    return Source("Birds", urls, md5, "birds", 0.001, "to all")
 
 
 def put_archive(root: Path, content: bytes) -> Source:
@@ -106,7 +106,7 @@ def test_what_is_not_the_whole_file_is_not_kept(tmp_path: Path, fault: str) -> N
     content = tgz(BIRDS)
     site = Site(content, drop=300_000) if fault == "cut short" else Site(content[::-1])
     reason = "IncompleteRead" if fault == "cut short" else "does not match the known hash"
-    with http_site(site), pytest.raises(DatasetError, match=rf"file.tgz: .*{reason}"):
+    with http_site(site), pytest.raises(DatasetError, match=rf"birds.tgz: .*{reason}"):
         obtain(source_of(content, site.url), tmp_path)
     assert not names(tmp_path)
 
@@ -146,20 +146,20 @@ def linked() -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (tgz({"../out.txt": b"x"}), "outside the destination"),
-        (tgz({"a/../../out.txt": b"x"}), "outside the destination"),
-        (linked(), "outside the destination"),
-        (zipped({"birds/1.jpg": b"1", "../out.txt": b"x"}), "'../out.txt' leads out of the folder"),
-        (zipped({"a/../../out.txt": b"x"}), "leads out of the folder"),
-        (zipped({"/out.txt": b"x"}), "leads out of the folder"),
-        (tgz({"planes/1.jpg": b"1"}), "does not hold the folder birds"),
-        (tgz(BIRDS)[:-3000], "ended before the end-of-stream marker"),
-        (b"<html>Please log in</html>", "could not be opened"),
-    ],
-)
+UNSAFE = {
+    "tar-above": (tgz({"../out.txt": b"x"}), "outside the destination"),
+    "tar-round": (tgz({"a/../../out.txt": b"x"}), "outside the destination"),
+    "tar-link": (linked(), "outside the destination"),
+    "zip-above": (zipped({"birds/1.jpg": b"1", "../out.txt": b"x"}), "leads out of the folder"),
+    "zip-round": (zipped({"a/../../out.txt": b"x"}), "leads out of the folder"),
+    "zip-absolute": (zipped({"/out.txt": b"x"}), "leads out of the folder"),
+    "another": (tgz({"planes/1.jpg": b"1"}), "does not hold the folder birds"),
+    "damaged": (tgz(BIRDS)[:-3000], "ended before the end-of-stream marker"),
+    "page": (b"<html>Please log in</html>", "could not be opened"),
+}
+
+
+@pytest.mark.parametrize(("content", "reason"), UNSAFE.values(), ids=UNSAFE)
 def test_an_archive_that_is_unsafe_damaged_or_of_something_else_leaves_nothing_behind(
     tmp_path: Path, content: bytes, reason: str
 ) -> None:

@@ -7,9 +7,9 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from PIL import Image
 
@@ -22,7 +22,7 @@ from embedder.errors import (
     UnsupportedFormatError,
 )
 from embedder.preprocess import decode, read_header
-from training.data.datasets import OFFICIAL, Count, Record, counts, list_records
+from training.data.datasets import OFFICIAL, Count, Official, Record, counts, list_records
 from training.data.load import KINDS, TABLE, data_sets_in, recognise
 from training.data.records import IMAGE_SUFFIXES
 from training.data.shop import FEWEST, read_folder, scan_table
@@ -34,14 +34,36 @@ Watch = Callable[[int], Callable[[], object]]
 _SMALL_PX = 32
 _EXAMPLES = 5
 _GREY = frozenset(("1", "L", "LA", "La", "I;16", "I;16B", "I;16L"))
-_FAULTS = {
+_FAULTS: tuple[tuple[type[ImageError], str], ...] = (
+    (EmptyImageError, "empty"),
+    (UnsupportedFormatError, "not-an-image"),
+    (ImageTooLargeError, "too-large"),
+    (ImageTooManyBytesError, "too-large"),
+    (ImageError, "damaged"),
+)
+_PROBLEMS = {
+    "rows": "row(s) of the CSV cannot be used",
     "missing": "image(s) are listed but missing. Unpack the images again",
     "unreadable": "image(s) cannot be read. Check owner and rights of the files",
     "empty": "image(s) are empty files (0 bytes). Copy them again or remove them",
     "not-an-image": "file(s) are named like images but are none of a known format. Remove them",
     "too-large": "image(s) are over the limits of size. Resize them",
     "damaged": "image(s) are truncated or damaged. Copy them again or remove them",
+    "white-space": "class name(s) have white space at an end, doubled or unusual. Rename them",
+    "one-image": 'class(es) have one image, so no pair. Add images, or set small_classes = "drop"',
+    "copies-across-parts": "picture(s) are in train and in test, byte for byte",
+    "copies-across-classes": "picture(s) are in two classes, byte for byte",
 }
+_NOTES = {
+    "copies": "picture(s) are twice in their class, byte for byte",
+    "tiny": f"image(s) have a side below {_SMALL_PX} px; they are enlarged",
+    "grey": "image(s) are grey; they train like the others",
+    "cmyk": "image(s) are CMYK; they train like the others",
+    "unlisted": "image(s) belong to no class or are hidden; they are left out",
+    "other-files": "file(s) are no images; they are left out",
+}
+_NOTES_IF_OFFICIAL = {"one-image", "copies-across-parts", "copies-across-classes"}
+"""Of lists that the literature has fixed."""
 
 
 @dataclass(frozen=True)
@@ -137,29 +159,35 @@ def examine(
     if kind is not None and kind not in KINDS:
         raise DatasetError(f"--kind {kind}: no such layout. Give one of {', '.join(KINDS)}.")
     kind = kind or recognise(root)
-    findings: list[Finding] = []
+    cases: dict[str, list[str]] = defaultdict(list)  # by the code of their finding
     try:
-        base, records = _listed(root, kind, findings)
+        base, records = _listed(root, kind, cases["rows"])
     except DatasetError as error:
         return Report(root, kind, quick, findings=(Finding("problem", "layout", 1, str(error)),))
-    looks = _look_at_all(base, records, quick, watch(len(records)))
+    there = _look_at_all(base, records, quick, watch(len(records)), cases)
+    _look_at_classes(records, there, cases)
+    _look_beside(base, records, cases)
     official = OFFICIAL.get(kind or "")
-    if official is not None:
-        there = [r for r, look in zip(records, looks, strict=True) if look.fault != "missing"]
-        differing = official.differs(there)
-        cure = "" if allow_partial else ". Unpack it again, or pass --allow-partial for a subset"
-        if differing:
-            message = f"{official.name} has {differing}{cure}"
-            severity: Severity = "note" if allow_partial else "problem"
-            findings.append(Finding(severity, "counts", 1, message))
-    findings += _of_images(records, looks, allow_partial)
-    findings += _of_labels(records, looks, is_official=official is not None)
-    findings += _of_other_files(base, records)
+    notes = {*_NOTES, *(("missing", "counts") if allow_partial else ())}
+    if official is None:
+        found = list(_few_classes(there))
+    else:
+        found = list(_other_counts(official, there, allow_partial))
+        notes |= _NOTES_IF_OFFICIAL
+    for code, what in (_PROBLEMS | _NOTES).items():
+        if cases[code]:
+            found.append(_finding(code, cases[code], what))
+    findings = [replace(f, severity="note") if f.code in notes else f for f in found]
     expected = dict(official.expected) if official else {}
     return Report(root, kind, quick, counts(records), expected, tuple(findings))
 
 
-def _listed(root: Path, kind: str | None, findings: list[Finding]) -> tuple[Path, list[Record]]:
+def _finding(code: str, cases: Sequence[str], what: str) -> Finding:
+    """A problem, until it is made a note, with a few of its cases."""
+    return Finding("problem", code, len(cases), f"{len(cases):,} {what}", tuple(cases[:_EXAMPLES]))
+
+
+def _listed(root: Path, kind: str | None, faults: list[str]) -> tuple[Path, list[Record]]:
     """The folder that paths are relative to, and the records that can be used."""
     if kind is None:
         inside = data_sets_in(root)
@@ -172,164 +200,109 @@ def _listed(root: Path, kind: str | None, findings: list[Finding]) -> tuple[Path
         return OFFICIAL[kind].image_root(root), list_records(OFFICIAL[kind], root)
     if kind == "folder":
         return root, [Record("all", path, label, path) for path, label in read_folder(root)]
-    rows, faults = scan_table(root, TABLE)
-    findings += _found("problem", "rows", faults, "row(s) of the CSV cannot be used")
+    rows, found = scan_table(root, TABLE)
+    faults += found
     return root, [
         Record((row.get("split") or "").strip() or "all", row["path"], row["label"], TABLE)
         for row in rows
     ]
 
 
-def _found(severity: Severity, code: str, cases: Sequence[str], what: str) -> Iterator[Finding]:
-    """A finding of these cases, of which a few are shown; none without a case."""
-    if cases:
-        message, shown = f"{len(cases):,} {what}", tuple(cases[:_EXAMPLES])
-        yield Finding(severity, code, len(cases), message, shown)
-
-
-class _Look(NamedTuple):
-    """What was seen of a file: a key of _FAULTS and more of it, or the content of a good image.
-
-    `mode` is Pillow's, sizes are in pixels as stored.
-    """
-
-    fault: str = ""
-    detail: str = ""
-    sha256: str = ""
-    mode: str = ""
-    width: int = 0
-    height: int = 0
-
-
-def _look_at(path: Path, quick: bool) -> _Look:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return _Look("missing")
-    except OSError as error:
-        return _Look("unreadable", error.strerror or str(error))
-    try:
-        header = read_header(data)
-        with Image.open(io.BytesIO(data)) as image:
-            mode = image.mode
-        if not quick:
-            decode(data)
-    except EmptyImageError as error:
-        return _Look("empty", str(error))
-    except UnsupportedFormatError as error:
-        return _Look("not-an-image", str(error))
-    except (ImageTooLargeError, ImageTooManyBytesError) as error:
-        return _Look("too-large", str(error))
-    except ImageError as error:
-        return _Look("damaged", str(error))
-    return _Look("", "", hashlib.sha256(data).hexdigest(), mode, header.width, header.height)
-
-
 def _look_at_all(
-    base: Path, records: Sequence[Record], quick: bool, on_image: Callable[[], object]
-) -> list[_Look]:
-    """A look at each image, in order, with a thread for each processor; decoding frees the lock."""
-    looks = []
+    base: Path,
+    records: Sequence[Record],
+    quick: bool,
+    on_image: Callable[[], object],
+    cases: dict[str, list[str]],
+) -> list[Record]:
+    """Look at each image, with a thread for each processor; returns those that exist."""
+    there = []
+    same: dict[str, list[Record]] = defaultdict(list)
     with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:
         warnings.simplefilter("ignore")  # of Pillow, on oddities that do not spoil the picture
-        for look in pool.map(lambda record: _look_at(base / record.path, quick), records):
-            looks.append(look)
+        looks = pool.map(lambda record: _look_at(base / record.path, quick), records)
+        for record, (said, digest) in zip(records, looks, strict=True):
+            for code, detail in said.items():
+                cases[code].append(f"{record.path}: {detail}" if detail else record.path)
+            if "missing" not in said:
+                there.append(record)
+            if digest:
+                same[digest].append(record)
             on_image()
-    return looks
-
-
-def _of_images(
-    records: Sequence[Record], looks: Sequence[_Look], missing_is_fine: bool
-) -> Iterator[Finding]:
-    """Faults of files, and pictures that are out of the ordinary but train like the others."""
-    seen = [(record.path, look) for record, look in zip(records, looks, strict=True)]
-    for fault, what in _FAULTS.items():
-        faulty = [
-            f"{path}: {look.detail}" if look.detail else path
-            for path, look in seen
-            if look.fault == fault
-        ]
-        fine = fault == "missing" and missing_is_fine
-        yield from _found("note" if fine else "problem", fault, faulty, what)
-    good = [(path, look) for path, look in seen if not look.fault]
-    tiny = [
-        f"{path}: {look.width} x {look.height} px"
-        for path, look in good
-        if min(look.width, look.height) < _SMALL_PX
-    ]
-    small = f"image(s) have a side below {_SMALL_PX} px; they are enlarged"
-    yield from _found("note", "tiny", tiny, small)
-    for name, modes in (("grey", _GREY), ("CMYK", {"CMYK"})):
-        cases = [path for path, look in good if look.mode in modes]
-        what = f"image(s) are {name}; they train like the others"
-        yield from _found("note", name.lower(), cases, what)
-
-
-def _of_labels(
-    records: Sequence[Record], looks: Sequence[_Look], is_official: bool
-) -> Iterator[Finding]:
-    """Classes and copies: notes where the literature has fixed the lists."""
-    severity: Severity = "note" if is_official else "problem"
-    odd = sorted({repr(r.label) for r in records if r.label != " ".join(r.label.split())})
-    what = "class name(s) have white space at an end, doubled or unusual. Rename them"
-    yield from _found("problem", "white-space", odd, what)
-    sizes = Counter(
-        (record.part == "train", record.label)
-        for record, look in zip(records, looks, strict=True)
-        if look.fault != "missing"
-    )
-    alone = sorted(label for (_, label), size in sizes.items() if size == 1)
-    what = 'class(es) have one image, so no pair. Add images, or set small_classes = "drop"'
-    yield from _found(severity, "one-image", alone, what)
-    pairs = [(is_train, label) for (is_train, label), size in sizes.items() if size > 1]
-    train = sum(is_train for is_train, _ in pairs)
-    is_split = any(record.part == "train" for record in records)
-    enough = min(train, len(pairs) - train) >= FEWEST if is_split else len(pairs) >= 2 * FEWEST
-    if not (enough or is_official):
-        message = (
-            f"{len(pairs):,} class(es) have 2 images or more; a training needs {2 * FEWEST}: "
-            f"{FEWEST} to train on and {FEWEST} others to test with. Add classes, or images to "
-            "those that have one"
-        )
-        names = sorted(label for _, label in pairs)
-        yield Finding("problem", "few-classes", len(names), message, tuple(names[:_EXAMPLES]))
-    yield from _copies(records, looks, severity)
-
-
-def _copies(
-    records: Sequence[Record], looks: Sequence[_Look], severity: Severity
-) -> Iterator[Finding]:
-    by_content: dict[str, list[Record]] = defaultdict(list)
-    for record, look in zip(records, looks, strict=True):
-        if look.sha256:
-            by_content[look.sha256].append(record)
-    cases: dict[str, list[str]] = defaultdict(list)
-    for group in (group for group in by_content.values() if len(group) > 1):
+    for group in (group for group in same.values() if len(group) > 1):
         code = "copies"
         if len({record.part == "train" for record in group}) > 1:
             code = "copies-across-parts"
         elif len({record.label for record in group}) > 1:
             code = "copies-across-classes"
         cases[code].append(" = ".join(record.path for record in group))
-    kinds: tuple[tuple[str, Severity, str], ...] = (
-        ("copies-across-parts", severity, "picture(s) are in train and in test, byte for byte"),
-        ("copies-across-classes", severity, "picture(s) are in two classes, byte for byte"),
-        ("copies", "note", "picture(s) are twice in their class, byte for byte"),
-    )
-    for code, level, what in kinds:
-        yield from _found(level, code, cases[code], what)
+    return there
 
 
-def _of_other_files(base: Path, records: Sequence[Record]) -> Iterator[Finding]:
+def _look_at(path: Path, quick: bool) -> tuple[dict[str, str], str]:
+    """What there is to say of a file, by code, and the digest of its content if it is an image."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {"missing": ""}, ""
+    except OSError as error:
+        return {"unreadable": error.strerror or str(error)}, ""
+    try:
+        header = read_header(data)
+        with Image.open(io.BytesIO(data)) as image:
+            mode = image.mode
+        if not quick:
+            decode(data)
+    except ImageError as error:
+        return {next(code for kind, code in _FAULTS if isinstance(error, kind)): str(error)}, ""
+    said = {}
+    if min(header.width, header.height) < _SMALL_PX:
+        said["tiny"] = f"{header.width} x {header.height} px"
+    if mode == "CMYK" or mode in _GREY:
+        said["cmyk" if mode == "CMYK" else "grey"] = ""
+    return said, hashlib.sha256(data).hexdigest()
+
+
+def _look_at_classes(
+    records: Sequence[Record], there: Sequence[Record], cases: dict[str, list[str]]
+) -> None:
+    odd = {repr(r.label) for r in records if r.label != " ".join(r.label.split())}
+    cases["white-space"] = sorted(odd)
+    sizes = Counter((record.part == "train", record.label) for record in there)
+    cases["one-image"] = sorted(label for (_, label), size in sizes.items() if size == 1)
+
+
+def _few_classes(there: Sequence[Record]) -> Iterator[Finding]:
+    """Too few classes with a pair to train on some and test with others."""
+    sizes = Counter((record.part == "train", record.label) for record in there)
+    pairs = sorted((label, is_train) for (is_train, label), size in sizes.items() if size > 1)
+    train = sum(is_train for _, is_train in pairs)
+    is_split = any(record.part == "train" for record in there)
+    if min(train, len(pairs) - train) < FEWEST if is_split else len(pairs) < 2 * FEWEST:
+        what = (
+            f"class(es) have 2 images or more; a training needs {2 * FEWEST}: {FEWEST} to train on "
+            f"and {FEWEST} others to test with. Add classes, or images to those that have one"
+        )
+        yield _finding("few-classes", [label for label, _ in pairs], what)
+
+
+def _other_counts(
+    official: Official, there: Sequence[Record], allow_partial: bool
+) -> Iterator[Finding]:
+    differing = official.differs(there)
+    cure = "" if allow_partial else ". Unpack it again, or pass --allow-partial for a subset"
+    if differing:
+        yield Finding("problem", "counts", 1, f"{official.name} has {differing}{cure}")
+
+
+def _look_beside(base: Path, records: Sequence[Record], cases: dict[str, list[str]]) -> None:
     """Files beside the listed images, in the folders that these lie in."""
     listed = {record.path for record in records}
     folders = sorted({path.split("/")[0] for path in listed if "/" in path})
     inside = (path for folder in folders for path in sorted((base / folder).rglob("*")))
     names = [p.name for p in sorted(base.iterdir()) if p.suffix.lower() in IMAGE_SUFFIXES]
     names += [path.relative_to(base).as_posix() for path in inside if path.is_file()]
-    left = [name for name in names if name not in listed]
-    images = [name for name in left if Path(name).suffix.lower() in IMAGE_SUFFIXES]
-    others = [name for name in left if Path(name).suffix.lower() not in IMAGE_SUFFIXES]
-    what = "image(s) belong to no class or are hidden; they are left out"
-    yield from _found("note", "unlisted", images, what)
-    yield from _found("note", "other-files", others, "file(s) are no images; they are left out")
+    for name in names:
+        if name not in listed:
+            is_image = Path(name).suffix.lower() in IMAGE_SUFFIXES
+            cases["unlisted" if is_image else "other-files"].append(name)

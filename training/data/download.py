@@ -27,7 +27,6 @@ class Source:
         name: of the data set.
         urls: addresses of the same file, tried in order.
         md5: of the file, as its authors or several independent users publish it.
-        archive: name of the file.
         folder: what it unpacks to, and what `data.root` then names.
         gigabytes: size of the file.
         licence: what its authors ask.
@@ -36,10 +35,14 @@ class Source:
     name: str
     urls: tuple[str, ...]
     md5: str
-    archive: str
     folder: str
     gigabytes: float
     licence: str
+
+    @property
+    def archive(self) -> str:
+        """Name of the file."""
+        return self.urls[0].rpartition("/")[2]
 
 
 SOURCES: Mapping[str, Source] = {
@@ -47,7 +50,6 @@ SOURCES: Mapping[str, Source] = {
         name="CUB-200-2011",
         urls=("https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz",),
         md5="97eceeb196236b17998738112f37df78",
-        archive="CUB_200_2011.tgz",
         folder="CUB_200_2011",
         gigabytes=1.15,
         licence="for non-commercial research and education",
@@ -59,7 +61,6 @@ SOURCES: Mapping[str, Source] = {
             "fgvc-aircraft-2013b.tar.gz",
         ),
         md5="d4acdd33327262359767eeaa97a4f732",
-        archive="fgvc-aircraft-2013b.tar.gz",
         folder="fgvc-aircraft-2013b",
         gigabytes=2.75,
         licence="for non-commercial research",
@@ -71,7 +72,6 @@ SOURCES: Mapping[str, Source] = {
             "ftp://cs.stanford.edu/cs/cvgl/Stanford_Online_Products.zip",
         ),
         md5="7f73d41a2f44250d4779881525aea32e",
-        archive="Stanford_Online_Products.zip",
         folder="Stanford_Online_Products",
         gigabytes=3.08,
         licence="for research (https://cvgl.stanford.edu/projects/lifted_struct/)",

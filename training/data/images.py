@@ -185,8 +185,8 @@ def build_loader(
 def worker_count(runtime: Runtime, device: torch.device, processes: int = 1) -> int:
     """How many processes read images for one that computes; 0 reads in the same process.
 
-    "auto" is 2 for a CPU, which computes for longer than it reads, and for a GPU the cores that
-    this process may use but one, at most 16, divided among `processes`.
+    "auto" is 2 for a CPU, which computes for longer than it reads, and for a GPU its share of the
+    cores that may be used, less one for itself, at most 16.
     """
     if runtime.workers != "auto":
         return runtime.workers

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embedder.errors import DatasetError
-from tests.training.servers import Site, http_site
+from tests.training.data.servers import Site, http_site
 from training.commands.data import app
 from training.data.download import BY_HAND, SOURCES, Source, find_source, obtain
 

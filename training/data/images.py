@@ -5,9 +5,11 @@ A view is a random crop of an image, scaled to a square of S x S and perhaps mir
 
 import math
 import os
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -29,62 +31,54 @@ _ON_CPU, _ON_GPU = 2, 16  # most workers under "auto"
 _SPARE = 2  # times `size_px` that a whole image is decoded at, at least
 
 
-class TrainingImages(Dataset[Item]):
+class _Images(Dataset[Item]):
+    def __init__(self, images: LabelledImages) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def _item(self, number: int, pixels_of: Callable[[bytes], NDArray[np.uint8]]) -> Item:
+        """Pixels (3, S, S) and label of an image. Raises: DatasetError naming the file."""
+        path = self.images.root / self.images.paths[number]
+        try:
+            pixels = pixels_of(path.read_bytes())
+        except OSError as error:
+            raise DatasetError(f"The image {path} cannot be read: {error.strerror}.") from error
+        except ImageError as error:
+            raise DatasetError(
+                f"{path}: {error} Mend the file and go on with --resume, or remove it and start a "
+                "new run."
+            ) from error
+        return torch.from_numpy(pixels), torch.tensor(self.images.labels[number])
+
+
+class TrainingImages(_Images):
     """Views. Indexed by (epoch, image, view): on these and the seed alone the pixels depend.
 
     An image that an epoch uses twice gives two views. Gives uint8 (3, S, S) and the label.
     """
 
     def __init__(self, images: LabelledImages, spec: Input, seed: int) -> None:
-        self.images = images
+        super().__init__(images)
         self.spec = spec
         self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def __getitem__(self, index: Index) -> Item:
         epoch, number, view = index
         rng = np.random.default_rng((self.seed, epoch, number, *([view] if view else [])))
-        data = _read(self.images, number)
-        try:
-            pixels = to_chw(random_view(data, self.spec, rng))
-        except ImageError as error:
-            raise _named(self.images, number, error) from error
-        return torch.from_numpy(pixels), torch.tensor(self.images.labels[number])
+        return self._item(number, lambda data: to_chw(random_view(data, self.spec, rng)))
 
 
-class EvaluationImages(Dataset[Item]):
+class EvaluationImages(_Images):
     """Images as the service preprocesses them: uint8 (3, S, S) and the label."""
 
     def __init__(self, images: LabelledImages, spec: Preprocessing) -> None:
-        self.images = images
+        super().__init__(images)
         self.spec = spec
 
-    def __len__(self) -> int:
-        return len(self.images)
-
     def __getitem__(self, number: int) -> Item:
-        try:
-            pixels = preprocess(_read(self.images, number), self.spec)
-        except ImageError as error:
-            raise _named(self.images, number, error) from error
-        return torch.from_numpy(pixels), torch.tensor(self.images.labels[number])
-
-
-def _read(images: LabelledImages, number: int) -> bytes:
-    path = images.root / images.paths[number]
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DatasetError(f"The image {path} cannot be read: {error.strerror}.") from error
-
-
-def _named(images: LabelledImages, number: int, error: ImageError) -> DatasetError:
-    return DatasetError(
-        f"{images.root / images.paths[number]}: {error} Mend the file and go on with --resume, or "
-        "remove it and start a new run."
-    )
+        return self._item(number, lambda data: preprocess(data, self.spec))
 
 
 def random_view(data: bytes, spec: Input, rng: np.random.Generator) -> Image.Image:

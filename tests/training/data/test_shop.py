@@ -1,14 +1,13 @@
+"""Images of one's own: folders, CSVs, drawn products, and their split."""
+
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import scipy.io
 
 from embedder.errors import DatasetError
 from tests.tiny import encoded, picture
-from training.config.data import Cars196Data, CsvData, FolderData, RenderedData
-from training.data.datasets import OFFICIAL, read_official
+from training.config.data import CsvData, FolderData, RenderedData
 from training.data.load import load_split
 from training.data.records import labelled
 from training.data.shop import read_folder, read_table, split_by_class, write_table
@@ -153,54 +152,6 @@ def test_a_list_for_the_indexer_holds_key_path_and_class(tmp_path: Path) -> None
     write_table(tmp_path / "list.csv", images)
     lines = (tmp_path / "list.csv").read_text().splitlines()
     assert lines == ["key,path,class", "a/1.png,a/1.png,a", 'b/1.png,b/1.png,"b, the second"']
-
-
-@pytest.fixture
-def cars(tmp_path: Path) -> Path:
-    numbers = [1, 1, 98, 98, 99, 99, 196, 196]
-    names = [f"car_ims/{n:06d}.jpg" for n in range(1, len(numbers) + 1)]
-    fill(tmp_path, *names)
-    kinds = [(name, "O") for name in ("relative_im_path", "class", "test")]
-    rows = np.array([[(name, n, 0) for name, n in zip(names, numbers, strict=True)]], dtype=kinds)
-    scipy.io.savemat(tmp_path / "cars_annos.mat", {"annotations": rows})
-    return tmp_path
-
-
-def test_cars196_trains_on_classes_1_to_98(cars: Path) -> None:
-    split = load_split(Cars196Data(kind="cars196", root=str(cars), allow_partial=True))
-    assert split.train.class_names == ("001", "098")
-    assert split.test.class_names == ("099", "196")
-    assert len(split.train) == len(split.test) == 4
-
-
-def test_cars196_asserts_the_official_counts(cars: Path) -> None:
-    with pytest.raises(DatasetError, match=r"4 train .*4 test .*8,054 .*8,131 .*allow_partial"):
-        read_official(OFFICIAL["cars196"], cars)
-
-
-def test_cars196_names_missing_images(cars: Path) -> None:
-    (cars / "car_ims" / "000003.jpg").unlink()
-    with pytest.raises(DatasetError, match=r"1 of the 8 images .*car_ims/000003.jpg"):
-        read_official(OFFICIAL["cars196"], cars)
-    assert len(read_official(OFFICIAL["cars196"], cars, allow_partial=True).train) == 3
-
-
-def test_cars196_in_another_layout_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="official layout"):
-        read_official(OFFICIAL["cars196"], tmp_path)
-    (tmp_path / "car_ims").mkdir()
-    (tmp_path / "cars_annos.mat").write_bytes(b"not a mat file" * 20)
-    with pytest.raises(DatasetError, match="not the annotation file"):
-        read_official(OFFICIAL["cars196"], tmp_path)
-
-
-@pytest.mark.real_data
-def test_the_half_of_cars196_has_its_counts(shared_data: Path) -> None:
-    split = read_official(
-        OFFICIAL["cars196"], shared_data / "data" / "cars196-half", allow_partial=True
-    )
-    assert (len(split.train), len(split.test)) == (4052, 4092)
-    assert (split.train.classes, split.test.classes) == (98, 98)
 
 
 def test_rendered_products_are_drawn_when_missing(tmp_path: Path) -> None:

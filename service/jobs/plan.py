@@ -4,6 +4,7 @@ import importlib.util
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -115,10 +116,26 @@ def known_bundles(settings: Settings) -> Mapping[str, Path]:
 
 
 def training_jobs() -> dict[str, Path]:
-    """The training jobs that come with Kinlens, by name; what they do is not loaded."""
+    """The training jobs that come with Kinlens, by name, and the file that begins each.
+
+    Every file is a job, and every method with every data set; what they do is not loaded.
+    """
     spec = importlib.util.find_spec("training")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    return {path.stem: path for folder in folders for path in Path(folder).glob("jobs/*.toml")}
+    found: dict[str, Path] = {}
+    for folder in (Path(name) / "jobs" for name in folders):
+        methods = [path.stem for path in folder.glob("methods/*.toml")]
+        for path in folder.glob("data/*.toml"):
+            found |= {f"{path.stem}-{method}": path for method in methods}
+        found |= {path.stem: path for path in folder.glob("*.toml")}
+    return found
+
+
+def data_kind(job: str) -> str:
+    """The kind of data that a shipped training job names, itself or by its base."""
+    content = tomllib.loads(training_jobs()[job].read_text(encoding="utf-8"))
+    kind: str = content["data"]["kind"] if "data" in content else data_kind(content["base"])
+    return kind
 
 
 def training_data(settings: Settings) -> dict[str, Path]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from service.jobs.command import run_command
 from service.jobs.context import Context
 from service.jobs.epochs import epochs_of, followed, result_of
 from service.jobs.params import TrainParams
-from service.jobs.plan import Plan, training_jobs
+from service.jobs.plan import Plan, data_kind
 from service.jobs.replace import replace_model
 from service.jobs.unseen import Unseen, seen_by, unseen_in
 
@@ -83,10 +82,8 @@ def _data(context: Context, params: TrainParams) -> str:
     if root is None:
         root = context.folders.run / "data"
         _write_pictures(context, params, root)
-    else:
-        job = tomllib.loads(training_jobs()[params.job].read_text(encoding="utf-8"))
-        if job["data"]["kind"] != "rendered":
-            return f"data.root={json.dumps(str(root))}"
+    elif data_kind(params.job) != "rendered":
+        return f"data.root={json.dumps(str(root))}"
     # A job of another kind has other names in this table, so all of it is replaced.
     return f'data={{kind = "folder", root = {json.dumps(str(root))}, small_classes = "drop"}}'
 

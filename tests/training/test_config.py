@@ -1,9 +1,12 @@
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from embedder.errors import JobError
-from training.config.job import JOBS, apply_override, expand_path, load_job, parse_job
+from tests.training.studies import some_job
+from training.config.job import apply_override, expand_path, load_job, parse_job
+from training.config.toml import job_toml, toml
 
 MINIMAL = 'name = "x"\n[data]\nkind = "folder"\nroot = "shop"\n'
 
@@ -12,12 +15,6 @@ def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "job.toml"
     path.write_text(text)
     return path
-
-
-@pytest.mark.parametrize("name", [path.stem for path in JOBS.glob("*.toml")])
-def test_every_shipped_job_loads_and_opens_with_its_command(name: str) -> None:
-    assert load_job(name).name == name
-    assert f"kinlens-train fit {name}" in (JOBS / f"{name}.toml").read_text()
 
 
 def test_a_minimal_job_has_defaults(tmp_path: Path) -> None:
@@ -109,3 +106,64 @@ def test_variables_in_paths_are_replaced_or_named(monkeypatch: pytest.MonkeyPatc
     assert expand_path("$SHOP/images", "data.root") == Path("/data/images")
     with pytest.raises(JobError, match=r"NOPE, which is not set.*--set data.root="):
         expand_path("${NOPE}/images", "data.root")
+
+
+def test_a_job_is_its_base_with_other_values_on_top(tmp_path: Path) -> None:
+    (tmp_path / "shop.toml").write_text(MINIMAL + '[optimizer]\nkind = "adam"\nepochs = 7\n')
+    above = 'base = "shop.toml"\n[optimizer]\nkind = "adamw"\nbatch_size = 8\n'
+    job = load_job(write(tmp_path, above), ["optimizer.lr_trunk=1e-5"])
+    assert (job.name, job.data.root) == ("x", "shop")
+    found = job.optimizer
+    assert (found.kind, found.epochs, found.batch_size) == ("adamw", 7, 8)
+    assert found.lr_trunk == 1e-5
+
+
+def test_regularizers_add_up_and_a_table_of_another_kind_is_another(tmp_path: Path) -> None:
+    below = load_job("cub-determinant")
+    text = """
+        base = "cub-determinant"
+        data = {kind = "folder", root = "shop"}
+        loss = {name = "arcface", scale = 30.0}
+        [regularizers]
+        determinant.lambda1 = 0.5
+        skewed_mean.weight = 3.0
+    """
+    job = load_job(write(tmp_path, text))
+    assert job.data.model_dump(exclude_unset=True) == {"kind": "folder", "root": "shop"}
+    assert job.loss.model_dump(exclude_unset=True) == {"name": "arcface", "scale": 30.0}
+    changed = below.regularizers.determinant.model_copy(update={"lambda1": 0.5})
+    assert job.regularizers.determinant == changed
+    assert job.regularizers.skewed_mean.weight == 3.0
+    assert job.optimizer == below.optimizer
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base = 3", "base = 3 must be the name of a job"),
+        ('base = "nothing"', "base = 'nothing': No job 'nothing'.*one of: .*shop.*METHOD of .*nir"),
+        ('base = "job.toml"', "leads back to itself"),
+        ('base = "other.toml"', "base = 'other.toml': .*leads back to itself"),
+    ],
+)
+def test_a_base_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "other.toml").write_text('base = "job.toml"')
+    with pytest.raises(JobError, match=message):
+        load_job(write(tmp_path, text))
+
+
+def test_values_of_all_kinds_survive() -> None:
+    content = {
+        "word": 'quotes " backslash \\ tab\t newline\n é \x7f',
+        "numbers": [1, -2, 1e-05, 1.0, 1e300],
+        "flags": [True, False],
+        "empty": [],
+        "nested": {"a b": {"x.y": 1}, "list": [{"k": 1, "l": [2]}], "nothing": {}},
+    }
+    assert tomllib.loads(toml(content)) == content
+
+
+def test_none_is_left_out_or_refused() -> None:
+    assert tomllib.loads(toml({"a": None, "b": {"c": None, "d": 1}})) == {"b": {"d": 1}}
+    with pytest.raises(JobError, match="TOML has no none"):
+        job_toml(some_job(model={"dim": None}))

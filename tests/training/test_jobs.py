@@ -7,14 +7,16 @@ import pytest
 
 from tests.training.jobs import Silent
 from tests.training.official_layouts import KINDS, write_layout
-from training.config.job import JOBS, Job, load_job, parse_job
+from training.config.job import Job, load_job, parse_job
+from training.config.layers import JOBS, job_names
+from training.config.toml import job_toml
 from training.data.load import load_split
 from training.data.samplers import build_sampler
 from training.protocols import with_protocol
 from training.runner import run_job
 from training.tournament.grid import load_grid
 
-NAMES = sorted(path.stem for path in JOBS.glob("*.toml"))
+NAMES = job_names()
 TOURNAMENTS = JOBS / "tournaments"
 TEN_LOSSES = sorted(TOURNAMENTS.glob("ten-losses-*.toml"))
 OFFICIAL = ("cub", "cars196", "sop", "in-shop")
@@ -45,8 +47,22 @@ def miniature(job: Job, layouts: dict[str, Path], tmp_path: Path) -> Job:
     return parse_job(content)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_job_trains_two_steps(name: str, layouts: dict[str, Path], tmp_path: Path) -> None:
+def parts(job: Job) -> tuple[object, ...]:
+    """What a training step of the job is made of."""
+    used = frozenset(name for name, value in job.regularizers if value is not None)
+    return job.loss.name, used, job.sampling.kind, job.sampling.pairs, job.input.crop
+
+
+def distinct() -> list[str]:
+    """A job, by name, for each thing that jobs and grids do in a step."""
+    jobs = {name: load_job(name) for name in NAMES}
+    return list({parts(job): name for name, job in jobs.items()}.values())
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_jobs_that_differ_in_a_step_train_two(
+    name: str, layouts: dict[str, Path], tmp_path: Path
+) -> None:
     trains_two_steps(miniature(load_job(name), layouts, tmp_path), tmp_path)
 
 
@@ -83,11 +99,26 @@ def test_there_is_a_job_for_each_data_set_and_method() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_job_opens_with_command_machine_time_and_expectation(name: str) -> None:
-    head = (JOBS / f"{name}.toml").read_text().split("\n\n")[0]
+def test_every_job_loads_says_what_it_is_and_survives_being_written(
+    name: str, tmp_path: Path
+) -> None:
+    job = load_job(name)
+    assert job.name == name
+    assert job.description
+    path = tmp_path / "job.toml"
+    path.write_text(job_toml(job, "a comment", "and another"), encoding="utf-8")
+    assert path.read_text().startswith("# a comment\n# and another\n")
+    assert load_job(path) == parse_job(job.as_dict()) == job
+
+
+@pytest.mark.parametrize(
+    "path", [*JOBS.glob("*.toml"), *JOBS.glob("methods/*.toml")], ids=lambda path: path.stem
+)
+def test_every_job_opens_with_command_machine_time_and_expectation(path: Path) -> None:
+    head = path.read_text().split("\n\n")[0]
     for word in ("command", "machine", "time", "expected"):
-        assert f"# {word} " in head, f"{name} does not say its {word}"
-    assert name in head.split("# command")[1].splitlines()[0]
+        assert f"# {word} " in head, f"{path.stem} does not say its {word}"
+    assert path.stem in head.split("# command")[1].splitlines()[0]
 
 
 @pytest.mark.parametrize(

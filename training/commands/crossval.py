@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from training.commands.jobs import AllowPartial, Overrides, load_images, settings_of
+from training.commands.jobs import AllowPartial, JobName, Overrides, load_images, settings_of
 from training.config.job import load_job
 from training.console import ConsoleListener, console
 
 
 def crossval(
-    job: Annotated[str, typer.Argument(help="TOML file, or the name of a job in training/jobs.")],
+    job: JobName,
     folds: Annotated[int, typer.Option(min=2, help="Number of folds.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME-crossval.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of the folds.")] = 0,

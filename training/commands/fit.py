@@ -8,6 +8,7 @@ import typer
 from training.commands.jobs import (
     AllowPartial,
     ChooseByTest,
+    JobName,
     Overrides,
     load_images,
     settings_of,
@@ -18,7 +19,7 @@ from training.console import ConsoleListener, console
 
 
 def fit(
-    job: Annotated[str, typer.Argument(help="TOML file, or the name of a job in training/jobs.")],
+    job: JobName,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/NAME.")] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Go on from the run's last checkpoint.")] = False,

@@ -9,9 +9,11 @@ from pydantic import ValidationError
 from embedder.errors import JobError
 from training.config.data import RenderedData
 from training.config.job import Job, apply_override, parse_job
+from training.config.layers import known_jobs
 from training.console import console, progress_bar
 from training.data.records import Split
 
+JobName = Annotated[str, typer.Argument(help=f"TOML file, or {known_jobs()}.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Change a setting of the job: table.key=value. Repeatable."),

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from embedder.errors import JobError
-from training.config.job import JOBS, load_job
+from training.config.job import load_job
+from training.config.layers import JOBS
 from training.console import console
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")

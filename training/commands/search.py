@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from training.commands.jobs import AllowPartial, Overrides, load_images, settings_of
+from training.commands.jobs import AllowPartial, JobName, Overrides, load_images, settings_of
 from training.config.job import load_job
 from training.console import ConsoleListener, console
 
 
 def search(
-    job: Annotated[str, typer.Argument(help="TOML file, or the name of a job in training/jobs.")],
+    job: JobName,
     space: Annotated[Path, typer.Option(help="TOML file: a range or values for each setting.")],
     trials: Annotated[int, typer.Option(min=1, help="Trials in all, finished ones included.")] = 50,
     out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME-search.")] = None,

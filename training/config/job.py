@@ -13,14 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from embedder.errors import JobError
 from training.config.data import Data
+from training.config.layers import read_layers
 from training.config.losses import Loss, proxy_anchor
 from training.config.model import Input, Model, Start
 from training.config.optimizer import Optimizer, Runtime, Sampling
 from training.config.protocol import Protocol
 from training.config.regularizers import Regularizers
 from training.config.section import Section
-
-JOBS = Path(__file__).parents[1] / "jobs"
 
 
 class Job(Section):
@@ -84,20 +83,16 @@ class Job(Section):
 
 
 def load_job(source: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """Read a job from a TOML file, or by the name of one in `training/jobs/`.
+    """Read a job from a TOML file, or by the name of one that comes with Kinlens.
 
     `overrides` are `table.key=value` with TOML values (a bare word is a string).
 
     Raises: JobError.
     """
-    path = _find(source)
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is not valid TOML: {error}") from error
+    content, origin = read_layers(source)
     for override in overrides:
         apply_override(content, override)
-    return parse_job(content, origin=str(path))
+    return parse_job(content, origin)
 
 
 def parse_job(content: dict[str, Any], origin: str = "job") -> Job:
@@ -119,14 +114,6 @@ def expand_path(value: str, setting: str) -> Path:
             f"Export it, or pass --set {setting}=/path."
         )
     return Path(expanded).expanduser()
-
-
-def _find(source: str | Path) -> Path:
-    for candidate in (Path(source), JOBS / f"{source}.toml"):
-        if candidate.is_file():
-            return candidate
-    known = ", ".join(sorted(p.stem for p in JOBS.glob("*.toml")))
-    raise JobError(f"No job {str(source)!r}. Give the path of a TOML file or one of: {known}.")
 
 
 def apply_override(content: dict[str, Any], override: str) -> None:

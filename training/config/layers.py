@@ -1,0 +1,109 @@
+"""Job files in layers: a file over its base, a method over a data set.
+
+The jobs that come with Kinlens lie in `training/jobs/`: files, and every method of `methods/` with
+every data set of `data/`, under the name DATA-METHOD.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from embedder.errors import JobError
+
+JOBS = Path(__file__).parents[1] / "jobs"
+
+_SAME_KEYS = ("optimizer",)  # Adam and AdamW have the same
+
+
+def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
+    """The tables of a job, laid over those of its bases, and where they are from.
+
+    Args:
+        source: a TOML file, or the name of a shipped job.
+
+    Raises: JobError.
+    """
+    path = _file(source)
+    if path is not None:
+        return _read(path), str(path)
+    for data, method in _products():
+        if f"{data.stem}-{method.stem}" == str(source):
+            return _product(data, method), str(source)
+    raise JobError(f"No job {str(source)!r}. Give the path of a TOML file or {known_jobs()}.")
+
+
+def job_names() -> list[str]:
+    """The names of all shipped jobs."""
+    products = {f"{data.stem}-{method.stem}" for data, method in _products()}
+    return sorted(products | {path.stem for path in JOBS.glob("*.toml")})
+
+
+def known_jobs() -> str:
+    """What shipped jobs there are, in a phrase."""
+    files, data, methods = (
+        ", ".join(sorted(path.stem for path in folder.glob("*.toml")))
+        for folder in (JOBS, JOBS / "data", JOBS / "methods")
+    )
+    return f"one of: {files}; or DATA-METHOD, DATA of {data}, METHOD of {methods}"
+
+
+def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Tables with other values on top, key by key.
+
+    A table of another `kind` (`name` for a loss) has other keys, so it takes the place of the
+    whole table below it.
+    """
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and not _is_another(key, old, value):
+            result[key] = lay_over(old, value)
+        else:
+            result[key] = value
+    return result
+
+
+def _is_another(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    differ = (word in old and word in new and old[word] != new[word] for word in ("kind", "name"))
+    return key not in _SAME_KEYS and any(differ)
+
+
+def _file(source: str | Path, folder: Path = Path()) -> Path | None:
+    candidates = (folder / source, JOBS / f"{source}.toml")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _products() -> list[tuple[Path, Path]]:
+    methods = sorted((JOBS / "methods").glob("*.toml"))
+    return [(data, method) for data in (JOBS / "data").glob("*.toml") for method in methods]
+
+
+def _product(data: Path, method: Path) -> dict[str, Any]:
+    """The tables of a method over those of a data set, then what the method has for that alone."""
+    of_data, of_method = _read(data), _read(method)
+    own = of_method.pop("on", {}).get(data.stem, {})
+    content = lay_over(lay_over(of_data, of_method), own)
+    described = f"{of_data['description']} {of_method['description']}"
+    return content | {"name": f"{data.stem}-{method.stem}", "description": described}
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tables of a file over those of its base; `above` are the files that lead to it."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} is not valid TOML: {error}") from error
+    if "base" not in content:
+        return content
+    base = content.pop("base")
+    if not isinstance(base, str):
+        raise JobError(f"{path}: base = {base!r} must be the name of a job or a path of a file.")
+    trail = (*above, path.resolve())
+    found = _file(base, path.parent)
+    if found is not None and found.resolve() in trail:
+        raise JobError(f"{path}: base = {base!r} leads back to itself. Take out one of the bases.")
+    try:
+        below = _read(found, trail) if found is not None else read_layers(base)[0]
+    except JobError as error:
+        raise JobError(f"{path}: base = {base!r}: {error}") from error
+    return lay_over(below, content)

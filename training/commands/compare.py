@@ -13,15 +13,7 @@ def compare(
 
     Example: kinlens-train compare runs/cars196-half-proxy-anchor runs/cars196-half-determinant
     """
-    from training.report.comparison import differing_settings, read_run, remarks, table
+    from training.report import comparison
 
-    found = [read_run(folder) for folder in runs]
-    lines = [*table(found), "", *(f"- {remark}" for remark in remarks(found))]
-    settings = differing_settings(found)
-    if settings:
-        header = ["setting", *(f"`{run.name}`" for run in found)]
-        lines += ["", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-        for name, values in settings.items():
-            cells = ["" if value is None else str(value) for value in values]
-            lines.append("| " + " | ".join([f"`{name}`", *cells]) + " |")
-    typer.echo("\n".join(lines).rstrip())
+    found = [comparison.read_run(folder) for folder in runs]
+    typer.echo("\n".join(comparison.compare(found)).rstrip())

@@ -1,19 +1,18 @@
 """Finished runs side by side: their figures, and what was set differently."""
 
-import csv
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import pandas as pd
 
 from embedder.errors import JobError
 from training.evaluation.interval import with_interval
+from training.report.markdown import table
 from training.result import Result, read_result
-from training.stamp import FREE
+from training.stamp import settings
 
 _SHARES = ("NMI", "F1", "MAP@R")  # in percent, but of no number of queries
-_VALIDATION = "validation R@1"
 
 
 @dataclass(frozen=True)
@@ -31,35 +30,37 @@ def read_run(folder: Path) -> FinishedRun:
     result = read_result(folder)
     if result is None:
         raise JobError(f"{folder} holds no finished run: it has no result.json. Give run folders.")
-    gallery = _classes(folder / "gallery.csv")
-    return FinishedRun(
-        name=folder.as_posix(),
-        result=result,
-        queries=_queries(_classes(folder / "test.csv"), gallery),
-        validation_queries=_queries(_classes(folder / "validation.csv"), Counter()),
+    test, validation, gallery = (
+        _classes(folder / f"{part}.csv") for part in ("test", "validation", "gallery")
     )
+    found = test.index.isin(gallery.index) if len(gallery) else test > 1
+    queries, of_validation = int(test[found].sum()), int(validation[validation > 1].sum())
+    return FinishedRun(folder.as_posix(), result, queries, of_validation)
 
 
-def table(runs: Sequence[FinishedRun]) -> list[str]:
-    """Markdown: a line for each run, a column for each figure that one of them has.
+def compare(runs: Sequence[FinishedRun]) -> list[str]:
+    """Markdown: a table of the runs' figures, remarks, and the settings in which they differ.
 
     Recalls come with Wilson's 95 % interval over the queries, which are taken as independent.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.result.figures))
-    validated = [_VALIDATION] if any(run.result.validation for run in runs) else []
-    header = ["run", "epoch", *validated, *names, "s/epoch"]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    validated = any(run.result.validation for run in runs)
+    rows = []
     for run in runs:
         result = run.result
-        cells = [f"`{run.name}`", str(result.best_epoch)]
-        if validated:
-            cells.append(_cell("R@1", result.validation.get("R@1"), run.validation_queries))
+        on_validation = _cell("R@1", result.validation.get("R@1"), run.validation_queries)
+        cells = [f"`{run.name}`", str(result.best_epoch), *([on_validation] if validated else [])]
         cells += [_cell(name, result.figures.get(name), run.queries) for name in names]
-        lines.append("| " + " | ".join([*cells, f"{result.seconds_per_epoch:.0f}"]) + " |")
+        rows.append([*cells, f"{result.seconds_per_epoch:.0f}"])
+    header = ["run", "epoch", *(["validation R@1"] if validated else []), *names, "s/epoch"]
+    lines = [*table(header, rows), "", *(f"- {remark}" for remark in _remarks(runs))]
+    differing = _differing_settings(runs)
+    if differing:
+        lines += ["", *table(["setting", *(f"`{run.name}`" for run in runs)], differing)]
     return lines
 
 
-def remarks(runs: Sequence[FinishedRun]) -> list[str]:
+def _remarks(runs: Sequence[FinishedRun]) -> list[str]:
     """Whether the runs can be compared, and by how much each differs from the first in R@1."""
     first, *others = runs
     said = []
@@ -79,16 +80,15 @@ def remarks(runs: Sequence[FinishedRun]) -> list[str]:
     return said
 
 
-def differing_settings(runs: Sequence[FinishedRun]) -> dict[str, list[Any]]:
-    """The settings in which the runs differ, by name, with the value of each run."""
-    flat = [_flat(run.result.job) for run in runs]
-    names = sorted({name for settings in flat for name in settings})
-    values = {name: [settings.get(name) for settings in flat] for name in names}
-    return {
-        name: found
-        for name, found in values.items()
-        if any(value != found[0] for value in found) and not _is_free(name)
-    }
+def _differing_settings(runs: Sequence[FinishedRun]) -> list[list[str]]:
+    """Rows of a setting and its value in each run."""
+    of_runs = [settings(run.result.job) for run in runs]
+    rows = []
+    for name in sorted({name for found in of_runs for name in found}):
+        values = [found.get(name) for found in of_runs]
+        if any(value != values[0] for value in values):
+            rows.append([f"`{name}`", *("" if v is None else str(v) for v in values)])
+    return rows
 
 
 def _cell(name: str, value: float | None, queries: int) -> str:
@@ -99,29 +99,8 @@ def _cell(name: str, value: float | None, queries: int) -> str:
     return f"{value:.1f}" if name in _SHARES or name.startswith("R@") else f"{value:.3g}"
 
 
-def _classes(path: Path) -> Counter[str]:
+def _classes(path: Path) -> pd.Series:
     """How many images of each class a list of a run has; none without that list."""
     if not path.is_file():
-        return Counter()
-    with path.open(newline="", encoding="utf-8") as stream:
-        return Counter(row["class"] for row in csv.DictReader(stream))
-
-
-def _queries(sizes: Counter[str], gallery: Counter[str]) -> int:
-    if gallery:
-        return sum(size for name, size in sizes.items() if gallery[name])
-    return sum(size for size in sizes.values() if size > 1)
-
-
-def _flat(job: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for key, value in job.items():
-        if isinstance(value, Mapping):
-            settings |= _flat(value, f"{prefix}{key}.")
-        else:
-            settings[prefix + key] = value
-    return settings
-
-
-def _is_free(name: str) -> bool:
-    return name in FREE or name.split(".")[0] in FREE
+        return pd.Series(dtype=int)
+    return pd.read_csv(path, dtype=str, keep_default_na=False)["class"].value_counts()

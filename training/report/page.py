@@ -3,18 +3,15 @@
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import torch
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from training.config.job import Job
 from training.data.records import Split
 from training.distributed import world
 from training.regularizers.shares import LEAST
+from training.report.markdown import table
 from training.report.notices import after_epoch, did_it_help
 from training.result import Result
 from training.state import Row, on_validation
@@ -24,65 +21,43 @@ Rows = Sequence[Row]
 
 def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> Path:
     """Write `curves.png` and `report.md` into the run folder; returns the page."""
-    draw_curves(folder / "curves.png", history)
+    _draw_curves(folder / "curves.png", history)
     page = folder / "report.md"
     page.write_text("\n".join(_lines(job, split, history, result)) + "\n", encoding="utf-8")
     return page
 
 
-def draw_curves(path: Path, history: Rows) -> None:
+def _draw_curves(path: Path, history: Rows) -> None:
     """Loss and recall over epochs, and the shares of the regularizers, side by side."""
-    terms = _terms(history)
-    panels = 3 if terms else 2
-    figure, axes = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained")
-    left, right = axes[:2]
-    epochs = [row["epoch"] for row in history]
-    left.plot(epochs, [row["loss"] for row in history], marker="o")
-    left.set(title="training loss", xlabel="epoch")
-    for name in _recall_names(history):
-        points = [(row["epoch"], row[name]) for row in history if name in row]
-        right.plot(*zip(*points, strict=True), marker="o", label=name)
-    right.set(title="recall on unseen classes, %", xlabel="epoch")
-    if _recall_names(history):
-        right.legend()
-    if terms:
-        _draw_shares(axes[2], history, terms)
-    for axis in axes:
+    shares = _names(history, "share ")
+    panels = {"training loss": ["loss"], "recall on unseen classes, %": _names(history, "R@")}
+    if shares:
+        panels["gradient beside the loss's, %"] = shares
+    figure = Figure(figsize=(5 * len(panels), 4), layout="constrained")
+    for axis, (title, names) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        for name in names:
+            factor = 100 if name in shares else 1
+            points = [(row["epoch"], factor * row[name]) for row in history if name in row]
+            axis.plot(*zip(*points, strict=True), marker="o", label=name.removeprefix("share "))
+        if names == shares:
+            axis.axhline(100 * LEAST, color="grey", linestyle=":", label="next to nothing")
+            axis.set_yscale("log")
+        if names and names != ["loss"]:
+            axis.legend()
+        axis.set(title=title, xlabel="epoch")
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
-def _draw_shares(axis: Any, history: Rows, terms: Sequence[str]) -> None:
-    for name in terms:
-        points = [
-            (row["epoch"], 100 * row[f"share {name}"])
-            for row in history
-            if row.get(f"share {name}")
-        ]
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="o", label=name)
-    axis.axhline(100 * LEAST, color="grey", linestyle=":", label="next to nothing")
-    axis.set(title="gradient beside the loss's, %", xlabel="epoch", yscale="log")
-    axis.legend()
-
-
-def _terms(history: Rows) -> list[str]:
-    """The regularizers whose share was measured in any epoch."""
-    names = dict.fromkeys(name for row in history for name in row if name.startswith("share "))
-    return [name.removeprefix("share ") for name in names]
-
-
-def _recall_names(history: Rows) -> list[str]:
-    """Names of the recalls of any epoch, in the order in which they appear."""
-    return [name for name in dict.fromkeys(n for row in history for n in row) if "R@" in name]
+def _names(history: Rows, part: str) -> list[str]:
+    """Names with `part` in them of the figures of any epoch, in the order of their appearance."""
+    return [name for name in dict.fromkeys(n for row in history for n in row) if part in name]
 
 
 def _lines(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    names = [name for name in _recall_names(history) if "MAP" not in name]
+    names = [name for name in _names(history, "R@") if "MAP" not in name]
     seconds = sum(row["seconds"] for row in history)
     regularizers = [name for name, value in job.regularizers if value is not None]
-    header = ["epoch", "loss", *names, "images/s", "seconds"]
     return [
         f"# {job.name}",
         "",
@@ -92,7 +67,11 @@ def _lines(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
         f"{job.input.size_px} px",
         f"- loss: {job.loss.name}; regularizers: {', '.join(regularizers) or 'none'}; "
         f"sampling: {job.sampling.kind}; seed {job.seed}",
-        *_parts(split),
+        *(
+            f"- {name}: {len(images):,} images, {images.classes:,} classes"
+            for name in ("train", "validation", "test", "gallery")
+            if (images := getattr(split, name)) is not None
+        ),
         f"- split sha256: `{split.sha256()[:16]}`",
         f"- training time: {seconds / 60:.1f} minutes on {platform.machine()}, {world()} "
         f"process(es), {torch.get_num_threads()} threads, torch {torch.__version__}",
@@ -103,9 +82,19 @@ def _lines(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
         *_regularizers(job, history),
         "![curves](curves.png)",
         "",
-        "| " + " | ".join(header) + " |",
-        "|" + "---|" * len(header),
-        *(_table_row(row, names) for row in history),
+        *table(
+            ["epoch", "loss", *names, "images/s", "seconds"],
+            [
+                [
+                    f"{row['epoch']:.0f}",
+                    f"{row['loss']:.3f}",
+                    *(f"{row[name]:.1f}" if name in row else "" for name in names),
+                    f"{row['images_per_s']:.0f}",
+                    f"{row['seconds']:.0f}",
+                ]
+                for row in history
+            ],
+        ),
     ]
 
 
@@ -142,20 +131,6 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
     return ["## Regularizers", "", *lines, ""] if lines else []
 
 
-def _parts(split: Split) -> list[str]:
-    parts = {
-        "train": split.train,
-        "validation": split.validation,
-        "test": split.test,
-        "gallery": split.gallery,
-    }
-    return [
-        f"- {name}: {len(images):,} images, {images.classes:,} classes"
-        for name, images in parts.items()
-        if images is not None
-    ]
-
-
 def _choice(job: Job, result: Result) -> str:
     if job.protocol.choose_by == "last":
         return "the model is that of the last epoch; no epoch was chosen by its test recall"
@@ -171,30 +146,11 @@ def _choice(job: Job, result: Result) -> str:
 
 
 def _figures(result: Result) -> list[str]:
-    names = list(dict.fromkeys([*result.figures, *result.validation]))
-    if not names:
-        return []
-    columns = [result.figures, result.validation]
-    columns += [result.trunk, on_validation(result.trunk)]
-    header = "| figure | test classes | validation classes | trunk, test | trunk, validation |"
+    names = dict.fromkeys([*result.figures, *result.validation])
+    columns = [result.figures, result.validation, result.trunk, on_validation(result.trunk)]
     rows = [
-        f"| {name} | " + " | ".join(_cell(column.get(name)) for column in columns) + " |"
+        [name, *(f"{column[name]:.4g}" if name in column else "" for column in columns)]
         for name in names
     ]
-    return [header, "|---" * 5 + "|", *rows, ""]
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _table_row(row: Row, names: list[str]) -> str:
-    recalls = [f"{row[name]:.1f}" if name in row else "" for name in names]
-    cells = [
-        f"{row['epoch']:.0f}",
-        f"{row['loss']:.3f}",
-        *recalls,
-        f"{row['images_per_s']:.0f}",
-        f"{row['seconds']:.0f}",
-    ]
-    return "| " + " | ".join(cells) + " |"
+    header = ["figure", "test classes", "validation classes", "trunk, test", "trunk, validation"]
+    return [*table(header, rows), ""] if rows else []

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from embedder.errors import CheckpointError, JobError
 from training.checkpoint import FILE
 from training.files import replace_json, replace_text
+from training.report import markdown
 from training.result import RESULT, read_result
 from training.state import OF_TERMS
 
 _SEED = re.compile(r"seed-\d+")
-_COLUMNS = ("R@1", "R@2", "R@4", "R@8", "MAP@R")
-_STRUCTURE = ("NMI", "uniformity", "density", "spectral_decay")
+_FIGURES = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "NMI", "uniformity", "density", "spectral_decay")
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,6 @@ class Study:
 
     records: tuple[Record, ...] = ()
     against: dict[str, str] = field(default_factory=dict)
-
-    def methods(self) -> dict[str, dict[int, Record]]:
-        """The records by method, as first met, and by seed."""
-        found: dict[str, dict[int, Record]] = {}
-        for record in self.records:
-            found.setdefault(record.method, {})[record.seed] = record
-        return found
 
     def merged(self, new: Sequence[Record], against: Mapping[str, str]) -> "Study":
         """With `new` in place of records of the same method and seed."""
@@ -115,21 +109,29 @@ def record_of(source: Path) -> Record:
 
 def table(study: Study) -> list[str]:
     """Markdown: a row a method, its mean over seeds, the paired difference and its interval."""
-    methods = study.methods()
-    figures = [name for name in (*_COLUMNS, *_STRUCTURE) if _has(study, name)]
-    header = ["method", "seeds", "trunk R@1", *figures, "R@1 beside", "share, %", "ms a step"]
-    precisions = sorted({name for record in study.records for name in record.bundle})
-    header += [f"R@1 in {name}" for name in precisions]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for name, runs in methods.items():
+    runs = pd.DataFrame([_row(record) for record in study.records])
+    figures = [name for name in _FIGURES if runs[name].notna().any()]
+    shares = [name for name in runs if name.startswith("share ")]
+    precisions = sorted(name for name in runs if name.startswith("R@1 in "))
+    by_method = dict(list(runs.groupby("method", sort=False)))
+    rows = []
+    for name, of in by_method.items():
         other = study.against.get(name, study.against.get("", ""))
-        cells = [name, str(len(runs)), _average([r.trunk.get("R@1") for r in runs.values()])]
-        cells += [_mean(runs, figure) for figure in figures]
-        cells.append(_beside(runs, methods.get(other, {}), other) if other != name else "")
-        cells += [_shares(runs), _milliseconds(runs)]
-        cells += [_average([r.bundle.get(p) for r in runs.values()]) for p in precisions]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        paired = other != name and other in by_method
+        rows.append(
+            [
+                name,
+                str(len(of)),
+                _mean(of["trunk R@1"]),
+                *(_mean(of[figure], figure) for figure in figures),
+                _beside(of, by_method[other]) if paired else "",
+                ", ".join(_mean(100 * of[share]) for share in shares if of[share].notna().any()),
+                f"{of['ms'].median():.0f}" if of["ms"].notna().any() else "",
+                *(_mean(of[precision]) for precision in precisions),
+            ]
+        )
+    header = ["method", "seeds", "trunk R@1", *figures, "R@1 beside", "share, %", "ms a step"]
+    return markdown.table([*header, *precisions], rows)
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -156,57 +158,47 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
     replace_text(page, "\n".join([before + first, "", *lines, "", last + after]))
 
 
-def _beside(runs: Mapping[int, Record], others: Mapping[int, Record], name: str) -> str:
-    seeds = [
-        seed
-        for seed in runs
-        if seed in others and "R@1" in runs[seed].figures and "R@1" in others[seed].figures
-    ]
-    if not seeds:
+def _row(record: Record) -> dict[str, Any]:
+    """A record, flat: figures that it lacks are NaN."""
+    seconds = record.seconds_per_step
+    return {
+        "method": record.method,
+        "seed": record.seed,
+        "split": record.split_sha256,
+        "trunk R@1": record.trunk.get("R@1", np.nan),
+        **{name: record.figures.get(name, np.nan) for name in _FIGURES},
+        **{name: value for name, value in record.terms.items() if name.startswith("share ")},
+        "ms": np.nan if seconds is None else 1000 * seconds,
+        **{f"R@1 in {precision}": value for precision, value in record.bundle.items()},
+    }
+
+
+def _mean(values: pd.Series, figure: str = "NMI") -> str:
+    """The mean of what is known, of R@1 with its sample deviation."""
+    known = values.dropna()
+    if known.empty:
         return ""
-    for seed in seeds:
-        splits = {r[seed].split_sha256 for r in (runs, others)} - {""}
-        if len(splits) > 1:
+    digits = 1 if "@" in figure or figure == "NMI" else 3
+    spread = f" ± {known.std():.1f}" if figure == "R@1" and len(known) > 1 else ""
+    return f"{known.mean():.{digits}f}{spread}"
+
+
+def _beside(runs: pd.DataFrame, others: pd.DataFrame) -> str:
+    """R@1 against another method, over the seeds that both have."""
+    pairs = runs.merge(others, on="seed", suffixes=("", " of other"))
+    pairs = pairs.dropna(subset=["R@1", "R@1 of other"])
+    for pair in pairs.to_dict("records"):
+        if len({pair["split"], pair["split of other"]} - {""}) > 1:
             raise JobError(
-                f"{runs[seed].method} and {name} were tested on other images (seed {seed}), so "
-                "their figures cannot be compared. Keep them in studies of their own."
+                f"{pair['method']} and {pair['method of other']} were tested on other images "
+                f"(seed {pair['seed']}), so their figures cannot be compared. Keep them in "
+                "studies of their own."
             )
-    mine, theirs = ([r[seed].figures["R@1"] for seed in seeds] for r in (runs, others))
-    mean, half = paired_difference(mine, theirs)
-    spread = "" if np.isinf(half) else f" ± {half:.1f}"
-    return f"{mean:+.1f}{spread} ({name})"
-
-
-def _has(study: Study, name: str) -> bool:
-    return any(name in record.figures for record in study.records)
-
-
-def _mean(runs: Mapping[int, Record], name: str) -> str:
-    values = [record.figures[name] for record in runs.values() if name in record.figures]
-    if not values:
+    if pairs.empty:
         return ""
-    digits = 1 if "@" in name or name == "NMI" else 3
-    spread = f" ± {np.std(values, ddof=1):.1f}" if name == "R@1" and len(values) > 1 else ""
-    return f"{np.mean(values):.{digits}f}{spread}"
-
-
-def _average(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{np.mean(known):.1f}" if known else ""
-
-
-def _shares(runs: Mapping[int, Record]) -> str:
-    names = dict.fromkeys(n for r in runs.values() for n in r.terms if n.startswith("share "))
-    found = [
-        f"{100 * np.mean([r.terms[name] for r in runs.values() if name in r.terms]):.1f}"
-        for name in names
-    ]
-    return ", ".join(found)
-
-
-def _milliseconds(runs: Mapping[int, Record]) -> str:
-    known = [r.seconds_per_step for r in runs.values() if r.seconds_per_step is not None]
-    return f"{1000 * np.median(known):.0f}" if known else ""
+    mean, half = paired_difference(pairs["R@1"], pairs["R@1 of other"])
+    spread = "" if np.isinf(half) else f" ± {half:.1f}"
+    return f"{mean:+.1f}{spread} ({pairs['method of other'].iloc[0]})"
 
 
 def _of_peer(source: Path) -> Record:
@@ -230,12 +222,10 @@ def _bundle(manifest: Path) -> dict[str, float]:
     return found
 
 
-def _lines(folder: Path) -> list[dict[str, Any]]:
+def _last_epoch(folder: Path) -> dict[str, Any]:
     path = folder / "log.jsonl"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; {FILE} and it belong together.")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _last_epoch(folder: Path) -> dict[str, Any]:
-    return [line for line in _lines(folder) if line["kind"] == "epoch"][-1]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    epochs: list[dict[str, Any]] = [line for line in lines if line["kind"] == "epoch"]
+    return epochs[-1]

@@ -69,8 +69,6 @@ def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
     Raises: DatasetError if train or validation would have fewer than 2 classes, if no validation
         class has 2 images, or if there are validation classes already.
     """
-    if not 0 < fraction < 1:
-        raise ValueError(f"fraction = {fraction} must lie between 0 and 1")
     classes = split.train.classes
     count = max(round(classes * fraction), FEWEST)
     if classes - count < FEWEST:
@@ -93,8 +91,6 @@ def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
     Raises: DatasetError if there are fewer than 2 classes a fold, or if the validation classes of
         a fold all have a single image.
     """
-    if count < 2:
-        raise ValueError(f"count = {count} must be at least 2")
     classes = split.train.classes
     if classes < FEWEST * count:
         raise DatasetError(

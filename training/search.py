@@ -9,7 +9,6 @@ References:
 """
 
 import json
-import tomllib
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ import numpy as np
 
 from embedder.errors import JobError, TrainingError
 from training.config.job import Job, parse_job
-from training.config.toml import job_toml
+from training.config.toml import job_toml, read_toml
 from training.data.records import Split
 from training.files import replace_json, replace_text
 from training.protocols import Runner, hold_out, without_test
@@ -73,12 +72,7 @@ def load_space(path: Path) -> Space:
 
     Raises: JobError.
     """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobError(f"The search space {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is not valid TOML: {error}") from error
+    content = read_toml(path)
     space = parse_space(content.get("space", content))
     if not space:
         raise JobError(f"{path} names no setting to search.")
@@ -129,7 +123,15 @@ def search(
     """
     check_space(job, plan)
     part = without_test(hold_out(split, plan.fraction, job.protocol.validation_seed))
-    stamp(folder, "search.json", _identity(job, split, plan))
+    identity = {
+        "job": job.as_dict(),
+        "split_sha256": split.sha256(),
+        "space": {name: _words(setting) for name, setting in plan.space.items()},
+        "fraction": plan.fraction,
+        "seed": plan.seed,
+        "trial_epochs": plan.trial_epochs,
+    }
+    stamp(folder, "search.json", identity)  # the number of trials may grow
     optuna = _optuna()
     storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}")
     study = optuna.create_study(
@@ -251,18 +253,6 @@ def _words(distribution: Any) -> dict[str, Any]:
     if hasattr(distribution, "choices"):
         return {"values": list(distribution.choices)}
     return {word: getattr(distribution, word) for word in ("low", "high", "step", "log")}
-
-
-def _identity(job: Job, split: Split, plan: Plan) -> dict[str, Any]:
-    """What must be the same when a search goes on; the number of trials may grow."""
-    return {
-        "job": job.as_dict(),
-        "split_sha256": split.sha256(),
-        "space": {name: _words(setting) for name, setting in plan.space.items()},
-        "fraction": plan.fraction,
-        "seed": plan.seed,
-        "trial_epochs": plan.trial_epochs,
-    }
 
 
 def _trials(study: Any, folder: Path) -> list[Trial]:

@@ -96,14 +96,6 @@ def test_validation_classes_of_the_data_set_are_not_mixed_with_ours() -> None:
             take()
 
 
-def test_fractions_and_counts_without_meaning_are_errors_of_the_caller() -> None:
-    for fraction in (0.0, 1.0):
-        with pytest.raises(ValueError, match="between 0 and 1"):
-            hold_out(some_split(), fraction)
-    with pytest.raises(ValueError, match="at least 2"):
-        folds(some_split(), 1)
-
-
 def test_the_protocol_of_a_job_says_what_is_held_out() -> None:
     split = some_split()
     assert with_protocol(split, Protocol()) is split
@@ -132,14 +124,6 @@ def test_protocols_that_contradict_themselves_are_refused(
 ) -> None:
     with pytest.raises(JobError, match=message):
         some_job(protocol=table)
-
-
-def test_choosing_by_test_needs_its_flag() -> None:
-    by_test = Protocol(choose_by="test")
-    with pytest.raises(JobError, match="--choose-by-test"):
-        by_test.require_flag(False)
-    by_test.require_flag(True)
-    Protocol().require_flag(False)
 
 
 def by_classes(job: Job, split: Split) -> dict[str, float]:
@@ -206,6 +190,8 @@ def test_another_job_split_or_seed_is_refused_in_the_same_folder(tmp_path: Path)
         run(seed=1)
     run(some_job(description="other words", runtime={"workers": 0}))
     assert len(runner.calls) == 5
+    with pytest.raises(JobError, match="lacks 1"):
+        run(some_job(recall_at=[2]))
 
 
 def test_a_result_of_another_job_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
@@ -233,12 +219,6 @@ def test_the_report_holds_every_fold_and_the_protocol(tmp_path: Path) -> None:
     assert f"| mean ± std |  |  | {mean:.2f} ± {deviation:.2f} | 90.00 ± 0.00 |" in page
     assert "no epoch was chosen by test recall" in page
     assert page.count("\n| ") == 10 + 2
-
-
-def test_a_job_without_recall_at_1_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match="lacks 1"):
-        cross_validate(some_job(recall_at=[2]), some_split(), tmp_path, Silent())
-    assert not list(tmp_path.iterdir())
 
 
 def test_real_folds_train_choose_and_test(tmp_path: Path) -> None:

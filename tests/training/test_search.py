@@ -1,7 +1,6 @@
 import json
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from training.config.job import Job, load_job, parse_job
 from training.data.load import load_split
 from training.data.records import Split
 from training.protocols import hold_out
-from training.search import Plan, load_space, parse_space, search
+from training.search import Plan, Trial, load_space, parse_space, search
 
 SPACE = {
     "loss": {"margin": {"low": 0.0, "high": 1.0}},
@@ -36,27 +35,23 @@ def by_margin(job: Job, split: Split) -> dict[str, float]:
     return {"R@1": 100 - 100 * abs(job.loss.margin - 0.4)}
 
 
-class Acting(FakeRunner):
-    """Does something after its n-th run, counted from 1."""
+class Raising(FakeRunner):
+    """Raises in its n-th run, counted from 1, or in all."""
 
-    def __init__(self, act: Callable[[int, Path], None]) -> None:
+    def __init__(self, error: BaseException, at: int | None = None) -> None:
         super().__init__(by_margin)
-        self._act = act
+        self._error, self._at = error, at
 
     def __call__(self, *arguments: Any) -> Any:
         result = super().__call__(*arguments)
-        self._act(len(self.calls), arguments[2])
+        if self._at in (len(self.calls), None):
+            raise self._error
         return result
 
 
-def raising(error: BaseException, at: int | None = None) -> Acting:
-    """Raises in its n-th run, or in all."""
-
-    def act(number: int, _: Path) -> None:
-        if at in (number, None):
-            raise error
-
-    return Acting(act)
+def tried(folder: Path, runner: FakeRunner, count: int = 6, **options: Any) -> Trial:
+    """A search of the margin and three settings of the optimizer."""
+    return search(some_job(), some_split(), plan(count, **options), folder, Silent(), runner)
 
 
 def values(runner: FakeRunner) -> list[tuple[object, ...]]:
@@ -69,7 +64,7 @@ def values(runner: FakeRunner) -> list[tuple[object, ...]]:
 
 def test_values_lie_in_the_space_and_the_best_trial_wins(tmp_path: Path) -> None:
     runner = FakeRunner(by_margin)
-    best = search(some_job(), some_split(), plan(12), tmp_path, Silent(), runner)
+    best = tried(tmp_path, runner, 12)
     assert len(runner.calls) == 12
     for margin, rate, batch, schedule in values(runner):
         assert 0 <= margin <= 1
@@ -109,36 +104,31 @@ def test_the_best_job_is_a_file_that_tests_once(tmp_path: Path) -> None:
 
 
 def test_a_search_that_was_stopped_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
-    job, split = some_job(), some_split()
-    first = raising(KeyboardInterrupt(), at=5)
+    first = Raising(KeyboardInterrupt(), at=5)
     whole, second = FakeRunner(by_margin), FakeRunner(by_margin)
-    best = search(job, split, plan(12), tmp_path / "whole", Silent(), whole)
+    best = tried(tmp_path / "whole", whole, 12)
     with pytest.raises(KeyboardInterrupt):
-        search(job, split, plan(12), tmp_path / "parts", Silent(), first)
-    again = search(job, split, plan(12), tmp_path / "parts", Silent(), second)
+        tried(tmp_path / "parts", first, 12)
+    again = tried(tmp_path / "parts", second, 12)
     assert values(first)[:4] + values(second) == values(whole)
     assert second.calls[0][2].name == "trial-004"
     assert again == best
+    other = FakeRunner(by_margin)
+    tried(tmp_path / "other", other, 2, seed=1)
+    assert values(other) != values(whole)[:2]
 
 
 def test_more_trials_go_on_where_a_search_ended(tmp_path: Path) -> None:
-    first, second = FakeRunner(by_margin), FakeRunner(by_margin)
-    search(some_job(), some_split(), plan(3), tmp_path, Silent(), first)
-    search(some_job(), some_split(), plan(3), tmp_path, Silent(), second)
+    second = FakeRunner(by_margin)
+    tried(tmp_path, FakeRunner(by_margin), 3)
+    tried(tmp_path, second, 3)
     assert not second.calls
-    search(some_job(), some_split(), plan(5), tmp_path, Silent(), second)
+    tried(tmp_path, second, 5)
     assert [folder.name for _, _, folder in second.calls] == ["trial-003", "trial-004"]
 
 
-def test_another_seed_draws_other_values(tmp_path: Path) -> None:
-    first, second = FakeRunner(by_margin), FakeRunner(by_margin)
-    search(some_job(), some_split(), plan(2), tmp_path / "a", Silent(), first)
-    search(some_job(), some_split(), plan(2, seed=1), tmp_path / "b", Silent(), second)
-    assert values(first) != values(second)
-
-
 def test_a_trial_that_fails_is_kept_with_its_reason_and_the_search_goes_on(tmp_path: Path) -> None:
-    listener, runner = Silent(), raising(RuntimeError("the GPU | is full"), at=2)
+    listener, runner = Silent(), Raising(RuntimeError("the GPU | is full"), at=2)
     search(some_job(), some_split(), plan(4), tmp_path, listener, runner)
     assert listener.sentences[1].startswith("trial 2 of 4: loss.margin = 0.")
     trials = json.loads((tmp_path / "trials.json").read_text())
@@ -152,18 +142,12 @@ def test_a_trial_that_fails_is_kept_with_its_reason_and_the_search_goes_on(tmp_p
 
 
 def test_a_search_without_hope_stops(tmp_path: Path) -> None:
-    runner = raising(RuntimeError("no GPU"))
+    runner = Raising(RuntimeError("no GPU"))
     with pytest.raises(TrainingError, match=r"last 5 trials failed.*no GPU"):
-        search(some_job(), some_split(), plan(50), tmp_path / "a", Silent(), runner)
+        tried(tmp_path / "a", runner, 50)
     assert len(runner.calls) == 5
     with pytest.raises(TrainingError, match="last 2 trials failed"):
-        search(some_job(), some_split(), plan(2), tmp_path / "b", Silent(), runner)
-
-
-def test_checkpoints_of_trials_are_removed(tmp_path: Path) -> None:
-    saving = Acting(lambda _, place: (place / "checkpoint.pt").write_bytes(b"big"))
-    search(some_job(), some_split(), plan(2), tmp_path, Silent(), saving)
-    assert not list(tmp_path.rglob("*.pt"))
+        tried(tmp_path / "b", runner, 2)
 
 
 def test_another_space_job_or_fraction_is_refused_in_the_same_folder(tmp_path: Path) -> None:
@@ -259,10 +243,10 @@ def test_a_space_may_stand_in_a_table_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_trial_whose_values_were_not_all_drawn_is_failed(tmp_path: Path) -> None:
-    search(some_job(), some_split(), plan(1), tmp_path, Silent(), FakeRunner(by_margin))
+    tried(tmp_path, FakeRunner(by_margin), 1)
     optuna.load_study(study_name="kinlens", storage=f"sqlite:///{tmp_path / 'study.db'}").ask()
     runner = FakeRunner(by_margin)
-    search(some_job(), some_split(), plan(3), tmp_path, Silent(), runner)
+    tried(tmp_path, runner, 3)
     trials = json.loads((tmp_path / "trials.json").read_text())
     assert [trial["state"] for trial in trials] == ["complete", "failed", "complete"]
     assert "values were drawn" in trials[1]["reason"]
@@ -284,5 +268,6 @@ def test_a_real_search_trains_and_never_tests(tmp_path: Path) -> None:
     best = search(job, load_split(job.data), settings, out, Silent())
     assert best.state == "complete"
     assert json.loads((out / "trial-000" / "result.json").read_text())["figures"] == {}
+    assert not list(out.rglob("*.pt")), "a trial is only worth its score"
     best_toml = tomllib.loads((out / "best.toml").read_text())
     assert best_toml["loss"]["margin"] == best.values["loss.margin"]

@@ -1,12 +1,24 @@
-"""Jobs written as TOML, the format they are read from."""
+"""TOML: files of plain data, and jobs written in the format that they are read from."""
 
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from embedder.errors import JobError
 from training.config.job import Job, parse_job
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The plain data of a file. Raises: JobError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} is not valid TOML: {error}") from error
 
 
 def job_toml(job: Job, *comments: str) -> str:

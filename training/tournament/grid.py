@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import (
 
 from embedder.errors import JobError
 from training.config.job import Job, apply_override, load_job, parse_job
+from training.config.toml import read_toml
 from training.stamp import settings
 
 _AXES = ("loss", "regularizer", "backbone", "dim", "seed")
@@ -131,17 +131,13 @@ def _entry(name: str, **settings: Any) -> _Entry:
 
 def _read(path: Path) -> _Grid:
     try:
-        return _Grid.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise JobError(f"The grid {path} cannot be read: {error.strerror}.") from error
+        return _Grid.model_validate(read_toml(path))
     except ValidationError as error:
         first = error.errors()[0]
         where, said = ".".join(map(str, first["loc"])), first["msg"]
         if first["type"] == "extra_forbidden":
             said = f"unknown key; a grid has {', '.join(_Grid.model_fields)}"
         raise JobError(f"{path}: {where}: {said} (given: {first['input']!r})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is not valid TOML: {error}") from error
 
 
 def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) -> Job:

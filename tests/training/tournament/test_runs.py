@@ -71,24 +71,18 @@ def test_runs_on_other_images_are_not_ranked_together(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_is_kept_and_tried_again_on_the_next_call(tmp_path: Path) -> None:
     ill = ALL[1].job.name
-    for attempts in (1, 2):
-        runs, said, _ = played(ALL, tmp_path, lambda j: "no memory" if j.name == ill else 60.0)
-        failed = [run for run in runs if run.result is None]
-        assert [(r.combination.job.name, r.reason, r.attempts) for r in failed] == [
-            (ill, "no memory", attempts)
-        ]
-        assert f"  failed: no memory (output.log in {tmp_path / ALL[1].folder})" in said
+    for attempts, outcome, reason in ((1, "died", "died"), (2, None, "left no result")):
+        outcomes = {ill: outcome}
+        runs, said, _ = played(ALL, tmp_path, lambda job, o=outcomes: o.get(job.name, 60.0))
+        (failed,) = [run for run in runs if run.result is None]
+        assert (failed.combination.job.name, failed.attempts) == (ill, attempts)
+        assert reason in failed.reason
+        assert f"  failed: {failed.reason} (output.log in {tmp_path / ALL[1].folder})" in said
         assert len(rows(tmp_path)) == 5
     runs, said, launched = played(ALL, tmp_path, fine)
     assert launched == [ill]
     assert "1 of them failed before" in said[0]
     assert all(run.result is not None and not run.attempts for run in runs)
-
-
-def test_a_run_that_ends_well_without_a_result_has_failed(tmp_path: Path) -> None:
-    (run,), said, _ = played(ALL[:1], tmp_path, lambda job: None)
-    assert "left no result" in run.reason
-    assert said[-1].startswith("  failed")
 
 
 def test_an_interruption_keeps_what_is_finished(tmp_path: Path) -> None:

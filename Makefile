@@ -54,7 +54,8 @@ test: $(VENV)/.dev  ## All tests
 	$(BIN)/pytest
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
-	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/service/test_schemathesis.py --timeout 3600
+	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/service/test_schemathesis.py \
+	  tests/training/test_export.py tests/training/test_models.py --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
 
 check: $(VENV)/.dev  ## Format, lint, types, architecture

@@ -12,6 +12,7 @@ from embedder.errors import DatasetError, JobError
 from embedder.manifest import Preprocessing
 from training.commands.jobs import Overrides, load_images, with_settings
 from training.config.job import Job, parse_job
+from training.config.optimizer import Runtime
 from training.console import console, progress_bar
 from training.data.records import LabelledImages, labelled, labels_in
 
@@ -73,8 +74,13 @@ def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str
 
     with progress_bar() as bar:
         task = bar.add_task("embed", total=sum(map(len, parts)))
+        workers = (Runtime() if model.job is None else model.job.runtime).workers
+
+        def advance(images: int) -> None:
+            bar.advance(task, images)
+
         vectors = [
-            embed_with(model.embed, part, model.spec, lambda n: bar.advance(task, n))
+            embed_with({"model": model.embed}, part, model.spec, workers, advance)["model"]
             for part in parts
         ]
     gallery = labels = None

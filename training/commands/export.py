@@ -86,7 +86,7 @@ def _of_run(
         on_refusal = bar.console.print if skip_refused else None
         if trunk:
             return export_trunk(checkpoint, split, out, precisions, on_refusal)
-        task = bar.add_task("check recall", total=images_to_embed(split, precisions))
+        task = bar.add_task("check recall", total=images_to_embed(split))
         return export_checkpoint(
             checkpoint, split, out, lambda n: bar.advance(task, n), precisions, on_refusal
         )

@@ -6,19 +6,19 @@ the L2 normalisation. Proxies, the second flow and the augmentation stay behind.
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
-from embedder.bundle import Bundle, write_bundle
-from embedder.calibration import Calibration
+from embedder.bundle import Bundle, VariantFiles, write_bundle
 from embedder.errors import BundleError, EvaluationError, ExportError
 from embedder.manifest import (
     Baseline,
@@ -26,12 +26,14 @@ from embedder.manifest import (
     GoldenHashes,
     HeldOut,
     HeldOutSplit,
+    OtherPrecision,
     Precision,
     Preprocessing,
+    Variant,
 )
 from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder, SessionSettings
-from embedder.types import Embeddings, Images
+from embedder.types import Embeddings
 from training.bundle_weights import new_network
 from training.checkpoint import Checkpoint
 from training.config.job import parse_job
@@ -41,43 +43,46 @@ from training.data.records import LabelledImages, Split
 from training.evaluation.interval import queries_in
 from training.evaluation.retrieval import Retrieval, retrieval
 from training.export.calibration import fit_calibration
-from training.export.golden import golden_images
-from training.export.onnx_file import check_parity, torch_embed, write_onnx
-from training.export.variants import OnRefusal, Reference, make_variants
+from training.export.onnx_file import (
+    Embed,
+    check_parity,
+    check_recall,
+    golden_images,
+    torch_embed,
+    write_onnx,
+)
+from training.export.precisions import Candidate, compare, make_candidate
+from training.inference import batches, own_generator
 from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet
 
-MAX_RECALL_DIFFERENCE = 0.1  # points of R@1
 _BATCH = 64
 
-Embed = Callable[[Images], Embeddings]
 OnBatch = Callable[[int], None]
+OnRefusal = Callable[[str], None]
+_Vectors = dict[tuple[str, str], Embeddings]
 
 
 @dataclass(frozen=True)
 class _Data:
-    """The images that an export is measured on, preprocessed as in the service."""
+    """The images that an export is measured on."""
 
     split: Split
-    spec: Preprocessing
-    ks: tuple[int, ...]
+    ks: tuple[int, ...] = (1,)
+    workers: int = 0
     on_batch: OnBatch | None = None
 
     @property
-    def held_out(self) -> LabelledImages:
-        """Images on which precisions are compared."""
-        return self.split.test if self.split.validation is None else self.split.validation
+    def parts(self) -> dict[str, LabelledImages]:
+        """Every image that is embedded, once."""
+        split = self.split
+        parts = {"test": split.test, "gallery": split.gallery, "validation": split.validation}
+        return {name: images for name, images in parts.items() if images is not None}
 
-    def embed_test(self, function: Embed) -> list[Embeddings]:
-        """The test images and, if there is one, the gallery."""
-        parts = (self.split.test, self.split.gallery)
-        return [self._embed(function, part) for part in parts if part is not None]
-
-    def embed_held_out(self, function: Embed) -> Embeddings:
-        return self._embed(function, self.held_out)
-
-    def _embed(self, function: Embed, images: LabelledImages) -> Embeddings:
-        return embed_with(function, images, self.spec, self.on_batch)
+    @property
+    def held_out(self) -> HeldOutSplit:
+        """Of what precisions are compared on."""
+        return "test" if self.split.validation is None else "validation"
 
 
 def export_checkpoint(
@@ -101,6 +106,8 @@ def export_checkpoint(
             takes its ranges from `split.train`.
         out: must not exist.
         on_batch: called with the number of images after each batch; `images_to_embed` in all.
+            Each is decoded once, by `runtime.workers` of the job, and embedded by torch, the ONNX
+            file and the other precisions in turn.
         precisions: fp32 is always written.
         on_refusal: told why another precision is refused; then the bundle is written without it.
 
@@ -118,7 +125,8 @@ def export_checkpoint(
             "baseline": _baseline(checkpoint, split),
         }
     )
-    data = _Data(split, manifest.preprocessing, tuple(sorted({1, *job.recall_at})), on_batch)
+    ks = tuple(sorted({1, *job.recall_at}))
+    data = _Data(split, ks, job.runtime.workers, on_batch)
     return _export(net, manifest, out, data, precisions, on_refusal)
 
 
@@ -138,8 +146,7 @@ def export_backbone(
     """
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
     manifest = _manifest(name, net.dim, spec.preprocessing(), model.backbone)
-    data = None if split is None else _Data(split, manifest.preprocessing, (1,))
-    return _export(net, manifest, out, data, precisions)
+    return _export(net, manifest, out, None if split is None else _Data(split), precisions)
 
 
 def export_trunk(
@@ -162,17 +169,13 @@ def export_trunk(
         f"{job.name}-trunk", net.dim, job.input.preprocessing(), job.model.backbone
     )
     manifest = manifest.model_copy(update={"licence": job.licence})
-    data = _Data(split, manifest.preprocessing, (1,))
+    data = _Data(split, workers=job.runtime.workers)
     return _export(net, manifest, out, data, precisions, on_refusal)
 
 
-def images_to_embed(split: Split, precisions: Sequence[Precision] = ("fp32",)) -> int:
+def images_to_embed(split: Split) -> int:
     """How many images `export_checkpoint` embeds: the total of a progress bar."""
-    compared = 2 * (len(split.test) + len(split.gallery or ()))
-    others = len(set(precisions) - {"fp32"})
-    if split.validation is None:
-        return compared + others * len(split.test)
-    return compared + (1 + others) * len(split.validation)
+    return sum(len(images) for images in _Data(split).parts.values())
 
 
 def _export(
@@ -183,7 +186,7 @@ def _export(
     precisions: Sequence[Precision],
     on_refusal: OnRefusal | None = None,
 ) -> Bundle:
-    others = [precision for precision in precisions if precision != "fp32"]
+    others = [precision for precision in dict.fromkeys(precisions) if precision != "fp32"]
     if others and data is None:
         raise ExportError(
             f"{' and '.join(others)} must be compared with fp32 on images, and a trunk alone has "
@@ -194,17 +197,18 @@ def _export(
     with tempfile.TemporaryDirectory() as name:
         trial = _trial(net, manifest, Path(name))
         inputs = trial.golden_inputs()
-        embedder = OnnxEmbedder.open(trial, SessionSettings(threads=os.cpu_count() or 1))
-        manifest = manifest.model_copy(update={"parity": check_parity(net, embedder, inputs)})
-        files = {}
+        fp32 = OnnxEmbedder.open(trial, SessionSettings(threads=os.cpu_count() or 1))
+        by_torch = partial(torch_embed, net)
+        manifest = manifest.model_copy(
+            update={"parity": check_parity(by_torch, fp32.embed, inputs)}
+        )
+        files: dict[OtherPrecision, VariantFiles] = {}
         if data is not None:
-            manifest, reference = _measured(net, embedder, manifest, data)
-            train = data.split.train
-            made = make_variants(others, trial, reference, train, Path(name), on_refusal)
-            files = {precision: one.files for precision, one in made.items()}
-            pages = {precision: one.page for precision, one in made.items()}
-            manifest = manifest.model_copy(update={"variants": pages})
-        golden = embedder.embed(inputs)
+            candidates = _candidates(others, trial, data, on_refusal)
+            vectors = _embedded(data, manifest.preprocessing, by_torch, fp32.embed, candidates)
+            manifest = _with_figures(manifest, data, vectors, candidates, on_refusal)
+            files = {name: candidates[name].files for name in manifest.variants}
+        golden = fp32.embed(inputs)
         images = trial.golden_images()
         return write_bundle(out, manifest, trial.model_path, images, inputs, golden, files)
 
@@ -219,80 +223,126 @@ def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
     return write_bundle(folder / "trial", manifest, folder / "model.onnx", images, inputs, golden)
 
 
-def _measured(
-    net: EmbeddingNet, embedder: OnnxEmbedder, manifest: BundleManifest, data: _Data
-) -> tuple[BundleManifest, Reference]:
-    """The manifest with recall, its parity and the calibration; fp32 on the held-out images."""
-    by_torch = _recall(data, data.embed_test(lambda batch: torch_embed(net, batch)))
-    vectors = data.embed_test(embedder.embed)
-    by_onnx = _recall(data, vectors)
-    if abs(by_torch.recall[1] - by_onnx.recall[1]) > MAX_RECALL_DIFFERENCE:
-        raise ExportError(
-            f"R@1 is {by_onnx.recall[1]:.2f} with the ONNX file and {by_torch.recall[1]:.2f} with "
-            f"torch on the test images; allowed is a difference of {MAX_RECALL_DIFFERENCE} points. "
-            "No bundle was written."
-        )
+def _candidates(
+    precisions: Sequence[OtherPrecision], trial: Bundle, data: _Data, on_refusal: OnRefusal | None
+) -> dict[OtherPrecision, Candidate]:
+    """The precisions that can be made and hold here."""
+    made = {}
+    for precision in precisions:
+        with _refusal(precision, on_refusal):
+            made[precision] = make_candidate(precision, trial, data.split.train, trial.path.parent)
+    return made
+
+
+def _embedded(
+    data: _Data,
+    spec: Preprocessing,
+    by_torch: Embed,
+    by_onnx: Embed,
+    candidates: Mapping[OtherPrecision, Candidate],
+) -> _Vectors:
+    """Vectors by part of the data and what made them, each image decoded once.
+
+    torch embeds the test images and the gallery, other precisions the held-out images.
+    """
+    vectors: _Vectors = {}
+    for part, images in data.parts.items():
+        functions: dict[str, Embed] = {"fp32": by_onnx}
+        if part != "validation":
+            functions["torch"] = by_torch
+        if part == data.held_out:
+            functions |= {name: candidate.embed for name, candidate in candidates.items()}
+        made = embed_with(functions, images, spec, data.workers, data.on_batch)
+        vectors |= {(part, name): found for name, found in made.items()}
+    return vectors
+
+
+def _with_figures(
+    manifest: BundleManifest,
+    data: _Data,
+    vectors: _Vectors,
+    candidates: Mapping[OtherPrecision, Candidate],
+    on_refusal: OnRefusal | None,
+) -> BundleManifest:
+    """The manifest with recall, its parity, the calibration and the precisions that passed."""
+    by_torch, by_onnx = (_recall(data, vectors, name) for name in ("torch", "fp32"))
+    check_recall(by_torch.recall[1], by_onnx.recall[1])
     figures = {"recall_at_1_torch": by_torch.recall[1], "recall_at_1_onnx": by_onnx.recall[1]}
-    known = data.held_out is data.split.test
-    held_out = vectors[0] if known else data.embed_held_out(embedder.embed)
-    calibration, reason = _calibrated(data, vectors[0], held_out)
-    reference = _reference(data, held_out, reason)
+
+    images, fp32 = data.parts[data.held_out], vectors[data.held_out, "fp32"]
+    recall = retrieval(fp32, images.labels, ks=data.ks).recall_by_name()
+    most: HeldOutSplit = "test"
+    if data.held_out == "validation" and images.classes > data.split.test.classes:
+        most = "validation"
+    calibration = reason = None
+    try:
+        calibration = fit_calibration(vectors[most, "fp32"], data.parts[most].labels, most)
+    except EvaluationError as error:
+        reason = str(error)
+    page = HeldOut(split=data.held_out, images=len(images), recall=recall, no_calibration=reason)
+
+    pages: dict[OtherPrecision, Variant] = {}
+    for name, candidate in candidates.items():
+        with _refusal(name, on_refusal):
+            found = vectors[data.held_out, name]
+            pages[name] = compare(candidate, page, images.labels, fp32, found)
     update = {
         "recall": by_onnx.recall_by_name(),
         "parity": manifest.parity and manifest.parity.model_copy(update=figures),
-        "held_out": reference.page,
+        "held_out": page,
         "calibration": calibration,
+        "variants": pages,
     }
-    return manifest.model_copy(update=update), reference
+    return manifest.model_copy(update=update)
 
 
-def _recall(data: _Data, vectors: Sequence[Embeddings]) -> Retrieval:
+def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
     """Recall of the test images, in the gallery if there is one."""
-    if len(vectors) == 1:
-        return retrieval(vectors[0], data.split.test.labels, ks=data.ks)
-    gallery = data.split.gallery_labels()
-    return retrieval(vectors[0], data.split.test.labels, vectors[1], gallery, ks=data.ks)
+    test, labels = vectors["test", name], data.split.test.labels
+    if data.split.gallery is None:
+        return retrieval(test, labels, ks=data.ks)
+    gallery = vectors["gallery", name]
+    return retrieval(test, labels, gallery, data.split.gallery_labels(), data.ks)
 
 
-def _calibrated(
-    data: _Data, test: Embeddings, held_out: Embeddings
-) -> tuple[Calibration | None, str | None]:
-    """The calibration, of the held-out part of most classes; or why there is none."""
-    test_images, validation = data.split.test, data.split.validation
-    name: HeldOutSplit = "test"
-    images, vectors = test_images, test
-    if validation is not None and validation.classes > test_images.classes:
-        name, images, vectors = "validation", validation, held_out
+@contextmanager
+def _refusal(precision: Precision, on_refusal: OnRefusal | None) -> Iterator[None]:
+    """A block whose ExportError is about one precision, which may be left out."""
     try:
-        return fit_calibration(vectors, images.labels, name), None
-    except EvaluationError as error:
-        return None, str(error)
-
-
-def _reference(data: _Data, vectors: Embeddings, no_calibration: str | None) -> Reference:
-    """fp32 on the held-out images."""
-    name: HeldOutSplit = "test" if data.held_out is data.split.test else "validation"
-    labels = data.held_out.labels
-    recall = retrieval(vectors, labels, ks=data.ks).recall_by_name()
-    page = HeldOut(split=name, images=len(labels), recall=recall, no_calibration=no_calibration)
-    return Reference(page, labels, vectors, data.embed_held_out)
+        yield
+    except ExportError as error:
+        if on_refusal is None:
+            raise ExportError(
+                f"{error} No bundle was written; export without --precision {precision}, or "
+                "with --skip-refused."
+            ) from error
+        on_refusal(f"{precision} is left out: {error}")
 
 
 def embed_with(
-    function: Embed,
+    functions: Mapping[str, Embed],
     images: LabelledImages,
     spec: Preprocessing,
+    workers: int = 0,
     on_batch: OnBatch | None = None,
-) -> Embeddings:
-    """Embeddings (N, D) of all images by `function`, preprocessed as in the service."""
-    loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(EvaluationImages(images, spec), _BATCH)
-    chunks = []
-    for batch, _ in loader:
-        chunks.append(function(batch.numpy()))
+) -> dict[str, Embeddings]:
+    """What each function makes of all images (N, ...), preprocessed as in the service.
+
+    Every image is decoded once, in `workers` processes; `on_batch` is called with the number of
+    images that were just embedded.
+
+    Raises: DatasetError if an image cannot be read.
+    """
+    loader = DataLoader(
+        EvaluationImages(images, spec), _BATCH, num_workers=workers, generator=own_generator(0)
+    )
+    chunks: dict[str, list[Embeddings]] = {name: [] for name in functions}
+    for batch, _ in batches(loader):
+        for name, function in functions.items():
+            chunks[name].append(function(batch.numpy()))
         if on_batch is not None:
             on_batch(len(batch))
-    vectors: NDArray[np.float32] = np.concatenate(chunks)
-    return vectors
+    return {name: np.concatenate(parts) for name, parts in chunks.items()}
 
 
 def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:

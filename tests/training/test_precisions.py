@@ -1,0 +1,322 @@
+"""int8 and fp16 of a network of two convolutions and a projection, and of MobileNetV2 once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+from torch.nn import functional as F
+
+from embedder.bundle import Bundle, VariantFiles, write_bundle
+from embedder.errors import BundleError, ExportError
+from embedder.manifest import BundleManifest, GoldenHashes, HeldOut, Preprocessing
+from embedder.precision import MIN_FP32_COSINE
+from embedder.preprocess import preprocess
+from embedder.session import OnnxEmbedder, SessionSettings, create_session
+from embedder.types import Embeddings, Images
+from tests.training.jobs import small_job
+from training.config.model import Model
+from training.data.load import load_split
+from training.data.records import Split
+from training.export.onnx_file import golden_images, torch_embed, write_onnx
+from training.export.precisions import (
+    Candidate,
+    compare,
+    convert_fp16,
+    every_second,
+    make_candidate,
+    quantize_int8,
+    range_images,
+    trunk_nodes,
+)
+from training.models.embedding import EmbeddingNet
+
+SPEC = Preprocessing(resize_px=36, crop_px=32)
+
+
+class Shallow(nn.Module):
+    """Two convolutions as a trunk: unlike 52 random ones, they do not amplify rounding.
+
+    Without biases, so that half the pixel values give half of every activation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Sequential(
+            nn.Conv2d(3, 64, 3, 2, bias=False), nn.ReLU(), nn.Conv2d(64, 96, 3, 2, bias=False)
+        )
+        self.projection = nn.Linear(96, 16, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        pooled = self.trunk(images.float() / 64).relu().mean(dim=(2, 3))
+        return F.normalize(self.projection(pooled), dim=1)
+
+
+@dataclass
+class Small:
+    split: Split
+    bundle: Bundle
+    dark: Images
+    int8: Path
+    fp16: Path
+
+    def made(self, precision: str) -> Candidate:
+        """A candidate for `compare`, which asks it for nothing."""
+        files = VariantFiles(self.int8, self.bundle.golden_vectors())
+        return Candidate(precision, files, np.ones(8, np.float32), OnnxEmbedder.open(self.bundle))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    folder = tmp_path_factory.mktemp("small")
+    split = load_split(small_job(folder / "products").data)
+    net, model = Shallow().eval(), folder / "model.onnx"
+    write_onnx(net, SPEC.crop_px, model)
+    # Calibrated on twice their values, pixels and activations are codes up to 128, and two products
+    # at most 2 * 128 * 127 < 2**15: no processor saturates.
+    images = golden_images(SPEC)
+    inputs = np.stack([preprocess(image, SPEC) for image in images])
+    dark = inputs // 2
+    quantize_int8(model, 2 * dark, folder / "int8.onnx")
+    convert_fp16(model, folder / "fp16.onnx")
+    assert sorted(p.name for p in folder.glob("*.onnx")) == ["fp16.onnx", "int8.onnx", "model.onnx"]
+    manifest = BundleManifest(
+        name="small",
+        created_at="",
+        dim=16,
+        preprocessing=SPEC,
+        model_sha256="",
+        golden=GoldenHashes(files={}),
+        backbone="mobilenet_v2",
+    )
+    bundle = write_bundle(folder / "b", manifest, model, images, inputs, torch_embed(net, inputs))
+    return Small(split, bundle, dark, folder / "int8.onnx", folder / "fp16.onnx")
+
+
+def embed(path: Path, images: Images) -> Embeddings:
+    vectors: Embeddings = create_session(path, SessionSettings()).run(None, {"images": images})[0]
+    return vectors
+
+
+def weight_types(path: Path) -> dict[str, int]:
+    return {t.name: t.data_type for t in onnx.load(path).graph.initializer if len(t.dims) > 1}
+
+
+def test_vectors_are_near_those_of_fp32(small: Small) -> None:
+    expected = embed(small.bundle.model_path, small.dark)
+    others = (expected @ expected.T)[~np.eye(8, dtype=bool)]
+    int8, fp16 = (
+        1 - (embed(path, small.dark) * expected).sum(axis=1) for path in (small.int8, small.fp16)
+    )
+    assert int8.max() < 0.1 * (1 - others).mean()
+    assert fp16.max() < 1e-5
+
+
+def has_vnni() -> bool:
+    """Whether this processor adds products of 8-bit numbers in 32 bits."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp16"])
+def test_vectors_are_of_unit_norm_at_any_batch_size(small: Small, precision: str) -> None:
+    for size in (1, 5):
+        vectors = embed(getattr(small, precision), np.resize(small.dark, (size, 3, 32, 32)))
+        assert vectors.shape == (size, 16)
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+
+
+@pytest.mark.real_data
+def test_pretrained_weights_stay_near_fp32_in_every_convolution(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    weights = shared_data / "weights" / "mobilenet_v2-imagenet-fp16.pth"
+    net = EmbeddingNet(Model(backbone="mobilenet_v2", weights=str(weights), dim=None)).eval()
+    model, int8, fp16 = (tmp_path / f"{name}.onnx" for name in ("model", "int8", "fp16"))
+    write_onnx(net, 96, model)
+    spec = Preprocessing(resize_px=110, crop_px=96)
+    pixels = np.stack([preprocess(image, spec) for image in golden_images(spec)])
+    quantize_int8(model, pixels, int8)
+    convert_fp16(model, fp16)
+    expected = embed(model, pixels)
+    assert (embed(fp16, pixels) * expected).sum(axis=1).mean() > 0.9999
+    kernels = [name for name in weight_types(model) if name.startswith("trunk.")]
+    assert len(kernels) == 52
+    assert all(weight_types(int8)[f"{name}_quantized"] == TensorProto.INT8 for name in kernels)
+    if has_vnni():  # without it int8 saturates, and is refused
+        assert (embed(int8, pixels) * expected).sum(axis=1).mean() > 0.985
+
+
+def test_int8_quantizes_the_convolutions_and_nothing_of_the_head(small: Small) -> None:
+    after = weight_types(small.int8)
+    kernels = [name for name in weight_types(small.bundle.model_path) if name.startswith("trunk.")]
+    assert len(kernels) == 2
+    assert all(after[f"{name}_quantized"] == TensorProto.INT8 for name in kernels)
+    assert [t for name, t in after.items() if "trunk" not in name] == [TensorProto.FLOAT]
+
+
+def test_int8_has_a_scale_for_each_output_channel(small: Small) -> None:
+    initializers = {t.name: t for t in onnx.load(small.int8).graph.initializer}
+    assert initializers["trunk.0.weight_scale"].dims == [64]
+
+
+def test_int8_is_a_quarter_and_fp16_half_of_the_size(small: Small) -> None:
+    sizes = [p.stat().st_size for p in (small.bundle.model_path, small.int8, small.fp16)]
+    assert sizes[1] < 0.4 * sizes[0]
+    assert sizes[2] < 0.6 * sizes[0]
+
+
+def test_fp16_converts_the_trunk_and_leaves_what_makes_unit_norm(small: Small) -> None:
+    before, after = weight_types(small.bundle.model_path), weight_types(small.fp16)
+    assert any(name.startswith("trunk.") for name in before)
+    for name in before:
+        if name.startswith("trunk."):
+            assert name not in after
+            assert after[f"{name}.fp16"] == TensorProto.FLOAT16
+        else:
+            assert after[name] == TensorProto.FLOAT
+    graph = onnx.load(small.fp16).graph
+    assert graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
+    assert graph.output[0].type.tensor_type.elem_type == TensorProto.FLOAT
+    # One cast of the pixels, one into the trunk, one out of it.
+    assert [node.op_type for node in graph.node].count("Cast") == 3
+
+
+def test_a_weight_beyond_the_range_of_fp16_is_refused(small: Small, tmp_path: Path) -> None:
+    model = onnx.load(small.bundle.model_path)
+    kernel = next(t for t in model.graph.initializer if t.name.startswith("trunk."))
+    values = numpy_helper.to_array(kernel).copy()
+    values.flat[0] = 1e5
+    kernel.CopyFrom(numpy_helper.from_array(values, kernel.name))
+    onnx.save(model, tmp_path / "large.onnx")
+    with pytest.raises(ExportError, match=r"reaches 1e\+05, fp16 ends at 65504"):
+        convert_fp16(tmp_path / "large.onnx", tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def branches() -> onnx.ModelProto:
+    """x -> scale -> conv -> (conv, itself) -> sum -> relu -> (mean, maximum) -> sum."""
+    nodes = [
+        helper.make_node("Mul", ["x", "scale"], ["scaled"], name="normalize"),
+        helper.make_node("Conv", ["scaled", "trunk.a"], ["a"]),
+        helper.make_node("Sigmoid", ["a"], ["between"], name="between"),
+        helper.make_node("Conv", ["between", "trunk.b"], ["b"], name="last"),
+        helper.make_node("Add", ["a", "b"], ["residual"], name="residual"),
+        helper.make_node("Relu", ["residual"], ["maps"], name="relu"),
+        helper.make_node("ReduceMean", ["maps"], ["mean"], name="mean"),
+        helper.make_node("ReduceMax", ["maps"], ["max"], name="max"),
+        helper.make_node("Add", ["mean", "max"], ["pooled"], name="pooled"),
+    ]
+    weights = [
+        numpy_helper.from_array(np.ones((2, 2, 1, 1), np.float32), f"trunk.{n}") for n in "ab"
+    ]
+    weights.append(numpy_helper.from_array(np.float32(2), "scale"))
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 4, 4])
+    out = helper.make_tensor_value_info("pooled", TensorProto.FLOAT, ["n", 2, 1, 1])
+    return helper.make_model(helper.make_graph(nodes, "branches", [value], [out], weights))
+
+
+def test_the_trunk_ends_with_its_last_sum_and_activation() -> None:
+    found = trunk_nodes(branches())
+    assert found == ["Conv_unnamed_1", "between", "last", "residual", "relu"]
+
+
+def test_a_graph_without_a_trunk_is_refused() -> None:
+    model = branches()
+    for node in model.graph.node:
+        node.input[:] = [name.replace("trunk.", "other.") for name in node.input]
+    with pytest.raises(ExportError, match=r"no weight whose name begins with 'trunk\."):
+        trunk_nodes(model)
+
+
+def test_the_lower_bound_of_generalised_mean_pooling_is_of_the_head() -> None:
+    model = branches()
+    for node in model.graph.node:
+        if node.name in ("mean", "max"):
+            node.input[0] = "clipped"
+    clip = helper.make_node("Clip", ["maps", "least"], ["clipped"], name="clip")
+    model.graph.node.insert(6, clip)
+    for least, expected in ((1e-6, "relu"), (0.0, "clip")):
+        bound = numpy_helper.from_array(np.float32(least), "least")
+        model.graph.initializer.append(bound)
+        assert trunk_nodes(model)[-1] == expected
+        model.graph.initializer.remove(bound)
+
+
+def test_ranges_come_from_training_images_that_are_always_the_same(small: Small) -> None:
+    chosen = range_images(small.split.train, SPEC, count=5)
+    assert chosen.shape == (5, 3, 32, 32)
+    np.testing.assert_array_equal(chosen, range_images(small.split.train, SPEC, count=5))
+    everything = range_images(small.split.train, SPEC)
+    assert len(everything) == len(small.split.train)
+    assert {image.tobytes() for image in chosen} <= {image.tobytes() for image in everything}
+
+
+def directions(*degrees: float) -> Embeddings:
+    angles = np.radians(np.array(degrees, dtype=np.float32))
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+LABELS = np.array([0, 0, 0, 1, 1, 1])
+RIGHT = directions(0, 1, 2, 90, 91, 92)
+
+
+def page(recall_at_1: float) -> HeldOut:
+    return HeldOut(split="validation", images=6, recall={"R@1": recall_at_1, "R@2": 100.0})
+
+
+def test_half_a_point_of_recall_is_allowed_and_more_is_refused(small: Small) -> None:
+    one_wrong = directions(0, 1, 88.5, 90, 91, 92)
+    right = 100 * 5 / 6
+    found = compare(small.made("int8"), page(right + 0.49), LABELS, RIGHT, one_wrong)
+    assert found.recall["R@1"] == pytest.approx(right)
+    assert found.recall_at_1_loss == pytest.approx(0.49)
+    with pytest.raises(ExportError, match=r"from 83.84 in fp32 to 83.33 in int8 on the 6 valid"):
+        compare(small.made("int8"), page(right + 0.51), LABELS, RIGHT, one_wrong)
+
+
+def test_the_loss_of_queries_in_a_gallery_of_fp32_is_told(small: Small) -> None:
+    # Turned by 90 degrees all classes keep together, but each meets the other one's gallery.
+    turned = directions(90, 91, 92, 0, 1, 2)
+    found = compare(small.made("fp16"), page(100.0), LABELS, RIGHT, turned)
+    assert found.recall_at_1_loss == 0
+    assert found.mixed_recall_at_1_loss == 100
+
+
+def test_every_second_image_of_a_class_asks() -> None:
+    labels = np.array([1, 0, 1, 0, 1, 2])
+    np.testing.assert_array_equal(every_second(labels), [1, 1, 0, 0, 1, 1])
+
+
+def test_the_model_without_its_twin_says_what_it_has(small: Small) -> None:
+    with pytest.raises(BundleError, match="has no int8 model, only fp32"):
+        OnnxEmbedder.open(small.bundle, SessionSettings(precision="int8"))
+
+
+def test_a_precision_whose_golden_vectors_do_not_hold_here_is_refused(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MIN_FP32_COSINE, "int8", -1.0)
+    made = make_candidate("int8", small.bundle, small.split.train, tmp_path)
+    assert made.embed(small.dark).shape == (8, 16)
+    assert made.cosines.shape == (8,)
+    monkeypatch.setitem(MIN_FP32_COSINE, "int8", 1.1)  # as if this processor saturated
+    with pytest.raises(ExportError, match=r"of int8 do not hold .*mean cosine .*VNNI"):
+        make_candidate("int8", small.bundle, small.split.train, tmp_path)
+
+
+def test_a_network_that_breaks_on_an_image_is_refused_once_it_is_compared(small: Small) -> None:
+    candidate = small.made("fp16")
+    broken = candidate.embed(small.dark[:, :, :0])  # no pixels
+    assert np.isnan(broken).all()
+    assert np.isnan(candidate.embed(small.dark)).all()
+    with pytest.raises(ExportError, match="does not work in fp16"):
+        compare(candidate, page(100.0), LABELS, RIGHT, RIGHT)

@@ -1,0 +1,354 @@
+"""int8 for the CPU and fp16 for the GPU: made from the fp32 file, then compared with it.
+
+Only the trunk changes. What is around it stays in float32: the normalisation of the pixels,
+pooling, projection, flow and the L2 normalisation. They are a small part of the time and decide
+about unit norm. See docs/decisions/0006.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+from embedder.bundle import Bundle, VariantFiles
+from embedder.errors import BundleError, ExportError
+from embedder.manifest import HeldOut, OtherPrecision, Preprocessing, Variant
+from embedder.precision import golden_fault
+from embedder.preprocess import ImageLimits
+from embedder.session import OnnxEmbedder, SessionSettings, create_session
+from embedder.types import Embeddings, Images
+from training.data.dataset import EvaluationImages
+from training.data.records import LabelledImages
+from training.evaluation.retrieval import retrieval
+
+MAX_RECALL_LOSS = 0.5
+"""Points of R@1 that a precision may lose."""
+
+_BATCH = 8
+_TRUNK = "trunk."
+_LARGEST = float(np.finfo(np.float16).max)
+_NO_FP16 = frozenset(("ConstantOfShape", "Range", "Resize"))
+"""Operators whose float inputs or outputs have no fp16 form."""
+_INT8 = (
+    *("Add", "AveragePool", "Clip", "Concat", "Conv", "Gemm", "GlobalAveragePool", "MatMul"),
+    *("MaxPool", "Relu"),
+)
+"""The rest of a trunk stays in float32: softmax, layer norm and other curves suffer from 8 bits."""
+_POINTWISE = frozenset(
+    (
+        *("Add", "Clip", "Concat", "Elu", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul"),
+        *("PRelu", "Relu", "Sigmoid"),
+    )
+)
+
+
+@dataclass
+class Candidate:
+    """A precision whose golden vectors hold on this machine, yet to be measured on images.
+
+    `fault` is why it failed on one of them; from then on its vectors are not numbers.
+    """
+
+    precision: OtherPrecision
+    files: VariantFiles
+    cosines: NDArray[np.float32]
+    embedder: OnnxEmbedder
+    fault: BundleError | None = None
+
+    def embed(self, images: Images) -> Embeddings:
+        """uint8 (N, 3, S, S) to (N, D)."""
+        if self.fault is None:
+            try:
+                return self.embedder.embed(images)
+            except BundleError as error:
+                self.fault = error
+        return np.full((len(images), self.embedder.dim), np.nan, np.float32)
+
+
+def make_candidate(
+    precision: OtherPrecision, bundle: Bundle, train: LabelledImages, folder: Path
+) -> Candidate:
+    """Convert the fp32 model of `bundle` and ask it for the golden vectors.
+
+    Args:
+        precision: int8 or fp16.
+        bundle: with its fp32 model.
+        train: a random choice of these images gives int8 its ranges.
+        folder: for the file.
+
+    Raises: ExportError if it cannot be made or has other golden vectors than fp32 on this machine.
+    """
+    path = folder / f"{precision}.onnx"
+    if precision == "fp16":
+        convert_fp16(bundle.model_path, path)
+    else:
+        ranges = range_images(train, bundle.manifest.preprocessing)
+        quantize_int8(bundle.model_path, ranges, path)
+    session = create_session(path, SessionSettings(threads=os.cpu_count() or 1))
+    embedder = OnnxEmbedder(bundle, session, ImageLimits(), precision)
+    expected = bundle.golden_vectors()
+    try:
+        golden = embedder.embed(bundle.golden_inputs())
+    except BundleError as error:
+        raise _broken(precision, error) from error
+    fault = golden_fault(precision, golden, golden, expected)
+    if fault is not None:
+        need = ""
+        if precision == "int8":
+            need = (
+                " Either this processor has no VNNI, which int8 needs, or 8 bits are too few "
+                'for this network: start.projection = "trunk" magnifies small '
+                "directions, and their rounding."
+            )
+        raise ExportError(
+            f"The golden vectors of {precision} do not hold on this machine: {fault}.{need}"
+        )
+    cosines = (golden * expected).sum(axis=1)
+    return Candidate(precision, VariantFiles(path, golden), cosines, embedder)
+
+
+def compare(
+    candidate: Candidate,
+    page: HeldOut,
+    labels: NDArray[np.int64],
+    fp32: Embeddings,
+    vectors: Embeddings,
+) -> Variant:
+    """Recall of a precision beside that of fp32, on the same images.
+
+    **Reading**: a gallery and its queries may be embedded in different precisions, since the bundle
+    is one. That loss is measured too, every second image of a class as query, and told; the gate is
+    on the loss within the precision.
+
+    Args:
+        candidate: what made `vectors`.
+        page: recall of fp32.
+        labels: (N,).
+        fp32, vectors: (N, D).
+
+    Raises: ExportError if R@1 falls by more than 0.5 points, or the network broke on an image.
+    """
+    precision = candidate.precision
+    if candidate.fault is not None:
+        raise _broken(precision, candidate.fault)
+    before, ks = page.recall["R@1"], [int(name.removeprefix("R@")) for name in page.recall]
+    recall = retrieval(vectors, labels, ks=ks).recall_by_name()
+    if before - recall["R@1"] > MAX_RECALL_LOSS:
+        raise ExportError(
+            f"R@1 falls from {before:.2f} in fp32 to {recall['R@1']:.2f} in {precision} on the "
+            f"{len(labels):,} {page.split} images; allowed is a loss of {MAX_RECALL_LOSS} points."
+        )
+    asks = every_second(labels)
+    gallery = fp32[~asks], labels[~asks]
+    in_fp32 = [
+        retrieval(queries[asks], labels[asks], *gallery, ks=(1,)).recall[1]
+        for queries in (fp32, vectors)
+    ]
+    return Variant(
+        sha256="",
+        recall=recall,
+        recall_at_1_loss=before - recall["R@1"],
+        mixed_recall_at_1_loss=in_fp32[0] - in_fp32[1],
+        min_cosine=float(candidate.cosines.min()),
+        mean_cosine=float(candidate.cosines.mean()),
+    )
+
+
+def every_second(labels: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """The first, third, ... image of each class: (N,)."""
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    place = np.arange(len(labels)) - np.searchsorted(ordered, ordered)
+    chosen = np.empty(len(labels), dtype=np.bool_)
+    chosen[order] = place % 2 == 0
+    return chosen
+
+
+def _broken(precision: OtherPrecision, error: BundleError) -> ExportError:
+    return ExportError(f"The network does not work in {precision}: {error}")
+
+
+# Which nodes are the trunk
+
+
+def trunk_nodes(model: onnx.ModelProto) -> list[str]:
+    """Names of the nodes between the first and the last weight of the trunk, in their order.
+
+    Activations, residual sums and concatenations behind the last weight belong to it too; the head
+    begins at the first other node, which pools. So does a clip to values above 0, as generalised
+    mean pooling needs it: in 8 bits its bound would be 0. Nodes without a name are given one.
+
+    Raises: ExportError if no weight is named as one of the trunk.
+    """
+    nodes = model.graph.node
+    for number, node in enumerate(nodes):
+        node.name = node.name or f"{node.op_type}_unnamed_{number}"
+    weighted = {n.name for n in nodes if any(i.startswith(_TRUNK) for i in n.input)}
+    if not weighted:
+        raise ExportError(
+            f"The graph has no weight whose name begins with {_TRUNK!r}, so there is nothing to "
+            "quantize. Export it with this version of kinlens-train."
+        )
+    behind = _closure(nodes, weighted)
+    before = _closure(reversed(nodes), weighted, backwards=True)
+    inside = behind & before
+    made = {name for node in nodes if node.name in inside for name in node.output}
+    head = [node for node in nodes if node.name in behind - inside]
+    made_by_head = {name for node in head for name in node.output}
+    scalars = [t for t in model.graph.initializer if not t.dims]
+    positive = {t.name for t in scalars if float(numpy_helper.to_array(t)) > 0}
+    for node in head:
+        if node.op_type == "Clip" and node.input[1] in positive:
+            continue
+        if node.op_type in _POINTWISE and made_by_head.isdisjoint(set(node.input) - made):
+            inside.add(node.name)
+            made.update(node.output)
+    return [node.name for node in nodes if node.name in inside]
+
+
+def _closure(nodes: Iterable[NodeProto], start: set[str], backwards: bool = False) -> set[str]:
+    """The nodes `start` and all that come after them, or before; `nodes` in the order walked."""
+    reached: set[str] = set()
+    values: set[str] = set()
+    for node in nodes:
+        arrives, leaves = (node.output, node.input) if backwards else (node.input, node.output)
+        if node.name in start or not values.isdisjoint(arrives):
+            reached.add(node.name)
+            values.update(leaves)
+    return reached
+
+
+# int8
+
+
+def range_images(images: LabelledImages, spec: Preprocessing, count: int = 200) -> Images:
+    """A random choice of images as the service preprocesses them: uint8 (n, 3, S, S).
+
+    Raises: DatasetError if one cannot be read.
+    """
+    views = EvaluationImages(images.some(count), spec)
+    return np.stack([views[number][0].numpy() for number in range(len(views))])
+
+
+def quantize_int8(model: Path, images: Images, out: Path) -> None:
+    """Write the int8 twin of an fp32 model, as quantize and dequantize nodes (QDQ).
+
+    Weights are signed, with a scale for each output channel; activations are unsigned, with the
+    range that they have on `images`. Only the trunk is quantized.
+
+    Args:
+        model: what `write_onnx` wrote.
+        images: (n, 3, S, S).
+        out: file to write.
+
+    Raises: ExportError if the graph has no trunk.
+    """
+    prepared = out.with_suffix(".prepared.onnx")
+    # The exporter has inferred the shapes; onnxruntime's symbolic inference fails on its graphs.
+    quant_pre_process(str(model), str(prepared), skip_symbolic_shape=True)
+    content = onnx.load(prepared)
+    trunk = set(trunk_nodes(content))
+    onnx.save(content, prepared)
+    quantize_static(
+        str(prepared),
+        str(out),
+        _Reader(content.graph.input[0].name, images),
+        per_channel=True,
+        activation_type=QuantType.QUInt8,
+        weight_type=QuantType.QInt8,
+        op_types_to_quantize=list(_INT8),
+        nodes_to_exclude=[node.name for node in content.graph.node if node.name not in trunk],
+    )
+    prepared.unlink()
+
+
+class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
+    """Feeds batches to onnxruntime until it says None."""
+
+    def __init__(self, name: str, images: Images) -> None:
+        self._batches: Iterator[dict[str, Images]] = (
+            {name: images[start : start + _BATCH]} for start in range(0, len(images), _BATCH)
+        )
+
+    def get_next(self) -> dict[str, Images] | None:
+        return next(self._batches, None)
+
+
+# fp16
+
+
+def convert_fp16(model: Path, out: Path) -> None:
+    """Write the fp16 twin of an fp32 model: same inputs and outputs, float32 around the trunk.
+
+    Converters that go node by node cast to fp16 and back between neighbours that should stay in
+    float32, so the norm of an embedding is rounded; here casts stand at the border of the trunk
+    alone.
+
+    Raises: ExportError if the graph has no trunk or a weight is beyond the range of fp16.
+    """
+    content = onnx.shape_inference.infer_shapes(onnx.load(model))
+    graph = content.graph
+    names = set(trunk_nodes(content))
+    trunk = [n for n in graph.node if n.name in names and n.op_type not in _NO_FP16]
+    inside = {node.name for node in trunk}
+    others = [node for node in graph.node if node.name not in inside]
+
+    weights = {t.name: t for t in graph.initializer if t.data_type == TensorProto.FLOAT}
+    values = (*graph.value_info, *graph.input, *graph.output)
+    floats = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT}
+    floats |= weights.keys()
+    made = floats & {name for node in trunk for name in node.output}
+    read = floats & {name for node in trunk for name in node.input}
+    read_outside = {name for node in others for name in node.input} | {o.name for o in graph.output}
+    enters, leaves = read - made - weights.keys(), made & read_outside
+
+    half = {name: f"{name}.fp16" for name in enters | leaves | (read & weights.keys())}
+    for node in trunk:
+        node.input[:] = [half.get(name, name) for name in node.input]
+        node.output[:] = [half.get(name, name) for name in node.output]
+        for attribute in node.attribute:
+            if (node.op_type, attribute.name, attribute.i) == ("Cast", "to", TensorProto.FLOAT):
+                attribute.i = TensorProto.FLOAT16
+    kept = [t for t in graph.initializer if t.name not in read - read_outside]
+    kept += [_in_fp16(weights[name], half[name]) for name in sorted(read & weights.keys())]
+    nodes = list(_with_casts(graph, enters, leaves))
+    for field, content_of_field in ((graph.initializer, kept), (graph.node, nodes)):
+        del field[:]
+        field.extend(content_of_field)
+    del graph.value_info[:]
+    onnx.checker.check_model(content, full_check=True)
+    onnx.save(content, out)
+
+
+def _in_fp16(weight: TensorProto, name: str) -> TensorProto:
+    values = numpy_helper.to_array(weight)
+    largest = float(np.abs(values).max(initial=0))
+    if not largest <= _LARGEST:
+        raise ExportError(
+            f"The weight {weight.name} reaches {largest:.3g}, fp16 ends at {_LARGEST:.0f}. "
+            "Export it in fp32 or int8."
+        )
+    return numpy_helper.from_array(values.astype(np.float16), name)
+
+
+def _with_casts(graph: GraphProto, enters: set[str], leaves: set[str]) -> Iterator[NodeProto]:
+    """The nodes of the graph, with a cast before the first reader in fp16 and after each writer."""
+    missing = {f"{name}.fp16": name for name in enters}
+    for node in graph.node:
+        for half in [name for name in dict.fromkeys(node.input) if name in missing]:
+            yield _cast(missing.pop(half), half, TensorProto.FLOAT16)
+        yield node
+        for name in sorted(leaves):
+            if f"{name}.fp16" in node.output:
+                yield _cast(f"{name}.fp16", name, TensorProto.FLOAT)
+
+
+def _cast(source: str, target: str, to: int) -> NodeProto:
+    return helper.make_node("Cast", [source], [target], name=f"cast_{target}", to=to)

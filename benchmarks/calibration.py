@@ -32,8 +32,15 @@ from embedder.session import OnnxEmbedder
 from training.config.job import parse_job
 from training.data.datasets import OFFICIAL, read_official
 from training.data.load import load_split
-from training.export.calibration import calibration_error, fit_calibration, fit_logistic
-from training.export.calibration_pairs import NEIGHBOURS, Hits, search, some_queries
+from training.export.calibration import (
+    NEIGHBOURS,
+    Hits,
+    calibration_error,
+    fit_calibration,
+    fit_logistic,
+    search,
+    some_queries,
+)
 
 SIZES = ("full", "half", "quarter")
 QUERIES = 1_000

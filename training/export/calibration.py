@@ -1,57 +1,44 @@
 """What a score is worth: fitted on held-out images, stored in the bundle.
 
-Shapes: N images, D dimensions, P pairs of a query and what a search for it found.
+Shapes: N images, D dimensions, q queries, R ranks, P pairs of a query and what was found for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
+from scipy.special import expit
 
-from embedder.calibration import Calibration, Threshold, log_tail
+from embedder.calibration import SMALLEST_GALLERY, Calibration, Threshold, log_tail
 from embedder.errors import EvaluationError
 from embedder.manifest import HeldOutSplit
 from embedder.types import Embeddings
-from training.export.calibration_pairs import (
-    NEIGHBOURS,
-    Pairs,
-    joined,
-    pairs_of,
-    search,
-    search_parts,
-    some_queries,
-)
-from training.export.separation import Area, roc_area
 
 FALSE_MATCHES = (0.01, 0.05, 0.10)
+NEIGHBOURS = 10
+"""The best hits: those that a page of results begins with."""
 MIN_CLASSES = 16
 """With fewer held-out classes a curve is as much about them as about the model: docs/methods.md."""
 MIN_AREA = 0.52
 """The lower end of the interval of both areas under the ROC curve has to be above it."""
+MAX_QUERIES = 5_000
+MAX_PAIRS = 200_000
+BLOCK = 1 << 22
+"""Scores at a time."""
+
 _MOST = (np.inf, np.inf, np.inf, 1.0)  # of a, c, e and d
 _FLAT = 1e-3  # a slope at its bound: between scores of -1 and 1 the log-odds stay within 0.002
-_MAX_PAIRS = 200_000
-_PAIRS_AT_A_TIME = 1 << 14
+_RANKS = 40
 _BINS = 15
 _ABOVE = 1e-6  # more than the rounding of a cosine in float32
+_NORMAL_95 = 1.959964
 
 Labels = NDArray[np.int64]
 Scores = NDArray[np.float32]
 Right = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
-
-
-class Curve(NamedTuple):
-    """The numbers of `Calibration.probability`; `size_slope` is about `items`."""
-
-    slope: float
-    rank_slope: float
-    tail_slope: float
-    size_slope: float
-    intercept: float
-    items: int
 
 
 def fit_calibration(
@@ -68,18 +55,8 @@ def fit_calibration(
 
     **Reading**: each image asks among all others, and pairs of *all* ranks count, a sample of them
     in even steps of the logarithm, weighted by :math:`(r + 10)^{-2}` times the ranks that each
-    stands for, so that half of the weight is on the first page of ten. Why the rank: the best of N
-    scores is far more often right than a pair drawn at random with the same score, since queries
-    differ in how near everything is to them. A curve of the score alone, over all pairs, said 35
-    points too little of the best hit (of 0.86) for the trunk alone on groceries; one over the 10
-    best was 14 points too low at rank 1, and flat for weak models.
-    Two terms of the rank, since the odds of a good model fall slowly until the right ones run out.
-
-    **Reading**: a gallery of N items with r right ones has prior odds of r / (N - r), so that b
-    would fall by ln N for products that are photographed as often (d = 1). But the rank says some
-    of that already, so d is fitted too: on searches among all classes, each half and each quarter.
-    It was 0.5 to 1; of few classes it is ill determined, hence its bound. The served gallery
-    brings its own N.
+    stands for, so that half of the weight is on the first page of ten. d is fitted on searches
+    among all classes, each half and each quarter. docs/methods.md has the reasons and figures.
 
     The gallery holds the query's class here; where it may not, the probability is too high by the
     odds of that, and `search_score` is the better guard.
@@ -107,25 +84,30 @@ def fit_calibration(
         Probabilistic outputs for support vector machines (Platt 1999), section 2.2
         ISO/IEC 19795-1: false match rate, false positive identification rate
     """
-    rng = np.random.default_rng(seed)
-    _require_classes(labels)
-    everything = np.arange(len(labels))
+    count, rng = len(labels), np.random.default_rng(seed)
+    names, sizes = np.unique(labels, return_counts=True)
+    usable = int((sizes > 1).sum())
+    if usable < MIN_CLASSES:
+        of = f"{usable} of {len(names)} classes have two images or more"
+        raise _refusal(count, f"{of}, and at least {MIN_CLASSES} are needed")
+    everything = np.arange(count)
     queries = some_queries(labels, everything, rng)
     hits = search(embeddings, labels, queries, everything)
-    negatives = wrong_pairs(embeddings, labels, _MAX_PAIRS, rng)
-    whole = pairs_of(hits, len(labels), labels[queries])
-    areas = _areas(whole)
-    pairs = joined([whole, *search_parts(embeddings, labels, rng)])
-    curve = fit_curve(pairs, len(labels))
-    if curve.slope <= _FLAT:
-        raise _refusal(len(labels), "a higher score does not make a hit more likely right")
+    negatives = wrong_pairs(embeddings, labels, MAX_PAIRS, rng)
+    whole = _pairs_of(hits, count, labels[queries])
+    overall, among_best = _areas(whole)
+    pairs = _joined([whole, *_search_parts(embeddings, labels, rng)])
+    slopes, intercept = _fit_curve(pairs, count)
+    if slopes[0] <= _FLAT:
+        raise _refusal(count, "a higher score does not make a hit more likely right")
     best = hits.right[:, :NEIGHBOURS]
+    slope, rank_slope, tail_slope, size_slope = map(float, slopes)
     return Calibration(
-        slope=curve.slope,
-        intercept=curve.intercept,
-        rank_slope=curve.rank_slope,
-        tail_slope=curve.tail_slope,
-        size_slope=curve.size_slope,
+        slope=slope,
+        intercept=intercept,
+        rank_slope=rank_slope,
+        tail_slope=tail_slope,
+        size_slope=size_slope,
         thresholds=tuple(
             Threshold(
                 false_matches=rate,
@@ -135,17 +117,91 @@ def fit_calibration(
             for rate in FALSE_MATCHES
         ),
         split=split,
-        gallery_images=len(labels),
+        gallery_images=count,
         queries=len(queries),
         neighbours=best.shape[1],
         positive_hits=int(best.sum()),
         negative_hits=int((~best).sum()),
         negative_pairs=len(negatives),
-        calibration_error=_crossed_error(pairs, len(labels), rng),
-        classes=len(np.unique(labels)),
-        auc=areas[0].value,
-        auc_of_hits=None if areas[1] is None else areas[1].value,
+        calibration_error=_crossed_error(pairs, count, rng),
+        classes=len(names),
+        auc=overall.value,
+        auc_of_hits=None if among_best is None else among_best.value,
     )
+
+
+def _refusal(images: int, reason: str) -> EvaluationError:
+    return EvaluationError(
+        f"Scores cannot be calibrated on {images:,} held-out images: {reason}. "
+        "Hold out more classes with more images."
+    )
+
+
+# What searches find
+
+
+class Hits(NamedTuple):
+    """What searches for some queries find at some ranks, of all ranks.
+
+    `scores` and `right` (q, R), `ranks` (R,) from 1 on without a gap up to 10, then ever further
+    apart; `best_wrong` (q,) is the highest score of an item of another class, -inf without any.
+    """
+
+    scores: Scores
+    right: Right
+    ranks: Labels
+    best_wrong: Scores
+
+
+class Pairs(NamedTuple):
+    """Queries with what was found, each (P,): `items` of the gallery, `classes` of the query.
+
+    `gaps`: how many ranks a pair stands for, itself and those up to the next one in the sample.
+    """
+
+    scores: Scores
+    right: Right
+    ranks: Labels
+    gaps: Labels
+    items: Labels
+    classes: Labels
+
+    def where(self, chosen: Right) -> "Pairs":
+        """Some of them; `chosen` (P,)."""
+        return Pairs._make(array[chosen] for array in self)
+
+
+def search(embeddings: Embeddings, labels: Labels, queries: Labels, gallery: Labels) -> Hits:
+    """Each query among the others of `gallery`; both are numbers of images, the one in the other.
+
+    An image is left out of its own search by its number.
+    """
+    further = np.geomspace(1, max(len(gallery) - 1, 1), _RANKS).round().astype(np.int64)
+    ranks = np.unique([*range(1, min(NEIGHBOURS, len(gallery) - 1) + 1), *further])
+    rows = max(1, BLOCK // max(len(gallery), 1))
+    scores, right, best_wrong = [], [], []
+    for start in range(0, len(queries), rows):
+        some = queries[start : start + rows]
+        found = embeddings[some] @ embeddings[gallery].T  # (q, N)
+        found[some[:, None] == gallery] = -np.inf
+        same = labels[some, None] == labels[gallery]
+        best_wrong.append(np.where(same, -np.inf, found).max(axis=1).astype(np.float32))
+        order = np.argsort(-found, axis=1)[:, ranks - 1]
+        scores.append(np.take_along_axis(found, order, axis=1))
+        right.append(np.take_along_axis(same, order, axis=1))
+    return Hits(np.concatenate(scores), np.concatenate(right), ranks, np.concatenate(best_wrong))
+
+
+def some_queries(
+    labels: Labels, gallery: Labels, rng: np.random.Generator, limit: int | None = None
+) -> Labels:
+    """Images of `gallery` with another one of their class there; of many, `limit` at random."""
+    limit = MAX_QUERIES if limit is None else limit
+    _, place, counts = np.unique(labels[gallery], return_inverse=True, return_counts=True)
+    findable = gallery[counts[place] > 1]
+    if len(findable) <= limit:
+        return findable
+    return np.sort(rng.choice(findable, limit, replace=False))
 
 
 def wrong_pairs(
@@ -160,30 +216,43 @@ def wrong_pairs(
         second = (first + rng.integers(1, count, limit)) % count
     wrong = labels[first] != labels[second]
     first, second = first[wrong], second[wrong]
-    chunks = [np.empty(0, np.float32)]
-    for start in range(0, len(first), _PAIRS_AT_A_TIME):
-        chosen = slice(start, start + _PAIRS_AT_A_TIME)
-        one, other = embeddings[first[chosen]], embeddings[second[chosen]]
-        chunks.append(np.einsum("nd,nd->n", one, other))
-    return np.concatenate(chunks)
+    scores = np.empty(len(first), np.float32)
+    rows = max(1, BLOCK // embeddings.shape[1])
+    for start in range(0, len(first), rows):
+        some = slice(start, start + rows)
+        one, other = embeddings[first[some]], embeddings[second[some]]
+        scores[some] = np.einsum("nd,nd->n", one, other)
+    return scores
 
 
-def least_score(wrong: Scores, rate: float) -> float:
-    """A score that at most a share `rate` of the `wrong` scores reaches, the least to 1e-6."""
-    allowed = int(np.floor(rate * len(wrong) + 1e-9))
-    next_one = np.partition(wrong, len(wrong) - 1 - allowed)[len(wrong) - 1 - allowed]
-    return float(next_one) + _ABOVE
+def _search_parts(
+    embeddings: Embeddings, labels: Labels, rng: np.random.Generator
+) -> Iterator[Pairs]:
+    """Pairs of searches among each half and each quarter of the classes."""
+    names = rng.permutation(np.unique(labels))
+    parts = 2
+    while parts <= SMALLEST_GALLERY:
+        for first in range(parts):
+            gallery = np.flatnonzero(np.isin(labels, names[first::parts]))
+            queries = some_queries(labels, gallery, rng, MAX_QUERIES // parts)
+            if len(queries):
+                hits = search(embeddings, labels, queries, gallery)
+                yield _pairs_of(hits, len(gallery), labels[queries])
+        parts *= 2
 
 
-def fit_curve(pairs: Pairs, items: int) -> Curve:
-    """The most likely curve of the pairs; its intercept is that of a gallery of so many `items`."""
-    ranks = pairs.ranks.astype(np.float64)
-    size = np.log(pairs.items / items)
-    features = np.stack((pairs.scores, -np.log(ranks), -log_tail(pairs.ranks), -size), axis=1)
-    weights = pairs.gaps / (ranks + NEIGHBOURS) ** 2
-    slopes, intercept = fit_logistic(features, pairs.right, weights, _MOST)
-    a, c, e, d = (float(slope) for slope in slopes)
-    return Curve(a, c, e, d, intercept, items)
+def _pairs_of(hits: Hits, items: int, classes: Labels) -> Pairs:
+    """The hits as pairs; `items` of the gallery, `classes` (q,) of the queries."""
+    gaps = np.diff(np.append(hits.ranks, items))
+    arrays = (hits.scores, hits.right, hits.ranks, gaps, np.array(items), classes[:, None])
+    return Pairs._make(np.broadcast_to(array, hits.scores.shape).ravel() for array in arrays)
+
+
+def _joined(parts: Sequence[Pairs]) -> Pairs:
+    return Pairs._make(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+
+
+# The curve
 
 
 def fit_logistic(
@@ -205,7 +274,7 @@ def fit_logistic(
 
     def loss(theta: Numbers) -> tuple[float, Numbers]:
         logits = z @ theta[:-1] + theta[-1]
-        error = w * (0.5 * (1 + np.tanh(0.5 * logits)) - target)
+        error = w * (expit(logits) - target)
         value = w @ (np.logaddexp(0, logits) - target * logits)
         return float(value), np.append(error @ z, error.sum())
 
@@ -228,32 +297,23 @@ def calibration_error(probabilities: Numbers, right: Right) -> float:
     return float(sum(gaps) / len(order))
 
 
-def _areas(pairs: Pairs) -> tuple[Area, Area | None]:
-    """Over all pairs and among the best hits (None if these are all right), above the bound.
-
-    Raises: EvaluationError.
-    """
-    images = int(pairs.items[0])
-    best = pairs.where(pairs.ranks <= NEIGHBOURS)
-    if not pairs.right.any() or not best.right.any():
-        raise _refusal(images, "no image is among the nearest of another one of its class")
-    overall = roc_area(pairs.scores, pairs.right, pairs.gaps, pairs.classes)
-    _require_area(images, "all pairs", overall)
-    if best.right.all():
-        return overall, None
-    among_best = roc_area(best.scores, best.right, best.gaps, best.classes)
-    _require_area(images, f"the {NEIGHBOURS} best hits", among_best)
-    return overall, among_best
+def least_score(wrong: Scores, rate: float) -> float:
+    """A score that at most a share `rate` of the `wrong` scores reaches, the least to 1e-6."""
+    allowed = int(np.floor(rate * len(wrong) + 1e-9))
+    return float(np.sort(wrong)[len(wrong) - 1 - allowed]) + _ABOVE
 
 
-def _require_area(images: int, where: str, area: Area) -> None:
-    if area.low <= MIN_AREA:
-        raise _refusal(
-            images,
-            f"among {where} the area under the ROC curve is {area.value:.3f} "
-            f"({area.low:.3f} to {area.high:.3f}), where 0.5 is chance, and even its lower end has "
-            f"to be above {MIN_AREA}",
-        )
+def _features(pairs: Pairs, items: int) -> Numbers:
+    """What a, c, e and d weigh (P, 4); ln (N / N_0) with N_0 = `items`."""
+    size = np.log(pairs.items / items)
+    columns = (pairs.scores, -np.log(pairs.ranks), -log_tail(pairs.ranks), -size)
+    return np.stack(columns, axis=1, dtype=np.float64)
+
+
+def _fit_curve(pairs: Pairs, items: int) -> tuple[Numbers, float]:
+    """a, c, e and d, and b in a gallery of so many `items`, that make the pairs most likely."""
+    weights = pairs.gaps / (pairs.ranks + NEIGHBOURS) ** 2.0
+    return fit_logistic(_features(pairs, items), pairs.right, weights, _MOST)
 
 
 def _crossed_error(pairs: Pairs, images: int, rng: np.random.Generator) -> float | None:
@@ -266,29 +326,88 @@ def _crossed_error(pairs: Pairs, images: int, rng: np.random.Generator) -> float
         known, asked = pairs.where(fitted), pairs.where(shown & ~fitted)
         if known.right.all() or not known.right.any():
             return None
-        probabilities.append(_probability(fit_curve(known, images), asked))
+        slopes, intercept = _fit_curve(known, images)
+        probabilities.append(expit(_features(asked, images) @ slopes + intercept))
         right.append(asked.right)
     return calibration_error(np.concatenate(probabilities), np.concatenate(right))
 
 
-def _probability(curve: Curve, pairs: Pairs) -> Numbers:
-    logits = curve.slope * pairs.scores.astype(np.float64) + curve.intercept
-    logits -= curve.rank_slope * np.log(pairs.ranks) + curve.tail_slope * log_tail(pairs.ranks)
-    logits -= curve.size_slope * np.log(pairs.items / curve.items)
-    probabilities: Numbers = 0.5 * (1 + np.tanh(0.5 * logits))
-    return probabilities
+# Whether scores tell right pairs from wrong ones
 
 
-def _require_classes(labels: Labels) -> None:
-    names, counts = np.unique(labels, return_counts=True)
-    usable = int((counts > 1).sum())
-    if usable < MIN_CLASSES:
-        of = f"{usable} of {len(names)} classes have two images or more"
-        raise _refusal(len(labels), f"{of}, and at least {MIN_CLASSES} are needed")
+class Area(NamedTuple):
+    """An area under a ROC curve, 0.5 for chance, and the ends of its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
 
 
-def _refusal(images: int, reason: str) -> EvaluationError:
-    return EvaluationError(
-        f"Scores cannot be calibrated on {images:,} held-out images: {reason}. "
-        "Hold out more classes with more images."
-    )
+def roc_area(
+    scores: NDArray[np.floating],
+    right: Right,
+    weights: NDArray[np.floating | np.integer],
+    classes: NDArray[np.integer],
+) -> Area:
+    r"""The weighted probability that a right pair has a higher score than a wrong one; ties half.
+
+    The images of a class are alike, so the interval is that of classes drawn at random, and not of
+    pairs: with :math:`V_i` the share of pairs of the other kind that pair i beats,
+
+    .. math:: \operatorname{Var}(A) = \frac{C}{C-1} \sum_c \Bigl(
+        \sum_{i \in c, +} \tfrac{w_i}{W_+} (V_i - A) + \sum_{j \in c, -} \tfrac{w_j}{W_-} (V_j - A)
+        \Bigr)^2
+
+    Args:
+        scores, right, weights, classes: (P,), each pair with the class of its query; of at least
+            two classes, and with pairs of both kinds.
+
+    References:
+        Nonparametric analysis of clustered ROC curve data (Obuchowski 1997)
+    """
+    s, w = scores.astype(np.float64), weights.astype(np.float64)
+    beaten = np.empty(len(s))
+    beaten[right] = _share_below(s[right], s[~right], w[~right])
+    beaten[~right] = 1 - _share_below(s[~right], s[right], w[right])
+    part = np.where(right, w / w[right].sum(), w / w[~right].sum())
+    area = min(float((part[right] * beaten[right]).sum()), 1.0)
+    _, cluster = np.unique(classes, return_inverse=True)
+    moved = np.bincount(cluster, weights=part * (beaten - area))
+    doubt = _NORMAL_95 * float(np.sqrt(len(moved) / max(len(moved) - 1, 1) * (moved**2).sum()))
+    return Area(area, area - doubt, area + doubt)
+
+
+def _share_below(scores: Numbers, others: Numbers, weights: Numbers) -> Numbers:
+    """For each score, the weight of the others below it and half of those beside it, over all."""
+    order = np.argsort(others, kind="stable")
+    ranked = others[order]
+    total = np.concatenate(([0.0], np.cumsum(weights[order])))
+    below = total[np.searchsorted(ranked, scores, "left")]
+    upto = total[np.searchsorted(ranked, scores, "right")]
+    share: Numbers = 0.5 * (below + upto) / total[-1]
+    return share
+
+
+def _areas(pairs: Pairs) -> tuple[Area, Area | None]:
+    """Over all pairs and among the best hits (None if these are all right), above the bound.
+
+    Raises: EvaluationError.
+    """
+    images = int(pairs.items[0])
+    best = pairs.where(pairs.ranks <= NEIGHBOURS)
+    if not best.right.any():
+        raise _refusal(images, "no image is among the nearest of another one of its class")
+    found: list[Area] = []
+    for where, some in (("all pairs", pairs), (f"the {NEIGHBOURS} best hits", best)):
+        if some.right.all():
+            return found[0], None
+        area = roc_area(some.scores, some.right, some.gaps, some.classes)
+        if area.low <= MIN_AREA:
+            raise _refusal(
+                images,
+                f"among {where} the area under the ROC curve is {area.value:.3f} "
+                f"({area.low:.3f} to {area.high:.3f}), where 0.5 is chance, and even its lower end "
+                f"has to be above {MIN_AREA}",
+            )
+        found.append(area)
+    return found[0], found[1]

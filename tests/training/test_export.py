@@ -26,6 +26,7 @@ from tests.training.jobs import Silent, small_job
 from training.checkpoint import Checkpoint, load_checkpoint
 from training.config.job import parse_job
 from training.config.model import Input, Model
+from training.config.optimizer import Runtime
 from training.data.load import load_split
 from training.data.records import LabelledImages, Split
 from training.evaluation.retrieval import Retrieval
@@ -182,7 +183,7 @@ def test_processes_that_decode_change_nothing_and_name_a_broken_file(
 
     def both(workers: int, images: LabelledImages) -> dict[str, Embeddings]:
         means = {"mean": lambda x: x.mean(axis=(2, 3)), "first": lambda x: x[:, 0, 0]}
-        return embed_with(means, images, spec, workers)
+        return embed_with(means, images, spec, Runtime(workers=workers))
 
     alone, shared = both(0, images), both(2, images)
     for name, expected in alone.items():

@@ -74,13 +74,13 @@ def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str
 
     with progress_bar() as bar:
         task = bar.add_task("embed", total=sum(map(len, parts)))
-        workers = (Runtime() if model.job is None else model.job.runtime).workers
+        runtime = Runtime() if model.job is None else model.job.runtime
 
         def advance(images: int) -> None:
             bar.advance(task, images)
 
         vectors = [
-            embed_with({"model": model.embed}, part, model.spec, workers, advance)["model"]
+            embed_with({"model": model.embed}, part, model.spec, runtime, advance)["model"]
             for part in parts
         ]
     gallery = labels = None

@@ -8,15 +8,15 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from embedder.bundle import Bundle, VariantFiles, write_bundle
 from embedder.errors import BundleError, EvaluationError, ExportError
@@ -38,7 +38,8 @@ from training.bundle_weights import new_network
 from training.checkpoint import Checkpoint
 from training.config.job import parse_job
 from training.config.model import Input, Model
-from training.data.images import EvaluationImages
+from training.config.optimizer import Runtime
+from training.data.images import EvaluationImages, build_loader
 from training.data.records import LabelledImages, Split
 from training.evaluation.interval import queries_in
 from training.evaluation.retrieval import Retrieval, retrieval
@@ -52,7 +53,7 @@ from training.export.onnx_file import (
     write_onnx,
 )
 from training.export.precisions import Candidate, compare, make_candidate
-from training.inference import batches, own_generator
+from training.inference import batches
 from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet
 
@@ -69,7 +70,7 @@ class _Data:
 
     split: Split
     ks: tuple[int, ...] = (1,)
-    workers: int = 0
+    runtime: Runtime = field(default_factory=lambda: Runtime(workers=0))
     on_batch: OnBatch | None = None
 
     @property
@@ -126,7 +127,7 @@ def export_checkpoint(
         }
     )
     ks = tuple(sorted({1, *job.recall_at}))
-    data = _Data(split, ks, job.runtime.workers, on_batch)
+    data = _Data(split, ks, job.runtime, on_batch)
     return _export(net, manifest, out, data, precisions, on_refusal)
 
 
@@ -169,7 +170,7 @@ def export_trunk(
         f"{job.name}-trunk", net.dim, job.input.preprocessing(), job.model.backbone
     )
     manifest = manifest.model_copy(update={"licence": job.licence})
-    data = _Data(split, workers=job.runtime.workers)
+    data = _Data(split, runtime=job.runtime)
     return _export(net, manifest, out, data, precisions, on_refusal)
 
 
@@ -252,7 +253,7 @@ def _embedded(
             functions["torch"] = by_torch
         if part == data.held_out:
             functions |= {name: candidate.embed for name, candidate in candidates.items()}
-        made = embed_with(functions, images, spec, data.workers, data.on_batch)
+        made = embed_with(functions, images, spec, data.runtime, data.on_batch)
         vectors |= {(part, name): found for name, found in made.items()}
     return vectors
 
@@ -323,19 +324,18 @@ def embed_with(
     functions: Mapping[str, Embed],
     images: LabelledImages,
     spec: Preprocessing,
-    workers: int = 0,
+    runtime: Runtime,
     on_batch: OnBatch | None = None,
 ) -> dict[str, Embeddings]:
     """What each function makes of all images (N, ...), preprocessed as in the service.
 
-    Every image is decoded once, in `workers` processes; `on_batch` is called with the number of
-    images that were just embedded.
+    Every image is decoded once, in the processes of `runtime`; `on_batch` is called with the number
+    of images that were just embedded.
 
     Raises: DatasetError if an image cannot be read.
     """
-    loader = DataLoader(
-        EvaluationImages(images, spec), _BATCH, num_workers=workers, generator=own_generator(0)
-    )
+    dataset = EvaluationImages(images, spec)
+    loader = build_loader(dataset, _BATCH, runtime, torch.device("cpu"), seed=0)
     chunks: dict[str, list[Embeddings]] = {name: [] for name in functions}
     for batch, _ in batches(loader):
         for name, function in functions.items():

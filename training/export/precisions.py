@@ -24,7 +24,7 @@ from embedder.precision import golden_fault
 from embedder.preprocess import ImageLimits
 from embedder.session import OnnxEmbedder, SessionSettings, create_session
 from embedder.types import Embeddings, Images
-from training.data.dataset import EvaluationImages
+from training.data.images import EvaluationImages
 from training.data.records import LabelledImages
 from training.evaluation.retrieval import retrieval
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.config.job import Job
-from training.config.regularizers import Determinant
 from training.distributed import gather
 from training.losses.proxies import ProxyLoss
 from training.losses.table import build_loss
@@ -60,27 +59,18 @@ class Objective(nn.Module):
         self.second_loss: nn.Module | None = None
         self.determinant: DeterminantRegularizer | None = None
         if settings.determinant is not None:
-            self.determinant = _determinant(settings.determinant, dim)
+            self.determinant = DeterminantRegularizer(settings.determinant, dim)
             if settings.determinant.proxies == "separate":
                 self.second_loss = build_loss(job.loss, classes, dim)
         self.skewed_mean: SkewedMeanRegularizer | None = None
         if (skewed := settings.skewed_mean) is not None:
-            self.skewed_mean = SkewedMeanRegularizer(
-                skewed.kind,
-                skewed.gamma,
-                skewed.delta,
-                skewed.exponent,
-                skewed.subset,
-                skewed.hinge,
-            )
+            self.skewed_mean = SkewedMeanRegularizer(skewed)
         self.non_isotropy: NonIsotropyRegularizer | None = None
         if (nir := settings.non_isotropy) is not None:
-            left_out = {"weight", "loss_weight", "fit_epochs", "share"}
-            options = nir.model_dump(exclude=left_out)
-            self.non_isotropy = NonIsotropyRegularizer(dim, **options)
+            self.non_isotropy = NonIsotropyRegularizer(nir, dim)
         self.graph_consistency: GraphConsistency | None = None
         if (graph := settings.graph_consistency) is not None:
-            self.graph_consistency = GraphConsistency(graph.sigma, graph.form)
+            self.graph_consistency = GraphConsistency(graph)
         used = {name: value.share for name, value in settings if value is not None}
         self.shares = Shares(used)
 
@@ -187,21 +177,3 @@ class TrainingStep(nn.Module):
             features = features.detach().requires_grad_()
         terms: Terms = self.objective(self.net, features, gather(labels))
         return terms
-
-
-def _determinant(settings: Determinant, dim: int) -> DeterminantRegularizer:
-    flow = settings.flow
-    return DeterminantRegularizer(
-        dim,
-        kind=flow.kind,
-        layers=flow.layers,
-        hidden=flow.hidden,
-        clamp=flow.clamp,
-        lambda1=settings.lambda1,
-        lambda2=settings.lambda2,
-        eps=settings.eps,
-        neighbours=settings.neighbours,
-        same_class=settings.same_class,
-        direction=settings.direction,
-        depth=settings.depth,
-    )

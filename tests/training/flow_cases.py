@@ -5,10 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from training.flows.coupling import FlowOutput
-from training.flows.glow import ConditionalGlow
-from training.flows.nice import NICE
-from training.flows.real_nvp import RealNVP
+from training.flows import NICE, ConditionalGlow, FlowOutput, RealNVP
 
 KINDS = ("real_nvp", "nice", "glow")
 

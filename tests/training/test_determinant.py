@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.flows.build import build_flow
-from training.flows.nice import NICE
-from training.flows.real_nvp import RealNVP
+from training.config.regularizers import Determinant, Flow
+from training.flows import NICE, RealNVP, build_flow
 from training.regularizers.determinant import (
     DeterminantRegularizer,
     augment,
@@ -24,6 +23,12 @@ def features(count: int = 8) -> tuple[Tensor, Tensor]:
     return z, torch.arange(count) % 3
 
 
+def augmented(z: Tensor, labels: Tensor, *settings: float, **more: object) -> Tensor:
+    """The points that `augment` adds, without those that are none."""
+    points, real = augment(z, labels, *settings, **more)
+    return points[real]
+
+
 KINDS = pytest.mark.parametrize("kind", ["real_nvp", "nice"])
 
 
@@ -31,8 +36,9 @@ def duel(
     kind: str = "real_nvp", **settings: object
 ) -> tuple[DeterminantRegularizer, RealNVP | NICE]:
     torch.manual_seed(0)
-    regularizer = DeterminantRegularizer(DIM, kind=kind, layers=4, hidden=8, **settings)
-    first = build_flow(kind, DIM, layers=4, hidden=8, clamp=2.0)
+    shape = Flow(kind=kind, layers=4, hidden=8)
+    regularizer = DeterminantRegularizer(Determinant(flow=shape, **settings), DIM)
+    first = build_flow(shape, DIM)
     with torch.no_grad():
         for flow in (first, regularizer.second_flow):
             for parameter in flow.parameters():
@@ -44,8 +50,9 @@ def duel(
 @pytest.mark.parametrize("depth", ["composed", "mean"])
 def test_r_of_an_untrained_flow_is_log_2(kind: str, depth: str) -> None:
     z, labels = features()
-    regularizer = DeterminantRegularizer(DIM, kind=kind, layers=4, hidden=8, depth=depth)
-    output = regularizer(z, labels, build_flow(kind, DIM, layers=4, hidden=8, clamp=2.0))
+    shape = Flow(kind=kind, layers=4, hidden=8)
+    regularizer = DeterminantRegularizer(Determinant(flow=shape, depth=depth), DIM)
+    output = regularizer(z, labels, build_flow(shape, DIM))
     assert float(output.r_first) == pytest.approx(math.log(2))
     assert float(output.r_second) == pytest.approx(math.log(2))
     assert float(output.penalty.detach()) == pytest.approx(0.0, abs=1e-7)
@@ -151,7 +158,7 @@ def test_the_composed_diagonal_is_the_jacobians_where_no_dimension_depends_on_an
 def test_r_is_equation_10_on_the_composed_diagonal(kind: str) -> None:
     regularizer, first = duel(kind)
     z, labels = features(3)
-    points = torch.cat([z, augment(z, labels, 0.4, 1, same_class=False)])
+    points = torch.cat([z, augmented(z, labels, 0.4, 1, same_class=False)])
     expected = torch.log(first(points).log_diagonal.exp() + 1).mean()
     torch.testing.assert_close(regularizer(z, labels, first).r_first, expected.detach())
 
@@ -161,8 +168,9 @@ def test_the_composed_diagonal_has_the_gradient_of_12_layers_where_their_mean_ha
     gradients = {}
     for depth in ("composed", "mean", "sum"):
         torch.manual_seed(0)
-        regularizer = DeterminantRegularizer(DIM, layers=12, hidden=8, depth=depth)
-        flow = build_flow("real_nvp", DIM, layers=12, hidden=8, clamp=2.0)  # the identity
+        shape = Flow(layers=12, hidden=8)
+        regularizer = DeterminantRegularizer(Determinant(flow=shape, depth=depth), DIM)
+        flow = build_flow(shape, DIM)  # the identity
         regularizer(z, labels, flow).penalty.backward()
         gradients[depth] = [parameter.grad for parameter in flow.parameters()]
     for composed, mean, total in zip(*gradients.values(), strict=True):
@@ -183,17 +191,17 @@ def test_summing_over_layers_multiplies_by_their_number(kind: str, count: int) -
 def test_augmented_points_lie_between_a_sample_and_its_nearest_neighbour() -> None:
     z = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 0.0]])
     labels = torch.tensor([0, 1, 0])
-    points = augment(z, labels, eps=0.4, neighbours=1, same_class=False)
+    points = augmented(z, labels, 0.4, 1, same_class=False)
     torch.testing.assert_close(points, torch.tensor([[0.4, 0.0], [0.6, 0.0], [3.4, 0.0]]))
-    beyond = augment(z, labels, 0.4, 1, same_class=False, direction="beyond")
+    beyond = augmented(z, labels, 0.4, 1, same_class=False, direction="beyond")
     torch.testing.assert_close(beyond[0], torch.tensor([-0.4, 0.0]))
 
 
 def test_tangent_steps_are_orthogonal_to_the_sample_and_end_in_its_tangent_hyperplane() -> None:
     z, labels = features()
     z = z.double()
-    between = augment(z, labels, 0.4, 1, same_class=False)
-    tangent = augment(z, labels, 0.4, 1, same_class=False, direction="tangent")
+    between = augmented(z, labels, 0.4, 1, same_class=False)
+    tangent = augmented(z, labels, 0.4, 1, same_class=False, direction="tangent")
     step, chord = tangent - z, between - z
     torch.testing.assert_close((step * z).sum(1), torch.zeros(len(z)).double())
     assert (step.norm(dim=1) > 0).all()
@@ -206,26 +214,36 @@ def test_tangent_steps_are_orthogonal_to_the_sample_and_end_in_its_tangent_hyper
 @pytest.mark.parametrize("direction", ["between", "beyond", "tangent"])
 def test_an_augmented_point_at_no_distance_is_its_sample(direction: str) -> None:
     z, labels = features()
-    assert torch.equal(augment(z, labels, 0.0, 1, same_class=False, direction=direction), z)
+    assert torch.equal(augmented(z, labels, 0.0, 1, same_class=False, direction=direction), z)
 
 
 def test_the_direction_of_the_regularizer_is_that_of_its_augmented_points() -> None:
     z, labels = features()
     for direction in ("between", "beyond", "tangent"):
         regularizer, first = duel(direction=direction, neighbours=2)
-        points = torch.cat([z, augment(z, labels, 0.4, 2, same_class=False, direction=direction)])
+        points = torch.cat([z, augmented(z, labels, 0.4, 2, same_class=False, direction=direction)])
         expected = log_scale_penalty(first(points).log_diagonal[None]).mean()
         torch.testing.assert_close(regularizer(z, labels, first).r_first, expected.detach())
 
 
 def test_neighbours_can_be_limited_to_the_same_class() -> None:
     z = torch.tensor([[0.0, 0.0], [1.0, 0.0], [5.0, 0.0]])
-    points = augment(z, torch.tensor([0, 1, 0]), eps=0.5, neighbours=2, same_class=True)
+    points = augmented(z, torch.tensor([0, 1, 0]), 0.5, 2, same_class=True)
     torch.testing.assert_close(points, torch.tensor([[2.5, 0.0], [2.5, 0.0]]))
 
 
+def test_a_sample_without_a_neighbour_of_its_class_adds_nothing_to_r() -> None:
+    z, _ = features(3)
+    labels = torch.tensor([0, 1, 0])
+    regularizer, first = duel(neighbours=2, same_class=True)
+    points = torch.cat([z, augmented(z, labels, 0.4, 2, same_class=True)])
+    assert len(points) == 3 + 2
+    expected = log_scale_penalty(first(points).log_diagonal[None]).mean()
+    torch.testing.assert_close(regularizer(z, labels, first).r_first, expected.detach())
+
+
 def test_a_single_sample_has_no_neighbour() -> None:
-    assert len(augment(torch.ones(1, 2), torch.zeros(1), 0.4, 1, same_class=False)) == 0
+    assert len(augmented(torch.ones(1, 2), torch.zeros(1), 0.4, 1, same_class=False)) == 0
 
 
 @KINDS

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.training.flow_cases import rows, trained_like
-from training.flows.glow import ConditionalGlow
-from training.flows.nice import NICE
-from training.flows.real_nvp import RealNVP
+from training.flows import NICE, ConditionalGlow, RealNVP
 
 DIM = 7
 FLOWS = {

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tests.training.flow_cases import rows, trained_like
-from training.flows.glow import ConditionalGlow
+from training.flows import ConditionalGlow
 
 
 def parameters(flow: nn.Module) -> int:

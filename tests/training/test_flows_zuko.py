@@ -16,9 +16,7 @@ from zuko.transforms import (
 )
 
 from tests.training.flow_cases import rows, trained_like
-from training.flows.glow import GlowBlock
-from training.flows.nice import NICE
-from training.flows.real_nvp import RealNVP
+from training.flows import NICE, GlowBlock, RealNVP
 
 DIMS = pytest.mark.parametrize("dim", [5, 8])
 

@@ -5,9 +5,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from training.config import regularizers as config
 from training.regularizers.graph_consistency import GraphConsistency, adjacency
 
 FORMS = ("bound", "graph")
+
+
+def consistency(**settings: object) -> GraphConsistency:
+    return GraphConsistency(config.GraphConsistency(**settings))
 
 
 def draws(
@@ -54,7 +59,7 @@ def naive(first: Tensor, second: Tensor, sigma: float, form: str) -> float:
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
 def test_it_equals_the_formula_of_the_paper(form: str, sigma: float) -> None:
     first, second = draws()
-    value = GraphConsistency(sigma, form)(first, second)
+    value = consistency(sigma=sigma, form=form)(first, second)
     assert float(value) == pytest.approx(naive(first, second, sigma, form), rel=1e-12)
 
 
@@ -62,9 +67,9 @@ def test_two_points_by_hand() -> None:
     first = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # |x - x'|^2 = 2
     second = torch.tensor([[1.0, 0.0], [1.0, 0.0]])  # 0
     a = math.exp(-2)
-    graph = GraphConsistency(form="graph")(first, second)
+    graph = consistency(form="graph")(first, second)
     assert float(graph) == pytest.approx(2 * (1 - a) ** 2)
-    bound = GraphConsistency()(first, second)  # S'X' = [[1, a], [a, 1]], S''X'' = [[2, 0], [2, 0]]
+    bound = consistency()(first, second)  # S'X' = [[1, a], [a, 1]], S''X'' = [[2, 0], [2, 0]]
     assert float(bound) == pytest.approx(math.sqrt(1 + a**2 + (2 - a) ** 2 + 1))
 
 
@@ -73,7 +78,7 @@ def test_two_points_by_hand() -> None:
 def test_identical_draws_give_0_with_a_finite_gradient(form: str, dtype: torch.dtype) -> None:
     first = draws()[0].to(dtype).requires_grad_()
     second = first.detach().clone().requires_grad_()
-    value = GraphConsistency(form=form)(first, second)
+    value = consistency(form=form)(first, second)
     value.backward()
     assert float(value.detach()) == 0
     for x in (first, second):
@@ -84,7 +89,7 @@ def test_identical_draws_give_0_with_a_finite_gradient(form: str, dtype: torch.d
 @pytest.mark.parametrize("form", FORMS)
 def test_almost_identical_draws_have_a_bounded_gradient(form: str) -> None:
     first = draws(dtype=torch.float32)[0].requires_grad_()
-    GraphConsistency(form=form)(first, first.detach() + 1e-7).backward()
+    consistency(form=form)(first, first.detach() + 1e-7).backward()
     assert first.grad is not None
     assert 0 < float(first.grad.norm()) < 20
 
@@ -93,7 +98,7 @@ def test_almost_identical_draws_have_a_bounded_gradient(form: str) -> None:
 def test_equal_points_of_each_class_give_0_however_they_are_drawn(form: str) -> None:
     first, second = draws(spread=0.0)
     within = torch.tensor([1, 0, 3, 2, 5, 4])
-    assert float(GraphConsistency(form=form)(first, second[within])) == pytest.approx(0, abs=1e-12)
+    assert float(consistency(form=form)(first, second[within])) == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -102,7 +107,7 @@ def test_reordering_a_class_counts_only_as_much_as_it_is_spread(form: str) -> No
     values = []
     for spread in (0.1, 0.01, 0.001):
         first, _ = draws(each=3, spread=spread)
-        values.append(float(GraphConsistency(form=form)(first, first[within])))
+        values.append(float(consistency(form=form)(first, first[within])))
     power = 2 if form == "graph" else 1  # L_gc is a square, L_GC is not
     for near, far in zip(values[1:], values[:-1], strict=True):
         assert 0 < near < 2 * far / 10**power
@@ -112,16 +117,16 @@ def test_reordering_a_class_counts_only_as_much_as_it_is_spread(form: str) -> No
 def test_mixing_classes_counts_even_without_spread(form: str) -> None:
     first, _ = draws(spread=0.0)
     across = torch.tensor([0, 2, 1, 3, 4, 5])
-    assert float(GraphConsistency(form=form)(first, first[across])) > 0.1
+    assert float(consistency(form=form)(first, first[across])) > 0.1
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_symmetric_in_the_draws_and_blind_to_a_common_order(form: str) -> None:
     first, second = draws()
-    value = GraphConsistency(form=form)(first, second)
-    torch.testing.assert_close(GraphConsistency(form=form)(second, first), value)
+    value = consistency(form=form)(first, second)
+    torch.testing.assert_close(consistency(form=form)(second, first), value)
     order = torch.randperm(len(first), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(GraphConsistency(form=form)(first[order], second[order]), value)
+    torch.testing.assert_close(consistency(form=form)(first[order], second[order]), value)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -130,15 +135,15 @@ def test_it_is_blind_to_a_common_rotation(form: str) -> None:
     turn = torch.linalg.qr(
         torch.randn(5, 5, generator=torch.Generator().manual_seed(2), dtype=torch.double)
     ).Q
-    value = GraphConsistency(form=form)(first, second)
-    torch.testing.assert_close(GraphConsistency(form=form)(first @ turn, second @ turn), value)
+    value = consistency(form=form)(first, second)
+    torch.testing.assert_close(consistency(form=form)(first @ turn, second @ turn), value)
 
 
 def sides(first: Tensor, second: Tensor) -> tuple[float, float]:
     """Both sides of the inequality, equation 2."""
     s_first, s_second = adjacency(first, 1.0), adjacency(second, 1.0)
     left = torch.linalg.matrix_norm(s_first - s_second)
-    loss = GraphConsistency()(first, second)
+    loss = consistency()(first, second)
     residual = torch.linalg.matrix_norm(second - first)
     inverse = torch.linalg.matrix_norm(torch.linalg.pinv(first))
     right = (loss + torch.linalg.matrix_norm(s_second) * residual) * inverse
@@ -160,8 +165,8 @@ def test_the_inequality_fails_for_dependent_points() -> None:
 def test_the_trained_form_alone_is_no_bound() -> None:
     first = 100 + torch.tensor([[0.0], [0.0], [0.5], [0.5]], dtype=torch.double)
     second = first[[0, 2, 1, 3]]
-    assert float(GraphConsistency()(first, second)) < math.sqrt(
-        float(GraphConsistency(form="graph")(first, second))
+    assert float(consistency()(first, second)) < math.sqrt(
+        float(consistency(form="graph")(first, second))
     )
 
 
@@ -185,7 +190,7 @@ def test_minimising_it_over_random_draws_makes_classes_compact(form: str) -> Non
         drawn = F.normalize(points, dim=2)[:, order]
         optimizer.zero_grad()
         first, second = drawn[:, :3].flatten(0, 1), drawn[:, 3:].flatten(0, 1)
-        GraphConsistency(form=form)(first, second).backward()
+        consistency(form=form)(first, second).backward()
         optimizer.step()
     new_spread, new_gap = spread_and_gap()
     assert new_spread < spread / 4
@@ -195,8 +200,8 @@ def test_minimising_it_over_random_draws_makes_classes_compact(form: str) -> Non
 @pytest.mark.parametrize("form", FORMS)
 def test_the_gradient_reaches_both_draws_and_is_that_of_differences(form: str) -> None:
     first, second = (x.requires_grad_() for x in draws())
-    assert torch.autograd.gradcheck(GraphConsistency(form=form), (first, second))
-    GraphConsistency(form=form)(first, second).backward()
+    assert torch.autograd.gradcheck(consistency(form=form), (first, second))
+    consistency(form=form)(first, second).backward()
     for x in (first, second):
         assert x.grad is not None
         assert (x.grad.norm(dim=1) > 0).all()
@@ -205,10 +210,10 @@ def test_the_gradient_reaches_both_draws_and_is_that_of_differences(form: str) -
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_computed_in_float32_whatever_the_autocast(form: str) -> None:
     first, second = draws(dtype=torch.float32)
-    expected = GraphConsistency(form=form)(first, second)
+    expected = consistency(form=form)(first, second)
     with torch.autocast("cpu", torch.bfloat16):
-        value = GraphConsistency(form=form)(first, second)
-        low = GraphConsistency(form=form)(first.bfloat16(), second.bfloat16())
+        value = consistency(form=form)(first, second)
+        low = consistency(form=form)(first.bfloat16(), second.bfloat16())
     assert value.dtype == low.dtype == torch.float32
     torch.testing.assert_close(value, expected, rtol=0, atol=0)
     torch.testing.assert_close(low, expected, rtol=0.1, atol=0)
@@ -217,7 +222,7 @@ def test_it_is_computed_in_float32_whatever_the_autocast(form: str) -> None:
 def test_no_images_give_0_that_is_connected_to_the_graph() -> None:
     nothing = torch.zeros(0, 4, requires_grad=True)
     for form in FORMS:
-        value = GraphConsistency(form=form)(nothing, torch.zeros(0, 4))
+        value = consistency(form=form)(nothing, torch.zeros(0, 4))
         value.backward()
         assert float(value.detach()) == 0
 
@@ -225,8 +230,8 @@ def test_no_images_give_0_that_is_connected_to_the_graph() -> None:
 def test_wrong_settings_and_draws_are_refused() -> None:
     for sigma in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="sigma"):
-            GraphConsistency(sigma)
-    with pytest.raises(ValueError, match="'gc' is not one of bound, graph"):
-        GraphConsistency(form="gc")
+            consistency(sigma=sigma)
+    with pytest.raises(ValueError, match="'bound' or 'graph'"):
+        consistency(form="gc")
     with pytest.raises(ValueError, match="do not pair up"):
-        GraphConsistency()(torch.zeros(4, 3), torch.zeros(6, 3))
+        consistency()(torch.zeros(4, 3), torch.zeros(6, 3))

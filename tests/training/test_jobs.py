@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from service.jobs.plan import data_kind, training_jobs
 from tests.training.jobs import Silent
 from tests.training.official_layouts import KINDS, write_layout
 from training.config.job import Job, load_job, parse_job
@@ -215,3 +216,9 @@ def test_every_tournament_has_the_settings_of_the_table(path: Path) -> None:
     assert by_name["proxy_nca"].optimizer.lr_proxies == 1e-5
     assert by_name["arcface"].optimizer.lr_proxies == 1e-4
     assert by_name["soft_triple"].optimizer.lr_proxies == 1e-4
+
+
+def test_the_service_knows_the_same_jobs_and_what_they_train_on() -> None:
+    assert {name: data_kind(name) for name in training_jobs()} == {
+        name: load_job(name).data.kind for name in NAMES
+    }

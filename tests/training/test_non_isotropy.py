@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from training.config.regularizers import NonIsotropy
 from training.regularizers.non_isotropy import (
     LARGEST_EXPONENT,
     NonIsotropyRegularizer,
@@ -27,7 +28,8 @@ def batch(count: int = 8, dim: int = DIM, seed: int = 1) -> tuple[Tensor, Tensor
 
 def regularizer(exponentiate: bool = True, dim: int = DIM) -> NonIsotropyRegularizer:
     torch.manual_seed(0)
-    return NonIsotropyRegularizer(dim, exponentiate, blocks=2, hidden=16, layers=3)
+    settings = NonIsotropy(exponentiate=exponentiate, blocks=2, hidden=16, layers=3)
+    return NonIsotropyRegularizer(settings, dim)
 
 
 def naive(nir: NonIsotropyRegularizer, embeddings: Tensor, centres: Tensor) -> list[float]:
@@ -63,7 +65,7 @@ def test_new_flows_start_about_where_the_authors_flow_does() -> None:
     found = []
     for seed in range(20):
         torch.manual_seed(seed)
-        nir = NonIsotropyRegularizer(128)
+        nir = NonIsotropyRegularizer(NonIsotropy(), 128)
         embeddings, centres = (F.normalize(torch.randn(32, 128), dim=1) for _ in range(2))
         with torch.no_grad():
             found.append(float(nir.negative_log_likelihood(embeddings, centres).mean()))

@@ -6,8 +6,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.config.job import Job, load_job
+from training.config.regularizers import SkewedMean
 from training.losses.table import build_loss
-from training.regularizers.skewed_mean import SkewedMeanRegularizer, k_skewed_mean
+from training.regularizers.skewed_mean import (
+    SkewedMeanRegularizer,
+    class_means,
+    log_exp_mean,
+    power_mean,
+)
 
 KINDS = ("r1", "r2", "distance", "uniform_face", "mhe0", "mhe1", "mhe2")
 SETTINGS: list[dict[str, object]] = [
@@ -30,6 +36,10 @@ SETTINGS: list[dict[str, object]] = [
 ]
 FARTHEST = [s for s in SETTINGS if float(s.get("gamma", 1)) < 0 or float(s.get("exponent", 1)) < 0]
 FARTHEST.append({"kind": "r2", "exponent": 0.0})
+
+
+def skewed(kind: str = "r1", **settings: object) -> SkewedMeanRegularizer:
+    return SkewedMeanRegularizer(SkewedMean(kind=kind, **settings))
 
 
 def centres_of(count: int = 6, dim: int = 4, dtype: torch.dtype = torch.double) -> Tensor:
@@ -90,7 +100,7 @@ def gradient(regularizer: SkewedMeanRegularizer, centres: Tensor) -> Tensor:
 @pytest.mark.parametrize("settings", SETTINGS, ids=named)
 def test_it_equals_the_formula(settings: dict[str, object]) -> None:
     centres = centres_of()
-    value = SkewedMeanRegularizer(**settings)(centres)
+    value = skewed(**settings)(centres)
     assert float(value) == pytest.approx(naive(centres, settings), rel=1e-9)
 
 
@@ -111,7 +121,7 @@ def test_it_equals_the_formula(settings: dict[str, object]) -> None:
 def test_two_centres_by_hand(
     settings: dict[str, object], opposite: float, orthogonal: float
 ) -> None:
-    regularizer = SkewedMeanRegularizer(**settings)
+    regularizer = skewed(**settings)
     assert float(regularizer(on_a_circle(0, 180))) == pytest.approx(opposite, abs=2e-6)
     assert float(regularizer(on_a_circle(0, 90))) == pytest.approx(orthogonal)
 
@@ -120,10 +130,10 @@ def test_the_energies_are_transforms_of_the_distance_form() -> None:
     centres = centres_of()
 
     def mean(exponent: float) -> Tensor:
-        return -SkewedMeanRegularizer("distance", exponent=exponent)(centres)
+        return -skewed("distance", exponent=exponent)(centres)
 
     def energy(kind: str) -> Tensor:
-        return SkewedMeanRegularizer(kind)(centres)
+        return skewed(kind)(centres)
 
     torch.testing.assert_close(energy("uniform_face"), 1 / mean(1.0))
     torch.testing.assert_close(energy("mhe0"), -mean(0.0).log())
@@ -134,8 +144,8 @@ def test_the_energies_are_transforms_of_the_distance_form() -> None:
 def test_the_energies_descend_in_the_direction_of_the_distance_form() -> None:
     centres = centres_of()
     for kind, exponent in (("uniform_face", 1.0), ("mhe0", 0.0), ("mhe1", 1.0), ("mhe2", 2.0)):
-        ours = gradient(SkewedMeanRegularizer("distance", exponent=exponent), centres).flatten()
-        theirs = gradient(SkewedMeanRegularizer(kind), centres).flatten()
+        ours = gradient(skewed("distance", exponent=exponent), centres).flatten()
+        theirs = gradient(skewed(kind), centres).flatten()
         assert float(F.cosine_similarity(ours, theirs, dim=0)) == pytest.approx(1.0)
 
 
@@ -153,8 +163,8 @@ def test_the_sign_of_lambda_chooses_between_the_nearest_and_the_farthest_pair(
     kind: str, nearest: float, farthest: float
 ) -> None:
     centres = two_pairs()
-    near = gradient(SkewedMeanRegularizer(kind, exponent=nearest), centres).norm(dim=1)
-    far = gradient(SkewedMeanRegularizer(kind, exponent=farthest), centres).norm(dim=1)
+    near = gradient(skewed(kind, exponent=nearest), centres).norm(dim=1)
+    far = gradient(skewed(kind, exponent=farthest), centres).norm(dim=1)
     assert near[:2].min() > 20 * near[2:].max()
     assert far[2:].min() > 20 * far[:2].max()
 
@@ -164,9 +174,9 @@ def test_the_sign_of_gamma_chooses_the_nearest_or_the_farthest_centre_of_each(si
     raw = centres_of().requires_grad_()
     units = F.normalize(raw, dim=1)
     rows = (units @ units.T)[~torch.eye(6, dtype=torch.bool)].view(6, 5)
-    extremes = torch.stack([k_skewed_mean(row, int(sign)) for row in rows]).mean()
+    extremes = (rows.amax(dim=1) if sign > 0 else rows.amin(dim=1)).mean()
     extremes.backward()
-    regularizer = SkewedMeanRegularizer("r1", gamma=sign * 300, delta=0.0)
+    regularizer = skewed("r1", gamma=sign * 300, delta=0.0)
     assert float(regularizer(units.detach())) == pytest.approx(float(extremes.detach()), abs=0.01)
     torch.testing.assert_close(gradient(regularizer, raw.detach()), raw.grad, rtol=0, atol=0.01)
 
@@ -174,7 +184,7 @@ def test_the_sign_of_gamma_chooses_the_nearest_or_the_farthest_centre_of_each(si
 @pytest.mark.parametrize("settings", SETTINGS, ids=named)
 def test_it_is_invariant_to_the_order_of_the_centres(settings: dict[str, object]) -> None:
     centres = centres_of()
-    regularizer = SkewedMeanRegularizer(**settings)
+    regularizer = skewed(**settings)
     order = torch.tensor([3, 1, 5, 0, 2, 4])
     torch.testing.assert_close(regularizer(centres[order]), regularizer(centres))
 
@@ -186,7 +196,7 @@ def test_it_is_invariant_to_the_order_of_the_centres(settings: dict[str, object]
 )
 def test_steps_push_the_nearest_centres_apart(settings: dict[str, object]) -> None:
     raw = centres_of(8, 3).requires_grad_()
-    regularizer = SkewedMeanRegularizer(**settings)
+    regularizer = skewed(**settings)
     optimizer = torch.optim.Adam([raw], lr=0.02)
     before = torch.pdist(F.normalize(raw.detach(), dim=1)).min()
     for _ in range(60):
@@ -207,7 +217,7 @@ def test_steps_push_the_nearest_centres_apart(settings: dict[str, object]) -> No
 )
 def test_steps_push_the_farthest_centres_apart(settings: dict[str, object]) -> None:
     raw = on_a_circle(0, 10, 40, 80).requires_grad_()
-    regularizer = SkewedMeanRegularizer(**settings)
+    regularizer = skewed(**settings)
     optimizer = torch.optim.SGD([raw], lr=0.1)
     before = torch.pdist(F.normalize(raw.detach(), dim=1)).max()
     for _ in range(20):
@@ -222,7 +232,7 @@ def test_pushing_far_pairs_alone_can_gather_centres_at_two_opposite_points() -> 
     optimizer = torch.optim.Adam([raw], lr=0.02)
     for _ in range(100):
         optimizer.zero_grad()
-        SkewedMeanRegularizer("r2", exponent=0.0)(F.normalize(raw, dim=1)).backward()
+        skewed("r2", exponent=0.0)(F.normalize(raw, dim=1)).backward()
         optimizer.step()
     distances = torch.pdist(F.normalize(raw.detach(), dim=1))
     assert distances.max() > 1.99
@@ -231,15 +241,15 @@ def test_pushing_far_pairs_alone_can_gather_centres_at_two_opposite_points() -> 
 
 def test_delta_only_shifts_r1_unless_there_is_a_hinge() -> None:
     centres = centres_of()
-    low, high = (SkewedMeanRegularizer("r1", delta=delta) for delta in (0.45, 0.7))
+    low, high = (skewed("r1", delta=delta) for delta in (0.45, 0.7))
     torch.testing.assert_close(low(centres) - high(centres), torch.tensor(0.25).double())
     torch.testing.assert_close(gradient(low, centres), gradient(high, centres))
-    low, high = (SkewedMeanRegularizer("r1", delta=delta, hinge=True) for delta in (0.45, 0.7))
+    low, high = (skewed("r1", delta=delta, hinge=True) for delta in (0.45, 0.7))
     assert gradient(high, centres).norm() < 0.9 * gradient(low, centres).norm()
 
 
 def test_the_hinge_lets_centres_alone_that_are_farther_apart_than_delta() -> None:
-    regularizer = SkewedMeanRegularizer("r1", gamma=60.0, delta=0.5, hinge=True)
+    regularizer = skewed("r1", gamma=60.0, delta=0.5, hinge=True)
     near, far = on_a_circle(0, 30), on_a_circle(0, 100)
     assert gradient(regularizer, near).norm() > 1e6 * gradient(regularizer, far).norm() > 0
 
@@ -247,25 +257,23 @@ def test_the_hinge_lets_centres_alone_that_are_farther_apart_than_delta() -> Non
 def test_a_subset_touches_only_its_centres() -> None:
     centres = centres_of(20)
     torch.manual_seed(5)
-    touched = [
-        gradient(SkewedMeanRegularizer("mhe1", subset=4), centres).norm(dim=1) > 0 for _ in range(3)
-    ]
+    touched = [gradient(skewed("mhe1", subset=4), centres).norm(dim=1) > 0 for _ in range(3)]
     assert [int(one.sum()) for one in touched] == [4, 4, 4]
     assert not torch.equal(touched[0], touched[1])
     torch.manual_seed(5)
     chosen = torch.randperm(20)[:4]
     assert touched[0][chosen].all()
     torch.manual_seed(5)
-    value = SkewedMeanRegularizer("mhe1", subset=4)(centres)
-    torch.testing.assert_close(value, SkewedMeanRegularizer("mhe1")(centres[chosen]))
+    value = skewed("mhe1", subset=4)(centres)
+    torch.testing.assert_close(value, skewed("mhe1")(centres[chosen]))
 
 
 def test_a_subset_of_all_centres_draws_nothing() -> None:
     centres = centres_of()
     state = torch.get_rng_state()
-    value = SkewedMeanRegularizer("mhe1", subset=6)(centres)
+    value = skewed("mhe1", subset=6)(centres)
     assert torch.equal(torch.get_rng_state(), state)
-    torch.testing.assert_close(value, SkewedMeanRegularizer("mhe1")(centres))
+    torch.testing.assert_close(value, skewed("mhe1")(centres))
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=named)
@@ -280,7 +288,7 @@ def test_coinciding_and_opposite_centres_have_finite_gradients(
         torch.cat([point, -point]),
     ):
         raw = centres.clone().requires_grad_()
-        value = SkewedMeanRegularizer(**settings)(raw)
+        value = skewed(**settings)(raw)
         value.backward()
         assert value.isfinite()
         assert raw.grad is not None
@@ -291,7 +299,7 @@ def test_coinciding_and_opposite_centres_have_finite_gradients(
 def test_fewer_than_two_centres_give_0_connected_to_the_graph(kind: str) -> None:
     for count in (0, 1):
         centres = centres_of()[:count].requires_grad_()
-        value = SkewedMeanRegularizer(kind, subset=2)(centres)
+        value = skewed(kind, subset=2)(centres)
         value.backward()
         assert float(value.detach()) == 0
 
@@ -299,7 +307,7 @@ def test_fewer_than_two_centres_give_0_connected_to_the_graph(kind: str) -> None
 @pytest.mark.parametrize("settings", SETTINGS, ids=named)
 def test_it_is_computed_in_float32_whatever_the_autocast(settings: dict[str, object]) -> None:
     centres = centres_of(dtype=torch.float32)
-    regularizer = SkewedMeanRegularizer(**settings)
+    regularizer = skewed(**settings)
     expected = regularizer(centres)
     with torch.autocast("cpu", torch.bfloat16):
         value = regularizer(centres)
@@ -307,22 +315,24 @@ def test_it_is_computed_in_float32_whatever_the_autocast(settings: dict[str, obj
     assert value.dtype == low.dtype == torch.float32
     torch.testing.assert_close(value, expected, rtol=0, atol=0)
     torch.testing.assert_close(low, expected, rtol=0.05, atol=0.02)
-    exact = SkewedMeanRegularizer(**settings)(centres.double())
+    exact = skewed(**settings)(centres.double())
     assert exact.dtype == torch.float64
     torch.testing.assert_close(expected.double(), exact, rtol=1e-4, atol=1e-5)
 
 
 def test_wrong_settings_are_refused() -> None:
     for wrong, message in (
-        ({"kind": "r3"}, "'r3' is not one of r1, r2"),
-        ({"gamma": 0.0}, "gamma 0.0 must not be 0"),
-        ({"gamma": math.nan}, "gamma nan"),
-        ({"exponent": math.nan}, "numbers"),
-        ({"gamma": -1.0, "hinge": True}, "hinge needs .* not -1.0"),
-        ({"subset": 1}, "subset 1 has no pair"),
+        ({"kind": "r3"}, "kind\n.*'r1', 'r2', "),
+        ({"gamma": 0.0}, "gamma must not be 0"),
+        ({"gamma": math.nan}, "gamma must not be 0"),
+        ({"delta": math.nan}, "delta\n.*finite"),
+        ({"kind": "r2", "exponent": math.nan}, "numbers"),
+        ({"gamma": -1.0, "hinge": True}, "hinge = true needs .* not -1.0"),
+        ({"subset": 1}, "subset\n.*greater than or equal to 2"),
+        ({"kind": "mhe1", "gamma": 3.0}, "does not read gamma"),
     ):
         with pytest.raises(ValueError, match=message):
-            SkewedMeanRegularizer(**wrong)
+            skewed(**wrong)
 
 
 def unit_rows(*shape: int) -> Tensor:
@@ -384,12 +394,106 @@ def test_at_the_settings_of_the_jobs_the_skewed_mean_still_acts_on_proxies_that_
 def regularizer_of(job: Job, hinge: bool) -> SkewedMeanRegularizer:
     settings = job.regularizers.skewed_mean
     assert settings is not None
-    return SkewedMeanRegularizer(
-        settings.kind, settings.gamma, settings.delta, subset=settings.subset, hinge=hinge
-    )
+    return SkewedMeanRegularizer(settings.model_copy(update={"hinge": hinge}))
 
 
 def pushes(loss: nn.Module, value: Tensor) -> float:
     """The norm of the gradient of `value` at the proxies of `loss`."""
     (gradient,) = torch.autograd.grad(value, loss.proxies, retain_graph=True)
     return float(gradient.norm())
+
+
+VALUES = torch.tensor([0.2, 1.5, 0.7, 3.0, 0.4], dtype=torch.double)
+
+
+@pytest.mark.parametrize("mean", [log_exp_mean, power_mean])
+def test_the_limits_of_the_smooth_means(mean: object) -> None:
+    middle = VALUES.mean() if mean is log_exp_mean else VALUES.log().mean().exp()
+    for lam, expected in ((0.0, middle), (math.inf, VALUES.max()), (-math.inf, VALUES.min())):
+        torch.testing.assert_close(mean(VALUES, lam), expected)
+    for lam in (1e-12, -1e-12):
+        torch.testing.assert_close(mean(VALUES, lam), middle)
+    torch.testing.assert_close(mean(VALUES, 1e6), VALUES.max(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(mean(VALUES, -1e6), VALUES.min(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("mean", [log_exp_mean, power_mean])
+def test_the_smooth_means_grow_with_lambda_and_reach_every_skewed_mean(mean: object) -> None:
+    grid = torch.linspace(-60, 60, 481).tolist()
+    means = torch.stack([mean(VALUES, lam) for lam in grid])
+    assert (means.diff() > 0).all()
+    ranked = VALUES.sort().values
+    for k in range(2, 6):  # equation 5, the K-skewed mean
+        assert means[0] < ranked[:k].mean()
+        assert ranked[-k:].mean() < means[-1]
+
+
+@pytest.mark.parametrize("lam", [-7.0, -1.0, -0.01, 0.01, 1.0, 2.0, 7.0])
+def test_the_smooth_means_are_their_formulas(lam: float) -> None:
+    values = VALUES.tolist()
+    exponential = math.log(sum(math.exp(lam * v) for v in values) / len(values)) / lam
+    assert float(log_exp_mean(VALUES, lam)) == pytest.approx(exponential, rel=1e-10)
+    assert float(power_mean(VALUES, lam)) == pytest.approx(mean_of(values, lam), rel=1e-10)
+
+
+@pytest.mark.parametrize("lam", [0.0, 1e-30, 1e-7, 1e-3, 1.0, 50.0, 1e4, 1e30, math.inf])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("mean", [log_exp_mean, power_mean])
+def test_the_means_are_stable_in_float32(mean: object, lam: float, sign: float) -> None:
+    values = (100 * VALUES).float().requires_grad_()
+    result = mean(values, sign * lam)
+    result.backward()
+    exact = mean(100 * VALUES, sign * lam)
+    torch.testing.assert_close(result.detach().double(), exact, rtol=1e-5, atol=0)
+    assert values.grad is not None
+    assert values.grad.isfinite().all()
+    assert (values.grad >= 0).all()
+    if mean is log_exp_mean:
+        assert float(values.grad.sum()) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("mean", [log_exp_mean, power_mean])
+def test_the_gradient_of_the_means_is_that_of_differences(mean: object) -> None:
+    for lam in (-9.0, -0.5, 0.0, 1e-3, 0.5, 9.0):
+        assert torch.autograd.gradcheck(
+            lambda v, lam=lam: mean(v, lam), VALUES.clone().requires_grad_()
+        )
+
+
+def test_one_value_among_very_many_decides_a_maximum() -> None:
+    values = torch.zeros(3_000_000)
+    values[5] = 1.0
+    exact = 1 - math.log(3_000_000) / 100  # float32 has no digits for 1 - 1 / N
+    assert float(log_exp_mean(values, 100.0)) == pytest.approx(exact, rel=1e-4)
+
+
+def test_means_without_meaning_are_refused() -> None:
+    for mean in (log_exp_mean, power_mean):
+        with pytest.raises(ValueError, match="lam nan of 5 values"):
+            mean(VALUES, math.nan)
+        with pytest.raises(ValueError, match="of 0 values"):
+            mean(torch.zeros(0), 1.0)
+
+
+def test_class_means_are_unit_means_in_order_of_label() -> None:
+    generator = torch.Generator().manual_seed(0)
+    embeddings = F.normalize(torch.randn(7, 4, generator=generator), dim=1).requires_grad_()
+    labels = torch.tensor([4, 9, 4, 2, 9, 4, 2])
+    means = class_means(embeddings, labels)
+    for row, label in zip(means, (2, 4, 9), strict=True):
+        total = sum(e for e, y in zip(embeddings, labels.tolist(), strict=True) if y == label)
+        torch.testing.assert_close(row, total / total.norm())
+    means.square()[:, 0].sum().backward()
+    assert embeddings.grad is not None
+    assert (embeddings.grad.norm(dim=1) > 0).all()
+
+
+def test_class_means_of_no_or_opposing_images_are_finite() -> None:
+    assert class_means(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)).shape == (0, 4)
+    point = torch.tensor([[0.6, 0.0, -0.8]])
+    pair = torch.cat([point, -point]).requires_grad_()
+    means = class_means(pair, torch.tensor([3, 3]))
+    means.sum().backward()
+    assert (means == 0).all()
+    assert pair.grad is not None
+    assert pair.grad.isfinite().all()

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from training.config.section import Section
 
+Direction = Literal["between", "beyond", "tangent"]
 Share = Annotated[float, Field(gt=0, le=10)]
 """The part of the loss's gradient that a regularizer is to make; its weight is calibrated to it."""
 
@@ -36,7 +37,7 @@ class Determinant(Section):
     eps: float = 0.4
     neighbours: int = Field(1, ge=1)
     same_class: bool = False
-    direction: Literal["between", "beyond", "tangent"] = "between"
+    direction: Direction = "between"
     depth: Literal["composed", "mean", "sum"] = "composed"
     proxies: Literal["shared", "separate"] = "shared"
     share: Share | None = None

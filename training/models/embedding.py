@@ -12,10 +12,7 @@ from torch.nn import functional as F
 from embedder.errors import JobError
 from training.config.model import Model
 from training.config.regularizers import Determinant
-from training.flows.build import build_flow
-from training.flows.coupling import FlowOutput
-from training.flows.nice import NICE
-from training.flows.real_nvp import RealNVP
+from training.flows import NICE, FlowOutput, RealNVP, build_flow
 from training.models.backbones import build_trunk, channels_of, normalization_of
 from training.models.folding import BATCH_NORMS, fold_batch_norm
 from training.models.pooling import Pool
@@ -86,8 +83,7 @@ class EmbeddingNet(nn.Module):
         self.flow: RealNVP | NICE | None = None
         if determinant is not None:
             self.flow_input = FlowInput(determinant.activation, determinant.input_norm)
-            shape = determinant.flow
-            self.flow = build_flow(shape.kind, self.dim, shape.layers, shape.hidden, shape.clamp)
+            self.flow = build_flow(determinant.flow, self.dim)
         self.batch_norm = model.batch_norm
         self._freeze()
 

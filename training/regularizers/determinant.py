@@ -1,16 +1,13 @@
 """Determinant regularization: two duelling flows, one pressed to contract, one to expand."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.flows.build import FlowKind, build_flow
-from training.flows.coupling import FlowOutput
-
-Direction = Literal["between", "beyond", "tangent"]
-Depth = Literal["composed", "mean", "sum"]
+from training.config.regularizers import Determinant, Direction
+from training.flows import FlowOutput, build_flow
 
 
 class DuelOutput(NamedTuple):
@@ -60,64 +57,40 @@ class DeterminantRegularizer(nn.Module):
         ICLR 2023 submission, https://openreview.net/forum?id=NUBuJsAq1U
 
     Args:
+        settings: weights, augmented points and depth of R; the shape of the second flow.
         dim: length D of an embedding.
-        kind: of the second flow, "real_nvp" or "nice"; NICE says what R can press in it.
-        layers, hidden, clamp: of the second flow, see RealNVP.
-        lambda1, lambda2: weights of contraction and expansion.
-        eps: how far an augmented point lies from its sample, as a part of the way to z_j.
-        neighbours: k, augmented points per sample.
-        same_class: take neighbours of the same class only.
-        direction: "between", "beyond" or "tangent", see above.
-        depth: how R joins the layers: "composed", "mean" or "sum", see above.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        kind: FlowKind = "real_nvp",
-        layers: int = 12,
-        hidden: int = 256,
-        clamp: float = 2.0,
-        lambda1: float = 0.05,
-        lambda2: float = 0.05,
-        eps: float = 0.4,
-        neighbours: int = 1,
-        same_class: bool = False,
-        direction: Direction = "between",
-        depth: Depth = "composed",
-    ) -> None:
+    def __init__(self, settings: Determinant, dim: int) -> None:
         super().__init__()
-        self.second_flow = build_flow(kind, dim, layers, hidden, clamp)
-        self.lambda1 = lambda1
-        self.lambda2 = lambda2
-        self.eps = eps
-        self.neighbours = neighbours
-        self.same_class = same_class
-        self.direction = direction
-        self.depth = depth
+        self.settings = settings
+        self.second_flow = build_flow(settings.flow, dim)
 
     def forward(self, z: Tensor, labels: Tensor, first_flow: nn.Module) -> DuelOutput:
         """Features z (B, D) and labels (B,) through both flows."""
-        added = augment(z, labels, self.eps, self.neighbours, self.same_class, self.direction)
+        own = self.settings
+        added, real = augment(z, labels, own.eps, own.neighbours, own.same_class, own.direction)
         points = torch.cat([z, added])
+        weights = torch.cat([real.new_ones(len(z)), real]).to(z.dtype)  # (B + k B,)
         first: FlowOutput = first_flow(points)
         second: FlowOutput = self.second_flow(points)
-        r1, r2 = self._r(first), self._r(second)
+        r1, r2 = self._r(first, weights), self._r(second, weights)
         return DuelOutput(
             first.y[: len(z)],
             second.y[: len(z)],
-            self.lambda1 * r1 - self.lambda2 * r2,
+            own.lambda1 * r1 - own.lambda2 * r2,
             r1.detach(),
             r2.detach(),
         )
 
-    def _r(self, output: FlowOutput) -> Tensor:
+    def _r(self, output: FlowOutput, weights: Tensor) -> Tensor:
         scales = output.log_scales  # (L, B, D)
-        if self.depth == "composed":
+        if self.settings.depth == "composed":
             scales = output.log_diagonal[None]  # one layer: (1, B, D)
         per_layer = log_scale_penalty(scales)  # (L, B)
-        over_layers = per_layer.sum(0) if self.depth == "sum" else per_layer.mean(0)  # (B,)
-        return over_layers.mean()
+        summed = self.settings.depth == "sum"
+        over_layers = per_layer.sum(0) if summed else per_layer.mean(0)  # (B,)
+        return (over_layers * weights).sum() / weights.sum()
 
 
 def log_scale_penalty(log_scales: Tensor) -> Tensor:
@@ -132,30 +105,28 @@ def augment(
     neighbours: int,
     same_class: bool,
     direction: Direction = "between",
-) -> Tensor:
-    """z_i + eps e_ij for the k nearest z_j of each z_i: (B, D) to (M, D), M <= k B.
+) -> tuple[Tensor, Tensor]:
+    """z_i + eps e_ij for the k nearest z_j of each z_i: (B, D) to (k B, D).
 
     e_ij is z_j - z_i "between", its negative "beyond", its part orthogonal to z_i "tangent".
-    Fewer than k B where a sample has fewer candidates; gradients flow to z_i and z_j.
+    Gradients flow to z_i and z_j. The second result, (k B,), is False where a sample has fewer
+    candidates of its class: such a point is none.
     """
+    k = min(neighbours, max(len(z) - 1, 0))
     with torch.no_grad():
         distances = torch.cdist(z, z)
         distances.fill_diagonal_(torch.inf)
         if same_class:
             distances.masked_fill_(labels[:, None] != labels[None, :], torch.inf)
-        nearest, j = distances.topk(min(neighbours, len(z) - 1), largest=False)  # (B, k)
-        i = torch.arange(len(z), device=z.device)[:, None].expand_as(j)
-        if same_class:  # how many there are, a GPU has to tell
-            valid = nearest.isfinite()
-            i, j = i[valid], j[valid]
-    i, j = i.flatten(), j.flatten()  # (M,)
-    step = z[j] - z[i]  # (M, D)
+        nearest, j = (found.flatten() for found in distances.topk(k, largest=False))  # (k B,)
+        i = torch.arange(len(z), device=z.device).repeat_interleave(k)
+    step = z[j] - z[i]  # (k B, D)
     if direction == "beyond":
         step = -step
     elif direction == "tangent":
         radius = F.normalize(z[i], dim=1)
         step = step - (step * radius).sum(1, keepdim=True) * radius
-    return z[i] + eps * step
+    return z[i] + eps * step, nearest.isfinite()
 
 
 def local_lipschitz(flow: nn.Module, z: Tensor) -> Tensor:

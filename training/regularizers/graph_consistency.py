@@ -1,12 +1,9 @@
 """Graph consistency: two draws of the same classes are to have the same graph of similarities."""
 
-import math
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor, nn
 
-Form = Literal["bound", "graph"]
+from training.config import regularizers as config
 
 
 class GraphConsistency(nn.Module):
@@ -45,21 +42,14 @@ class GraphConsistency(nn.Module):
         inequality) and 3 (L_GC). https://ojs.aaai.org/index.php/AAAI/article/view/16182
 
     Args:
-        sigma: width of the kernel, in squared units of the embeddings.
-        form: "bound" (L_GC) or "graph" (L_gc).
-
-    Raises:
-        ValueError: for a setting outside its range.
+        settings: `sigma`, the width of the kernel in squared units of the embeddings, and `form`,
+            "bound" (L_GC) or "graph" (L_gc).
     """
 
-    def __init__(self, sigma: float = 1.0, form: Form = "bound") -> None:
+    def __init__(self, settings: config.GraphConsistency) -> None:
         super().__init__()
-        if not 0 < sigma < math.inf:
-            raise ValueError(f"sigma {sigma} must be above 0 and finite")
-        if form not in get_args(Form):
-            raise ValueError(f"form {form!r} is not one of {', '.join(get_args(Form))}")
-        self.sigma = sigma
-        self.form = form
+        self.sigma = settings.sigma
+        self.form = settings.form
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         """Draws X', X'' (N, D), same classes in the same order, to a scalar in float32 or wider.

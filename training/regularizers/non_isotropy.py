@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from training.flows.coupling import FlowOutput
-from training.flows.glow import ConditionalGlow
+from training.config.regularizers import NonIsotropy
+from training.flows import ConditionalGlow, FlowOutput
 
 LARGEST_EXPONENT = 30.0
 """Above it exp is continued by its tangent."""
@@ -45,24 +45,17 @@ class NonIsotropyRegularizer(nn.Module):
         https://arxiv.org/abs/2203.08547
 
     Args:
+        settings: `exponentiate`, to take the mean of exp(NLL_i) instead of NLL_i, and the shape of
+            the flow, see ConditionalGlow.
         dim: length D of an embedding.
-        exponentiate: take the mean of exp(NLL_i), instead of NLL_i.
-        blocks, hidden, layers, clamp: of the flow, see ConditionalGlow.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        exponentiate: bool = True,
-        blocks: int = 5,
-        hidden: int = 128,
-        layers: int = 8,
-        clamp: float = 2.0,
-    ) -> None:
+    def __init__(self, settings: NonIsotropy, dim: int) -> None:
         super().__init__()
-        self.exponentiate = exponentiate
+        self.exponentiate = settings.exponentiate
         self.fitting = False
-        self.flow = ConditionalGlow(dim, dim, blocks, layers, hidden, clamp)
+        shape = (settings.blocks, settings.layers, settings.hidden, settings.clamp)
+        self.flow = ConditionalGlow(dim, dim, *shape)
 
     def forward(self, embeddings: Tensor, centres_of_samples: Tensor) -> Tensor:
         """Unit embeddings and the unit centre of each one's class, both (B, D), to a scalar.

@@ -1,13 +1,12 @@
 """Skewed-mean regularization: push class centres apart, the nearest pairs or the farthest."""
 
 import math
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Kind = Literal["r1", "r2", "distance", "uniform_face", "mhe0", "mhe1", "mhe2"]
+from training.config.regularizers import SkewedMean
 
 _ENERGIES = {"uniform_face": 1, "mhe0": 0, "mhe1": 1, "mhe2": 2}
 _SMALLEST_DISTANCE = 1e-3
@@ -63,44 +62,21 @@ class SkewedMeanRegularizer(nn.Module):
         et al., 2018), https://arxiv.org/abs/1805.09298
 
     Args:
-        kind: which of the above.
-        gamma: gamma3 of r1, not 0. As +-inf the greatest or smallest similarity, less delta3.
-        delta: delta3 of r1; best near 0.55 on CUB and 0.45 on Cars196 in the paper.
-        exponent: lambda of r2 and "distance", any number: 0 is the geometric mean, +-inf a single
-            pair.
-        subset: m, a random subset of so many centres at each call: O(m^2) instead of O(C^2).
-        hinge: see above; needs gamma > 0.
-
-    Raises:
-        ValueError: for a setting outside its range.
+        settings: `kind`, which of the above; `gamma`, gamma3 of r1, not 0, as +-inf the greatest or
+            smallest similarity, less delta3; `delta`, delta3 of r1, best near 0.55 on CUB and 0.45
+            on Cars196 in the paper; `exponent`, lambda of r2 and "distance", any number: 0 is the
+            geometric mean, +-inf a single pair; `subset`, m, a random subset of so many centres at
+            each call: O(m^2) instead of O(C^2); `hinge`, see above, needs gamma > 0.
     """
 
-    def __init__(
-        self,
-        kind: Kind = "r1",
-        gamma: float = 16.0,
-        delta: float = 0.55,
-        exponent: float = 8.0,
-        subset: int | None = None,
-        hinge: bool = False,
-    ) -> None:
+    def __init__(self, settings: SkewedMean) -> None:
         super().__init__()
-        if kind not in get_args(Kind):
-            raise ValueError(f"kind {kind!r} is not one of {', '.join(get_args(Kind))}")
-        if gamma == 0 or math.isnan(gamma) or math.isnan(delta) or math.isnan(exponent):
-            raise ValueError(f"gamma {gamma} must not be 0; it, delta and exponent must be numbers")
-        if hinge and not 0 < gamma < math.inf:
-            raise ValueError(f"hinge needs a finite gamma above 0, not {gamma}")
-        if subset is not None and subset < 2:
-            raise ValueError(
-                f"subset {subset} has no pair; use at least 2, or None for all centres"
-            )
-        self.kind = kind
-        self.gamma = gamma
-        self.delta = delta
-        self.exponent = exponent
-        self.subset = subset
-        self.hinge = hinge
+        self.kind = settings.kind
+        self.gamma = settings.gamma
+        self.delta = settings.delta
+        self.exponent = settings.exponent
+        self.subset = settings.subset
+        self.hinge = settings.hinge
 
     def forward(self, centres: Tensor) -> Tensor:
         """Unit centres (C, D) to a scalar, in float32 or wider; fewer than two centres give 0."""
@@ -134,17 +110,6 @@ class SkewedMeanRegularizer(nn.Module):
         if self.hinge:
             exponents = F.pad(exponents, (0, 1))  # exp(0) = 1 joins the sum
         return torch.logsumexp(exponents, dim=1).mean() / self.gamma
-
-
-def k_skewed_mean(values: Tensor, k: int) -> Tensor:
-    """Mean of the k largest (k > 0) or the -k smallest (k < 0) of values (N,).
-
-    Raises:
-        ValueError: unless 1 <= |k| <= N.
-    """
-    if not 1 <= abs(k) <= len(values):
-        raise ValueError(f"k is {k}, but there are {len(values)} values; use +-1 .. +-N")
-    return values.topk(abs(k), largest=k > 0).values.mean()
 
 
 def log_exp_mean(values: Tensor, lam: float) -> Tensor:

@@ -143,16 +143,14 @@ def _experiment(folder: Path, experiment: str, part: pd.DataFrame) -> list[str]:
 
 
 def _cells(mean: pd.Series, spread: pd.Series, bold: bool) -> list[str]:
-    cells = [f"{_number(m)} ± {_number(s)}" for m, s in zip(mean, spread, strict=True)]
-    cells = [cell.removesuffix(f" ± {_NONE}") for cell in cells]
-    best = (mean == mean.max()) & bold
-    return [f"**{c}**" if b else c for c, b in zip(cells, best, strict=True)]
-
-
-def _number(value: float) -> str:
-    if pd.isna(value):
-        return _NONE
-    return f"{value:.2f}" if abs(value) >= 1 or value == 0 else f"{value:.4f}"
+    """Mean ± deviation with as many digits; the best mean may be bold."""
+    cells = []
+    for value, deviation in zip(mean, spread, strict=True):
+        digits = 2 if abs(value) >= 1 or value == 0 else 4
+        text = _NONE if pd.isna(value) else f"{value:.{digits}f}"
+        text += "" if pd.isna(deviation) else f" ± {deviation:.{digits}f}"
+        cells.append(f"**{text}**" if bold and value == mean.max() else text)
+    return cells
 
 
 def _chart(folder: Path, name: str, title: str, values: pd.Series, spread: pd.Series) -> str:
@@ -163,7 +161,7 @@ def _chart(folder: Path, name: str, title: str, values: pd.Series, spread: pd.Se
     bars = axis.barh(list(values.index), values, xerr=spread.fillna(0), ecolor="#d98324")
     axis.bar_label(bars, _cells(values, spread, bold=False), padding=4)
     axis.invert_yaxis()
-    axis.margins(x=0.2)
+    axis.margins(x=0.3)
     axis.set_title(title)
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure.savefig(folder / "charts" / f"{name}.svg", metadata={"Date": None})

@@ -55,7 +55,7 @@ def test_a_cell_is_mean_and_deviation_over_seeds_and_the_best_is_bold(tmp_path: 
     table = markdown[markdown.index("### net, 64-d") :]
     assert "|  | R@1 | R@2 | R@4 | R@8 | MAP@R | seconds per epoch | seeds |" in table
     assert row_of(table, "a")[:2] == ["**61.00 ± 1.00**", "**62.00 ± 1.00**"]
-    assert row_of(table, "a")[4:] == ["30.50 ± 0.5000", "2.00 ± 0.00", "3"]
+    assert row_of(table, "a")[4:] == ["30.50 ± 0.50", "2.00 ± 0.00", "3"]
     assert row_of(table, "b")[0] == "50.00 ± 0.00"
     assert row_of(table, "b")[-1] == "2 of 3"
     assert row_of(table, "c") == ["–"] * 6 + ["0 of 3"]

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from urllib.error import URLError
 
@@ -11,16 +12,27 @@ import training.models.backbones as backbones
 from embedder.errors import CheckpointError
 from training.config.model import BACKBONE_NAMES, Model
 from training.config.regularizers import Determinant, Flow
-from training.models.backbones import BACKBONES, build_trunk
+from training.models.backbones import BACKBONES, Normalize, build_trunk
 from training.models.embedding import EmbeddingNet
 from training.models.folding import fold_batch_norm
-from training.models.normalize import Normalize
 from training.models.pooling import Pool
+
+LONG = pytest.mark.skipif(
+    not os.environ.get("KINLENS_LONG_TESTS"), reason="a large backbone; make soak runs it"
+)
+SMALL_FIRST = [
+    "mobilenet_v2",
+    *(pytest.param(name, marks=LONG) for name in BACKBONES if name != "mobilenet_v2"),
+]
 
 
 def images(count: int = 2, side: int = 64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+
+
+def test_resnet50_starts_from_the_weights_of_the_papers() -> None:
+    assert BACKBONES["resnet50"].weights is tv.ResNet50_Weights.IMAGENET1K_V1
 
 
 def test_a_job_may_name_every_backbone() -> None:
@@ -45,7 +57,7 @@ def test_a_map_has_no_class_token() -> None:
         Model(backbone="resnet50", pooling="cls")
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", SMALL_FIRST)
 def test_every_backbone_gives_unit_vectors_and_learns(name: str) -> None:
     net = EmbeddingNet(Model(backbone=name, weights="none", dim=16))
     vectors = net(images())
@@ -126,7 +138,7 @@ def test_frozen_batch_norm_neither_moves_nor_learns() -> None:
     assert torch.equal(norms[0].running_mean, before)
 
 
-@pytest.mark.parametrize("name", BACKBONES)
+@pytest.mark.parametrize("name", SMALL_FIRST)
 def test_folding_batch_norm_changes_nothing_but_the_layers(name: str) -> None:
     torch.manual_seed(0)
     trunk = build_trunk(name, "none").double()  # float32 rounds otherwise on every processor

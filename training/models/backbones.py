@@ -1,16 +1,17 @@
-"""The trunks: networks without their classifiers."""
+"""The trunks: networks without their classifiers, and what they expect of pixels."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
+import torch
 import torchvision.models as tv
-from torch import nn
+from torch import Tensor, nn
 
 from embedder.errors import CheckpointError
 from training.config.model import TIMM
 from training.models.bn_inception import CHANNELS, BNInception
-from training.models.normalize import Normalize
 from training.models.timm_trunk import TimmTrunk, build_timm_trunk
 from training.models.weights import (
     DOWNLOAD_ERRORS,
@@ -24,23 +25,56 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 _HALF = (0.5, 0.5, 0.5)
 
-
 HOW_TO_NAME_A_FILE = (
     "--set model.weights=/path for kinlens-train fit, --weights /path for export --backbone, "
     "make demo IMAGES=... WEIGHTS=/path; a service lists it in KINLENS_TRAINING_WEIGHTS."
 )
 
 
+class Normalize(nn.Module):
+    """uint8 RGB (B, 3, S, S) to the float32 input of a trunk: (peak · pixels / 255 − mean) / std.
+
+    Args:
+        mean: of each channel on 0..peak, in the order of the trunk.
+        std: likewise.
+        bgr: the trunk reads blue first.
+        peak: what a white pixel is worth before mean and std, 1 or 255.
+    """
+
+    def __init__(
+        self,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        bgr: bool = False,
+        peak: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.bgr = bgr
+        scale = peak / (255.0 * torch.tensor(std))
+        shift = -torch.tensor(mean) / torch.tensor(std)
+        self.register_buffer("scale", scale.view(3, 1, 1), persistent=False)
+        self.register_buffer("shift", shift.view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) to the same shape."""
+        if self.bgr:
+            images = images.flip(1)
+        scale, shift = self.get_buffer("scale"), self.get_buffer("shift")
+        return images.float() * scale + shift
+
+
 @dataclass(frozen=True)
 class Backbone:
     """How to build a trunk, what it gives and what it expects.
 
+    The trunk is what a network has before its child named `until`. `weights` are the ImageNet ones
+    that papers on metric learning start from: torchvision's V1 for ResNet50, not the newer V2.
     `mean` and `std` apply to RGB in 0..1, or to what `bgr` and `peak` say (see Normalize). `cure`
     is what to do if the weights cannot be downloaded.
     """
 
     build: Callable[[], nn.Module]
-    layers: Callable[[Any], list[nn.Module]]
+    until: str
     weights: Any
     channels: int
     mean: tuple[float, float, float] = IMAGENET_MEAN
@@ -57,41 +91,26 @@ def _googlenet() -> nn.Module:
     return model
 
 
-def _before(name: str) -> Callable[[Any], list[nn.Module]]:
-    """The children of a network in order, up to and without the one called `name`."""
-
-    def layers(network: nn.Module) -> list[nn.Module]:
-        children = dict(network.named_children())
-        return [children[key] for key in list(children)[: list(children).index(name)]]
-
-    return layers
-
-
-def _without_classifier(network: BNInception) -> list[nn.Module]:
-    del network.last_linear
-    return [network]
-
-
 BACKBONES = {
     "mobilenet_v2": Backbone(
         lambda: tv.mobilenet_v2(weights=None),
-        _before("classifier"),
+        "classifier",
         tv.MobileNet_V2_Weights.IMAGENET1K_V2,
         1280,
     ),
     "resnet50": Backbone(
         lambda: tv.resnet50(weights=None),
-        _before("avgpool"),
+        "avgpool",
         tv.ResNet50_Weights.IMAGENET1K_V1,
         2048,
     ),
     # Its ImageNet weights were trained on inputs in -1..1.
     "googlenet": Backbone(
-        _googlenet, _before("avgpool"), tv.GoogLeNet_Weights.IMAGENET1K_V1, 1024, _HALF, _HALF
+        _googlenet, "avgpool", tv.GoogLeNet_Weights.IMAGENET1K_V1, 1024, _HALF, _HALF
     ),
     "bn_inception": Backbone(
         BNInception,
-        _without_classifier,
+        "last_linear",
         PublishedWeights("http://data.lip6.fr/cadene/pretrainedmodels/bn_inception-52deb4733.pth"),
         CHANNELS,
         mean=(104.0, 117.0, 128.0),
@@ -120,8 +139,15 @@ def build_trunk(name: str, weights: str) -> nn.Module:
     backbone = BACKBONES[name]
     network = backbone.build()
     if weights != "none":
-        _load(network, _state_dict(name, backbone, weights), weights)
-    return nn.Sequential(*backbone.layers(network))
+        state = _state_dict(name, backbone, weights)
+        # GoogLeNet's training-time classifiers are not part of the network.
+        state = {key: value for key, value in state.items() if not key.startswith("aux")}
+        load_weights(network, state, weights)
+    if isinstance(network, BNInception):
+        del network.last_linear
+        return nn.Sequential(network)
+    before = takewhile(lambda child: child[0] != backbone.until, network.named_children())
+    return nn.Sequential(*(layer for _, layer in before))
 
 
 def channels_of(name: str, trunk: nn.Module) -> int:
@@ -149,8 +175,3 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
             + HOW_TO_NAME_A_FILE
         ) from error
     return state
-
-
-def _load(network: nn.Module, state: State, source: str) -> None:
-    # GoogLeNet's training-time classifiers are not part of the network.
-    load_weights(network, {k: v for k, v in state.items() if not k.startswith("aux")}, source)

@@ -53,48 +53,48 @@ class Objective(nn.Module):
 
     def __init__(self, job: Job, classes: int, dim: int) -> None:
         super().__init__()
-        self.settings = settings = job.regularizers
+        tables = job.regularizers
+        duel, skewed, nir, graph = (
+            tables.determinant,
+            tables.skewed_mean,
+            tables.non_isotropy,
+            tables.graph_consistency,
+        )
         self.draws = job.sampling.parts
+        self.loss_weight = 1.0 if nir is None else nir.loss_weight
         self.loss = build_loss(job.loss, classes, dim)
-        self.second_loss: nn.Module | None = None
-        self.determinant: DeterminantRegularizer | None = None
-        if settings.determinant is not None:
-            self.determinant = DeterminantRegularizer(settings.determinant, dim)
-            if settings.determinant.proxies == "separate":
-                self.second_loss = build_loss(job.loss, classes, dim)
-        self.skewed_mean: SkewedMeanRegularizer | None = None
-        if (skewed := settings.skewed_mean) is not None:
-            self.skewed_mean = SkewedMeanRegularizer(skewed)
-        self.non_isotropy: NonIsotropyRegularizer | None = None
-        if (nir := settings.non_isotropy) is not None:
-            self.non_isotropy = NonIsotropyRegularizer(nir, dim)
-        self.graph_consistency: GraphConsistency | None = None
-        if (graph := settings.graph_consistency) is not None:
-            self.graph_consistency = GraphConsistency(graph)
-        used = {name: value.share for name, value in settings if value is not None}
-        self.shares = Shares(used)
+        self.determinant = None if duel is None else DeterminantRegularizer(duel, dim)
+        self.second_loss = (
+            build_loss(job.loss, classes, dim)
+            if duel is not None and duel.proxies == "separate"
+            else None
+        )
+        self.skewed_mean = None if skewed is None else SkewedMeanRegularizer(skewed)
+        self.non_isotropy = None if nir is None else NonIsotropyRegularizer(nir, dim)
+        self.graph_consistency = None if graph is None else GraphConsistency(graph)
+        self.shares = Shares({name: table.share for name, table in tables if table is not None})
 
     def forward(self, net: EmbeddingNet, features: Tensor, labels: Tensor) -> Terms:
         """Features (B, D) of `net` before its flow and labels (B,) to the terms."""
         with torch.autocast(features.device.type, enabled=False):
             penalties, watched = {}, {}
             if self.determinant is None or net.flow is None:
-                branches = [net.transform(features)]  # (B, D) each
+                embeddings = net.transform(features)  # (B, D)
+                loss = self._over_draws(self.loss, embeddings, labels)
             else:
                 duel = self.determinant(features, labels, net.flow)
-                branches = [duel.first, duel.second]
+                embeddings = duel.first
+                first = self._over_draws(self.loss, duel.first, labels)
+                second = self._over_draws(self.second_loss or self.loss, duel.second, labels)
+                loss = torch.stack([first, second]).mean()
                 penalties = {"determinant": duel.penalty}
                 watched = {"r_first": duel.r_first, "r_second": duel.r_second}
-            losses = [self.loss, self.second_loss or self.loss]
-            loss = torch.stack(
-                [self._over_draws(f, x, labels) for f, x in zip(losses, branches, strict=False)]
-            ).mean()
-            penalties |= self._regularize(F.normalize(branches[0], dim=1), labels)
+            penalties |= self._regularize(F.normalize(embeddings, dim=1), labels)
+            loss_term = self.loss_weight * loss
             if self.training and self.shares.is_due():
-                sites = self._sites(net, features)
-                self.shares.measure(self._loss_weight * loss, penalties, sites)
+                self.shares.measure(loss_term, penalties, self._sites(net, features))
             penalties = self.shares.scaled(penalties)
-            total = self._loss_weight * loss + sum(penalties.values())
+            total = loss_term + sum(penalties.values())
         parts = {"loss": loss, **penalties, **watched}
         return Terms(total, {name: value.detach() for name, value in parts.items()})
 
@@ -113,23 +113,17 @@ class Objective(nn.Module):
 
     def begin_epoch(self, epoch: int) -> None:
         """To be told after how many finished epochs the next one starts."""
-        if (nir := self.settings.non_isotropy) is not None and self.non_isotropy is not None:
-            self.non_isotropy.fitting = epoch < nir.fit_epochs
+        if self.non_isotropy is not None:
+            self.non_isotropy.fitting = epoch < self.non_isotropy.settings.fit_epochs
 
     def _sites(self, net: EmbeddingNet, features: Tensor) -> dict[str, list[Tensor]]:
         """Where the gradient of each penalty is compared with that of the loss."""
         sites = {name: [features] for name in self.shares.terms}
         if net.flow is not None:
             sites["determinant"] = list(net.flow.parameters())
-        skewed = self.settings.skewed_mean
-        if skewed is not None and skewed.centres == "proxies":
+        if self.skewed_mean is not None and self.skewed_mean.settings.centres == "proxies":
             sites["skewed_mean"] = [self._proxies().proxies]
         return sites
-
-    @property
-    def _loss_weight(self) -> float:
-        nir = self.settings.non_isotropy
-        return 1.0 if nir is None else nir.loss_weight
 
     def _over_draws(self, loss: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:
         """The loss of one branch, the mean over the draws of the batch."""
@@ -141,19 +135,17 @@ class Objective(nn.Module):
     def _regularize(self, embeddings: Tensor, labels: Tensor) -> Parts:
         """The weighted penalties on unit embeddings (B, D) and on centres."""
         penalties: Parts = {}
-        if (skewed := self.settings.skewed_mean) is not None and self.skewed_mean is not None:
-            if skewed.centres == "batch":
+        if (skewed := self.skewed_mean) is not None:
+            if skewed.settings.centres == "batch":
                 centres = class_means(embeddings, labels)
             else:
                 centres = self._proxies().class_centres()
-            penalties["skewed_mean"] = skewed.weight * self.skewed_mean(centres)
-        if (nir := self.settings.non_isotropy) is not None and self.non_isotropy is not None:
+            penalties["skewed_mean"] = skewed.settings.weight * skewed(centres)
+        if (nir := self.non_isotropy) is not None:
             own = self._proxies().centre_of(embeddings, labels)
-            penalties["non_isotropy"] = nir.weight * self.non_isotropy(embeddings, own)
-        graph = self.settings.graph_consistency
-        if graph is not None and self.graph_consistency is not None:
-            first, second = embeddings.chunk(2)
-            penalties["graph_consistency"] = graph.weight * self.graph_consistency(first, second)
+            penalties["non_isotropy"] = nir.settings.weight * nir(embeddings, own)
+        if (graph := self.graph_consistency) is not None:
+            penalties["graph_consistency"] = graph.settings.weight * graph(*embeddings.chunk(2))
         return penalties
 
     def _proxies(self) -> ProxyLoss:

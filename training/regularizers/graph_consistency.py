@@ -48,8 +48,7 @@ class GraphConsistency(nn.Module):
 
     def __init__(self, settings: config.GraphConsistency) -> None:
         super().__init__()
-        self.sigma = settings.sigma
-        self.form = settings.form
+        self.settings = settings
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         """Draws X', X'' (N, D), same classes in the same order, to a scalar in float32 or wider.
@@ -64,8 +63,11 @@ class GraphConsistency(nn.Module):
         wide = torch.promote_types(first.dtype, torch.float32)
         first, second = first.to(wide), second.to(wide)
         with torch.autocast(first.device.type, enabled=False):
-            s_first, s_second = adjacency(first, self.sigma), adjacency(second, self.sigma)
-            if self.form == "graph":
+            s_first, s_second = (
+                adjacency(first, self.settings.sigma),
+                adjacency(second, self.settings.sigma),
+            )
+            if self.settings.form == "graph":
                 return (s_first - s_second).square().sum()
             # A matrix norm by torch has the subgradient 0 at 0; sqrt would give NaN.
             difference: Tensor = s_first @ first - s_second @ second  # (N, D)

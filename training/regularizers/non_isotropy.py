@@ -52,7 +52,7 @@ class NonIsotropyRegularizer(nn.Module):
 
     def __init__(self, settings: NonIsotropy, dim: int) -> None:
         super().__init__()
-        self.exponentiate = settings.exponentiate
+        self.settings = settings
         self.fitting = False
         shape = (settings.blocks, settings.layers, settings.hidden, settings.clamp)
         self.flow = ConditionalGlow(dim, dim, *shape)
@@ -65,7 +65,7 @@ class NonIsotropyRegularizer(nn.Module):
         if self.fitting:
             embeddings, centres_of_samples = embeddings.detach(), centres_of_samples.detach()
         nll = self.negative_log_likelihood(embeddings, centres_of_samples)  # (B,)
-        if self.exponentiate:
+        if self.settings.exponentiate:
             nll = bounded_exp(nll)
         return nll.sum() / max(len(nll), 1)
 

@@ -71,45 +71,40 @@ class SkewedMeanRegularizer(nn.Module):
 
     def __init__(self, settings: SkewedMean) -> None:
         super().__init__()
-        self.kind = settings.kind
-        self.gamma = settings.gamma
-        self.delta = settings.delta
-        self.exponent = settings.exponent
-        self.subset = settings.subset
-        self.hinge = settings.hinge
+        self.settings = settings
 
     def forward(self, centres: Tensor) -> Tensor:
         """Unit centres (C, D) to a scalar, in float32 or wider; fewer than two centres give 0."""
         centres = centres.to(torch.promote_types(centres.dtype, torch.float32))
         if len(centres) < 2:
             return centres.sum() * 0.0
-        if self.subset is not None and self.subset < len(centres):
-            chosen = torch.randperm(len(centres))[: self.subset]
+        if self.settings.subset is not None and self.settings.subset < len(centres):
+            chosen = torch.randperm(len(centres))[: self.settings.subset]
             centres = centres[chosen.to(centres.device)]  # (m, D)
         with torch.autocast(centres.device.type, enabled=False):
             similarities = _others(centres @ centres.T)  # (m, m - 1)
             return self._of(similarities)
 
     def _of(self, similarities: Tensor) -> Tensor:
-        if self.kind == "r1":
+        if self.settings.kind == "r1":
             return self._r1(similarities)
-        if self.kind == "r2":
+        if self.settings.kind == "r2":
             halves = ((1 + similarities) / 2).clamp(min=_SMALLEST_SIMILARITY)
-            return power_mean(halves.flatten(), self.exponent)
+            return power_mean(halves.flatten(), self.settings.exponent)
         distances = (2 - 2 * similarities).clamp(min=_SMALLEST_DISTANCE**2).sqrt().flatten()
-        if self.kind == "distance":
-            return -power_mean(distances, -self.exponent)
-        order = _ENERGIES[self.kind]
+        if self.settings.kind == "distance":
+            return -power_mean(distances, -self.settings.exponent)
+        order = _ENERGIES[self.settings.kind]
         return (distances**-order).mean() if order else -distances.log().mean()
 
     def _r1(self, similarities: Tensor) -> Tensor:
-        if math.isinf(self.gamma):
-            rows = similarities.amax(1) if self.gamma > 0 else similarities.amin(1)
-            return rows.mean() - self.delta
-        exponents = self.gamma * (similarities - self.delta)
-        if self.hinge:
+        if math.isinf(self.settings.gamma):
+            rows = similarities.amax(1) if self.settings.gamma > 0 else similarities.amin(1)
+            return rows.mean() - self.settings.delta
+        exponents = self.settings.gamma * (similarities - self.settings.delta)
+        if self.settings.hinge:
             exponents = F.pad(exponents, (0, 1))  # exp(0) = 1 joins the sum
-        return torch.logsumexp(exponents, dim=1).mean() / self.gamma
+        return torch.logsumexp(exponents, dim=1).mean() / self.settings.gamma
 
 
 def log_exp_mean(values: Tensor, lam: float) -> Tensor:

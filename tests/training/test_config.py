@@ -68,7 +68,6 @@ def test_settings_can_be_changed_on_the_command_line(tmp_path: Path) -> None:
     job = load_job(write(tmp_path, MINIMAL), changes)
     assert job.optimizer.epochs == 3
     assert job.model.weights == "none"
-    assert job.regularizers.determinant is not None
     assert job.regularizers.determinant.lambda1 == 0.5
 
 
@@ -92,7 +91,6 @@ def test_a_job_stored_before_the_depth_of_r_had_its_name_means_what_it_did(
     assert stored.pop("depth") == "composed"
     stored["normalize_depth"] = old
     job = parse_job(content)
-    assert job.regularizers.determinant is not None
     assert job.regularizers.determinant.depth == depth
     assert "normalize_depth" not in str(job.as_dict())
     apply_override(content, "regularizers.determinant.depth=mean")

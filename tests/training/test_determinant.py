@@ -89,7 +89,6 @@ def test_the_penalty_presses_one_flow_down_and_the_other_up(kind: str, depth: st
         for flow in (first, second):
             for parameter in flow.parameters():
                 if kind == "real_nvp" or parameter is flow.scaling.raw:
-                    assert parameter.grad is not None
                     parameter -= 0.05 * parameter.grad
     after = regularizer(z, labels, first)
     assert float(after.r_first) < before[0]
@@ -115,9 +114,7 @@ def test_the_gradient_reaches_both_flows_and_the_features(kind: str) -> None:
     output = regularizer(z, labels, first)
     (output.penalty + output.first.sum() + output.second.sum()).backward()
     for parameter in (*first.parameters(), *regularizer.parameters()):
-        assert parameter.grad is not None
         assert parameter.grad.abs().sum() > 0
-    assert z.grad is not None
     assert (z.grad.norm(dim=1) > 0).all()
 
 

@@ -85,9 +85,7 @@ def test_the_gradient_reaches_every_parameter_and_the_input(kind: str) -> None:
     output = flow(z)
     (output.y.square().sum() - output.log_det.sum()).backward()
     for name, parameter in flow.named_parameters():
-        assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
-    assert z.grad is not None
     assert (z.grad != 0).all()
 
 

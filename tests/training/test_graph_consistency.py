@@ -82,7 +82,6 @@ def test_identical_draws_give_0_with_a_finite_gradient(form: str, dtype: torch.d
     value.backward()
     assert float(value.detach()) == 0
     for x in (first, second):
-        assert x.grad is not None
         assert (x.grad == 0).all()
 
 
@@ -90,7 +89,6 @@ def test_identical_draws_give_0_with_a_finite_gradient(form: str, dtype: torch.d
 def test_almost_identical_draws_have_a_bounded_gradient(form: str) -> None:
     first = draws(dtype=torch.float32)[0].requires_grad_()
     consistency(form=form)(first, first.detach() + 1e-7).backward()
-    assert first.grad is not None
     assert 0 < float(first.grad.norm()) < 20
 
 
@@ -203,7 +201,6 @@ def test_the_gradient_reaches_both_draws_and_is_that_of_differences(form: str) -
     assert torch.autograd.gradcheck(consistency(form=form), (first, second))
     consistency(form=form)(first, second).backward()
     for x in (first, second):
-        assert x.grad is not None
         assert (x.grad.norm(dim=1) > 0).all()
 
 

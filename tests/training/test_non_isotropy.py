@@ -97,10 +97,8 @@ def test_the_gradient_reaches_embeddings_centres_and_flow(exponentiate: bool) ->
     centres.requires_grad_()
     nir(embeddings, centres).backward()
     for inputs in (embeddings, centres):
-        assert inputs.grad is not None
         assert (inputs.grad.norm(dim=1) > 0).all()
     for name, parameter in nir.named_parameters():
-        assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
 
 
@@ -117,7 +115,6 @@ def test_while_its_flow_is_fitted_the_gradient_reaches_the_flow_alone(exponentia
     assert embeddings.grad is None
     assert centres.grad is None
     for name, parameter in nir.named_parameters():
-        assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
 
 
@@ -145,7 +142,6 @@ def test_the_exponential_neither_overflows_nor_loses_its_gradient() -> None:
     assert (values.diff() > 0).all()
     assert values.isfinite().all()
     assert values[4].item() == pytest.approx(math.exp(30) * 971, rel=1e-5)
-    assert exponents.grad is not None
     assert exponents.grad[3:].tolist() == pytest.approx([math.exp(LARGEST_EXPONENT)] * 2, rel=1e-5)
 
 
@@ -158,7 +154,6 @@ def test_a_batch_of_outliers_gives_a_finite_value_and_finite_gradients() -> None
     assert value.dtype == torch.float32
     assert value.isfinite()
     for parameter in (far, *nir.parameters()):
-        assert parameter.grad is not None
         assert parameter.grad.isfinite().all()
         assert parameter.grad.abs().sum() > 0
 

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from embedder.bundle import Bundle, VariantFiles, write_bundle
-from embedder.errors import BundleError, ExportError
+from embedder.errors import ExportError
 from embedder.manifest import BundleManifest, GoldenHashes, HeldOut, Preprocessing
-from embedder.precision import MIN_FP32_COSINE
 from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder, SessionSettings, create_session
 from embedder.types import Embeddings, Images
@@ -28,7 +27,6 @@ from training.export.precisions import (
     compare,
     convert_fp16,
     every_second,
-    make_candidate,
     quantize_int8,
     range_images,
     trunk_nodes,
@@ -124,14 +122,6 @@ def has_vnni() -> bool:
     except OSError:
         return False
     return not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags)
-
-
-@pytest.mark.parametrize("precision", ["int8", "fp16"])
-def test_vectors_are_of_unit_norm_at_any_batch_size(small: Small, precision: str) -> None:
-    for size in (1, 5):
-        vectors = embed(getattr(small, precision), np.resize(small.dark, (size, 3, 32, 32)))
-        assert vectors.shape == (size, 16)
-        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
 
 @pytest.mark.real_data
@@ -294,29 +284,3 @@ def test_the_loss_of_queries_in_a_gallery_of_fp32_is_told(small: Small) -> None:
 def test_every_second_image_of_a_class_asks() -> None:
     labels = np.array([1, 0, 1, 0, 1, 2])
     np.testing.assert_array_equal(every_second(labels), [1, 1, 0, 0, 1, 1])
-
-
-def test_the_model_without_its_twin_says_what_it_has(small: Small) -> None:
-    with pytest.raises(BundleError, match="has no int8 model, only fp32"):
-        OnnxEmbedder.open(small.bundle, SessionSettings(precision="int8"))
-
-
-def test_a_precision_whose_golden_vectors_do_not_hold_here_is_refused(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(MIN_FP32_COSINE, "int8", -1.0)
-    made = make_candidate("int8", small.bundle, small.split.train, tmp_path)
-    assert made.embed(small.dark).shape == (8, 16)
-    assert made.cosines.shape == (8,)
-    monkeypatch.setitem(MIN_FP32_COSINE, "int8", 1.1)  # as if this processor saturated
-    with pytest.raises(ExportError, match=r"of int8 do not hold .*mean cosine .*VNNI"):
-        make_candidate("int8", small.bundle, small.split.train, tmp_path)
-
-
-def test_a_network_that_breaks_on_an_image_is_refused_once_it_is_compared(small: Small) -> None:
-    candidate = small.made("fp16")
-    broken = candidate.embed(small.dark[:, :, :0])  # no pixels
-    assert np.isnan(broken).all()
-    assert np.isnan(candidate.embed(small.dark)).all()
-    with pytest.raises(ExportError, match="does not work in fp16"):
-        compare(candidate, page(100.0), LABELS, RIGHT, RIGHT)

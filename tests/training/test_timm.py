@@ -51,7 +51,7 @@ def test_any_network_of_timm_embeds_and_learns(backbone: str, pooling: str, side
     assert not missing
 
 
-@pytest.mark.parametrize("backbone", [VIT, RESNET, "timm:test_convnext", "timm:test_mambaout"])
+@pytest.mark.parametrize("backbone", [VIT, "timm:test_mambaout"])
 def test_without_a_dimension_the_embedding_has_the_channels_of_the_trunk(backbone: str) -> None:
     net = net_of(backbone, dim=None)
     assert net.eval()(images()).shape == (2, net.dim)
@@ -194,22 +194,10 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
         build_trunk("timm:test_vit", str(tmp_path / "w.pth"))
 
 
-@pytest.mark.parametrize("kind", ["pth", "safetensors"])
-def test_a_file_that_holds_no_weights_is_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / f"w.{kind}"
-    path.write_bytes(b"no weights")
+def test_a_safetensors_file_that_holds_no_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"no weights")
     with pytest.raises(CheckpointError, match="state dict"):
-        build_trunk(VIT, str(path))
-
-
-def test_frozen_batch_norm_stays_frozen() -> None:
-    net = net_of(RESNET, batch_norm="frozen").train()
-    norms = [m for m in net.trunk.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert norms
-    assert not any(m.training or m.weight.requires_grad for m in norms)
-    before = {k: v.clone() for k, v in net.state_dict().items()}
-    net(images())
-    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+        build_trunk(VIT, str(tmp_path / "w.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet"])

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from embedder.errors import JobError, TrainingError
-from training.config.job import Job, parse_job
-from training.config.toml import job_toml, read_toml
+from training.config.job import Job, job_toml, parse_job
+from training.config.layers import read_file
 from training.data.records import Split
 from training.files import replace_json, replace_text
 from training.protocols import Runner, hold_out, without_test
@@ -72,7 +72,7 @@ def load_space(path: Path) -> Space:
 
     Raises: JobError.
     """
-    content = read_toml(path)
+    content = read_file(path)
     space = parse_space(content.get("space", content))
     if not space:
         raise JobError(f"{path} names no setting to search.")

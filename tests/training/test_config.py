@@ -5,8 +5,7 @@ import pytest
 
 from embedder.errors import JobError
 from tests.training.studies import some_job
-from training.config.job import apply_override, expand_path, load_job, parse_job
-from training.config.toml import job_toml, toml
+from training.config.job import apply_override, expand_path, job_toml, load_job, parse_job, toml
 
 MINIMAL = 'name = "x"\n[data]\nkind = "folder"\nroot = "shop"\n'
 

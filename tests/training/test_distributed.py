@@ -11,7 +11,7 @@ from embedder.errors import JobError, TrainingError
 from tests.training.jobs import calibrated_weights, small_job
 from tests.training.ranks import cases, gradients
 from training import distributed
-from training.config.toml import job_toml
+from training.config.job import job_toml
 from training.result import read_result
 from training.state import create_run
 

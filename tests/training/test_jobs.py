@@ -8,9 +8,8 @@ import pytest
 from service.jobs.plan import data_kind, training_jobs
 from tests.training.jobs import Silent
 from tests.training.official_layouts import KINDS, write_layout
-from training.config.job import Job, load_job, parse_job
+from training.config.job import Job, job_toml, load_job, parse_job
 from training.config.layers import JOBS, job_names
-from training.config.toml import job_toml
 from training.data.load import load_split
 from training.data.samplers import build_sampler
 from training.protocols import with_protocol

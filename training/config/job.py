@@ -5,10 +5,11 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from embedder.errors import JobError
@@ -148,3 +149,29 @@ def _known_keys(table: type[BaseModel] = Section) -> set[str]:
     """The keys of a table and of those that are made from it."""
     below = (_known_keys(kind) for kind in table.__subclasses__())
     return set(table.model_fields).union(*below)
+
+
+def job_toml(job: Job, *comments: str) -> str:
+    """`job` as a TOML file with all its settings, below a line for each comment.
+
+    Raises: JobError for a setting that TOML cannot hold: none where the default is a value.
+    """
+    content = job.as_dict()
+    text = "".join(f"# {line}\n" for line in comments) + toml(content)
+    if parse_job(_without_none(content)) != job:
+        raise JobError(
+            f"The job {job.name} sets a value to none whose default is not; TOML has no none. "
+            "Choose a value for it."
+        )
+    return text
+
+
+def toml(content: Mapping[str, Any]) -> str:
+    """Plain data as TOML; keys that are None are left out."""
+    return tomli_w.dumps(_without_none(content))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value

@@ -12,7 +12,7 @@ from embedder.errors import JobError
 
 JOBS = Path(__file__).parents[1] / "jobs"
 
-_SAME_KEYS = ("optimizer",)  # Adam and AdamW have the same
+_SAME_KEYS = ("optimizer", "job")  # whatever kind or name: Adam and AdamW, two jobs
 
 
 def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
@@ -25,7 +25,7 @@ def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
     """
     path = _file(source)
     if path is not None:
-        return _read(path), str(path)
+        return read_file(path), str(path)
     for data, method in _products():
         if f"{data.stem}-{method.stem}" == str(source):
             return _product(data, method), str(source)
@@ -80,17 +80,22 @@ def _products() -> list[tuple[Path, Path]]:
 
 def _product(data: Path, method: Path) -> dict[str, Any]:
     """The tables of a method over those of a data set, then what the method has for that alone."""
-    of_data, of_method = _read(data), _read(method)
+    of_data, of_method = read_file(data), read_file(method)
     own = of_method.pop("on", {}).get(data.stem, {})
     content = lay_over(lay_over(of_data, of_method), own)
     described = f"{of_data['description']} {of_method['description']}"
     return content | {"name": f"{data.stem}-{method.stem}", "description": described}
 
 
-def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tables of a file over those of its base; `above` are the files that lead to it."""
+def read_file(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tables of a TOML file over those of its base; `above` are the files that lead to it.
+
+    Raises: JobError.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise JobError(f"{path} is not valid TOML: {error}") from error
     if "base" not in content:
@@ -103,7 +108,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     if found is not None and found.resolve() in trail:
         raise JobError(f"{path}: base = {base!r} leads back to itself. Take out one of the bases.")
     try:
-        below = _read(found, trail) if found is not None else read_layers(base)[0]
+        below = read_file(found, trail) if found is not None else read_layers(base)[0]
     except JobError as error:
         raise JobError(f"{path}: base = {base!r}: {error}") from error
     return lay_over(below, content)

@@ -20,7 +20,7 @@ from pydantic import (
 
 from embedder.errors import JobError
 from training.config.job import Job, apply_override, load_job, parse_job
-from training.config.toml import read_toml
+from training.config.layers import read_file
 from training.stamp import settings
 
 _AXES = ("loss", "regularizer", "backbone", "dim", "seed")
@@ -131,7 +131,7 @@ def _entry(name: str, **settings: Any) -> _Entry:
 
 def _read(path: Path) -> _Grid:
     try:
-        return _Grid.model_validate(read_toml(path))
+        return _Grid.model_validate(read_file(path))
     except ValidationError as error:
         first = error.errors()[0]
         where, said = ".".join(map(str, first["loc"])), first["msg"]

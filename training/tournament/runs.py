@@ -19,9 +19,8 @@ import pandas as pd
 
 from embedder.errors import JobError
 from training.checkpoint import FILE
-from training.config.job import Job
+from training.config.job import Job, job_toml
 from training.config.protocol import CHOOSE_BY_TEST
-from training.config.toml import job_toml
 from training.files import replace_json, replace_text
 from training.result import Result, finished_result
 from training.tournament.grid import Combination

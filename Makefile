@@ -50,8 +50,10 @@ demo-sop: $(VENV)/.training  ## Stanford Online Products as a shop: ROOT=/data/S
 demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStoreDataset/dataset
 	$(SHOP_DEMO) grocery --root '$(ROOT)' $(SHOP_FLAGS)
 
-test: $(VENV)/.dev  ## All tests
-	$(BIN)/pytest
+TEST_PROCESSES ?= 2
+
+test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=2 processes
+	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/service/test_schemathesis.py \

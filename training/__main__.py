@@ -13,7 +13,7 @@ from training.commands.new import new
 from training.commands.report import report
 from training.commands.search import search
 from training.commands.tournament import tournament
-from training.console import console
+from training.report.console import console
 
 app = typer.Typer(
     help="Train an embedding, compare methods, and export a model bundle.",

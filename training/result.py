@@ -8,7 +8,7 @@ from typing import Any
 from embedder.errors import CheckpointError, JobError
 from training.checkpoint import UNTRAINED
 from training.config.job import Job, parse_job
-from training.stamp import changes
+from training.folder import changes
 from training.state import Row
 
 RESULT = "result.json"

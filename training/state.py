@@ -10,16 +10,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embedder.errors import CheckpointError, TrainingError
-from training.average import Average
 from training.bundle_weights import new_network
-from training.checkpoint import UNTRAINED, Checkpoint, load_checkpoint
+from training.checkpoint import UNTRAINED, Average, Checkpoint, load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.records import Split
 from training.device import choose_device
 from training.distributed import world
+from training.folder import changes
 from training.models.embedding import EmbeddingNet
 from training.objective import Objective, TrainingStep
-from training.stamp import changes
 
 Row = dict[str, float]
 OF_TERMS = ("share ", "scale ", "r_")

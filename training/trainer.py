@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from embedder.errors import TrainingError
-from training.average import Average
-from training.checkpoint import BEST, FILE, UNTRAINED, save_checkpoint, seed_everything
+from training.checkpoint import BEST, FILE, UNTRAINED, Average, save_checkpoint, seed_everything
 from training.config.job import Job
+from training.config.optimizer import rate
 from training.data.images import TrainingImages, build_loader
 from training.data.records import LabelledImages, Split
 from training.data.samplers import build_sampler
@@ -36,7 +36,6 @@ from training.losses.proxies import check_labels
 from training.objective import Terms
 from training.report import notices
 from training.report.log import RunLog
-from training.schedule import rate
 from training.start import goes_on, start_from_trunk
 from training.state import OF_TERMS, VALIDATION, Row, Run, create_run, restore
 
@@ -46,7 +45,7 @@ READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 
 
 class Listener(Protocol):
-    """Who wants to know how a run goes; `training.console` draws it."""
+    """Who wants to know how a run goes; `training.report.console` draws it."""
 
     def said(self, sentence: str) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...

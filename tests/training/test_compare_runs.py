@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from embedder.errors import KinlensError
 from tests.training.jobs import TINY_TRUNK, calibrated_weights, small_job
-from training import console
 from training.__main__ import app
 from training.config.model import Input, Model
 from training.evaluation.interval import with_interval
 from training.export.bundle import export_backbone
 from training.rendered.catalogue import Catalogue, write_catalogue
+from training.report import console
 from training.result import Result
 
 runner = CliRunner()
@@ -108,7 +108,7 @@ def test_the_time_of_a_run_is_told_after_its_first_steps_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("training.console.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("training.report.console.time.perf_counter", lambda: clock[0])
     said: list[str] = []
     monkeypatch.setattr(console.console, "print", lambda text, **_: said.append(text))
     listener = console.ConsoleListener(batch_size=30)

@@ -44,7 +44,7 @@ from training.export.onnx_file import (
     torch_embed,
 )
 from training.models.backbones import BACKBONES
-from training.protocols import with_protocol
+from training.studies.protocols import with_protocol
 from training.trainer import fit
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))

@@ -15,10 +15,10 @@ from training.evaluation.retrieval import retrieval
 from training.export.bundle import export_checkpoint
 from training.inference import embed
 from training.losses.table import build_loss
-from training.protocols import with_protocol
 from training.runner import load_chosen, run_job
 from training.start import WHITENING, set_projection, set_proxies
 from training.state import create_run
+from training.studies.protocols import with_protocol
 
 PROXY_ANCHOR, SOFT_TRIPLE = (
     {"name": "proxy_anchor"},

@@ -12,16 +12,15 @@ from embedder.errors import CheckpointError, DatasetError, JobError, TrainingErr
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import FILE, load_checkpoint, seed_everything
 from training.config.job import Job, parse_job
-from training.config.optimizer import Optimizer, Runtime
+from training.config.optimizer import Optimizer, Runtime, rate
 from training.data.load import load_split
 from training.data.records import Split
 from training.device import autocast, choose_device
 from training.inference import embed
-from training.protocols import with_protocol
 from training.result import read_result
 from training.runner import load_chosen, run_job
-from training.schedule import rate
 from training.state import create_run
+from training.studies.protocols import with_protocol
 from training.trainer import fit, train_step
 
 

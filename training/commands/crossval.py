@@ -7,7 +7,7 @@ import typer
 
 from training.commands.jobs import AllowPartial, JobName, Overrides, load_images, settings_of
 from training.config.job import load_job
-from training.console import ConsoleListener, console
+from training.report.console import ConsoleListener, console
 
 
 def crossval(
@@ -23,7 +23,7 @@ def crossval(
     Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
     """
     from training.distributed import require_alone
-    from training.protocols import cross_validate
+    from training.studies.protocols import cross_validate
 
     require_alone()
     settings = load_job(job, settings_of(overrides, allow_partial))

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from training.console import progress_bar
 from training.rendered.catalogue import Catalogue, write_catalogue
+from training.report.console import progress_bar
 
 app = typer.Typer(
     help="Make, fetch and look at data sets.",

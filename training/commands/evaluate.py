@@ -13,8 +13,8 @@ from embedder.manifest import Preprocessing
 from training.commands.jobs import Overrides, load_images, with_settings
 from training.config.job import Job, parse_job
 from training.config.optimizer import Runtime
-from training.console import console, progress_bar
 from training.data.records import LabelledImages, labelled, labels_in
+from training.report.console import console, progress_bar
 
 
 @dataclass(frozen=True)

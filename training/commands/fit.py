@@ -15,7 +15,7 @@ from training.commands.jobs import (
     summary,
 )
 from training.config.job import load_job
-from training.console import ConsoleListener, console
+from training.report.console import ConsoleListener, console
 
 
 def fit(

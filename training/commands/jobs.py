@@ -10,8 +10,8 @@ from embedder.errors import JobError
 from training.config.data import RenderedData
 from training.config.job import Job, apply_override, parse_job
 from training.config.layers import known_jobs
-from training.console import console, progress_bar
 from training.data.records import Split
+from training.report.console import console, progress_bar
 
 JobName = Annotated[str, typer.Argument(help=f"TOML file, or {known_jobs()}.")]
 Overrides = Annotated[
@@ -37,7 +37,7 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
     Raises: DatasetError.
     """
     from training.data.load import load_split, remarks
-    from training.protocols import with_protocol
+    from training.studies.protocols import with_protocol
 
     if isinstance(job.data, RenderedData):
         with progress_bar() as bar:

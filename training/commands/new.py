@@ -11,7 +11,7 @@ import typer
 from embedder.errors import JobError
 from training.config.job import load_job
 from training.config.layers import JOBS
-from training.console import console
+from training.report.console import console
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 

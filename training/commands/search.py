@@ -7,7 +7,7 @@ import typer
 
 from training.commands.jobs import AllowPartial, JobName, Overrides, load_images, settings_of
 from training.config.job import load_job
-from training.console import ConsoleListener, console
+from training.report.console import ConsoleListener, console
 
 
 def search(
@@ -30,8 +30,8 @@ def search(
     Example: kinlens-train search cars196-half-detreg --space space.toml --trials 50 --epochs 10
     """
     from training.distributed import require_alone
-    from training.search import Plan, load_space
-    from training.search import search as run_search
+    from training.studies.search import Plan, load_space
+    from training.studies.search import search as run_search
 
     require_alone()
     settings = load_job(job, settings_of(overrides, allow_partial))

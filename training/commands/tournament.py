@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from training.commands.jobs import AllowPartial, ChooseByTest, Overrides, settings_of
-from training.console import console
+from training.report.console import console
 
 if TYPE_CHECKING:
-    from training.tournament.runs import Run
+    from training.studies.runs import Run
 
 
 def tournament(
@@ -31,9 +31,9 @@ def tournament(
     Example: kinlens-train tournament grid.toml --out runs/tournament
     """
     from training.distributed import require_alone
-    from training.tournament.grid import load_grid
-    from training.tournament.report import write_report
-    from training.tournament.runs import play, read_runs
+    from training.studies.grid import load_grid
+    from training.studies.page import write_report
+    from training.studies.runs import play, read_runs
 
     require_alone()
     combinations = load_grid(grid, settings_of(overrides, allow_partial))

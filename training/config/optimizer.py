@@ -1,4 +1,4 @@
-"""The tables `sampling`, `optimizer` and `runtime` of a job."""
+"""The tables `sampling`, `optimizer` and `runtime` of a job, and the learning rate of a step."""
 
 import math
 from typing import Annotated, Literal
@@ -98,3 +98,23 @@ class Runtime(Section):
     workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     eval_every_epochs: int = Field(1, ge=0)
     tensorboard: bool = False
+
+
+def rate(settings: Optimizer, step: int, steps_per_epoch: int) -> float:
+    """The factor of all learning rates at `step`, in [0, 1].
+
+    Linear and cosine stay at 1 until the part `decay_start` of the steps, then fall towards 0 at
+    the end of the run. "step" multiplies by `gamma` every `step_epochs` epochs, warm-up included,
+    or at each epoch of a list.
+    """
+    if settings.schedule == "constant":
+        return 1.0
+    if settings.schedule == "step":
+        epoch, at = step // steps_per_epoch, settings.step_epochs
+        falls = epoch // at if isinstance(at, int) else sum(epoch >= mark for mark in at)
+        return float(settings.gamma**falls)
+    done = min(step / max(settings.epochs * steps_per_epoch, 1), 1.0)
+    progress = max(done - settings.decay_start, 0.0) / (1.0 - settings.decay_start)
+    if settings.schedule == "linear":
+        return 1.0 - progress
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

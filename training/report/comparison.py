@@ -8,9 +8,9 @@ import pandas as pd
 
 from embedder.errors import JobError
 from training.evaluation.interval import with_interval
+from training.folder import settings
 from training.report.markdown import table
 from training.result import Result, read_result
-from training.stamp import settings
 
 _SHARES = ("NMI", "F1", "MAP@R")  # in percent, but of no number of queries
 

@@ -17,7 +17,7 @@ from scipy import stats
 
 from embedder.errors import CheckpointError, JobError
 from training.checkpoint import FILE
-from training.files import replace_json, replace_text
+from training.folder import replace_json, replace_text
 from training.report import markdown
 from training.result import RESULT, read_result
 from training.state import OF_TERMS

@@ -21,9 +21,9 @@ from embedder.errors import JobError
 from training.checkpoint import FILE
 from training.config.job import Job, job_toml
 from training.config.protocol import CHOOSE_BY_TEST
-from training.files import replace_json, replace_text
+from training.folder import replace_json, replace_text
 from training.result import Result, finished_result
-from training.tournament.grid import Combination
+from training.studies.grid import Combination
 
 Launch = Callable[[Job, Path], str | None]
 _FAILURE, _OUTPUT = "failure.json", "output.log"

@@ -23,11 +23,10 @@ from embedder.errors import JobError, TrainingError
 from training.config.job import Job, job_toml, parse_job
 from training.config.layers import read_file
 from training.data.records import Split
-from training.files import replace_json, replace_text
-from training.protocols import Runner, hold_out, without_test
+from training.folder import replace_json, replace_text, stamp
 from training.report.markdown import plain, table
 from training.runner import run_job
-from training.stamp import stamp
+from training.studies.protocols import Runner, hold_out, without_test
 from training.trainer import Listener
 
 Space = Mapping[str, Any]

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from embedder.errors import EvaluationError
-from training.tournament.runs import Run
+from training.studies.runs import Run
 
 SECONDS = "seconds per epoch"
 _DECIMALS = 9

@@ -1,15 +1,31 @@
-"""What the runs in a folder belong to, so that two studies never mix."""
+"""The folder of a run or a study: files written whole, and what the runs in it belong to."""
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from embedder.errors import JobError
-from training.files import replace_json
 
 FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
 """Settings of a job that change nothing in its figures."""
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `path`; a reader, or a crash, sees the whole old or the whole new text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stage = path.with_name(path.name + ".tmp")
+    with stage.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    stage.replace(path)
+
+
+def replace_json(path: Path, content: Any) -> None:
+    """`replace_text` with indented JSON."""
+    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:

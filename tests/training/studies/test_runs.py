@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import JobError
-from tests.training.tournament.fakes import combination, played
+from tests.training.studies.fakes import combination, played
 from training.config.job import Job, load_job
 from training.result import RESULT
-from training.tournament import runs as module
-from training.tournament.runs import command, play, read_runs, run_in_process
+from training.studies import runs as module
+from training.studies.runs import command, play, read_runs, run_in_process
 
 ALL = [combination(loss, seed=seed) for seed in (0, 1) for loss in "abc"]
 JOB = ALL[0].job

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from embedder.errors import JobError
 from training.__main__ import app
-from training.tournament import runs
+from training.studies import runs
 
 runner = CliRunner()
 

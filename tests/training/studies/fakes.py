@@ -5,10 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from training.config.job import Job, parse_job
-from training.files import replace_json
+from training.folder import replace_json
 from training.result import RESULT, Result
-from training.tournament.grid import Combination
-from training.tournament.runs import Run, play
+from training.studies.grid import Combination
+from training.studies.runs import Run, play
 
 
 def combination(

@@ -21,7 +21,7 @@ from pydantic import (
 from embedder.errors import JobError
 from training.config.job import Job, apply_override, load_job, parse_job
 from training.config.layers import read_file
-from training.stamp import settings
+from training.folder import settings
 
 _AXES = ("loss", "regularizer", "backbone", "dim", "seed")
 

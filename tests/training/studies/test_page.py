@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.training.tournament.fakes import combination, finished, played
-from tests.training.tournament.published import LOSSES, RANKING, RECALL_AT_1
-from training.tournament.report import write_report
-from training.tournament.runs import Run
+from tests.training.studies.fakes import combination, finished, played
+from tests.training.studies.published import LOSSES, RANKING, RECALL_AT_1
+from training.studies.page import write_report
+from training.studies.runs import Run
 
 
 def written(folder: Path, runs: list[Run], missing_last: bool = False) -> tuple[str, str]:

@@ -8,13 +8,13 @@ import pytest
 
 from embedder.errors import CheckpointError, DatasetError, JobError
 from tests.training.jobs import Silent, small_job
-from tests.training.studies import FakeRunner, images, some_job, some_split
+from tests.training.studies.runs import FakeRunner, images, some_job, some_split
 from training.config.job import Job, parse_job
 from training.config.protocol import Protocol
 from training.data.load import load_split
 from training.data.records import Split, labelled
-from training.protocols import cross_validate, folds, hold_out, with_protocol, without_test
 from training.result import RESULT
+from training.studies.protocols import cross_validate, folds, hold_out, with_protocol, without_test
 
 
 def names(split: Split) -> tuple[set[str], set[str]]:

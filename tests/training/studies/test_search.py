@@ -9,12 +9,12 @@ import pytest
 
 from embedder.errors import JobError, TrainingError
 from tests.training.jobs import Silent, small_job
-from tests.training.studies import FakeRunner, some_job, some_split
+from tests.training.studies.runs import FakeRunner, some_job, some_split
 from training.config.job import Job, load_job, parse_job
 from training.data.load import load_split
 from training.data.records import Split
-from training.protocols import hold_out
-from training.search import Plan, Trial, load_space, parse_space, search
+from training.studies.protocols import hold_out
+from training.studies.search import Plan, Trial, load_space, parse_space, search
 
 SPACE = {
     "loss": {"margin": {"low": 0.0, "high": 1.0}},

@@ -12,10 +12,10 @@ from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 
 from embedder.errors import EvaluationError
-from training.files import replace_text
+from training.folder import replace_text
 from training.report.markdown import plain, table
-from training.tournament.runs import Run
-from training.tournament.standings import SECONDS, figures_of, rank, recall_at_1
+from training.studies.runs import Run
+from training.studies.standings import SECONDS, figures_of, rank, recall_at_1
 
 _NONE = "–"
 _STYLE = """

@@ -20,11 +20,10 @@ from training.config.job import Job, parse_job
 from training.config.protocol import Protocol
 from training.data.records import LabelledImages, Split
 from training.data.shop import FEWEST
-from training.files import replace_json, replace_text
+from training.folder import replace_json, replace_text, stamp
 from training.report.markdown import table
 from training.result import Result, finished_result
 from training.runner import run_job
-from training.stamp import stamp
 from training.trainer import Listener
 
 Runner = Callable[[Job, Split, Path, Listener], Result]

@@ -7,7 +7,7 @@ from typing import Any
 
 from training.config.job import Job, parse_job
 from training.data.records import LabelledImages, Split, labelled
-from training.files import replace_json
+from training.folder import replace_json
 from training.result import RESULT, Result
 from training.trainer import Listener
 

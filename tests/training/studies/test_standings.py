@@ -2,10 +2,10 @@ import pandas as pd
 import pytest
 
 from embedder.errors import EvaluationError
-from tests.training.tournament.fakes import combination, finished
-from tests.training.tournament.published import LOSSES, RANKING, RECALL_AT_1
-from training.tournament.runs import Run
-from training.tournament.standings import Ranking, figures_of, rank, recall_at_1
+from tests.training.studies.fakes import combination, finished
+from tests.training.studies.published import LOSSES, RANKING, RECALL_AT_1
+from training.studies.runs import Run
+from training.studies.standings import Ranking, figures_of, rank, recall_at_1
 
 
 def published() -> pd.DataFrame:

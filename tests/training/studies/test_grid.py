@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import JobError
-from training.tournament.grid import Combination, load_grid
+from training.studies.grid import Combination, load_grid
 
 EXAMPLE = Path(__file__).with_name("grid.toml")
 BASE = """

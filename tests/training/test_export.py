@@ -28,6 +28,7 @@ from training.config.job import parse_job
 from training.config.model import Input, Model
 from training.config.optimizer import Runtime
 from training.data.load import load_split
+from training.data.protocol import with_protocol
 from training.data.records import LabelledImages, Split
 from training.evaluation.retrieval import Retrieval
 from training.export.bundle import (
@@ -44,7 +45,6 @@ from training.export.onnx_file import (
     torch_embed,
 )
 from training.models.backbones import BACKBONES
-from training.studies.protocols import with_protocol
 from training.trainer import fit
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))

@@ -11,10 +11,10 @@ from tests.training.official_layouts import KINDS, write_layout
 from training.config.job import Job, job_toml, load_job, parse_job
 from training.config.layers import JOBS, job_names
 from training.data.load import load_split
+from training.data.protocol import with_protocol
 from training.data.samplers import build_sampler
 from training.runner import run_job
 from training.studies.grid import load_grid
-from training.studies.protocols import with_protocol
 
 NAMES = job_names()
 TOURNAMENTS = JOBS / "tournaments"

@@ -11,6 +11,7 @@ from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.load import load_split
+from training.data.protocol import with_protocol
 from training.evaluation.retrieval import retrieval
 from training.export.bundle import export_checkpoint
 from training.inference import embed
@@ -18,7 +19,6 @@ from training.losses.table import build_loss
 from training.runner import load_chosen, run_job
 from training.start import WHITENING, set_projection, set_proxies
 from training.state import create_run
-from training.studies.protocols import with_protocol
 
 PROXY_ANCHOR, SOFT_TRIPLE = (
     {"name": "proxy_anchor"},

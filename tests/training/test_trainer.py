@@ -14,13 +14,13 @@ from training.checkpoint import FILE, load_checkpoint, seed_everything
 from training.config.job import Job, parse_job
 from training.config.optimizer import Optimizer, Runtime, rate
 from training.data.load import load_split
+from training.data.protocol import with_protocol
 from training.data.records import Split
 from training.device import autocast, choose_device
 from training.inference import embed
 from training.result import read_result
 from training.runner import load_chosen, run_job
 from training.state import create_run
-from training.studies.protocols import with_protocol
 from training.trainer import fit, train_step
 
 

@@ -23,7 +23,7 @@ def crossval(
     Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
     """
     from training.distributed import require_alone
-    from training.studies.protocols import cross_validate
+    from training.studies.crossval import cross_validate
 
     require_alone()
     settings = load_job(job, settings_of(overrides, allow_partial))

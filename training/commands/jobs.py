@@ -37,7 +37,7 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
     Raises: DatasetError.
     """
     from training.data.load import load_split, remarks
-    from training.studies.protocols import with_protocol
+    from training.data.protocol import with_protocol
 
     if isinstance(job.data, RenderedData):
         with progress_bar() as bar:

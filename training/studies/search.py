@@ -22,11 +22,12 @@ import numpy as np
 from embedder.errors import JobError, TrainingError
 from training.config.job import Job, job_toml, parse_job
 from training.config.layers import read_file
+from training.data.protocol import hold_out, without_test
 from training.data.records import Split
 from training.folder import replace_json, replace_text, stamp
 from training.report.markdown import plain, table
 from training.runner import run_job
-from training.studies.protocols import Runner, hold_out, without_test
+from training.studies.crossval import Runner
 from training.trainer import Listener
 
 Space = Mapping[str, Any]

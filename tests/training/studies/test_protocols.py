@@ -12,9 +12,10 @@ from tests.training.studies.runs import FakeRunner, images, some_job, some_split
 from training.config.job import Job, parse_job
 from training.config.protocol import Protocol
 from training.data.load import load_split
+from training.data.protocol import folds, hold_out, with_protocol, without_test
 from training.data.records import Split, labelled
 from training.result import RESULT
-from training.studies.protocols import cross_validate, folds, hold_out, with_protocol, without_test
+from training.studies.crossval import cross_validate
 
 
 def names(split: Split) -> tuple[set[str], set[str]]:

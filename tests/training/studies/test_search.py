@@ -12,8 +12,8 @@ from tests.training.jobs import Silent, small_job
 from tests.training.studies.runs import FakeRunner, some_job, some_split
 from training.config.job import Job, load_job, parse_job
 from training.data.load import load_split
+from training.data.protocol import hold_out
 from training.data.records import Split
-from training.studies.protocols import hold_out
 from training.studies.search import Plan, Trial, load_space, parse_space, search
 
 SPACE = {

@@ -31,6 +31,11 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def local_world() -> int:
+    """How many of them run on this machine and share its cores; torchrun says it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world()))
+
+
 def is_main() -> bool:
     """Whether this process writes files and talks."""
     return rank() == 0

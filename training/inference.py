@@ -15,7 +15,7 @@ from training.config.job import Job
 from training.data.images import EvaluationImages, build_loader
 from training.data.records import LabelledImages, labels_in
 from training.device import choose_device
-from training.distributed import gather_objects, is_main, rank, world
+from training.distributed import gather_objects, is_main, local_world, rank, world
 from training.evaluation.suite import evaluate_embeddings
 from training.models.embedding import EmbeddingNet
 from training.regularizers.determinant import local_lipschitz
@@ -77,7 +77,9 @@ def embed(
     device = next(net.parameters()).device
     mine = np.array_split(np.arange(len(images)), world())[rank()]
     dataset = Subset(EvaluationImages(images, job.input.preprocessing()), mine.tolist())
-    loader = build_loader(dataset, job.optimizer.batch_size, job.runtime, device, job.seed, world())
+    loader = build_loader(
+        dataset, job.optimizer.batch_size, job.runtime, device, job.seed, local_world()
+    )
     with evaluating(net), torch.inference_mode():
         chunks = [function(b.to(device)).float().cpu().numpy() for b, _ in batches(loader)]
     shares = [chunk for share in gather_objects(chunks) for chunk in share]

@@ -24,7 +24,7 @@ from training.data.records import LabelledImages, Split
 from training.data.samplers import build_sampler
 from training.data.shop import write_table
 from training.device import autocast, on_device, tuned
-from training.distributed import is_main, rank, wait_for_all, world
+from training.distributed import is_main, local_world, rank, wait_for_all, world
 from training.inference import (
     batches,
     embed,
@@ -75,7 +75,7 @@ def fit(
     if resume:
         restore(run, split, folder / FILE)
     views = TrainingImages(split.train, job.input, job.seed)
-    loader = build_loader(views, order, job.runtime, run.device, job.seed, world())
+    loader = build_loader(views, order, job.runtime, run.device, job.seed, local_world())
     log = RunLog(folder, job.runtime.tensorboard, run.step) if is_main() else None
     _write_inputs(folder, job, split)
     for sentence in notices.before(job, len(order)):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from embedder.errors import TrainingError
 from tests.training.losses.cases import (
@@ -17,7 +16,6 @@ from tests.training.losses.cases import (
     make,
     value,
 )
-from training.losses import margin, proxies, soft_triple
 
 BY_CLASS = [name for name in LOSSES if hasattr(make(name), "proxies")] + ["margin_per_class"]
 
@@ -226,27 +224,3 @@ def test_a_single_class_is_finite(name: str) -> None:
     kind = type(make(name))
     assert CLASSES > 1
     assert torch.isfinite(step(kind(1, DIM), 3, [0, 0, 0]))
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses what a GPU would have to be waited for: values, and shapes that depend on them."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        indices = args[1] if func is torch.ops.aten.index.Tensor else ()
-        by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
-        assert func.overloadpacket not in WAITING, func
-        assert not by_mask, "indexed by a mask"
-        return func(*args, **(kwargs or {}))
-
-
-WAITING = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_never_waits_for_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (margin, proxies, soft_triple):  # labels are looked at on the CPU alone
-        monkeypatch.setattr(module, "check_labels", lambda labels, classes: None)
-    loss, (embeddings, labels) = make(name), batch()
-    embeddings.requires_grad_()
-    with NoWaiting():
-        loss(embeddings, labels).backward()

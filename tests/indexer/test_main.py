@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
 from rich.console import Console
@@ -124,7 +123,7 @@ def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
     arguments = build if command == "build" else ("verify", out, "--bundle", "b")
     if command == "verify":
         assert invoke(*build).exit_code == 0
-    monkeypatch.setattr(model, "_session", OutOfMemory())
+    monkeypatch.setattr("embedder.session.run_plain", device_is_full)
     result = invoke(*arguments)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
@@ -132,14 +131,8 @@ def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
     assert "Failed to allocate memory" in result.stderr
 
 
-class OutOfMemory:
-    """A session whose device is full."""
-
-    def run(self, *arguments: object) -> list[np.ndarray]:
-        raise RuntimeException("Failed to allocate memory for requested buffer of size 42")
-
-    def get_providers(self) -> list[str]:
-        return ["CPUExecutionProvider"]
+def device_is_full(*_: object) -> None:
+    raise RuntimeException("Failed to allocate memory for requested buffer of size 42")
 
 
 def test_too_little_memory_is_one_line_without_a_traceback(

@@ -7,7 +7,9 @@ from typer.testing import CliRunner
 from embedder.errors import JobError
 from tests.training.jobs import Silent, small_job
 from training.__main__ import app
+from training.config.job import parse_job
 from training.data.load import load_split
+from training.data.protocol import with_protocol
 from training.report.results import Record, Study, paired_difference, read_study, record_of, table
 from training.runner import run_job
 
@@ -61,6 +63,17 @@ def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: 
     assert record.trunk["R@1"] > 0
     assert CliRunner().invoke(app, ["report", str(kept), "--page", str(page)]).exit_code == 0
     assert page.read_text() == written
+
+
+def test_a_run_that_saw_no_test_class_is_known_by_its_validation_classes(tmp_path: Path) -> None:
+    content = small_job(tmp_path / "products").as_dict()
+    content["data"]["products"] = 12
+    content["protocol"] |= {"validation_fraction": 0.5, "evaluate_test": "never"}
+    job = parse_job(content)
+    run_job(job, with_protocol(load_split(job.data), job.protocol), tmp_path / "run", Silent())
+    record = record_of(tmp_path / "run")
+    assert record.figures["R@1"] == record.validation["R@1"]
+    assert record.trunk.keys() >= {"R@1", "R@2"}
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from training.checkpoint import FILE
 from training.folder import replace_json, replace_text
 from training.report import markdown
 from training.result import RESULT, read_result
-from training.state import OF_TERMS
+from training.state import OF_TERMS, on_validation
 
 _SEED = re.compile(r"seed-\d+")
 _FIGURES = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "NMI", "uniformity", "density", "spectral_decay")
@@ -82,7 +82,8 @@ def write_study(path: Path, study: Study) -> None:
 def record_of(source: Path) -> Record:
     """The record of a finished run folder, or of a peer's JSON file with name, seed and figures.
 
-    The method is the name of the folder, or of its parent if it is called seed-N.
+    The method is the name of the folder, or of its parent if it is called seed-N. A run that never
+    looked at its test classes is known by its validation classes.
 
     Raises: JobError, CheckpointError.
     """
@@ -95,9 +96,9 @@ def record_of(source: Path) -> Record:
     return Record(
         method=source.parent.name if _SEED.fullmatch(source.name) else source.name,
         seed=result.job["seed"],
-        figures=result.figures,
+        figures=result.figures or result.validation,
         validation=result.validation,
-        trunk=result.trunk,
+        trunk=result.trunk if result.figures else on_validation(result.trunk),
         terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
         bundle=_bundle(source / "bundle" / "manifest.json"),
         seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"],

@@ -31,7 +31,7 @@ from training.config.job import Job, parse_job
 from training.data.images import TrainingImages
 from training.data.load import load_split
 from training.data.samplers import build_sampler
-from training.device import autocast
+from training.device import autocast, tuned
 from training.models.embedding import EmbeddingNet
 from training.state import create_run
 from training.trainer import train_step
@@ -65,7 +65,8 @@ def main() -> None:
             batch_sampler=build_sampler(paired, split.train.labels),
             num_workers=2,
         )
-        print_table(measure(steps, endless(loader), rounds))
+        with tuned(torch.device("cpu")):
+            print_table(measure(steps, endless(loader), rounds))
 
 
 def job(regularizers: dict[str, dict[str, Any]], folder: Path) -> Job:

@@ -31,6 +31,7 @@ from torch import Tensor
 from embedder.session import OnnxEmbedder, SessionSettings
 from training.config.job import Job, parse_job
 from training.data.load import load_split
+from training.device import tuned
 from training.evaluation.suite import evaluate_embeddings
 from training.export.bundle import export_checkpoint
 from training.losses.table import LOSSES
@@ -146,16 +147,19 @@ def step(job: Job, quick: bool) -> dict[str, float]:
     if abs(losses[0] - losses[1]) > 0.02 * max(1.0, abs(losses[1])):
         raise AssertionError(f"the loss is {losses[0]:.5g} there and {losses[1]:.5g} on the CPU")
     images, labels = images.to(here.device), labels.to(here.device)
-    for _ in range(2):
-        _step(here, images, labels)
     rounds = 2 if quick else STEPS
-    with no_waiting(here.device):
-        started = time.perf_counter()
-        for _ in range(rounds):
+    with tuned(here.device):
+        for _ in range(2):
             _step(here, images, labels)
-        queued = time.perf_counter() - started
-    _wait(here.device)
-    seconds = time.perf_counter() - started
+        with no_waiting(here.device):
+            started = time.perf_counter()
+            for _ in range(rounds):
+                parts = _step(here, images, labels)
+            queued = time.perf_counter() - started
+        _wait(here.device)
+        seconds = time.perf_counter() - started
+    if not all(tensor.isfinite().all() for tensor in (*parts.values(), *here.net.parameters())):
+        raise AssertionError("a term, the gradient or a weight is not finite after some steps")
     return {"ms a step": 1000 * seconds / rounds, "ms to queue it": 1000 * queued / rounds}
 
 

@@ -44,23 +44,19 @@ def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:
 
 @contextmanager
 def tuned(device: torch.device) -> Iterator[None]:
-    """A block of training steps, all of one shape: what is set for the process is put back.
+    """A block of training and evaluation: what it sets for the process is put back after it.
 
-    On a GPU cuDNN times its algorithms once, and what stays in float32 (flows, losses) may use
-    TF32. On a CPU with glibc freed memory is kept for the next step: a step allocates and frees the
-    same hundreds of megabytes again and again, and to have the system clear every page anew costs a
-    tenth of it.
+    On a GPU cuDNN times its algorithms once, since all steps have one shape. On a CPU with glibc
+    freed memory is kept for the next step: a step allocates and frees the same hundreds of
+    megabytes again and again, and to have the system clear every page anew costs a tenth of it.
     """
     if device.type == "cuda":
         benchmark = torch.backends.cudnn.benchmark
-        precision = torch.get_float32_matmul_precision()
         torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:
             torch.backends.cudnn.benchmark = benchmark
-            torch.set_float32_matmul_precision(precision)
         return
     _set_malloc(_KEEP_ALL)
     try:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from embedder.errors import DatasetError
+from embedder.errors import DatasetError, TrainingError
 from training.config.job import Job
 from training.data.images import EvaluationImages, build_loader
 from training.data.records import LabelledImages, labels_in
@@ -105,22 +105,36 @@ def flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict[
 
 @contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
-    """A block in which `net` is in evaluation mode, so that looking at images changes nothing."""
-    was_training = net.training
+    """A block in which `net` is in evaluation mode, so that looking at images changes nothing.
+
+    Convolutions run in full float32, which cuDNN by itself rounds to TF32.
+    """
+    was_training, rounded = net.training, torch.backends.cudnn.allow_tf32
     net.eval()
+    torch.backends.cudnn.allow_tf32 = False
     try:
         yield
     finally:
+        torch.backends.cudnn.allow_tf32 = rounded
         net.train(was_training)
 
 
 def batches(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """The batches of a loader; a fault in an image is one line, also from a worker process.
 
-    Raises: DatasetError.
+    Raises: DatasetError; TrainingError where a worker process dies, as one does for want of shared
+        memory.
     """
     try:
         yield from loader
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise TrainingError(
+            f"A process that reads images died ({str(error).splitlines()[0]}). If it was a bus "
+            "error, give the container more shared memory (--shm-size=2g); set runtime.workers "
+            "lower, or to 0 to read without other processes."
+        ) from error
     except DatasetError as error:
         # A worker process sends its whole traceback as the message; the last line is ours.
         line = str(error).strip().splitlines()[-1]

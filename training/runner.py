@@ -9,7 +9,7 @@ from embedder.errors import JobError
 from training.checkpoint import BEST, FILE, Checkpoint, load_checkpoint
 from training.config.job import Job
 from training.data.records import Split
-from training.device import choose_device
+from training.device import choose_device, tuned
 from training.distributed import is_main, wait_for_all
 from training.folder import replace_json
 from training.inference import evaluate
@@ -36,11 +36,13 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     Raises: TrainingError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    history = fit(job, split, folder, listener, resume=(folder / FILE).exists())
-    chosen = load_chosen(folder)
+    with tuned(choose_device(job.runtime)):
+        history = fit(job, split, folder, listener, resume=(folder / FILE).exists())
+        chosen = load_chosen(folder)
+        figures = _test(job, split, chosen, history)
     result = Result(
         job=job.as_dict(),
-        figures=_test(job, split, chosen, history),
+        figures=figures,
         validation=on_validation((chosen.history or [chosen.start])[-1]),
         best_epoch=chosen.epoch,
         chosen_by=job.protocol.choose_by,

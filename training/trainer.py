@@ -23,7 +23,7 @@ from training.data.images import TrainingImages, build_loader
 from training.data.records import LabelledImages, Split
 from training.data.samplers import build_sampler
 from training.data.shop import write_table
-from training.device import autocast, on_device, tuned
+from training.device import autocast, on_device
 from training.distributed import is_main, local_world, rank, wait_for_all, world
 from training.inference import (
     batches,
@@ -192,14 +192,13 @@ def _steps(
     """A step for each batch; gives their numbers and terms, on a GPU some steps later."""
     every = READ_EVERY_STEPS[run.device.type]
     unread: list[tuple[dict[str, Tensor], Row]] = []
-    with tuned(run.device):
-        for images, labels in on_device(batches(loader), run.device):
-            parts = train_step(run, model, images, labels, len(loader))
-            unread.append((parts, run.objective.shares.figures()))
-            if len(unread) == every:
-                yield from _read(unread, run.step)
-                unread = []
-        yield from _read(unread, run.step)
+    for images, labels in on_device(batches(loader), run.device):
+        parts = train_step(run, model, images, labels, len(loader))
+        unread.append((parts, run.objective.shares.figures()))
+        if len(unread) == every:
+            yield from _read(unread, run.step)
+            unread = []
+    yield from _read(unread, run.step)
 
 
 def train_step(
@@ -207,8 +206,8 @@ def train_step(
 ) -> dict[str, Tensor]:
     """One step of `model`, made by `run.warm_up`; returns the terms of the objective, each ().
 
-    Images and labels are on the device of the run, and nothing is read off it. If the loss is not
-    finite, no parameter moves.
+    Images and labels are on the device of the run, and nothing is read off it. If the loss or its
+    gradient is not finite, no parameter moves.
     """
     settings, optimizer = run.job.optimizer, run.optimizer
     factor = rate(settings, run.step, steps_per_epoch)
@@ -220,22 +219,23 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     terms.total.backward()  # type: ignore[no-untyped-call]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if settings.clip_norm is not None:
-        nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
+        nn.utils.clip_grads_with_norm_(parameters, settings.clip_norm, norm)
     if settings.clip_value is not None:
         nn.utils.clip_grad_value_(parameters, settings.clip_value)
-    optimizer.found_inf = (~total.isfinite()).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = (~(total.isfinite() & norm.isfinite())).float()  # type: ignore[attr-defined]
     optimizer.step()
     if run.average is not None:
         run.average.update(run.net)
     run.step += 1
-    return {"total": total, **terms.parts}
+    return {"total": total, "gradient_norm": norm, **terms.parts}
 
 
 def _read(unread: list[tuple[dict[str, Tensor], Row]], last: int) -> Iterator[tuple[int, Row]]:
     """The terms of the steps up to number `last`, in one copy off the device, and their shares.
 
-    Raises: TrainingError for a loss that is not finite.
+    Raises: TrainingError for a loss or a gradient that is not finite.
     """
     if not unread:
         return
@@ -243,9 +243,10 @@ def _read(unread: list[tuple[dict[str, Tensor], Row]], last: int) -> Iterator[tu
     found = torch.stack([torch.stack([p[n].double() for n in names]) for p, _ in unread]).tolist()
     for step, values, (_, shares) in zip(count(last - len(unread) + 1), found, unread):
         row = dict(zip(names, values, strict=True))
-        if not math.isfinite(row["total"]):
+        if not (math.isfinite(row["total"]) and math.isfinite(row["gradient_norm"])):
             raise TrainingError(
-                f"The loss is {row['total']} at step {step}. Lower the learning rates or the "
+                f"The loss is {row['total']} at step {step}, the norm of its gradient "
+                f"{row['gradient_norm']}. Lower the learning rates or the "
                 "weights of the regularizers; the last good checkpoint is kept."
             )
         yield step, row | shares

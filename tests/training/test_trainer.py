@@ -247,6 +247,17 @@ def test_a_step_whose_loss_is_not_finite_moves_nothing(products: Path) -> None:
     assert all(torch.equal(before[n], p) for n, p in run.net.named_parameters())
 
 
+def test_a_gradient_that_is_not_finite_moves_nothing_either(products: Path) -> None:
+    run = create_run(small_job(products), 3)
+    before = {n: p.detach().clone() for n, p in run.net.named_parameters()}
+    run.net.projection.weight.register_hook(lambda gradient: gradient * torch.nan)
+    images = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    parts = train_step(run, run.warm_up(False), images, torch.arange(6) % 3, 10)
+    assert parts["total"].isfinite()
+    assert not parts["gradient_norm"].isfinite()
+    assert all(torch.equal(before[n], p) for n, p in run.net.named_parameters())
+
+
 def test_numbers_are_read_off_a_gpu_some_steps_later_and_none_is_lost(
     products: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,7 +150,7 @@ def build_loader(
 ) -> DataLoader[Item]:
     """Batches of images, uint8 (B, 3, S, S), and their labels (B,), read beside the computing.
 
-    For a GPU the batches lie in pinned memory, so that copies need not block, and four a worker are
+    For a GPU the batches lie in pinned memory, so that copies need not block, and two a worker are
     read ahead. A training keeps its workers from epoch to epoch.
 
     Args:
@@ -169,7 +169,7 @@ def build_loader(
         batches if isinstance(batches, int) else 1,
         batch_sampler=order,
         num_workers=workers,
-        prefetch_factor=4 if on_gpu and workers else None,
+        prefetch_factor=2 if workers else None,
         persistent_workers=order is not None and workers > 0,
         pin_memory=on_gpu,
         generator=torch.Generator().manual_seed(seed),

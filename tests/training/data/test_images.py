@@ -227,7 +227,7 @@ def test_a_loader_for_a_gpu_reads_ahead_into_pinned_memory(images: LabelledImage
     near = build_loader(views, order, Runtime(), CPU, 0)
     assert (near.num_workers, near.prefetch_factor, near.pin_memory) == (2, 2, False)
     far = build_loader(views, order, Runtime(workers=1), torch.device("cuda"), 0)
-    assert (far.num_workers, far.prefetch_factor, far.pin_memory) == (1, 4, True)
+    assert (far.num_workers, far.prefetch_factor, far.pin_memory) == (1, 2, True)
     assert far.persistent_workers
     assert not build_loader(views, 2, Runtime(), CPU, 0).persistent_workers
     assert not build_loader(views, order, Runtime(workers=0), CPU, 0).persistent_workers

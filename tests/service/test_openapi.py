@@ -1,5 +1,6 @@
 """The OpenAPI document: examples, every error answer, and limits that are true."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from service import problems
 from service.problems import KINDS, Kind
 from service.schemas.problems import Problem
 from service.schemas.search import BatchAnswer, SearchAnswer
+from tests.golden.contract import CONTRACT, contract_now
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 PROBLEM = "application/problem+json"
@@ -21,6 +23,11 @@ ALL_KINDS = {*KINDS.values(), *(k for k in vars(problems).values() if isinstance
 def document(running_service) -> dict[str, Any]:
     found: dict[str, Any] = running_service.client.get("/openapi.json").json()
     return found
+
+
+def test_the_contract_is_the_one_that_clients_rely_on() -> None:
+    """If the change is meant: python -m tests.golden.contract, and commit it with its reason."""
+    assert contract_now() == json.loads(CONTRACT.read_text(encoding="utf-8"))
 
 
 def references(value: Any) -> set[str]:

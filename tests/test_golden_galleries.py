@@ -1,0 +1,175 @@
+"""Galleries and state folders of earlier versions go on opening: tests/golden/README.md."""
+
+import json
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+from typer.testing import CliRunner
+
+from embedder.bundle import Bundle
+from embedder.session import OnnxEmbedder
+from indexer.__main__ import app
+from indexer.engine import Entry
+from indexer.gallery import Gallery
+from service.app import create_app
+from service.settings import Settings
+from tests.tiny import encoded, picture
+
+GOLDEN = Path(__file__).parent / "golden"
+ADMIN = "kl_c995cb1b_25811d97b7cd9e8d1cb9b76045c7a2d544eb089832c5be15f98fce89c4d522d3"
+SEARCHER = "kl_a7e34e33_cf8bc83df511438b13f6b82ed14c187be048338e489ddbd0a752dd6f08ad2769"
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    with tarfile.open(GOLDEN / "gallery.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+def kinlens_index(*arguments: object) -> Any:
+    """What a command prints as JSON."""
+    done = CliRunner().invoke(app, [*(str(argument) for argument in arguments), "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def items_of(path: Path) -> dict[str, tuple[dict[str, Any], str, tuple[float, ...]]]:
+    """Attributes, content and vector of each item by key."""
+    gallery = Gallery.open(path)
+    keys = [item.key for item in gallery.items()]
+    found = {
+        entry.key: (dict(entry.attributes), entry.sha256, tuple(entry.vector.tolist()))
+        for entry in gallery.entries(keys)
+    }
+    gallery.close()
+    return found
+
+
+def test_a_stored_gallery_is_searched(stored: Path) -> None:
+    """It has an index, an item that came after it, one removed and one changed."""
+    embedder = OnnxEmbedder.open(Bundle.open(stored / "bundle"))
+    gallery = Gallery.open(stored / "shop", image_root=stored / "images")
+    facts = gallery.facts()
+    assert (gallery.size, facts.delta, facts.tombstones) == (29, 6, 1)
+    files = sorted((stored / "images").iterdir())
+    queries = embedder.embed(np.stack([embedder.preprocess(f.read_bytes()) for f in files]))
+    for number, [best] in enumerate(gallery.search(queries, 1)):
+        if number != 7:
+            assert best.key == f"item-{number}"
+            assert best.score == pytest.approx(1, abs=1e-5)
+            assert gallery.image(best.id).data == files[number].read_bytes()
+        else:
+            assert best.key != "item-7"
+    gallery.close()
+    query = ["search", stored / "shop", "--image", files[3], "--bundle", stored / "bundle"]
+    found = kinlens_index(*query, "--where", 'colour = "red" and price > 90')
+    assert json.dumps(found).count('"item-') == 1
+    assert items_of(stored / "shop")["item-3"][0] == {"price": 99.25, "colour": "red"}
+
+
+def test_a_stored_gallery_is_changed_compacted_and_verified(stored: Path) -> None:
+    before = items_of(stored / "shop")
+    gallery = Gallery.open(stored / "shop", image_root=stored / "images")
+    vector = np.eye(8, dtype=np.float32)[0]
+    gallery.add([Entry("new", vector, "a" * 64, {"colour": "green"})])
+    gallery.update({"item-0": {"price": 5}})
+    gallery.remove(["item-1"])
+    gallery.compact()
+    gallery.close()
+    after = items_of(stored / "shop")
+    assert after.keys() == (before.keys() | {"new"}) - {"item-1"}
+    assert after["item-0"][0]["price"] == 5
+    assert {key: after[key] for key in before if key not in ("item-0", "item-1")} == {
+        key: before[key] for key in before if key not in ("item-0", "item-1")
+    }
+    kinlens_index("verify", stored / "shop", "--image-root", stored / "images")
+
+
+@pytest.mark.parametrize("name", ["points", "codes"])
+def test_stored_galleries_of_approximate_kinds_are_searched(stored: Path, name: str) -> None:
+    """HNSW and IVF with RaBitQ codes over 640 vectors."""
+    gallery = Gallery.open(stored / name)
+    entries = gallery.entries([f"p{n}" for n in range(640)])
+    found = gallery.search(np.stack([entry.vector for entry in entries]), 1)
+    hits = [hit.key == entry.key for [hit], entry in zip(found, entries, strict=True)]
+    gallery.close()
+    assert np.mean(hits) > 0.95
+
+
+def test_a_stored_parquet_file_holds_the_same_items(stored: Path, tmp_path: Path) -> None:
+    kinlens_index("import", stored / "shop.parquet", "--out", tmp_path / "imported")
+    assert items_of(tmp_path / "imported") == items_of(stored / "shop")
+
+
+def test_a_stored_backup_is_restored(stored: Path) -> None:
+    expected = items_of(stored / "shop")
+    shutil.rmtree(stored / "shop")
+    kinlens_index("restore", stored / "backup", "--out", stored / "shop")
+    assert items_of(stored / "shop") == expected
+
+
+@pytest.fixture
+def shop(stored: Path) -> Iterator[TestClient]:
+    """The stored state folder, served for the holder of its key `office`."""
+    settings = Settings(
+        bundle=stored / "bundle",
+        galleries=(f"shop={stored / 'shop'}",),
+        image_roots=(f"shop={stored / 'images'}",),
+        state=stored / "state",
+        decode_isolation=False,
+        allowed_hosts=("*",),
+    )
+    with TestClient(create_app(settings), headers={"Authorization": f"Bearer {ADMIN}"}) as client:
+        yield client
+
+
+def uploaded(number: int) -> bytes:
+    return encoded(picture(200 + number, (40, 30)))
+
+
+def search(shop: TestClient, number: int) -> list[str]:
+    data = {"gallery": "made", "k": "3"}
+    answer = shop.post("/search", files={"image": uploaded(number)}, data=data)
+    return [hit["key"] for hit in answer.raise_for_status().json()["hits"]]
+
+
+def test_a_stored_state_folder_is_served(shop: TestClient) -> None:
+    galleries = shop.get("/galleries").raise_for_status().json()["galleries"]
+    assert {g["name"]: (g["size"], g["managed"]) for g in galleries} == {
+        "shop": (29, False),
+        "made": (8, True),
+    }
+    items = shop.get("/galleries/made/items").raise_for_status().json()["items"]
+    assert [item["attributes"]["price"] for item in items] == [0, 77, 2, 3, 4, 5, 6, 7]
+    for number, item in enumerate(items):
+        assert shop.get(item["image"]).raise_for_status().content == uploaded(number)
+        assert search(shop, number)[0] == f"made-{number}"
+    [job] = shop.get("/jobs").raise_for_status().json()["jobs"]
+    assert (job["kind"], job["gallery"], job["state"]) == ("compact", "made", "succeeded")
+
+
+def test_a_stored_state_folder_is_changed(shop: TestClient) -> None:
+    fields: list[Any] = [("image", ("x.png", uploaded(8), "image/png")), ("key", (None, "made-8"))]
+    shop.put("/galleries/made/items", files=fields).raise_for_status()
+    assert search(shop, 8)[0] == "made-8"
+    removed = shop.request("DELETE", "/galleries/made/items", params={"key": "made-2"})
+    assert removed.status_code in (200, 204), removed.text
+    assert "made-2" not in search(shop, 2)
+
+
+def test_stored_keys_keep_their_scopes(shop: TestClient) -> None:
+    def asked(key: str) -> httpx.Response:
+        return shop.get("/jobs", headers={"Authorization": f"Bearer {key}"})
+
+    assert asked(ADMIN).status_code == 200
+    assert asked(SEARCHER).status_code == 403
+    assert asked(SEARCHER[:-1] + "x").status_code == 401

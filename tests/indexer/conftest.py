@@ -15,10 +15,10 @@ from embedder.fake import FakeEmbedder
 from embedder.types import Images
 from indexer.__main__ import app
 from indexer.build import BuildReport, build_gallery
-from indexer.commands import options
 from indexer.engine import Entry
 from indexer.images import folder_source
 from tests.indexer.milvus_server import milvus_server
+from tests.support.seams import options
 from tests.tiny import encoded, picture
 
 PICTURES = {

@@ -97,7 +97,7 @@ class MilvusServer:
 
     def _answers(self) -> bool:
         from embedder.errors import EngineUnavailableError
-        from indexer.milvus_connection import Connection
+        from tests.support.seams import Connection
 
         assert self._process is not None
         deadline = time.monotonic() + _READY_S

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import GalleryBusyError, GalleryNotFoundError
-from indexer.adopt import adopt
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder
 from tests.indexer.rebuilds import Pictures, content, fill
+from tests.support.seams import GalleryFolder, adopt
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,12 +20,11 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.backup import backup, backup_bytes, restore
-from indexer.backup_files import read_backup
-from indexer.durable import set_fault_hook
+from indexer.backup import backup_bytes, restore
 from indexer.engine import Entry
 from indexer.gallery import Gallery
 from tests.indexer.conftest import small_files
+from tests.support.seams import backup, read_backup, set_fault_hook
 
 DIM = 8
 ROOT = Path(__file__).parents[2]

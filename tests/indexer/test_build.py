@@ -16,13 +16,12 @@ import indexer.build
 from embedder.errors import GalleryError, InvalidParameterError, PlanError, SourceError
 from embedder.fake import FakeEmbedder
 from indexer.build import BuildReport, BuildSettings, build_gallery, needed_mb, planned
-from indexer.durable import set_fault_hook
-from indexer.embed import EmbedSettings
 from indexer.gallery import Gallery
 from indexer.images import Record, Source, folder_source
 from indexer.lists import csv_source
 from indexer.plan import IndexSettings
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query, small_files
+from tests.support.seams import EmbedSettings, set_fault_hook
 from tests.tiny import encoded, picture
 
 Build = Callable[[], BuildReport]

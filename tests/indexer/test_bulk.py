@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from embedder.errors import GalleryWriteError, InvalidParameterError
-from indexer.bulk import bulk_load
-from indexer.catalog import Catalog, State
 from indexer.engine import Entry, Written
 from indexer.filters import parse_filter
 from tests.indexer.conftest import small_files
+from tests.support.seams import Catalog, State, bulk_load
 
 DIM = 4
 

@@ -22,10 +22,10 @@ from embedder.errors import (
     GalleryWriteError,
     ItemNotFoundError,
 )
-from indexer.bulk import bulk_load
-from indexer.catalog import Catalog, CatalogView, StaleReadError, State
+from indexer.catalog import StaleReadError
 from indexer.engine import Entry, Item
 from indexer.filters import parse_filter
+from tests.support.seams import Catalog, CatalogView, State, bulk_load
 
 DIM = 8
 ATTRIBUTES = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from embedder.errors import GalleryCorruptError
-from indexer.catalog import Catalog
 from indexer.engine import Entry
 from indexer.filters import parse_filter
+from tests.support.seams import Catalog
 
 DIM = 8
 

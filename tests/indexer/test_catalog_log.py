@@ -9,8 +9,8 @@ import pytest
 
 from indexer import catalog as catalog_module
 from indexer import catalog_connections
-from indexer.catalog import Catalog
 from indexer.engine import Entry
+from tests.support.seams import Catalog
 
 DIM = 8
 UNIT = np.eye(DIM, dtype=np.float32)[0]

@@ -18,10 +18,11 @@ from embedder.errors import (
     ItemNotFoundError,
 )
 from indexer import catalog_connections
-from indexer.catalog import Catalog, CatalogView, CatalogWriter, State
+from indexer.catalog import CatalogWriter
 from indexer.engine import Entry, Written
 from indexer.filters import Equals, parse_filter
 from tests.indexer.conftest import small_files
+from tests.support.seams import Catalog, CatalogView, State
 
 DIM = 4
 

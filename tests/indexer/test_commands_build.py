@@ -12,8 +12,8 @@ from typer.testing import Result
 from embedder.errors import GalleryNotFoundError
 from indexer import compaction
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder
 from tests.indexer.conftest import CountingEmbedder, failure, usage
+from tests.support.seams import GalleryFolder
 from tests.tiny import encoded, picture
 
 Run = Callable[..., Result]

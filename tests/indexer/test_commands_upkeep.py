@@ -10,9 +10,9 @@ import pytest
 from typer.testing import Result
 
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder
 from indexer.plan import IndexSettings
 from tests.indexer.conftest import failure, usage
+from tests.support.seams import GalleryFolder
 from tests.tiny import encoded, picture
 
 Run = Callable[..., Result]

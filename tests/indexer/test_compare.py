@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.compare import compare
 from indexer.engine import Entry
 from indexer.gallery import Gallery
+from tests.support.seams import compare
 
 DIM = 16
 

@@ -14,7 +14,6 @@ from embedder.types import AttributeValue, Hit
 from indexer.engine import Entry, Grouping, SearchOptions, VectorStore, Written
 from indexer.filters import And, Equals, Filter, In, Not, Or, Range, parse_filter
 from indexer.gallery import Gallery
-from indexer.milvus_engine import MilvusStore
 from tests.indexer.milvus_server import MilvusServer
 from tests.indexer.oracle import (
     DIM,
@@ -27,6 +26,7 @@ from tests.indexer.oracle import (
     shop,
     units,
 )
+from tests.support.seams import MilvusStore
 
 BUNDLE = "b" * 64
 

@@ -9,8 +9,7 @@ import pytest
 
 from indexer import cores
 from indexer.cores import core_count
-from indexer.embed import EmbedSettings
-from indexer.faiss_engine import Effort, SegmentIndex
+from tests.support.seams import Effort, EmbedSettings, SegmentIndex
 
 
 @pytest.fixture

@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 
 from indexer import durable
-from indexer.durable import set_fault_hook
 from indexer.gallery import Gallery
-from indexer.generation import publish_generation
-from indexer.layout import GalleryFolder
-from indexer.manifest import GalleryManifest
 from indexer.plan import IndexSettings
 from tests.indexer import crasher
 from tests.indexer.crasher import BUNDLE, DIM, Model
+from tests.support.seams import GalleryFolder, GalleryManifest, publish_generation, set_fault_hook
 
 KILLS = 200
 SEED = 20_261_121

@@ -19,15 +19,13 @@ from embedder.errors import (
     InvalidParameterError,
 )
 from indexer import durable
-from indexer.backup import backup
-from indexer.backup_files import read_backup
 from indexer.engine import SearchOptions
 from indexer.filters import Range
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder
 from indexer.plan import IndexSettings
 from tests.indexer.conftest import as_nobody, small_files
 from tests.indexer.crasher import BUNDLE, DIM, entry, vector
+from tests.support.seams import GalleryFolder, backup, read_backup
 
 COUNT = 300
 

@@ -8,10 +8,10 @@ import pytest
 
 from embedder.errors import BundleError
 from embedder.types import Images
-from indexer.embed import EmbedSettings, Outcome, embed_source
+from indexer.embed import Outcome, embed_source
 from indexer.images import Record, Source, folder_source
-from indexer.work import WorkFile
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query
+from tests.support.seams import EmbedSettings, WorkFile
 from tests.tiny import encoded, picture
 
 

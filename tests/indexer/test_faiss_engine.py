@@ -9,11 +9,10 @@ import pytest
 
 from embedder.errors import GalleryCorruptError, InvalidParameterError
 from embedder.types import Embeddings
-from indexer.faiss_engine import Effort, SegmentIndex
-from indexer.plan import Plan, plan_index
-from indexer.tune import recall_at
+from indexer.plan import Plan
 from tests.indexer.conftest import small_files
 from tests.indexer.vectors import bitmap, clumped, unit
+from tests.support.seams import Effort, SegmentIndex, plan_index, recall_at
 
 KINDS = ("flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq")
 CODED = KINDS[1:]

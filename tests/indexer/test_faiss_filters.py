@@ -6,11 +6,9 @@ import pytest
 
 from embedder.types import Embeddings
 from indexer import faiss_engine, faiss_search
-from indexer.faiss_engine import Effort, SegmentIndex
 from indexer.faiss_search import count_of, parameters, positions_in, scaled
-from indexer.plan import plan_index
-from indexer.tune import recall_at, tune
 from tests.indexer.vectors import bitmap, clumped, unit
+from tests.support.seams import Effort, SegmentIndex, plan_index, recall_at, tune
 
 N, DIM = 6000, 32
 

@@ -8,7 +8,6 @@ import pytest
 
 from embedder.errors import FilterError
 from embedder.types import AttributeValue
-from indexer.catalog import Catalog
 from indexer.engine import Entry
 from indexer.filters import (
     And,
@@ -22,6 +21,7 @@ from indexer.filters import (
     filter_to_text,
     parse_filter,
 )
+from tests.support.seams import Catalog
 
 TEXTS = ["red", "", 'a "b" \\ c\n\t\r', "it's", "grün", "\0", "👟", "true", "1", "Z", "a"]
 # Without subnormal numbers: onnxruntime makes them 0 in every thread that has run a model.

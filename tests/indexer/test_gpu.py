@@ -12,13 +12,18 @@ from embedder.errors import EngineUnavailableError, PlanError, ProviderError
 from embedder.types import Embeddings
 from indexer import gpu
 from indexer.engine import Ids, Scores
-from indexer.faiss_engine import Effort, SegmentIndex
 from indexer.gpu import GpuIndex, build_cagra, gpu_memory_mb, why_no_gpu
-from indexer.owner import Owner
-from indexer.plan import IndexSettings, plan_index
-from indexer.segment import Segment, write_segment
-from indexer.tune import recall_at
+from indexer.plan import IndexSettings
 from tests.indexer.vectors import bitmap, clumped, unit
+from tests.support.seams import (
+    Effort,
+    Owner,
+    Segment,
+    SegmentIndex,
+    plan_index,
+    recall_at,
+    write_segment,
+)
 
 N, DIM = 20_000, 64
 

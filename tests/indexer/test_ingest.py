@@ -19,13 +19,13 @@ from embedder.errors import (
     SourceError,
 )
 from embedder.types import Images
-from indexer.embed import EmbedSettings
 from indexer.engine import Entry, Written
 from indexer.gallery import Gallery
 from indexer.images import Record, Source, folder_source
 from indexer.ingest import AddReport, add_source
 from indexer.lists import csv_source
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query
+from tests.support.seams import EmbedSettings
 from tests.tiny import encoded, picture
 
 

@@ -14,11 +14,11 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.durable import set_fault_hook
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder, disk_errors_explained
+from indexer.layout import disk_errors_explained
 from indexer.locks import hold
 from tests.indexer.conftest import as_nobody
+from tests.support.seams import GalleryFolder, set_fault_hook
 
 GENERATIONS = [digit * 12 for digit in "abcd"]
 

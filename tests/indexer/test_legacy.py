@@ -10,8 +10,8 @@ import pytest
 
 from embedder.errors import SourceError
 from indexer.gallery import Gallery
-from indexer.importing import import_gallery
 from indexer.legacy import import_legacy
+from tests.support.seams import import_gallery
 
 DATA = Path(__file__).parent / "data"
 EXPECTED = json.loads((DATA / "gallery-v1.json").read_text(encoding="utf-8"))

@@ -13,12 +13,11 @@ import pytest
 
 from embedder.errors import GalleryBusyError, KinlensError, RecallError
 from indexer import compaction
-from indexer.durable import set_fault_hook
 from indexer.engine import Entry, SearchOptions
 from indexer.filters import And, Equals, Filter, Not, Range
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder
 from indexer.plan import IndexSettings
+from tests.support.seams import GalleryFolder, set_fault_hook
 
 DIM = 16
 

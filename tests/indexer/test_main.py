@@ -20,8 +20,9 @@ from embedder.manifest import AskedPrecision
 from embedder.session import OnnxEmbedder, SessionSettings
 from embedder.types import Images
 from indexer.__main__ import app
-from indexer.commands import console, options
+from indexer.commands import console
 from tests.indexer.conftest import CountingEmbedder
+from tests.support.seams import options
 
 Run = Callable[..., Result]
 

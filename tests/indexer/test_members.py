@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from indexer.catalog import CatalogView
 from indexer.engine import Entry, Grouping, SearchOptions
 from indexer.filters import Range
 from indexer.gallery import Gallery
-from indexer.members import Members, contents_of, mean_of
+from indexer.members import mean_of
+from tests.support.seams import CatalogView, Members, contents_of
 
 COUNT, DIM = 20_000, 32
 MEAN = Grouping("class", "mean")

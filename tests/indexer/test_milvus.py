@@ -26,13 +26,12 @@ from embedder.types import AttributeValue
 from indexer import milvus_generation, milvus_schema, milvus_search, milvus_state, milvus_view
 from indexer.engine import Entry, Grouping, SearchOptions
 from indexer.filters import And, Equals, Filter, In, Not, Or, Range
-from indexer.milvus_connection import Connection
-from indexer.milvus_engine import MilvusStore
 from indexer.milvus_filters import expression
 from indexer.milvus_schema import clusters, page_rows
 from indexer.milvus_state import State, new_mark, read_state, write_state
 from tests.indexer.milvus_server import MilvusServer, started_server
 from tests.indexer.oracle import DIM, Oracle, assert_groups, assert_hits, entry, ids_of, shop, units
+from tests.support.seams import Connection, MilvusStore
 
 BUNDLE = "b" * 64
 milvus = pytest.mark.milvus

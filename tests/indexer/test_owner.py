@@ -11,7 +11,7 @@ from embedder.errors import EngineUnavailableError
 from embedder.types import Embeddings
 from indexer import owner as owners
 from indexer.engine import Ids, Scores
-from indexer.owner import Owner
+from tests.support.seams import Owner
 
 DIM = 4
 
@@ -141,7 +141,7 @@ def test_closing_answers_what_waits_and_refuses_what_comes_later(engine: FakeEng
         closing = pool.submit(owner.close)
         engine.gate.set()
         closing.result()
-        assert first.done()
+        first.result()
         assert waiting.result()[1].tolist() == [[5, 6]]
     with pytest.raises(EngineUnavailableError, match="closed"):
         owner.search(rows(1), 1, 1)

@@ -6,11 +6,11 @@ import pytest
 
 from embedder.errors import PlanError
 from indexer import plan as plans
-from indexer.faiss_engine import SegmentIndex
 from indexer.memory import memory_mb
-from indexer.plan import IndexSettings, Plan, plan_index
+from indexer.plan import IndexSettings, Plan
 from indexer.plan_costs import lists_for
 from tests.indexer.vectors import clumped
+from tests.support.seams import SegmentIndex, plan_index
 
 MUCH = 1e6
 

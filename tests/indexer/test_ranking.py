@@ -10,8 +10,8 @@ from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Hit, ItemId
 from indexer.engine import Group, Grouping, SearchOptions
 from indexer.grouping import best_groups
-from indexer.members import Members, contents_of
 from indexer.ranking import Candidate, best_hits, rank
+from tests.support.seams import Members, contents_of
 
 CASES = range(300)
 

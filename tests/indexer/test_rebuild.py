@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import GalleryBusyError, SourceError
-from indexer.embed import EmbedSettings
 from indexer.engine import Entry
 from indexer.follower import Follower
 from indexer.gallery import Gallery
 from indexer.rebuild import rebuild, swap_in
 from tests.indexer.rebuilds import NEW, OLD, Pictures, content, fill
+from tests.support.seams import EmbedSettings
 
 
 @pytest.fixture

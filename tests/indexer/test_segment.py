@@ -13,10 +13,10 @@ from embedder.types import Embeddings
 from indexer import segment_manifest
 from indexer.engine import Ids
 from indexer.plan import IndexSettings
-from indexer.segment import HELD_OUT, Segment, SegmentManifest, write_segment
-from indexer.tune import recall_at
+from indexer.segment import HELD_OUT, SegmentManifest
 from tests.indexer.conftest import small_files
 from tests.indexer.vectors import clumped, unit
+from tests.support.seams import Segment, recall_at, write_segment
 
 N, DIM = 2000, 32
 KINDS = ("flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq")

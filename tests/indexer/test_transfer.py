@@ -20,9 +20,9 @@ from indexer import transfer
 from indexer.engine import Entry, Item, SearchOptions, VectorStore
 from indexer.filters import parse_filter
 from indexer.gallery import Gallery
-from indexer.importing import import_gallery
 from indexer.transfer import export_gallery, read_dump
 from tests.indexer.conftest import small_files
+from tests.support.seams import import_gallery
 
 pa = pytest.importorskip(
     "pyarrow", reason="pyarrow is not installed: pip install 'kinlens[parquet]'"
@@ -432,7 +432,7 @@ def test_an_exported_gallery_answers_alike_when_it_is_imported(tmp_path: Path, f
 def test_ten_thousand_items_go_to_milvus_and_back_unchanged(
     tmp_path: Path, file: Path, request: pytest.FixtureRequest
 ) -> None:
-    from indexer.milvus_engine import MilvusStore
+    from tests.support.seams import MilvusStore
 
     server = request.getfixturevalue("milvus_server")
     first = Gallery.create(tmp_path / "first", name="shop", bundle_id="b" * 64, dim=DIM)

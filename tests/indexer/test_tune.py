@@ -6,10 +6,8 @@ import pytest
 from embedder.errors import RecallError
 from embedder.types import Embeddings
 from indexer.engine import Ids, Scores
-from indexer.faiss_engine import Effort, SegmentIndex
-from indexer.plan import plan_index
-from indexer.tune import recall_at, tune
 from tests.indexer.vectors import clumped, unit
+from tests.support.seams import Effort, SegmentIndex, plan_index, recall_at, tune
 
 N, DIM = 6000, 32
 

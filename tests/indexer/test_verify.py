@@ -17,12 +17,12 @@ from embedder.errors import (
 )
 from indexer.build import BuildReport
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder
 from indexer.plan import IndexSettings
 from indexer.recall import measured_recall, own_recall
 from indexer.tuning import tune_gallery
 from indexer.verify import VerifySettings, sampled, verify_gallery
 from tests.indexer.conftest import CountingEmbedder
+from tests.support.seams import GalleryFolder
 from tests.tiny import encoded, picture
 
 

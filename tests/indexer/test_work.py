@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from indexer.work import WorkFile
+from tests.support.seams import WorkFile
 
 ROWS = {name * 64: np.full(4, number, np.float32) for number, name in enumerate("abc")}
 

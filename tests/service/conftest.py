@@ -30,9 +30,7 @@ from indexer.build import build_gallery
 from indexer.engine import Entry, Item, SearchOptions
 from indexer.images import folder_source
 from service.app import create_app
-from service.cache import Cache
 from service.runtime import Runtime
-from service.server import listen
 from service.settings import Settings
 from tests.service.page_browser import (  # noqa: F401
     browser,
@@ -41,6 +39,7 @@ from tests.service.page_browser import (  # noqa: F401
     shop_page,
     shop_server,
 )
+from tests.support.seams import Cache, listen
 from tests.tiny import encoded, picture
 
 CREATED_AT = "2026-01-01T00:00:00+00:00"

@@ -16,10 +16,9 @@ from embedder.session import OnnxEmbedder
 from indexer.build import BuildSettings, build_gallery
 from indexer.gallery import Gallery
 from indexer.images import folder_source
-from service.jobs.manager import JobManager
-from service.jobs.record import Job
 from service.jobs.replace import store_bundle
 from service.settings import Settings
+from tests.support.seams import Job, JobManager
 from tests.tiny import encoded, picture
 
 WAIT_S = 60.0

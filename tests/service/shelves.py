@@ -13,16 +13,21 @@ from embedder.fake import FakeEmbedder
 from embedder.session import Embedder
 from indexer.engine import Entry
 from indexer.gallery import Gallery
-from service.batching import MicroBatcher
-from service.cache import Cache, LruCache
-from service.decoding.inline import InlineDecoder
 from service.encoding import Encoder
-from service.failures import Failures
 from service.loading import Loader
 from service.models import Models
 from service.registry import Registry
 from service.settings import Settings
-from service.sources import Place, Sources, open_place
+from service.sources import open_place
+from tests.support.seams import (
+    Cache,
+    Failures,
+    InlineDecoder,
+    LruCache,
+    MicroBatcher,
+    Place,
+    Sources,
+)
 
 DIM = 32
 

@@ -11,7 +11,7 @@ import pytest
 
 from embedder.errors import BundleError, OverloadedError, SearchError
 from embedder.types import Embeddings, Images
-from service.batching import MicroBatcher
+from tests.support.seams import MicroBatcher
 
 WAIT_S = 10.0
 

@@ -11,7 +11,7 @@ import pytest
 
 from embedder.types import Hit
 from indexer.engine import Group
-from service.cache import Cache, Lookup, LruCache, answer_key, embedding_key
+from service.cache import answer_key
 from service.payloads import (
     Shown,
     checked_results,
@@ -21,6 +21,7 @@ from service.payloads import (
     seal,
     unseal,
 )
+from tests.support.seams import Cache, Lookup, LruCache, embedding_key
 
 VALUES = {"class": "ä", "1": "1", "stock": 2**53 + 1, "price": 1.0, "half": 0.5, "sale": True}
 HITS = [Hit(3, "a.jpg", 0.9, VALUES), Hit(1, "ü.jpg", -0.2, {"sale": False, "stock": 0})]

@@ -21,10 +21,9 @@ from embedder import errors
 from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits, preprocess
 from service.decoding.decoder import Decoder, create_decoder
-from service.decoding.inline import InlineDecoder
-from service.decoding.pool import DecodePool
 from service.decoding.wire import REFUSED, pack_error, unpack_error
 from service.settings import Settings
+from tests.support.seams import DecodePool, InlineDecoder
 from tests.tiny import encoded, picture
 
 SPEC = Preprocessing(resize_px=40, crop_px=32)

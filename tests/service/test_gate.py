@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.compare import compare
 from indexer.engine import Entry
 from indexer.gallery import Gallery
 from service.jobs.gate import Verdict, judge
 from service.jobs.params import Gate
 from service.jobs.unseen import Seen, seen_by, unseen_in
+from tests.support.seams import compare
 
 DIM = 24
 CLASSES, EACH = 12, 12

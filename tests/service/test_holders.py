@@ -10,11 +10,10 @@ import pytest
 
 from embedder.errors import GalleryBusyError, GalleryCorruptError, GalleryNotFoundError
 from embedder.fake import FakeEmbedder
-from indexer.adopt import adopt
 from indexer.gallery import Gallery
 from service.claims import Claims
-from service.jobs.store import JobStore
 from tests.service.shops import Shop, assert_problem, start_shop
+from tests.support.seams import JobStore, adopt
 from tests.tiny import encoded, picture
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from indexer.adopt import adopt
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder
 from service.new_items import MAX_ATTRIBUTES
 from service.schemas.galleries import MAX_KEYS
 from tests.service.conftest import GatedEmbedder
 from tests.service.shops import Shop, assert_problem, base64_of, start_shop
+from tests.support.seams import GalleryFolder, adopt
 from tests.tiny import encoded, picture
 
 

@@ -13,11 +13,10 @@ import pytest
 from embedder.bundle import Bundle
 from indexer.engine import Entry
 from service.jobs.launch import Launcher
-from service.jobs.manager import JobManager
 from service.jobs.tidy import KEPT_JOBS, tidy_bundles
-from service.jobs.work import run_worker
 from service.settings import Settings
 from tests.service.job_shops import JobShop
+from tests.support.seams import JobManager, run_worker
 
 LONG_AGO = "2020-01-01T00:00:00.000+00:00"
 

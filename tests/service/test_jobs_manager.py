@@ -22,13 +22,11 @@ from embedder.errors import (
     JobNotFoundError,
     StateMissingError,
 )
-from service.jobs.manager import LOG_PAGE, JobManager
+from service.jobs.manager import LOG_PAGE
 from service.jobs.params import checked
-from service.jobs.record import Job
-from service.jobs.store import JobStore
-from service.jobs.work import run_worker
 from service.settings import Settings
 from tests.service.job_shops import JobShop, processes_of
+from tests.support.seams import Job, JobManager, JobStore, run_worker
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import JobConflictError, JobNotFoundError, StateError
-from service.jobs.record import Job
 from service.jobs.steps import JobCancelledError, Steps
-from service.jobs.store import JobStore
+from tests.support.seams import Job, JobStore
 
 ROOT = Path(__file__).parents[2]
 CREATE = """

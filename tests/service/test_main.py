@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from embedder.bundle import Bundle
 from service.__main__ import app
-from service.server import listen
+from tests.support.seams import listen
 from tests.tiny import encoded, picture
 
 ROOT = Path(__file__).parents[2]

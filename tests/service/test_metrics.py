@@ -6,9 +6,8 @@ from pathlib import Path
 import structlog
 
 from service.jobs.record import ACTIVE, ENDED
-from service.jobs.store import JobStore
 from service.metrics import CONTENT_TYPE
-from service.security.keys import KeyStore
+from tests.support.seams import JobStore, KeyStore
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (DOCS / "operations.md", DOCS / "metrics.md")

@@ -16,10 +16,10 @@ from embedder.errors import BundleCorruptError, BundleNotFoundError, SearchError
 from embedder.fake import FakeEmbedder
 from embedder.types import Embeddings, Images
 from service.bundles import Bundles, OneBundle
-from service.cache import embedding_key
 from service.settings import Settings
 from tests.embedder.bundles import CALIBRATION, write_full_bundle
 from tests.service.shelves import Shelf, make_gallery, serving
+from tests.support.seams import embedding_key
 
 WAIT_S = 20.0
 

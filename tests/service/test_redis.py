@@ -12,8 +12,7 @@ import redis
 import structlog
 
 from embedder.fake import FakeEmbedder
-from service.cache import Cache, Lookup, LruCache
-from service.remote import RedisStore
+from tests.support.seams import Cache, Lookup, LruCache, RedisStore
 
 pytestmark = pytest.mark.redis
 CALM_MS = 5_000  # for tests of everything but the timeout, on a busy machine

@@ -15,9 +15,9 @@ import pytest
 import redis
 import structlog
 
-from service.remote import RedisStore, WaitBudget, request_budget
-from service.security.rates import RateLimits, SharedCounts
+from service.remote import WaitBudget, request_budget
 from tests.service.conftest import render
+from tests.support.seams import RateLimits, RedisStore, SharedCounts
 from tests.tiny import encoded
 
 pytestmark = pytest.mark.redis

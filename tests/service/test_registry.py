@@ -16,10 +16,9 @@ import pytest
 from embedder.errors import BundleMismatchError, GalleryError, GalleryNotFoundError
 from embedder.fake import FakeEmbedder
 from indexer.gallery import Gallery
-from service.failures import Failures
 from service.settings import Settings
-from service.sources import Place, Sources
 from tests.service.shelves import Shelf, entries, make_gallery, serving
+from tests.support.seams import Failures, Place, Sources
 
 WAIT_S = 20.0
 

@@ -14,12 +14,10 @@ from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
 from indexer.engine import Entry
 from indexer.gallery import Gallery
-from indexer.generation import publish_generation
-from indexer.layout import GalleryFolder
-from indexer.manifest import GalleryManifest
 from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import DEFAULTS, Running, run
+from tests.support.seams import GalleryFolder, GalleryManifest, publish_generation
 from tests.tiny import encoded, picture
 
 PICTURES = 8

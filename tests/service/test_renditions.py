@@ -22,11 +22,10 @@ from embedder.preprocess import ImageLimits
 from embedder.rendering import MAX_SIDE_PX, render_jpeg
 from indexer.build import build_gallery
 from indexer.images import folder_source
-from service.decoding.inline import InlineDecoder
-from service.decoding.pool import DecodePool
 from service.renditions import SIDES_PX, Renditions
 from service.routes.pictures import Size
 from tests.service.shops import Shop, assert_problem, start_shop
+from tests.support.seams import DecodePool, InlineDecoder
 from tests.tiny import TINY, encoded, picture
 
 LIMITS = ImageLimits()

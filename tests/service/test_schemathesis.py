@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from embedder.bundle import Bundle
-from service.security.keys import KeyStore
 from tests.service.own_process import ROOT, OwnProcess, own_process
+from tests.support.seams import KeyStore
 from tests.tiny import encoded, picture
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))

@@ -13,12 +13,10 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from service.security.access import addresses, check_covered, required_scope
-from service.security.address import Addresses
+from service.security.access import check_covered
 from service.security.authorize import Authorize
-from service.security.keys import KeyStore
-from service.security.rates import RateLimits
 from service.security.templates import Templates
+from tests.support.seams import Addresses, KeyStore, RateLimits, addresses, required_scope
 
 FREE, SEARCH, WRITE, ADMIN = None, "search", "write", "admin"
 GALLERY = "/galleries/{}"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from service.security.address import Addresses, parse_network
+from service.security.address import parse_network
+from tests.support.seams import Addresses
 
 
 def seen(peer: str | None, *forwarded: str, trusted: tuple[str, ...] = ()) -> str:

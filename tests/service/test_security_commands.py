@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from embedder.bundle import Bundle
 from service.__main__ import app
-from service.security.keys import KeyStore
+from tests.support.seams import KeyStore
 
 
 def call(*arguments: str) -> Result:

@@ -13,7 +13,8 @@ import pytest
 
 from embedder.errors import InvalidParameterError, StateError
 from service.security import keys
-from service.security.keys import KeyStore, allowed, open_keys
+from service.security.keys import allowed, open_keys
+from tests.support.seams import KeyStore
 
 
 @pytest.fixture

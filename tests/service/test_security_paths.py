@@ -8,10 +8,9 @@ import pytest
 from starlette.responses import Response
 
 from service.app import create_app
-from service.security.access import addresses, required_scope
-from service.security.keys import KeyStore
 from service.settings import Settings
 from tests.service.conftest import DEFAULTS, Running, run
+from tests.support.seams import KeyStore, addresses, required_scope
 
 from embedder.fake import FakeEmbedder  # isort: skip
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import structlog
 
-from service.security.keys import KeyStore
-from service.security.rates import RateLimits, SharedCounts, Verdict, parse_rates
+from service.security.rates import Verdict, parse_rates
+from tests.support.seams import KeyStore, RateLimits, SharedCounts
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.05

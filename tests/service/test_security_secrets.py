@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from embedder.bundle import Bundle
-from service.security.keys import KeyStore
+from tests.support.seams import KeyStore
 from tests.tiny import encoded, picture
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import GalleryCorruptError, GalleryWriteError, ItemNotFoundError
-from indexer.durable import set_fault_hook
 from service.uploads import Uploads
+from tests.support.seams import set_fault_hook
 
 WAIT_S = 20.0
 

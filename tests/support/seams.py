@@ -1,0 +1,97 @@
+"""Inner names of the rooms that several test modules use, in one place.
+
+A test that needs a name of this list knows more than a user does; when a room is rebuilt, this is
+where its tests are mended.
+"""
+
+from indexer.adopt import adopt
+from indexer.backup import backup
+from indexer.backup_files import read_backup
+from indexer.bulk import bulk_load
+from indexer.catalog import Catalog, CatalogView, State
+from indexer.commands import options
+from indexer.compare import compare
+from indexer.durable import set_fault_hook
+from indexer.embed import EmbedSettings
+from indexer.faiss_engine import Effort, SegmentIndex
+from indexer.generation import publish_generation
+from indexer.importing import import_gallery
+from indexer.layout import GalleryFolder
+from indexer.manifest import GalleryManifest
+from indexer.members import Members, contents_of
+from indexer.milvus_connection import Connection
+from indexer.milvus_engine import MilvusStore
+from indexer.owner import Owner
+from indexer.plan import plan_index
+from indexer.segment import Segment, write_segment
+from indexer.tune import recall_at, tune
+from indexer.work import WorkFile
+from service.batching import MicroBatcher
+from service.cache import Cache, Lookup, LruCache, embedding_key
+from service.decoding.inline import InlineDecoder
+from service.decoding.pool import DecodePool
+from service.failures import Failures
+from service.jobs.manager import JobManager
+from service.jobs.record import Job
+from service.jobs.store import JobStore
+from service.jobs.work import run_worker
+from service.remote import RedisStore
+from service.security.access import addresses, required_scope
+from service.security.address import Addresses
+from service.security.keys import KeyStore
+from service.security.rates import RateLimits, SharedCounts
+from service.server import listen
+from service.sources import Place, Sources
+
+__all__ = [
+    "Addresses",
+    "Cache",
+    "Catalog",
+    "CatalogView",
+    "Connection",
+    "DecodePool",
+    "Effort",
+    "EmbedSettings",
+    "Failures",
+    "GalleryFolder",
+    "GalleryManifest",
+    "InlineDecoder",
+    "Job",
+    "JobManager",
+    "JobStore",
+    "KeyStore",
+    "Lookup",
+    "LruCache",
+    "Members",
+    "MicroBatcher",
+    "MilvusStore",
+    "Owner",
+    "Place",
+    "RateLimits",
+    "RedisStore",
+    "Segment",
+    "SegmentIndex",
+    "SharedCounts",
+    "Sources",
+    "State",
+    "WorkFile",
+    "addresses",
+    "adopt",
+    "backup",
+    "bulk_load",
+    "compare",
+    "contents_of",
+    "embedding_key",
+    "import_gallery",
+    "listen",
+    "options",
+    "plan_index",
+    "publish_generation",
+    "read_backup",
+    "recall_at",
+    "required_scope",
+    "run_worker",
+    "set_fault_hook",
+    "tune",
+    "write_segment",
+]

@@ -11,10 +11,10 @@ from gallery_make import K, Setting, segment_folder
 from gallery_truth import Positions, recall
 
 from embedder.types import Embeddings
-from indexer.cores import core_count
-from indexer.faiss_search import parameters
 from indexer.gallery import Gallery
-from indexer.segment_manifest import IDS, INDEX, VECTORS, read_manifest
+from indexer.index.cores import core_count
+from indexer.index.search import parameters
+from indexer.index.segment_manifest import IDS, INDEX, VECTORS, read_manifest
 
 FIRST_NUMBER = 1
 """The number of the first item of a gallery; the others follow in the order they were made in."""

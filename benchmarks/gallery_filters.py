@@ -10,9 +10,9 @@ from gallery_truth import Positions, recall
 from numpy.typing import NDArray
 
 from embedder.types import Embeddings
-from indexer.engine import SearchOptions
-from indexer.filters import Range
+from indexer.filters.tree import Range
 from indexer.gallery import Gallery
+from indexer.types import SearchOptions
 
 QUERIES = 200
 _BELOW = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}

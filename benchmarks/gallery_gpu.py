@@ -21,11 +21,11 @@ import numpy as np
 from clustered import clustered
 
 from embedder.types import Embeddings
-from indexer.engine import Ids
-from indexer.faiss_engine import Effort, SegmentIndex
-from indexer.gpu import gpu_memory_mb, why_no_gpu
-from indexer.plan import plan_index
-from indexer.tune import recall_at, tune
+from indexer.index.faiss import Effort, SegmentIndex
+from indexer.index.gpu import gpu_memory_mb, why_no_gpu
+from indexer.index.plan import plan_index
+from indexer.index.tune import recall_at, tune
+from indexer.types import Ids
 
 ROWS = (100_000, 1_000_000)
 DIMS = (128, 512)

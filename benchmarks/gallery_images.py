@@ -21,9 +21,9 @@ from embedder.bundle import Bundle
 from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder
 from embedder.types import Embeddings
-from indexer.build import build_gallery
-from indexer.embed import EmbedSettings
-from indexer.images import Source, folder_source
+from indexer.ingest.build import build_gallery
+from indexer.ingest.embed import EmbedSettings
+from indexer.ingest.sources import Source, folder_source
 
 SETTING = "images"
 IMAGES = 512

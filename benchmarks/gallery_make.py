@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from embedder.errors import PlanError
 from embedder.types import Embeddings
-from indexer.compaction import SEGMENTS
-from indexer.engine import Entry
-from indexer.generation import publish_generation
-from indexer.layout import GalleryFolder
-from indexer.manifest import GalleryManifest
-from indexer.plan import IndexSettings, Plan, plan_index
-from indexer.segment_manifest import INDEX, VECTORS, read_manifest
+from indexer.folder.layout import GalleryFolder
+from indexer.folder.manifest import GalleryManifest
+from indexer.index.plan import IndexSettings, Plan, plan_index
+from indexer.index.segment_manifest import INDEX, VECTORS, read_manifest
+from indexer.ingest.generation import publish_generation
+from indexer.live.compaction import SEGMENTS
+from indexer.types import Entry
 
 K = 10
 BUCKETS = 1000

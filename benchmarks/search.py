@@ -39,10 +39,10 @@ from gallery_make import entries
 from running import BIN, free_port, run, service, shared_folder, started
 
 from embedder.session import OnnxEmbedder
+from indexer.folder.layout import GalleryFolder
+from indexer.folder.manifest import GalleryManifest
 from indexer.gallery import Gallery
-from indexer.generation import publish_generation
-from indexer.layout import GalleryFolder
-from indexer.manifest import GalleryManifest
+from indexer.ingest.generation import publish_generation
 
 HERE = Path(__file__).parent
 BACKBONES = ("resnet50", "mobilenet_v2")

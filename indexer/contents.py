@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from embedder.errors import ItemNotFoundError
 from embedder.types import Embeddings, ItemId
-from indexer import searching
-from indexer.attribute_facts import AttributeFacts, attribute_facts
-from indexer.catalog import Catalog, CatalogView, StaleReadError
-from indexer.compaction import CATALOG
-from indexer.engine import Entry, Item
-from indexer.filters import Filter, Schema
-from indexer.layout import GalleryFolder
+from indexer.catalog.attribute_facts import AttributeFacts, attribute_facts
+from indexer.catalog.attributes import Schema
+from indexer.catalog.database import Catalog, CatalogView, StaleReadError
+from indexer.filters.tree import Filter
+from indexer.folder.layout import GalleryFolder
+from indexer.live import search as searching
+from indexer.live.compaction import CATALOG
+from indexer.live.state import Reading
 from indexer.opening import Opened
-from indexer.states import Reading
+from indexer.types import Entry, Item
 
 _PAGE = 1000
 _TRIES = 8  # a user who may not lock the catalogue finds it changed while reading

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict
 
-from indexer.segment_manifest import SegmentManifest
+from indexer.index.segment_manifest import SegmentManifest
 
 
 class GalleryFacts(BaseModel):

@@ -7,24 +7,24 @@ from pathlib import Path
 
 from embedder.errors import KinlensError
 from embedder.types import AttributeValue, ItemId
-from indexer.background import BackgroundCompaction
-from indexer.catalog import Catalog, CatalogWriter
-from indexer.compaction import CATALOG, CompactReport, compact
-from indexer.durable import reach
-from indexer.engine import Entry, Progress, Written
-from indexer.entries import checked_keys
-from indexer.filters import Filter
-from indexer.generation import publish_generation
-from indexer.layout import GalleryFolder
-from indexer.manifest import GalleryManifest
-from indexer.plan import IndexSettings
+from indexer.catalog.database import Catalog, CatalogWriter
+from indexer.catalog.entries import checked_keys
+from indexer.filters.tree import Filter
+from indexer.folder.durable import reach
+from indexer.folder.layout import GalleryFolder
+from indexer.folder.manifest import GalleryManifest
+from indexer.index.plan import IndexSettings
+from indexer.ingest.generation import publish_generation
+from indexer.live.background import BackgroundCompaction
+from indexer.live.compaction import CATALOG, CompactReport, compact
 from indexer.reader import GalleryReader, compaction_due
+from indexer.types import Entry, Progress, Written
 
 
 class Gallery(GalleryReader):
     """One generation of a gallery, changed while it is searched, also by several processes.
 
-    Implements `indexer.engine.VectorStore`. A change is durable when its call returns, and every
+    Implements `indexer.types.VectorStore`. A change is durable when its call returns, and every
     search that begins afterwards sees it. Thread safe.
     """
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedder.errors import BundleMismatchError, GalleryCorruptError, GalleryError
-from indexer.catalog import Catalog
-from indexer.compaction import CATALOG, SEGMENTS, compact
-from indexer.layout import GalleryFolder
-from indexer.locks import hold
-from indexer.manifest import SHORT, GalleryManifest, read_manifest
-from indexer.plan import IndexSettings
-from indexer.segment_manifest import read_manifest as read_segment_manifest
-from indexer.states import States
+from indexer.catalog.database import Catalog
+from indexer.folder.layout import GalleryFolder
+from indexer.folder.locks import hold
+from indexer.folder.manifest import SHORT, GalleryManifest, read_manifest
+from indexer.index.plan import IndexSettings
+from indexer.index.segment_manifest import read_manifest as read_segment_manifest
+from indexer.live.compaction import CATALOG, SEGMENTS, compact
+from indexer.live.state import States
 
 
 @dataclass(frozen=True, slots=True)

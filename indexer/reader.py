@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Self
 
 from embedder.types import Embeddings, Hit, ItemId
-from indexer import searching
-from indexer.compaction import due
 from indexer.contents import GalleryContents
-from indexer.engine import Group, Grouping, Ids, Scores, SearchOptions
 from indexer.facts import GalleryFacts
+from indexer.ingest.pictures import ItemImage, item_image
+from indexer.live import search as searching
+from indexer.live.compaction import due
+from indexer.live.ranking import check_options, check_search
+from indexer.live.state import Reading
 from indexer.opening import Opened, opened
-from indexer.pictures import ItemImage, item_image
-from indexer.ranking import check_options, check_search
-from indexer.states import Reading
+from indexer.types import Group, Grouping, Ids, Scores, SearchOptions
 
 _DEFAULTS = SearchOptions()
 

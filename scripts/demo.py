@@ -35,7 +35,7 @@ from demo_steps import (
 
 from embedder.errors import SourceError
 from embedder.types import AttributeValue
-from indexer.images import folder_source
+from indexer.ingest.sources import folder_source
 
 WORK = Path(".kinlens/demo")
 MIN_RECALL = 0.6  # of the rendered products; guessing gives 0.04, a colour histogram 0.32

@@ -276,7 +276,7 @@ def _rate(
 
 def faiss_memory() -> dict[str, float]:
     """What FAISS sees of the GPU; benchmarks/gallery_gpu.py times its indexes."""
-    from indexer.gpu import gpu_memory_mb, why_no_gpu
+    from indexer.index.gpu import gpu_memory_mb, why_no_gpu
 
     reason = why_no_gpu()
     if reason is not None:

@@ -18,8 +18,8 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.durable import make_folder, rename, sync
-from indexer.layout import GalleryFolder
+from indexer.folder.durable import make_folder, rename, sync
+from indexer.folder.layout import GalleryFolder
 
 _LOCK = "LOCK"
 _STAGE = ".stage"

@@ -8,8 +8,8 @@ import structlog
 
 from embedder.errors import GalleryBusyError, GalleryNotFoundError, KinlensError
 from indexer.contents import contents_held
-from indexer.layout import GalleryFolder
-from indexer.locks import in_use
+from indexer.folder.layout import GalleryFolder
+from indexer.folder.locks import in_use
 from service.claims import Claims
 from service.registry import Served
 

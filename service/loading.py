@@ -13,8 +13,8 @@ from embedder.errors import (
     GalleryNotFoundError,
     KinlensError,
 )
+from indexer.folder.manifest import SHORT
 from indexer.gallery import Gallery as Indexed
-from indexer.manifest import SHORT
 from service.failures import Failures
 from service.models import Model, Models
 from service.sources import Place

@@ -15,10 +15,10 @@ from embedder.errors import (
     InvalidParameterError,
     StateMissingError,
 )
-from indexer.durable import make_folder
+from indexer.folder.durable import make_folder
+from indexer.folder.layout import GalleryFolder, discard, is_stage
+from indexer.folder.manifest import checked_name
 from indexer.gallery import Gallery
-from indexer.layout import GalleryFolder, discard, is_stage
-from indexer.manifest import checked_name
 from service.jobs.manager import JobManager
 from service.jobs.record import ACTIVE, Job
 from service.models import Model, Models

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError, KinlensError
 from embedder.types import AttributeValue
-from indexer.attributes import AttributeKind
-from indexer.engine import Entry, Item
-from indexer.entries import MAX_KEY, is_key, learn_kinds
+from indexer.catalog.attributes import AttributeKind
+from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
+from indexer.types import Entry, Item
 from service.types import SearchableGallery
 
 MAX_ATTRIBUTES = 64

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from embedder.calibration import Calibration
 from embedder.types import AttributeValue, Hit
-from indexer.engine import Group
+from indexer.types import Group
 
 _VERSION_DIGITS = 12
 _SEAL_BYTES = 16

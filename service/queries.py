@@ -9,8 +9,9 @@ from typing import Literal
 
 from embedder.preprocess import Box
 from embedder.types import ItemId
-from indexer.engine import Grouping
-from indexer.filters import Filter, filter_to_text
+from indexer.filters.text import filter_to_text
+from indexer.filters.tree import Filter
+from indexer.types import Grouping
 
 Combine = Literal["mean", "separate"]
 

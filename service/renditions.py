@@ -17,7 +17,7 @@ from embedder.errors import (
 )
 from embedder.preprocess import ImageLimits
 from embedder.rendering import MAX_SIDE_PX
-from indexer.images import ANY_SIZE
+from indexer.ingest.sources import ANY_SIZE
 from service.cache import LruCache
 from service.decoding.decoder import Decoder
 from service.flight import SingleFlight

@@ -12,8 +12,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from embedder.errors import InvalidParameterError
 from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
-from indexer.cores import core_count
-from indexer.manifest import checked_name
+from indexer.folder.manifest import checked_name
+from indexer.index.cores import core_count
 from service.remote import check_url
 from service.security.address import parse_network
 from service.security.keys import Scope

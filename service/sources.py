@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedder.errors import GalleryNotFoundError, InvalidParameterError
+from indexer.folder.layout import GalleryFolder
+from indexer.folder.manifest import checked_name, read_manifest
 from indexer.gallery import Gallery as IndexedGallery
-from indexer.layout import GalleryFolder
-from indexer.manifest import checked_name, read_manifest
 from service.settings import Settings, split_gallery
 
 

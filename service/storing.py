@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from embedder.errors import InvalidParameterError, KinlensError
 from embedder.types import AttributeValue, ItemId
-from indexer.engine import Entry, Item
-from indexer.filters import Filter
+from indexer.filters.tree import Filter
+from indexer.types import Entry, Item
 from service.new_items import Draft, Outcome, Status, check_count, status_of
 from service.types import Gallery
 from service.uploads import Uploads

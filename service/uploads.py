@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from embedder.errors import GalleryCorruptError, GalleryWriteError, ItemNotFoundError
-from indexer.durable import make_folder, rename, sync
+from indexer.folder.durable import make_folder, rename, sync
 
 Held = Callable[[Collection[str]], Collection[str]]
 """Which of these contents some item has."""

@@ -22,8 +22,8 @@ from embedder.errors import (
     StateMissingError,
 )
 from embedder.types import ItemId
-from indexer.filters import Filter
-from indexer.layout import GalleryFolder
+from indexer.filters.tree import Filter
+from indexer.folder.layout import GalleryFolder
 from service import storing
 from service.claims import Claims
 from service.holders import Holders

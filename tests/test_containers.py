@@ -20,8 +20,8 @@ import yaml
 
 from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
-from indexer.build import build_gallery
-from indexer.images import folder_source
+from indexer.ingest.build import build_gallery
+from indexer.ingest.sources import folder_source
 from service.child import GRACE_S
 from service.settings import Settings
 from tests.dockerfiles import ROOT, Scratch, environment, parse

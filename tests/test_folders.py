@@ -7,9 +7,9 @@ import pytest
 
 from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
-from indexer.build import BuildSettings, build_gallery
 from indexer.gallery import Gallery
-from indexer.images import SUFFIXES, folder_source
+from indexer.ingest.build import BuildSettings, build_gallery
+from indexer.ingest.sources import SUFFIXES, folder_source
 from tests.tiny import encoded, picture
 from training.config.data import FolderData
 from training.data.doctor import examine

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
 from indexer.__main__ import app
-from indexer.engine import Entry
 from indexer.gallery import Gallery
+from indexer.types import Entry
 from service.app import create_app
 from service.settings import Settings
 from tests.tiny import encoded, picture

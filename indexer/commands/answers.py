@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 from embedder.types import AttributeValue, Hit
 from indexer.commands.console import out, print_json, shown
-from indexer.engine import Group
+from indexer.types import Group
 
 
 class HitShown(BaseModel):

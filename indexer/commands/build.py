@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from embedder.session import Embedder
-from indexer.build import BuildReport, BuildSettings, build_gallery, planned
 from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, out, print_failures, print_json, progress
 from indexer.commands.options import (
@@ -31,11 +30,12 @@ from indexer.commands.sources import (
     further_source,
     new_source,
 )
-from indexer.embed import EmbedSettings
-from indexer.images import Source
-from indexer.ingest import AddReport, add_source, check_image_root
-from indexer.layout import GalleryFolder
-from indexer.plan import IndexSettings
+from indexer.folder.layout import GalleryFolder
+from indexer.index.plan import IndexSettings
+from indexer.ingest.add import AddReport, add_source, check_image_root
+from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, planned
+from indexer.ingest.embed import EmbedSettings
+from indexer.ingest.sources import Source
 
 app = typer.Typer()
 

@@ -9,14 +9,14 @@ from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import InvalidParameterError, SourceError
 from embedder.types import AttributeValue
-from indexer.attributes import Schema
+from indexer.catalog.attributes import Schema
 from indexer.commands import stores
 from indexer.commands.console import SHOWN, err, errors_shown, out, print_json
 from indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
-from indexer.filters import parse_filter
-from indexer.ingest import IngestStore
-from indexer.lists import csv_changes
-from indexer.values import parse_value, split_kind
+from indexer.filters.text import parse_filter
+from indexer.ingest.add import IngestStore
+from indexer.ingest.lists import csv_changes
+from indexer.ingest.values import parse_value, split_kind
 
 app = typer.Typer()
 

@@ -7,7 +7,7 @@ import typer
 
 from embedder.manifest import AskedPrecision
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
-from indexer.plan import IndexKind, IndexSettings
+from indexer.index.plan import IndexKind, IndexSettings
 
 Device = Literal["cpu", "cuda"]
 Index = Literal["auto", IndexKind]

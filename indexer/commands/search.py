@@ -23,10 +23,10 @@ from indexer.commands.options import (
     WhereOption,
 )
 from indexer.commands.vectors import read_vectors, vector_of
-from indexer.engine import Grouping, GroupScore, SearchOptions
-from indexer.filters import parse_filter
-from indexer.ingest import IngestStore
-from indexer.ranking import combined_query
+from indexer.filters.text import parse_filter
+from indexer.ingest.add import IngestStore
+from indexer.live.ranking import combined_query
+from indexer.types import Grouping, GroupScore, SearchOptions
 
 app = typer.Typer()
 

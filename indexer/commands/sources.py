@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from indexer.attributes import Schema
-from indexer.images import Source, folder_source
-from indexer.lists import csv_source, split_source
+from indexer.catalog.attributes import Schema
+from indexer.ingest.lists import csv_source, split_source
+from indexer.ingest.sources import Source, folder_source
 
 ImagesArgument = Annotated[
     Path | None,

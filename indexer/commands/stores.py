@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from embedder.errors import GalleryNotFoundError, InvalidParameterError
 from indexer.commands.console import err, progress
-from indexer.dump import Dump
+from indexer.exchange.dump import Dump
 from indexer.gallery import Gallery
-from indexer.ingest import IngestStore
+from indexer.ingest.add import IngestStore
 
 if TYPE_CHECKING:
-    from indexer.milvus_engine import MilvusStore
+    from indexer.exchange.milvus_engine import MilvusStore
 
 MILVUS = "milvus://"
 
@@ -72,7 +72,7 @@ def open_store(
         return Gallery.open(
             text, expected_bundle_id=bundle_id, image_root=image_root, device=device
         )
-    from indexer.milvus_engine import MilvusStore
+    from indexer.exchange.milvus_engine import MilvusStore
 
     uri, name = _address(text)
     return MilvusStore.open(
@@ -86,7 +86,7 @@ def on_milvus(text: str, dump: Dump) -> "Iterator[MilvusStore]":
 
     Raises: BundleMismatchError if it is there with another bundle; GalleryError.
     """
-    from indexer.milvus_engine import MilvusStore
+    from indexer.exchange.milvus_engine import MilvusStore
 
     uri, name = _address(text)
     facts = dump.facts

@@ -7,9 +7,6 @@ import typer
 from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import GalleryNotFoundError
-from indexer.backup import backup as write_backup
-from indexer.backup import backup_bytes
-from indexer.backup import restore as restore_backup
 from indexer.commands import stores
 from indexer.commands.console import errors_shown, out, print_json, progress
 from indexer.commands.options import (
@@ -22,10 +19,13 @@ from indexer.commands.options import (
     RecallOption,
     StoreArgument,
 )
-from indexer.dump import Dump
-from indexer.importing import ImportReport, import_gallery, open_dump
-from indexer.plan import IndexSettings
-from indexer.transfer import export_gallery
+from indexer.exchange.dump import Dump
+from indexer.exchange.parquet import export_gallery
+from indexer.folder.backup import backup as write_backup
+from indexer.folder.backup import backup_bytes
+from indexer.folder.backup import restore as restore_backup
+from indexer.index.plan import IndexSettings
+from indexer.ingest.importing import ImportReport, import_gallery, open_dump
 
 app = typer.Typer()
 

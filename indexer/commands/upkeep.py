@@ -7,7 +7,7 @@ import typer
 from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import PlanError
-from indexer.build import planned
+from indexer.checks.stats import StoreStats, gallery_stats, store_stats
 from indexer.commands import stores
 from indexer.commands.console import errors_shown, out, print_json, progress
 from indexer.commands.options import (
@@ -19,10 +19,10 @@ from indexer.commands.options import (
     RecallOption,
     StoreArgument,
 )
-from indexer.compaction import CompactReport
 from indexer.gallery import Gallery
-from indexer.plan import IndexKind, IndexSettings, Plan
-from indexer.stats import StoreStats, gallery_stats, store_stats
+from indexer.index.plan import IndexKind, IndexSettings, Plan
+from indexer.ingest.build import planned
+from indexer.live.compaction import CompactReport
 
 app = typer.Typer()
 

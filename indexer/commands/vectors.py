@@ -8,7 +8,7 @@ from numpy.lib.format import read_array
 from embedder.errors import ImageError, InvalidParameterError, SourceError
 from embedder.session import Embedder
 from embedder.types import Embeddings
-from indexer.images import ANY_SIZE, read_image
+from indexer.ingest.sources import ANY_SIZE, read_image
 
 
 def read_vectors(file: Path) -> Embeddings:

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from indexer.checks.integrity import check_files, size_of
+from indexer.checks.retune import tune_gallery
+from indexer.checks.verify import VerifyReport, VerifySettings, sample_size, verify_gallery
 from indexer.commands import options
 from indexer.commands.console import SHOWN, errors_shown, out, print_json, progress
 from indexer.commands.options import (
@@ -17,10 +20,7 @@ from indexer.commands.options import (
     RecallOption,
 )
 from indexer.commands.vectors import read_vectors
-from indexer.integrity import check_files, size_of
-from indexer.manifest import SHORT
-from indexer.tuning import tune_gallery
-from indexer.verify import VerifyReport, VerifySettings, sample_size, verify_gallery
+from indexer.folder.manifest import SHORT
 
 app = typer.Typer()
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from embedder.errors import GalleryError, ImageError, SourceError
 from embedder.types import AttributeValue
-from indexer.engine import Progress
-from indexer.follower import ReadImage
+from indexer.ingest.follower import ReadImage
 from indexer.reader import GalleryReader
+from indexer.types import Progress
 
 _MIN_CLASSES = 4  # of 2 pictures: half of them are held out, and a search needs more than one
 _SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif"}

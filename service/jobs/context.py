@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from embedder.session import OnnxEmbedder, SessionSettings
-from indexer.engine import Item
-from indexer.follower import ReadImage
-from indexer.images import ANY_SIZE, read_image
+from indexer.ingest.follower import ReadImage
+from indexer.ingest.sources import ANY_SIZE, read_image
 from indexer.reader import GalleryReader
+from indexer.types import Item
 from service.jobs.folders import JobFolders
 from service.jobs.params import Params
 from service.jobs.plan import Plan

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from indexer.compare import Comparison, Interval
+from indexer.checks.compare import Comparison, Interval
 from service.jobs.params import Gate
 
 

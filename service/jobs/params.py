@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from embedder.errors import FilterError, InvalidParameterError
-from indexer.filters import Filter, filter_from_json, parse_filter
+from indexer.filters.json import filter_from_json
+from indexer.filters.text import parse_filter
+from indexer.filters.tree import Filter
 from service.jobs.record import Kind
 
 Scalar = bool | int | float | str

@@ -18,8 +18,8 @@ from embedder.errors import (
     JobConflictError,
 )
 from embedder.manifest import AskedPrecision
-from indexer.layout import GalleryFolder
-from indexer.manifest import SHORT, read_manifest
+from indexer.folder.layout import GalleryFolder
+from indexer.folder.manifest import SHORT, read_manifest
 from service.bundles import id_of
 from service.jobs.folders import JobFolders
 from service.jobs.params import RebuildParams, SwapParams, TrainParams, checked

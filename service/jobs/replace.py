@@ -8,15 +8,15 @@ from pathlib import Path
 
 from embedder.bundle import Bundle
 from embedder.session import Embedder
-from indexer.backup import backup_bytes
-from indexer.compare import compare
-from indexer.durable import make_folder, rename, sync_tree
-from indexer.engine import Progress
-from indexer.failures import Failure
-from indexer.follower import Follower
-from indexer.layout import staged
+from indexer.checks.compare import compare
+from indexer.folder.backup import backup_bytes
+from indexer.folder.durable import make_folder, rename, sync_tree
+from indexer.folder.layout import staged
+from indexer.ingest.failures import Failure
+from indexer.ingest.follower import Follower
+from indexer.ingest.rebuild import missing_since, rebuild, swap_in
 from indexer.reader import GalleryReader
-from indexer.rebuild import missing_since, rebuild, swap_in
+from indexer.types import Progress
 from service.jobs.context import Context
 from service.jobs.folders import JobFolders
 from service.jobs.gate import judge

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from indexer.adopt import adopt
-from indexer.backup import backup_bytes
+from indexer.folder.backup import backup_bytes
 from indexer.gallery import Gallery
+from indexer.ingest.adopt import adopt
 from indexer.reader import GalleryReader
 from service.jobs.context import Context
 from service.jobs.params import DeleteParams, SwapParams, filter_of

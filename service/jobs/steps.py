@@ -2,7 +2,7 @@
 
 import time
 
-from indexer.engine import Progress
+from indexer.types import Progress
 from service.jobs.record import TOTAL
 from service.jobs.store import JobStore
 

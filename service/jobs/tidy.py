@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from embedder.errors import JobNotFoundError, KinlensError
-from indexer.layout import GalleryFolder, discard, is_stage
-from indexer.manifest import read_manifest
+from indexer.folder.layout import GalleryFolder, discard, is_stage
+from indexer.folder.manifest import read_manifest
 from service.bundles import id_of
 from service.jobs.folders import JobFolders
 from service.jobs.record import ACTIVE, Job

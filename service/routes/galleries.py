@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 
 from embedder import errors
 from embedder.calibration import Calibration
-from indexer.attribute_facts import AttributeFacts
+from indexer.catalog.attribute_facts import AttributeFacts
 from indexer.facts import GalleryFacts
 from service.openapi import problems
 from service.problems import KINDS

@@ -7,8 +7,8 @@ from fastapi import Query as Parameter
 from pydantic import BeforeValidator
 
 from embedder import errors
-from indexer.engine import Item
-from indexer.pictures import is_shown, item_bytes, shown
+from indexer.ingest.pictures import is_shown, item_bytes, shown
+from indexer.types import Item
 from service.openapi import problems
 from service.problems import KINDS
 from service.renditions import SIDES_PX

@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from embedder import errors
-from indexer.engine import Item
-from indexer.filters import Filter, filter_from_json, parse_filter
+from indexer.filters.json import filter_from_json
+from indexer.filters.text import parse_filter
+from indexer.filters.tree import Filter
+from indexer.types import Item
 from service.problems import KINDS
 from service.routes.json_bodies import parse_json
 from service.runtime import Runtime

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from embedder.errors import KinlensError
 from embedder.preprocess import Box
-from indexer.engine import Grouping
+from indexer.types import Grouping
 from service.forms import Part, parse_form
 from service.queries import Query, SearchLimits, View, views_of
 from service.routes.amounts import check_amounts, check_queries, check_views

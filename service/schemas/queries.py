@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from embedder.preprocess import Box
-from indexer.engine import GroupScore
+from indexer.types import GroupScore
 from service.parameters import (
     base64_content,
     crop_box,

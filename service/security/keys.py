@@ -15,8 +15,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embedder.errors import InvalidParameterError, StateError
-from indexer.durable import make_folder, rename, sync
-from indexer.locks import exclusive
+from indexer.folder.durable import make_folder, rename, sync
+from indexer.folder.locks import exclusive
 
 Scope = Literal["search", "write", "admin"]
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from embedder.fake import FakeEmbedder
 from embedder.types import Images
 from indexer.__main__ import app
-from indexer.build import BuildReport, build_gallery
-from indexer.engine import Entry
-from indexer.images import folder_source
+from indexer.ingest.build import BuildReport, build_gallery
+from indexer.ingest.sources import folder_source
+from indexer.types import Entry
 from tests.indexer.milvus_server import milvus_server
 from tests.support.seams import options
 from tests.tiny import encoded, picture

@@ -18,10 +18,10 @@ import numpy as np
 
 from embedder.errors import GalleryBusyError
 from embedder.types import AttributeValue, Embeddings
-from indexer.durable import set_fault_hook
-from indexer.engine import Entry, SearchOptions
-from indexer.filters import Range
+from indexer.filters.tree import Range
+from indexer.folder.durable import set_fault_hook
 from indexer.gallery import Gallery
+from indexer.types import Entry, SearchOptions
 
 DIM = 8
 KEYS = 60

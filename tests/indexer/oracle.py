@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from embedder.types import AttributeValue, Hit
-from indexer.engine import Entry, Group, Grouping, SearchOptions, VectorStore
+from indexer.types import Entry, Group, Grouping, SearchOptions, VectorStore
 
 DIM = 16
 COLOURS = ("red", "blue", 'gr"een\\')

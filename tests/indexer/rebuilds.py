@@ -5,8 +5,8 @@ from pathlib import Path
 
 from embedder.errors import SourceError
 from embedder.fake import FakeEmbedder
-from indexer.engine import Entry, Item
 from indexer.gallery import Gallery
+from indexer.types import Entry, Item
 from tests.tiny import encoded, picture
 
 OLD = FakeEmbedder(bundle_id="a" * 64)

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from indexer.adopt import adopt
-from indexer.durable import set_fault_hook
+from indexer.ingest.adopt import adopt
+from indexer.folder.durable import set_fault_hook
 from tests.indexer.rebuilds import content
 
 target, source = Path(sys.argv[1]), Path(sys.argv[2])

@@ -20,9 +20,9 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.backup import backup_bytes, restore
-from indexer.engine import Entry
+from indexer.folder.backup import backup_bytes, restore
 from indexer.gallery import Gallery
+from indexer.types import Entry
 from tests.indexer.conftest import small_files
 from tests.support.seams import backup, read_backup, set_fault_hook
 
@@ -236,8 +236,8 @@ def test_a_segment_that_lacks_a_file_is_refused_by_its_name(
 TUNED = """
 import os, signal, sys
 import numpy as np
-from indexer.durable import set_fault_hook
-from indexer.tuning import tune_gallery
+from indexer.folder.durable import set_fault_hook
+from indexer.checks.retune import tune_gallery
 
 def hook(point):
     if point == sys.argv[2]:
@@ -418,8 +418,8 @@ def test_a_full_disk_leaves_no_half_backup_and_the_old_gallery(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from indexer.backup import backup, restore
-from indexer.durable import set_fault_hook
+from indexer.folder.backup import backup, restore
+from indexer.folder.durable import set_fault_hook
 from tests.indexer.test_backup import keys
 
 shop, saved = Path(sys.argv[1]), Path(sys.argv[2])

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-import indexer.build
+import indexer.ingest.build
 from embedder.errors import GalleryError, InvalidParameterError, PlanError, SourceError
 from embedder.fake import FakeEmbedder
-from indexer.build import BuildReport, BuildSettings, build_gallery, needed_mb, planned
 from indexer.gallery import Gallery
-from indexer.images import Record, Source, folder_source
-from indexer.lists import csv_source
-from indexer.plan import IndexSettings
+from indexer.index.plan import IndexSettings
+from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, needed_mb, planned
+from indexer.ingest.lists import csv_source
+from indexer.ingest.sources import Record, Source, folder_source
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query, small_files
 from tests.support.seams import EmbedSettings, set_fault_hook
 from tests.tiny import encoded, picture
@@ -138,7 +138,7 @@ def test_vectors_of_another_bundle_are_never_reused(
     shop: Path, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder_source(shop)
-    monkeypatch.setattr(indexer.build, "publish_generation", failing)
+    monkeypatch.setattr(indexer.ingest.build, "publish_generation", failing)
     with pytest.raises(GalleryError, match="No space left"):
         build_gallery(source, embedder, out)
     monkeypatch.undo()
@@ -154,7 +154,7 @@ def test_an_interrupted_build_survives_a_finished_one_with_another_bundle(
     shop: Path, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = folder_source(shop)
-    monkeypatch.setattr(indexer.build, "publish_generation", failing)
+    monkeypatch.setattr(indexer.ingest.build, "publish_generation", failing)
     with pytest.raises(GalleryError, match="No space left"):
         build_gallery(source, embedder, out)
     monkeypatch.undo()
@@ -240,10 +240,10 @@ import sys
 from pathlib import Path
 import os
 from embedder.fake import FakeEmbedder
-from indexer.build import BuildSettings, build_gallery
-from indexer.durable import set_fault_hook
-from indexer.embed import EmbedSettings
-from indexer.images import folder_source
+from indexer.ingest.build import BuildSettings, build_gallery
+from indexer.folder.durable import set_fault_hook
+from indexer.ingest.embed import EmbedSettings
+from indexer.ingest.sources import folder_source
 
 shop, out, die_at = sys.argv[1:]
 done = 0
@@ -269,7 +269,7 @@ def child(shop: Path, out: Path, die_at: str) -> "subprocess.Popen[str]":
         [sys.executable, "-c", CHILD, str(shop), str(out), die_at],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(indexer.build.__file__).parents[1],
+        cwd=Path(indexer.ingest.build.__file__).parents[1],
     )
 
 
@@ -341,7 +341,7 @@ def test_too_little_free_space_is_said_before_the_work(
     build: Build, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")(10, 10, 100)
-    monkeypatch.setattr("indexer.build.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("indexer.ingest.build.shutil.disk_usage", lambda path: usage)
     with pytest.raises(GalleryError, match=r"needs about .* MB in .*are free.*--out"):
         build()
     assert embedder.batches == []

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from embedder.errors import GalleryWriteError, InvalidParameterError
-from indexer.engine import Entry, Written
-from indexer.filters import parse_filter
+from indexer.filters.text import parse_filter
+from indexer.types import Entry, Written
 from tests.indexer.conftest import small_files
 from tests.support.seams import Catalog, State, bulk_load
 

@@ -22,9 +22,9 @@ from embedder.errors import (
     GalleryWriteError,
     ItemNotFoundError,
 )
-from indexer.catalog import StaleReadError
-from indexer.engine import Entry, Item
-from indexer.filters import parse_filter
+from indexer.catalog.database import StaleReadError
+from indexer.filters.text import parse_filter
+from indexer.types import Entry, Item
 from tests.support.seams import Catalog, CatalogView, State, bulk_load
 
 DIM = 8
@@ -293,7 +293,7 @@ def unwritable(folder: Path) -> Iterator[None]:
 WRITER = """
 import sys
 from pathlib import Path
-from indexer.catalog import Catalog
+from indexer.catalog.database import Catalog
 catalog = Catalog.open(Path(sys.argv[1]), writable=True)
 for line in sys.stdin:
     with catalog.writing() as writer:
@@ -402,8 +402,8 @@ def test_what_was_committed_is_there_after_a_kill(path: Path) -> None:
 import os, sys
 from pathlib import Path
 import numpy as np
-from indexer.catalog import Catalog
-from indexer.engine import Entry
+from indexer.catalog.database import Catalog
+from indexer.types import Entry
 catalog = Catalog.open(Path(sys.argv[1]), writable=True)
 unit = np.eye(8, dtype=np.float32)[0]
 with catalog.writing() as writer:

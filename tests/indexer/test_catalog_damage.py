@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from embedder.errors import GalleryCorruptError
-from indexer.engine import Entry
-from indexer.filters import parse_filter
+from indexer.filters.text import parse_filter
+from indexer.types import Entry
 from tests.support.seams import Catalog
 
 DIM = 8

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer import catalog as catalog_module
-from indexer import catalog_connections
-from indexer.engine import Entry
+from indexer.catalog import connections as catalog_connections
+from indexer.catalog import database as catalog_module
+from indexer.types import Entry
 from tests.support.seams import Catalog
 
 DIM = 8

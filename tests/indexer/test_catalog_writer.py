@@ -17,10 +17,11 @@ from embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
-from indexer import catalog_connections
-from indexer.catalog import CatalogWriter
-from indexer.engine import Entry, Written
-from indexer.filters import Equals, parse_filter
+from indexer.catalog import connections as catalog_connections
+from indexer.catalog.database import CatalogWriter
+from indexer.filters.text import parse_filter
+from indexer.filters.tree import Equals
+from indexer.types import Entry, Written
 from tests.indexer.conftest import small_files
 from tests.support.seams import Catalog, CatalogView, State
 
@@ -330,8 +331,8 @@ WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from indexer.catalog import Catalog
-from indexer.engine import Entry
+from indexer.catalog.database import Catalog
+from indexer.types import Entry
 catalog = Catalog.open(Path(sys.argv[1]), writable=True)
 sys.stdin.readline()
 unit = np.array([1, 0, 0, 0], dtype=np.float32)

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import Result
 
 from embedder.errors import GalleryNotFoundError
-from indexer import compaction
 from indexer.gallery import Gallery
+from indexer.live import compaction
 from tests.indexer.conftest import CountingEmbedder, failure, usage
 from tests.support.seams import GalleryFolder
 from tests.tiny import encoded, picture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from indexer import compaction
+from indexer.live import compaction
 from tests.indexer.conftest import failure, usage
 
 Run = Callable[..., Result]

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import Result
 
 from indexer.gallery import Gallery
-from indexer.plan import IndexSettings
+from indexer.index.plan import IndexSettings
 from tests.indexer.conftest import failure, usage
 from tests.support.seams import GalleryFolder
 from tests.tiny import encoded, picture

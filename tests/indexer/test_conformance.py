@@ -11,9 +11,10 @@ import pytest
 
 from embedder.errors import FilterError, InvalidParameterError, ItemNotFoundError
 from embedder.types import AttributeValue, Hit
-from indexer.engine import Entry, Grouping, SearchOptions, VectorStore, Written
-from indexer.filters import And, Equals, Filter, In, Not, Or, Range, parse_filter
+from indexer.filters.text import parse_filter
+from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
 from indexer.gallery import Gallery
+from indexer.types import Entry, Grouping, SearchOptions, VectorStore, Written
 from tests.indexer.milvus_server import MilvusServer
 from tests.indexer.oracle import (
     DIM,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from embedder.errors import FilterError
-from indexer.attribute_facts import MAX_VALUES
-from indexer.catalog_view import next_text
-from indexer.engine import Entry
-from indexer.filters import parse_filter
+from indexer.catalog.attribute_facts import MAX_VALUES
+from indexer.catalog.read import next_text
+from indexer.filters.text import parse_filter
 from indexer.gallery import Gallery
+from indexer.types import Entry
 
 DIM = 4
 COLOURS = ("red", "green", "blue")

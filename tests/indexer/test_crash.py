@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer import durable
+from indexer.folder import durable
 from indexer.gallery import Gallery
-from indexer.plan import IndexSettings
+from indexer.index.plan import IndexSettings
 from tests.indexer import crasher
 from tests.indexer.crasher import BUNDLE, DIM, Model
 from tests.support.seams import GalleryFolder, GalleryManifest, publish_generation, set_fault_hook

@@ -18,11 +18,11 @@ from embedder.errors import (
     GalleryWriteError,
     InvalidParameterError,
 )
-from indexer import durable
-from indexer.engine import SearchOptions
-from indexer.filters import Range
+from indexer.filters.tree import Range
+from indexer.folder import durable
 from indexer.gallery import Gallery
-from indexer.plan import IndexSettings
+from indexer.index.plan import IndexSettings
+from indexer.types import SearchOptions
 from tests.indexer.conftest import as_nobody, small_files
 from tests.indexer.crasher import BUNDLE, DIM, entry, vector
 from tests.support.seams import GalleryFolder, backup, read_backup

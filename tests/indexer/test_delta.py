@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from indexer.delta import Delta
+from indexer.live.delta import Delta
 
 DIM = 8
 

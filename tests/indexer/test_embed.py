@@ -8,8 +8,8 @@ import pytest
 
 from embedder.errors import BundleError
 from embedder.types import Images
-from indexer.embed import Outcome, embed_source
-from indexer.images import Record, Source, folder_source
+from indexer.ingest.embed import Outcome, embed_source
+from indexer.ingest.sources import Record, Source, folder_source
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query
 from tests.support.seams import EmbedSettings, WorkFile
 from tests.tiny import encoded, picture

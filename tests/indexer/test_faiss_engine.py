@@ -9,7 +9,7 @@ import pytest
 
 from embedder.errors import GalleryCorruptError, InvalidParameterError
 from embedder.types import Embeddings
-from indexer.plan import Plan
+from indexer.index.plan import Plan
 from tests.indexer.conftest import small_files
 from tests.indexer.vectors import bitmap, clumped, unit
 from tests.support.seams import Effort, SegmentIndex, plan_index, recall_at
@@ -272,8 +272,8 @@ def test_lists_that_are_found_through_a_graph_answer_as_well(
     gallery: Embeddings,
     queries: Embeddings,
 ) -> None:
-    for module in ("faiss_build", "faiss_search"):
-        monkeypatch.setattr(f"indexer.{module}.COARSE_HNSW_FROM", 16)
+    for module in ("build", "search"):
+        monkeypatch.setattr(f"indexer.index.{module}.COARSE_HNSW_FROM", 16)
     index = built(kind, gallery)
     index.save(tmp_path / "index")
     opened = SegmentIndex.open(index.kind, gallery, tmp_path / "index")

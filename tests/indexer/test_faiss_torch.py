@@ -6,9 +6,9 @@ import sys
 CODE = """
 import faiss.contrib.torch_utils
 import numpy as np
-from indexer.faiss_engine import SegmentIndex
-from indexer.faiss_search import Effort
-from indexer.plan import plan_index
+from indexer.index.faiss import SegmentIndex
+from indexer.index.search import Effort
+from indexer.index.plan import plan_index
 vectors = np.random.default_rng(0).standard_normal((2000, 16)).astype(np.float32)
 vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
 for kind in ("flat", "fp16", "hnsw", "ivf-pq"):

@@ -8,19 +8,10 @@ import pytest
 
 from embedder.errors import FilterError
 from embedder.types import AttributeValue
-from indexer.engine import Entry
-from indexer.filters import (
-    And,
-    Equals,
-    Filter,
-    In,
-    Not,
-    Or,
-    Range,
-    filter_from_json,
-    filter_to_text,
-    parse_filter,
-)
+from indexer.filters.json import filter_from_json
+from indexer.filters.text import filter_to_text, parse_filter
+from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
+from indexer.types import Entry
 from tests.support.seams import Catalog
 
 TEXTS = ["red", "", 'a "b" \\ c\n\t\r', "it's", "grün", "\0", "👟", "true", "1", "Z", "a"]

@@ -20,9 +20,9 @@ from embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
-from indexer.build import BuildReport
-from indexer.engine import SearchOptions
 from indexer.gallery import Gallery
+from indexer.ingest.build import BuildReport
+from indexer.types import SearchOptions
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query
 from tests.tiny import encoded, picture
 

@@ -10,10 +10,10 @@ import pytest
 
 from embedder.errors import EngineUnavailableError, PlanError, ProviderError
 from embedder.types import Embeddings
-from indexer import gpu
-from indexer.engine import Ids, Scores
-from indexer.gpu import GpuIndex, build_cagra, gpu_memory_mb, why_no_gpu
-from indexer.plan import IndexSettings
+from indexer.index import gpu
+from indexer.index.gpu import GpuIndex, build_cagra, gpu_memory_mb, why_no_gpu
+from indexer.index.plan import IndexSettings
+from indexer.types import Ids, Scores
 from tests.indexer.vectors import bitmap, clumped, unit
 from tests.support.seams import (
     Effort,

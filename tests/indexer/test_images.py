@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import ImageTooManyBytesError, SourceError
-from indexer.images import Source, folder_source, inside, read_image
+from indexer.ingest.sources import Source, folder_source, inside, read_image
 from tests.indexer.conftest import PICTURES
 
 

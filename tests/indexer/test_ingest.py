@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import indexer.ingest
+import indexer.ingest.add
 from embedder.errors import (
     BundleError,
     BundleMismatchError,
@@ -19,11 +19,11 @@ from embedder.errors import (
     SourceError,
 )
 from embedder.types import Images
-from indexer.engine import Entry, Written
 from indexer.gallery import Gallery
-from indexer.images import Record, Source, folder_source
-from indexer.ingest import AddReport, add_source
-from indexer.lists import csv_source
+from indexer.ingest.add import AddReport, add_source
+from indexer.ingest.lists import csv_source
+from indexer.ingest.sources import Record, Source, folder_source
+from indexer.types import Entry, Written
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query
 from tests.support.seams import EmbedSettings
 from tests.tiny import encoded, picture
@@ -286,10 +286,10 @@ CHILD = """
 import sys
 from pathlib import Path
 from embedder.fake import FakeEmbedder
-from indexer.embed import EmbedSettings
+from indexer.ingest.embed import EmbedSettings
 from indexer.gallery import Gallery
-from indexer.images import folder_source
-from indexer.ingest import add_source
+from indexer.ingest.sources import folder_source
+from indexer.ingest.add import add_source
 
 gallery = Gallery.open(sys.argv[1])
 done = 0
@@ -312,7 +312,7 @@ def test_a_killed_add_keeps_its_batches_and_continues_with_the_same_call(
         [sys.executable, "-c", CHILD, str(built), str(shop)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(indexer.ingest.__file__).parents[1],
+        cwd=Path(indexer.ingest.add.__file__).parents[1],
     )
     with process:
         assert process.stdout is not None

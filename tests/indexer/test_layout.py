@@ -14,9 +14,9 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
+from indexer.folder.layout import disk_errors_explained
+from indexer.folder.locks import hold
 from indexer.gallery import Gallery
-from indexer.layout import disk_errors_explained
-from indexer.locks import hold
 from tests.indexer.conftest import as_nobody
 from tests.support.seams import GalleryFolder, set_fault_hook
 

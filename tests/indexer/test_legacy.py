@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from embedder.errors import SourceError
+from indexer.exchange.legacy import import_legacy
 from indexer.gallery import Gallery
-from indexer.legacy import import_legacy
 from tests.support.seams import import_gallery
 
 DATA = Path(__file__).parent / "data"

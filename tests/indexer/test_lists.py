@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import SourceError
-from indexer.images import Source, inside
-from indexer.lists import csv_changes, csv_source, split_source
+from indexer.ingest.lists import csv_changes, csv_source, split_source
+from indexer.ingest.sources import Source, inside
 
 
 def listed(tmp_path: Path, content: str | bytes) -> Path:

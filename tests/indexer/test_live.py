@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from embedder.errors import GalleryBusyError, KinlensError, RecallError
-from indexer import compaction
-from indexer.engine import Entry, SearchOptions
-from indexer.filters import And, Equals, Filter, Not, Range
+from indexer.filters.tree import And, Equals, Filter, Not, Range
 from indexer.gallery import Gallery
-from indexer.plan import IndexSettings
+from indexer.index.plan import IndexSettings
+from indexer.live import compaction
+from indexer.types import Entry, SearchOptions
 from tests.support.seams import GalleryFolder, set_fault_hook
 
 DIM = 16

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from indexer.engine import Entry, Grouping, SearchOptions
-from indexer.filters import Range
+from indexer.filters.tree import Range
 from indexer.gallery import Gallery
-from indexer.members import mean_of
+from indexer.live.members import mean_of
+from indexer.types import Entry, Grouping, SearchOptions
 from tests.support.seams import CatalogView, Members, contents_of
 
 COUNT, DIM = 20_000, 32

@@ -23,12 +23,18 @@ from embedder.errors import (
     InvalidParameterError,
 )
 from embedder.types import AttributeValue
-from indexer import milvus_generation, milvus_schema, milvus_search, milvus_state, milvus_view
-from indexer.engine import Entry, Grouping, SearchOptions
-from indexer.filters import And, Equals, Filter, In, Not, Or, Range
-from indexer.milvus_filters import expression
-from indexer.milvus_schema import clusters, page_rows
-from indexer.milvus_state import State, new_mark, read_state, write_state
+from indexer.exchange import (
+    milvus_generation,
+    milvus_schema,
+    milvus_search,
+    milvus_state,
+    milvus_view,
+)
+from indexer.exchange.milvus_filters import expression
+from indexer.exchange.milvus_schema import clusters, page_rows
+from indexer.exchange.milvus_state import State, new_mark, read_state, write_state
+from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
+from indexer.types import Entry, Grouping, SearchOptions
 from tests.indexer.milvus_server import MilvusServer, started_server
 from tests.indexer.oracle import DIM, Oracle, assert_groups, assert_hits, entry, ids_of, shop, units
 from tests.support.seams import Connection, MilvusStore
@@ -320,8 +326,8 @@ def test_a_writer_that_was_overtaken_while_it_looked_gives_up(
         set_state(connection, store.name, change=new_mark())
         return plan_add(*arguments)
 
-    plan_add = sys.modules["indexer.milvus_changes"].plan_add
-    monkeypatch.setattr("indexer.milvus_engine.plan_add", plan_slowly)
+    plan_add = sys.modules["indexer.exchange.milvus_changes"].plan_add
+    monkeypatch.setattr("indexer.exchange.milvus_engine.plan_add", plan_slowly)
     with pytest.raises(GalleryBusyError):
         store.add(shop(5))
     assert store.size == 0
@@ -340,8 +346,8 @@ def test_a_long_change_renews_its_mark(
         renewed.set()
         send(*arguments)
 
-    send = sys.modules["indexer.milvus_changes"].send
-    monkeypatch.setattr("indexer.milvus_engine.send", send_slowly)
+    send = sys.modules["indexer.exchange.milvus_changes"].send
+    monkeypatch.setattr("indexer.exchange.milvus_engine.send", send_slowly)
     monkeypatch.setattr(milvus_state, "LEASE_S", 0.3)
     store.add(shop(5))
     assert renewed.is_set()

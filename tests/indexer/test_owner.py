@@ -9,8 +9,8 @@ import pytest
 
 from embedder.errors import EngineUnavailableError
 from embedder.types import Embeddings
-from indexer import owner as owners
-from indexer.engine import Ids, Scores
+from indexer.index import gpu_thread as owners
+from indexer.types import Ids, Scores
 from tests.support.seams import Owner
 
 DIM = 4

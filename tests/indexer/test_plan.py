@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import PlanError
-from indexer import plan as plans
-from indexer.memory import memory_mb
-from indexer.plan import IndexSettings, Plan
-from indexer.plan_costs import lists_for
+from indexer.index import plan as plans
+from indexer.index.costs import lists_for
+from indexer.index.memory import memory_mb
+from indexer.index.plan import IndexSettings, Plan
 from tests.indexer.vectors import clumped
 from tests.support.seams import SegmentIndex, plan_index
 

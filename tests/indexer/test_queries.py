@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from embedder.errors import InvalidParameterError
-from indexer.engine import SearchOptions
-from indexer.ranking import check_search, combined_query
+from indexer.live.ranking import check_search, combined_query
+from indexer.types import SearchOptions
 
 
 def unit(*values: float) -> np.ndarray:

@@ -8,9 +8,9 @@ import pytest
 
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Hit, ItemId
-from indexer.engine import Group, Grouping, SearchOptions
-from indexer.grouping import best_groups
-from indexer.ranking import Candidate, best_hits, rank
+from indexer.live.grouping import best_groups
+from indexer.live.ranking import Candidate, best_hits, rank
+from indexer.types import Group, Grouping, SearchOptions
 from tests.support.seams import Members, contents_of
 
 CASES = range(300)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import GalleryBusyError, SourceError
-from indexer.engine import Entry
-from indexer.follower import Follower
 from indexer.gallery import Gallery
-from indexer.rebuild import rebuild, swap_in
+from indexer.ingest.follower import Follower
+from indexer.ingest.rebuild import rebuild, swap_in
+from indexer.types import Entry
 from tests.indexer.rebuilds import NEW, OLD, Pictures, content, fill
 from tests.support.seams import EmbedSettings
 

@@ -10,10 +10,10 @@ import pytest
 from embedder.bundle import sha256_of
 from embedder.errors import GalleryCorruptError, PlanError, RecallError
 from embedder.types import Embeddings
-from indexer import segment_manifest
-from indexer.engine import Ids
-from indexer.plan import IndexSettings
-from indexer.segment import HELD_OUT, SegmentManifest
+from indexer.index import segment_manifest
+from indexer.index.plan import IndexSettings
+from indexer.index.segment import HELD_OUT, SegmentManifest
+from indexer.types import Ids
 from tests.indexer.conftest import small_files
 from tests.indexer.vectors import clumped, unit
 from tests.support.seams import Segment, recall_at, write_segment
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 def test_a_missed_recall_is_refused(
     tmp_path: Path, vectors: Embeddings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.tune._K_FACTORS", {"ivf-rabitq": (1,)})
+    monkeypatch.setattr("indexer.index.tune._K_FACTORS", {"ivf-rabitq": (1,)})
     with pytest.raises(RecallError, match="--target-recall"):
         written(tmp_path / "s", vectors, IndexSettings(kind="ivf-rabitq", target_recall=0.99))
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import GalleryNotFoundError
-from indexer.build import BuildReport
+from indexer.checks.stats import gallery_stats, store_stats
 from indexer.gallery import Gallery
-from indexer.stats import gallery_stats, store_stats
+from indexer.ingest.build import BuildReport
 
 
 def test_stats_count_what_was_indexed(

@@ -16,11 +16,11 @@ from embedder.errors import (
     GalleryWriteError,
     SourceError,
 )
-from indexer import transfer
-from indexer.engine import Entry, Item, SearchOptions, VectorStore
-from indexer.filters import parse_filter
+from indexer.exchange import parquet as transfer
+from indexer.exchange.parquet import export_gallery, read_dump
+from indexer.filters.text import parse_filter
 from indexer.gallery import Gallery
-from indexer.transfer import export_gallery, read_dump
+from indexer.types import Entry, Item, SearchOptions, VectorStore
 from tests.indexer.conftest import small_files
 from tests.support.seams import import_gallery
 
@@ -180,7 +180,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.indexer.test_transfer import FACTS, MemoryStore, made
-from indexer.transfer import export_gallery
+from indexer.exchange.parquet import export_gallery
 
 class Dying(MemoryStore):
     def scan(self, batch_size=1000):

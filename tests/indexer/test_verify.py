@@ -15,12 +15,12 @@ from embedder.errors import (
     InvalidParameterError,
     PlanError,
 )
-from indexer.build import BuildReport
+from indexer.checks.recall import measured_recall, own_recall
+from indexer.checks.retune import tune_gallery
+from indexer.checks.verify import VerifySettings, sampled, verify_gallery
 from indexer.gallery import Gallery
-from indexer.plan import IndexSettings
-from indexer.recall import measured_recall, own_recall
-from indexer.tuning import tune_gallery
-from indexer.verify import VerifySettings, sampled, verify_gallery
+from indexer.index.plan import IndexSettings
+from indexer.ingest.build import BuildReport
 from tests.indexer.conftest import CountingEmbedder
 from tests.support.seams import GalleryFolder
 from tests.tiny import encoded, picture

@@ -26,9 +26,9 @@ from embedder.errors import ItemNotFoundError
 from embedder.fake import FakeEmbedder
 from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import Embeddings, Hit, Images, ItemId
-from indexer.build import build_gallery
-from indexer.engine import Entry, Item, SearchOptions
-from indexer.images import folder_source
+from indexer.ingest.build import build_gallery
+from indexer.ingest.sources import folder_source
+from indexer.types import Entry, Item, SearchOptions
 from service.app import create_app
 from service.runtime import Runtime
 from service.settings import Settings

@@ -13,9 +13,9 @@ from PIL import Image
 
 from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
-from indexer.build import BuildSettings, build_gallery
 from indexer.gallery import Gallery
-from indexer.images import folder_source
+from indexer.ingest.build import BuildSettings, build_gallery
+from indexer.ingest.sources import folder_source
 from service.jobs.replace import store_bundle
 from service.settings import Settings
 from tests.support.seams import Job, JobManager

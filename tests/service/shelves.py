@@ -11,8 +11,8 @@ import numpy as np
 from embedder.errors import BundleNotFoundError
 from embedder.fake import FakeEmbedder
 from embedder.session import Embedder
-from indexer.engine import Entry
 from indexer.gallery import Gallery
+from indexer.types import Entry
 from service.encoding import Encoder
 from service.loading import Loader
 from service.models import Models

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from embedder.types import Hit
-from indexer.engine import Group
+from indexer.types import Group
 from service.cache import answer_key
 from service.payloads import (
     Shown,

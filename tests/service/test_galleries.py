@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from embedder.fake import FakeEmbedder
-from indexer.build import build_gallery
 from indexer.gallery import Gallery
-from indexer.images import folder_source
+from indexer.ingest.build import build_gallery
+from indexer.ingest.sources import folder_source
 from service.app import create_app
 from service.settings import Settings
 from tests.embedder.bundles import CALIBRATION

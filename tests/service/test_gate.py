@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.engine import Entry
 from indexer.gallery import Gallery
+from indexer.types import Entry
 from service.jobs.gate import Verdict, judge
 from service.jobs.params import Gate
 from service.jobs.unseen import Seen, seen_by, unseen_in

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from embedder.bundle import Bundle
-from indexer.engine import Entry
+from indexer.types import Entry
 from service.jobs.launch import Launcher
 from service.jobs.tidy import KEPT_JOBS, tidy_bundles
 from service.settings import Settings

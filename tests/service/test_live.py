@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from embedder.fake import FakeEmbedder
-from indexer.build import build_gallery
 from indexer.gallery import Gallery
-from indexer.images import folder_source
+from indexer.ingest.build import build_gallery
+from indexer.ingest.sources import folder_source
 from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import DEFAULTS, Running, run
@@ -23,7 +23,7 @@ WRITER = """
 import hashlib, sys
 from pathlib import Path
 from embedder.fake import FakeEmbedder
-from indexer.engine import Entry
+from indexer.types import Entry
 from indexer.gallery import Gallery
 from tests.service.test_live import ATTRIBUTES
 

@@ -13,9 +13,9 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from embedder.fake import FakeEmbedder
-from indexer.build import build_gallery
 from indexer.gallery import Gallery
-from indexer.images import folder_source
+from indexer.ingest.build import build_gallery
+from indexer.ingest.sources import folder_source
 from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import Running, run
@@ -220,7 +220,7 @@ def test_a_disk_that_fails_while_serving_is_503_without_a_word_of_its_paths(
     service = start_service(galleries={"shop": shop})
     link = first_link(service, pictures[1])
     with monkeypatch.context() as patch:
-        patch.setattr("indexer.pictures.source_bytes", fail)
+        patch.setattr("indexer.ingest.pictures.source_bytes", fail)
         response = service.client.get(link)
     problem = assert_problem(response, 503, "gallery-unavailable")
     assert int(response.headers["retry-after"]) >= 1

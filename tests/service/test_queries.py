@@ -3,8 +3,8 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from indexer.engine import Grouping
-from indexer.filters import parse_filter
+from indexer.filters.text import parse_filter
+from indexer.types import Grouping
 from service.queries import Query, views_of
 
 IMAGE, OTHER = b"one image", b"another image"

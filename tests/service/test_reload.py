@@ -12,8 +12,8 @@ import pytest
 
 from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
-from indexer.engine import Entry
 from indexer.gallery import Gallery
+from indexer.types import Entry
 from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import DEFAULTS, Running, run

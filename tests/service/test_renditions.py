@@ -20,8 +20,8 @@ from embedder.errors import (
 from embedder.fake import FakeEmbedder
 from embedder.preprocess import ImageLimits
 from embedder.rendering import MAX_SIDE_PX, render_jpeg
-from indexer.build import build_gallery
-from indexer.images import folder_source
+from indexer.ingest.build import build_gallery
+from indexer.ingest.sources import folder_source
 from service.renditions import SIDES_PX, Renditions
 from service.routes.pictures import Size
 from tests.service.shops import Shop, assert_problem, start_shop
@@ -96,7 +96,7 @@ def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypa
         return await render(*arguments)
 
     monkeypatch.setattr(shop.running.runtime.decoding, "render", counted)
-    for module in ("embedder.rendering", "indexer.pictures"):
+    for module in ("embedder.rendering", "indexer.ingest.pictures"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
     link = link_of(shop, encoded(picture(3, (3000, 40)), "TIFF"))
     answers = [shop.client.get(link) for _ in range(3)]

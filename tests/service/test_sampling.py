@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from embedder.types import Hit
-from indexer.engine import SearchOptions
+from indexer.types import SearchOptions
 from service.sampling import recall
 from tests.service.conftest import WAIT_S, FakeGallery
 

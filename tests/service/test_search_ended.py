@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import indexer.searching as searching
+import indexer.live.search as searching
 from embedder.fake import FakeEmbedder
-from indexer.engine import Entry
 from indexer.gallery import Gallery
+from indexer.types import Entry
 from tests.service.shops import Shop, assert_problem, start_shop
 
 COUNT = 6000

@@ -4,28 +4,28 @@ A test that needs a name of this list knows more than a user does; when a room i
 where its tests are mended.
 """
 
-from indexer.adopt import adopt
-from indexer.backup import backup
-from indexer.backup_files import read_backup
-from indexer.bulk import bulk_load
-from indexer.catalog import Catalog, CatalogView, State
+from indexer.catalog.bulk import bulk_load
+from indexer.catalog.database import Catalog, CatalogView, State
+from indexer.checks.compare import compare
 from indexer.commands import options
-from indexer.compare import compare
-from indexer.durable import set_fault_hook
-from indexer.embed import EmbedSettings
-from indexer.faiss_engine import Effort, SegmentIndex
-from indexer.generation import publish_generation
-from indexer.importing import import_gallery
-from indexer.layout import GalleryFolder
-from indexer.manifest import GalleryManifest
-from indexer.members import Members, contents_of
-from indexer.milvus_connection import Connection
-from indexer.milvus_engine import MilvusStore
-from indexer.owner import Owner
-from indexer.plan import plan_index
-from indexer.segment import Segment, write_segment
-from indexer.tune import recall_at, tune
-from indexer.work import WorkFile
+from indexer.exchange.milvus_connection import Connection
+from indexer.exchange.milvus_engine import MilvusStore
+from indexer.folder.backup import backup
+from indexer.folder.backup_files import read_backup
+from indexer.folder.durable import set_fault_hook
+from indexer.folder.layout import GalleryFolder
+from indexer.folder.manifest import GalleryManifest
+from indexer.index.faiss import Effort, SegmentIndex
+from indexer.index.gpu_thread import Owner
+from indexer.index.plan import plan_index
+from indexer.index.segment import Segment, write_segment
+from indexer.index.tune import recall_at, tune
+from indexer.ingest.adopt import adopt
+from indexer.ingest.embed import EmbedSettings
+from indexer.ingest.generation import publish_generation
+from indexer.ingest.importing import import_gallery
+from indexer.ingest.work import WorkFile
+from indexer.live.members import Members, contents_of
 from service.batching import MicroBatcher
 from service.cache import Cache, Lookup, LruCache, embedding_key
 from service.decoding.inline import InlineDecoder

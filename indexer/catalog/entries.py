@@ -1,0 +1,188 @@
+"""What may be stored: the checks of entries before they are written."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.errors import InvalidParameterError
+from embedder.types import AttributeValue, Embeddings
+from indexer.catalog.attributes import (
+    MAX_TEXT,
+    AttributeKind,
+    check_name,
+    checked_kind,
+    is_printable,
+)
+from indexer.types import Entry, Item
+
+MAX_KEY = 1024
+NORM_TOLERANCE = 1e-3
+"""A vector whose norm differs more from 1 is refused."""
+
+_ROUNDING = 1e-6  # of a norm; a vector that differs more is divided by it, others stay as they are
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+def checked_keys(keys: Iterable[str]) -> list[str]:
+    """The keys as a list. Raises: InvalidParameterError for one text, or what is no text."""
+    if isinstance(keys, str | bytes):
+        raise InvalidParameterError(
+            f"{keys!r:.200} is one key. Give a list of keys: [{keys!r:.200}]."
+        )
+    listed = list(keys)
+    for key in listed:
+        if not isinstance(key, str):
+            raise InvalidParameterError(f"{key!r:.200} is not a key. Give a list of texts.")
+    return listed
+
+
+def is_key(key: str) -> bool:
+    """1 to 1024 printable characters, and no part of a path that leads upwards."""
+    if not 1 <= len(key) <= MAX_KEY or not is_printable(key):
+        return False
+    return ".." not in key or ".." not in key.split("/")
+
+
+def checked_vectors(entries: Sequence[Entry], dim: int) -> Embeddings:
+    """Check keys, contents and vectors; the vectors (N, dim) as one array, of norm 1.
+
+    Raises: InvalidParameterError naming the first key at fault.
+    """
+    seen: set[str] = set()
+    for entry in entries:
+        _check_key(entry.key)
+        if entry.key in seen:
+            raise InvalidParameterError(
+                f"Key {entry.key!r} is there twice. Give each item a key of its own."
+            )
+        seen.add(entry.key)
+        _check_content(entry)
+        _check_vector(entry.key, entry.vector, dim)
+    if not entries:
+        return np.empty((0, dim), dtype=np.float32)
+    vectors = np.stack([entry.vector for entry in entries], dtype=np.float32, casting="same_kind")
+    norms = norms_of(vectors)
+    _check_norms(entries, vectors, norms)
+    return normalised(vectors, norms)
+
+
+def norms_of(vectors: Embeddings) -> NDArray[np.float64]:
+    """Length of each vector (N, D)."""
+    norms: NDArray[np.float64] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
+    return norms
+
+
+def normalised(vectors: Embeddings, norms: NDArray[np.float64]) -> Embeddings:
+    """Vectors (N, D) divided by their norms; those of norm 1 but for a rounding keep every bit."""
+    off = np.abs(norms - 1) > _ROUNDING
+    if not off.any():
+        return vectors
+    unit = vectors.copy()
+    unit[off] = vectors[off] / norms[off, None]
+    return unit
+
+
+def merged(
+    given: Mapping[str, AttributeValue],
+    stored: Mapping[str, AttributeValue],
+    owned: frozenset[str],
+) -> dict[str, AttributeValue]:
+    """The attributes of a stored item that an entry changes: those given, and those of it whose
+    names are not `owned`.
+    """
+    return {name: value for name, value in stored.items() if name not in owned} | dict(given)
+
+
+def with_stored(
+    entries: Sequence[Entry], known: Mapping[str, Item], owned: frozenset[str] | None
+) -> Sequence[Entry]:
+    """Entries as they are to be stored over the items `known` by key; `owned` as in `add`."""
+    if owned is None:
+        return entries
+    return [
+        replace(entry, attributes=merged(entry.attributes, known[entry.key].attributes, owned))
+        if entry.key in known
+        else entry
+        for entry in entries
+    ]
+
+
+def learn_kinds(
+    kinds: dict[str, AttributeKind], key: str, attributes: Mapping[str, AttributeValue]
+) -> None:
+    """Check attributes against the kinds known so far, and add those of new names.
+
+    Raises: InvalidParameterError naming attribute, kind, value and key.
+    """
+    for name, value in attributes.items():
+        try:
+            kind = checked_kind(value)
+            known = kinds.get(name)
+            if known is None:
+                check_name(name)
+                kinds[name] = known = kind
+        except ValueError as error:
+            raise InvalidParameterError(f"Attribute {name!r:.160} of {key!r}: {error}.") from error
+        if kind != known:
+            raise InvalidParameterError(
+                f"Attribute {name!r} is a {known}, and {key!r} has {value!r:.80}, a {kind}. Give "
+                f"it a {known}, or choose another name."
+            )
+        if isinstance(value, str) and len(value) > MAX_TEXT:
+            raise InvalidParameterError(
+                f"Attribute {name!r} of {key!r} has {len(value):,} characters, the limit is "
+                f"{MAX_TEXT:,}. Shorten it."
+            )
+
+
+def _check_key(key: object) -> None:
+    if not _is_text(key, is_key):
+        raise InvalidParameterError(
+            f"{key!r:.200} is not a key, which has 1 to {MAX_KEY} printable characters and no part "
+            "'..'. Choose another one."
+        )
+
+
+def _check_content(entry: Entry) -> None:
+    if not _is_text(entry.sha256, _SHA256.fullmatch):
+        raise InvalidParameterError(
+            f"The sha256 of {entry.key!r} is {entry.sha256!r:.80}. Give 64 digits of 0-9 and a-f."
+        )
+    for text in (entry.path, entry.format):
+        if not _is_text(text, is_printable):
+            raise InvalidParameterError(
+                f"{text!r:.200} of {entry.key!r} is no text, or has control characters or broken "
+                "Unicode. Rename the file."
+            )
+
+
+def _check_vector(key: str, vector: object, dim: int) -> None:
+    if not isinstance(vector, np.ndarray) or vector.dtype.kind not in "fiu":
+        kind = getattr(vector, "dtype", type(vector).__name__)
+        raise InvalidParameterError(
+            f"The vector of {key!r} is of type {kind}. Give a NumPy array ({dim},) of float32."
+        )
+    if vector.shape != (dim,):
+        raise InvalidParameterError(
+            f"The vector of {key!r} has the shape {vector.shape}, the gallery holds ({dim},). "
+            "Embed it with the bundle of the gallery."
+        )
+
+
+def _is_text(value: object, test: Callable[[str], object]) -> bool:
+    return isinstance(value, str) and bool(test(value))
+
+
+def _check_norms(entries: Sequence[Entry], vectors: Embeddings, norms: NDArray[np.float64]) -> None:
+    # Written so that NaN is at fault as well.
+    wrong = np.flatnonzero(~(np.abs(norms - 1) <= NORM_TOLERANCE))
+    if len(wrong):
+        row = int(wrong[0])
+        what = f"norm {norms[row]:g}" if np.isfinite(vectors[row]).all() else "NaN or infinity"
+        raise InvalidParameterError(
+            f"The vector of {entries[row].key!r} has {what}; the gallery holds unit vectors. "
+            "Divide it by its norm, or embed the image again."
+        )

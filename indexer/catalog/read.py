@@ -1,0 +1,282 @@
+"""One state of a catalogue, read inside one transaction."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from embedder.types import AttributeValue, Embeddings, ItemId
+from indexer.catalog.attributes import Schema, is_printable
+from indexer.catalog.checksums import (
+    as_int64,
+    attributes_total,
+)
+from indexer.catalog.entries import is_key
+from indexer.catalog.errors import damaged
+from indexer.catalog.rows import VALUES, CatalogRows
+from indexer.filters.sql import condition_sql, fitting, restored, stored
+from indexer.filters.tree import And, Condition, Filter
+from indexer.types import Ids, Item
+
+# With its crc, an item is read whole: what an index says alone is not checked.
+_ITEM = "SELECT id, key, path, sha256, format, attributes, crc FROM items"
+_ITEMS = f"{_ITEM} WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608 (two constants)
+_BY_KEY = f"{_ITEM} WHERE key IN (SELECT value FROM json_each(?))"  # noqa: S608
+_BY_CONTENT = f"{_ITEM} WHERE sha256 = ? ORDER BY id LIMIT 1"
+_VECTORS = "SELECT id, crc, vector FROM vectors"
+_SOME_VECTORS = """
+SELECT id, crc, vector FROM vectors WHERE id IN (SELECT value FROM json_each(?)) ORDER BY id
+"""
+# Without INDEXED BY, SQLite reads all items to have them in order, however few have changed.
+_ADDED = """
+SELECT id, crc, vector FROM vectors WHERE id IN (
+    SELECT id FROM items INDEXED BY items_by_change WHERE changed_seq > ?1 AND added_seq > ?1
+) ORDER BY id
+"""
+_CHANGED = f"""
+{_ITEM} INDEXED BY items_by_change WHERE changed_seq > ? ORDER BY id LIMIT ?
+"""
+_REMOVED_IN_VAIN = """
+SELECT items.id FROM tombstones CROSS JOIN items ON items.id = tombstones.id
+WHERE tombstones.seq > ? LIMIT 1
+"""
+_LIVE = "SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_change"
+_HAS_VECTOR = "SELECT min(id) FROM vectors WHERE id IN (SELECT value FROM json_each(?))"
+
+_COUNTS = "SELECT (SELECT count(*) FROM items), (SELECT count(*) FROM vectors), size FROM state"
+_FEW = 2000
+_FROM_KEY = "SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_key WHERE key >= ?"
+_VALUES_OF = "value FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)"
+_FREQUENT = """
+SELECT value, count(*) AS items FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)
+GROUP BY value ORDER BY items DESC, value LIMIT ?
+"""
+_GROUPED = """
+SELECT value, group_concat(item), count(*) FROM attributes
+WHERE name = (SELECT id FROM names WHERE name = ?) AND value IN ({}) GROUP BY value
+"""
+_LOWEST = f"SELECT {_VALUES_OF} ORDER BY value LIMIT 1"
+_HIGHEST = f"SELECT {_VALUES_OF} ORDER BY value DESC LIMIT 1"
+_FROM_ID = "SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
+_DIFFERENT = f"SELECT DISTINCT {_VALUES_OF} LIMIT ?"
+
+
+class State(NamedTuple):
+    """`seq` counts writes, `size` items; `segment` holds the items live at `segment_seq`."""
+
+    seq: int
+    size: int
+    segment: str | None
+    segment_seq: int
+
+
+class CatalogView(CatalogRows):
+    """Everything in one view is of one state. It cannot be used after its block has ended."""
+
+    __slots__ = ()
+
+    def state(self) -> State:
+        """Where the catalogue stands."""
+        return State(*self._state()[:4])
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector."""
+        return int(self._state()[4])
+
+    def schema(self) -> Schema:
+        """Every attribute that was ever used, with its kind."""
+        return dict(sorted((name, kind) for _, name, kind, _ in self._names()))
+
+    def get(self, ids: Sequence[ItemId] | Ids) -> dict[ItemId, Item]:
+        """The items with these numbers; unknown numbers are left out."""
+        found = {item.id: item for item in self._items(self._all(_ITEMS, _json_ids(ids)))}
+        if len(found) < len(ids):
+            missing = [number for number in ids if number not in found]
+            [(number,)] = self._all(_HAS_VECTOR, _json_ids(missing))
+            if number is not None:
+                raise damaged(self._connection, f"item {number} has a vector and no row")
+        return found
+
+    def find(self, keys: Sequence[str]) -> dict[str, ItemId]:
+        """The numbers of the items with these keys; unknown keys are left out."""
+        # What cannot be a key is not asked for: SQLite reads JSON texts up to a NUL alone.
+        listed = json.dumps([key for key in keys if is_key(key)])
+        return {row[1]: row[0] for row in self._all(_BY_KEY, listed) if self._is_whole(row)}
+
+    def content(self, sha256s: Sequence[str]) -> dict[str, ItemId]:
+        """By sha256 the lowest number of an item with this content, where there is one."""
+        found: dict[str, ItemId] = {}
+        for sha256 in sha256s:
+            for row in self._all(_BY_CONTENT, bytes.fromhex(sha256)):
+                self._is_whole(row)
+                found[sha256] = row[0]
+        return found
+
+    def vectors(self, ids: Sequence[ItemId] | Ids) -> Embeddings:
+        """The vectors (N, D) of known items, in the order asked for.
+
+        Raises: GalleryCorruptError for an unknown number.
+        """
+        asked = np.asarray(ids, dtype=np.int64)
+        known, vectors = self._arrays(self._all(_SOME_VECTORS, _json_ids(asked)))
+        places = np.searchsorted(known, asked)
+        found = places < len(known)
+        found[found] = known[places[found]] == asked[found]
+        if not found.all():
+            raise damaged(self._connection, f"item {asked[~found][0]} has no vector")
+        return vectors[places]
+
+    def live_ids(self) -> Ids:
+        """The numbers of all items, ascending."""
+        # The smallest index has every number, and nearly in order.
+        ids = self._ids(_LIVE)
+        self._check_numbers(len(ids), int(ids.sum()))
+        return ids
+
+    def added_since(self, seq: int) -> tuple[Ids, Embeddings]:
+        """Items added after the write `seq` and still there: numbers ascending, vectors (N, D)."""
+        return self._arrays(self._all(_ADDED, seq))
+
+    def removed_since(self, seq: int) -> Ids:
+        """The numbers of items removed after the write `seq`, ascending.
+
+        Only writes since that of the segment are known.
+        """
+        for (number,) in self._all(_REMOVED_IN_VAIN, seq):
+            raise damaged(self._connection, f"item {number} is there although it was removed")
+        return self._ids("SELECT group_concat(id), count(*) FROM tombstones WHERE seq > ?", seq)
+
+    def attributes_since(
+        self, seq: int, limit: int = -1
+    ) -> list[tuple[ItemId, Mapping[str, AttributeValue]]]:
+        """Items added after the write `seq`, or with other attributes since; ascending.
+
+        No more than `limit` of them, unless it is negative.
+        """
+        items = self._items(self._all(_CHANGED, seq, limit))
+        return [(item.id, item.attributes) for item in items]
+
+    def matching(self, where: Filter) -> Ids:
+        """The numbers of the items that fit, ascending.
+
+        Raises: FilterError for an attribute that is unknown or of another kind.
+        """
+        where.check(self.schema())
+        self._check_index(where.names)
+        few = self._few_matching(where) if isinstance(where, And) else None
+        return few if few is not None else fitting(where, self._of_condition, self.live_ids)
+
+    def grouped(
+        self, name: str, values: Sequence[AttributeValue]
+    ) -> list[tuple[AttributeValue, Ids]]:
+        """For each of these values of an attribute the numbers of the items, ascending."""
+        self._check_index((name,))
+        asked = [stored(value) for value in values]
+        rows = self._all(_GROUPED.format(", ".join("?" * len(asked))), name, *asked)
+        return [(restored(value), self._parsed(text, count)) for value, text, count in rows]
+
+    def ids_from(self, offset: int, limit: int, after: ItemId = -1) -> Ids:
+        """The numbers above `after` of at most `limit` items, ascending, without the first
+        `offset`.
+        """
+        rows = self._all(_FROM_ID, after, limit, offset)
+        return np.array([number for (number,) in rows], dtype=np.int64)
+
+    def last_id(self) -> ItemId | None:
+        """The highest number of an item; None if there is none."""
+        [(number,)] = self._all("SELECT max(id) FROM items")
+        return None if number is None else int(number)
+
+    def with_prefix(self, prefix: str) -> Ids:
+        """The numbers of the items whose keys begin with `prefix`, ascending."""
+        end = next_text(prefix)
+        if not is_printable(prefix):  # no key has it; SQLite reads texts up to a NUL alone
+            return np.empty(0, np.int64)
+        if end is None:
+            return self._ids(_FROM_KEY, prefix)
+        return self._ids(f"{_FROM_KEY} AND key < ?", prefix, end)
+
+    def frequent_values(self, name: str, limit: int) -> tuple[tuple[AttributeValue, int], ...]:
+        """The most frequent values of an attribute, with the number of items that have each."""
+        self._check_index((name,))
+        rows = self._all(_FREQUENT, name, limit)
+        return tuple((restored(value), count) for value, count in rows)
+
+    def range_of(self, name: str) -> tuple[float | None, float | None]:
+        """The lowest and the highest number of an attribute; None if no item has it."""
+        ends = [*self._all(_LOWEST, name), *self._all(_HIGHEST, name)]
+        return (ends[0][0], ends[1][0]) if ends else (None, None)
+
+    def has_few_values(self, name: str, limit: int) -> bool:
+        """Whether an attribute has at most `limit` different values."""
+        return len(self._all(_DIFFERENT, name, limit + 1)) <= limit
+
+    def iter_vectors(self, batch: int = 4096) -> Iterator[tuple[Ids, Embeddings]]:
+        """Numbers (B,) and vectors (B, D) of all items, by ascending number."""
+        for rows in self._pages(_VECTORS, batch):
+            yield self._arrays(rows)
+
+    def items(self, batch: int = 1000) -> Iterator[Item]:
+        """Every item, by ascending number."""
+        for rows in self._pages(_ITEM, batch):
+            yield from self._items(rows)
+
+    def check(self) -> None:
+        """Read the whole file. Raises: GalleryCorruptError if its parts do not fit together."""
+        verdict = self._all("PRAGMA integrity_check(1)")[0][0]
+        [(items, vectors, size)] = self._all(_COUNTS)
+        if verdict == "ok" and not items == vectors == size:
+            verdict = f"it has {items:,} items, {vectors:,} vectors and a size of {size:,}"
+        if verdict != "ok":
+            raise damaged(self._connection, verdict)
+        self.live_ids()
+        self.removed_since(-1)
+        for _ in self.iter_vectors():
+            pass
+        self._check_attributes()
+
+    def _check_attributes(self) -> None:
+        """The index of attributes, its totals and the JSON of the items say the same."""
+        names = self._names()
+        numbers = {name: number for number, name, _, _ in names}
+        totals = dict.fromkeys(numbers.values(), 0)
+        for item in self.items():
+            for name, value in item.attributes.items():
+                number = numbers[name]
+                totals[number] = attributes_total(
+                    [(number, stored(value), item.id)], totals[number]
+                )
+        for number, name, _, total in names:
+            rows = self._connection.execute(VALUES, (number, -1))
+            if as_int64(totals[number]) != total:
+                raise damaged(self._connection, f"the items have other values of {name!r}")
+            self._check_total(name, rows, total)
+
+    def _few_matching(self, where: And) -> Ids | None:
+        """If one part alone leaves few items, these are looked at one by one; else None."""
+        for part in where.parts:
+            if isinstance(part, Condition):
+                rows = self._all(*condition_sql(part, "item", at_most=_FEW + 1))
+                if len(rows) <= _FEW:
+                    items = self.get([number for (number,) in rows]).values()
+                    fit = [item.id for item in items if where.matches(item.attributes)]
+                    return np.sort(np.array(fit, dtype=np.int64))
+        return None
+
+    def _of_condition(self, where: Condition) -> Ids:
+        return self._ids(*condition_sql(where, "group_concat(item), count(*)"))
+
+
+def next_text(prefix: str) -> str | None:
+    """The lowest text above all that begin with `prefix`, None if there is none."""
+    head = prefix.rstrip("\U0010ffff")
+    if not head:
+        return None
+    following = ord(head[-1]) + 1
+    return head[:-1] + chr(0xE000 if following == 0xD800 else following)
+
+
+def _json_ids(ids: Sequence[ItemId] | Ids) -> str:
+    return json.dumps([int(number) for number in ids])

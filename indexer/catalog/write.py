@@ -1,0 +1,266 @@
+"""Changes to a catalogue, inside one transaction."""
+
+import json
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from embedder.errors import InvalidParameterError, ItemNotFoundError
+from embedder.types import AttributeValue, Embeddings, ItemId
+from indexer.catalog.attributes import AttributeKind
+from indexer.catalog.checksums import (
+    AttributeRow,
+    Stored,
+    as_int64,
+    attributes_total,
+    item_checksum,
+    vector_checksum,
+)
+from indexer.catalog.entries import checked_vectors, learn_kinds, with_stored
+from indexer.catalog.read import CatalogView
+from indexer.catalog.schema import seal
+from indexer.filters.sql import stored
+from indexer.types import Entry, Ids, Item, Written
+
+Attributes = Mapping[str, AttributeValue]
+Changes = Mapping[str, Mapping[str, AttributeValue | None]]
+
+INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, ?)"
+_INSERT_ATTRIBUTE = "INSERT INTO attributes VALUES (?, ?, ?)"
+_DELETE_ATTRIBUTE = "DELETE FROM attributes WHERE name = ? AND value = ? AND item = ?"
+_UPDATE_ITEM = """
+UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? WHERE id = ?
+"""
+_GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
+
+
+class Totals:
+    """What is to be added to the totals of attribute names, by the number of the name."""
+
+    def __init__(self) -> None:
+        self._totals: defaultdict[int, int] = defaultdict(int)
+
+    def add(self, rows: Iterable[AttributeRow], sign: int = 1) -> None:
+        """Rows that have come; or gone, with `sign` -1."""
+        sums: defaultdict[tuple[int, Stored], int] = defaultdict(int)
+        for name, value, item in rows:
+            sums[name, value] += item
+        for (name, value), items in sums.items():
+            self._totals[name] += sign * attributes_total(((name, value, items),))
+
+    def write(self, connection: sqlite3.Connection) -> None:
+        """Add them to what is stored. Raises: sqlite3.Error."""
+        for number, change in self._totals.items():
+            [(total,)] = connection.execute("SELECT total FROM names WHERE id = ?", (number,))
+            row = (as_int64(total + change), number)
+            connection.execute("UPDATE names SET total = ? WHERE id = ?", row)
+        self._totals.clear()
+
+
+class CatalogWriter(CatalogView):
+    """A view that also writes. All its changes have one `seq`. Leave the block on an exception."""
+
+    __slots__ = ("_kinds", "_numbers", "_seq", "_totals")
+
+    def __init__(self, connection: sqlite3.Connection, checked: set[int]) -> None:
+        super().__init__(connection, checked)
+        self._seq: int | None = None
+        self._totals = Totals()
+        rows = self._names()
+        self._numbers: dict[str, int] = {name: number for number, name, _, _ in rows}
+        self._kinds: dict[str, AttributeKind] = {name: kind for _, name, kind, _ in rows}
+
+    def add(self, entries: Sequence[Entry], owned: frozenset[str] | None = None) -> Written:
+        """Store entries. Equal key and content: nothing, or new attributes, path and format alone;
+        other content under an old key replaces the item, which gets a new number. With `owned`,
+        stored attributes that an entry does not give go only if they have one of these names.
+
+        Raises: InvalidParameterError naming the key at fault, and then nothing was written.
+        """
+        vectors = checked_vectors(entries, self.dim)
+        old = self.get([*self.find([entry.key for entry in entries]).values()])
+        known = {item.key: item for item in old.values()}
+        entries = with_stored(entries, known, owned)
+        kinds = dict(self._kinds)
+        for entry in entries:
+            learn_kinds(kinds, entry.key, entry.attributes)
+        new = [n for n, e in enumerate(entries) if not _has_content(known.get(e.key), e)]
+        updated = [
+            (known[e.key], e)
+            for e in entries
+            if _has_content(known.get(e.key), e) and not _is_equal(known[e.key], e)
+        ]
+        replaced = [known[entries[n].key].id for n in new if entries[n].key in known]
+        if new or updated:
+            self._learn(kinds)
+            self.remove(replaced)
+            self._insert([entries[n] for n in new], vectors[new])
+            for item, entry in updated:
+                self._set(item, entry.attributes, entry.path, entry.format)
+            self._seal()
+        return Written(
+            added=len(new) - len(replaced),
+            replaced=len(replaced),
+            updated=len(updated),
+            unchanged=len(entries) - len(new) - len(updated),
+        )
+
+    def update(self, changes: Changes) -> int:
+        """Change attributes by key; None takes one away. How many items differ now.
+
+        Raises: ItemNotFoundError for an unknown key; InvalidParameterError for a value of another
+            kind; and then nothing was changed.
+        """
+        found = self.find([*changes])
+        missing = [key for key in changes if key not in found]
+        if missing:
+            raise ItemNotFoundError(
+                f"There is no item with the key {missing[0]!r:.200}. Add it first."
+            )
+        kinds = dict(self._kinds)
+        for key, change in changes.items():
+            learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
+        items = self.get([*found.values()])
+        differ = 0
+        for key, change in changes.items():
+            item = items[found[key]]
+            merged = {**item.attributes, **change}
+            attributes = {name: value for name, value in merged.items() if value is not None}
+            if attributes != item.attributes:
+                self._learn(kinds)
+                self._set(item, attributes, item.path, item.format)
+                differ += 1
+        if differ:
+            self._seal()
+        return differ
+
+    def remove(self, ids: Sequence[ItemId] | Ids) -> int:
+        """Remove items with their attributes and vectors; unknown numbers are not counted."""
+        items = self.get(ids)
+        if items:
+            seq = self._next_seq()
+            self._unindex({item.id: item.attributes for item in items.values()})
+            numbers = [(number,) for number in items]
+            self._many("DELETE FROM items WHERE id = ?", numbers)
+            self._many("DELETE FROM vectors WHERE id = ?", numbers)
+            self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, number) for number in items])
+            self._connection.execute(_GROW, (-len(items), -sum(items)))
+            self._seal()
+        return len(items)
+
+    def adopt_segment(self, name: str | None, seq: int) -> None:
+        """From now on segment `name` holds the items live at `seq`, if there were any. This counts
+        as no write.
+
+        Raises: InvalidParameterError for a `seq` before that of the segment so far, or to come.
+        """
+        state = self.state()
+        if not state.segment_seq <= seq <= state.seq:
+            raise InvalidParameterError(
+                f"Segment {name} is of state {seq}, the catalogue is between {state.segment_seq} "
+                f"(its segment) and {state.seq}. Compact again."
+            )
+        self._connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
+        self._connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
+        self._seal()
+
+    def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
+        seq = self._next_seq()
+        # AUTOINCREMENT keeps the highest number ever given, also when its item is gone.
+        rows = self._all("SELECT seq FROM sqlite_sequence WHERE name = 'items'")
+        first = rows[0][0] + 1 if rows else 1
+        numbered = [*enumerate(entries, first)]
+        self._many(INSERT_ITEM, [item_row(number, e, seq) for number, e in numbered])
+        self._many(INSERT_VECTOR, vector_rows(first, vectors))
+        self._index({number: entry.attributes for number, entry in numbered})
+        numbers = sum(number for number, _ in numbered)
+        self._connection.execute(_GROW, (len(entries), numbers))
+
+    def _set(self, item: Item, attributes: Attributes, path: str, format_: str) -> None:
+        text = attributes_text(attributes)
+        content = bytes.fromhex(item.sha256)
+        crc = item_checksum(item.id, item.key, path, content, format_, text)
+        row = (path, format_, text, self._next_seq(), crc, item.id)
+        self._connection.execute(_UPDATE_ITEM, row)
+        self._unindex({item.id: item.attributes})
+        self._index({item.id: attributes})
+
+    def _index(self, items: Mapping[ItemId, Attributes]) -> None:
+        rows = attribute_rows(self._numbers, items)
+        self._many(_INSERT_ATTRIBUTE, rows)
+        self._totals.add(rows)
+
+    def _unindex(self, items: Mapping[ItemId, Attributes]) -> None:
+        rows = attribute_rows(self._numbers, items)
+        self._many(_DELETE_ATTRIBUTE, rows)
+        self._totals.add(rows, -1)
+
+    def _learn(self, kinds: Mapping[str, AttributeKind]) -> None:
+        """Store the names that are new."""
+        for name in kinds.keys() - self._kinds.keys():
+            cursor = self._connection.execute(
+                "INSERT INTO names (name, kind, total) VALUES (?, ?, 0) RETURNING id",
+                (name, kinds[name]),
+            )
+            [(self._numbers[name],)] = cursor.fetchall()
+            self._kinds[name] = kinds[name]
+
+    def _next_seq(self) -> int:
+        """The number of this write, counted when it first changes something."""
+        if self._seq is None:
+            rows = self._all("UPDATE state SET seq = seq + 1 RETURNING seq")
+            self._seq = int(rows[0][0])
+        return self._seq
+
+    def _seal(self) -> None:
+        """The checksums of what has changed; what is read afterwards fits them again."""
+        self._totals.write(self._connection)
+        seal(self._connection)
+
+    def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
+        self._connection.executemany(sql, rows)
+
+
+def item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:
+    """The row of a new item."""
+    content = bytes.fromhex(entry.sha256)
+    attributes = attributes_text(entry.attributes)
+    crc = item_checksum(number, entry.key, entry.path, content, entry.format, attributes)
+    return (number, entry.key, entry.path, content, entry.format, attributes, seq, seq, crc)
+
+
+def vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, bytes]]:
+    """The rows of the vectors (N, D) of new items, whose numbers begin with `first`."""
+    rows = enumerate((vector.tobytes() for vector in vectors), first)
+    return [(number, vector_checksum(number, data), data) for number, data in rows]
+
+
+def attribute_rows(
+    numbers: Mapping[str, int], items: Mapping[ItemId, Attributes]
+) -> list[AttributeRow]:
+    """The rows of items in the table of attributes; `numbers` are those of the names."""
+    return [
+        (numbers[name], stored(value), item)
+        for item, attributes in items.items()
+        for name, value in attributes.items()
+    ]
+
+
+def attributes_text(attributes: Attributes) -> str:
+    """Attributes as JSON."""
+    return _ENCODER.encode(dict(attributes))
+
+
+def _has_content(item: Item | None, entry: Entry) -> bool:
+    return item is not None and item.sha256 == entry.sha256
+
+
+def _is_equal(item: Item, entry: Entry) -> bool:
+    return (item.path, item.format, item.attributes) == (
+        entry.path,
+        entry.format,
+        dict(entry.attributes),
+    )

@@ -1,0 +1,241 @@
+"""Filters as text: `colour = "red" and (price < 20 or not brand in ("a", "b"))`."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from lark import Lark, Token, Transformer, v_args
+from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
+
+from embedder.errors import FilterError
+from embedder.types import AttributeValue
+from indexer.filters.tree import And, Condition, Equals, Filter, In, Not, Or, Range
+
+_Made = TypeVar("_Made")
+MAX_TEXT = 200_000
+_GRAMMAR = r"""
+?start: disjunction
+?disjunction: conjunction ("or" conjunction)*
+?conjunction: negation ("and" negation)*
+?negation: "not" negation -> negated
+    | "(" disjunction ")"
+    | condition
+?condition: name OP value -> compared
+    | value OP name -> turned
+    | value OP name OP value -> between
+    | name "in" "(" value ("," value)* ")" -> among
+    | name "not" "in" "(" value ("," value)* ")" -> not_among
+name: BARE | QUOTED
+value: TEXT -> text
+    | NUMBER -> number
+    | "true" -> yes
+    | "false" -> no
+OP: "==" | "=" | "!=" | "<=" | "<" | ">=" | ">"
+BARE: /[A-Za-z_][\w.-]*/
+QUOTED: /`([^`]|``)+`/
+TEXT: /"([^"\\]|\\["'\\nrt])*"/ | /'([^'\\]|\\["'\\nrt])*'/
+NUMBER: /[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?/
+%ignore /\s+/
+"""
+_ESCAPE = re.compile(r"\\(.)")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+_BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_WHOLE = re.compile(r"[+-]?\d+")
+_KEYWORDS = {"and", "or", "not", "in", "true", "false"}
+_LIMITS = {"<": "below", "<=": "at_most", ">": "above", ">=": "at_least"}
+_OPERATORS = {limit: operator for operator, limit in _LIMITS.items()}
+_TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_WORDS = {
+    "BARE": "an attribute",
+    "QUOTED": "an attribute",
+    "TEXT": "a value",
+    "NUMBER": "a value",
+    "TRUE": "a value",
+    "FALSE": "a value",
+    "OP": "a comparison such as =",
+    "IN": "'in'",
+    "NOT": "'not'",
+    "AND": "'and'",
+    "OR": "'or'",
+    "LPAR": "'('",
+    "RPAR": "')'",
+    "COMMA": "','",
+    "$END": "the end",
+}
+_SNIPPET = 40
+
+
+def parse_filter(text: str) -> Filter:
+    """The filter that `text` says.
+
+    Comparisons: = == != < <= > >= in, not in, 5 <= name <= 9. Values: text in quotes, numbers,
+    true, false. A name with other characters than letters, digits and _ . - stands in back quotes.
+
+    Raises: FilterError with the position and what was expected there.
+    """
+    if len(text) > MAX_TEXT:
+        raise FilterError(
+            f"The filter has {len(text):,} characters, the limit is {MAX_TEXT:,}. Give it as JSON."
+        )
+    try:
+        return cast(Filter, _parser().parse(text))
+    except UnexpectedInput as error:
+        raise FilterError(_explained(text, error)) from error
+
+
+def filter_to_text(where: Filter) -> str:
+    """The filter as text that `parse_filter` reads back as an equal filter."""
+    if isinstance(where, And | Or):
+        return _LINKS[type(where)].join(
+            f"({filter_to_text(part)})" if isinstance(part, And | Or) else filter_to_text(part)
+            for part in where.parts
+        )
+    if not isinstance(where, Not):
+        return _condition_text(where)
+    part = where.part
+    if isinstance(part, Equals):
+        return f"{_name_text(part.name)} != {_value_text(part.value)}"
+    if isinstance(part, In):
+        return f"{_name_text(part.name)} not in {_values_text(part)}"
+    return (
+        f"not ({filter_to_text(part)})"
+        if isinstance(part, And | Or)
+        else (f"not {filter_to_text(part)}")
+    )
+
+
+_LINKS = {And: " and ", Or: " or "}
+
+
+def _condition_text(where: Condition) -> str:
+    name = _name_text(where.name)
+    if isinstance(where, Equals):
+        return f"{name} = {_value_text(where.value)}"
+    if isinstance(where, In):
+        return f"{name} in {_values_text(where)}"
+    limits = [(_OPERATORS[limit], _value_text(value)) for limit, value in where.limits]
+    if len(limits) == 1:
+        return f"{name} {limits[0][0]} {limits[0][1]}"
+    (lower, low), (upper, high) = limits
+    return f"{low} {_TURNED[lower]} {name} {upper} {high}"
+
+
+def _name_text(name: str) -> str:
+    if _BARE.fullmatch(name) and name not in _KEYWORDS:
+        return name
+    return "`" + name.replace("`", "``") + "`"
+
+
+def _value_text(value: AttributeValue) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if not isinstance(value, str):
+        return repr(value)
+    for plain, escaped in (
+        ("\\", r"\\"),
+        ('"', r"\""),
+        *((c, f"\\{e}") for e, c in _ESCAPED.items()),
+    ):
+        value = value.replace(plain, escaped)
+    return f'"{value}"'
+
+
+def _values_text(where: In) -> str:
+    return f"({', '.join(_value_text(value) for value in where.values)})"
+
+
+@v_args(inline=True)
+class _Builder(Transformer[Token, Filter]):
+    """Called by the parser as it goes, so that nesting never recurses."""
+
+    def disjunction(self, *parts: Filter) -> Filter:
+        return Or(parts)
+
+    def conjunction(self, *parts: Filter) -> Filter:
+        return And(parts)
+
+    def negated(self, part: Filter) -> Filter:
+        return Not(part)
+
+    def compared(self, name: Token, sign: Token, value: AttributeValue) -> Filter:
+        return _at(name, lambda: _comparison(name.value, sign, value))
+
+    def turned(self, value: AttributeValue, sign: Token, name: Token) -> Filter:
+        return _at(name, lambda: _comparison(name.value, _TURNED.get(sign, sign), value))
+
+    def between(
+        self,
+        first: AttributeValue,
+        left: Token,
+        name: Token,
+        right: Token,
+        second: AttributeValue,
+    ) -> Filter:
+        if left[0] != right[0] or left[0] not in "<>":
+            raise FilterError(
+                f"{left} and {right} do not enclose a value at position {left.start_pos}. Write "
+                "5 <= name <= 9, or join two comparisons by and."
+            )
+        limits = {_LIMITS[_TURNED[left]]: first, _LIMITS[right]: second}
+        return _at(name, lambda: Range(name.value, **limits))
+
+    def among(self, name: Token, *values: AttributeValue) -> Filter:
+        return _at(name, lambda: In(name.value, values))
+
+    def not_among(self, name: Token, *values: AttributeValue) -> Filter:
+        return Not(self.among(name, *values))
+
+    def name(self, token: Token) -> Token:
+        if token.type == "BARE":
+            return token
+        return token.update(value=token[1:-1].replace("``", "`"))
+
+    def text(self, token: Token) -> str:
+        return _ESCAPE.sub(lambda match: _ESCAPED.get(match[1], match[1]), token[1:-1])
+
+    def number(self, token: Token) -> AttributeValue:
+        # Python reads no whole number of thousands of digits, and 40 are too many to be stored.
+        return int(token[:40]) if _WHOLE.fullmatch(token) else float(token)
+
+    def yes(self) -> bool:
+        return True
+
+    def no(self) -> bool:
+        return False
+
+
+def _comparison(name: str, sign: str, value: AttributeValue) -> Filter:
+    if sign in _LIMITS:
+        return Range(name, **{_LIMITS[sign]: value})
+    equals = Equals(name, value)
+    return Not(equals) if sign == "!=" else equals
+
+
+def _at(token: Token, make: Callable[[], _Made]) -> _Made:
+    try:
+        return make()
+    except FilterError as error:
+        raise FilterError(f"{error} (at position {token.start_pos})") from error
+
+
+@functools.cache
+def _parser() -> Lark:
+    return Lark(_GRAMMAR, parser="lalr", transformer=_Builder(), maybe_placeholders=False)
+
+
+def _explained(text: str, error: UnexpectedInput) -> str:
+    position = len(text)
+    names: set[str] = set()
+    if isinstance(error, UnexpectedCharacters):
+        position, names = cast(int, error.pos_in_stream), set(error.allowed or ())
+    elif isinstance(error, UnexpectedToken):
+        names = set(error.accepts or error.expected)
+        position = len(text) if error.token.type == "$END" else error.token.start_pos or 0
+    expected = sorted({_WORDS.get(name, name) for name in names - {"__IGNORE_0"}})
+    near = text[position : position + _SNIPPET]
+    found = f"{near!r} stands" if near else "it ends"
+    return (
+        f"The filter cannot be read: {found} at position {position}. "
+        f"Expected {' or '.join(expected)}."
+    )

@@ -1,0 +1,296 @@
+"""What a filter is: conditions on attributes, joined by and, or and not.
+
+A condition on an attribute that an item does not have is false; its negation is true. A boolean
+equals no number. Text is compared by code points.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from embedder.errors import FilterError
+from embedder.types import AttributeValue
+from indexer.catalog.attributes import AttributeKind, Schema, check_name, checked_kind, kind_of
+
+MAX_DEPTH = 64
+MAX_CONDITIONS = 1000
+MAX_VALUES = 10_000
+_SHOWN = 20
+_ABOVE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "at_least": operator.ge,
+    "above": operator.gt,
+    "at_most": operator.le,
+    "below": operator.lt,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """How large a filter is: levels, conditions, and values compared with."""
+
+    depth: int
+    conditions: int
+    values: int
+
+
+class _Condition:
+    """A condition on one attribute; `kind` is the kind that the attribute must have."""
+
+    __slots__ = ()
+    name: str
+    kind: AttributeKind
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The attributes in the filter."""
+        return frozenset((self.name,))
+
+    def check(self, schema: Schema) -> None:
+        """Raises: FilterError for an attribute that is unknown or of another kind."""
+        kind = schema.get(self.name)
+        if kind is None:
+            raise FilterError(f"There is no attribute {self.name!r}. {_known(schema)}")
+        if kind != self.kind:
+            raise FilterError(
+                f"Attribute {self.name!r} is a {kind}, and {self._shown()} is a {self.kind}. "
+                f"Compare it with a {kind}."
+            )
+
+    def _shown(self) -> str:
+        raise NotImplementedError
+
+    def _set_kind(self, values: tuple[AttributeValue, ...]) -> None:
+        """Raises: FilterError if the name or a value is none, or the kinds differ."""
+        try:
+            check_name(self.name)
+            kinds = [checked_kind(value) for value in values]
+        except ValueError as error:
+            raise FilterError(f"A filter cannot use this: {error}.") from error
+        for kind, value in zip(kinds, values, strict=True):
+            if kind != kinds[0]:
+                raise FilterError(
+                    f"Attribute {self.name!r} is compared with {values[0]!r:.80}, a {kinds[0]}, "
+                    f"and with {value!r:.80}, a {kind}. Use values of one kind."
+                )
+        object.__setattr__(self, "kind", kinds[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Equals(_Condition):
+    """The attribute has this value."""
+
+    name: str
+    value: AttributeValue
+    # Part of equality, so that true and 1 make different filters.
+    kind: AttributeKind = field(init=False, repr=False)
+    size: ClassVar = _Size(1, 1, 1)
+
+    def __post_init__(self) -> None:
+        self._set_kind((self.value,))
+
+    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether an item with these attributes fits."""
+        value = attributes.get(self.name)
+        return value is not None and value == self.value and kind_of(value) == self.kind
+
+    def _shown(self) -> str:
+        return f"{self.value!r:.80}"
+
+
+@dataclass(frozen=True, slots=True)
+class In(_Condition):
+    """The attribute has one of these values, all of one kind."""
+
+    name: str
+    values: tuple[AttributeValue, ...]
+    kind: AttributeKind = field(init=False, repr=False)
+    size: _Size = field(init=False, repr=False, compare=False)
+    _set: frozenset[AttributeValue] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise FilterError(
+                f"{self.name!r:.160} in () fits no item. Give at least one value, or leave it out."
+            )
+        size = _checked_size(_Size(1, 1, len(self.values)))
+        self._set_kind(self.values)
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "_set", frozenset(self.values))
+
+    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether an item with these attributes fits."""
+        value = attributes.get(self.name)
+        return value is not None and value in self._set and kind_of(value) == self.kind
+
+    def _shown(self) -> str:
+        return f"{self.values[0]!r:.80}"
+
+
+@dataclass(frozen=True, slots=True)
+class Range(_Condition):
+    """The attribute, a number or a text, lies between these limits; None is no limit."""
+
+    name: str
+    at_least: AttributeValue | None = None
+    above: AttributeValue | None = None
+    at_most: AttributeValue | None = None
+    below: AttributeValue | None = None
+    kind: AttributeKind = field(init=False, repr=False)
+    size: ClassVar = _Size(1, 1, 2)
+
+    def __post_init__(self) -> None:
+        limits = tuple(value for _, value in self.limits)
+        both = {"at_least", "above"}, {"at_most", "below"}
+        given = {limit for limit, _ in self.limits}
+        if not limits or any(pair <= given for pair in both):
+            raise FilterError(
+                f"The range of {self.name!r:.160} has {len(limits)} limits. Give one lower limit, "
+                "one upper limit, or one of each."
+            )
+        self._set_kind(limits)
+        if self.kind == "boolean":
+            raise FilterError(
+                f"Attribute {self.name!r} is compared by order with {limits[0]!r}. Compare true "
+                "and false with = alone."
+            )
+
+    @property
+    def limits(self) -> list[tuple[str, AttributeValue]]:
+        """The limits that are set, by the names of their fields."""
+        values = (self.at_least, self.above, self.at_most, self.below)
+        return [(n, v) for n, v in zip(_ABOVE, values, strict=True) if v is not None]
+
+    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether an item with these attributes fits."""
+        value = attributes.get(self.name)
+        if value is None or kind_of(value) != self.kind:
+            return False
+        return all(_ABOVE[name](value, limit) for name, limit in self.limits)
+
+    def _shown(self) -> str:
+        return f"{self.limits[0][1]!r:.80}"
+
+
+class _Branch:
+    """Several filters, at least two."""
+
+    __slots__ = ()
+    parts: "tuple[Filter, ...]"
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The attributes in the filter."""
+        return frozenset().union(*(part.names for part in self.parts))
+
+    def check(self, schema: Schema) -> None:
+        """Raises: FilterError for an attribute that is unknown or of another kind."""
+        for part in self.parts:
+            part.check(schema)
+
+    def _set_size(self) -> None:
+        if len(self.parts) < 2:
+            raise FilterError(
+                f"{type(self).__name__} has {len(self.parts)} parts. Join at least two filters, or "
+                "use the one alone."
+            )
+        object.__setattr__(self, "size", _joined(*(part.size for part in self.parts)))
+
+
+@dataclass(frozen=True, slots=True)
+class And(_Branch):
+    """All parts fit."""
+
+    parts: "tuple[Filter, ...]"
+    size: _Size = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._set_size()
+
+    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether an item with these attributes fits."""
+        return all(part.matches(attributes) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Or(_Branch):
+    """At least one part fits."""
+
+    parts: "tuple[Filter, ...]"
+    size: _Size = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._set_size()
+
+    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether an item with these attributes fits."""
+        return any(part.matches(attributes) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """The part does not fit; so for an item without the attribute."""
+
+    part: "Filter"
+    size: _Size = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", _joined(self.part.size))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The attributes in the filter."""
+        return self.part.names
+
+    def check(self, schema: Schema) -> None:
+        """Raises: FilterError for an attribute that is unknown or of another kind."""
+        self.part.check(schema)
+
+    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether an item with these attributes fits."""
+        return not self.part.matches(attributes)
+
+
+Condition = Equals | In | Range
+"""A filter on one attribute."""
+
+Filter = Equals | In | Range | And | Or | Not
+"""Which items to look at; a value, so that equal filters have equal hashes."""
+
+
+def check_grouped(name: object, schema: Schema) -> None:
+    """Raises: FilterError for an attribute to group by that no item ever had."""
+    if name not in schema:
+        raise FilterError(f"There is no attribute {name!r:.160} to group by. {_known(schema)}")
+
+
+def _joined(*sizes: _Size) -> _Size:
+    return _checked_size(
+        _Size(
+            1 + max(size.depth for size in sizes),
+            sum(size.conditions for size in sizes),
+            sum(size.values for size in sizes),
+        )
+    )
+
+
+def _checked_size(size: _Size) -> _Size:
+    for number, limit, what in (
+        (size.depth, MAX_DEPTH, "levels of and, or, not"),
+        (size.conditions, MAX_CONDITIONS, "conditions"),
+        (size.values, MAX_VALUES, "values"),
+    ):
+        if number > limit:
+            raise FilterError(
+                f"The filter has {number:,} {what}, the limit is {limit:,}. Split it into several "
+                "searches, or give the items one attribute that says the same."
+            )
+    return size
+
+
+def _known(schema: Schema) -> str:
+    if not schema:
+        return "No item of this gallery has attributes."
+    names = sorted(schema)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"Known are {', '.join(repr(name) for name in names[:_SHOWN])}{more}."

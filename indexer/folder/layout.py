@@ -1,0 +1,239 @@
+"""The folder of a gallery: its generations, which one is current, and how a new one replaces it.
+
+gallery/
+  CURRENT              the name of the current generation
+  LOCK                 held while a build runs
+  WRITE                shared by writes, held alone while a build replaces the gallery
+  work.sqlite          vectors of a build that has not been published yet
+  versions/<name>/     a generation: what one build made, and every change since
+"""
+
+import contextlib
+import re
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from embedder.errors import (
+    GalleryBusyError,
+    GalleryCorruptError,
+    GalleryError,
+    GalleryNotFoundError,
+    GalleryWriteError,
+)
+from indexer.folder.durable import make_folder, rename, sync, sync_tree
+from indexer.folder.locks import exclusive, holder, in_use, shared
+from indexer.folder.manifest import MANIFEST, SHORT
+
+_CURRENT = "CURRENT"
+_LOCK = "LOCK"
+_WRITE = "WRITE"
+_WORK = "work.sqlite"
+_VERSIONS = "versions"
+_STAGE = ".stage-"
+_GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
+_STAGE_NAME = re.compile(rf"{re.escape(_STAGE)}[0-9a-z_]+")
+_OWN_NAMES = {
+    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _VERSIONS),
+    *(f"{_WORK}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
+}
+
+
+class GalleryFolder:
+    """The files of a gallery as a whole; what is inside a generation is not known here."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.work_path = self.path / _WORK
+        self._versions = self.path / _VERSIONS
+
+    def current(self) -> Path:
+        """The folder of the current generation.
+
+        Raises: GalleryNotFoundError, GalleryCorruptError.
+        """
+        name = self.current_name()
+        if name is None:
+            raise GalleryNotFoundError(self._absence())
+        if not _GENERATION_NAME.fullmatch(name) or not (self._versions / name).is_dir():
+            raise GalleryCorruptError(
+                f"{self.path / _CURRENT} points to the generation {name[:40]!r}, which is not "
+                "there. Build the gallery again, or write the name of a folder in "
+                f"{self._versions} into that file."
+            )
+        return self._versions / name
+
+    def current_name(self) -> str | None:
+        """The name of the current generation; None where there is no gallery."""
+        try:
+            return (self.path / _CURRENT).read_text(encoding="utf-8", errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Create the folder if needed; keep other builds and all writes out of it.
+
+        Raises: GalleryBusyError if another build runs; GalleryError if the folder holds something
+            else; GalleryWriteError if it cannot be written.
+        """
+        lock = self.path / _LOCK
+        with contextlib.ExitStack() as held:
+            with disk_errors_explained(self.path):
+                self._refuse_foreign_folder()
+                make_folder(self._versions, "gallery")
+                is_alone = held.enter_context(exclusive(lock, wait=False))
+            if not is_alone:
+                raise GalleryBusyError(
+                    f"Another build (process {holder(lock)}) is writing {self.path}. "
+                    "Wait for it to finish, or choose another folder with --out."
+                )
+            with disk_errors_explained(self.path):
+                # Writes hold it for moments only, so this wait is short.
+                held.enter_context(exclusive(self.path / _WRITE, wait=True))
+            yield
+
+    @contextlib.contextmanager
+    def writing(self, generation: str) -> Iterator[None]:
+        """Hold off a build for the moment of one write into `generation`.
+
+        Raises: GalleryBusyError if a build runs, or has replaced the generation.
+        """
+        with contextlib.ExitStack() as held:
+            try:
+                is_free = held.enter_context(shared(self.path / _WRITE))
+            except OSError as error:
+                raise GalleryWriteError(
+                    f"The gallery {self.path} cannot be changed: {error.strerror}. Check that this "
+                    "user may write there and that the file system is not read-only."
+                ) from error
+            if not is_free:
+                raise GalleryBusyError(
+                    f"A build (process {holder(self.path / _LOCK)}) is replacing the gallery "
+                    f"{self.path}; a change made now would be lost. Repeat it when the build ended."
+                )
+            if self.current_name() != generation:
+                raise GalleryBusyError(
+                    f"The gallery {self.path} was replaced by a build since it was opened; nothing "
+                    "was changed. Open it again and repeat the change."
+                )
+            yield
+
+    @contextlib.contextmanager
+    def stage(self) -> Iterator[Path]:
+        """An empty folder to write a new generation in; gone afterwards unless it was published.
+
+        What interrupted builds left over goes first, and so does every generation but the current
+        one, unless somebody has it open.
+        """
+        for folder in self._versions.iterdir():
+            if is_stage(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        current = self.current_name()
+        # Where CURRENT is damaged or gone, any generation may be the one to go back to.
+        if current in {folder.name for folder in self._generations()}:
+            self._prune(keep={current})
+        with staged(self._versions) as stage:
+            yield stage
+
+    def publish(self, stage: Path, name: str) -> Path:
+        """Make `stage` the current generation: everything is on the disk before anyone sees it.
+
+        The generation before it stays, older ones go as soon as nobody has them open.
+        """
+        previous = self.current_name()
+        target = self._versions / name
+        stage.chmod(0o755)
+        sync_tree(stage, "generation")
+        rename(stage, target, "generation")
+        self._switch(name)
+        self._prune(keep={name, previous})
+        return target
+
+    def _switch(self, name: str) -> None:
+        temporary = self.path / f".{_CURRENT}.tmp"
+        temporary.write_text(f"{name}\n", encoding="ascii")
+        sync(temporary, "current")
+        rename(temporary, self.path / _CURRENT, "current")
+
+    def _prune(self, keep: set[str | None]) -> None:
+        for folder in self._generations():
+            if folder.name not in keep and not in_use(folder):
+                discard(folder)
+
+    def _generations(self) -> list[Path]:
+        return [folder for folder in self._versions.iterdir() if _is_generation(folder)]
+
+    def _absence(self) -> str:
+        if self.work_path.exists():
+            return (
+                f"The gallery {self.path} is not finished: its build was interrupted. "
+                "Run the same `kinlens-index build` again; it continues where it stopped."
+            )
+        return (
+            f"No gallery at {self.path}: {_CURRENT} is missing. Give the folder that "
+            "`kinlens-index build ... --out` wrote."
+        )
+
+    def _refuse_foreign_folder(self) -> None:
+        foreign = sorted(self._foreign_entries())
+        if foreign:
+            raise GalleryError(
+                f"{self.path} is not a gallery, or not only that: {foreign[0]} is something else. "
+                "Choose a new or an empty folder with --out, or move that elsewhere."
+            )
+
+    def _foreign_entries(self) -> Iterator[Path]:
+        if self.path.is_dir():
+            yield from (entry for entry in self.path.iterdir() if entry.name not in _OWN_NAMES)
+        elif self.path.exists():
+            yield self.path
+        if self._versions.is_dir():
+            for entry in self._versions.iterdir():
+                is_ours = _GENERATION_NAME.fullmatch(entry.name) or is_stage(entry)
+                if not is_ours:
+                    yield entry
+
+
+@contextlib.contextmanager
+def staged(parent: Path) -> Iterator[Path]:
+    """An empty folder below `parent` to write aside in; gone afterwards unless it was renamed."""
+    stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=parent))
+    try:
+        yield stage
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def is_stage(folder: Path) -> bool:
+    """Whether this is what an interrupted write left over."""
+    return _STAGE_NAME.fullmatch(folder.name) is not None
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that nobody needs; a removal that is cut short is ended by the next write."""
+    with contextlib.suppress(OSError):
+        if not is_stage(folder):
+            folder = folder.rename(folder.with_name(f"{_STAGE}{folder.name.replace('-', '_')}"))
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def disk_errors_explained(path: Path) -> Iterator[None]:
+    """Turn a failed write below `path` into a GalleryWriteError that says what to do."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise GalleryWriteError(
+            f"Cannot write the gallery {path}: {reason}. Check the free space "
+            "and the permissions of that folder, then run the same command again; finished work "
+            "is kept."
+        ) from error
+
+
+def _is_generation(folder: Path) -> bool:
+    is_named_so = _GENERATION_NAME.fullmatch(folder.name) is not None
+    return is_named_so and (folder / MANIFEST).is_file()

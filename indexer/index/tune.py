@@ -1,0 +1,147 @@
+"""The least effort with which an index finds enough of the true neighbours."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.errors import RecallError
+from embedder.types import Embeddings
+from indexer.index.faiss import SegmentIndex
+from indexer.index.search import TUNED_AT, Effort
+from indexer.types import Ids, Scores
+
+_EQUAL = 1e-5
+"""Scores this close count as equal: which of two equal items is found does not matter."""
+
+_MAX_SEARCH = 4096
+_SCAN_QUERIES = 100
+_FASTER = 0.9  # a greater k_factor must save this much
+_K_FACTORS = {
+    "flat": (1,),
+    "cagra": (1,),
+    "fp16": (2, 4, 8),
+    "hnsw": (2, 4, 8),
+    "ivf-pq": (4, 8, 16, 32, 64),
+    "ivf-rabitq": (8, 16, 32, 64, 128),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """An effort and the recall that was measured with it."""
+
+    effort: Effort
+    recall: float
+
+
+def recall_at(found: Ids, truth: Ids) -> float:
+    """Part of the true neighbours (Q, k) that were found (Q, any width)."""
+    if not truth.size:
+        return 1.0
+    hits = sum(len(np.intersect1d(*rows)) for rows in zip(found, truth, strict=True))
+    return hits / truth.size
+
+
+def tune(index: SegmentIndex, queries: Embeddings, target: float, k: int = TUNED_AT) -> Tuned:
+    """The fastest effort that reaches the recall `target` at `k`, measured on `queries` (Q, D).
+
+    The queries must not be in the index. Aims two standard errors of their mean recall above the
+    target, but not beyond half of what is missing to 1.
+
+    Raises: RecallError.
+    """
+    if index.kind in ("flat", "fp16"):
+        queries = queries[:_SCAN_QUERIES]
+    measure = _Measure(index, queries, min(k, index.size), target)
+    best: Tuned | None = None
+    fastest = math.inf
+    for k_factor in _K_FACTORS[index.kind]:
+        found = _smallest(measure, k_factor, _values(index))
+        if found is None:
+            continue
+        if found.seconds >= _FASTER * fastest:
+            break
+        best, fastest = found.tuned, found.seconds
+    if best is None:
+        best = max(measure.seen, key=lambda tuned: tuned.recall)
+    if best.recall < target:
+        raise RecallError(
+            f"The index {index.kind} finds {best.recall:.4f} of the true {k} nearest neighbours at "
+            f"its greatest effort, the target is {target}. Lower --target-recall or choose another "
+            "--index (flat is exact)."
+        )
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    tuned: Tuned
+    seconds: float
+    is_enough: bool
+
+
+class _Measure:
+    """Recall and time of a search with an effort, against exact answers."""
+
+    def __init__(self, index: SegmentIndex, queries: Embeddings, k: int, target: float) -> None:
+        self._index = index
+        self._queries = queries
+        self._k = k
+        self._target = target
+        self._worst: Scores = index.exact(queries, k)[0][:, -1:]
+        self.seen: list[Tuned] = []
+
+    def __call__(self, effort: Effort) -> _Tried:
+        started = perf_counter()
+        scores, _ = self._index.search(self._queries, self._k, effort)
+        seconds = perf_counter() - started
+        recalls = (scores >= self._worst - _EQUAL).mean(axis=1) if scores.size else np.ones(1)
+        recall = float(recalls.mean())
+        self.seen.append(Tuned(effort, recall))
+        return _Tried(self.seen[-1], seconds, recall >= _aim(self._target, recalls))
+
+
+def _smallest(measure: _Measure, k_factor: int, values: list[int]) -> _Tried | None:
+    """The first of ever larger values that is enough, by halving between the last two."""
+    low = 0
+    for high in values:
+        found = measure(Effort(high, k_factor))
+        if found.is_enough:
+            break
+        low = high
+    else:
+        return None
+    while high - low > max(1, high // 8) and low:
+        middle = (low + high) // 2
+        tried = measure(Effort(middle, k_factor))
+        if tried.is_enough:
+            found, high = tried, middle
+        else:
+            low = middle
+    return found
+
+
+def _values(index: SegmentIndex) -> list[int]:
+    """Doubling efforts, up to the greatest that makes sense."""
+    if index.kind in ("flat", "fp16"):
+        return [0]
+    most = index.nlist or min(_MAX_SEARCH, max(16, index.size))
+    return list(_doubling(1 if index.nlist else 16, most))
+
+
+def _doubling(first: int, last: int) -> Iterator[int]:
+    while first < last:
+        yield first
+        first *= 2
+    yield last
+
+
+def _aim(target: float, recalls: NDArray[np.float64]) -> float:
+    """What the mean of the `recalls` (Q,) must be. They are measured, not the neighbours counted:
+    those of one query are found or missed together."""
+    error = recalls.std(ddof=1) / math.sqrt(len(recalls)) if len(recalls) > 1 else 0.0
+    return min(target + 2 * float(error), (1 + target) / 2)

@@ -1,0 +1,214 @@
+"""What every engine of a gallery can do: the FAISS gallery and the one on Milvus."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.types import AttributeValue, Embeddings, Hit, ItemId
+from indexer.filters.tree import Filter
+
+Ids = NDArray[np.int64]
+"""Item numbers, shape (N,)."""
+
+Scores = NDArray[np.float32]
+"""Cosine similarities in [-1, 1], shape (Q, k)."""
+
+Progress = Callable[[int], None]
+"""Told how much more is done since the last call: images, items or bytes."""
+
+GroupScore = Literal["best", "mean"]
+"""What a group is ranked by: its best item, or the mean over all its items."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An item to store: its unit vector (D,), and the sha256 (hex) of the content it was made of.
+
+    `path` is relative to the image root of the gallery; empty for an item without an image.
+    """
+
+    key: str
+    vector: NDArray[np.float32] = field(repr=False)
+    sha256: str
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    path: str = ""
+    format: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A stored item; `path` is relative to the image root of its gallery."""
+
+    id: ItemId
+    key: str
+    path: str
+    sha256: str
+    attributes: Mapping[str, AttributeValue]
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What became of the entries of an `add`; they sum to the number of entries."""
+
+    added: int = 0
+    replaced: int = 0
+    updated: int = 0
+    unchanged: int = 0
+
+    def __add__(self, other: "Written") -> "Written":
+        return Written(
+            self.added + other.added,
+            self.replaced + other.replaced,
+            self.updated + other.updated,
+            self.unchanged + other.unchanged,
+        )
+
+
+def go_on() -> None:
+    """The checkpoint of a search that nobody ends early."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """How to search, beside the query itself; the defaults leave everything out.
+
+    where: only items that fit this filter.
+    min_score: only items (groups) whose cosine similarity (group score) reaches it, in [-1, 1].
+    offset: leave out that many of the best.
+    distinct: of items with equal content only the best, and of equals the one with the lowest id.
+    exclude: leave out the items with these numbers.
+    exact: compare with every vector, whatever the index.
+    effort: how hard an approximate index tries, in place of its tuned value (efSearch or nprobe).
+    checkpoint: called between pieces of the work; what it raises ends the search.
+    """
+
+    where: Filter | None = None
+    min_score: float | None = None
+    offset: int = 0
+    distinct: bool = False
+    exclude: frozenset[ItemId] = frozenset()
+    exact: bool = False
+    effort: int | None = None
+    checkpoint: Callable[[], None] = field(default=go_on, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Search for groups: items with the same value of attribute `by`; each shows `size` items.
+
+    Items without the attribute are groups of one.
+    """
+
+    by: str
+    score: GroupScore = "best"
+    size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One answer of a search for groups: `hits` are its best items, best first.
+
+    `value` is None for an item without the attribute.
+    """
+
+    value: AttributeValue | None
+    score: float
+    hits: Sequence[Hit]
+
+
+class VectorStore(Protocol):
+    """A gallery: unit vectors with keys and typed attributes, changed while it is searched.
+
+    Every change is durable when the call returns, and visible to searches of every process within a
+    second. A search answers about one state, before or after a change, never in between.
+    All methods are thread safe.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def bundle_id(self) -> str: ...
+    @property
+    def version(self) -> str:
+        """sha256 (hex) that changes with every change."""
+
+    def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
+        """Store entries. Equal key and content: nothing, or new attributes alone; other content
+        under an old key replaces the item, which gets a new number.
+
+        An entry replaces all attributes of the item under its key. With `owned`, those that it
+        does not give are taken away only if they have one of these names; the others stay, as they
+        are at the moment of the write.
+
+        Raises: InvalidParameterError for a wrong dimension, a vector that is not finite or not of
+            unit norm, a key twice in one call; GalleryWriteError; GalleryBusyError.
+        """
+
+    def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
+        """Change attributes by key; None takes an attribute away. How many items differ now.
+
+        Raises: ItemNotFoundError for an unknown key, and then nothing was changed;
+            InvalidParameterError for a value of another type than the attribute has.
+        """
+
+    def remove(self, keys: Iterable[str]) -> int:
+        """Remove items by key; unknown keys are left out of the count.
+
+        Raises: InvalidParameterError for what is not a list of texts.
+        """
+
+    def remove_where(self, where: Filter) -> int:
+        """Remove every item that fits. Raises: FilterError."""
+
+    def items(self) -> Iterator[Item]:
+        """Every item, in the order of its number, of one state."""
+
+    def entries(self, keys: Sequence[str]) -> list[Entry]:
+        """Items with their vectors, in the order asked for. Raises: ItemNotFoundError."""
+
+    def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
+        """Every item with its vector, in the order of its number, of one state."""
+
+    def search(
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
+    ) -> list[list[Hit]]:
+        """For each query (Q, D) its `k` best items: best first, equal scores by number.
+
+        Raises: InvalidParameterError, FilterError.
+        """
+
+    def search_groups(
+        self,
+        queries: Embeddings,
+        k: int,
+        grouping: Grouping,
+        options: SearchOptions | None = None,
+    ) -> list[list[Group]]:
+        """For each query its `k` best groups, exactly k if there are as many.
+
+        Raises: as `search`.
+        """
+
+    def search_like(
+        self,
+        liked: Sequence[str],
+        disliked: Sequence[str],
+        k: int,
+        options: SearchOptions | None = None,
+    ) -> list[Hit]:
+        """The `k` items most like the items with keys `liked` and least like `disliked`, without
+        these. One liked key: the items most similar to it.
+
+        Raises: ItemNotFoundError, InvalidParameterError.
+        """
+
+    def close(self) -> None:
+        """Let go of files and memory."""

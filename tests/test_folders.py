@@ -11,7 +11,7 @@ from indexer.gallery import Gallery
 from indexer.ingest.build import BuildSettings, build_gallery
 from indexer.ingest.sources import SUFFIXES, folder_source
 from tests.tiny import encoded, picture
-from training.config.data import FolderData
+from training.config.settings import FolderData
 from training.data.doctor import examine
 from training.data.load import load_split
 from training.data.records import IMAGE_SUFFIXES

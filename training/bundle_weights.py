@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from embedder.bundle import MANIFEST, Bundle
 from embedder.errors import CheckpointError
 from training.config.job import Job, expand_path, parse_job
-from training.config.model import Model
+from training.config.settings import Model
 from training.export.onnx_file import torch_embed
 from training.models.embedding import EmbeddingNet
 from training.models.folding import BATCH_NORMS

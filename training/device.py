@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embedder.errors import TrainingError
-from training.config.optimizer import Runtime
+from training.config.settings import Runtime
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of malloc.h
 _LIBC_DEFAULTS = {_MMAP_MAX: 65_536, _TRIM_THRESHOLD: 128 * 1024}

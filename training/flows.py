@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.config.regularizers import Flow
+from training.config.settings import Flow
 
 _ATAN = 0.636  # about 2 / pi, as in the authors' code: it brings atan into (-1, 1)
 

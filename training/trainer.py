@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from embedder.errors import TrainingError
 from training.checkpoint import BEST, FILE, UNTRAINED, Average, save_checkpoint, seed_everything
 from training.config.job import Job
-from training.config.optimizer import rate
+from training.config.settings import rate
 from training.data.images import TrainingImages, build_loader
 from training.data.records import LabelledImages, Split
 from training.data.samplers import build_sampler

@@ -133,10 +133,10 @@ def main() -> None:
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from training.config.data import Cars196Data
+    from training.config.settings import OfficialData
 
     root = str(Path(options.shared) / "data/cars196-half")
-    split = load_split(Cars196Data(kind="cars196", root=root, allow_partial=True))
+    split = load_split(OfficialData(kind="cars196", root=root, allow_partial=True))
     network, seconds = train(options, split.train)
     found = {
         "name": "plain loop (pytorch-metric-learning)",

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from embedder.errors import CheckpointError
-from training.config.model import Model
+from training.config.settings import Model
 from training.models.backbones import build_trunk, normalization_of
 from training.models.bn_inception import BNInception
 from training.models.embedding import EmbeddingNet

@@ -13,7 +13,7 @@ from embedder.session import OnnxEmbedder
 from tests.training.jobs import TINY_TRUNK, Silent, calibrated_weights, small_job
 from training.checkpoint import load_checkpoint
 from training.config.job import Job, parse_job
-from training.config.model import Input, Model
+from training.config.settings import Input, Model
 from training.data.load import load_split
 from training.export.bundle import export_backbone, export_checkpoint
 from training.export.onnx_file import torch_embed

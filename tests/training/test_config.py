@@ -41,14 +41,6 @@ def test_a_minimal_job_has_defaults(tmp_path: Path) -> None:
             MINIMAL + "[input]\nsize_px = 200\nresize_px = 100\ntest_px = 90\ncrop = 'fixed'\n",
             "cuts size_px = 200 from an image resized to resize_px = 100",
         ),
-        (
-            MINIMAL + "[input]\ncrop = 'fixed'\nmin_crop_area = 0.5\n",
-            "does not read min_crop_area",
-        ),
-        (
-            MINIMAL + "[sampling]\nkind = 'balanced'\npairs = 'independent'\n",
-            "does not read pairs",
-        ),
         ("name = ", "is not valid TOML"),
     ],
 )

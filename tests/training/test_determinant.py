@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.regularizers import Determinant, Flow
+from training.config.settings import Determinant, Flow
 from training.flows import NICE, RealNVP, build_flow
 from training.regularizers.determinant import (
     DeterminantRegularizer,

@@ -25,8 +25,7 @@ from tests.embedder.bundles import CALIBRATION
 from tests.training.jobs import Silent, small_job
 from training.checkpoint import Checkpoint, load_checkpoint
 from training.config.job import parse_job
-from training.config.model import Input, Model
-from training.config.optimizer import Runtime
+from training.config.settings import Input, Model, Runtime
 from training.data.load import load_split
 from training.data.protocol import with_protocol
 from training.data.records import LabelledImages, Split

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.training.flow_cases import KINDS, flow_of, rows, trained_like, triangular_layers
-from training.config.regularizers import Flow
+from training.config.settings import Flow
 from training.flows import NICE, AffineCoupling, RealNVP, build_flow
 
 FLOWS = pytest.mark.parametrize("kind", KINDS)

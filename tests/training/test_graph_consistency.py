@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config import regularizers as config
+from training.config import settings as config
 from training.regularizers.graph_consistency import GraphConsistency, adjacency
 
 FORMS = ("bound", "graph")

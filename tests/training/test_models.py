@@ -10,8 +10,7 @@ from torch import nn
 
 import training.models.backbones as backbones
 from embedder.errors import CheckpointError
-from training.config.model import BACKBONE_NAMES, Model
-from training.config.regularizers import Determinant, Flow
+from training.config.settings import BACKBONE_NAMES, Determinant, Flow, Model
 from training.models.backbones import BACKBONES, Normalize, build_trunk
 from training.models.embedding import EmbeddingNet
 from training.models.folding import fold_batch_norm
@@ -39,16 +38,9 @@ def test_a_job_may_name_every_backbone() -> None:
     assert set(BACKBONE_NAMES) == set(BACKBONES)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("resnet_50", r"did you mean 'resnet50'\?.*timm:NAME"),
-        ("vgg", "Known are mobilenet_v2"),
-        ("timm:", "unknown backbone"),
-    ],
-)
-def test_an_unknown_backbone_names_the_known(name: str, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+@pytest.mark.parametrize("name", ["resnet_50", "timm:"])
+def test_an_unknown_backbone_names_the_known(name: str) -> None:
+    with pytest.raises(ValidationError, match=r"mobilenet_v2\|resnet50.*timm:"):
         Model(backbone=name)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.regularizers import NonIsotropy
+from training.config.settings import NonIsotropy
 from training.regularizers.non_isotropy import (
     LARGEST_EXPONENT,
     NonIsotropyRegularizer,

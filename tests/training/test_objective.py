@@ -184,7 +184,7 @@ def test_settings_of_the_skewed_mean_that_do_nothing_or_fail_are_refused(
     ("tables", "loss", "sampling", "message"),
     [
         ({"non_isotropy": {}}, "triplet", "random", "non_isotropy acts on proxies"),
-        ({"skewed_mean": {}}, "margin", "random", 'or set centres = "batch"'),
+        ({"skewed_mean": {}}, "margin", "random", 'without centres = "batch"'),
         ({"graph_consistency": {}}, "proxy_anchor", "random", 'sampling.kind = "paired"'),
     ],
 )

@@ -18,7 +18,7 @@ from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder, SessionSettings, create_session
 from embedder.types import Embeddings, Images
 from tests.training.jobs import small_job
-from training.config.model import Model
+from training.config.settings import Model
 from training.data.load import load_split
 from training.data.records import Split
 from training.export.onnx_file import golden_images, torch_embed, write_onnx

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from training.config.job import Job, load_job
-from training.config.regularizers import SkewedMean
+from training.config.settings import SkewedMean
 from training.losses.table import build_loss
 from training.regularizers.skewed_mean import (
     SkewedMeanRegularizer,

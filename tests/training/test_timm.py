@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from embedder.errors import CheckpointError, JobError
-from training.config.model import Model
+from training.config.settings import Model
 from training.export.onnx_file import write_onnx
 from training.models.backbones import build_trunk, normalization_of
 from training.models.embedding import EmbeddingNet

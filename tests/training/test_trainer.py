@@ -12,7 +12,7 @@ from embedder.errors import CheckpointError, DatasetError, JobError, TrainingErr
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import FILE, load_checkpoint, seed_everything
 from training.config.job import Job, parse_job
-from training.config.optimizer import Optimizer, Runtime, rate
+from training.config.settings import Optimizer, Runtime, rate
 from training.data.load import load_split
 from training.data.protocol import with_protocol
 from training.data.records import Split

@@ -12,7 +12,7 @@ from embedder.errors import DatasetError, JobError
 from embedder.manifest import Preprocessing
 from training.commands.jobs import Overrides, load_images, with_settings
 from training.config.job import Job, parse_job
-from training.config.optimizer import Runtime
+from training.config.settings import Runtime
 from training.data.records import LabelledImages, labelled, labels_in
 from training.report.console import console, progress_bar
 

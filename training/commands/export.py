@@ -10,7 +10,7 @@ from embedder.calibration import Calibration
 from embedder.manifest import Precision
 from training.commands.jobs import Overrides, load_images, section, with_settings
 from training.config.job import parse_job
-from training.config.model import Input, Model
+from training.config.settings import Input, Model
 from training.evaluation.interval import with_interval
 from training.report.console import progress_bar
 

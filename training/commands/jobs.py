@@ -7,9 +7,9 @@ import typer
 from pydantic import ValidationError
 
 from embedder.errors import JobError
-from training.config.data import RenderedData
 from training.config.job import Job, apply_override, parse_job
 from training.config.layers import known_jobs
+from training.config.settings import RenderedData
 from training.data.records import Split
 from training.report.console import console, progress_bar
 

@@ -1,26 +1,81 @@
 """A training job: one frozen, typed page. An unknown key is an error that names its neighbours."""
 
 import difflib
+import inspect
 import json
 import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from embedder.errors import JobError
-from training.config.data import Data
 from training.config.layers import read_layers
-from training.config.losses import Loss, proxy_anchor
-from training.config.model import Input, Model, Start
-from training.config.optimizer import Optimizer, Runtime, Sampling
-from training.config.protocol import Protocol
-from training.config.regularizers import Regularizers
-from training.config.section import Section
+from training.config.settings import (
+    Data,
+    Input,
+    Model,
+    Optimizer,
+    Protocol,
+    Regularizers,
+    Runtime,
+    Sampling,
+    Section,
+    Start,
+)
+
+
+class Loss(Section):
+    """Name and options of a loss of `training.losses.table`.
+
+    Options, defaults and bounds are those of the loss's constructor. They are read with the first
+    job, not with this module, since the losses load torch.
+    """
+
+    model_config = ConfigDict(defer_build=True)
+
+    name: str
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if cls is not Loss:
+            return handler(source)
+        choices = {name: handler.generate_schema(kind) for name, kind in _settings().items()}
+        return core_schema.tagged_union_schema(choices, discriminator="name")
+
+
+def proxy_anchor() -> Loss:
+    """The loss of a job that names none."""
+    return _settings()["proxy_anchor"](name="proxy_anchor")
+
+
+@cache
+def _settings() -> dict[str, type[Loss]]:
+    from training.losses.table import GIVEN, LOSSES
+
+    found = {}
+    for name, kind in LOSSES.items():
+        options: dict[str, Any] = {
+            option: (parameter.annotation, parameter.default)
+            for option, parameter in inspect.signature(kind).parameters.items()
+            if option not in GIVEN
+        }
+        found[name] = create_model(name, __base__=Loss, name=(str, name), **options)
+    return found
 
 
 class Job(Section):
@@ -48,33 +103,31 @@ class Job(Section):
     def _check(self) -> "Job":
         from training.losses.table import WITH_PROXIES  # loads torch, as the loss has done
 
-        wanted = self.regularizers
-        by_proxies = wanted.skewed_mean is not None and wanted.skewed_mean.centres == "proxies"
-        if (by_proxies or wanted.non_isotropy) and self.loss.name not in WITH_PROXIES:
-            name = "skewed_mean" if by_proxies else "non_isotropy"
-            cure = ', or set centres = "batch"' if by_proxies else ""
-            raise ValueError(
-                f"regularizers.{name} acts on proxies, and {self.loss.name} has none; use one of "
-                f"{', '.join(WITH_PROXIES)}{cure}"
-            )
+        wanted, choose_by = self.regularizers, self.protocol.choose_by
+        on_proxies = {
+            'regularizers.skewed_mean without centres = "batch"': wanted.skewed_mean is not None
+            and wanted.skewed_mean.centres == "proxies",
+            "regularizers.non_isotropy": wanted.non_isotropy is not None,
+            'start.proxies = "class_means"': self.start.proxies == "class_means",
+        }
+        for setting, is_set in on_proxies.items():
+            if is_set and self.loss.name not in WITH_PROXIES:
+                raise ValueError(
+                    f"{setting} acts on proxies, and the loss {self.loss.name} has no proxies; use "
+                    f"one of {', '.join(WITH_PROXIES)}"
+                )
         if self.start.projection == "trunk" and self.model.dim is None:
             raise ValueError('start.projection = "trunk" needs a projection; set model.dim')
-        if self.start.proxies == "class_means" and self.loss.name not in WITH_PROXIES:
-            raise ValueError(
-                f'start.proxies = "class_means", but {self.loss.name} has no proxies; use one of '
-                f'{", ".join(WITH_PROXIES)}, or "random"'
-            )
-        if self.protocol.choose_by != "last" and 1 not in self.recall_at:
+        if choose_by != "last" and 1 not in self.recall_at:
             raise ValueError(f"recall_at = {list(self.recall_at)} lacks 1; R@1 chooses the epoch")
-        if self.protocol.choose_by != "last" and not self.runtime.eval_every_epochs:
+        if choose_by != "last" and not self.runtime.eval_every_epochs:
             raise ValueError(
-                f'choose_by = "{self.protocol.choose_by}" compares epochs; set '
-                "runtime.eval_every_epochs to 1 or more"
+                f'choose_by = "{choose_by}" compares epochs; set runtime.eval_every_epochs = 1'
             )
         if wanted.graph_consistency is not None and self.sampling.kind != "paired":
             raise ValueError(
                 "regularizers.graph_consistency compares two draws of the same classes; set "
-                'sampling.kind = "paired" and sampling.per_class'
+                'sampling.kind = "paired"'
             )
         return self
 

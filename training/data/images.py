@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from embedder.errors import DatasetError, ImageError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import PixelBox, decode, preprocess, read_header, resize_box, to_chw
-from training.config.model import Input
-from training.config.optimizer import Runtime
+from training.config.settings import Input, Runtime
 from training.data.records import LabelledImages
 
 Item = tuple[Tensor, Tensor]

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from embedder.errors import DatasetError
-from training.config.data import CsvData, Data, FolderData, RenderedData
 from training.config.job import expand_path
+from training.config.settings import CsvData, Data, FolderData, RenderedData
 from training.data.datasets import OFFICIAL, read_official
 from training.data.records import LabelledImages, Split
 from training.data.shop import (

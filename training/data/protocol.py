@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import DatasetError
-from training.config.protocol import Protocol
+from training.config.settings import Protocol
 from training.data.records import LabelledImages, Split
 from training.data.shop import FEWEST
 

@@ -37,8 +37,7 @@ from embedder.types import Embeddings
 from training.bundle_weights import new_network
 from training.checkpoint import Checkpoint
 from training.config.job import parse_job
-from training.config.model import Input, Model
-from training.config.optimizer import Runtime
+from training.config.settings import Input, Model, Runtime
 from training.data.images import EvaluationImages, build_loader
 from training.data.records import LabelledImages, Split
 from training.evaluation.interval import queries_in

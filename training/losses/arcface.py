@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.section import Positive
+from training.config.settings import Positive
 from training.losses.numerics import full_precision
 from training.losses.proxies import ProxyLoss
 

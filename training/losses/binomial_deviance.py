@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.config.section import Cosine, Positive
+from training.config.settings import Cosine, Positive
 from training.losses.numerics import full_precision
 from training.miners import all_pairs
 

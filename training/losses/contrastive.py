@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from training.config.section import Cosine
+from training.config.settings import Cosine
 from training.losses.numerics import full_precision
 from training.miners import all_pairs, hard_pairs
 

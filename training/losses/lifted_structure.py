@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from training.config.section import NotNegative
+from training.config.settings import NotNegative
 from training.losses.numerics import full_precision, log_sum_exp
 from training.miners import all_pairs, hard_pairs
 

@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from training.config.section import NotNegative, Positive
+from training.config.settings import NotNegative, Positive
 from training.losses.numerics import full_precision
 from training.losses.proxies import check_labels
 from training.miners import all_pairs, distance_weighted

@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from training.config.section import NotNegative, Positive
+from training.config.settings import NotNegative, Positive
 from training.losses.numerics import full_precision, log_1p_sum_exp
 from training.miners import all_pairs, hard_pairs
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.config.section import NotNegative
+from training.config.settings import NotNegative
 from training.losses.numerics import full_precision, log_sum_exp
 from training.miners import all_pairs
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from training.config.section import Positive
+from training.config.settings import Positive
 from training.losses.numerics import full_precision, log_sum_exp
 from training.losses.proxies import ProxyLoss
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from training.config.section import Positive
+from training.config.settings import Positive
 from training.losses.numerics import full_precision, log_1p_sum_exp
 from training.losses.proxies import ProxyLoss
 from training.losses.proxy_anchor import pull_to_proxies

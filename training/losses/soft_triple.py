@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.section import Count, NotNegative, Positive
+from training.config.settings import Count, NotNegative, Positive
 from training.losses.numerics import full_precision
 from training.losses.proxies import ProxyLoss, check_labels
 

@@ -8,7 +8,7 @@ import inspect
 
 from torch import nn
 
-from training.config.section import Section
+from training.config.settings import Section
 from training.losses.arcface import ArcFaceLoss
 from training.losses.binomial_deviance import BinomialDevianceLoss
 from training.losses.contrastive import ContrastiveLoss

@@ -10,7 +10,7 @@ import torchvision.models as tv
 from torch import Tensor, nn
 
 from embedder.errors import CheckpointError
-from training.config.model import TIMM
+from training.config.settings import TIMM
 from training.models.bn_inception import CHANNELS, BNInception
 from training.models.timm_trunk import TimmTrunk, build_timm_trunk
 from training.models.weights import (

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embedder.errors import JobError
-from training.config.model import Model
-from training.config.regularizers import Determinant
+from training.config.settings import Determinant, Model
 from training.flows import NICE, FlowOutput, RealNVP, build_flow
 from training.models.backbones import build_trunk, channels_of, normalization_of
 from training.models.folding import BATCH_NORMS, fold_batch_norm

@@ -6,7 +6,7 @@ Shapes: B images, C channels, H x W positions, T tokens.
 import torch
 from torch import Tensor, nn
 
-from training.config.model import Pooling
+from training.config.settings import Pooling
 
 GEM_START = 3.0
 _MIN_EXPONENT = 0.1

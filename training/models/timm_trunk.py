@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from embedder.errors import CheckpointError, JobError
-from training.config.model import TIMM
+from training.config.settings import TIMM
 from training.models.weights import State, load_weights, read_weights
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)

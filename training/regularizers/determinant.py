@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.config.regularizers import Determinant, Direction
+from training.config.settings import Determinant, Direction
 from training.flows import FlowOutput, build_flow
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from training.config import regularizers as config
+from training.config import settings as config
 
 
 class GraphConsistency(nn.Module):

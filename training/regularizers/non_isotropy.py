@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from training.config.regularizers import NonIsotropy
+from training.config.settings import NonIsotropy
 from training.flows import ConditionalGlow, FlowOutput
 
 LARGEST_EXPONENT = 30.0

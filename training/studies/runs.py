@@ -20,7 +20,7 @@ import pandas as pd
 from embedder.errors import JobError
 from training.checkpoint import FILE
 from training.config.job import Job, job_toml
-from training.config.protocol import CHOOSE_BY_TEST
+from training.config.settings import CHOOSE_BY_TEST
 from training.folder import replace_json, replace_text
 from training.result import Result, finished_result
 from training.studies.grid import Combination

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from embedder.errors import DatasetError
 from tests.training.official_layouts import KINDS, write_image, write_layout
 from training.commands.data import app
-from training.config.data import Data
+from training.config.settings import Data
 from training.data.datasets import OFFICIAL, Count, read_official
 from training.data.load import load_split, recognise, remarks, write_lists
 from training.data.records import Split, labelled

@@ -10,8 +10,7 @@ from PIL import Image
 from embedder.errors import DatasetError
 from embedder.preprocess import decode, preprocess, resize_box, to_chw
 from tests.tiny import encoded, picture
-from training.config.model import Input
-from training.config.optimizer import Runtime
+from training.config.settings import Input, Runtime
 from training.data.images import (
     EvaluationImages,
     TrainingImages,

@@ -7,7 +7,7 @@ import pytest
 
 from embedder.errors import DatasetError
 from tests.tiny import encoded, picture
-from training.config.data import CsvData, FolderData, RenderedData
+from training.config.settings import CsvData, FolderData, RenderedData
 from training.data.load import load_split
 from training.data.records import labelled
 from training.data.shop import read_folder, read_table, split_by_class, write_table

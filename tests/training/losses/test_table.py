@@ -8,8 +8,7 @@ from torch import nn
 
 from embedder.errors import JobError
 from tests.training.losses.cases import CLASSES, DIM, batch, value
-from training.config.job import parse_job
-from training.config.losses import Loss
+from training.config.job import Loss, parse_job
 from training.losses.proxies import ProxyLoss
 from training.losses.table import LOSSES, WITH_PROXIES, build_loss
 

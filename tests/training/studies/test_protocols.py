@@ -10,7 +10,7 @@ from embedder.errors import CheckpointError, DatasetError, JobError
 from tests.training.jobs import Silent, small_job
 from tests.training.studies.runs import FakeRunner, images, some_job, some_split
 from training.config.job import Job, parse_job
-from training.config.protocol import Protocol
+from training.config.settings import Protocol
 from training.data.load import load_split
 from training.data.protocol import folds, hold_out, with_protocol, without_test
 from training.data.records import Split, labelled

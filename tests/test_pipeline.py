@@ -16,8 +16,7 @@ from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import load_checkpoint
 from training.config.job import parse_job
 from training.data.load import load_split
-from training.data.records import LabelledImages
-from training.data.shop import write_table
+from training.data.records import LabelledImages, write_table
 from training.export.bundle import export_checkpoint
 from training.trainer import fit
 

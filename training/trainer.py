@@ -20,9 +20,8 @@ from training.checkpoint import BEST, FILE, UNTRAINED, Average, save_checkpoint,
 from training.config.job import Job
 from training.config.settings import rate
 from training.data.images import TrainingImages, build_loader
-from training.data.records import LabelledImages, Split
+from training.data.records import LabelledImages, Split, write_table
 from training.data.samplers import build_sampler
-from training.data.shop import write_table
 from training.device import autocast, on_device
 from training.distributed import is_main, local_world, rank, wait_for_all, world
 from training.inference import (

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from embedder.errors import KinlensError
 from tests.training.jobs import TINY_TRUNK, calibrated_weights, small_job
 from training.__main__ import app
-from training.config.settings import Input, Model
+from training.config.settings import Input, Model, RenderedData
 from training.evaluation.interval import with_interval
 from training.export.bundle import export_backbone
-from training.rendered.catalogue import Catalogue, write_catalogue
+from training.rendered.catalogue import write_catalogue
 from training.report import console
 from training.result import Result
 
@@ -81,7 +81,9 @@ def test_a_bundle_without_a_job_is_evaluated_on_a_folder_or_a_list(tmp_path: Pat
         export_backbone("trunk", Model(backbone=TINY_TRUNK, weights=str(weights)), spec, out).path
     )
     shop = tmp_path / "shop"
-    write_catalogue(shop, Catalogue(3, 4, 40, 0))
+    write_catalogue(
+        shop, RenderedData(kind="rendered", root=str(shop), products=3, views=4, size_px=40)
+    )
     with pytest.raises(KinlensError, match="--data /my/shop"):
         runner.invoke(app, ["evaluate", bundle], catch_exceptions=False)
 

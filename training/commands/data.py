@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from training.rendered.catalogue import Catalogue, write_catalogue
+from training.commands.jobs import section
+from training.config.settings import RenderedData
+from training.rendered.catalogue import write_catalogue
 from training.report.console import progress_bar
 
 app = typer.Typer(
@@ -29,7 +31,8 @@ def render(
 
     Example: kinlens-train data render /tmp/shop --products 90
     """
-    catalogue = Catalogue(products, views, size_px, seed)
+    numbers = {"products": products, "views": views, "size_px": size_px, "seed": seed}
+    catalogue = section(RenderedData, kind="rendered", root=str(out), **numbers)
     with progress_bar() as bar:
         task = bar.add_task("render products", total=products * views)
         write_catalogue(out, catalogue, lambda: bar.advance(task))

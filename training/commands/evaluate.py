@@ -115,12 +115,12 @@ def _with_test_images(
 
 def _images(data: Path, overrides: list[str]) -> LabelledImages:
     """The images of a folder or a CSV. Raises: DatasetError."""
-    from training.data.shop import read_folder, read_table
+    from training.data.load import read_folder, read_table
 
     if overrides:
         raise JobError("--set changes the job's own images; with --data there is nothing to set.")
     root = data if data.is_dir() else data.parent
-    records = read_folder(root) if data.is_dir() else read_table(root, data.name)[0]
+    records = read_folder(root) if data.is_dir() else read_table(root, data.name)
     images = labelled(root, records)
     if images.classes < 2:
         raise DatasetError(

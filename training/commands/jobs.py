@@ -68,7 +68,7 @@ def with_settings(job: Job, overrides: Sequence[str], allowed: tuple[str, ...]) 
     return parse_job(content)
 
 
-def section(kind: type[Any], **values: Any) -> Any:
+def section(kind: type[Any], /, **values: Any) -> Any:
     """A table of a job from options of the command line. Raises: JobError."""
     try:
         return kind(**values)

@@ -1,25 +1,35 @@
 """From the `data` table of a job, or a folder, to train and test images."""
 
-from collections.abc import Callable
+import csv
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from embedder.errors import DatasetError
 from training.config.job import expand_path
-from training.config.settings import CsvData, Data, FolderData, RenderedData
-from training.data.datasets import OFFICIAL, read_official
-from training.data.records import LabelledImages, Split
-from training.data.shop import (
-    read_folder,
-    read_table,
-    split_by_class,
-    split_by_column,
-    without_small_classes,
+from training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
+from training.data.datasets import OFFICIAL, data_sets_in, read_official
+from training.data.records import (
+    FEWEST,
+    IMAGE_SUFFIXES,
+    LabelledImages,
+    Record,
+    Split,
+    labelled,
     write_table,
 )
-from training.rendered.catalogue import Catalogue, write_catalogue
+from training.rendered.catalogue import write_catalogue
 
 TABLE = "images.csv"
 KINDS = (*OFFICIAL, "csv", "folder")
+
+_WHY = (
+    f"Each part needs {FEWEST} or more, since every answer is right where there is one class. Put "
+    "the images of each class into a sub-folder of its own, 2 images or more, or do without a "
+    "training: kinlens-train export --backbone mobilenet_v2."
+)
 
 
 def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
@@ -27,28 +37,27 @@ def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
 
     Raises: DatasetError, JobError.
     """
-    root, parts = expand_path(data.root, "data.root"), None
+    root = expand_path(data.root, "data.root")
     match data:
         case FolderData():
             records = without_small_classes(root, read_folder(root), data.small_classes)
         case CsvData():
-            records, parts = read_table(root, data.file)
+            records = read_table(root, data.file)
             records = without_small_classes(root, records, data.small_classes)
         case RenderedData():
-            catalogue = Catalogue(data.products, data.views, data.size_px, data.seed)
-            write_catalogue(root, catalogue, on_image)
+            write_catalogue(root, data, on_image)
             records = read_folder(root)
-        case _:
+        case OfficialData():
             return read_official(OFFICIAL[data.kind], root, data.allow_partial)
-    if parts is not None:
-        return split_by_column(root, records, parts)
+    if any(record.part for record in records):
+        return split_by_column(root, records)
     return split_by_class(root, records, data.train_fraction, data.split_seed)
 
 
 def remarks(data: Data, split: Split) -> list[str]:
     """What a person should know of a split before it is used, a sentence each."""
     said = []
-    if getattr(data, "allow_partial", False):
+    if isinstance(data, OfficialData) and data.allow_partial:
         name = OFFICIAL[data.kind].name
         said.append(f"{name}: allow_partial is set, the official counts are not asserted")
     if split.without_gallery:
@@ -59,37 +68,155 @@ def remarks(data: Data, split: Split) -> list[str]:
     return said
 
 
-def recognise(root: Path) -> str | None:
-    """The kind of data set that `root` looks most like; None if it looks like none.
+def read_folder(root: Path) -> list[Record]:
+    """The images of a folder; hidden files and folders are left out.
 
-    A folder that has only some of what an official layout needs is still that kind, so that what
-    it lacks can be named.
+    The class is the folder that holds the image, named by its path below root: "mug", or
+    "Women/Dress", which is another class than "Men/Dress". Galleries built from a folder have the
+    same names.
+
+    Raises: DatasetError if the folder is missing or holds no images in sub-folders.
     """
-    lacking = {kind: len(official.lacks(root)) for kind, official in OFFICIAL.items()}
-    best = min(lacking, key=lambda kind: lacking[kind] / len(OFFICIAL[kind].needs))
-    if not lacking[best]:
-        return best
+    if not root.is_dir():
+        raise DatasetError(f"The data set folder {root} does not exist. Check data.root.")
+    records = []
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if path.suffix.lower() in IMAGE_SUFFIXES and len(relative.parts) > 1 and not hidden:
+            records.append(Record(relative.as_posix(), relative.parent.as_posix()))
+    if not records:
+        raise DatasetError(
+            f"{root} has no images in sub-folders. Put the images of each class into a sub-folder "
+            "of its own: shop/mug-17/front.jpg, or shop/mugs/mug-17/front.jpg."
+        )
+    return records
+
+
+def read_table(root: Path, file: str) -> list[Record]:
+    """The images of a CSV with the columns path, label and perhaps split ("train", "test").
+
+    Raises: DatasetError naming the line of the first fault.
+    """
+    records, faults = scan_table(root, file)
+    if faults:
+        raise DatasetError(faults[0])
+    return records
+
+
+def scan_table(root: Path, file: str) -> tuple[list[Record], list[str]]:
+    """Rows that can be used, and what is wrong with the others.
+
+    Raises: DatasetError if the file is missing, is not a text or lacks a column.
+    """
+    path = root / file
+    records: dict[str, Record] = {}
+    faults = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream)
+            if not {"path", "label"} <= set(reader.fieldnames or ()):
+                raise DatasetError(
+                    f"The first line of {path} must name the columns path and label; it names "
+                    f"{', '.join(reader.fieldnames or ()) or 'none'}."
+                )
+            for row in reader:
+                image, label = row["path"], row["label"]
+                if not image or not label:
+                    fault = "path and label must not be empty"
+                elif image in records:
+                    fault = f"{image} is listed a second time"
+                elif not (root / image).is_file():
+                    fault = f"the image {root / image} is missing"
+                else:
+                    records[image] = Record(image, label, (row.get("split") or "").strip())
+                    continue
+                faults.append(f"{path}, line {reader.line_num}: {fault}.")
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DatasetError(
+            f"{path} cannot be read as a CSV in UTF-8 ({error}). Check data.root and data.file."
+        ) from error
+    return list(records.values()), faults
+
+
+def without_small_classes(root: Path, records: Sequence[Record], policy: str) -> list[Record]:
+    """Apply `small_classes`: a class with one image has no positive pair.
+
+    Raises: DatasetError under "refuse" if there is such a class.
+    """
+    sizes = Counter(record.label for record in records)
+    small = sorted(label for label, size in sizes.items() if size < 2)
+    if small and policy == "refuse":
+        shown = ", ".join(repr(name) for name in small[:5]) + (", ..." if len(small) > 5 else "")
+        raise DatasetError(
+            f"{len(small)} of the {len(sizes)} classes in {root} have only one image ({shown}); "
+            "a class needs at least 2 to have a pair. Add images, remove these classes, or set "
+            'data.small_classes = "drop".'
+        )
+    return [record for record in records if sizes[record.label] >= 2]
+
+
+def split_by_class(
+    root: Path, records: Sequence[Record], train_fraction: float, seed: int
+) -> Split:
+    """Put a random part of the classes into train and the rest into test, at least 2 in each.
+
+    Raises: DatasetError if there are fewer than 4 classes.
+    """
+    names = sorted({record.label for record in records})
+    if len(names) < 2 * FEWEST:
+        raise DatasetError(
+            f"{root} has {len(names)} class(es) to train and test with; {2 * FEWEST} are needed, "
+            f"{FEWEST} to train on and {FEWEST} others to test with. {_WHY}"
+        )
+    order = np.random.default_rng(seed).permutation(len(names))
+    count = min(max(round(len(names) * train_fraction), FEWEST), len(names) - FEWEST)
+    chosen = {names[index] for index in order[:count]}
+    return Split(
+        train=labelled(root, [record for record in records if record.label in chosen]),
+        test=labelled(root, [record for record in records if record.label not in chosen]),
+    )
+
+
+def split_by_column(root: Path, records: Sequence[Record]) -> Split:
+    """The split that a CSV states.
+
+    Raises: DatasetError if a class is in both parts, or a part has a single class.
+    """
+    found = {record.part for record in records}
+    if found != {"train", "test"}:
+        raise DatasetError(
+            f"The column split holds {', '.join(map(repr, sorted(found)))}; it must hold 'train' "
+            "and 'test', both at least once."
+        )
+    train, test = (
+        labelled(root, [record for record in records if record.part == part])
+        for part in ("train", "test")
+    )
+    for part, images in (("train", train), ("test", test)):
+        if images.classes < FEWEST:
+            raise DatasetError(f"{root} has {images.classes} {part} class(es). {_WHY}")
+    return Split(train, test)
+
+
+def recognise(root: Path) -> str | None:
+    """The kind of data set that `root` looks like; None if it looks like none.
+
+    A folder that has a list of an official layout but not all that it needs is still that kind, so
+    that what it lacks can be named.
+    """
+    for kind, official in OFFICIAL.items():
+        if not official.lacks(root):
+            return kind
     if (root / TABLE).is_file():
         return "csv"
-    # A file of the layout; folders of images alone prove nothing.
-    if any((root / name).is_file() for names in OFFICIAL[best].needs for name in names):
-        return best
-    if data_sets_in(root):
-        return None
+    for kind, official in OFFICIAL.items():
+        if any((root / name).is_file() for names in official.needs for name in names):
+            return kind
     try:
-        read_folder(root)
+        return "folder" if not data_sets_in(root) and read_folder(root) else None
     except DatasetError:
         return None
-    return "folder"
-
-
-def data_sets_in(root: Path) -> list[Path]:
-    """Sub-folders that are whole official layouts: `root` is one level too high."""
-    return [
-        path
-        for path in sorted(root.iterdir())
-        if path.is_dir() and any(not official.lacks(path) for official in OFFICIAL.values())
-    ]
 
 
 def write_lists(
@@ -100,15 +227,13 @@ def write_lists(
     Returns what each list has. Raises: DatasetError if `root` is no official data set, or not a
     whole one.
     """
-    if not root.is_dir():
-        raise DatasetError(f"{root} is not a folder. Give the folder of a data set.")
-    kind = kind or recognise(root) or "unknown"
-    if kind not in OFFICIAL:
+    official = OFFICIAL.get(kind or recognise(root) or "")
+    if official is None:
         raise DatasetError(
-            f"{root} is not an official data set but of kind {kind!r}. Give the folder "
-            f"that was unpacked, or name its kind with --kind: {', '.join(OFFICIAL)}."
+            f"{root} is not an official data set. Give the folder that was unpacked, or name its "
+            f"kind with --kind: {', '.join(OFFICIAL)}."
         )
-    split = read_official(OFFICIAL[kind], root, allow_partial)
+    split = read_official(official, root, allow_partial)
     parts = {"train": split.train, "test": split.test, "gallery": split.gallery}
     lists = {name: images for name, images in parts.items() if images is not None}
     out.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import DatasetError
 from training.config.settings import Protocol
-from training.data.records import LabelledImages, Split
-from training.data.shop import FEWEST
+from training.data.records import FEWEST, Split
 
 
 def with_protocol(split: Split, protocol: Protocol) -> Split:
@@ -76,7 +75,7 @@ def folds(split: Split, count: int = 10, seed: int = 0) -> list[Split]:
 
 def without_test(split: Split) -> Split:
     """`split` without its test images: nothing that is given it can look at them."""
-    return replace(split, test=_of_classes(split.test, np.array([], dtype=np.int64)), gallery=None)
+    return replace(split, test=split.test.of_classes(np.array([], dtype=np.int64)), gallery=None)
 
 
 def _validating(split: Split, held: NDArray[np.int64]) -> Split:
@@ -92,16 +91,5 @@ def _validating(split: Split, held: NDArray[np.int64]) -> Split:
             "recall is not defined on them. Hold out more classes, use fewer folds or another seed."
         )
     kept = np.setdiff1d(np.arange(split.train.classes), held)
-    train, validation = _of_classes(split.train, kept), _of_classes(split.train, np.sort(held))
+    train, validation = split.train.of_classes(kept), split.train.of_classes(np.sort(held))
     return replace(split, train=train, validation=validation)
-
-
-def _of_classes(images: LabelledImages, classes: NDArray[np.int64]) -> LabelledImages:
-    """The images of `classes`, (c,) sorted, relabelled 0..c-1."""
-    rows = np.flatnonzero(np.isin(images.labels, classes))
-    return replace(
-        images,
-        paths=tuple(images.paths[row] for row in rows),
-        labels=np.searchsorted(classes, images.labels[rows]).astype(np.int64),
-        class_names=tuple(images.class_names[number] for number in classes),
-    )

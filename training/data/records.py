@@ -1,10 +1,12 @@
 """Labelled images: what every data set loader returns."""
 
+import csv
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,17 @@ from embedder.errors import DatasetError
 IMAGE_SUFFIXES = frozenset(
     (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 )
+
+FEWEST = 2
+"""Classes in each part: in a part of one class every answer is right."""
+
+
+class Record(NamedTuple):
+    """An image as a list or a folder states it: its path below the root; `part` may be empty."""
+
+    path: str
+    label: str
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,8 +51,16 @@ class LabelledImages:
         if count >= len(self):
             return self
         rows = np.sort(np.random.default_rng(seed).permutation(len(self))[:count])
-        return LabelledImages(
-            self.root, tuple(self.paths[i] for i in rows), self.labels[rows], self.class_names
+        return replace(self, paths=tuple(self.paths[i] for i in rows), labels=self.labels[rows])
+
+    def of_classes(self, classes: NDArray[np.int64]) -> "LabelledImages":
+        """The images of `classes`, (c,) sorted, relabelled 0..c-1."""
+        rows = np.flatnonzero(np.isin(self.labels, classes))
+        return replace(
+            self,
+            paths=tuple(self.paths[row] for row in rows),
+            labels=np.searchsorted(classes, self.labels[rows]).astype(np.int64),
+            class_names=tuple(self.class_names[number] for number in classes),
         )
 
     def content_sha256(self) -> str:
@@ -127,10 +148,18 @@ def labels_in(images: LabelledImages, class_names: tuple[str, ...]) -> NDArray[n
     return np.array(table, dtype=np.int64)[images.labels]
 
 
-def labelled(root: Path, records: Iterable[tuple[str, str]]) -> LabelledImages:
+def labelled(root: Path, records: Iterable[Record | tuple[str, str]]) -> LabelledImages:
     """From (path relative to root, class name); classes are numbered in sorted order."""
-    ordered = sorted(records, key=lambda record: (record[1], record[0]))
-    names = sorted({name for _, name in ordered})
-    number = {name: index for index, name in enumerate(names)}
-    labels = np.array([number[name] for _, name in ordered], dtype=np.int64)
-    return LabelledImages(root, tuple(path for path, _ in ordered), labels, tuple(names))
+    ordered = sorted((record[1], record[0]) for record in records)
+    names, labels = np.unique([name for name, _ in ordered], return_inverse=True)
+    paths = tuple(path for _, path in ordered)
+    return LabelledImages(root, paths, labels.astype(np.int64), tuple(names.tolist()))
+
+
+def write_table(path: Path, images: LabelledImages) -> None:
+    """Write a list that the indexer reads: columns key, path, class; paths relative to the root."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(("key", "path", "class"))
+        for image, label in zip(images.paths, images.labels, strict=True):
+            writer.writerow((image, image, images.class_names[label]))

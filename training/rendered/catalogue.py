@@ -7,7 +7,7 @@ two products apart. A view adds viewpoint, light, background and a lens.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 from embedder.errors import DatasetError
+from training.config.settings import RenderedData
 from training.rendered.painting import PATTERNS, Canvas, Plane, Skin
 from training.rendered.scenery import SCHEMES, backdrop, occlude, rgb, shadowed
 from training.rendered.shapes import SHAPES
@@ -24,25 +25,6 @@ _FILE = "catalogue.json"
 _STEMS = "BEL COR DEL FEN GAL HAL JUN KOR LUN MIR NOR OLI PAL RIV SOL TOR URS VEN WIL YOR ZEP"
 _ENDINGS = "- A O IA EN IK UNO VI ETTA MA DRA ANO IS ELLO OVA BY STA NEY ORIN ADE"
 _WORDS = tuple(stem + ending.strip("-") for stem in _STEMS.split() for ending in _ENDINGS.split())
-
-
-@dataclass(frozen=True, slots=True)
-class Catalogue:
-    """How many products and views of each, of which size; equal settings give equal files.
-
-    Raises: DatasetError.
-    """
-
-    products: int = 90
-    views: int = 16
-    size_px: int = 160
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check("products", self.products, 2)
-        _check("views", self.views, 1)
-        _check("size_px", self.size_px, 32, 1024)
-        _check("seed", self.seed, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +65,7 @@ def class_name(product: int, seed: int = 0) -> str:
 
 
 def render_view(product: int, view: int, *, size_px: int = 160, seed: int = 0) -> Image.Image:
-    """One RGB picture of size_px x size_px, the same for the same numbers.
-
-    Raises: DatasetError.
-    """
-    _check("product", product, 0)
-    _check("view", view, 0)
-    _check("size_px", size_px, 32, 1024)
-    _check("seed", seed, 0)
+    """One RGB picture of size_px x size_px, the same for the same numbers."""
     item = describe(product, seed)
     rng = np.random.default_rng((seed, product, view + 1))  # a last 0 would change nothing
     side = size_px * 5 // 4
@@ -108,74 +83,53 @@ def render_view(product: int, view: int, *, size_px: int = 160, seed: int = 0) -
 
 
 def write_catalogue(
-    root: Path, catalogue: Catalogue, on_image: Callable[[], None] | None = None
+    root: Path, settings: RenderedData, on_image: Callable[[], None] | None = None
 ) -> list[Path]:
     """Write `root/<class name>/<view>.jpg`, return the paths in order; call `on_image` after each.
 
-    A whole file that is already there is kept. Raises: DatasetError when `root` holds other files
-    or a catalogue of other settings.
+    A view that is already there is kept; equal settings give equal files.
+
+    Raises: DatasetError when `root` holds other files or a catalogue of other settings.
     """
-    _claim(root, catalogue)
+    _claim(root, settings)
     paths = []
-    for product in range(catalogue.products):
-        folder = root / class_name(product, catalogue.seed)
+    for product in range(settings.products):
+        folder = root / class_name(product, settings.seed)
         folder.mkdir(exist_ok=True)
-        for view in range(catalogue.views):
+        for view in range(settings.views):
             path = folder / f"{view:02d}.jpg"
-            if not _is_complete(path):
-                _write_view(path, product, view, catalogue)
+            if not path.exists():
+                part = path.with_suffix(".part")
+                quality = int(np.random.default_rng((view, product)).integers(85, 93))
+                image = render_view(product, view, size_px=settings.size_px, seed=settings.seed)
+                image.save(part, "JPEG", quality=quality, subsampling="4:2:0")
+                part.replace(path)
             paths.append(path)
             if on_image is not None:
                 on_image()
     return paths
 
 
-def _check(name: str, value: int, low: int, high: int | None = None) -> None:
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"{low} to {high}"
-        raise DatasetError(
-            f"Rendered products: {name} = {value} is out of range; the limit is {limit}. "
-            f"Choose {name} within it."
-        )
-
-
-def _claim(root: Path, catalogue: Catalogue) -> None:
+def _claim(root: Path, settings: RenderedData) -> None:
     """Make the folder ours, or find that it already is."""
-    settings = {"drawing": _DRAWING, **asdict(catalogue)}
+    numbers = settings.model_dump(include={"products", "views", "size_px", "seed"})
+    wanted = {"drawing": _DRAWING} | numbers
     record = root / _FILE
-    part = record.with_suffix(".part")
-    if not root.exists() or (root.is_dir() and set(root.iterdir()) <= {part}):
-        root.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(settings, indent=2) + "\n")
-        part.replace(record)
-        return
     try:
+        if not root.exists() or not any(root.iterdir()):
+            root.mkdir(parents=True, exist_ok=True)
+            record.write_text(json.dumps(wanted, indent=2) + "\n")
         found = json.loads(record.read_bytes())
     except (OSError, ValueError) as error:
         raise DatasetError(
             f"{root} is not a catalogue of rendered products ({error}). "
             "Name a folder that is empty or does not exist."
         ) from error
-    if found != settings:
+    if found != wanted:
         raise DatasetError(
-            f"{root} holds a catalogue with {found}, asked for {settings}. "
+            f"{root} holds a catalogue with {found}, asked for {wanted}. "
             "Name another folder, or delete this one."
         )
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        return path.read_bytes().endswith(b"\xff\xd9")
-    except FileNotFoundError:
-        return False
-
-
-def _write_view(path: Path, product: int, view: int, catalogue: Catalogue) -> None:
-    image = render_view(product, view, size_px=catalogue.size_px, seed=catalogue.seed)
-    quality = int(np.random.default_rng((view, product)).integers(85, 93))
-    part = path.with_suffix(".part")
-    image.save(part, "JPEG", quality=quality, subsampling="4:2:0")
-    part.replace(path)
 
 
 @lru_cache(maxsize=8)

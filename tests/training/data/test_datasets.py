@@ -22,7 +22,7 @@ PUBLISHED = {
     "cub": "5,864 train images of 100 classes, 5,924 test images of 100",
     "cars196": "8,054 train images of 98 classes, 8,131 test images of 98",
     "sop": "59,551 train images of 11,318 classes, 60,502 test images of 11,316",
-    "in_shop": "25,882 train images of 3,997 classes, 14,218 query images of 3,985 classes, "
+    "in_shop": "25,882 train images of 3,997 classes, 14,218 test images of 3,985 classes, "
     "12,612 gallery images of 3,985",
     "aircraft": "5,000 train images of 50 classes, 5,000 test images of 50",
 }
@@ -87,59 +87,35 @@ def test_missing_images_are_counted_and_one_is_named(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_that_lacks_a_list_or_the_images_is_refused(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(DatasetError, match=r"official layout: it must hold .*it lacks"):
-        partial(kind, tmp_path)
-    with pytest.raises(DatasetError, match="does not exist"):
-        partial(kind, tmp_path / "nowhere")
+    for place in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(DatasetError, match=r"official layout: it lacks .*Check data.root"):
+            partial(kind, place)
     write_layout(kind, tmp_path / "data-set")
     with pytest.raises(DatasetError, match="data-set looks right"):
         partial(kind, tmp_path)
 
 
-FAULTS = [
-    ("cub", "image_class_labels.txt", 2, "2 201", "'201' is not a number from 1 to 200"),
-    ("cub", "image_class_labels.txt", 2, "2", "lacks a field"),
-    ("cub", "image_class_labels.txt", 2, "99 1", "image 99 is not in images.txt"),
-    ("cub", "image_class_labels.txt", 2, "1 1", "image 1 is not in images.txt or has two"),
-    ("cub", "images.txt", 2, "1 x.jpg", "the id 1 is used a second time"),
-    ("cub", "images.txt", 2, "2 ../../x.jpg", "lies outside the data set"),
-    ("sop", "Ebay_train.txt", 1, "1 1 1 x.jpg", "must begin with the line 'image_id class_id"),
-    ("sop", "Ebay_train.txt", 3, "2 one 8 x.JPG", "'one' is not a number from 1 to 22,634"),
-    ("sop", "Ebay_test.txt", 3, "2 11319 8", "lacks a field"),
-    ("in_shop", "Eval/list_eval_partition.txt", 2, "img/a.jpg id_1 train", "must begin with"),
-    ("in_shop", "Eval/list_eval_partition.txt", 4, "img/a.jpg id_1 val", "'val' is not one of"),
-    ("in_shop", "Eval/list_eval_partition.txt", 4, "/a.jpg id_1 train", "outside the data set"),
-    ("aircraft", "data/images_variant_val.txt", 2, "0000001 Concorde", "'Concorde' is not in"),
-    ("aircraft", "data/variants.txt", 2, "Boeing 700", "'Boeing 700' is listed a second time"),
-]
-
-
-@pytest.mark.parametrize(("kind", "file", "line", "text", "message"), FAULTS)
+@pytest.mark.parametrize(
+    ("kind", "file", "line", "text"),
+    [
+        ("cub", "image_class_labels.txt", 2, "2 201"),
+        ("cub", "image_class_labels.txt", 2, "2"),
+        ("cub", "image_class_labels.txt", 2, "99 1"),
+        ("sop", "Ebay_train.txt", 3, "2 one 8 x.JPG"),
+        ("sop", "Ebay_test.txt", 3, "2 11319 8"),
+        ("in_shop", "Eval/list_eval_partition.txt", 4, "img/a.jpg id_1 val"),
+        ("aircraft", "data/images_variant_val.txt", 2, "0000001 Concorde"),
+    ],
+)
 def test_a_line_that_does_not_fit_is_named(
-    tmp_path: Path, kind: str, file: str, line: int, text: str, message: str
+    tmp_path: Path, kind: str, file: str, line: int, text: str
 ) -> None:
     path = write_layout(kind, tmp_path) / file
     lines = path.read_text().splitlines()
     lines[line - 1] = text
     path.write_text("\n".join(lines))
-    with pytest.raises(DatasetError, match=f"{path.name}, line {line}: .*") as caught:
+    with pytest.raises(DatasetError, match=f"{path.name}, line {line}: '{text}' does not fit"):
         partial(kind, tmp_path)
-    assert message in str(caught.value)
-
-
-def test_an_image_without_a_class_is_named(tmp_path: Path) -> None:
-    labels = write_layout("cub", tmp_path) / "image_class_labels.txt"
-    labels.write_text("\n".join(labels.read_text().splitlines()[:-1]))
-    with pytest.raises(DatasetError, match=r"images.txt, line 16: image 16 .* has no class"):
-        partial("cub", tmp_path)
-
-
-def test_an_image_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
-    path = write_layout("in_shop", tmp_path) / "Eval" / "list_eval_partition.txt"
-    again = path.read_text().splitlines()[2].replace("train", "gallery")
-    path.write_text(f"{path.read_text()}{again}\n")
-    with pytest.raises(DatasetError, match=r"line 19: img/.* a second time; first in .*line 3"):
-        partial("in_shop", tmp_path)
 
 
 def test_lists_with_other_line_ends_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
@@ -150,7 +126,7 @@ def test_lists_with_other_line_ends_and_a_byte_order_mark_are_read(tmp_path: Pat
         path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n") + b"\r\n")
     assert partial("sop", tmp_path).sha256() == before
     (tmp_path / "Ebay_test.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DatasetError, match=r"Ebay_test.txt is not a text file"):
+    with pytest.raises(DatasetError, match=r"Ebay_test.txt cannot be read"):
         partial("sop", tmp_path)
 
 
@@ -204,13 +180,6 @@ def test_queries_without_a_gallery_class_are_reported(tmp_path: Path) -> None:
     said = remarks(data_of("in_shop", tmp_path, allow_partial=True), split)
     assert "allow_partial is set" in said[0]
     assert "1 class(es) of queries have no image in the gallery, for example 'id_0" in said[1]
-    listed = tmp_path / "Eval" / "list_eval_partition.txt"
-    lines = listed.read_text().splitlines()
-    kept = lines[:2] + [line for line in lines[2:] if (tmp_path / line.split()[0]).exists()]
-    listed.write_text("\n".join(kept))
-    sizes = {"train": Count(8, 2), "test": Count(4, 2), "gallery": Count(2, 1)}
-    with pytest.raises(DatasetError, match=r"1 class\(es\) of queries .* have no image in the g"):
-        read_official(replace(OFFICIAL["in_shop"], expected=sizes), tmp_path)
 
 
 def test_labels_of_a_gallery_are_numbered_as_those_of_the_queries(tmp_path: Path) -> None:
@@ -249,12 +218,6 @@ def test_an_empty_part_is_refused(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(DatasetError, match="holds no train image of CUB"):
         partial("cub", tmp_path)
-
-
-def test_cars196_names_a_class_that_does_not_exist(tmp_path: Path) -> None:
-    write_layout("cars196", tmp_path, classes=99, images=1)  # up to class 197
-    with pytest.raises(DatasetError, match=r"row 198: .197. is not a number from 1 to 196"):
-        partial("cars196", tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "zeroed", "newer"])

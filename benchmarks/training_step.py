@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 from training.config.job import Job, parse_job
 from training.data.images import TrainingImages
 from training.data.load import load_split
-from training.data.samplers import build_sampler
+from training.data.samplers import BatchSampler
 from training.device import autocast, tuned
 from training.models.embedding import EmbeddingNet
 from training.state import create_run
@@ -62,7 +62,7 @@ def main() -> None:
         paired = jobs["+ graph consistency"]
         loader = DataLoader(
             TrainingImages(split.train, base.input, 0),
-            batch_sampler=build_sampler(paired, split.train.labels),
+            batch_sampler=BatchSampler(paired, split.train.labels),
             num_workers=2,
         )
         with tuned(torch.device("cpu")):

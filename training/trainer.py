@@ -21,7 +21,7 @@ from training.config.job import Job
 from training.config.settings import rate
 from training.data.images import TrainingImages, build_loader
 from training.data.records import LabelledImages, Split, write_table
-from training.data.samplers import build_sampler
+from training.data.samplers import BatchSampler
 from training.device import autocast, on_device
 from training.distributed import is_main, local_world, rank, wait_for_all, world
 from training.inference import (
@@ -65,7 +65,7 @@ def fit(
     Raises: TrainingError.
     """
     seed_everything(job.seed)
-    order = build_sampler(job, split.train.labels, rank(), world())
+    order = BatchSampler(job, split.train.labels, rank(), world())
     job = job.model_copy(update={"optimizer": job.optimizer.enough_epochs(len(order))})
     check_labels(torch.from_numpy(split.train.labels), split.train.classes)
     run = create_run(job, split.train.classes)

@@ -12,7 +12,7 @@ from training.config.job import Job, job_toml, load_job, parse_job
 from training.config.layers import JOBS, job_names
 from training.data.load import load_split
 from training.data.protocol import with_protocol
-from training.data.samplers import build_sampler
+from training.data.samplers import BatchSampler
 from training.runner import run_job
 from training.studies.grid import load_grid
 
@@ -134,7 +134,7 @@ def test_graph_consistency_trains_for_the_papers_iterations(
     data: str, classes: int, images: int, iterations: int
 ) -> None:
     job = load_job(f"{data}-graph-consistency")
-    steps = len(build_sampler(job, np.arange(images) % classes))
+    steps = len(BatchSampler(job, np.arange(images) % classes))
     assert iterations <= steps * job.optimizer.epochs < iterations + steps
 
 

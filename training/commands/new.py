@@ -28,7 +28,7 @@ def new(
     Example: kinlens-train new --data /my/shop --out shop.toml && kinlens-train fit shop.toml
     """
     from training.commands.jobs import load_images, summary
-    from training.data.samplers import build_sampler
+    from training.data.samplers import BatchSampler
 
     if out.exists():
         raise JobError(f"{out} exists already. Remove it, or give another --out.")
@@ -46,7 +46,7 @@ def new(
         out.write_text(text, encoding="utf-8")
         job = load_job(out)
         split = load_images(job)
-        steps = len(build_sampler(job, split.train.labels, 0, 1))
+        steps = len(BatchSampler(job, split.train.labels, 0, 1))
     except UnicodeEncodeError as error:
         out.unlink()
         raise JobError(f"{str(root)!a} is no text that a job can hold. Rename it.") from error

@@ -10,6 +10,7 @@ from PIL import Image
 from embedder.errors import DatasetError
 from embedder.preprocess import decode, preprocess, resize_box, to_chw
 from tests.tiny import encoded, picture
+from tests.training.studies.runs import some_job
 from training.config.settings import Input, Runtime
 from training.data.images import (
     EvaluationImages,
@@ -21,7 +22,7 @@ from training.data.images import (
     worker_count,
 )
 from training.data.records import LabelledImages, labelled
-from training.data.samplers import RandomBatches
+from training.data.samplers import BatchSampler
 
 SPEC = Input(size_px=16, resize_px=20)
 
@@ -184,15 +185,6 @@ def test_a_dot_fills_its_views_with_its_colour(tmp_path: Path) -> None:
         assert view.amax((1, 2)).tolist() == view.amin((1, 2)).tolist() == [255, 0, 0]
 
 
-def test_a_grey_picture_has_three_equal_channels(tmp_path: Path) -> None:
-    (tmp_path / "grey.jpg").write_bytes(PICTURES["grey.jpg"])
-    images = labelled(tmp_path, [("grey.jpg", "a")])
-    view = EvaluationImages(images, SPEC.preprocessing())[0][0]
-    assert torch.equal(view[0], view[1])
-    assert torch.equal(view[0], view[2])
-    assert view.float().std() > 10
-
-
 def test_the_workers_of_a_loader_fit_the_device_and_its_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -210,19 +202,16 @@ def test_the_workers_of_a_loader_fit_the_device_and_its_cores(
         assert worker_count(runtime, torch.device(device), processes) == expected
 
 
-def test_workers_are_automatic_or_a_number_from_0() -> None:
-    assert Runtime().workers == "auto"
-    for wrong in (-1, "many", 1.5):
-        with pytest.raises(ValueError, match="workers"):
-            Runtime.model_validate({"workers": wrong})
-
-
 CPU = torch.device("cpu")
+
+
+def order_of(images: LabelledImages) -> BatchSampler:
+    return BatchSampler(some_job(optimizer={"batch_size": 2}), images.labels)
 
 
 def test_a_loader_for_a_gpu_reads_ahead_into_pinned_memory(images: LabelledImages) -> None:
     views = TrainingImages(images, SPEC, 0)
-    order = RandomBatches(4, 2, seed=0)
+    order = order_of(images)
     near = build_loader(views, order, Runtime(), CPU, 0)
     assert (near.num_workers, near.prefetch_factor, near.pin_memory) == (2, 2, False)
     far = build_loader(views, order, Runtime(workers=1), torch.device("cuda"), 0)
@@ -236,7 +225,7 @@ def test_a_loader_for_a_gpu_reads_ahead_into_pinned_memory(images: LabelledImage
 def test_a_training_loader_gives_the_views_of_its_order(
     images: LabelledImages, workers: int
 ) -> None:
-    views, order = TrainingImages(images, SPEC, 0), RandomBatches(4, 2, seed=0)
+    views, order = TrainingImages(images, SPEC, 0), order_of(images)
     loader = build_loader(views, order, Runtime(workers=workers), CPU, 0)
     for epoch in range(2):
         order.epoch = epoch

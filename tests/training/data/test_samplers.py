@@ -1,31 +1,51 @@
 import time
 from collections import Counter
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 
 from embedder.errors import JobError
-from training.config.job import Job
-from training.data.samplers import BatchSampler, ClassBatches, RandomBatches, build_sampler
+from tests.training.studies.runs import some_job
+from training.data.samplers import BatchSampler
 
 LABELS = np.repeat([3, 5, 7, 8, 11], [6, 2, 9, 4, 6])  # 27 images; numbers with gaps
+SIZES = dict(zip(*np.unique(LABELS, return_counts=True), strict=True))
+KINDS: list[dict[str, Any]] = [
+    {"kind": "random"},
+    {"kind": "balanced"},
+    {"kind": "paired"},
+    {"kind": "paired", "pairs": "independent"},
+]
 
 
 def even(classes: int, each: int) -> np.ndarray:
     return np.repeat(np.arange(classes), each)
 
 
-def balanced(labels: np.ndarray, batch_size: int, m: int, **settings: int) -> ClassBatches:
-    return ClassBatches(labels, batch_size, m, **{"seed": 0, **settings})
+def sampler(
+    labels: np.ndarray,
+    batch_size: int,
+    seed: int = 0,
+    limit: int | None = None,
+    ranks: tuple[int, int] = (0, 1),
+    **sampling: Any,
+) -> BatchSampler:
+    sizes = {"batch_size": batch_size, "steps_per_epoch": limit}
+    return BatchSampler(some_job(seed=seed, sampling=sampling, optimizer=sizes), labels, *ranks)
 
 
-def paired(labels: np.ndarray, batch_size: int, m: int, **settings: int) -> ClassBatches:
-    return balanced(labels, batch_size, m, draws=2, **settings)
+def balanced(labels: np.ndarray, batch_size: int, m: int, **settings: Any) -> BatchSampler:
+    return sampler(labels, batch_size, kind="balanced", per_class=m, **settings)
 
 
-def independent(labels: np.ndarray, batch_size: int, m: int, **settings: int) -> ClassBatches:
-    return paired(labels, batch_size, m, independent=True, **settings)
+def paired(labels: np.ndarray, batch_size: int, m: int, **settings: Any) -> BatchSampler:
+    return sampler(labels, batch_size, kind="paired", per_class=m, **settings)
+
+
+def independent(labels: np.ndarray, batch_size: int, m: int) -> BatchSampler:
+    return paired(labels, batch_size, m, pairs="independent")
 
 
 def epoch_of(sampler: BatchSampler, epoch: int = 0) -> list[list[tuple[int, int, int]]]:
@@ -37,90 +57,76 @@ def images_of(sampler: BatchSampler, epoch: int = 0) -> np.ndarray:
     return np.array(epoch_of(sampler, epoch))[:, :, 1]  # (batches, batch_size)
 
 
-def samplers(seed: int = 0, **settings: int) -> list[BatchSampler]:
-    return [
-        RandomBatches(len(LABELS), 12, seed, **settings),
-        balanced(LABELS, 12, 3, seed=seed, **settings),
-        paired(LABELS, 12, 3, seed=seed, **settings),
-        independent(LABELS, 12, 3, seed=seed, **settings),
-    ]
+@pytest.fixture(params=KINDS, ids=lambda kind: "-".join(kind.values()))
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param | {"per_class": 3}
 
 
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
-    for a, b, other in zip(samplers(), samplers(), samplers(seed=1), strict=True):
-        first = epoch_of(a, 0)
-        assert epoch_of(a, 1) != first
-        assert epoch_of(a, 0) == first
-        assert epoch_of(b, 0) == first
-        assert epoch_of(other, 0) != first
-        assert {epoch for batch in epoch_of(a, 4) for epoch, _, _ in batch} == {4}
+def test_the_order_depends_on_seed_and_epoch_alone(kind: dict[str, Any]) -> None:
+    a, b = sampler(LABELS, 12, **kind), sampler(LABELS, 12, **kind)
+    first = epoch_of(a, 0)
+    assert epoch_of(a, 1) != first
+    assert epoch_of(a, 0) == epoch_of(b, 0) == first
+    assert epoch_of(sampler(LABELS, 12, seed=1, **kind), 0) != first
+    assert {epoch for batch in epoch_of(a, 4) for epoch, _, _ in batch} == {4}
 
 
-def test_the_length_is_that_of_the_epoch_and_a_limit_only_ends_it_early() -> None:
-    for whole, limited, beyond in zip(
-        samplers(), samplers(limit=1), samplers(limit=99), strict=True
-    ):
-        assert len(whole) == len(epoch_of(whole)) == 27 // 12
-        assert len(limited) == 1
-        assert epoch_of(limited) == epoch_of(whole)[:1]
-        assert epoch_of(beyond) == epoch_of(whole)
+def test_the_length_is_that_of_the_epoch_and_a_limit_only_ends_it_early(
+    kind: dict[str, Any],
+) -> None:
+    whole, limited, beyond = (sampler(LABELS, 12, limit=n, **kind) for n in (None, 1, 99))
+    assert len(whole) == len(epoch_of(whole)) == 27 // 12
+    assert len(limited) == 1
+    assert epoch_of(limited) == epoch_of(whole)[:1]
+    assert epoch_of(beyond) == epoch_of(whole)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_shares_of_all_ranks_make_the_global_batch(world: int) -> None:
-    whole = [epoch_of(sampler, 2) for sampler in samplers()]
-    ranks = [samplers(rank=rank, world=world) for rank in range(world)]
-    for kind, expected in enumerate(whole):
-        shares = [epoch_of(ranks[rank][kind], 2) for rank in range(world)]
-        assert {len(batch) for share in shares for batch in share} == {12 // world}
-        joined = [list(chain.from_iterable(batches)) for batches in zip(*shares, strict=True)]
-        assert joined == expected
+def test_the_shares_of_all_ranks_make_the_global_batch(world: int, kind: dict[str, Any]) -> None:
+    shares = [
+        epoch_of(sampler(LABELS, 12, ranks=(rank, world), **kind), 2) for rank in range(world)
+    ]
+    assert {len(batch) for share in shares for batch in share} == {12 // world}
+    joined = [list(chain.from_iterable(batches)) for batches in zip(*shares, strict=True)]
+    assert joined == epoch_of(sampler(LABELS, 12, **kind), 2)
 
 
-def test_the_view_counts_the_uses_of_an_image_in_the_epoch() -> None:
-    for sampler in samplers():
-        uses: Counter[int] = Counter()
-        for batch in epoch_of(sampler):
-            for _, image, view in batch:
-                assert view == uses[image]
-                uses[image] += 1
-    assert max(uses.values()) > 1
-
-
-def test_random_batches_cover_every_image_once() -> None:
-    assert sorted(images_of(RandomBatches(10, 5, seed=0)).ravel()) == list(range(10))
+def test_the_view_counts_the_uses_of_an_image_in_the_epoch(kind: dict[str, Any]) -> None:
+    uses: Counter[int] = Counter()
+    for batch in epoch_of(sampler(LABELS, 12, **kind)):
+        for _, image, view in batch:
+            assert view == uses[image]
+            uses[image] += 1
+    assert kind["kind"] == "random" or max(uses.values()) > 1
 
 
 def test_random_batches_keep_the_order_of_earlier_versions() -> None:
     order = np.random.default_rng((3, 2)).permutation(11)
-    assert images_of(RandomBatches(11, 5, seed=3), 2).ravel().tolist() == order[:10].tolist()
+    found = images_of(sampler(np.zeros(11, int), 5, seed=3), 2)
+    assert found.ravel().tolist() == order[:10].tolist()
 
 
 def test_an_incomplete_batch_is_left_out_unless_it_is_the_only_one() -> None:
-    assert [len(batch) for batch in RandomBatches(11, 5, seed=0)] == [5, 5]
-    assert [len(batch) for batch in RandomBatches(3, 5, seed=0)] == [3]
+    assert [len(batch) for batch in sampler(np.zeros(11, int), 5)] == [5, 5]
+    assert [len(batch) for batch in sampler(np.zeros(3, int), 5)] == [3]
+    labels = even(2, 3)
+    assert [len(batch) for batch in balanced(labels, 10, 5)] == [10]
+    assert [len(batch) for batch in paired(labels, 20, 5)] == [20]
 
 
-def test_a_balanced_batch_has_m_images_of_each_of_its_classes() -> None:
-    sampler = balanced(LABELS, 12, 3)
-    for epoch in range(20):
-        for batch in images_of(sampler, epoch):
-            labels = LABELS[batch].reshape(4, 3)
-            assert (labels == labels[:, :1]).all()
-            assert len(set(labels[:, 0])) == 4
-
-
-def test_a_class_repeats_images_in_a_batch_only_if_it_has_too_few() -> None:
+def test_a_balanced_batch_has_m_images_of_each_class_and_repeats_only_what_it_must() -> None:
     sampler = balanced(LABELS, 20, 5)
-    sizes = dict(zip(*np.unique(LABELS, return_counts=True), strict=True))
     seen = set()
     for epoch in range(20):
-        for group in images_of(sampler, epoch).reshape(-1, 5):
-            size = sizes[LABELS[group[0]]]
-            uses = Counter(group.tolist())
-            assert len(uses) == min(size, 5)
-            assert max(uses.values()) - min(uses.values()) <= (5 % len(uses) > 0)
-            seen.add(size)
+        for batch in images_of(sampler, epoch).reshape(-1, 4, 5):
+            assert len(set(LABELS[batch[:, 0]])) == 4
+            for group in batch:
+                assert len(set(LABELS[group])) == 1
+                size = SIZES[LABELS[group[0]]]
+                uses = Counter(group.tolist())
+                assert len(uses) == min(size, 5)
+                assert max(uses.values()) - min(uses.values()) <= (5 % len(uses) > 0)
+                seen.add(size)
     assert seen == {2, 4, 6, 9}
 
 
@@ -142,34 +148,27 @@ def test_class_groups_differ_between_rounds() -> None:
     assert len({frozenset(batch) for batch in batches.tolist()}) > 2
 
 
-def test_a_balanced_epoch_covers_equal_classes_exactly() -> None:
-    labels = even(6, 8)
-    assert sorted(images_of(balanced(labels, 12, 4)).ravel()) == list(range(48))
-
-
-def test_a_paired_batch_has_the_same_classes_in_both_draws() -> None:
-    sampler = paired(LABELS, 24, 3)
-    for epoch in range(20):
-        for batch in images_of(sampler, epoch):
-            first, second = LABELS[batch].reshape(2, 4, 3)
-            assert (first == second).all()
-            assert (first == first[:, :1]).all()
-            assert len(set(first[:, 0])) == 4
+@pytest.mark.parametrize(
+    "sampler", [sampler(even(6, 8), 12), balanced(even(6, 8), 12, 4), paired(even(6, 8), 12, 2)]
+)
+def test_an_epoch_covers_equal_classes_exactly(sampler: BatchSampler) -> None:
+    assert sorted(images_of(sampler).ravel()) == list(range(48))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7])
-def test_two_draws_of_a_class_overlap_as_little_as_possible(n: int) -> None:
+def test_two_draws_have_the_same_classes_and_overlap_as_little_as_possible(n: int) -> None:
     sampler = paired(LABELS, 4 * n, n, limit=10)
-    sizes = dict(zip(*np.unique(LABELS, return_counts=True), strict=True))
     for epoch in range(20):
         for batch in images_of(sampler, epoch):
-            for first, second in batch.reshape(2, 2, n).transpose(1, 0, 2):
-                size = sizes[LABELS[first[0]]]
+            draws = batch.reshape(2, 2, n)
+            assert (LABELS[draws[0]] == LABELS[draws[1]]).all()
+            assert len(set(LABELS[draws[0, :, 0]])) == 2
+            for first, second in draws.transpose(1, 0, 2):
+                size = SIZES[LABELS[first[0]]]
                 a, b = Counter(first.tolist()), Counter(second.tolist())
                 assert len(a) == len(b) == min(n, size)
                 common = (a & b).total()
-                rest = n % size
-                assert common == n // size * size + max(0, 2 * rest - size)
+                assert common == n // size * size + max(0, 2 * (n % size) - size)
                 assert size < 2 * n or common == 0
 
 
@@ -185,55 +184,34 @@ def test_the_images_of_a_small_class_pair_up_in_changing_order() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 7])
 def test_independent_draws_have_the_same_classes_and_repeat_no_image_without_need(n: int) -> None:
     sampler = independent(LABELS, 8 * n, n)
-    sizes = dict(zip(*np.unique(LABELS, return_counts=True), strict=True))
     for epoch in range(20):
         for batch in images_of(sampler, epoch):
             first, second = batch.reshape(2, 4, n)
             assert (LABELS[first] == LABELS[second]).all()
             assert len(set(LABELS[first[:, 0]])) == 4
             for images in (*first, *second):
-                size = sizes[LABELS[images[0]]]
-                assert len(set(LABELS[images])) == 1
                 counts = Counter(images.tolist())
-                assert len(counts) == min(n, size)
+                assert len(set(LABELS[images])) == 1
+                assert len(counts) == min(n, SIZES[LABELS[images[0]]])
                 assert max(counts.values()) - min(counts.values()) <= 1
 
 
 def test_what_a_draw_has_says_nothing_about_the_other_if_they_are_independent() -> None:
-    labels, n, batches = even(4, 6), 2, 0
-    common, disjoint = 0, 0
-    for epoch in range(200):
-        for kind in (independent, paired):
-            for batch in images_of(kind(labels, 12, n, seed=0), epoch):
-                shared = len(set(batch[:6].tolist()) & set(batch[6:].tolist()))
-                if kind is paired:
-                    disjoint += shared
-                else:
-                    common += shared
-                    batches += 1
+    sampler = independent(even(4, 6), 12, 2)
+    shared = [
+        len(set(batch[:6].tolist()) & set(batch[6:].tolist()))
+        for epoch in range(200)
+        for batch in images_of(sampler, epoch)
+    ]
     # Each of the 6 images of a draw is in the other by chance n / 6 = 1/3 of the time.
-    assert disjoint == 0
-    assert 1.85 < common / batches < 2.15
+    assert 1.85 < np.mean(shared) < 2.15
 
 
-def test_a_paired_epoch_covers_equal_classes_exactly() -> None:
-    labels = even(6, 8)
-    assert sorted(images_of(paired(labels, 12, 2)).ravel()) == list(range(48))
-
-
-def test_few_images_make_one_batch() -> None:
-    labels = even(2, 3)
-    assert [len(batch) for batch in balanced(labels, 10, 5)] == [10]
-    assert [len(batch) for batch in paired(labels, 20, 5)] == [20]
-
-
-def test_batches_that_processes_cannot_share_are_refused() -> None:
-    with pytest.raises(JobError, match=r"batch_size 12 .* by 5 processes\. .* multiple of 5, .*10"):
-        samplers(rank=0, world=5)
-    with pytest.raises(JobError, match=r"all 3 images .*batch_size is 4.* which 2 processes"):
-        RandomBatches(3, 4, 0, rank=0, world=2)
-    with pytest.raises(ValueError, match="rank 2"):
-        samplers(rank=2, world=2)
+def test_batches_that_processes_cannot_share_are_refused(kind: dict[str, Any]) -> None:
+    with pytest.raises(JobError, match=r"batch of 12 images .* by 5 processes\. .* a multiple"):
+        sampler(LABELS, 12, ranks=(0, 5), **kind)
+    with pytest.raises(JobError, match=r"batch of 3 images .* by 2 processes"):
+        sampler(np.zeros(3, int), 4, ranks=(0, 2))
 
 
 def test_impossible_settings_are_refused_with_a_cure() -> None:
@@ -245,33 +223,6 @@ def test_impossible_settings_are_refused_with_a_cure() -> None:
         balanced(LABELS, 30, 3)
     with pytest.raises(JobError, match=r"twice 3 of each class needs 10 classes; .* most 30"):
         paired(LABELS, 60, 3)
-    with pytest.raises(JobError, match="per_class 0"):
-        balanced(LABELS, 30, 0)
-    with pytest.raises(JobError, match="batch_size 0"):
-        RandomBatches(10, 0, 0)
-
-
-def test_a_job_names_its_sampler() -> None:
-    kinds = (
-        ("random", "disjoint"),
-        ("balanced", "disjoint"),
-        ("paired", "disjoint"),
-        ("paired", "independent"),
-    )
-    own = {"limit": 1, "rank": 1, "world": 2}
-    for (kind, pairs), expected in zip(kinds, samplers(seed=9, **own), strict=True):
-        job = Job.model_validate(
-            {
-                "name": "x",
-                "seed": 9,
-                "data": {"kind": "folder", "root": "x"},
-                "sampling": {"kind": kind, "per_class": 3, "pairs": pairs},
-                "optimizer": {"batch_size": 12, "steps_per_epoch": 1},
-            }
-        )
-        sampler = build_sampler(job, LABELS, rank=1, world=2)
-        assert type(sampler) is type(expected)
-        assert epoch_of(sampler) == epoch_of(expected)
 
 
 def test_an_epoch_of_a_large_data_set_takes_about_a_second() -> None:

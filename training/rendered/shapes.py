@@ -8,7 +8,7 @@ from training.rendered.painting import DARK, PAPER, Canvas, Colour, Skin
 _STEEL: Colour = (0.72, 0.73, 0.76)
 
 
-def _bottle(c: Canvas, skin: Skin, g: float) -> None:
+def bottle(c: Canvas, skin: Skin, g: float) -> None:
     r = 0.36 * g
     neck = 0.13 * g
     c.lathe([(-0.8, neck), (-0.5, neck), (-0.2, r), (0.8, r)], skin.at(0.28, 1.7 * r), 0.9)
@@ -16,7 +16,7 @@ def _bottle(c: Canvas, skin: Skin, g: float) -> None:
     c.disc(0, -0.92, (0.16 * g, 0.16 * g * c.tilt), skin.accent)
 
 
-def _can(c: Canvas, skin: Skin, g: float) -> None:
+def can(c: Canvas, skin: Skin, g: float) -> None:
     r = 0.4 * g
     c.lathe([(-0.66, 0.88 * r), (-0.56, r), (0.62, r), (0.72, 0.88 * r)], _STEEL, 1.0)
     c.lathe([(-0.56, r), (0.62, r)], skin.at(0.0, 1.75 * r), 0.7)
@@ -24,7 +24,7 @@ def _can(c: Canvas, skin: Skin, g: float) -> None:
     c.disc(0, -0.65, (0.3 * r, 0.3 * r * c.tilt), DARK)
 
 
-def _mug(c: Canvas, skin: Skin, g: float) -> None:
+def mug(c: Canvas, skin: Skin, g: float) -> None:
     r = 0.48 * g
     handle = [(0.9 * r, -0.25), (1.9 * r, -0.3), (1.9 * r, 0.4), (0.9 * r, 0.35)]
     c.pad(handle, skin.accent, 0.05, width=0.15)
@@ -33,14 +33,14 @@ def _mug(c: Canvas, skin: Skin, g: float) -> None:
     c.disc(0, -0.46, (0.9 * r, 0.86 * r * c.tilt), (0.3, 0.19, 0.12), 0.6)
 
 
-def _jar(c: Canvas, skin: Skin, g: float) -> None:
+def jar(c: Canvas, skin: Skin, g: float) -> None:
     r = 0.5 * g
     c.lathe([(-0.5, 0.7 * r), (-0.3, r), (0.5, r), (0.68, 0.8 * r)], skin.at(0.1, 1.7 * r), 0.9)
     c.lathe([(-0.74, 0.8 * r), (-0.44, 0.8 * r)], skin.accent, 0.3)
     c.disc(0, -0.74, (0.8 * r, 0.8 * r * c.tilt), skin.accent)
 
 
-def _box(c: Canvas, skin: Skin, g: float) -> None:
+def box(c: Canvas, skin: Skin, g: float) -> None:
     wide, deep, high = 0.9 * g, 0.5, 1.25
     turn, angle = math.copysign(1, c.yaw), 0.12 + abs(c.yaw)
     front = (-turn * wide * math.cos(angle), -c.tilt * wide * math.sin(angle))
@@ -56,7 +56,7 @@ def _box(c: Canvas, skin: Skin, g: float) -> None:
     c.panel((near, front, (0, high)), (wide, high), (-turn * lean[0], 0, lean[1]), face)
 
 
-def _bag(c: Canvas, skin: Skin, g: float) -> None:
+def bag(c: Canvas, skin: Skin, g: float) -> None:
     w = 0.62 * g
     r, green, b = skin.accent
     for shift, colour in ((0.05, (0.6 * r, 0.6 * green, 0.6 * b)), (0.0, skin.accent)):
@@ -67,11 +67,11 @@ def _bag(c: Canvas, skin: Skin, g: float) -> None:
     c.pad([*half, *((-x, y) for x, y in reversed(half))], skin.at(0.2, 1.5 * w), 0.2)
 
 
-def _ball(c: Canvas, skin: Skin, g: float) -> None:
+def ball(c: Canvas, skin: Skin, g: float) -> None:
     c.ball(0.1, 0.62 * g, skin.at(0.1, 0.95 * g))
 
 
-def _lamp(c: Canvas, skin: Skin, g: float) -> None:
+def lamp(c: Canvas, skin: Skin, g: float) -> None:
     c.lathe([(0.62, 0.2), (0.7, 0.34 * g), (0.78, 0.34 * g)], skin.accent, 0.6)
     c.lathe([(-0.1, 0.05), (0.68, 0.05)], _STEEL, 1.0)
     c.lathe([(0.22, 0.05), (0.34, 0.13 * g), (0.52, 0.13 * g), (0.62, 0.05)], skin.accent, 0.6)
@@ -79,7 +79,7 @@ def _lamp(c: Canvas, skin: Skin, g: float) -> None:
     c.disc(0, -0.8, (0.3 * g, 0.3 * g * c.tilt), PAPER, 0.0)
 
 
-def _shoe(c: Canvas, skin: Skin, g: float) -> None:
+def shoe(c: Canvas, skin: Skin, g: float) -> None:
     rise = -0.42 * g
     lining = [(-0.7, rise), (-0.05, rise - 0.06), (-0.1, 0), (-0.6, 0)]
     c.pad(lining, DARK, 0.04)
@@ -94,7 +94,7 @@ def _shoe(c: Canvas, skin: Skin, g: float) -> None:
         c.pad([(x - 0.1, y + 0.13), (x + 0.06, y - 0.03)], PAPER, 0.02, width=0.045)
 
 
-def _watch(c: Canvas, skin: Skin, g: float) -> None:
+def watch(c: Canvas, skin: Skin, g: float) -> None:
     w, r = 0.2 * g, 0.44 * g
     half = [(0.8 * w, -0.86), (w, -0.82), (w, -0.4), (1.5 * w, -0.2)]
     half += [(x, -y) for x, y in reversed(half)]
@@ -107,16 +107,8 @@ def _watch(c: Canvas, skin: Skin, g: float) -> None:
         c.pad([(0, 0), end], skin.ink, 0.01, width=0.045)
 
 
+_PAINTERS = (bottle, can, mug, jar, box, bag, ball, lamp, shoe, watch)
 SHAPES: dict[str, Callable[[Canvas, Skin, float], None]] = {
-    "bottle": _bottle,
-    "can": _can,
-    "mug": _mug,
-    "jar": _jar,
-    "box": _box,
-    "bag": _bag,
-    "ball": _ball,
-    "lamp": _lamp,
-    "shoe": _shoe,
-    "watch": _watch,
+    painter.__name__: painter for painter in _PAINTERS
 }
 """Painters of one product each: canvas, skin and girth (about 1)."""

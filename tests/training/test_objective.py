@@ -168,8 +168,6 @@ def test_a_criterion_with_parameters_in_no_group_is_an_error(weights: Path) -> N
     [
         ({"gamma": 0}, "gamma must not be 0"),
         ({"gamma": -4, "hinge": True}, "needs a finite gamma above 0"),
-        ({"kind": "mhe1", "exponent": 2}, 'kind = "mhe1" does not read exponent'),
-        ({"kind": "r2", "delta": 0.1}, 'kind = "r2" does not read delta'),
         ({"subset": 1}, "greater than or equal to 2"),
     ],
 )

@@ -69,12 +69,6 @@ def test_shapes_colours_and_patterns_are_shared_between_products(products: range
         assert sum(count for count in counts.values() if count > 1) >= len(items) / 2
 
 
-def test_no_two_of_a_thousand_products_share_shape_colours_and_pattern() -> None:
-    items = [describe(product) for product in range(1000)]
-    looks = {(item.shape, item.scheme, item.skin.pattern) for item in items}
-    assert len(looks) == len(items)
-
-
 def test_words_have_three_to_seven_letters_and_repeat_only_after_hundreds_of_products() -> None:
     words = [describe(product).skin.word for product in range(400)]
     assert len(set(words)) == 400

@@ -327,7 +327,6 @@ def test_wrong_settings_are_refused() -> None:
         ({"kind": "r2", "exponent": math.nan}, "numbers"),
         ({"gamma": -1.0, "hinge": True}, "hinge = true needs .* not -1.0"),
         ({"subset": 1}, "subset\n.*greater than or equal to 2"),
-        ({"kind": "mhe1", "gamma": 3.0}, "does not read gamma"),
     ):
         with pytest.raises(ValueError, match=message):
             skewed(**wrong)

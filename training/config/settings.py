@@ -218,13 +218,6 @@ class SkewedMean(Section):
             raise ValueError("gamma must not be 0; gamma and exponent must be numbers")
         if self.hinge and not 0 < self.gamma < math.inf:
             raise ValueError(f"hinge = true needs a finite gamma above 0, not {self.gamma}")
-        read = {"r1": {"gamma", "delta", "hinge"}, "r2": {"exponent"}, "distance": {"exponent"}}
-        options = {"gamma", "delta", "hinge", "exponent"} - read.get(self.kind, set())
-        idle = sorted(
-            name for name in options if getattr(self, name) != type(self).model_fields[name].default
-        )
-        if idle:
-            raise ValueError(f'kind = "{self.kind}" does not read {", ".join(idle)}; remove it')
         return self
 
 
@@ -326,12 +319,6 @@ class Optimizer(Section):
     min_steps: int = Field(0, ge=0)
     average: float | None = Field(None, gt=0, lt=1)
 
-    @model_validator(mode="after")
-    def _check(self) -> "Optimizer":
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise ValueError("set clip_norm or clip_value, not both")
-        return self
-
     def enough_epochs(self, steps_per_epoch: int) -> "Optimizer":
         """These settings with the epochs that `min_steps` asks for."""
         epochs = max(self.epochs, math.ceil(self.min_steps / steps_per_epoch))
@@ -400,11 +387,7 @@ class Protocol(Section):
     @model_validator(mode="after")
     def _check(self) -> "Protocol":
         if (self.folds is None) != (self.fold is None) or (self.fold or 0) >= (self.folds or 1):
-            raise ValueError(
-                f"fold = {self.fold} does not fit folds = {self.folds}: 0 .. folds - 1"
-            )
-        if self.fold is not None and self.validation_fraction:
-            raise ValueError("a fold is the validation part; remove validation_fraction")
+            raise ValueError(f"fold = {self.fold} is not one of 0 .. {self.folds} - 1")
         if self.choose_by == "validation" and self.validation_fraction == 0 and self.fold is None:
             raise ValueError(
                 'choose_by = "validation" needs validation classes; set validation_fraction = 0.1'

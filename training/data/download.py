@@ -78,44 +78,24 @@ SOURCES: Mapping[str, Source] = {
 
 BY_HAND: Mapping[str, str] = {
     "cars196": """\
-Cars196 has no stable address: the link of its authors
-(https://ai.stanford.edu/~jkrause/cars/car_dataset.html) has been dead since 2023. You need the
-release with all images in one folder, not the one divided into cars_train/ and cars_test/:
-
-  cars_annos.mat    annotations of 16,185 images
-  car_ims.tgz       the images
-
-Ask the authors or a colleague for a copy. Several projects name
-http://ftp.cs.stanford.edu/cs/cvgl/CARS196.zip; nobody publishes a checksum of it, so it is not
-fetched here. Lay it out like this:
+Cars196 has no address since the link of its authors died in 2023, and nobody publishes a checksum.
+Ask the authors (https://ai.stanford.edu/~jkrause/cars/car_dataset.html) or a colleague for the
+release with all images in one folder, and lay it out like this:
 
   {root}/cars196/cars_annos.mat
   {root}/cars196/car_ims/000001.jpg ... 016185.jpg
 
-Then check it, and name it in your job as data.root with data.kind = "cars196":
-
-  kinlens-train data doctor {root}/cars196""",
+Then check it: kinlens-train data doctor {root}/cars196""",
     "in_shop": """\
-In-Shop Clothes Retrieval is given out by the authors of DeepFashion after an agreement, for
-non-commercial research:
-
-1. Open https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html and follow its
-   download instructions: fill in the agreement and send it; the answer has the password of
-   the archives that are locked.
-2. From "In-shop Clothes Retrieval Benchmark" take these files (not img_highres.zip):
-
-  Img/img.zip                     52,712 images of at most 256 px
-  Eval/list_eval_partition.txt    train, query and gallery
-
-3. Unpack img.zip, and lay them out like this (Anno/ instead of Eval/, and Img/img/ instead of
-   img/, are read too):
+In-Shop Clothes Retrieval is given out by the authors of DeepFashion for non-commercial research,
+after an agreement: https://mmlab.ie.cuhk.edu.hk/projects/DeepFashion/InShopRetrieval.html
+Of "In-shop Clothes Retrieval Benchmark" take Img/img.zip (52,712 images of at most 256 px, not
+img_highres.zip) and Eval/list_eval_partition.txt, and lay them out like this:
 
   {root}/in_shop/Eval/list_eval_partition.txt
   {root}/in_shop/img/WOMEN/...   {root}/in_shop/img/MEN/...
 
-4. Then check it, and name it in your job as data.root with data.kind = "in_shop":
-
-  kinlens-train data doctor {root}/in_shop""",
+Then check it: kinlens-train data doctor {root}/in_shop""",
 }
 
 

@@ -32,13 +32,8 @@ def hold_out(split: Split, fraction: float, seed: int = 0) -> Split:
     Train labels are numbered from 0 again, in the old order. **Reading**: fraction * C is rounded
     to the nearest number of classes.
 
-    Args:
-        split: without validation classes of its own.
-        fraction: between 0 and 1: 0.1 trains on 90 % of the classes.
-        seed: of the choice.
-
-    Raises: DatasetError if train or validation would have fewer than 2 classes, if no validation
-        class has 2 images, or if there are validation classes already.
+    Raises: DatasetError if train or validation would have fewer than 2 classes, or if no validation
+        class has 2 images.
     """
     classes = split.train.classes
     count = max(round(classes * fraction), FEWEST)
@@ -79,11 +74,6 @@ def without_test(split: Split) -> Split:
 
 
 def _validating(split: Split, held: NDArray[np.int64]) -> Split:
-    if split.validation is not None:
-        raise DatasetError(
-            f"{split.train.root} comes with {split.validation.classes} validation classes. Use "
-            "them, with validation_fraction = 0, or mark their images as train."
-        )
     sizes = np.bincount(split.train.labels, minlength=split.train.classes)
     if sizes[held].max() < 2:
         raise DatasetError(

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import scipy.io
 from pydantic import TypeAdapter
-from typer.testing import CliRunner
 
 from embedder.errors import DatasetError
 from tests.training.official_layouts import KINDS, write_image, write_layout
-from training.commands.data import app
 from training.config.settings import Data
 from training.data.datasets import OFFICIAL, Count, read_official
 from training.data.load import load_split, recognise, remarks, write_lists
@@ -128,13 +126,6 @@ def test_lists_with_other_line_ends_and_a_byte_order_mark_are_read(tmp_path: Pat
     (tmp_path / "Ebay_test.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DatasetError, match=r"Ebay_test.txt cannot be read"):
         partial("sop", tmp_path)
-
-
-def test_cub_does_not_follow_the_split_for_classification(tmp_path: Path) -> None:
-    write_layout("cub", tmp_path)
-    before = partial("cub", tmp_path).sha256()
-    (tmp_path / "train_test_split.txt").write_text("".join(f"{n} {n % 2}\n" for n in range(1, 17)))
-    assert partial("cub", tmp_path).sha256() == before
 
 
 def test_aircraft_takes_its_three_lists_together_in_the_order_of_its_variants(
@@ -257,14 +248,6 @@ def test_lists_name_existing_images_and_disjoint_classes(kind: str, tmp_path: Pa
     paths = [row["path"] for found in rows.values() for row in found]
     assert len(set(paths)) == len(paths) == 16
     assert all((written["test"].root / path).is_file() for path in paths)
-
-
-def test_the_command_says_where_the_paths_start(tmp_path: Path) -> None:
-    root = write_layout("sop", tmp_path / "sop")
-    arguments = ["split", str(root), "--out", str(tmp_path / "lists"), "--allow-partial"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert result.output.replace("\n", "").endswith(f"images: {root}")
 
 
 def test_lists_are_of_whole_official_data_sets_unless_a_part_is_allowed(tmp_path: Path) -> None:

@@ -51,12 +51,6 @@ def test_an_image_used_twice_in_an_epoch_gives_two_views(images: LabelledImages)
             assert not torch.equal(views[i], views[j])
 
 
-def test_the_first_view_is_seeded_by_seed_epoch_and_image(images: LabelledImages) -> None:
-    data = (images.root / images.paths[3]).read_bytes()
-    view = random_view(data, SPEC, np.random.default_rng((7, 1, 3)))
-    assert np.array_equal(TrainingImages(images, SPEC, 7)[(1, 3, 0)][0].numpy(), to_chw(view))
-
-
 def test_evaluation_sees_what_the_service_sees(images: LabelledImages) -> None:
     view, label = EvaluationImages(images, SPEC.preprocessing())[1]
     data = (images.root / images.paths[1]).read_bytes()
@@ -175,14 +169,6 @@ def test_every_mode_gives_a_view_for_training_and_one_for_evaluation(
         assert (view.shape, view.dtype) == ((3, 16, 16), torch.uint8)
     view, label = EvaluationImages(uncommon, SPEC.preprocessing())[0]
     assert (view.shape, view.dtype, int(label)) == ((3, 16, 16), torch.uint8, 0)
-
-
-def test_a_dot_fills_its_views_with_its_colour(tmp_path: Path) -> None:
-    (tmp_path / "dot.png").write_bytes(PICTURES["dot.png"])
-    images = labelled(tmp_path, [("dot.png", "a")])
-    views = (training_view(images, 0), EvaluationImages(images, SPEC.preprocessing())[0][0])
-    for view in views:
-        assert view.amax((1, 2)).tolist() == view.amin((1, 2)).tolist() == [255, 0, 0]
 
 
 def test_the_workers_of_a_loader_fit_the_device_and_its_cores(

@@ -1,6 +1,5 @@
 import json
 import statistics
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -88,13 +87,6 @@ def test_validation_classes_of_single_images_are_refused() -> None:
     split = Split(labelled(Path("nowhere"), single + pairs), images("z", 2))
     with pytest.raises(DatasetError, match=r"None of the 2 validation classes .* has 2 images"):
         folds(split, 5)
-
-
-def test_validation_classes_of_the_data_set_are_not_mixed_with_ours() -> None:
-    split = replace(some_split(), validation=images("v", 3))
-    for take in (lambda: hold_out(split, 0.2), lambda: folds(split, 5)):
-        with pytest.raises(DatasetError, match="comes with 3 validation classes"):
-            take()
 
 
 def test_the_protocol_of_a_job_says_what_is_held_out() -> None:

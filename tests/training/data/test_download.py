@@ -1,11 +1,14 @@
 """Downloads from local servers, well behaved and not."""
 
+import contextlib
 import hashlib
 import io
 import tarfile
+import threading
 import zipfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +16,47 @@ import pytest
 from typer.testing import CliRunner
 
 from embedder.errors import DatasetError
-from tests.training.data.servers import Site, http_site
 from training.commands.data import app
 from training.data.download import BY_HAND, SOURCES, Source, find_source, obtain
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
 BIRDS = {"birds/images/1.jpg": CONTENT, "birds/list.txt": b"1", "attributes.txt": b"a"}
 NOWHERE = "http://127.0.0.1:1/birds.tgz"
+
+
+@dataclass
+class Site:
+    """A file on an HTTP server: `asked` counts requests, `drop` cuts each answer short there."""
+
+    content: bytes
+    status: int = 200
+    drop: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    asked: int = 0
+    url: str = ""
+
+
+@contextlib.contextmanager
+def http_site(site: Site) -> Iterator[Site]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            site.asked += 1
+            self.send_response(site.status)
+            for name, value in (site.headers | {"Content-Length": str(len(site.content))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(site.content[: site.drop])
+            self.close_connection = True
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        site.url = f"http://127.0.0.1:{server.server_port}/birds.tgz"
+        try:
+            yield site
+        finally:
+            server.shutdown()
 
 
 def tgz(members: dict[str, bytes]) -> bytes:

@@ -5,6 +5,7 @@ every data set of `data/`, under the name DATA-METHOD.
 """
 
 import tomllib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,14 @@ def read_layers(source: str | Path) -> tuple[dict[str, Any], str]:
     path = _file(source)
     if path is not None:
         return read_file(path), str(path)
-    for data, method in _products():
-        if f"{data.stem}-{method.stem}" == str(source):
-            return _product(data, method), str(source)
+    if str(source) in (products := _products()):
+        return _product(*products[str(source)]), str(source)
     raise JobError(f"No job {str(source)!r}. Give the path of a TOML file or {known_jobs()}.")
 
 
 def job_names() -> list[str]:
     """The names of all shipped jobs."""
-    products = {f"{data.stem}-{method.stem}" for data, method in _products()}
-    return sorted(products | {path.stem for path in JOBS.glob("*.toml")})
+    return sorted({*_products(), *(path.stem for path in JOBS.glob("*.toml"))})
 
 
 def known_jobs() -> str:
@@ -73,9 +72,10 @@ def _file(source: str | Path, folder: Path = Path()) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _products() -> list[tuple[Path, Path]]:
-    methods = sorted((JOBS / "methods").glob("*.toml"))
-    return [(data, method) for data in (JOBS / "data").glob("*.toml") for method in methods]
+def _products() -> dict[str, tuple[Path, Path]]:
+    """A file of data and one of a method for each name DATA-METHOD."""
+    files = product((JOBS / "data").glob("*.toml"), (JOBS / "methods").glob("*.toml"))
+    return {f"{data.stem}-{method.stem}": (data, method) for data, method in files}
 
 
 def _product(data: Path, method: Path) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Skin:
     def paint(self, u: Plane, v: Plane, side_px: int) -> Plane:
         """Colours (3, h, w) at the surface coordinates u, v (h, w)."""
         share = PATTERNS[self.pattern](u, v, self.frequency)
-        colours = _mix(_column(self.body), _column(self.second), share)
+        colours = _mix(_column(self.body), self.second, share)
         height_px = max(8, side_px // 9)
         texels = lettering(self.word, self.weight, self.slant, height_px)
         rows, columns = texels.shape
@@ -115,12 +115,12 @@ class Skin:
         if self.label != "bare":
             reach_u = (columns / 2 + 0.35 * rows) * texel if self.label == "plate" else np.inf
             inside = np.minimum(reach_u - np.abs(u), rows * texel * 0.85 - np.abs(v - self.v))
-            colours = _mix(colours, _column(self.plate), np.clip(inside * side_px / 2, 0, 1))
+            colours = _mix(colours, self.plate, np.clip(inside * side_px / 2, 0, 1))
         else:
             halo = lettering(self.word, self.weight + 4, self.slant, height_px)
             dx, dy = (halo.shape[1] - columns) / 2, (halo.shape[0] - rows) / 2
-            colours = _mix(colours, _column(self.body), _sample(halo, x + dx, y + dy))
-        return _mix(colours, _column(self.ink), _sample(texels, x, y))
+            colours = _mix(colours, self.body, _sample(halo, x + dx, y + dy))
+        return _mix(colours, self.ink, _sample(texels, x, y))
 
     @property
     def plate(self) -> Colour:
@@ -141,8 +141,8 @@ def _column(colour: Colour) -> Plane:
     return np.array(colour, dtype=np.float32).reshape(3, 1, 1)
 
 
-def _mix(below: Plane, above: Plane, share: Plane) -> Plane:
-    return np.asarray(below + (above - below) * share)
+def _mix(below: Plane, above: Colour, share: Plane) -> Plane:
+    return np.asarray(below + (_column(above) - below) * share)
 
 
 class Canvas:

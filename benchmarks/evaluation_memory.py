@@ -108,7 +108,7 @@ def our_clustering(vectors: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def our_suite(vectors: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    from training.evaluation.suite import evaluate_embeddings
+    from training.evaluation.evaluate import evaluate_embeddings
 
     return evaluate_embeddings(vectors, labels, ks=(1, 10, 100, 1000))
 

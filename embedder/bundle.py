@@ -38,11 +38,17 @@ class VariantFiles:
 
 
 class Bundle:
-    """A verified bundle: every hash has been checked when an instance exists."""
+    """A bundle; `open` has verified every hash.
+
+    `model_path` is the ONNX file in fp32; of `precisions` fp32 is always one.
+    """
 
     def __init__(self, path: Path, manifest: BundleManifest) -> None:
         self.path = path
         self.manifest = manifest
+        self.bundle_id = manifest.bundle_id
+        self.model_path = path / MODEL
+        self.precisions: tuple[Precision, ...] = ("fp32", *manifest.variants)
 
     @classmethod
     def open(cls, path: Path | str) -> "Bundle":
@@ -56,24 +62,15 @@ class Bundle:
                 f"No model bundle at {path}: {MANIFEST} is missing. Give the folder that "
                 "`kinlens-train export` wrote."
             )
-        bundle = cls(path, _read_manifest(path / MANIFEST))
+        try:
+            manifest = BundleManifest.model_validate_json((path / MANIFEST).read_bytes())
+        except ValidationError as error:
+            raise BundleCorruptError(
+                f"{path / MANIFEST} is not a bundle manifest this version can read: {error}"
+            ) from error
+        bundle = cls(path, manifest)
         bundle._verify()
         return bundle
-
-    @property
-    def bundle_id(self) -> str:
-        """sha256 (hex) over the model and the manifest."""
-        return self.manifest.bundle_id
-
-    @property
-    def model_path(self) -> Path:
-        """The ONNX file in fp32."""
-        return self.path / MODEL
-
-    @property
-    def precisions(self) -> tuple[Precision, ...]:
-        """The precisions that the bundle has; fp32 always."""
-        return ("fp32", *self.manifest.variants)
 
     def model_file(self, precision: Precision) -> Path:
         """The ONNX file of a precision. Raises: BundleError if the bundle lacks it."""
@@ -118,7 +115,15 @@ class Bundle:
                 )
         expected |= {f"{GOLDEN}/{name}": digest for name, digest in manifest.golden.files.items()}
         for name, digest in expected.items():
-            _check_hash(self.path / name, digest)
+            path = self.path / name
+            if not path.is_file():
+                raise BundleCorruptError(f"{path} is missing. Export or copy the bundle again.")
+            found = sha256_of(path)
+            if found != digest:
+                raise BundleCorruptError(
+                    f"{path} has sha256 {found[:12]}, the manifest says {digest[:12]}: the file is "
+                    "damaged or was changed. Export or copy the bundle again."
+                )
 
 
 def write_bundle(
@@ -190,23 +195,3 @@ def _model_name(precision: Precision) -> str:
 
 def _vectors_name(precision: Precision) -> str:
     return _VECTORS if precision == "fp32" else f"vectors.{precision}.npy"
-
-
-def _read_manifest(path: Path) -> BundleManifest:
-    try:
-        return BundleManifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except (ValidationError, ValueError) as error:
-        raise BundleCorruptError(
-            f"{path} is not a bundle manifest this version can read: {error}"
-        ) from error
-
-
-def _check_hash(path: Path, expected: str) -> None:
-    if not path.is_file():
-        raise BundleCorruptError(f"{path} is missing. Export or copy the bundle again.")
-    found = sha256_of(path)
-    if found != expected:
-        raise BundleCorruptError(
-            f"{path} has sha256 {found[:12]}, the manifest says {expected[:12]}: the file is "
-            "damaged or was changed. Export or copy the bundle again."
-        )

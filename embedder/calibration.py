@@ -105,10 +105,3 @@ class Calibration(BaseModel):
         size = max(items, self.gallery_images / SMALLEST_GALLERY)
         shift = self.size_slope * float(np.log(size / self.gallery_images))
         return self.model_copy(update={"intercept": self.intercept - shift})
-
-    def threshold(self, false_matches: float) -> Threshold:
-        """The threshold of that share of false matches. Raises: KeyError if it was not fitted."""
-        for threshold in self.thresholds:
-            if threshold.false_matches == false_matches:
-                return threshold
-        raise KeyError(false_matches)

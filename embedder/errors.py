@@ -50,116 +50,88 @@ Messages name the value, what was expected and what to do.
 """
 
 
-class KinlensError(Exception):
-    """Root of the tree."""
+class KinlensError(Exception): ...
 
 
-class ImageError(KinlensError):
-    """An image that cannot be used."""
+class ImageError(KinlensError): ...
 
 
-class EmptyImageError(ImageError):
-    """No bytes at all."""
+class EmptyImageError(ImageError): ...
 
 
-class ImageTooManyBytesError(ImageError):
-    """More bytes than the limit."""
+class ImageTooManyBytesError(ImageError): ...
 
 
-class ImageTooLargeError(ImageError):
-    """More pixels, or a longer side, than the limit; read from the header, before decoding."""
+class ImageTooLargeError(ImageError): ...
 
 
-class UnsupportedFormatError(ImageError):
-    """Not one of the formats we decode, whatever its name says."""
+class UnsupportedFormatError(ImageError): ...
 
 
-class CorruptImageError(ImageError):
-    """A known format whose content is truncated or damaged."""
+class CorruptImageError(ImageError): ...
 
 
-class ImageCostError(ImageError):
-    """Decoding took more time or memory than the limit; its process was ended."""
+class ImageCostError(ImageError): ...
 
 
-class BundleError(KinlensError):
-    """A model bundle that cannot be used."""
+class BundleError(KinlensError): ...
 
 
-class BundleNotFoundError(BundleError):
-    """No bundle at that path."""
+class BundleNotFoundError(BundleError): ...
 
 
-class BundleCorruptError(BundleError):
-    """A file, hash or manifest of the bundle that does not fit."""
+class BundleCorruptError(BundleError): ...
 
 
-class GoldenMismatchError(BundleError):
-    """The model, or the preprocessing, does not reproduce the golden vectors of its bundle."""
+class GoldenMismatchError(BundleError): ...
 
 
-class ProviderError(BundleError):
-    """The inference engine does not run on the device that was asked for."""
+class ProviderError(BundleError): ...
 
 
-class GalleryError(KinlensError):
-    """A gallery that cannot be used."""
+class GalleryError(KinlensError): ...
 
 
-class GalleryNotFoundError(GalleryError):
-    """No gallery of that name, or at that path."""
+class GalleryNotFoundError(GalleryError): ...
 
 
-class GalleryCorruptError(GalleryError):
-    """A file, hash or catalogue of the gallery that does not fit."""
+class GalleryCorruptError(GalleryError): ...
 
 
-class BundleMismatchError(GalleryError):
-    """A gallery that was made with another bundle; its vectors cannot be compared with ours."""
+class BundleMismatchError(GalleryError): ...
 
 
-class ItemNotFoundError(GalleryError):
-    """No item with that number in the gallery."""
+class ItemNotFoundError(GalleryError): ...
 
 
-class GalleryConflictError(GalleryError):
-    """A name that is taken, or a gallery that may not be changed in this way."""
+class GalleryConflictError(GalleryError): ...
 
 
-class SourceError(GalleryError):
-    """A folder, CSV or data set split that cannot be indexed."""
+class SourceError(GalleryError): ...
 
 
-class GalleryBusyError(GalleryError):
-    """Another process is building, compacting or restoring the gallery."""
+class GalleryBusyError(GalleryError): ...
 
 
-class GalleryWriteError(GalleryError):
-    """A change that could not be made durable; the gallery is as it was before."""
+class GalleryWriteError(GalleryError): ...
 
 
-class PlanError(GalleryError):
-    """An index that does not fit the memory, the device or the number of vectors."""
+class PlanError(GalleryError): ...
 
 
-class RecallError(GalleryError):
-    """An index that finds too few of the true neighbours, whatever its search parameters."""
+class RecallError(GalleryError): ...
 
 
-class EngineUnavailableError(GalleryError):
-    """A vector database that does not answer, or refuses."""
+class EngineUnavailableError(GalleryError): ...
 
 
-class SearchError(KinlensError):
-    """A request that cannot be answered."""
+class SearchError(KinlensError): ...
 
 
-class InvalidParameterError(SearchError):
-    """A parameter outside its range."""
+class InvalidParameterError(SearchError): ...
 
 
-class FilterError(SearchError):
-    """A filter that is malformed, or does not fit the attributes of the gallery."""
+class FilterError(SearchError): ...
 
 
 class OverloadedError(SearchError):
@@ -170,24 +142,19 @@ class OverloadedError(SearchError):
         self.retry_after_s = retry_after_s
 
 
-class DeadlineExceededError(SearchError):
-    """The request waited longer than its limit."""
+class DeadlineExceededError(SearchError): ...
 
 
-class AccessError(KinlensError):
-    """A caller who may not do this."""
+class AccessError(KinlensError): ...
 
 
-class KeyMissingError(AccessError):
-    """No API key, or one that is not known."""
+class KeyMissingError(AccessError): ...
 
 
-class ScopeError(AccessError):
-    """A key without the scope that this needs."""
+class ScopeError(AccessError): ...
 
 
-class KeysUnreadableError(AccessError):
-    """The file of API keys cannot be read, so that no key is accepted."""
+class KeysUnreadableError(AccessError): ...
 
 
 class RateLimitedError(AccessError):
@@ -198,41 +165,31 @@ class RateLimitedError(AccessError):
         self.retry_after_s = retry_after_s
 
 
-class StateError(KinlensError):
-    """Something that a running service keeps on the disk."""
+class StateError(KinlensError): ...
 
 
-class StateMissingError(StateError):
-    """The service was started without a folder to keep things in."""
+class StateMissingError(StateError): ...
 
 
-class JobNotFoundError(StateError):
-    """No job of that number."""
+class JobNotFoundError(StateError): ...
 
 
-class JobConflictError(StateError):
-    """A job that cannot start, stop or go on in the state that it is in."""
+class JobConflictError(StateError): ...
 
 
-class TrainingError(KinlensError):
-    """A training job that cannot run."""
+class TrainingError(KinlensError): ...
 
 
-class JobError(TrainingError):
-    """A job file that does not fit its schema."""
+class JobError(TrainingError): ...
 
 
-class DatasetError(TrainingError):
-    """A data set that is missing or malformed."""
+class DatasetError(TrainingError): ...
 
 
-class CheckpointError(TrainingError):
-    """A checkpoint or weight file that cannot be used."""
+class CheckpointError(TrainingError): ...
 
 
-class EvaluationError(TrainingError):
-    """Embeddings that cannot be evaluated."""
+class EvaluationError(TrainingError): ...
 
 
-class ExportError(TrainingError):
-    """An exported model that did not pass a parity gate."""
+class ExportError(TrainingError): ...

@@ -120,6 +120,13 @@ class BundleManifest(_Frozen):
     versions: dict[str, str] = Field(default_factory=dict)
     bundle_id: str = ""
 
+    def no_calibration(self) -> str | None:
+        """Why there is no calibration; None with one."""
+        if self.calibration is not None:
+            return None
+        reason = None if self.held_out is None else self.held_out.no_calibration
+        return reason or "It was exported without held-out images."
+
     def page(self) -> dict[str, Any]:
         """What is written to disk: everything but the newer keys that are empty."""
         content = self.model_dump(mode="json")

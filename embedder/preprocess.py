@@ -27,11 +27,6 @@ ALLOWED_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 """Formats that are decoded, by content; of an animation the first frame."""
 
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"GIF8", b"II*\0", b"MM\0*")
-_RESAMPLING = {
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-}
 _EXIF_ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -46,6 +41,9 @@ _SIDEWAYS = (5, 6, 7, 8)  # turns that make the width of the stored image its he
 _STRIP_ROWS = 256
 _PILLOW_MEGAPIXELS = 178.0  # above this Pillow refuses by itself, whatever our limit says
 _BOX_TOLERANCE = 1e-6  # what rounding in a browser may add
+
+MAX_SIDE_PX = 2048
+"""Of a picture that `render_jpeg` makes, in pixels."""
 
 Box = tuple[float, float, float, float]
 """A part of an image: left, top, width, height as fractions 0..1 of the upright image."""
@@ -68,8 +66,6 @@ class ImageLimits:
                 f"max_megapixels = {self.max_megapixels} is outside 0..{_PILLOW_MEGAPIXELS:g}, "
                 "what the decoder can be trusted with; choose a smaller limit"
             )
-        if self.max_bytes < 1 or self.max_side_px < 1:
-            raise ValueError("max_bytes and max_side_px must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +121,13 @@ def decode(
         for a box outside the image or smaller than a pixel.
     """
     box = None if box is None else check_box(box)
-    upright = _decode_whole(data, limits or ImageLimits(), min_side_px, box)
-    return upright if box is None else _cut(upright, box)
-
-
-def _decode_whole(
-    data: bytes, limits: ImageLimits, min_side_px: int | None, box: Box | None
-) -> Image.Image:
-    with _open(data, limits) as image:
+    with _open(data, limits or ImageLimits()) as image:
         if min_side_px is not None and _format(image) == "JPEG":
             _draft(image, min_side_px, box)
         try:
             image.load()
             turn = _TURNS.get(_orientation(image))
-            return _to_rgb(image) if turn is None else _to_rgb(image).transpose(turn)
+            upright = _to_rgb(image) if turn is None else _to_rgb(image).transpose(turn)
         except MemoryError:
             raise
         except Exception as error:
@@ -147,6 +136,7 @@ def _decode_whole(
                 f"The {_format(image)} image is truncated or damaged ({error}). "
                 "Export it again from its source."
             ) from error
+    return upright if box is None else _cut(upright, box)
 
 
 def preprocess(
@@ -163,6 +153,23 @@ def preprocess(
     return to_chw(resize_box(image, square, spec.crop_px, spec.interpolation))
 
 
+def render_jpeg(data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
+    """A picture for the screen: upright, a JPEG whose longer side is at most `side_px`.
+
+    Raises: as `decode`.
+    """
+    header = read_header(data, limits)
+    scale = min(1.0, side_px / max(header.width, header.height))
+    image = decode(data, limits, math.ceil(min(header.width, header.height) * scale))
+    if max(image.size) > side_px:
+        scale = side_px / max(image.size)
+        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+        image = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
 def central_box(size: tuple[int, int], spec: Preprocessing) -> PixelBox:
     """The central square that `spec` keeps of an image of `size` = (width, height).
 
@@ -177,7 +184,8 @@ def resize_box(
     image: Image.Image, box: PixelBox, size_px: int, interpolation: Interpolation = "bilinear"
 ) -> Image.Image:
     """Scale the part of `image` inside `box` to a square of `size_px`, anti-aliased."""
-    return image.resize((size_px, size_px), _RESAMPLING[interpolation], box=box)
+    resampling = Image.Resampling[interpolation.upper()]
+    return image.resize((size_px, size_px), resampling, box=box)
 
 
 def to_chw(image: Image.Image) -> NDArray[np.uint8]:
@@ -202,7 +210,13 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
         ) from error
     except Exception as error:
         raise _unreadable(data) from error
-    _check_size(image, limits)
+    width, height = image.size
+    megapixels = width * height / 1e6
+    if megapixels > limits.max_megapixels or max(width, height) > limits.max_side_px:
+        raise ImageTooLargeError(
+            f"The image is {width} x {height} px ({megapixels:.1f} MP); the limits are "
+            f"{limits.max_megapixels:g} MP and {limits.max_side_px} px a side. Resize it."
+        )
     if image.mode in ("I", "F"):
         raise UnsupportedFormatError(
             f"The {_format(image)} image has 32 bits a pixel, which have no agreed range of "
@@ -222,16 +236,6 @@ def _unreadable(data: bytes) -> CorruptImageError | UnsupportedFormatError:
         f"The content is not an image in a known format. Send one of {', '.join(ALLOWED_FORMATS)}; "
         "the name of a file does not change its format."
     )
-
-
-def _check_size(image: Image.Image, limits: ImageLimits) -> None:
-    width, height = image.size
-    megapixels = width * height / 1e6
-    if megapixels > limits.max_megapixels or max(width, height) > limits.max_side_px:
-        raise ImageTooLargeError(
-            f"The image is {width} x {height} px ({megapixels:.1f} MP); the limits are "
-            f"{limits.max_megapixels:g} MP and {limits.max_side_px} px a side. Resize it."
-        )
 
 
 def _format(image: Image.Image) -> str:

@@ -32,7 +32,7 @@ from embedder.session import OnnxEmbedder, SessionSettings
 from training.config.job import Job, parse_job
 from training.data.load import load_split
 from training.device import tuned
-from training.evaluation.suite import evaluate_embeddings
+from training.evaluation.evaluate import evaluate_embeddings
 from training.export.bundle import export_checkpoint
 from training.losses.table import LOSSES
 from training.runner import load_chosen, run_job

@@ -15,8 +15,7 @@ from embedder.errors import (
     ItemNotFoundError,
     OverloadedError,
 )
-from embedder.preprocess import ImageLimits
-from embedder.rendering import MAX_SIDE_PX
+from embedder.preprocess import MAX_SIDE_PX, ImageLimits
 from indexer.ingest.sources import ANY_SIZE
 from service.cache import LruCache
 from service.decoding.decoder import Decoder

@@ -11,8 +11,8 @@ from training.config.job import Job
 from training.data.records import Split
 from training.device import choose_device, tuned
 from training.distributed import is_main, wait_for_all
+from training.evaluation.evaluate import evaluate
 from training.folder import replace_json
-from training.inference import evaluate
 from training.report.notices import did_it_help
 from training.report.page import write_report
 from training.result import RESULT, Result

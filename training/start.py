@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embedder.bundle import Bundle
-from training.bundle_weights import bundle_of
 from training.config.job import Job
 from training.data.records import LabelledImages
-from training.inference import embed
+from training.evaluation.evaluate import embed
 from training.losses.proxies import ProxyLoss
+from training.models.from_bundle import bundle_of
 from training.state import Run
 
 WHITENING = 0.25

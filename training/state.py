@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embedder.errors import CheckpointError, TrainingError
-from training.bundle_weights import new_network
 from training.checkpoint import UNTRAINED, Average, Checkpoint, load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.records import Split
@@ -18,6 +17,7 @@ from training.device import choose_device
 from training.distributed import world
 from training.folder import changes
 from training.models.embedding import EmbeddingNet
+from training.models.from_bundle import new_network
 from training.objective import Objective, TrainingStep
 
 Row = dict[str, float]

@@ -24,7 +24,7 @@ from training.data.records import LabelledImages, Split, write_table
 from training.data.samplers import BatchSampler
 from training.device import autocast, on_device
 from training.distributed import is_main, local_world, rank, wait_for_all, world
-from training.inference import (
+from training.evaluation.evaluate import (
     batches,
     embed,
     evaluate,

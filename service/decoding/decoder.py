@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.manifest import Preprocessing
-from embedder.preprocess import Box, ImageLimits
-from embedder.rendering import MAX_SIDE_PX
+from embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits
 from service.decoding.inline import InlineDecoder
 from service.decoding.pool import DecodePool
 from service.settings import Settings

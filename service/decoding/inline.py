@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import ImageCostError, SearchError
 from embedder.manifest import Preprocessing
-from embedder.preprocess import Box, ImageLimits, preprocess
-from embedder.rendering import MAX_SIDE_PX, render_jpeg
+from embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits, preprocess, render_jpeg
 from service.pools import BoundedPool
 
 T = TypeVar("T")
@@ -65,7 +64,7 @@ class InlineDecoder:
         return await self._run(lambda: preprocess(data, spec, limits, box), urgent=urgent)
 
     async def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
-        """`embedder.rendering.render_jpeg` in a thread. Raises: as `decode`."""
+        """`embedder.preprocess.render_jpeg` in a thread. Raises: as `decode`."""
         return await self._run(lambda: render_jpeg(data, limits, side_px))
 
     async def _run(self, work: Callable[[], T], *, urgent: bool = False) -> T:

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import OverloadedError, SearchError
 from embedder.manifest import Preprocessing
-from embedder.preprocess import Box, ImageLimits
-from embedder.rendering import MAX_SIDE_PX
+from embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits
 from service.decoding.process import Job, WorkerLimits, WorkerProcess, request_parts
 from service.decoding.wire import pack_order, pack_rendering
 
@@ -103,7 +102,7 @@ class DecodePool:
         return await self._done(order, data, spec.crop_px, urgent=urgent)
 
     async def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
-        """`embedder.rendering.render_jpeg` in a process. Raises: as `decode`."""
+        """`embedder.preprocess.render_jpeg` in a process. Raises: as `decode`."""
         order = pack_rendering(limits, side_px)
         return (await self._done(order, data, side_px, is_jpeg=True)).tobytes()
 

@@ -22,8 +22,7 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from embedder.preprocess import preprocess
-from embedder.rendering import render_jpeg
+from embedder.preprocess import preprocess, render_jpeg
 from service.decoding.wire import (
     DONE,
     ENDING,

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from embedder.precision import FASTER, PROVIDERS
+from embedder.session import FASTER, PROVIDERS
 from indexer.reader import GalleryReader
 from service.jobs.class_folders import write_classes
 from service.jobs.command import run_command

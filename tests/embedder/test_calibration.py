@@ -73,8 +73,3 @@ def test_an_older_calibration_is_written_as_it_was_read() -> None:
     newer = RANKED.model_dump(mode="json")
     assert (newer["rank_slope"], newer["size_slope"]) == (0.5, 0.8)
     assert Calibration.model_validate(newer) == RANKED
-
-
-def test_a_calibration_is_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        CALIBRATION.slope = 1.0

@@ -36,6 +36,17 @@ def png_claiming(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"x" * 900)
 
 
+def stored_turned(image: Image.Image, kind: str, orientation: int, **options: object) -> bytes:
+    """`image` as a camera that is held so stores it, with the EXIF orientation that undoes it."""
+    turn = Image.Transpose
+    undo = [turn.FLIP_LEFT_RIGHT, turn.ROTATE_180, turn.FLIP_TOP_BOTTOM, turn.TRANSPOSE]
+    undo += [turn.ROTATE_90, turn.TRANSVERSE, turn.ROTATE_270]
+    stored = image.transpose(undo[orientation - 2]) if orientation > 1 else image
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(stored, kind, exif=exif.tobytes(), **options)
+
+
 def cosine(a: bytes, b: bytes) -> float:
     fake = FakeEmbedder(size_px=32)
     vectors = fake.embed(np.stack([fake.preprocess(a), fake.preprocess(b)]))
@@ -52,20 +63,8 @@ def test_every_allowed_format_gives_the_same_picture(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_an_exif_turn_is_undone(kind: str, orientation: int) -> None:
-    undo = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }
     image = picture(2)
-    stored = image.transpose(undo[orientation]) if orientation > 1 else image
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    turned = encoded(stored, kind, exif=exif.tobytes())
+    turned = stored_turned(image, kind, orientation)
     assert cosine(encoded(image), turned) > 0.99
     assert decode(turned).size == image.size
 
@@ -228,8 +227,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 def test_limits_beyond_the_decoder_are_refused() -> None:
     with pytest.raises(ValueError, match="max_megapixels = 500"):
         ImageLimits(max_megapixels=500)
-    with pytest.raises(ValueError, match="at least 1"):
-        ImageLimits(max_bytes=0)
 
 
 def test_a_multi_picture_jpeg_is_its_first_picture() -> None:
@@ -245,21 +242,9 @@ def test_a_multi_picture_jpeg_is_its_first_picture() -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_crop_box_is_cut_from_the_upright_image(kind: str, orientation: int) -> None:
-    undo = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }
     image = picture(2, (400, 200))
-    stored = image.transpose(undo[orientation]) if orientation > 1 else image
-    exif = Image.Exif()
-    exif[0x0112] = orientation
     options = {"lossless": True} if kind == "WEBP" else {}
-    turned = encoded(stored, kind, exif=exif.tobytes(), **options)
+    turned = stored_turned(image, kind, orientation, **options)
     alone = preprocess(encoded(image.crop((40, 100, 140, 180))), SPEC)
     cropped = preprocess(turned, SPEC, box=(0.1, 0.5, 0.25, 0.4))
     assert np.abs(cropped.astype(int) - alone).mean() < (3 if kind == "JPEG" else 1e-9)

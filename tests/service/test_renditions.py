@@ -18,8 +18,7 @@ from embedder.errors import (
     OverloadedError,
 )
 from embedder.fake import FakeEmbedder
-from embedder.preprocess import ImageLimits
-from embedder.rendering import MAX_SIDE_PX, render_jpeg
+from embedder.preprocess import MAX_SIDE_PX, ImageLimits, render_jpeg
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
 from service.renditions import SIDES_PX, Renditions
@@ -96,7 +95,7 @@ def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypa
         return await render(*arguments)
 
     monkeypatch.setattr(shop.running.runtime.decoding, "render", counted)
-    for module in ("embedder.rendering", "indexer.ingest.pictures"):
+    for module in ("embedder.preprocess", "indexer.ingest.pictures"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
     link = link_of(shop, encoded(picture(3, (3000, 40)), "TIFF"))
     answers = [shop.client.get(link) for _ in range(3)]

@@ -9,10 +9,9 @@ from torch.nn import functional as F
 
 from embedder.errors import CheckpointError
 from training.config.settings import Model
-from training.models.backbones import build_trunk, normalization_of
+from training.models.backbones import build_trunk, fold_batch_norm, normalization_of
 from training.models.bn_inception import BNInception
 from training.models.embedding import EmbeddingNet
-from training.models.folding import fold_batch_norm
 
 FACTS = Path(__file__).parent / "bn_inception_state_dict.tsv"
 

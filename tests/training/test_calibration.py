@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 import training.export.calibration as calibration_module
-from embedder.calibration import Calibration, Threshold
+from embedder.calibration import Calibration
 from embedder.errors import EvaluationError
 from embedder.types import Embeddings
 from training.export.calibration import (
@@ -16,7 +16,6 @@ from training.export.calibration import (
     least_score,
     roc_area,
     search,
-    wrong_pairs,
 )
 
 
@@ -162,12 +161,6 @@ def test_thresholds_of_a_search_hold_for_classes_that_are_absent() -> None:
         assert threshold.search_score > threshold.pair_score
 
 
-@pytest.mark.parametrize(("rate", "reached"), [(0.01, 1), (0.05, 5), (0.1, 10), (0.99, 99)])
-def test_a_threshold_lets_exactly_its_share_pass(rate: float, reached: int) -> None:
-    wrong = np.random.default_rng(0).permutation(np.arange(100, dtype=np.float32) / 100)
-    assert (wrong >= least_score(wrong, rate)).sum() == reached
-
-
 def test_of_tied_scores_a_threshold_lets_none_pass_beyond_its_share() -> None:
     wrong = np.full(50, 0.5, np.float32)
     assert 0.5 < least_score(wrong, 0.1) < 0.5001
@@ -218,13 +211,6 @@ def test_many_images_are_sampled_by_the_seed(monkeypatch: pytest.MonkeyPatch) ->
     assert 0.95 * 30_000 < found.negative_pairs < 30_000
     for one, all_pairs in zip(found.thresholds, whole.thresholds, strict=True):
         assert one.pair_score == pytest.approx(all_pairs.pair_score, abs=0.05)
-
-
-def test_no_pair_is_an_image_with_itself() -> None:
-    embeddings = clouds(classes=3, images=2)[0]
-    drawn_pairs = wrong_pairs(embeddings, np.arange(6), 10, np.random.default_rng(0))
-    assert len(drawn_pairs) == 10
-    assert drawn_pairs.max() < 0.9999
 
 
 @pytest.mark.parametrize(
@@ -287,22 +273,6 @@ def test_slopes_stay_within_their_bounds() -> None:
     assert slopes[1] == 0
 
 
-def test_a_calibration_survives_json() -> None:
-    found = fit_calibration(*clouds(), split="validation")
-    again = Calibration.model_validate_json(found.model_dump_json())
-    assert again == found
-    scores = np.linspace(0, 1, 11)
-    np.testing.assert_array_equal(again.probability(scores), found.probability(scores))
-
-
-def test_a_threshold_is_found_by_its_rate() -> None:
-    found = fit_calibration(*clouds(), split="validation")
-    assert isinstance(found.threshold(0.05), Threshold)
-    assert found.threshold(0.05).false_matches == 0.05
-    with pytest.raises(KeyError):
-        found.threshold(0.2)
-
-
 # The area under the ROC curve
 
 
@@ -322,19 +292,6 @@ def test_the_area_is_that_of_all_pairs_of_a_right_and_a_wrong_one() -> None:
     weight = weights[right][:, None] * weights[~right]
     expected = (above * weight).sum() / weight.sum()
     assert roc_area(scores, right, weights, classes).value == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_weight_counts_as_so_many_pairs_in_an_area() -> None:
-    scores, right, weights, classes = pairs(200, 1.0)
-    repeated = [np.repeat(array, weights) for array in (scores, right, np.ones(200), classes)]
-    np.testing.assert_allclose(
-        roc_area(scores, right, weights, classes), roc_area(*repeated), rtol=1e-12
-    )
-
-
-def test_scores_that_separate_have_an_area_of_1_without_doubt() -> None:
-    scores, right, weights, classes = pairs(200, 100.0)
-    assert roc_area(scores, right, weights, classes) == pytest.approx((1, 1, 1))
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:

@@ -11,10 +11,8 @@ from torch import nn
 import training.models.backbones as backbones
 from embedder.errors import CheckpointError
 from training.config.settings import BACKBONE_NAMES, Determinant, Flow, Model
-from training.models.backbones import BACKBONES, Normalize, build_trunk
-from training.models.embedding import EmbeddingNet
-from training.models.folding import fold_batch_norm
-from training.models.pooling import Pool
+from training.models.backbones import BACKBONES, Normalize, build_trunk, fold_batch_norm
+from training.models.embedding import EmbeddingNet, Pool
 
 LONG = pytest.mark.skipif(
     not os.environ.get("KINLENS_LONG_TESTS"), reason="a large backbone; make soak runs it"
@@ -28,10 +26,6 @@ SMALL_FIRST = [
 def images(count: int = 2, side: int = 64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
-
-
-def test_resnet50_starts_from_the_weights_of_the_papers() -> None:
-    assert BACKBONES["resnet50"].weights is tv.ResNet50_Weights.IMAGENET1K_V1
 
 
 def test_a_job_may_name_every_backbone() -> None:
@@ -151,11 +145,6 @@ def test_folding_batch_norm_changes_nothing_but_the_layers(name: str) -> None:
     assert all(m.weight.requires_grad and not m.bias.requires_grad for m in convolutions)
 
 
-def test_trained_batch_norm_moves() -> None:
-    net = EmbeddingNet(Model(weights="none", dim=4, batch_norm="train")).train()
-    assert all(m.training for m in net.trunk.modules() if isinstance(m, nn.BatchNorm2d))
-
-
 def test_normalisation_is_mean_and_std_on_0_to_1() -> None:
     pixels = images(1, 8)
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
@@ -169,11 +158,6 @@ def test_pooling_is_average_maximum_or_their_sum() -> None:
     torch.testing.assert_close(Pool("gap")(maps), average)
     torch.testing.assert_close(Pool("gmp")(maps), maximum)
     torch.testing.assert_close(Pool("gap+gmp")(maps), average + maximum)
-
-
-def test_gem_starts_at_the_cube_and_is_its_formula() -> None:
-    maps = torch.rand(2, 3, 4, 4)
-    torch.testing.assert_close(Pool("gem")(maps), maps.pow(3).mean(dim=(2, 3)).pow(1 / 3))
 
 
 def gem(maps: torch.Tensor, exponent: float) -> torch.Tensor:

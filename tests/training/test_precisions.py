@@ -21,17 +21,16 @@ from tests.training.jobs import small_job
 from training.config.settings import Model
 from training.data.load import load_split
 from training.data.records import Split
-from training.export.onnx_file import golden_images, torch_embed, write_onnx
+from training.export.bundle import golden_images, write_onnx
 from training.export.precisions import (
     Candidate,
     compare,
     convert_fp16,
-    every_second,
     quantize_int8,
     range_images,
     trunk_nodes,
 )
-from training.models.embedding import EmbeddingNet
+from training.models.embedding import EmbeddingNet, torch_embed
 
 SPEC = Preprocessing(resize_px=36, crop_px=32)
 
@@ -151,17 +150,10 @@ def test_int8_quantizes_the_convolutions_and_nothing_of_the_head(small: Small) -
     assert len(kernels) == 2
     assert all(after[f"{name}_quantized"] == TensorProto.INT8 for name in kernels)
     assert [t for name, t in after.items() if "trunk" not in name] == [TensorProto.FLOAT]
-
-
-def test_int8_has_a_scale_for_each_output_channel(small: Small) -> None:
-    initializers = {t.name: t for t in onnx.load(small.int8).graph.initializer}
-    assert initializers["trunk.0.weight_scale"].dims == [64]
-
-
-def test_int8_is_a_quarter_and_fp16_half_of_the_size(small: Small) -> None:
-    sizes = [p.stat().st_size for p in (small.bundle.model_path, small.int8, small.fp16)]
-    assert sizes[1] < 0.4 * sizes[0]
-    assert sizes[2] < 0.6 * sizes[0]
+    scales = next(
+        t for t in onnx.load(small.int8).graph.initializer if t.name.endswith("0.weight_scale")
+    )
+    assert scales.dims == [64]  # one for each output channel
 
 
 def test_fp16_converts_the_trunk_and_leaves_what_makes_unit_norm(small: Small) -> None:
@@ -279,8 +271,3 @@ def test_the_loss_of_queries_in_a_gallery_of_fp32_is_told(small: Small) -> None:
     found = compare(small.made("fp16"), page(100.0), LABELS, RIGHT, turned)
     assert found.recall_at_1_loss == 0
     assert found.mixed_recall_at_1_loss == 100
-
-
-def test_every_second_image_of_a_class_asks() -> None:
-    labels = np.array([1, 0, 1, 0, 1, 2])
-    np.testing.assert_array_equal(every_second(labels), [1, 1, 0, 0, 1, 1])

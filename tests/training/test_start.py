@@ -12,9 +12,9 @@ from training.checkpoint import load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.load import load_split
 from training.data.protocol import with_protocol
+from training.evaluation.evaluate import embed
 from training.evaluation.retrieval import retrieval
 from training.export.bundle import export_checkpoint
-from training.inference import embed
 from training.losses.table import build_loss
 from training.runner import load_chosen, run_job
 from training.start import WHITENING, set_projection, set_proxies

@@ -9,10 +9,9 @@ from torch import nn
 
 from embedder.errors import CheckpointError, JobError
 from training.config.settings import Model
-from training.export.onnx_file import write_onnx
-from training.models.backbones import build_trunk, normalization_of
+from training.export.bundle import write_onnx
+from training.models.backbones import build_trunk, fold_batch_norm, normalization_of
 from training.models.embedding import EmbeddingNet
-from training.models.folding import fold_batch_norm
 
 timm = pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")
 

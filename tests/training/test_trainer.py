@@ -17,7 +17,7 @@ from training.data.load import load_split
 from training.data.protocol import with_protocol
 from training.data.records import Split
 from training.device import autocast, choose_device
-from training.inference import embed
+from training.evaluation.evaluate import embed
 from training.result import read_result
 from training.runner import load_chosen, run_job
 from training.state import create_run

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +49,7 @@ def evaluate(
     kinlens-train evaluate bundles/trunk --data /my/shop
     """
     from training.distributed import require_alone
-    from training.evaluation.interval import queries_in, with_interval
+    from training.evaluation.retrieval import queries_in, with_interval
 
     require_alone()
     model = _of_bundle(source) if (source / MANIFEST).is_file() else _of_run(source)
@@ -69,8 +70,7 @@ def evaluate(
 
 def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
     """Figures of images searched among the others or, with two parts, in the second."""
-    from training.evaluation.suite import evaluate_embeddings
-    from training.export.bundle import embed_with
+    from training.evaluation.evaluate import embed_with, evaluate_embeddings
 
     with progress_bar() as bar:
         task = bar.add_task("embed", total=sum(map(len, parts)))
@@ -146,15 +146,10 @@ def _of_bundle(source: Path) -> _Model:
 
 
 def _of_run(source: Path) -> _Model:
-    import torch
-
+    from training.models.embedding import torch_embed
     from training.runner import load_chosen
 
     checkpoint = load_chosen(source)
     job, net = checkpoint.network()
-
-    def function(images: Any) -> Any:
-        with torch.inference_mode():
-            return net(torch.from_numpy(images)).numpy()
-
-    return _Model(function, job.input.preprocessing(), job, checkpoint.split_sha256)
+    embed = partial(torch_embed, net)
+    return _Model(embed, job.input.preprocessing(), job, checkpoint.split_sha256)

@@ -11,7 +11,6 @@ from embedder.manifest import Precision
 from training.commands.jobs import Overrides, load_images, section, with_settings
 from training.config.job import parse_job
 from training.config.settings import Input, Model
-from training.evaluation.interval import with_interval
 from training.report.console import progress_bar
 
 
@@ -64,9 +63,13 @@ def export(
     if run is not None:
         _describe(_of_run(run, out, overrides or [], precisions, skip_refused, trunk))
     elif backbone is not None:
+        if len(set(precisions)) > 1:
+            raise typer.BadParameter(
+                "--precision compares with fp32 on images, and --backbone has none; give a run"
+            )
         model = section(Model, backbone=backbone, weights=weights)
         spec = section(Input, size_px=size_px, resize_px=resize_px)
-        _describe(export_backbone(backbone, model, spec, out, precisions=precisions))
+        _describe(export_backbone(backbone, model, spec, out))
 
 
 def _of_run(
@@ -77,22 +80,22 @@ def _of_run(
     skip_refused: bool,
     trunk: bool,
 ) -> Bundle:
-    from training.export.bundle import export_checkpoint, export_trunk, images_to_embed
+    from training.export.bundle import export_checkpoint, images_to_embed
     from training.runner import load_chosen
 
     checkpoint = load_chosen(run)
     split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
     with progress_bar() as bar:
         on_refusal = bar.console.print if skip_refused else None
-        if trunk:
-            return export_trunk(checkpoint, split, out, precisions, on_refusal)
         task = bar.add_task("check recall", total=images_to_embed(split))
         return export_checkpoint(
-            checkpoint, split, out, lambda n: bar.advance(task, n), precisions, on_refusal
+            checkpoint, split, out, lambda n: bar.advance(task, n), precisions, on_refusal, trunk
         )
 
 
 def _describe(bundle: Bundle) -> None:
+    from training.evaluation.retrieval import with_interval
+
     manifest = bundle.manifest
     typer.echo(
         f"bundle {bundle.bundle_id[:12]} in {bundle.path}: {manifest.dim}-d  "

@@ -1,5 +1,6 @@
-"""Recall at K and MAP@R: the same test for a torch network and for an ONNX file."""
+"""Recall at K and MAP@R, for a torch network and an ONNX file alike; how sure a recall is."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embedder.errors import DatasetError, EvaluationError
+from training.data.records import LabelledImages, labels_in
 
 Vectors = NDArray[np.float32] | Tensor
 Labels = NDArray[np.int64]
@@ -19,6 +21,9 @@ TIE = 1e-5
 
 SCORES = 1 << 22
 """Similarities that are held at a time, 16 MB; a few blocks of that size lie side by side."""
+
+
+_NORMAL_95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -168,3 +173,28 @@ def full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def interval(recall: float, queries: int) -> tuple[float, float]:
+    """The 95 % interval of a share in percent over so many queries (Wilson, 1927).
+
+    Queries count as independent; photographs of one class are alike, so it is rather too narrow.
+    """
+    share, z2 = recall / 100, _NORMAL_95**2 / queries
+    middle = (share + z2 / 2) / (1 + z2)
+    half = _NORMAL_95 * math.sqrt(share * (1 - share) / queries + z2 / (4 * queries)) / (1 + z2)
+    return 100 * max(middle - half, 0.0), 100 * min(middle + half, 1.0)
+
+
+def with_interval(recall: float, queries: int) -> str:
+    """A recall in percent as "58.0 (50.0 to 65.6)"."""
+    low, high = interval(recall, queries)
+    return f"{recall:.1f} ({low:.1f} to {high:.1f})"
+
+
+def queries_in(images: LabelledImages, gallery: LabelledImages | None = None) -> int:
+    """How many of `images` have another image of their class to find, there or in a gallery."""
+    if gallery is not None:
+        return int(np.isin(images.labels, labels_in(gallery, images.class_names)).sum())
+    sizes = np.bincount(images.labels, minlength=images.classes)
+    return int(sizes[sizes > 1].sum())

@@ -150,7 +150,7 @@ def spectral_decay(vectors: Tensor) -> float:
     by their sum. They are those of a triangular matrix R (D, D), updated by a QR decomposition with
     each block of rows, in float64. **Reading**: a singular value below 1.2e-7 of the largest, the
     rounding of float32, counts as that, so that embeddings of lower rank have a large rho and not
-    infinity.
+    infinity; those that are all zero have that of a single direction.
 
     References:
         Revisiting Training Strategies and Generalization Performance in Deep Metric Learning
@@ -160,6 +160,7 @@ def spectral_decay(vectors: Tensor) -> float:
     for block in _unit_blocks(vectors):
         triangle = torch.linalg.qr(torch.cat([triangle, block]), mode="r").R  # (<= D, D)
     values: Tensor = torch.linalg.svdvals(triangle)
+    values[0].clamp_(min=_SMALLEST_DISTANCE)
     values = values.clamp(min=_SMALLEST_SINGULAR_VALUE * float(values[0]))
     return float(-math.log(len(values)) - (values / values.sum()).log().mean())
 

@@ -1,21 +1,24 @@
-"""From a checkpoint to a model bundle, through gates.
+"""From a checkpoint, or a pretrained trunk, to a model bundle, through gates.
 
 Only what inference needs is exported: normalisation, trunk, pooling, projection, the first flow and
 the L2 normalisation. Proxies, the second flow and the augmentation stay behind.
 """
 
+import io
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 from embedder.bundle import Bundle, VariantFiles, write_bundle
@@ -27,50 +30,55 @@ from embedder.manifest import (
     HeldOut,
     HeldOutSplit,
     OtherPrecision,
+    Parity,
     Precision,
     Preprocessing,
     Variant,
 )
 from embedder.preprocess import preprocess
-from embedder.session import OnnxEmbedder, SessionSettings
-from embedder.types import Embeddings
-from training.bundle_weights import new_network
+from embedder.session import Embed, OnnxEmbedder, SessionSettings
+from embedder.types import Embeddings, Images
 from training.checkpoint import Checkpoint
-from training.config.job import parse_job
+from training.config.job import Job, parse_job
 from training.config.settings import Input, Model, Runtime
-from training.data.images import EvaluationImages, build_loader
 from training.data.records import LabelledImages, Split
-from training.evaluation.interval import queries_in
-from training.evaluation.retrieval import Retrieval, retrieval
+from training.evaluation.evaluate import OnBatch, embed_with
+from training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from training.export.calibration import fit_calibration
-from training.export.onnx_file import (
-    Embed,
-    check_parity,
-    check_recall,
-    golden_images,
-    torch_embed,
-    write_onnx,
-)
 from training.export.precisions import Candidate, compare, make_candidate
-from training.inference import batches
 from training.models.backbones import channels_of
-from training.models.embedding import EmbeddingNet
+from training.models.embedding import EmbeddingNet, torch_embed
+from training.models.from_bundle import new_network
+from training.rendered.catalogue import render_view
 
-_BATCH = 64
+PARITY_BATCHES = (1, 3, 8, 13)
+"""Batch sizes at which torch and ONNX are compared; the graph is traced with none of them."""
 
-OnBatch = Callable[[int], None]
+MAX_DIFFERENCE = 1e-4
+MAX_RECALL_DIFFERENCE = 0.1
+"""Points of R@1."""
+
+_TRACE_BATCH = 2
+_OPSET = 20
+_GOLDEN_IMAGES = 8
+_GOLDEN_SCALES = (1.3, 2.5)
+_EXIF_ORIENTATION = 0x0112
+_PACKAGES = ("torch", "onnx", "onnxruntime", "pillow", "numpy")
+
 OnRefusal = Callable[[str], None]
 _Vectors = dict[tuple[str, str], Embeddings]
+_Candidates = dict[OtherPrecision, Candidate]
 
 
 @dataclass(frozen=True)
 class _Data:
-    """The images that an export is measured on."""
+    """The images that an export is measured on, and whom it tells."""
 
     split: Split
-    ks: tuple[int, ...] = (1,)
-    runtime: Runtime = field(default_factory=lambda: Runtime(workers=0))
-    on_batch: OnBatch | None = None
+    ks: tuple[int, ...]
+    runtime: Runtime
+    on_batch: OnBatch | None
+    on_refusal: OnRefusal | None
 
     @property
     def parts(self) -> dict[str, LabelledImages]:
@@ -84,6 +92,25 @@ class _Data:
         """Of what precisions are compared on."""
         return "test" if self.split.validation is None else "validation"
 
+    @property
+    def calibrated_on(self) -> HeldOutSplit:
+        """The part with more classes."""
+        parts = self.parts
+        return max(("test", self.held_out), key=lambda part: parts[part].classes)
+
+    @contextmanager
+    def refusal(self, precision: Precision) -> Iterator[None]:
+        """A block whose ExportError is about one precision, which may be left out."""
+        try:
+            yield
+        except ExportError as error:
+            if self.on_refusal is None:
+                raise ExportError(
+                    f"{error} No bundle was written; export without --precision {precision}, or "
+                    "with --skip-refused."
+                ) from error
+            self.on_refusal(f"{precision} is left out: {error}")
+
 
 def export_checkpoint(
     checkpoint: Checkpoint,
@@ -92,6 +119,7 @@ def export_checkpoint(
     on_batch: OnBatch | None = None,
     precisions: Sequence[Precision] = ("fp32",),
     on_refusal: OnRefusal | None = None,
+    trunk: bool = False,
 ) -> Bundle:
     """Write the bundle of a checkpoint to the new folder `out`.
 
@@ -110,88 +138,88 @@ def export_checkpoint(
             file and the other precisions in turn.
         precisions: fp32 is always written.
         on_refusal: told why another precision is refused; then the bundle is written without it.
+        trunk: export the pooled features of the trunk that the run began with, not its model.
 
     Raises: DatasetError if `split` is not the one of the run; ExportError, BundleError.
     """
     split.require(checkpoint.split_sha256, "The checkpoint")
-    job, net = checkpoint.network()
-    manifest = _manifest(job.name, net.dim, job.input.preprocessing(), job.model.backbone)
-    manifest = manifest.model_copy(
-        update={
-            "job": job.as_dict(),
-            "data_sha256": split.train.content_sha256(),
-            "split_sha256": split.sha256(),
-            "licence": job.licence,
-            "baseline": _baseline(checkpoint, split),
-        }
-    )
-    ks = tuple(sorted({1, *job.recall_at}))
-    data = _Data(split, ks, job.runtime, on_batch)
-    return _export(net, manifest, out, data, precisions, on_refusal)
+    job = parse_job(checkpoint.job)
+    data = _Data(split, tuple(sorted({1, *job.recall_at})), job.runtime, on_batch, on_refusal)
+    spec, backbone = job.input.preprocessing(), job.model.backbone
+    if trunk:
+        net = _trunk(job)
+        manifest = _manifest(f"{job.name}-trunk", net, spec, backbone, licence=job.licence)
+    else:
+        net = checkpoint.network()[1]
+        manifest = _manifest(
+            job.name,
+            net,
+            spec,
+            backbone,
+            licence=job.licence,
+            job=job.as_dict(),
+            data_sha256=split.train.content_sha256(),
+            split_sha256=split.sha256(),
+            baseline=_baseline(checkpoint, split),
+        )
+    return _export(net, manifest, out, data, precisions)
 
 
-def export_backbone(
-    name: str,
-    model: Model,
-    spec: Input,
-    out: Path,
-    split: Split | None = None,
-    precisions: Sequence[Precision] = ("fp32",),
-) -> Bundle:
+def export_backbone(name: str, model: Model, spec: Input, out: Path) -> Bundle:
     """Write the bundle of a pretrained trunk alone: its pooled features, L2-normalised.
 
-    Recall, calibration and other precisions need images: `split`.
+    Without images it has no recall, no calibration and no other precision.
 
     Raises: CheckpointError if the weights cannot be had; ExportError, BundleError.
     """
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
-    manifest = _manifest(name, net.dim, spec.preprocessing(), model.backbone)
-    return _export(net, manifest, out, None if split is None else _Data(split), precisions)
-
-
-def export_trunk(
-    checkpoint: Checkpoint,
-    split: Split,
-    out: Path,
-    precisions: Sequence[Precision] = ("fp32",),
-    on_refusal: OnRefusal | None = None,
-) -> Bundle:
-    """Write the bundle of the trunk that a run began with: its pooled features.
-
-    Raises: as `export_checkpoint`.
-    """
-    split.require(checkpoint.split_sha256, "The checkpoint")
-    job = parse_job(checkpoint.job)
-    net = new_network(job).eval()
-    net.projection, net.flow_input, net.flow = nn.Identity(), nn.Identity(), None
-    net.dim = channels_of(job.model.backbone, net.trunk)
-    manifest = _manifest(
-        f"{job.name}-trunk", net.dim, job.input.preprocessing(), job.model.backbone
-    )
-    manifest = manifest.model_copy(update={"licence": job.licence})
-    data = _Data(split, runtime=job.runtime)
-    return _export(net, manifest, out, data, precisions, on_refusal)
+    return _export(net, _manifest(name, net, spec.preprocessing(), model.backbone), out)
 
 
 def images_to_embed(split: Split) -> int:
     """How many images `export_checkpoint` embeds: the total of a progress bar."""
-    return sum(len(images) for images in _Data(split).parts.values())
+    return sum(len(part) for part in (split.test, split.gallery, split.validation) if part)
+
+
+def _trunk(job: Job) -> EmbeddingNet:
+    net = new_network(job).eval()
+    net.projection, net.flow_input, net.flow = nn.Identity(), nn.Identity(), None
+    net.dim = channels_of(job.model.backbone, net.trunk)
+    return net
+
+
+def _manifest(
+    name: str, net: EmbeddingNet, spec: Preprocessing, backbone: str, **more: Any
+) -> BundleManifest:
+    return BundleManifest(
+        name=name,
+        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        dim=net.dim,
+        preprocessing=spec,
+        model_sha256="",
+        golden=GoldenHashes(files={}),
+        backbone=backbone,
+        versions={package: version(package) for package in _PACKAGES},
+        **more,
+    )
+
+
+def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
+    """What the run measured of its trunk before the first step, on test images."""
+    recall = {name: value for name, value in checkpoint.trunk.items() if name.startswith("R@")}
+    if "R@1" not in recall:
+        return None
+    queries = queries_in(split.test, split.gallery)
+    return Baseline(model=checkpoint.began_with, queries=queries, recall=recall)
 
 
 def _export(
     net: EmbeddingNet,
     manifest: BundleManifest,
     out: Path,
-    data: _Data | None,
-    precisions: Sequence[Precision],
-    on_refusal: OnRefusal | None = None,
+    data: _Data | None = None,
+    precisions: Sequence[Precision] = (),
 ) -> Bundle:
-    others = [precision for precision in dict.fromkeys(precisions) if precision != "fp32"]
-    if others and data is None:
-        raise ExportError(
-            f"{' and '.join(others)} must be compared with fp32 on images, and a trunk alone has "
-            "none. Export a run, or fp32 alone."
-        )
     if out.exists():
         raise BundleError(f"{out} exists already. Choose another folder or remove it first.")
     with tempfile.TemporaryDirectory() as name:
@@ -199,17 +227,15 @@ def _export(
         inputs = trial.golden_inputs()
         fp32 = OnnxEmbedder.open(trial, SessionSettings(threads=os.cpu_count() or 1))
         by_torch = partial(torch_embed, net)
-        manifest = manifest.model_copy(
-            update={"parity": check_parity(by_torch, fp32.embed, inputs)}
-        )
+        parity = check_parity(by_torch, fp32.embed, inputs)
+        manifest = manifest.model_copy(update={"parity": parity})
         files: dict[OtherPrecision, VariantFiles] = {}
         if data is not None:
-            candidates = _candidates(others, trial, data, on_refusal)
+            candidates = _candidates(precisions, trial, data)
             vectors = _embedded(data, manifest.preprocessing, by_torch, fp32.embed, candidates)
-            manifest = _with_figures(manifest, data, vectors, candidates, on_refusal)
+            manifest = manifest.model_copy(update=_figures(parity, data, vectors, candidates))
             files = {name: candidates[name].files for name in manifest.variants}
-        golden = fp32.embed(inputs)
-        images = trial.golden_images()
+        golden, images = fp32.embed(inputs), trial.golden_images()
         return write_bundle(out, manifest, trial.model_path, images, inputs, golden, files)
 
 
@@ -223,23 +249,19 @@ def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
     return write_bundle(folder / "trial", manifest, folder / "model.onnx", images, inputs, golden)
 
 
-def _candidates(
-    precisions: Sequence[OtherPrecision], trial: Bundle, data: _Data, on_refusal: OnRefusal | None
-) -> dict[OtherPrecision, Candidate]:
-    """The precisions that can be made and hold here."""
-    made = {}
-    for precision in precisions:
-        with _refusal(precision, on_refusal):
-            made[precision] = make_candidate(precision, trial, data.split.train, trial.path.parent)
+def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> _Candidates:
+    """The other precisions that can be made and hold here."""
+    made: _Candidates = {}
+    for precision in dict.fromkeys(precisions):
+        if precision != "fp32":
+            with data.refusal(precision):
+                folder = trial.path.parent
+                made[precision] = make_candidate(precision, trial, data.split.train, folder)
     return made
 
 
 def _embedded(
-    data: _Data,
-    spec: Preprocessing,
-    by_torch: Embed,
-    by_onnx: Embed,
-    candidates: Mapping[OtherPrecision, Candidate],
+    data: _Data, spec: Preprocessing, by_torch: Embed, by_onnx: Embed, candidates: _Candidates
 ) -> _Vectors:
     """Vectors by part of the data and what made them, each image decoded once.
 
@@ -257,43 +279,36 @@ def _embedded(
     return vectors
 
 
-def _with_figures(
-    manifest: BundleManifest,
-    data: _Data,
-    vectors: _Vectors,
-    candidates: Mapping[OtherPrecision, Candidate],
-    on_refusal: OnRefusal | None,
-) -> BundleManifest:
-    """The manifest with recall, its parity, the calibration and the precisions that passed."""
+def _figures(
+    parity: Parity, data: _Data, vectors: _Vectors, candidates: _Candidates
+) -> dict[str, Any]:
+    """What the manifest tells of recall, its parity, calibration and the precisions that passed."""
     by_torch, by_onnx = (_recall(data, vectors, name) for name in ("torch", "fp32"))
     check_recall(by_torch.recall[1], by_onnx.recall[1])
-    figures = {"recall_at_1_torch": by_torch.recall[1], "recall_at_1_onnx": by_onnx.recall[1]}
+    recalls = {"recall_at_1_torch": by_torch.recall[1], "recall_at_1_onnx": by_onnx.recall[1]}
+
+    calibration = reason = None
+    fitted = data.calibrated_on
+    try:
+        calibration = fit_calibration(vectors[fitted, "fp32"], data.parts[fitted].labels, fitted)
+    except EvaluationError as error:
+        reason = str(error)
 
     images, fp32 = data.parts[data.held_out], vectors[data.held_out, "fp32"]
     recall = retrieval(fp32, images.labels, ks=data.ks).recall_by_name()
-    most: HeldOutSplit = "test"
-    if data.held_out == "validation" and images.classes > data.split.test.classes:
-        most = "validation"
-    calibration = reason = None
-    try:
-        calibration = fit_calibration(vectors[most, "fp32"], data.parts[most].labels, most)
-    except EvaluationError as error:
-        reason = str(error)
     page = HeldOut(split=data.held_out, images=len(images), recall=recall, no_calibration=reason)
-
-    pages: dict[OtherPrecision, Variant] = {}
+    variants: dict[OtherPrecision, Variant] = {}
     for name, candidate in candidates.items():
-        with _refusal(name, on_refusal):
+        with data.refusal(name):
             found = vectors[data.held_out, name]
-            pages[name] = compare(candidate, page, images.labels, fp32, found)
-    update = {
+            variants[name] = compare(candidate, page, images.labels, fp32, found)
+    return {
         "recall": by_onnx.recall_by_name(),
-        "parity": manifest.parity and manifest.parity.model_copy(update=figures),
+        "parity": parity.model_copy(update=recalls),
         "held_out": page,
         "calibration": calibration,
-        "variants": pages,
+        "variants": variants,
     }
-    return manifest.model_copy(update=update)
 
 
 def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
@@ -305,64 +320,66 @@ def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
     return retrieval(test, labels, gallery, data.split.gallery_labels(), data.ks)
 
 
-@contextmanager
-def _refusal(precision: Precision, on_refusal: OnRefusal | None) -> Iterator[None]:
-    """A block whose ExportError is about one precision, which may be left out."""
-    try:
-        yield
-    except ExportError as error:
-        if on_refusal is None:
-            raise ExportError(
-                f"{error} No bundle was written; export without --precision {precision}, or "
-                "with --skip-refused."
-            ) from error
-        on_refusal(f"{precision} is left out: {error}")
+# The ONNX file, and how far it is from the network
 
 
-def embed_with(
-    functions: Mapping[str, Embed],
-    images: LabelledImages,
-    spec: Preprocessing,
-    runtime: Runtime,
-    on_batch: OnBatch | None = None,
-) -> dict[str, Embeddings]:
-    """What each function makes of all images (N, ...), preprocessed as in the service.
+def write_onnx(net: nn.Module, size_px: int, path: Path) -> None:
+    """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, D), N free."""
+    sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
+    with torch.no_grad():
+        torch.onnx.export(
+            net,
+            (sample,),
+            path,
+            dynamo=True,
+            external_data=False,
+            opset_version=_OPSET,
+            input_names=["images"],
+            output_names=["embeddings"],
+            dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
+            verbose=False,
+        )
 
-    Every image is decoded once, in the processes of `runtime`; `on_batch` is called with the number
-    of images that were just embedded.
 
-    Raises: DatasetError if an image cannot be read.
+def golden_images(spec: Preprocessing) -> list[bytes]:
+    """Rendered products as JPEG files: known images that belong to nobody.
+
+    Every second one is large enough to be decoded at a reduced scale; the last is turned by EXIF.
     """
-    dataset = EvaluationImages(images, spec)
-    loader = build_loader(dataset, _BATCH, runtime, torch.device("cpu"), seed=0)
-    chunks: dict[str, list[Embeddings]] = {name: [] for name in functions}
-    for batch, _ in batches(loader):
-        for name, function in functions.items():
-            chunks[name].append(function(batch.numpy()))
-        if on_batch is not None:
-            on_batch(len(batch))
-    return {name: np.concatenate(parts) for name, parts in chunks.items()}
+    files = []
+    for number in range(_GOLDEN_IMAGES):
+        size = round(spec.resize_px * _GOLDEN_SCALES[number % 2])
+        view = render_view(number, number, size_px=min(max(size, 32), 1024))
+        exif = Image.Exif()
+        if number == _GOLDEN_IMAGES - 1:
+            exif[_EXIF_ORIENTATION] = 6
+        buffer = io.BytesIO()
+        view.save(buffer, "JPEG", quality=92, exif=exif)
+        files.append(buffer.getvalue())
+    return files
 
 
-def _baseline(checkpoint: Checkpoint, split: Split) -> Baseline | None:
-    """What the run measured of its trunk before the first step, on test images."""
-    recall = {name: value for name, value in checkpoint.trunk.items() if name.startswith("R@")}
-    if "R@1" not in recall:
-        return None
-    return Baseline(
-        model=checkpoint.began_with, queries=queries_in(split.test, split.gallery), recall=recall
-    )
+def check_parity(by_torch: Embed, by_onnx: Embed, inputs: Images) -> Parity:
+    """Compare torch and ONNX on the golden tensors. Raises: ExportError above 1e-4."""
+    worst = 0.0
+    for size in PARITY_BATCHES:
+        batch = np.resize(inputs, (size, *inputs.shape[1:]))
+        difference = np.abs(by_torch(batch) - by_onnx(batch)).max()
+        worst = max(worst, float(np.nan_to_num(difference, nan=np.inf)))
+    if worst > MAX_DIFFERENCE:
+        raise ExportError(
+            f"The ONNX file differs from torch by {worst:.2e} on the golden images, allowed is "
+            f"{MAX_DIFFERENCE:.0e}. No bundle was written; compare the versions of torch, onnx and "
+            "onnxruntime with constraints.txt."
+        )
+    return Parity(max_abs_difference=worst, batch_sizes=PARITY_BATCHES)
 
 
-def _manifest(name: str, dim: int, spec: Preprocessing, backbone: str) -> BundleManifest:
-    packages = ("torch", "onnx", "onnxruntime", "pillow", "numpy")
-    return BundleManifest(
-        name=name,
-        created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        dim=dim,
-        preprocessing=spec,
-        model_sha256="",
-        golden=GoldenHashes(files={}),
-        backbone=backbone,
-        versions={package: version(package) for package in packages},
-    )
+def check_recall(by_torch: float, by_onnx: float) -> None:
+    """Compare R@1 of torch and ONNX on the test images. Raises: ExportError above 0.1 points."""
+    if abs(by_torch - by_onnx) > MAX_RECALL_DIFFERENCE:
+        raise ExportError(
+            f"R@1 is {by_onnx:.2f} with the ONNX file and {by_torch:.2f} with torch on the test "
+            f"images; allowed is a difference of {MAX_RECALL_DIFFERENCE} points. "
+            "No bundle was written."
+        )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.special import expit
@@ -91,12 +92,12 @@ def fit_calibration(
         of = f"{usable} of {len(names)} classes have two images or more"
         raise _refusal(count, f"{of}, and at least {MIN_CLASSES} are needed")
     everything = np.arange(count)
-    queries = some_queries(labels, everything, rng)
+    queries = some_queries(labels, everything, rng, MAX_QUERIES)
     hits = search(embeddings, labels, queries, everything)
     negatives = wrong_pairs(embeddings, labels, MAX_PAIRS, rng)
     whole = _pairs_of(hits, count, labels[queries])
     overall, among_best = _areas(whole)
-    pairs = _joined([whole, *_search_parts(embeddings, labels, rng)])
+    pairs = pd.concat([whole, *_search_parts(embeddings, labels, rng)])
     slopes, intercept = _fit_curve(pairs, count)
     if slopes[0] <= _FLAT:
         raise _refusal(count, "a higher score does not make a hit more likely right")
@@ -153,24 +154,6 @@ class Hits(NamedTuple):
     best_wrong: Scores
 
 
-class Pairs(NamedTuple):
-    """Queries with what was found, each (P,): `items` of the gallery, `classes` of the query.
-
-    `gaps`: how many ranks a pair stands for, itself and those up to the next one in the sample.
-    """
-
-    scores: Scores
-    right: Right
-    ranks: Labels
-    gaps: Labels
-    items: Labels
-    classes: Labels
-
-    def where(self, chosen: Right) -> "Pairs":
-        """Some of them; `chosen` (P,)."""
-        return Pairs._make(array[chosen] for array in self)
-
-
 def search(embeddings: Embeddings, labels: Labels, queries: Labels, gallery: Labels) -> Hits:
     """Each query among the others of `gallery`; both are numbers of images, the one in the other.
 
@@ -192,11 +175,8 @@ def search(embeddings: Embeddings, labels: Labels, queries: Labels, gallery: Lab
     return Hits(np.concatenate(scores), np.concatenate(right), ranks, np.concatenate(best_wrong))
 
 
-def some_queries(
-    labels: Labels, gallery: Labels, rng: np.random.Generator, limit: int | None = None
-) -> Labels:
+def some_queries(labels: Labels, gallery: Labels, rng: np.random.Generator, limit: int) -> Labels:
     """Images of `gallery` with another one of their class there; of many, `limit` at random."""
-    limit = MAX_QUERIES if limit is None else limit
     _, place, counts = np.unique(labels[gallery], return_inverse=True, return_counts=True)
     findable = gallery[counts[place] > 1]
     if len(findable) <= limit:
@@ -227,29 +207,33 @@ def wrong_pairs(
 
 def _search_parts(
     embeddings: Embeddings, labels: Labels, rng: np.random.Generator
-) -> Iterator[Pairs]:
+) -> Iterator[pd.DataFrame]:
     """Pairs of searches among each half and each quarter of the classes."""
     names = rng.permutation(np.unique(labels))
-    parts = 2
-    while parts <= SMALLEST_GALLERY:
+    for parts in (2, SMALLEST_GALLERY):
         for first in range(parts):
             gallery = np.flatnonzero(np.isin(labels, names[first::parts]))
             queries = some_queries(labels, gallery, rng, MAX_QUERIES // parts)
             if len(queries):
                 hits = search(embeddings, labels, queries, gallery)
                 yield _pairs_of(hits, len(gallery), labels[queries])
-        parts *= 2
 
 
-def _pairs_of(hits: Hits, items: int, classes: Labels) -> Pairs:
-    """The hits as pairs; `items` of the gallery, `classes` (q,) of the queries."""
-    gaps = np.diff(np.append(hits.ranks, items))
-    arrays = (hits.scores, hits.right, hits.ranks, gaps, np.array(items), classes[:, None])
-    return Pairs._make(np.broadcast_to(array, hits.scores.shape).ravel() for array in arrays)
+def _pairs_of(hits: Hits, items: int, classes: Labels) -> pd.DataFrame:
+    """A row for each hit, of queries of `classes` (q,) in a gallery of so many `items`.
 
-
-def _joined(parts: Sequence[Pairs]) -> Pairs:
-    return Pairs._make(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    `gaps`: how many ranks a pair stands for, itself and those up to the next one in the sample.
+    """
+    columns = {
+        "scores": hits.scores,
+        "right": hits.right,
+        "ranks": hits.ranks,
+        "gaps": np.diff(np.append(hits.ranks, items)),
+        "items": np.array(items),
+        "classes": classes[:, None],
+    }
+    shape = hits.scores.shape
+    return pd.DataFrame({k: np.broadcast_to(v, shape).ravel() for k, v in columns.items()})
 
 
 # The curve
@@ -303,27 +287,28 @@ def least_score(wrong: Scores, rate: float) -> float:
     return float(np.sort(wrong)[len(wrong) - 1 - allowed]) + _ABOVE
 
 
-def _features(pairs: Pairs, items: int) -> Numbers:
+def _features(pairs: pd.DataFrame, items: int) -> Numbers:
     """What a, c, e and d weigh (P, 4); ln (N / N_0) with N_0 = `items`."""
-    size = np.log(pairs.items / items)
+    size = np.log(pairs["items"] / items)
     columns = (pairs.scores, -np.log(pairs.ranks), -log_tail(pairs.ranks), -size)
     return np.stack(columns, axis=1, dtype=np.float64)
 
 
-def _fit_curve(pairs: Pairs, items: int) -> tuple[Numbers, float]:
+def _fit_curve(pairs: pd.DataFrame, items: int) -> tuple[Numbers, float]:
     """a, c, e and d, and b in a gallery of so many `items`, that make the pairs most likely."""
     weights = pairs.gaps / (pairs.ranks + NEIGHBOURS) ** 2.0
-    return fit_logistic(_features(pairs, items), pairs.right, weights, _MOST)
+    right = pairs.right.to_numpy()
+    return fit_logistic(_features(pairs, items), right, weights.to_numpy(), _MOST)
 
 
-def _crossed_error(pairs: Pairs, images: int, rng: np.random.Generator) -> float | None:
+def _crossed_error(pairs: pd.DataFrame, images: int, rng: np.random.Generator) -> float | None:
     """Hits of each half of the classes judged by a curve of the other; None without wrong ones."""
     names = rng.permutation(np.unique(pairs.classes))
     inside = np.isin(pairs.classes, names[: len(names) // 2])
-    shown = (pairs.ranks <= NEIGHBOURS) & (pairs.items == images)
+    shown = (pairs.ranks <= NEIGHBOURS) & (pairs["items"] == images)
     probabilities, right = [], []
     for fitted in (inside, ~inside):
-        known, asked = pairs.where(fitted), pairs.where(shown & ~fitted)
+        known, asked = pairs[fitted], pairs[shown & ~fitted]
         if known.right.all() or not known.right.any():
             return None
         slopes, intercept = _fit_curve(known, images)
@@ -388,20 +373,21 @@ def _share_below(scores: Numbers, others: Numbers, weights: Numbers) -> Numbers:
     return share
 
 
-def _areas(pairs: Pairs) -> tuple[Area, Area | None]:
+def _areas(pairs: pd.DataFrame) -> tuple[Area, Area | None]:
     """Over all pairs and among the best hits (None if these are all right), above the bound.
 
     Raises: EvaluationError.
     """
-    images = int(pairs.items[0])
-    best = pairs.where(pairs.ranks <= NEIGHBOURS)
+    images = int(pairs["items"].iloc[0])
+    best = pairs[pairs.ranks <= NEIGHBOURS]
     if not best.right.any():
         raise _refusal(images, "no image is among the nearest of another one of its class")
     found: list[Area] = []
     for where, some in (("all pairs", pairs), (f"the {NEIGHBOURS} best hits", best)):
         if some.right.all():
             return found[0], None
-        area = roc_area(some.scores, some.right, some.gaps, some.classes)
+        columns = ("scores", "right", "gaps", "classes")
+        area = roc_area(*(some[name].to_numpy() for name in columns))
         if area.low <= MIN_AREA:
             raise _refusal(
                 images,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from embedder.errors import JobError
-from training.evaluation.interval import with_interval
+from training.evaluation.retrieval import with_interval
 from training.folder import settings
 from training.report.markdown import table
 from training.result import Result, read_result

@@ -1,6 +1,6 @@
-"""Run a network over images: embeddings and their figures."""
+"""Run a model over images: embeddings and all their figures."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,15 +11,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from embedder.errors import DatasetError, TrainingError
+from embedder.manifest import Preprocessing
+from embedder.session import Embed
+from embedder.types import Embeddings, Images
 from training.config.job import Job
+from training.config.settings import Runtime
 from training.data.images import EvaluationImages, build_loader
 from training.data.records import LabelledImages, labels_in
 from training.device import choose_device
 from training.distributed import gather_objects, is_main, local_world, rank, world
-from training.evaluation.suite import evaluate_embeddings
+from training.evaluation.clustering import clustering
+from training.evaluation.retrieval import Labels, Vectors, retrieval
+from training.evaluation.structure import structure
 from training.models.embedding import EmbeddingNet
 from training.regularizers.determinant import local_lipschitz
 
+OnBatch = Callable[[int], None]
+"""Told how many images were just embedded."""
+
+_CPU = torch.device("cpu")
 _LIPSCHITZ_IMAGES = 16
 
 
@@ -42,9 +52,39 @@ def evaluate(
     vectors = [embed(net, part, job) for part in parts]
     figures = figures_of(vectors, parts, job, full) if is_main() else {}
     if full:
-        figures |= flow_lipschitz(net, images, job)
+        figures |= _flow_lipschitz(net, images, job)
     found: dict[str, float] = gather_objects(figures)[0]
     return found
+
+
+def evaluate_embeddings(
+    test: Vectors,
+    labels: Labels,
+    gallery: Vectors | None = None,
+    gallery_labels: Labels | None = None,
+    ks: Sequence[int] = (1, 2, 4, 8),
+    full: bool = True,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Recall, MAP@R and, in full, the agreement of clusters and the structure, by name.
+
+    **Reading.** With a gallery (In-Shop), retrieval asks the test images in the gallery; clusters
+    and structure are those of both together, which are the test images of the split.
+
+    Args:
+        test, labels, gallery, gallery_labels, ks: as of `retrieval`.
+        full: also NMI, F1 and the measures of `structure`; minutes from 10,000 classes on.
+        seed: of k-means.
+
+    Raises: DatasetError, EvaluationError, see the functions of the parts.
+    """
+    figures = retrieval(test, labels, gallery, gallery_labels, ks).as_dict()
+    if not full:
+        return figures
+    if gallery is not None and gallery_labels is not None:
+        test = torch.cat([torch.as_tensor(part) for part in (test, gallery)])
+        labels = np.concatenate([labels, gallery_labels])
+    return figures | clustering(test, labels, seed) | structure(test, labels)
 
 
 def figures_of(
@@ -73,21 +113,52 @@ def embed(
     In float32 whatever the precision of the training, as the bundle is: figures in bf16 are of
     another network. `function` of `net` is called in its place, for what it gives (N, ...).
     """
-    function = function or net
     device = next(net.parameters()).device
-    mine = np.array_split(np.arange(len(images)), world())[rank()]
-    dataset = Subset(EvaluationImages(images, job.input.preprocessing()), mine.tolist())
-    loader = build_loader(
-        dataset, job.optimizer.batch_size, job.runtime, device, job.seed, local_world()
-    )
+
+    def on_device(pixels: Images) -> Embeddings:
+        there = torch.from_numpy(pixels).to(device)
+        vectors: Embeddings = (function or net)(there).float().cpu().numpy()
+        return vectors
+
+    spec, size = job.input.preprocessing(), job.optimizer.batch_size
     with evaluating(net), torch.inference_mode():
-        chunks = [function(b.to(device)).float().cpu().numpy() for b, _ in batches(loader)]
-    shares = [chunk for share in gather_objects(chunks) for chunk in share]
-    vectors: NDArray[np.float32] = np.concatenate(shares)
-    return vectors
+        return embed_with({"": on_device}, images, spec, job.runtime, None, size, device)[""]
 
 
-def flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict[str, float]:
+def embed_with(
+    functions: Mapping[str, Embed],
+    images: LabelledImages,
+    spec: Preprocessing,
+    runtime: Runtime,
+    on_batch: OnBatch | None = None,
+    batch_size: int = 64,
+    device: torch.device = _CPU,
+) -> dict[str, Embeddings]:
+    """What each function makes of all images (N, ...), preprocessed as in the service.
+
+    Every image is decoded once, in the processes of `runtime`; several ranks share the images.
+    `on_batch` is called with the number of images that were just embedded; `device` is the one
+    that the functions compute on.
+
+    Raises: DatasetError if an image cannot be read.
+    """
+    mine = np.array_split(np.arange(len(images)), world())[rank()]
+    dataset = Subset(EvaluationImages(images, spec), mine.tolist())
+    loader = build_loader(dataset, batch_size, runtime, device, 0, local_world())
+    chunks: dict[str, list[Embeddings]] = {name: [] for name in functions}
+    for batch, _ in batches(loader):
+        for name, function in functions.items():
+            chunks[name].append(function(batch.numpy()))
+        if on_batch is not None:
+            on_batch(len(batch))
+    shares = gather_objects(chunks)
+    return {
+        name: np.concatenate([chunk for share in shares for chunk in share[name]])
+        for name in functions
+    }
+
+
+def _flow_lipschitz(net: EmbeddingNet, images: LabelledImages, job: Job) -> dict[str, float]:
     """Local Lipschitz constant of the flow on some images: mean and largest; {} without a flow."""
     if net.flow is None:
         return {}

@@ -16,7 +16,7 @@ from training.config.job import Job, parse_job
 from training.config.settings import Input, Model
 from training.data.load import load_split
 from training.export.bundle import export_backbone, export_checkpoint
-from training.export.onnx_file import torch_embed
+from training.models.embedding import torch_embed
 from training.state import create_run
 from training.trainer import fit
 

@@ -12,9 +12,8 @@ from embedder.bundle import MANIFEST, Bundle
 from embedder.errors import CheckpointError
 from training.config.job import Job, expand_path, parse_job
 from training.config.settings import Model
-from training.export.onnx_file import torch_embed
-from training.models.embedding import EmbeddingNet
-from training.models.folding import BATCH_NORMS
+from training.models.backbones import BATCH_NORMS
+from training.models.embedding import EmbeddingNet, torch_embed
 from training.models.weights import State
 
 MAX_DIFFERENCE = 1e-3

@@ -1,0 +1,400 @@
+"""The figures of embeddings, against formulas written out as loops."""
+
+import subprocess
+import sys
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+
+from embedder.errors import DatasetError, EvaluationError
+from training.evaluation.clustering import agreement, clustering
+from training.evaluation.evaluate import evaluate_embeddings
+from training.evaluation.retrieval import retrieval
+from training.evaluation.structure import structure
+
+KS = (1, 2, 4, 8, 10_000)
+TIE = 1e-5
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+def random_set(
+    count: int = 90, dim: int = 5, classes: int = 9, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return unit(rng.standard_normal((count, dim))), rng.integers(0, classes, count)
+
+
+def tied_set(count: int = 90) -> tuple[np.ndarray, np.ndarray]:
+    """Few directions, so that most scores are ties, inside and across classes."""
+    rng = np.random.default_rng(1)
+    directions = unit(rng.standard_normal((12, 4)))
+    return directions[rng.integers(0, 12, count)], rng.integers(0, 9, count)
+
+
+def two_classes() -> tuple[np.ndarray, np.ndarray]:
+    """Classes of half the images."""
+    return random_set(classes=2)
+
+
+def good_set() -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings that are mostly right."""
+    labels = np.random.default_rng(2).integers(0, 9, 90)
+    return unit(np.eye(9)[labels] + 1.2 * random_set(dim=9)[0]), labels
+
+
+def naive(
+    queries: np.ndarray,
+    labels: np.ndarray,
+    gallery: np.ndarray | None = None,
+    gallery_labels: np.ndarray | None = None,
+) -> dict[str, float]:
+    own = gallery is None
+    if gallery is None or gallery_labels is None:
+        gallery, gallery_labels = queries, labels
+    hits: dict[int, list[bool]] = {k: [] for k in KS}
+    precisions = []
+    for i in range(len(queries)):
+        scores = {j: float(queries[i] @ gallery[j]) for j in range(len(gallery))}
+        if own:
+            del scores[i]
+        positives = sorted((s for j, s in scores.items() if gallery_labels[j] == labels[i]))[::-1]
+        negatives = [s for j, s in scores.items() if gallery_labels[j] != labels[i]]
+        if not positives:
+            continue
+        ranks = [n + sum(x >= s - TIE for x in negatives) for n, s in enumerate(positives)]
+        for k in KS:
+            hits[k].append(ranks[0] < k)
+        found = [(n + 1) / (r + 1) for n, r in enumerate(ranks) if r < len(positives)]
+        precisions.append(sum(found) / len(positives))
+    recall = {f"R@{k}": 100 * float(np.mean(hits[k])) for k in KS}
+    return recall | {"MAP@R": 100 * float(np.mean(precisions))}
+
+
+@pytest.mark.parametrize("make", [random_set, tied_set, two_classes, good_set])
+@pytest.mark.parametrize("scores", [1, 300, 700, 1 << 20])
+def test_self_retrieval_equals_a_naive_reference_whatever_the_blocks(make, scores) -> None:
+    vectors, labels = make()
+    found = retrieval(vectors, labels, ks=KS, scores_at_a_time=scores)
+    assert found.as_dict() == pytest.approx(naive(vectors, labels), rel=1e-12)
+
+
+@pytest.mark.parametrize("make", [random_set, tied_set])
+@pytest.mark.parametrize("scores", [1, 300, 1 << 20])
+def test_query_and_gallery_equal_a_naive_reference(make, scores) -> None:
+    vectors, labels = make()
+    sets = vectors[:30], labels[:30], vectors[20:], labels[20:]
+    found = retrieval(*sets, ks=KS, scores_at_a_time=scores)
+    assert found.as_dict() == pytest.approx(naive(*sets), rel=1e-12)
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_map_at_r_equals_that_of_pytorch_metric_learning(spread) -> None:
+    labels = np.random.default_rng(3).integers(0, 12, 200)
+    vectors = unit(np.eye(12)[labels] + spread * random_set(200, 12)[0])
+    names = ("mean_average_precision_at_r", "precision_at_1")
+    peer = AccuracyCalculator(include=names, k="max_bin_count")
+    theirs = peer.get_accuracy(vectors, labels)
+    ours = retrieval(vectors, labels)
+    assert ours.map_at_r == pytest.approx(100 * theirs["mean_average_precision_at_r"], abs=1e-4)
+    assert ours.recall[1] == pytest.approx(100 * theirs["precision_at_1"], abs=1e-4)
+    theirs = peer.get_accuracy(vectors[:50], labels[:50], vectors[50:], labels[50:], False)
+    ours = retrieval(vectors[:50], labels[:50], vectors[50:], labels[50:])
+    assert ours.map_at_r == pytest.approx(100 * theirs["mean_average_precision_at_r"], abs=1e-4)
+
+
+def test_the_query_is_left_out_by_its_number_and_not_by_its_score() -> None:
+    # All scores tie, so an evaluator that drops the first column may drop any image.
+    vectors = np.ones((4, 1), dtype=np.float32)
+    assert retrieval(vectors, np.zeros(4, int)).map_at_r == 100
+    mixed = retrieval(vectors, np.array([0, 0, 1, 1]), ks=(1, 2, 3))
+    assert mixed.as_dict() == {"R@1": 0, "R@2": 0, "R@3": 100, "MAP@R": 0}
+
+
+def test_rounding_decides_nothing() -> None:
+    vectors = np.array([[1, 0], [1, 0], [1, 3e-4]], dtype=np.float32)
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        found = retrieval(vectors[order], np.array([0, 1, 0])[order], ks=(1,))
+        assert found.recall == {1: 0.0}
+
+
+def test_a_copy_in_the_gallery_counts_as_any_other_image() -> None:
+    vectors = unit(np.array([[1, 0], [1, 0], [1, 1], [1, 2]]))
+    labels = np.array([0, 0, 1, 0])
+    found = retrieval(vectors[:1], labels[:1], vectors, labels, ks=(1,))
+    assert found.as_dict() == {"R@1": 100, "MAP@R": pytest.approx(100 * 2 / 3)}
+
+
+def test_queries_without_a_positive_are_left_out_and_counted() -> None:
+    vectors, _ = random_set(6)
+    lone = retrieval(vectors, np.array([5, 3, 3, 3, 9, 8]))
+    assert (lone.queries, lone.without_positive) == (3, 3)
+    absent = retrieval(vectors[:3], np.array([4, 3, 2]), vectors[3:], np.array([3, 3, 9]))
+    assert (absent.queries, absent.without_positive) == (1, 2)
+
+
+def test_the_order_of_the_images_changes_nothing() -> None:
+    vectors, labels = tied_set()
+    order = np.random.default_rng(4).permutation(len(labels))
+    shuffled = retrieval(vectors[order], labels[order], ks=KS)
+    assert shuffled.as_dict() == pytest.approx(retrieval(vectors, labels, ks=KS).as_dict())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_tensor_is_ranked_where_it_lies_and_in_full_precision(device) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("this machine has no GPU")
+    vectors, labels = random_set(300, 64)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # as a training may have set it
+    try:
+        found = retrieval(torch.from_numpy(vectors).to(device), labels, ks=KS)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == retrieval(vectors, labels, ks=KS)
+
+
+def test_arrays_that_may_not_be_written_are_read() -> None:
+    vectors, labels = random_set()
+    expected = retrieval(vectors, labels)
+    vectors.flags.writeable = labels.flags.writeable = False
+    assert retrieval(vectors, labels) == expected
+    assert retrieval(vectors, labels, vectors, labels).without_positive == 0
+
+
+def test_no_positive_at_all_is_an_error() -> None:
+    with pytest.raises(DatasetError, match="recall is not defined"):
+        retrieval(np.eye(3, dtype=np.float32), np.arange(3))
+
+
+def blobs(classes: int = 5, each: int = 8, spread: float = 0.01) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(classes), each) * 10 + 3
+    centres = rng.standard_normal((classes, 6))
+    vectors = np.repeat(centres, each, axis=0) + spread * rng.standard_normal((classes * each, 6))
+    return vectors.astype(np.float32), labels
+
+
+def naive_f1(labels: np.ndarray, clusters: np.ndarray) -> float:
+    pairs = list(combinations(range(len(labels)), 2))
+    in_class = {(i, j) for i, j in pairs if labels[i] == labels[j]}
+    in_cluster = {(i, j) for i, j in pairs if clusters[i] == clusters[j]}
+    precision = len(in_class & in_cluster) / len(in_cluster)
+    recall = len(in_class & in_cluster) / len(in_class)
+    return 100 * 2 * precision * recall / (precision + recall)
+
+
+def naive_nmi(labels: np.ndarray, clusters: np.ndarray) -> float:
+    def part(mask: np.ndarray) -> float:
+        return float(np.mean(mask))
+
+    information = entropy = 0.0
+    for c in np.unique(labels):
+        entropy -= part(labels == c) * np.log(part(labels == c))
+        for w in np.unique(clusters):
+            both = part((labels == c) & (clusters == w))
+            if both:
+                independent = part(labels == c) * part(clusters == w)
+                information += both * np.log(both / independent)
+    for w in np.unique(clusters):
+        entropy -= part(clusters == w) * np.log(part(clusters == w))
+    return 100 * 2 * information / entropy
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nmi_and_f1_equal_naive_references(seed) -> None:
+    rng = np.random.default_rng(seed)
+    labels, clusters = rng.integers(0, 6, 60), rng.integers(-2, 3, 60)
+    found = agreement(labels, clusters)
+    assert found["F1"] == pytest.approx(naive_f1(labels, clusters), rel=1e-12)
+    assert found["NMI"] == pytest.approx(naive_nmi(labels, clusters), rel=1e-9)
+
+
+@pytest.mark.parametrize("labels", [np.zeros(5, int), np.arange(5)])
+def test_partitions_without_entropy_or_without_pairs_are_defined(labels) -> None:
+    same = agreement(labels, labels)
+    assert same == {"NMI": pytest.approx(100), "F1": 100}
+
+
+def test_separate_classes_are_found_by_any_name_also_with_one_image_each() -> None:
+    vectors, labels = blobs()
+    for step in (1, 8):
+        found = clustering(vectors[::step], labels[::step])
+        assert found == {"NMI": pytest.approx(100), "F1": 100}
+
+
+def test_the_seed_decides() -> None:
+    vectors, labels = blobs(12, 8, spread=1.0)
+    assert clustering(vectors, labels, seed=3) == clustering(vectors, labels, seed=3)
+    assert len({clustering(vectors, labels, seed)["F1"] for seed in range(4)}) > 1
+
+
+def test_many_classes_start_from_random_embeddings(monkeypatch) -> None:
+    vectors, labels = blobs(12, 8, spread=1.0)
+    by_distance = clustering(vectors, labels)
+    monkeypatch.setattr("training.evaluation.clustering.MOST_CLASSES_FOR_PLUS_PLUS", 11)
+    assert clustering(vectors, labels) != by_distance
+
+
+def test_a_collapsed_network_gets_figures_and_no_warning() -> None:
+    labels = np.repeat(np.arange(4), 3)
+    found = clustering(np.ones((12, 3), np.float32), labels)
+    assert found["NMI"] == pytest.approx(0)
+
+
+def skewed_set(count: int = 50, dim: int = 6) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((count, dim)) + 0.5
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    labels = rng.integers(0, 7, count)
+    labels[0] = 99  # a class with one image
+    return vectors.astype(np.float32), labels
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(((a.astype(float) - b.astype(float)) ** 2).sum()) / 2
+
+
+def members(vectors: np.ndarray, labels: np.ndarray) -> list[np.ndarray]:
+    return [vectors[labels == c] for c in np.unique(labels)]
+
+
+def inner(group: np.ndarray) -> float:
+    return float(np.mean([distance(a, b) for a, b in combinations(group, 2)]))
+
+
+def test_uniformity_equals_a_double_loop() -> None:
+    vectors, labels = skewed_set()
+    naive = np.mean([np.exp(-4 * distance(a, b)) for a, b in combinations(vectors, 2)])
+    assert structure(vectors, labels)["uniformity"] == pytest.approx(np.log(naive), abs=1e-6)
+
+
+def test_density_equals_a_double_loop_over_classes() -> None:
+    vectors, labels = skewed_set()
+    groups = members(vectors, labels)
+    inside = np.mean([inner(group) for group in groups if len(group) > 1])
+    centres = [group.mean(axis=0) for group in groups]
+    between = inner(np.array([centre / np.linalg.norm(centre) for centre in centres]))
+    assert structure(vectors, labels)["density"] == pytest.approx(inside / between, rel=1e-6)
+
+
+def test_density_of_pairs_equals_a_double_loop_over_images() -> None:
+    vectors, labels = skewed_set()
+    pairs = list(combinations(range(len(labels)), 2))
+    inside, between = (
+        np.mean([distance(vectors[i], vectors[j]) for i, j in pairs if same(labels[i], labels[j])])
+        for same in (np.equal, np.not_equal)
+    )
+    assert structure(vectors, labels)["density_pairs"] == pytest.approx(inside / between, rel=1e-6)
+
+
+def test_class_variance_equals_a_double_loop() -> None:
+    vectors, labels = skewed_set()
+    sizes = [inner(group) for group in members(vectors, labels) if len(group) > 1]
+    assert structure(vectors, labels)["class_variance"] == pytest.approx(np.var(sizes), rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [4, 50, 9000])
+def test_spectral_decay_equals_the_divergence_of_the_spectrum(count) -> None:
+    vectors, labels = skewed_set(count)
+    labels[1:3] = 98
+    values = np.linalg.svd(vectors.astype(float), compute_uv=False)
+    parts = values / values.sum()
+    naive = sum(np.log((1 / len(parts)) / part) / len(parts) for part in parts)
+    assert structure(vectors, labels)["spectral_decay"] == pytest.approx(naive, rel=1e-5)
+
+
+@pytest.mark.parametrize("scores", [1, 350, 2450, 2500])
+def test_the_block_changes_nothing(scores) -> None:
+    vectors, labels = skewed_set()
+    whole = structure(vectors, labels)
+    assert structure(vectors, labels, scores_at_a_time=scores) == pytest.approx(whole, abs=1e-6)
+
+
+def test_the_norm_of_a_vector_changes_nothing() -> None:
+    vectors, labels = skewed_set()
+    scales = np.linspace(0.1, 9, 50, dtype=np.float32)[:, None]
+    whole = structure(vectors, labels)
+    assert structure(vectors * scales, labels) == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [1.0, 0.0])
+def test_collapsed_embeddings_have_finite_figures(length) -> None:
+    vectors = length * np.tile(skewed_set()[0][:1], (12, 1))
+    found = structure(vectors, np.repeat(np.arange(4), 3))
+    assert np.isfinite(list(found.values())).all()
+    assert 5 < found["spectral_decay"] < 16
+    if length:
+        assert found["uniformity"] == pytest.approx(0, abs=1e-6)
+        assert found["density"] == pytest.approx(0, abs=1e-6)
+        assert found["density_pairs"] == pytest.approx(0, abs=1e-6)
+        assert found["class_variance"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("labels", [np.arange(5), np.zeros(5, int)])
+def test_too_few_classes_or_images_are_refused(labels) -> None:
+    with pytest.raises(DatasetError, match="at least 2 classes"):
+        structure(skewed_set(5)[0], labels)
+
+
+def test_all_measures_come_in_one_call() -> None:
+    vectors, labels = random_set()
+    figures = evaluate_embeddings(vectors, labels, ks=(1, 10), seed=4)
+    assert figures == {
+        **retrieval(vectors, labels, ks=(1, 10)).as_dict(),
+        **clustering(vectors, labels, 4),
+        **structure(vectors, labels),
+    }
+
+
+def test_clusters_and_structure_are_left_out_where_not_asked_for() -> None:
+    assert list(evaluate_embeddings(*random_set(), ks=(2,), full=False)) == ["R@2", "MAP@R"]
+
+
+def test_with_a_gallery_retrieval_asks_in_it_and_the_rest_sees_both() -> None:
+    vectors, labels = random_set()
+    sets = vectors[:20], labels[:20], vectors[20:], labels[20:]
+    figures = evaluate_embeddings(*sets, ks=(1,))
+    assert figures["R@1"] == retrieval(*sets, ks=(1,)).recall[1]
+    assert figures["uniformity"] == structure(vectors, labels)["uniformity"]
+    assert figures["NMI"] == clustering(vectors, labels)["NMI"]
+
+
+def test_memory_beside_the_embeddings_is_a_few_blocks() -> None:
+    # In a process of its own, whose peak is VmHWM: ru_maxrss would count what its parent held
+    # before. benchmarks/evaluation_memory.py has the largest data set and k-means.
+    code = """
+import numpy as np
+from training.evaluation.retrieval import retrieval
+from training.evaluation.structure import structure
+
+def peak_mb():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+vectors = np.random.default_rng(0).standard_normal((12_000, 8)).astype(np.float32)
+labels = np.arange(12_000) % 3_000
+for part in (retrieval, structure):
+    part(vectors[:3_000], labels[:3_000] % 750)
+before = peak_mb()
+for part in (retrieval, structure):
+    part(vectors, labels)
+print(peak_mb() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # The whole matrix would be 576 MB.
+    assert float(done.stdout) < 150
+
+
+@pytest.mark.parametrize("measure", [retrieval, clustering, structure])
+def test_embeddings_that_are_not_finite_are_refused(measure) -> None:
+    vectors, labels = random_set(10, classes=2)
+    vectors[3, 1] = np.nan
+    with pytest.raises(EvaluationError, match="1 of 10 embeddings are not finite"):
+        measure(vectors, labels)

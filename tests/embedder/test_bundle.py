@@ -11,12 +11,7 @@ from embedder.bundle import MANIFEST, MODEL, Bundle, write_bundle
 from embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
 from embedder.manifest import GoldenHashes
 from tests.embedder.bundles import CALIBRATION, HELD_OUT, write_full_bundle
-from tests.tiny import TINY, TINY_DIM, tiny_embed
-
-
-@pytest.fixture
-def copy(tiny_bundle: Bundle, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_bundle.path, tmp_path / "copy"))
+from tests.tiny import TINY, tiny_embed
 
 
 @pytest.fixture
@@ -24,22 +19,31 @@ def full_bundle(tiny_bundle: Bundle, tmp_path: Path) -> Bundle:
     return write_full_bundle(tiny_bundle, tmp_path)
 
 
-def test_a_written_bundle_reads_back(tiny_bundle: Bundle) -> None:
-    bundle = Bundle.open(tiny_bundle.path)
-    assert bundle.bundle_id == tiny_bundle.bundle_id
+def test_a_bundle_with_all_precisions_reads_back(full_bundle: Bundle) -> None:
+    bundle = Bundle.open(full_bundle.path)
+    inputs = bundle.golden_inputs()
+    assert bundle.bundle_id == full_bundle.bundle_id
+    assert bundle.manifest == full_bundle.manifest
     assert bundle.manifest.preprocessing == TINY
-    assert bundle.golden_inputs().shape == (3, 3, 16, 16)
-    assert bundle.golden_vectors().shape == (3, TINY_DIM)
+    assert bundle.manifest.calibration == CALIBRATION
+    assert bundle.manifest.held_out == HELD_OUT
+    assert bundle.precisions == ("fp32", "int8")
+    assert bundle.model_file("int8").name == "model.int8.onnx"
+    assert bundle.model_file("fp32") == bundle.model_path
     assert len(bundle.golden_images()) == 3
+    np.testing.assert_allclose(bundle.golden_vectors(), tiny_embed(inputs, 0), atol=1e-6)
+    np.testing.assert_allclose(bundle.golden_vectors("int8"), tiny_embed(inputs, 0.05), atol=1e-6)
 
 
 def test_the_id_covers_model_and_manifest(
-    tiny_bundle: Bundle, make_tiny_bundle: Callable[..., Bundle]
+    full_bundle: Bundle, tiny_bundle: Bundle, make_tiny_bundle: Callable[..., Bundle]
 ) -> None:
     assert make_tiny_bundle(0).bundle_id == tiny_bundle.bundle_id
-    assert make_tiny_bundle(1).bundle_id != tiny_bundle.bundle_id
-    renamed = tiny_bundle.manifest.model_copy(update={"name": "other"})
-    assert renamed.computed_id() != tiny_bundle.bundle_id
+    ids = {tiny_bundle.bundle_id, full_bundle.bundle_id, make_tiny_bundle(1).bundle_id}
+    changes = ({"calibration": None}, {"variants": {}}, {"held_out": None}, {"name": "other"})
+    for change in changes:
+        ids.add(full_bundle.manifest.model_copy(update=change).computed_id())
+    assert len(ids) == 7
 
 
 def test_a_missing_bundle_is_named(tmp_path: Path) -> None:
@@ -47,60 +51,62 @@ def test_a_missing_bundle_is_named(tmp_path: Path) -> None:
         Bundle.open(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("file", [MODEL, "golden/vectors.npy", "golden/000.img"])
-def test_a_changed_byte_is_found(copy: Path, file: str) -> None:
-    content = bytearray((copy / file).read_bytes())
+@pytest.mark.parametrize(
+    "file",
+    [MODEL, "golden/vectors.npy", "golden/000.img", "model.int8.onnx", "golden/vectors.int8.npy"],
+)
+def test_a_changed_byte_and_a_missing_file_are_found(full_bundle: Bundle, file: str) -> None:
+    content = bytearray((full_bundle.path / file).read_bytes())
     content[-1] ^= 1
-    (copy / file).write_bytes(bytes(content))
+    (full_bundle.path / file).write_bytes(bytes(content))
     with pytest.raises(BundleCorruptError, match=f"{file} has sha256"):
-        Bundle.open(copy)
-
-
-def test_a_missing_file_is_found(copy: Path) -> None:
-    (copy / MODEL).unlink()
+        Bundle.open(full_bundle.path)
+    (full_bundle.path / file).unlink()
     with pytest.raises(BundleCorruptError, match="is missing"):
-        Bundle.open(copy)
+        Bundle.open(full_bundle.path)
 
 
-def test_an_edited_manifest_is_found(copy: Path) -> None:
-    text = (copy / MANIFEST).read_text()
-    (copy / MANIFEST).write_text(text.replace('"crop_px": 16', '"crop_px": 18'))
+def test_an_edited_manifest_is_found(full_bundle: Bundle) -> None:
+    path = full_bundle.path / MANIFEST
+    path.write_text(path.read_text().replace('"crop_px": 16', '"crop_px": 18'))
     with pytest.raises(BundleCorruptError, match="does not match its bundle_id"):
-        Bundle.open(copy)
+        Bundle.open(full_bundle.path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "not json", '{"unknown": 1}'])
-def test_a_manifest_that_is_none_is_refused(copy: Path, text: str) -> None:
-    (copy / MANIFEST).write_text(text)
+def test_a_manifest_that_is_none_is_refused(full_bundle: Bundle, text: str) -> None:
+    (full_bundle.path / MANIFEST).write_text(text)
     with pytest.raises(BundleCorruptError, match="not a bundle manifest"):
-        Bundle.open(copy)
+        Bundle.open(full_bundle.path)
 
 
-def test_an_existing_folder_is_not_overwritten(tiny_bundle: Bundle) -> None:
+@pytest.mark.parametrize("table", ["variants", "calibration", "held_out"])
+def test_an_unknown_key_is_refused(full_bundle: Bundle, table: str) -> None:
+    content = json.loads((full_bundle.path / MANIFEST).read_text())
+    content[table]["unknown"] = 1
+    (full_bundle.path / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(BundleCorruptError, match="not a bundle manifest"):
+        Bundle.open(full_bundle.path)
+
+
+def test_an_existing_folder_is_not_overwritten_and_a_failed_write_leaves_nothing(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    model, nothing = tmp_path / "absent.onnx", np.zeros((0,))
     with pytest.raises(BundleError, match="exists already"):
-        write_bundle(
-            tiny_bundle.path,
-            tiny_bundle.manifest,
-            tiny_bundle.model_path,
-            tiny_bundle.golden_images(),
-            tiny_bundle.golden_inputs(),
-            tiny_bundle.golden_vectors(),
-        )
-
-
-def test_a_failed_write_leaves_nothing(tiny_bundle: Bundle, tmp_path: Path) -> None:
+        write_bundle(tiny_bundle.path, tiny_bundle.manifest, model, [], nothing, nothing)
     out = tmp_path / "new" / "bundle"
     with pytest.raises(FileNotFoundError):
-        write_bundle(
-            out, tiny_bundle.manifest, tmp_path / "absent.onnx", [], np.zeros((0,)), np.zeros((0,))
-        )
+        write_bundle(out, tiny_bundle.manifest, model, [], nothing, nothing)
     assert list(out.parent.iterdir()) == []
 
 
-def test_a_manifest_from_before_variants_still_opens_under_its_id(copy: Path) -> None:
+def test_a_manifest_from_before_variants_still_opens_under_its_id(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(tiny_bundle.path, tmp_path / "copy"))
     content = json.loads((copy / MANIFEST).read_text())
-    for key in ("held_out", "variants", "calibration"):
-        content.pop(key, None)
+    assert not content.keys() & {"held_out", "variants", "calibration"}
     content.pop("bundle_id")
     # The id as it was computed before these keys existed.
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -112,55 +118,9 @@ def test_a_manifest_from_before_variants_still_opens_under_its_id(copy: Path) ->
     assert bundle.manifest.calibration is None
 
 
-def test_a_manifest_without_variants_is_written_as_before(tiny_bundle: Bundle) -> None:
-    content = json.loads((tiny_bundle.path / MANIFEST).read_text())
-    assert not content.keys() & {"held_out", "variants", "calibration"}
-
-
-def test_a_bundle_with_all_precisions_reads_back(full_bundle: Bundle) -> None:
-    bundle = Bundle.open(full_bundle.path)
-    assert bundle.manifest == full_bundle.manifest
-    assert bundle.precisions == ("fp32", "int8")
-    assert bundle.model_file("int8").name == "model.int8.onnx"
-    assert bundle.model_file("fp32") == bundle.model_path
-    assert bundle.manifest.calibration == CALIBRATION
-    assert bundle.manifest.held_out == HELD_OUT
-    assert len(bundle.golden_images()) == 3
-
-
-def test_the_golden_vectors_are_those_of_the_precision(full_bundle: Bundle) -> None:
-    inputs = full_bundle.golden_inputs()
-    np.testing.assert_allclose(full_bundle.golden_vectors(), tiny_embed(inputs, 0), atol=1e-6)
-    np.testing.assert_allclose(
-        full_bundle.golden_vectors("int8"), tiny_embed(inputs, 0.05), atol=1e-6
-    )
-
-
 def test_a_precision_that_is_absent_names_what_there_is(full_bundle: Bundle) -> None:
     with pytest.raises(BundleError, match="has no fp16 model, only fp32, int8"):
         full_bundle.model_file("fp16")
-
-
-def test_the_id_covers_variants_and_calibration(full_bundle: Bundle, tiny_bundle: Bundle) -> None:
-    ids = {tiny_bundle.bundle_id, full_bundle.bundle_id}
-    for change in ({"calibration": None}, {"variants": {}}, {"held_out": None}):
-        ids.add(full_bundle.manifest.model_copy(update=change).computed_id())
-    assert len(ids) == 5
-
-
-@pytest.mark.parametrize("file", ["model.int8.onnx", "golden/vectors.int8.npy"])
-def test_a_changed_byte_of_a_variant_is_found(full_bundle: Bundle, file: str) -> None:
-    content = bytearray((full_bundle.path / file).read_bytes())
-    content[-1] ^= 1
-    (full_bundle.path / file).write_bytes(bytes(content))
-    with pytest.raises(BundleCorruptError, match=f"{file} has sha256"):
-        Bundle.open(full_bundle.path)
-
-
-def test_a_missing_variant_is_found(full_bundle: Bundle) -> None:
-    full_bundle.model_file("int8").unlink()
-    with pytest.raises(BundleCorruptError, match=r"model.int8.onnx is missing"):
-        Bundle.open(full_bundle.path)
 
 
 def test_a_variant_without_golden_vectors_is_refused(full_bundle: Bundle) -> None:
@@ -169,13 +129,4 @@ def test_a_variant_without_golden_vectors_is_refused(full_bundle: Bundle) -> Non
     stripped = manifest.model_copy(update={"golden": GoldenHashes(files=files)}).with_id()
     (full_bundle.path / MANIFEST).write_text(json.dumps(stripped.page()))
     with pytest.raises(BundleCorruptError, match="int8 model without golden vectors"):
-        Bundle.open(full_bundle.path)
-
-
-@pytest.mark.parametrize("table", ["variants", "calibration", "held_out"])
-def test_an_unknown_key_in_a_new_table_is_refused(full_bundle: Bundle, table: str) -> None:
-    content = json.loads((full_bundle.path / MANIFEST).read_text())
-    content[table]["unknown"] = 1
-    (full_bundle.path / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(BundleCorruptError, match="not a bundle manifest"):
         Bundle.open(full_bundle.path)

@@ -149,17 +149,11 @@ def test_tiny_and_elongated_images_have_a_tensor(size: tuple[int, int]) -> None:
     assert preprocess(encoded(Image.new("RGB", size, "red")), SPEC).shape == (3, 32, 32)
 
 
-def test_no_bytes_are_refused() -> None:
+def test_no_bytes_too_many_and_text_are_refused_whatever_the_name() -> None:
     with pytest.raises(errors.EmptyImageError, match="0 bytes"):
         decode(b"")
-
-
-def test_too_many_bytes_are_refused_with_both_figures() -> None:
     with pytest.raises(errors.ImageTooManyBytesError, match=r"1,001 bytes; the limit is 1,000"):
         decode(b"x" * 1001, ImageLimits(max_bytes=1000))
-
-
-def test_text_is_not_an_image_whatever_its_name() -> None:
     with pytest.raises(errors.UnsupportedFormatError, match="JPEG, PNG, WEBP"):
         decode(b"this is text, renamed to photo.jpg")
 
@@ -177,6 +171,8 @@ def test_a_header_that_claims_too_much_is_refused_before_decoding() -> None:
         decode(png_claiming(9000, 9000))
     with pytest.raises(errors.ImageTooLargeError, match="20000 x 10 px"):
         decode(png_claiming(20000, 10))
+    with pytest.raises(ValueError, match="max_megapixels = 500"):
+        ImageLimits(max_megapixels=500)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
@@ -222,11 +218,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
     command = [sys.executable, "-c", code, str(tmp_path / "large.png")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 11 * side * side
-
-
-def test_limits_beyond_the_decoder_are_refused() -> None:
-    with pytest.raises(ValueError, match="max_megapixels = 500"):
-        ImageLimits(max_megapixels=500)
 
 
 def test_a_multi_picture_jpeg_is_its_first_picture() -> None:
@@ -288,16 +279,12 @@ def test_a_jpeg_is_decoded_at_the_scale_that_suits_its_crop_box(orientation: int
     ("box", "fault"),
     [
         ((0.9, 0.1, 0.5, 0.5), r"crop = 0\.9,0\.1,0\.5,0\.5 leaves the image"),
-        ((0.1, 0.9, 0.5, 0.5), "leaves the image"),
         ((-0.1, 0.1, 0.5, 0.5), "leaves the image"),
         ((0.0, 0.0, 1.0, 1.001), "leaves the image"),
         ((1.0, 0.0, 1e-7, 1.0), "has no area"),
-        ((0.1, 0.1, 0.0, 0.5), "has no area"),
         ((0.1, 0.1, 0.5, -0.5), "has no area"),
         ((0.1, 0.1, 0.5), "is not four finite numbers"),
-        ((0.1, 0.1, 0.5, 0.5, 0.5), "is not four finite numbers"),
         ((float("nan"), 0.1, 0.5, 0.5), "is not four finite numbers"),
-        ((0.1, 0.1, float("inf"), 0.5), "is not four finite numbers"),
         ((0.5, 0.5, 0.01, 0.5), "smaller than one pixel"),
     ],
 )

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from embedder.errors import KinlensError
 from tests.training.jobs import TINY_TRUNK, calibrated_weights, small_job
 from training.__main__ import app
-from training.config.settings import Input, Model
+from training.config.settings import Input, Model, RenderedData
 from training.evaluation.retrieval import with_interval
 from training.export.bundle import export_backbone
 from training.rendered.catalogue import write_catalogue

@@ -138,13 +138,6 @@ def test_queries_without_a_positive_are_left_out_and_counted() -> None:
     assert (absent.queries, absent.without_positive) == (1, 2)
 
 
-def test_the_order_of_the_images_changes_nothing() -> None:
-    vectors, labels = tied_set()
-    order = np.random.default_rng(4).permutation(len(labels))
-    shuffled = retrieval(vectors[order], labels[order], ks=KS)
-    assert shuffled.as_dict() == pytest.approx(retrieval(vectors, labels, ks=KS).as_dict())
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_tensor_is_ranked_where_it_lies_and_in_full_precision(device) -> None:
     if device == "cuda" and not torch.cuda.is_available():
@@ -190,30 +183,12 @@ def naive_f1(labels: np.ndarray, clusters: np.ndarray) -> float:
     return 100 * 2 * precision * recall / (precision + recall)
 
 
-def naive_nmi(labels: np.ndarray, clusters: np.ndarray) -> float:
-    def part(mask: np.ndarray) -> float:
-        return float(np.mean(mask))
-
-    information = entropy = 0.0
-    for c in np.unique(labels):
-        entropy -= part(labels == c) * np.log(part(labels == c))
-        for w in np.unique(clusters):
-            both = part((labels == c) & (clusters == w))
-            if both:
-                independent = part(labels == c) * part(clusters == w)
-                information += both * np.log(both / independent)
-    for w in np.unique(clusters):
-        entropy -= part(clusters == w) * np.log(part(clusters == w))
-    return 100 * 2 * information / entropy
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_nmi_and_f1_equal_naive_references(seed) -> None:
+def test_f1_equals_a_loop_over_pairs(seed) -> None:
     rng = np.random.default_rng(seed)
     labels, clusters = rng.integers(0, 6, 60), rng.integers(-2, 3, 60)
     found = agreement(labels, clusters)
     assert found["F1"] == pytest.approx(naive_f1(labels, clusters), rel=1e-12)
-    assert found["NMI"] == pytest.approx(naive_nmi(labels, clusters), rel=1e-9)
 
 
 @pytest.mark.parametrize("labels", [np.zeros(5, int), np.arange(5)])
@@ -229,17 +204,13 @@ def test_separate_classes_are_found_by_any_name_also_with_one_image_each() -> No
         assert found == {"NMI": pytest.approx(100), "F1": 100}
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_decides_and_many_classes_start_from_random_embeddings(monkeypatch) -> None:
     vectors, labels = blobs(12, 8, spread=1.0)
-    assert clustering(vectors, labels, seed=3) == clustering(vectors, labels, seed=3)
+    by_distance = clustering(vectors, labels, seed=3)
+    assert clustering(vectors, labels, seed=3) == by_distance
     assert len({clustering(vectors, labels, seed)["F1"] for seed in range(4)}) > 1
-
-
-def test_many_classes_start_from_random_embeddings(monkeypatch) -> None:
-    vectors, labels = blobs(12, 8, spread=1.0)
-    by_distance = clustering(vectors, labels)
     monkeypatch.setattr("training.evaluation.clustering.MOST_CLASSES_FOR_PLUS_PLUS", 11)
-    assert clustering(vectors, labels) != by_distance
+    assert clustering(vectors, labels, seed=3) != by_distance
 
 
 def test_a_collapsed_network_gets_figures_and_no_warning() -> None:

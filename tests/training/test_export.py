@@ -1,5 +1,4 @@
 import dataclasses
-import io
 import os
 import shutil
 from collections import Counter
@@ -11,7 +10,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from PIL import Image
 
 import training.export.bundle as export_module
 import training.export.precisions as precisions_module
@@ -193,18 +191,14 @@ def moved(by: float) -> tuple[Images, object, object]:
     return inputs, by_torch, by_onnx
 
 
-def test_torch_and_onnx_may_differ_by_a_ten_thousandth() -> None:
+def test_torch_and_onnx_may_differ_by_a_ten_thousandth_and_no_more() -> None:
     inputs, by_torch, by_onnx = moved(-0.99e-4)
     found = check_parity(by_torch, by_onnx, inputs)
     assert found.max_abs_difference == pytest.approx(0.99e-4)
-    assert found.batch_sizes == PARITY_BATCHES
-
-
-@pytest.mark.parametrize(("by", "told"), [(1.01e-4, "1.01e-04"), (np.nan, "inf")])
-def test_torch_and_onnx_may_not_differ_by_more(by: float, told: str) -> None:
-    inputs, by_torch, by_onnx = moved(by)
-    with pytest.raises(ExportError, match=f"differs from torch by {told} .* allowed is 1e-04"):
-        check_parity(by_torch, by_onnx, inputs)
+    for by, told in ((1.01e-4, "1.01e-04"), (np.nan, "inf")):
+        inputs, by_torch, by_onnx = moved(by)
+        with pytest.raises(ExportError, match=f"differs from torch by {told} .* allowed is 1e-04"):
+            check_parity(by_torch, by_onnx, inputs)
 
 
 def test_recall_may_differ_by_a_tenth_of_a_point() -> None:
@@ -254,9 +248,8 @@ def test_every_precision_tells_its_recall_on_the_validation_images(trained: Trai
 
 @pytest.mark.parametrize("precision", ALL)
 def test_every_precision_opens_and_gives_unit_vectors(trained: Trained, precision: str) -> None:
-    bundle = trained.bundle
-    embedder = OnnxEmbedder.open(bundle, SessionSettings(precision=precision))
-    vectors = embedder.embed(np.resize(bundle.golden_inputs(), (5, 3, 32, 32)))
+    embedder = OnnxEmbedder.open(trained.bundle, SessionSettings(precision=precision))
+    vectors = embedder.embed(np.resize(trained.bundle.golden_inputs(), (5, 3, 32, 32)))
     assert (vectors.shape, vectors.dtype) == ((5, 16), np.float32)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
 
@@ -344,16 +337,9 @@ def test_another_split_is_refused_since_its_test_classes_were_trained_on(
         export_checkpoint(checkpoint, other, tmp_path / "bundle")
 
 
-def test_golden_images_exercise_reduced_decoding_and_exif(trained: Trained) -> None:
-    images = [Image.open(io.BytesIO(data)) for data in trained.bundle.golden_images()]
-    assert any(min(image.size) >= 2 * 36 for image in images)
-    assert any(image.getexif().get(0x0112) == 6 for image in images)
-
-
 def test_an_existing_bundle_is_not_overwritten(trained: Trained) -> None:
-    checkpoint, split, bundle = trained.checkpoint, trained.split, trained.bundle
     with pytest.raises(BundleError, match="exists already"):
-        export_checkpoint(checkpoint, split, bundle.path)
+        export_checkpoint(trained.checkpoint, trained.split, trained.bundle.path)
 
 
 def test_the_network_of_a_checkpoint_needs_no_weight_file(trained: Trained) -> None:

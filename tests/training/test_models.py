@@ -17,10 +17,8 @@ from training.models.embedding import EmbeddingNet, Pool
 LONG = pytest.mark.skipif(
     not os.environ.get("KINLENS_LONG_TESTS"), reason="a large backbone; make soak runs it"
 )
-SMALL_FIRST = [
-    "mobilenet_v2",
-    *(pytest.param(name, marks=LONG) for name in BACKBONES if name != "mobilenet_v2"),
-]
+LARGE = [pytest.param(name, marks=LONG) for name in ("resnet50", "googlenet")]
+SMALL_FIRST = ["mobilenet_v2", *LARGE, pytest.param("bn_inception", marks=LONG)]
 
 
 def images(count: int = 2, side: int = 64) -> torch.Tensor:
@@ -87,18 +85,18 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no weights", None])
-def test_a_file_that_holds_no_weights_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_a_missing_file_and_one_without_weights_are_refused(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "w.pth"
+    with pytest.raises(CheckpointError, match=r"w.pth does not exist"):
+        build_trunk("mobilenet_v2", str(path))
     if content is None:
-        torch.save([1, 2, 3], tmp_path / "w.pth")
+        torch.save([1, 2, 3], path)
     else:
-        (tmp_path / "w.pth").write_bytes(content)
+        path.write_bytes(content)
     with pytest.raises(CheckpointError, match="state dict"):
-        build_trunk("mobilenet_v2", str(tmp_path / "w.pth"))
-
-
-def test_missing_weights_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nowhere.pth does not exist"):
-        build_trunk("mobilenet_v2", str(tmp_path / "nowhere.pth"))
+        build_trunk("mobilenet_v2", str(path))
 
 
 def test_imagenet_weights_without_a_network_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +122,14 @@ def test_frozen_batch_norm_neither_moves_nor_learns() -> None:
     assert torch.equal(norms[0].running_mean, before)
 
 
-@pytest.mark.parametrize("name", SMALL_FIRST)
+# timm's batch norms hold activations, which stay.
+@pytest.mark.parametrize(
+    "name",
+    ["mobilenet_v2", "bn_inception", *LARGE, "timm:test_resnet", "timm:test_efficientnet"],
+)
 def test_folding_batch_norm_changes_nothing_but_the_layers(name: str) -> None:
+    if name.startswith("timm:"):
+        pytest.importorskip("timm", reason="the extra kinlens[timm] is not installed")
     torch.manual_seed(0)
     trunk = build_trunk(name, "none").double()  # float32 rounds otherwise on every processor
     for module in trunk.modules():
@@ -142,22 +146,9 @@ def test_folding_batch_norm_changes_nothing_but_the_layers(name: str) -> None:
     kinds = [type(module) for module in trunk.modules()]
     assert nn.BatchNorm2d not in kinds
     convolutions = [m for m in trunk.modules() if isinstance(m, nn.Conv2d)]
-    assert all(m.weight.requires_grad and not m.bias.requires_grad for m in convolutions)
-
-
-def test_normalisation_is_mean_and_std_on_0_to_1() -> None:
-    pixels = images(1, 8)
-    mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
-    expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-    torch.testing.assert_close(Normalize(mean, std)(pixels), expected)
-
-
-def test_pooling_is_average_maximum_or_their_sum() -> None:
-    maps = torch.randn(2, 3, 4, 4)
-    average, maximum = maps.mean(dim=(2, 3)), maps.amax(dim=(2, 3))
-    torch.testing.assert_close(Pool("gap")(maps), average)
-    torch.testing.assert_close(Pool("gmp")(maps), maximum)
-    torch.testing.assert_close(Pool("gap+gmp")(maps), average + maximum)
+    assert all(m.weight.requires_grad for m in convolutions)
+    if name in BACKBONES:  # those of timm have convolutions without batch norm besides
+        assert not any(m.bias.requires_grad for m in convolutions)
 
 
 def gem(maps: torch.Tensor, exponent: float) -> torch.Tensor:
@@ -200,16 +191,23 @@ def test_gem_is_float32_under_autocast() -> None:
         assert Pool("gem")(maps.bfloat16()).dtype == torch.float32
 
 
-def test_tokens_are_pooled_without_their_prefix() -> None:
+def test_maps_and_tokens_without_their_prefix_are_pooled_by_the_formulas() -> None:
     tokens = torch.rand(2, 6, 3)
     maps = tokens[:, 2:].transpose(1, 2).reshape(2, 3, 2, 2)
-    for kind in ("gap", "gmp", "gap+gmp", "gem"):
-        torch.testing.assert_close(Pool(kind, prefix=2)(tokens), Pool(kind)(maps))
+    average, maximum = maps.mean(dim=(2, 3)), maps.amax(dim=(2, 3))
+    cube = maps.pow(3).mean(dim=(2, 3)).pow(1 / 3)
+    expected = {"gap": average, "gmp": maximum, "gap+gmp": average + maximum, "gem": cube}
+    for kind, pooled in expected.items():
+        torch.testing.assert_close(Pool(kind)(maps), pooled)
+        torch.testing.assert_close(Pool(kind, prefix=2)(tokens), pooled)
     assert torch.equal(Pool("cls", prefix=2)(tokens), tokens[:, 0])
 
 
-def test_channels_can_be_turned_and_scaled() -> None:
+def test_normalisation_is_mean_and_std_on_0_to_1_or_on_turned_and_scaled_channels() -> None:
     pixels = images(1, 8)
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+    expected = (pixels / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    torch.testing.assert_close(Normalize(mean, std)(pixels), expected)
     expected = pixels.flip(1).float() - torch.tensor([1.0, 2.0, 3.0]).view(3, 1, 1)
     found = Normalize((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), bgr=True, peak=255.0)(pixels)
     torch.testing.assert_close(found, expected)
@@ -219,7 +217,3 @@ def test_what_enters_the_flow_has_the_norm_of_the_job() -> None:
     settings = Determinant(flow=Flow(layers=2, hidden=4), input_norm=7.0)
     net = EmbeddingNet(Model(weights="none", dim=6), settings)
     torch.testing.assert_close(net.features(images()).norm(dim=1), torch.full((2,), 7.0))
-
-
-def test_without_a_dimension_the_pooled_features_are_the_embedding() -> None:
-    assert EmbeddingNet(Model(weights="none", dim=None)).dim == 1280

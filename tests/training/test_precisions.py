@@ -1,5 +1,6 @@
 """int8 and fp16 of a network of two convolutions and a projection, and of MobileNetV2 once."""
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
@@ -102,6 +104,12 @@ def embed(path: Path, images: Images) -> Embeddings:
 
 def weight_types(path: Path) -> dict[str, int]:
     return {t.name: t.data_type for t in onnx.load(path).graph.initializer if len(t.dims) > 1}
+
+
+def test_golden_images_exercise_reduced_decoding_and_exif() -> None:
+    images = [Image.open(io.BytesIO(data)) for data in golden_images(SPEC)]
+    assert any(min(image.size) >= 2 * 36 for image in images)
+    assert any(image.getexif().get(0x0112) == 6 for image in images)
 
 
 def test_vectors_are_near_those_of_fp32(small: Small) -> None:

@@ -1,6 +1,5 @@
 """Recall at K and MAP@R, for a torch network and an ONNX file alike; how sure a recall is."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import stats
 from torch import Tensor
 
 from embedder.errors import DatasetError, EvaluationError
@@ -21,9 +21,6 @@ TIE = 1e-5
 
 SCORES = 1 << 22
 """Similarities that are held at a time, 16 MB; a few blocks of that size lie side by side."""
-
-
-_NORMAL_95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -175,21 +172,15 @@ def full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def interval(recall: float, queries: int) -> tuple[float, float]:
-    """The 95 % interval of a share in percent over so many queries (Wilson, 1927).
-
-    Queries count as independent; photographs of one class are alike, so it is rather too narrow.
-    """
-    share, z2 = recall / 100, _NORMAL_95**2 / queries
-    middle = (share + z2 / 2) / (1 + z2)
-    half = _NORMAL_95 * math.sqrt(share * (1 - share) / queries + z2 / (4 * queries)) / (1 + z2)
-    return 100 * max(middle - half, 0.0), 100 * min(middle + half, 1.0)
-
-
 def with_interval(recall: float, queries: int) -> str:
-    """A recall in percent as "58.0 (50.0 to 65.6)"."""
-    low, high = interval(recall, queries)
-    return f"{recall:.1f} ({low:.1f} to {high:.1f})"
+    """A recall in percent with its 95 % interval over so many queries, "58.0 (50.0 to 65.6)".
+
+    The interval is Wilson's (1927). Queries count as independent; photographs of one class are
+    alike, so it is rather too narrow.
+    """
+    right = round(recall / 100 * queries)
+    low, high = stats.binomtest(right, queries).proportion_ci(method="wilson")
+    return f"{recall:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def queries_in(images: LabelledImages, gallery: LabelledImages | None = None) -> int:

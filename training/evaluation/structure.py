@@ -44,13 +44,14 @@ def structure(
             "of one class: a structure needs at least 2 classes, one of them with 2 images. "
             "Give more test images."
         )
-    sums = class_sums(vectors, labels)
+    sums, counts = class_sums(vectors, labels)
+    inner = _inner_distances(sums, counts)
     return {
         "uniformity": uniformity(vectors, scores_at_a_time),
-        "density": density(*sums),
-        "density_pairs": density_pairs(*sums),
+        "density": density(sums, inner),
+        "density_pairs": density_pairs(sums, counts),
         "spectral_decay": spectral_decay(vectors),
-        "class_variance": class_variance(*sums),
+        "class_variance": class_variance(inner),
     }
 
 
@@ -89,7 +90,7 @@ def class_sums(vectors: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     return sums, member.bincount(minlength=len(classes)).double()
 
 
-def density(sums: Tensor, sizes: Tensor) -> float:
+def density(sums: Tensor, inner: Tensor) -> float:
     r"""pi: mean distance inside a class / mean distance between classes; lower is denser.
 
     Distances are cosine distances, d(a, b) = 1 - a.b = |a - b|^2 / 2. With m_c the normalised mean
@@ -104,7 +105,8 @@ def density(sums: Tensor, sizes: Tensor) -> float:
     is at least 1e-8, so that a collapsed embedding has 0. `density_pairs` is the other reading.
 
     Args:
-        sums, sizes: what `class_sums` gives; likewise below.
+        sums: (C, D), of the normalised vectors of each class.
+        inner: mean inner distances of the classes with two images or more.
 
     References:
         Revisiting Training Strategies and Generalization Performance in Deep Metric Learning
@@ -114,7 +116,7 @@ def density(sums: Tensor, sizes: Tensor) -> float:
     count = len(centres)
     scores = centres.sum(dim=0).square().sum() - centres.square().sum()
     between = max(1 - float(scores) / (count * (count - 1)), _SMALLEST_DISTANCE)
-    return float(_inner_distances(sums, sizes).mean()) / between
+    return float(inner.mean()) / between
 
 
 def density_pairs(sums: Tensor, sizes: Tensor) -> float:
@@ -130,14 +132,14 @@ def density_pairs(sums: Tensor, sizes: Tensor) -> float:
     return max(1 - float(inside), 0.0) / max(1 - float(between), _SMALLEST_DISTANCE)
 
 
-def class_variance(sums: Tensor, sizes: Tensor) -> float:
+def class_variance(inner: Tensor) -> float:
     r"""Variance over the classes of the size of a class cluster; 0 if all are equally large.
 
     **Reading.** The paper says "variability in class-cluster sizes" and no more. The size of a
     class is here its mean inner distance, mean_{i != j in c} d(e_i, e_j), the term of `density`;
     the variance is that of the population, over the classes with at least two images.
     """
-    return float(_inner_distances(sums, sizes).var(correction=0))
+    return float(inner.var(correction=0))
 
 
 def spectral_decay(vectors: Tensor) -> float:

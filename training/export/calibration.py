@@ -45,14 +45,10 @@ Numbers = NDArray[np.float64]
 def fit_calibration(
     embeddings: Embeddings, labels: Labels, split: HeldOutSplit, seed: int = 0
 ) -> Calibration:
-    r"""Fit score, rank, size of the gallery -> probability of the same class; and thresholds.
+    r"""Fit the curve that `Calibration` writes out, and its thresholds.
 
-    .. math:: P(\text{same class} \mid s, r, N) =
-        \frac{1}{1 + e^{-(a s + b - c \ln r - e \ln \frac{r + 20}{21} - d \ln (N / N_0))}},
-        \quad a, c, e \ge 0, \; 0 \le d \le 1
-
-    by weighted maximum likelihood in float64, with Platt's targets in place of 0 and 1, so that
-    separable scores give a steep curve and not an infinite one.
+    By weighted maximum likelihood in float64, with Platt's targets in place of 0 and 1, so that
+    separable scores give a steep curve and not an infinite one; :math:`d \le 1`.
 
     **Reading**: each image asks among all others, and pairs of *all* ranks count, a sample of them
     in even steps of the logarithm, weighted by :math:`(r + 10)^{-2}` times the ranks that each
@@ -67,12 +63,10 @@ def fit_calibration(
     the share of searches without a right answer whose best hit scores as much: each image asks
     among the images of all other classes.
 
-    Of more than 5,000 images so many are drawn as queries, of more than 200,000 pairs so
-    many. Memory is bounded by blocks, whatever N.
+    Of more images or pairs, 5,000 queries and 200,000 pairs are drawn. Memory is bounded by blocks.
 
     Args:
-        embeddings: (N, D), unit norm, of images that were not trained on.
-        labels: (N,).
+        embeddings, labels: (N, D), unit norm, and (N,), of images that were not trained on.
         split: where they come from.
         seed: of the drawn queries, parts and pairs.
 
@@ -102,21 +96,18 @@ def fit_calibration(
     if slopes[0] <= _FLAT:
         raise _refusal(count, "a higher score does not make a hit more likely right")
     best = hits.right[:, :NEIGHBOURS]
-    slope, rank_slope, tail_slope, size_slope = map(float, slopes)
+    thresholds = [
+        Threshold(
+            false_matches=rate,
+            pair_score=least_score(negatives, rate),
+            search_score=least_score(hits.best_wrong, rate),
+        )
+        for rate in FALSE_MATCHES
+    ]
     return Calibration(
-        slope=slope,
+        **dict(zip(("slope", "rank_slope", "tail_slope", "size_slope"), slopes, strict=True)),
         intercept=intercept,
-        rank_slope=rank_slope,
-        tail_slope=tail_slope,
-        size_slope=size_slope,
-        thresholds=tuple(
-            Threshold(
-                false_matches=rate,
-                pair_score=least_score(negatives, rate),
-                search_score=least_score(hits.best_wrong, rate),
-            )
-            for rate in FALSE_MATCHES
-        ),
+        thresholds=tuple(thresholds),
         split=split,
         gallery_images=count,
         queries=len(queries),

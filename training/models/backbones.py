@@ -22,16 +22,8 @@ from training.models.weights import (
     read_weights,
 )
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
-_HALF = (0.5, 0.5, 0.5)
 _MAX_FOLDING_DIFFERENCE = 1e-3  # of the largest activation
-
-HOW_TO_NAME_A_FILE = (
-    "--set model.weights=/path for kinlens-train fit, --weights /path for export --backbone, "
-    "make demo IMAGES=... WEIGHTS=/path; a service lists it in KINLENS_TRAINING_WEIGHTS."
-)
 
 
 class Normalize(nn.Module):
@@ -80,36 +72,34 @@ class Backbone:
     until: str
     weights: Any
     channels: int
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     bgr: bool = False
     peak: float = 1.0
     cure: str = "Download {url} where there is a network and name the file: "
 
 
-def _googlenet() -> nn.Module:
-    model: nn.Module = tv.googlenet(
-        weights=None, aux_logits=False, transform_input=False, init_weights=True
-    )
-    return model
-
-
 BACKBONES = {
     "mobilenet_v2": Backbone(
-        lambda: tv.mobilenet_v2(weights=None),
+        tv.mobilenet_v2,
         "classifier",
         tv.MobileNet_V2_Weights.IMAGENET1K_V2,
         1280,
     ),
     "resnet50": Backbone(
-        lambda: tv.resnet50(weights=None),
+        tv.resnet50,
         "avgpool",
         tv.ResNet50_Weights.IMAGENET1K_V1,
         2048,
     ),
     # Its ImageNet weights were trained on inputs in -1..1.
     "googlenet": Backbone(
-        _googlenet, "avgpool", tv.GoogLeNet_Weights.IMAGENET1K_V1, 1024, _HALF, _HALF
+        lambda: tv.googlenet(weights=None, aux_logits=False, init_weights=True),
+        "avgpool",
+        tv.GoogLeNet_Weights.IMAGENET1K_V1,
+        1024,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
     ),
     "bn_inception": Backbone(
         BNInception,
@@ -175,7 +165,9 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
         raise CheckpointError(
             f"The ImageNet weights of {name} could not be downloaded ({error}). "
             + backbone.cure.format(url=backbone.weights.url)
-            + HOW_TO_NAME_A_FILE
+            + "--set model.weights=/path for kinlens-train fit, --weights /path for export "
+            "--backbone, make demo IMAGES=... WEIGHTS=/path; a service lists it in "
+            "KINLENS_TRAINING_WEIGHTS."
         ) from error
     return state
 
@@ -198,7 +190,17 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
     mode = trunk.training
     trunk.eval()
     before = _on_noise(trunk, side)
-    _fold(trunk)
+    for (owner, place, layer), (parent, name, norm) in pairwise(list(_layers(trunk))):
+        if not isinstance(layer, nn.Conv2d) or not isinstance(norm, nn.BatchNorm2d):
+            continue
+        if layer.out_channels == norm.num_features:
+            folded = fuse_conv_bn_eval(layer, norm)
+            assert folded.bias is not None
+            folded.bias.requires_grad_(False)
+            setattr(owner, place, folded)
+            # timm's batch norm may drop and activate besides.
+            more = [getattr(norm, part) for part in ("drop", "act") if hasattr(norm, part)]
+            setattr(parent, name, nn.Sequential(*more))
     difference = (_on_noise(trunk, side) - before).abs().max()
     if _has_batch_norm(trunk) or not difference <= _MAX_FOLDING_DIFFERENCE * before.abs().max():
         raise JobError(
@@ -208,18 +210,6 @@ def fold_batch_norm(trunk: nn.Module, side: int = 64) -> None:
     trunk.train(mode)
 
 
-def _fold(trunk: nn.Module) -> None:
-    for (owner, place, layer), (parent, name, norm) in pairwise(list(_layers(trunk))):
-        if not isinstance(layer, nn.Conv2d) or not isinstance(norm, nn.BatchNorm2d):
-            continue
-        if layer.out_channels == norm.num_features:
-            folded = fuse_conv_bn_eval(layer, norm)
-            assert folded.bias is not None
-            folded.bias.requires_grad_(False)
-            setattr(owner, place, folded)
-            setattr(parent, name, _what_follows(norm))
-
-
 def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Parent, name and layer of all that has no parts of its own, in the order of the source."""
     for name, child in module.named_children():
@@ -227,12 +217,6 @@ def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield module, name, child
         else:
             yield from _layers(child)
-
-
-def _what_follows(norm: nn.BatchNorm2d) -> nn.Module:
-    """What a batch norm does besides: timm's may drop and activate."""
-    parts = [getattr(norm, name) for name in ("drop", "act") if hasattr(norm, name)]
-    return nn.Sequential(*parts) if parts else nn.Identity()
 
 
 def _has_batch_norm(trunk: nn.Module) -> bool:

@@ -67,24 +67,14 @@ class Pool(nn.Module):
             return maps.mean(dim=(2, 3))
         if self.kind == "gmp":
             return maps.amax(dim=(2, 3))
-        if self.kind == "gem":
-            return generalised_mean(maps, self.exponent)
-        return maps.mean(dim=(2, 3)) + maps.amax(dim=(2, 3))
-
-
-def generalised_mean(maps: Tensor, exponent: Tensor) -> Tensor:
-    """GeM of (B, C, H, W) to (B, C), in float32.
-
-    The largest activation is divided out before the power and multiplied back after it, so no
-    exponent overflows.
-    """
-    with torch.autocast(maps.device.type, enabled=False):
-        x = maps.float().clamp(min=_MIN_ACTIVATION)
-        p = exponent.float().clamp(min=_MIN_EXPONENT)
-        largest = x.amax(dim=(2, 3), keepdim=True).detach()  # (B, C, 1, 1)
-        mean = (x / largest).pow(p).mean(dim=(2, 3))
-        pooled: Tensor = largest.flatten(1) * mean.pow(1 / p)
-    return pooled
+        if self.kind == "gap+gmp":
+            return maps.mean(dim=(2, 3)) + maps.amax(dim=(2, 3))
+        with torch.autocast(maps.device.type, enabled=False):
+            x = maps.float().clamp(min=_MIN_ACTIVATION)
+            p = self.exponent.float().clamp(min=_MIN_EXPONENT)
+            largest = x.amax(dim=(2, 3), keepdim=True).detach()  # (B, C, 1, 1): no power overflows
+            mean = (x / largest).pow(p).mean(dim=(2, 3))
+            return largest.flatten(1) * mean.pow(1 / p)
 
 
 class FlowInput(nn.Module):
@@ -104,33 +94,6 @@ class FlowInput(nn.Module):
         return self.norm * F.normalize(self.activation(features), dim=1)
 
 
-def _projection(channels: int, dim: int | None) -> nn.Module:
-    if dim is None:
-        return nn.Identity()
-    layer = nn.Linear(channels, dim)
-    nn.init.kaiming_normal_(layer.weight, mode="fan_out")
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def _fold(trunk: nn.Module) -> None:
-    if isinstance(trunk, TimmTrunk):
-        fold_batch_norm(trunk, trunk.side)
-    else:
-        fold_batch_norm(trunk)
-
-
-def _pool(model: Model, trunk: nn.Module) -> Pool:
-    if not isinstance(trunk, TimmTrunk):
-        return Pool(model.pooling)
-    if model.pooling == "cls" and not trunk.class_token:
-        raise JobError(
-            f'model.pooling = "cls" needs a class token, which {model.backbone} does not have. '
-            'Choose "gap", "gmp", "gap+gmp" or "gem".'
-        )
-    return Pool(model.pooling, trunk.prefix)
-
-
 class EmbeddingNet(nn.Module):
     """Trunk, pooling, projection and, under determinant regularization, the first flow.
 
@@ -142,11 +105,23 @@ class EmbeddingNet(nn.Module):
         self.trunk = build_trunk(model.backbone, model.weights)
         self.normalize = normalization_of(model.backbone, self.trunk)
         channels = channels_of(model.backbone, self.trunk)
+        prefix, side = 0, 64
+        if isinstance(self.trunk, TimmTrunk):
+            prefix, side = self.trunk.prefix, self.trunk.side
+            if model.pooling == "cls" and not self.trunk.class_token:
+                raise JobError(
+                    f'model.pooling = "cls" needs a class token, which {model.backbone} does not '
+                    'have. Choose "gap", "gmp", "gap+gmp" or "gem".'
+                )
         if model.batch_norm == "folded":
-            _fold(self.trunk)
-        self.pool = _pool(model, self.trunk)
+            fold_batch_norm(self.trunk, side)
+        self.pool = Pool(model.pooling, prefix)
         self.dim = model.dim or channels
-        self.projection = _projection(channels, model.dim)
+        self.projection: nn.Module = nn.Identity()
+        if model.dim is not None:
+            self.projection = nn.Linear(channels, model.dim)
+            nn.init.kaiming_normal_(self.projection.weight, mode="fan_out")
+            nn.init.zeros_(self.projection.bias)
         self.flow_input: nn.Module = nn.Identity()
         self.flow: RealNVP | NICE | None = None
         if determinant is not None:
@@ -161,8 +136,7 @@ class EmbeddingNet(nn.Module):
         if not torch.onnx.is_in_onnx_export():
             x = x.contiguous(memory_format=torch.channels_last)
         maps = self.trunk(x)  # (B, C, H, W) or (B, T, C)
-        wide = maps.to(torch.promote_types(maps.dtype, torch.float32))
-        pooled: Tensor = self.pool(wide)
+        pooled: Tensor = self.pool(maps.to(torch.promote_types(maps.dtype, torch.float32)))
         return pooled
 
     def features(self, images: Tensor) -> Tensor:
@@ -198,7 +172,7 @@ class EmbeddingNet(nn.Module):
     def check_sizes(self, *sides: int) -> None:
         """Run the trunk once at each side S, in pixels, before a job spends time on images.
 
-        Raises: JobError naming the sizes that fit.
+        Raises: JobError naming a size that fits.
         """
         device = next(self.trunk.parameters()).device
         mode = self.training

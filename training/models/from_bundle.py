@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from embedder.bundle import MANIFEST, Bundle
 from embedder.errors import CheckpointError
@@ -70,21 +70,21 @@ def start_from_bundle(job: Job, path: Path) -> EmbeddingNet:
 
 def _require_fit(job: Job, bundle: Bundle, made_by: Job | None) -> None:
     """Raises: CheckpointError naming each setting in which the shapes differ."""
-    wanted: dict[str, object] = {"model.backbone": job.model.backbone}
-    given: dict[str, object] = {"model.backbone": bundle.manifest.backbone}
+    pairs: dict[str, tuple[object, object]] = {
+        "model.backbone": (bundle.manifest.backbone, job.model.backbone)
+    }
     if made_by is not None:
         for name in ("dim", "pooling"):
-            wanted[f"model.{name}"] = getattr(job.model, name)
-            given[f"model.{name}"] = getattr(made_by.model, name)
-    if made_by is not None and made_by.regularizers.determinant is not None:
-        for name in ("flow", "activation", "input_norm"):
-            key = f"regularizers.determinant.{name}"
-            wanted[key] = getattr(job.regularizers.determinant, name, None)
-            given[key] = getattr(made_by.regularizers.determinant, name)
+            pairs[f"model.{name}"] = getattr(made_by.model, name), getattr(job.model, name)
+        there, here = (each.regularizers.determinant for each in (made_by, job))
+        if there is not None:
+            for name in ("flow", "activation", "input_norm"):
+                key = f"regularizers.determinant.{name}"
+                pairs[key] = getattr(there, name), getattr(here, name, None)
     differing = [
-        f"{key} is {given[key]!r} there and {wanted[key]!r} in the job"
-        for key in given
-        if given[key] != wanted[key]
+        f"{key} is {given!r} there and {wanted!r} in the job"
+        for key, (given, wanted) in pairs.items()
+        if given != wanted
     ]
     if differing:
         raise CheckpointError(
@@ -133,26 +133,15 @@ def _state(net: EmbeddingNet, tensors: State) -> State:
     ]
     for (name, layer), (next_name, following) in pairwise([*leaves, ("", nn.Identity())]):
         if isinstance(layer, nn.Conv2d):
-            shift = _shift(tensors, name, layer)
+            none = torch.zeros(layer.out_channels)
+            bias = tensors.get(f"{name}.bias", none)
+            shift = tensors.get(f"{name}.weight_bias", bias)
             if isinstance(following, BATCH_NORMS) and f"{next_name}.running_var" not in tensors:
-                state |= _adding(next_name, following, shift)
-                shift = torch.zeros_like(shift)
+                # As it evaluates, this batch norm adds the shift and does no more.
+                state[f"{next_name}.weight"] = torch.ones_like(shift)
+                state[f"{next_name}.bias"] = shift
+                state[f"{next_name}.running_var"] = torch.ones_like(shift) - following.eps
+                shift = none
             if layer.bias is not None:
                 state[f"{name}.bias"] = shift
     return state
-
-
-def _shift(tensors: State, name: str, layer: nn.Conv2d) -> Tensor:
-    none = torch.zeros(layer.out_channels)
-    return tensors.get(f"{name}.weight_bias", tensors.get(f"{name}.bias", none))
-
-
-def _adding(name: str, norm: nn.BatchNorm1d | nn.BatchNorm2d, shift: Tensor) -> State:
-    """A batch norm, as it evaluates, that adds `shift` (C,)."""
-    one = torch.ones_like(shift)
-    return {
-        f"{name}.weight": one,
-        f"{name}.bias": shift,
-        f"{name}.running_mean": torch.zeros_like(shift),
-        f"{name}.running_var": one - norm.eps,
-    }

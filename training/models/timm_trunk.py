@@ -44,7 +44,7 @@ class TimmTrunk(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Float (B, 3, S, S) to maps (B, C, H, W) or tokens (B, T, C).
 
-        Raises: JobError naming the sizes that fit if S does not.
+        Raises: JobError naming a size that fits if S does not.
         """
         side = images.shape[-1]
         try:
@@ -54,8 +54,8 @@ class TimmTrunk(nn.Module):
             if side == self.side or isinstance(error, _DEVICE_ERRORS):
                 raise
             raise JobError(
-                f"{TIMM}{self.name} does not take images of {side} px ({error}). Set "
-                f"input.size_px and input.test_px to {self._sizes(side)}."
+                f"{TIMM}{self.name} does not take images of {side} px ({error}). It surely takes "
+                f"{self.side}: set input.size_px and input.test_px."
             ) from error
         if features.ndim == 2:
             raise JobError(
@@ -65,13 +65,6 @@ class TimmTrunk(nn.Module):
         if features.ndim == 4 and getattr(self.network, "output_fmt", "NCHW") == "NHWC":
             features = features.permute(0, 3, 1, 2)
         return features
-
-    def _sizes(self, side: int) -> str:
-        patch = getattr(getattr(self.network, "patch_embed", None), "patch_size", None)
-        if not getattr(self.network, "dynamic_img_size", False) or patch is None:
-            return f"{self.side}, the only size that it certainly takes"
-        below = side // patch[0] * patch[0]
-        return f"{below} or {below + patch[0]} (multiples of {patch[0]})"
 
 
 def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
@@ -85,8 +78,19 @@ def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
     Raises: JobError if timm is missing or has no such network; CheckpointError if the weights
         cannot be had or do not fit.
     """
-    timm = _timm()
-    _require(timm, name)
+    try:
+        import timm
+    except ModuleNotFoundError as error:
+        raise JobError(
+            f"A backbone {TIMM}NAME needs the package timm: pip install 'kinlens[timm]'."
+        ) from error
+    known = [*timm.list_models(), *timm.list_pretrained()]
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=3)
+        raise JobError(
+            f"timm has no network {name!r}. Set model.backbone to one of timm.list_models(), for "
+            f"example {', '.join(TIMM + match for match in close or ['resnet50'])}."
+        )
     if weights == "imagenet":
         network = _pretrained(timm, name)
     else:
@@ -102,34 +106,6 @@ def build_timm_trunk(name: str, weights: str) -> TimmTrunk:
             "model.backbone."
         ) from error
     return TimmTrunk(name, network)
-
-
-def _timm() -> Any:
-    try:
-        import timm
-    except ModuleNotFoundError as error:
-        raise JobError(
-            f"A backbone {TIMM}NAME needs the package timm: pip install 'kinlens[timm]'."
-        ) from error
-    return timm
-
-
-def _require(timm: Any, name: str) -> None:
-    architecture, _, tag = name.partition(".")
-    if timm.is_model(architecture):
-        tags = [full.partition(".")[2] for full in timm.list_pretrained(f"{architecture}.*")]
-        if not tag or tag in tags:
-            return
-        raise JobError(
-            f"timm has no weights {tag!r} of {architecture}. Set model.backbone to "
-            f"{TIMM}{architecture} or one of its tags: {', '.join(tags) or 'none'}."
-        )
-    known = [*timm.list_models(), *timm.list_pretrained()]
-    close = difflib.get_close_matches(name, known, n=3) or ["resnet50", "convnext_tiny"]
-    raise JobError(
-        f"timm has no network {name!r}. Set model.backbone to one of timm.list_models(), for "
-        f"example {', '.join(TIMM + match for match in close)}."
-    )
 
 
 def _create(timm: Any, name: str, pretrained: bool) -> Any:

@@ -2,7 +2,6 @@
 
 import pickle
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.error import URLError
 
 import torch
@@ -42,7 +41,23 @@ def read_weights(weights: str, name: str) -> State:
             f"The weight file {path} does not exist. Set model.weights to a state dict of {name}, "
             'the folder of a bundle, "imagenet" or "none".'
         )
-    return _read_state_dict(path)
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{path} needs the package safetensors: pip install 'kinlens[timm]'."
+        ) from error
+    except Exception as error:
+        # torch.load raises pickle, zip, runtime and key errors on a file that is no state dict.
+        raise CheckpointError(f"{path} is not a state dict: {error}") from error
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise CheckpointError(f"{path} is not a state dict (a mapping of names to tensors).")
+    return state
 
 
 def load_weights(network: nn.Module, state: State, source: str) -> None:
@@ -64,31 +79,3 @@ def load_weights(network: nn.Module, state: State, source: str) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"The weights {source} do not fit the network: {reason}") from error
-
-
-def _read_state_dict(path: Path) -> State:
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # torch.load raises pickle, zip, runtime and key errors on a file that is no state dict.
-        raise CheckpointError(f"{path} is not a torch state dict: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise CheckpointError(f"{path} is not a state dict (a mapping of names to tensors).")
-    return state
-
-
-def _read_safetensors(path: Path) -> State:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ModuleNotFoundError as error:
-        raise CheckpointError(
-            f"{path} needs the package safetensors: pip install 'kinlens[timm]'."
-        ) from error
-    try:
-        state: State = load_file(path)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a safetensors state dict: {error}") from error
-    return state

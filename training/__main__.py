@@ -3,17 +3,12 @@
 import typer
 
 from embedder.errors import KinlensError
-from training.commands.compare import compare
-from training.commands.crossval import crossval
 from training.commands.data import app as data_app
-from training.commands.evaluate import evaluate
+from training.commands.evaluate import compare, evaluate, report
 from training.commands.export import export
-from training.commands.fit import fit
-from training.commands.new import new
-from training.commands.report import report
-from training.commands.search import search
-from training.commands.tournament import tournament
-from training.report.console import console
+from training.commands.fit import fit, new
+from training.commands.studies import crossval, search, tournament
+from training.report.log import console
 
 app = typer.Typer(
     help="Train an embedding, compare methods, and export a model bundle.",
@@ -30,7 +25,7 @@ def main() -> None:
     try:
         app()
     except KinlensError as error:
-        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"error: {error}", style="red", soft_wrap=True, markup=False)
         raise SystemExit(1) from error
 
 

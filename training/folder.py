@@ -1,15 +1,81 @@
-"""The folder of a run or a study: files written whole, and what the runs in it belong to."""
+"""The folder of a run or a study: its result, files written whole, what settings belong there."""
 
 import json
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embedder.errors import JobError
+from embedder.errors import CheckpointError, JobError
+from training.checkpoint import UNTRAINED
+from training.config.job import Job, parse_job
 
+RESULT = "result.json"
 FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
 """Settings of a job that change nothing in its figures."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run found; stored as `result.json` in its folder.
+
+    `figures` are those of the chosen model on the test classes ({} if the protocol never tests),
+    `validation` its figures on the validation classes ({} without any), `trunk` those of what
+    it `began_with`, the untrained trunk or the model that it went on from, with the prefix of
+    validation classes. `seconds_per_epoch` is the median, without evaluation; `split_sha256`
+    tells the images, `versions` the packages that trained.
+    """
+
+    job: dict[str, Any]
+    figures: dict[str, float]
+    validation: dict[str, float]
+    best_epoch: int
+    chosen_by: str
+    seconds_per_epoch: float
+    split_sha256: str = ""
+    trunk: dict[str, float] = field(default_factory=dict)
+    began_with: str = UNTRAINED
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def read_result(folder: Path) -> Result | None:
+    """The result of the run in `folder`; None if it has not finished. Raises: CheckpointError."""
+    path = folder / RESULT
+    if not path.is_file():
+        return None
+    try:
+        return Result(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged ({error}). Remove it and run the job again with --resume."
+        ) from error
+
+
+def finished_result(job: Job, folder: Path) -> Result | None:
+    """The result in `folder`, if there is one. Raises: JobError if it is that of another job."""
+    result = read_result(folder)
+    if result is not None:
+        found = parse_job(result.job, str(folder)).as_dict()
+        _require_same(folder, changes(found, job.as_dict()))
+    return result
+
+
+def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
+    """Write `content` into `file` of `folder`, or check that it is what stands there.
+
+    Raises: JobError naming what differs.
+    """
+    path = folder / file
+    if not path.exists():
+        replace_json(path, content)
+        return
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise JobError(f"{path} is damaged ({error}). Use another --out.") from error
+    known = json.loads(json.dumps(content))
+    _require_same(folder, changes(found, known, {f"job.{name}" for name in FREE}))
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -26,27 +92,6 @@ def replace_text(path: Path, text: str) -> None:
 def replace_json(path: Path, content: Any) -> None:
     """`replace_text` with indented JSON."""
     replace_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def stamp(folder: Path, file: str, content: dict[str, Any]) -> None:
-    """Write `content` into `file` of `folder`, or check that it is what stands there.
-
-    Raises: JobError naming what differs.
-    """
-    path = folder / file
-    if not path.exists():
-        replace_json(path, content)
-        return
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is damaged ({error}). Use another --out.") from error
-    differences = changes(found, json.loads(json.dumps(content)), {f"job.{name}" for name in FREE})
-    if differences:
-        raise JobError(
-            f"{folder} holds runs with other settings: {', '.join(differences)}. Go on with the "
-            "same settings, or use another --out."
-        )
 
 
 def settings(
@@ -75,3 +120,11 @@ def changes(
         for name in sorted(before.keys() | after.keys())
         if before.get(name) != after.get(name)
     ]
+
+
+def _require_same(folder: Path, differences: list[str]) -> None:
+    if differences:
+        raise JobError(
+            f"{folder} holds a run with other settings: {', '.join(differences)}. Go on with the "
+            "same settings, use another --out, or delete that folder to train it again."
+        )

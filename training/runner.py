@@ -12,16 +12,14 @@ from training.data.records import Split
 from training.device import choose_device, tuned
 from training.distributed import is_main, wait_for_all
 from training.evaluation.evaluate import evaluate
-from training.folder import replace_json
+from training.folder import RESULT, Result, replace_json
 from training.report.notices import did_it_help
 from training.report.page import write_report
-from training.result import RESULT, Result
 from training.state import OF_TERMS, VALIDATION, Row, on_validation
 from training.trainer import Listener, fit
 
 _PACKAGES = ("torch", "torchvision", "numpy", "pillow")
-_NOT_OF_TEST = (VALIDATION, *OF_TERMS)
-_OF_TRAINING = frozenset(("epoch", "loss", "seconds", "images_per_s"))
+_OF_TRAINING = (VALIDATION, *OF_TERMS, "epoch", "loss", "seconds", "images_per_s")
 
 
 def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
@@ -52,9 +50,7 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         began_with=chosen.began_with,
         versions={package: version(package) for package in _PACKAGES},
     )
-    for sentence in did_it_help(
-        split, result.began_with, result.trunk, result.figures, result.validation
-    ):
+    for sentence in did_it_help(split, result):
         listener.said(sentence)
     if is_main():
         write_report(folder, job, split, history, result)
@@ -88,7 +84,6 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
         return {}
     row = history[-1]
     if chosen.epoch == len(history) and "R@1" in row:
-        names = [name for name in row if not name.startswith(_NOT_OF_TEST)]
-        return {name: row[name] for name in names if name not in _OF_TRAINING}
+        return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
     _, net = chosen.network()
     return evaluate(net.to(choose_device(job.runtime)), split.test, job, split.gallery, full=True)

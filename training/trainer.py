@@ -44,7 +44,7 @@ READ_EVERY_STEPS = {"cpu": 1, "cuda": 10}
 
 
 class Listener(Protocol):
-    """Who wants to know how a run goes; `training.report.console` draws it."""
+    """Who wants to know how a run goes; `training.report.log` draws it."""
 
     def said(self, sentence: str) -> None: ...
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None: ...

@@ -1,4 +1,4 @@
-"""Finished runs side by side, a bundle on other images, and how long a run will take."""
+"""Finished runs side by side, and a bundle on other images."""
 
 import csv
 import json
@@ -15,9 +15,8 @@ from training.__main__ import app
 from training.config.settings import Input, Model, RenderedData
 from training.evaluation.retrieval import with_interval
 from training.export.bundle import export_backbone
+from training.folder import Result
 from training.rendered.catalogue import write_catalogue
-from training.report import console
-from training.result import Result
 
 runner = CliRunner()
 
@@ -104,21 +103,3 @@ def test_a_bundle_without_a_job_is_evaluated_on_a_folder_or_a_list(tmp_path: Pat
             ["evaluate", bundle, "--data", str(shop / "list.csv")],
             catch_exceptions=False,
         )
-
-
-def test_the_time_of_a_run_is_told_after_its_first_steps_and_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("training.report.console.time.perf_counter", lambda: clock[0])
-    said: list[str] = []
-    monkeypatch.setattr(console.console, "print", lambda text, **_: said.append(text))
-    listener = console.ConsoleListener(batch_size=30)
-    for epoch in range(2, 12):
-        listener.epoch_started(epoch, 12, 5)
-        for step in range(5):
-            clock[0] += 100.0 if (epoch, step) == (2, 1) else 20.0  # the first ones are slow
-            listener.step_done({"loss": 1.0})
-        clock[0] += 1000.0  # evaluation
-    # Known after the second step of the third of 10 epochs: 8 of 5 x 20 s are left with it.
-    assert said == ["about 13 minutes: 8 epochs of 5 steps at 2 images/s; evaluation comes on top"]

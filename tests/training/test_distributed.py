@@ -12,7 +12,7 @@ from tests.training.jobs import calibrated_weights, small_job
 from tests.training.ranks import cases, gradients
 from training import distributed
 from training.config.job import job_toml
-from training.result import read_result
+from training.folder import read_result
 from training.state import create_run
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_commands_that_do_not_share_their_work_refuse_torchrun(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(JobError, match="without torchrun"):
         distributed.require_alone()
-    for command in ("crossval", "search", "tournament", "evaluate", "export"):
+    for command in ("studies", "evaluate", "export"):
         page = (ROOT / "training" / "commands" / f"{command}.py").read_text()
         assert "    require_alone()" in page, command
 

@@ -13,7 +13,7 @@ from training.data.load import load_split
 from training.data.protocol import with_protocol
 from training.data.samplers import BatchSampler
 from training.runner import run_job
-from training.studies.grid import load_grid
+from training.studies.tournament import load_grid
 
 NAMES = job_names()
 TOURNAMENTS = JOBS / "tournaments"

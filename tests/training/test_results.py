@@ -10,7 +10,14 @@ from training.__main__ import app
 from training.config.job import parse_job
 from training.data.load import load_split
 from training.data.protocol import with_protocol
-from training.report.results import Record, Study, paired_difference, read_study, record_of, table
+from training.report.tables import (
+    Record,
+    Study,
+    methods,
+    paired_difference,
+    read_study,
+    record_of,
+)
 from training.runner import run_job
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -33,13 +40,13 @@ def test_a_difference_is_paired_by_seed_with_students_interval() -> None:
 
 
 def test_only_seeds_that_both_methods_have_are_compared() -> None:
-    rows = table(study(recipe=[50.0, 60.0], more=[51.0, 61.0, 10.0]))
+    rows = methods(study(recipe=[50.0, 60.0], more=[51.0, 61.0, 10.0]))
     assert "+1.0 ± 0.0 (recipe)" in rows[-1]
     assert "| more | 3 |  | 40.7 ± 27.0 |" in rows[-1]
 
 
 def test_one_seed_has_no_interval() -> None:
-    assert "| -2.0 (recipe) |" in table(study(recipe=[50.0], less=[48.0]))[-1]
+    assert "| -2.0 (recipe) |" in methods(study(recipe=[50.0], less=[48.0]))[-1]
 
 
 def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: Path) -> None:
@@ -78,7 +85,7 @@ def test_a_run_that_saw_no_test_class_is_known_by_its_validation_classes(tmp_pat
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with pytest.raises(JobError, match="has not finished"):
+    with pytest.raises(JobError, match="no finished run"):
         record_of(tmp_path / "run")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(JobError, match="is no study"):
@@ -90,7 +97,7 @@ def test_the_page_of_results_has_the_tables_of_the_committed_studies() -> None:
     studies = sorted((DOCS / "results").glob("*.json"))
     assert studies
     for path in studies:
-        assert "\n".join(table(read_study(path))) in page, path
+        assert "\n".join(methods(read_study(path))) in page, path
 
 
 def test_figures_on_other_images_are_not_compared() -> None:
@@ -99,4 +106,4 @@ def test_figures_on_other_images_are_not_compared() -> None:
         Record("more", 0, {"R@1": 51.0}, split_sha256="b"),
     ]
     with pytest.raises(JobError, match="were tested on other images"):
-        table(Study(tuple(records), {"": "recipe"}))
+        methods(Study(tuple(records), {"": "recipe"}))

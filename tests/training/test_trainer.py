@@ -18,7 +18,7 @@ from training.data.protocol import with_protocol
 from training.data.records import Split
 from training.device import autocast, choose_device
 from training.evaluation.evaluate import embed
-from training.result import read_result
+from training.folder import read_result
 from training.runner import load_chosen, run_job
 from training.state import create_run
 from training.trainer import fit, train_step

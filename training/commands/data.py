@@ -10,7 +10,7 @@ import typer
 from training.commands.jobs import section
 from training.config.settings import RenderedData
 from training.rendered.catalogue import write_catalogue
-from training.report.console import progress_bar
+from training.report.log import progress_bar
 
 app = typer.Typer(
     help="Make, fetch and look at data sets.",

@@ -1,7 +1,7 @@
-"""kinlens-train evaluate."""
+"""kinlens-train evaluate, compare and report: what a model, runs and methods are worth."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,17 +15,8 @@ from training.commands.jobs import Overrides, load_images, with_settings
 from training.config.job import Job, parse_job
 from training.config.settings import Runtime
 from training.data.records import LabelledImages, labelled, labels_in
-from training.report.console import console, progress_bar
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A network as a function of images, and where it comes from, if that is known."""
-
-    embed: Any
-    spec: Preprocessing
-    job: Job | None
-    split_sha256: str | None
+from training.folder import replace_json
+from training.report.log import console, progress_bar
 
 
 def evaluate(
@@ -54,9 +45,11 @@ def evaluate(
     require_alone()
     model = _of_bundle(source) if (source / MANIFEST).is_file() else _of_run(source)
     if data is None:
-        model, parts = _with_test_images(source, model, overrides or [])
+        model, parts = _with_test_images(source, model, overrides)
     else:
-        parts = [_images(data, overrides or [])]
+        if overrides:
+            raise JobError("--set changes the job's own images; with --data leave it out.")
+        parts = [_images(data)]
     queries = queries_in(*parts)
     console.print(f"{len(parts[0]):,} images of {parts[0].classes:,} classes, {queries:,} queries")
     figures = _figures(model, parts, full)
@@ -68,13 +61,133 @@ def evaluate(
         typer.echo(f"{name} {shown}")
 
 
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; the first is the baseline.")],
+) -> None:
+    """Finished runs side by side, as Markdown: figures with intervals, and differing settings.
+
+    Example: kinlens-train compare runs/cars196-half-proxy-anchor runs/cars196-half-determinant
+    """
+    from training.report.tables import side_by_side
+
+    typer.echo("\n".join(side_by_side(runs)))
+
+
+def report(
+    study: Annotated[Path, typer.Argument(help="JSON file of the study; made if it is missing.")],
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Finished run folders to add, or JSON files of peers."),
+    ] = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Method that others are compared with, seed by seed; METHOD=OTHER for one of "
+            "them. Repeatable, kept in the study."
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Page whose block `<!-- NAME OF THE STUDY -->` gets the table."),
+    ] = None,
+) -> None:
+    """Compare methods over seeds: keep the figures of runs, print or write their table.
+
+    Examples:
+
+    kinlens-train report docs/results/cars.json runs/cars/*/seed-* --against recipe
+
+    kinlens-train report docs/results/cars.json --page docs/results.md
+    """
+    from training.report import tables
+
+    known = tables.read_study(study)
+    pairs = (text.rpartition("=") for text in against or ())
+    others = {method: other for method, _, other in pairs}
+    if runs or others:
+        known = known.merged([tables.record_of(run) for run in runs or ()], others)
+        replace_json(study, asdict(known))
+    if not known.records:
+        raise JobError(f"{study} has no runs. Name finished run folders to add.")
+    lines = tables.methods(known)
+    if page is None:
+        typer.echo("\n".join(lines))
+    else:
+        tables.replace_block(page, study.stem, lines)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A network as a function of images, and where it comes from, if that is known."""
+
+    embed: Any
+    spec: Preprocessing
+    job: Job | None
+    split_sha256: str | None
+
+
+def _of_bundle(source: Path) -> _Model:
+    from embedder.bundle import Bundle
+    from embedder.session import OnnxEmbedder
+
+    bundle = Bundle.open(source)
+    manifest = bundle.manifest
+    job = parse_job(manifest.job) if manifest.job else None
+    embed = OnnxEmbedder.open(bundle).embed
+    return _Model(embed, manifest.preprocessing, job, manifest.split_sha256)
+
+
+def _of_run(source: Path) -> _Model:
+    from training.models.embedding import torch_embed
+    from training.runner import load_chosen
+
+    checkpoint = load_chosen(source)
+    job, net = checkpoint.network()
+
+    return _Model(
+        partial(torch_embed, net), job.input.preprocessing(), job, checkpoint.split_sha256
+    )
+
+
+def _with_test_images(
+    source: Path, model: _Model, overrides: list[str] | None
+) -> tuple[_Model, list[LabelledImages]]:
+    """The model under the settings of the command, its test images and, perhaps, a gallery."""
+    if model.job is None or model.split_sha256 is None:
+        raise JobError(
+            f"The bundle {source} was made without a job, so it has no test images. Name some: "
+            "--data /my/shop, a folder of class folders."
+        )
+    job = with_settings(model.job, overrides, ("data.", "recall_at="))
+    split = load_images(job)
+    split.require(model.split_sha256, str(source))
+    parts = [split.test] if split.gallery is None else [split.test, split.gallery]
+    return replace(model, job=job), parts
+
+
+def _images(data: Path) -> LabelledImages:
+    """The images of a folder or a CSV. Raises: DatasetError."""
+    from training.data.load import read_folder, read_table
+
+    root = data if data.is_dir() else data.parent
+    records = read_folder(root) if data.is_dir() else read_table(root, data.name)
+    images = labelled(root, records)
+    if images.classes < 2:
+        raise DatasetError(
+            f"{data} has one class, {images.class_names[0]!r}, so every answer would be right. "
+            "Give images of 2 classes or more, each in a sub-folder of its own."
+        )
+    console.print("If the model was trained on some of these images, the figures are too high.")
+    return images
+
+
 def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str, float]:
     """Figures of images searched among the others or, with two parts, in the second."""
     from training.evaluation.evaluate import embed_with, evaluate_embeddings
 
+    runtime = Runtime() if model.job is None else model.job.runtime
     with progress_bar() as bar:
         task = bar.add_task("embed", total=sum(map(len, parts)))
-        runtime = Runtime() if model.job is None else model.job.runtime
 
         def advance(images: int) -> None:
             bar.advance(task, images)
@@ -95,61 +208,3 @@ def _figures(model: _Model, parts: list[LabelledImages], full: bool) -> dict[str
         full=full,
         seed=0 if model.job is None else model.job.seed,
     )
-
-
-def _with_test_images(
-    source: Path, model: _Model, overrides: list[str]
-) -> tuple[_Model, list[LabelledImages]]:
-    """The model under the settings of the command, its test images and, perhaps, a gallery."""
-    if model.job is None or model.split_sha256 is None:
-        raise JobError(
-            f"The bundle {source} was made without a job, so it has no test images. Name some: "
-            "--data /my/shop, a folder of class folders."
-        )
-    job = with_settings(model.job, overrides, ("data.", "recall_at="))
-    split = load_images(job)
-    split.require(model.split_sha256, str(source))
-    parts = [split.test] if split.gallery is None else [split.test, split.gallery]
-    return replace(model, job=job), parts
-
-
-def _images(data: Path, overrides: list[str]) -> LabelledImages:
-    """The images of a folder or a CSV. Raises: DatasetError."""
-    from training.data.load import read_folder, read_table
-
-    if overrides:
-        raise JobError("--set changes the job's own images; with --data there is nothing to set.")
-    root = data if data.is_dir() else data.parent
-    records = read_folder(root) if data.is_dir() else read_table(root, data.name)
-    images = labelled(root, records)
-    if images.classes < 2:
-        raise DatasetError(
-            f"{data} has one class, {images.class_names[0]!r}, so every answer would be right. "
-            "Give images of 2 classes or more, each in a sub-folder of its own."
-        )
-    console.print(
-        "If the model was trained on some of these images, the figures are too high.",
-        highlight=False,
-    )
-    return images
-
-
-def _of_bundle(source: Path) -> _Model:
-    from embedder.bundle import Bundle
-    from embedder.session import OnnxEmbedder
-
-    bundle = Bundle.open(source)
-    manifest = bundle.manifest
-    job = parse_job(manifest.job) if manifest.job else None
-    embed = OnnxEmbedder.open(bundle).embed
-    return _Model(embed, manifest.preprocessing, job, manifest.split_sha256)
-
-
-def _of_run(source: Path) -> _Model:
-    from training.models.embedding import torch_embed
-    from training.runner import load_chosen
-
-    checkpoint = load_chosen(source)
-    job, net = checkpoint.network()
-    embed = partial(torch_embed, net)
-    return _Model(embed, job.input.preprocessing(), job, checkpoint.split_sha256)

@@ -6,12 +6,12 @@ from typing import Annotated, cast, get_args
 import typer
 
 from embedder.bundle import Bundle
-from embedder.calibration import Calibration
-from embedder.manifest import Precision
+from embedder.manifest import OtherPrecision, Precision
 from training.commands.jobs import Overrides, load_images, section, with_settings
 from training.config.job import parse_job
 from training.config.settings import Input, Model
-from training.report.console import progress_bar
+from training.evaluation.retrieval import with_interval
+from training.report.log import progress_bar
 
 
 def export(
@@ -20,9 +20,7 @@ def export(
     overrides: Overrides = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Also in this precision: int8 (CPU) or fp16 (GPU). Repeatable.",
-        ),
+        typer.Option(help="Also in this precision: int8 (CPU) or fp16 (GPU). Repeatable."),
     ] = None,
     skip_refused: Annotated[
         bool,
@@ -48,21 +46,20 @@ def export(
     Example: kinlens-train export runs/cars --out bundles/cars --precision int8
     """
     from training.distributed import require_alone
-    from training.export.bundle import export_backbone
+    from training.export.bundle import export_backbone, export_checkpoint, images_to_embed
+    from training.runner import load_chosen
 
     require_alone()
     if trunk and run is None:
         raise typer.BadParameter("--trunk is of a run; give its folder")
     if (run is None) == (backbone is None):
         raise typer.BadParameter("give a run folder or --backbone NAME, one of the two")
-    unknown = set(precision or ()) - set(get_args(Precision))
+    unknown = set(precision or ()) - set(get_args(OtherPrecision))
     if unknown:
-        known = ", ".join(get_args(Precision))
+        known = ", ".join(get_args(OtherPrecision))
         raise typer.BadParameter(f"--precision {min(unknown)} is not one of {known}")
     precisions = cast(tuple[Precision, ...], ("fp32", *(precision or ())))
-    if run is not None:
-        _describe(_of_run(run, out, overrides or [], precisions, skip_refused, trunk))
-    elif backbone is not None:
+    if backbone is not None:
         if len(set(precisions)) > 1:
             raise typer.BadParameter(
                 "--precision compares with fp32 on images, and --backbone has none; give a run"
@@ -70,31 +67,19 @@ def export(
         model = section(Model, backbone=backbone, weights=weights)
         spec = section(Input, size_px=size_px, resize_px=resize_px)
         _describe(export_backbone(backbone, model, spec, out))
-
-
-def _of_run(
-    run: Path,
-    out: Path,
-    overrides: list[str],
-    precisions: tuple[Precision, ...],
-    skip_refused: bool,
-    trunk: bool,
-) -> Bundle:
-    from training.export.bundle import export_checkpoint, images_to_embed
-    from training.runner import load_chosen
-
-    checkpoint = load_chosen(run)
-    split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
-    with progress_bar() as bar:
-        on_refusal = bar.console.print if skip_refused else None
-        task = bar.add_task("check recall", total=images_to_embed(split))
-        return export_checkpoint(
-            checkpoint, split, out, lambda n: bar.advance(task, n), precisions, on_refusal, trunk
-        )
+    if run is not None:
+        checkpoint = load_chosen(run)
+        split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
+        with progress_bar() as bar:
+            refused = bar.console.print if skip_refused else None
+            task = bar.add_task("check recall", total=images_to_embed(split))
+            bundle = export_checkpoint(
+                checkpoint, split, out, lambda n: bar.advance(task, n), precisions, refused, trunk
+            )
+        _describe(bundle)
 
 
 def _describe(bundle: Bundle) -> None:
-    from training.evaluation.retrieval import with_interval
 
     manifest = bundle.manifest
     typer.echo(
@@ -124,19 +109,17 @@ def _describe(bundle: Bundle) -> None:
     if manifest.calibration is None:
         typer.echo(f"no calibration: {held_out.no_calibration}")
         return
-    typer.echo(_worth(manifest.calibration))
-    for threshold in manifest.calibration.thresholds:
+    known = manifest.calibration
+    off = f", off by {known.calibration_error:.3f} on classes that it was not fitted on"
+    typer.echo(
+        f"probabilities from {known.gallery_images:,} {known.split} images of {known.classes} "
+        f"classes{'' if known.calibration_error is None else off}"
+    )
+    for threshold in known.thresholds:
         typer.echo(
             f"{threshold.false_matches:.0%} false matches: of pairs at {threshold.pair_score:.3f}, "
             f"of searches at {threshold.search_score:.3f}"
         )
-
-
-def _worth(calibration: Calibration) -> str:
-    error = calibration.calibration_error
-    off = "" if error is None else f", off by {error:.3f} on classes that it was not fitted on"
-    of = f"{calibration.gallery_images:,} {calibration.split} images"
-    return f"probabilities from {of} of {calibration.classes} classes{off}"
 
 
 def _figures(recall: dict[str, float]) -> str:

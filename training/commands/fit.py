@@ -1,21 +1,28 @@
-"""kinlens-train fit."""
+"""kinlens-train new and fit."""
 
+import json
+import re
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from embedder.errors import JobError
 from training.commands.jobs import (
     AllowPartial,
     ChooseByTest,
     JobName,
     Overrides,
     load_images,
-    settings_of,
+    named_job,
     summary,
 )
 from training.config.job import load_job
-from training.report.console import ConsoleListener, console
+from training.config.layers import JOBS
+from training.report.log import console, console_listener
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def fit(
@@ -39,7 +46,7 @@ def fit(
     from training.distributed import is_main, main_first, process_group
     from training.runner import require_fresh_or_resumable, run_job
 
-    settings = load_job(job, settings_of(overrides, allow_partial))
+    settings = named_job(job, overrides, allow_partial)
     settings.protocol.require_flag(choose_by_test)
     folder = out or Path("runs") / settings.name
     require_fresh_or_resumable(folder, resume)
@@ -49,9 +56,57 @@ def fit(
             split = load_images(settings)
         console.print(f"{settings.name}: {summary(split)}")
         try:
-            with ConsoleListener(settings.optimizer.batch_size) as listener:
+            with console_listener() as listener:
                 run_job(settings, split, folder, listener)
         except KeyboardInterrupt:
             console.print(f"Stopped. Finished epochs are kept; go on with --out {folder} --resume.")
             raise typer.Exit(130) from None
         console.print(f"Report: {folder / 'report.md'}")
+
+
+def new(
+    data: Annotated[Path, typer.Option(help="Your photographs: a folder for each product.")],
+    out: Annotated[Path, typer.Option(help="Job file to write.")] = Path("job.toml"),
+    weights: Annotated[
+        str, typer.Option(help='"imagenet", the path of a weight file, or a bundle to go on from.')
+    ] = "imagenet",
+) -> None:
+    """Write a commented job for your own photographs, with the recommended recipe.
+
+    Example: kinlens-train new --data /my/shop --out shop.toml && kinlens-train fit shop.toml
+    """
+    from training.data.samplers import BatchSampler
+
+    if out.exists():
+        raise JobError(f"{out} exists already. Remove it, or give another --out.")
+    root = data.resolve()
+    if "$" in str(root):
+        raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
+    weights = str(Path(weights).resolve()) if Path(weights).exists() else weights
+    text = (JOBS / "shop.toml").read_text(encoding="utf-8")
+    name = _NOT_IN_NAMES.sub("-", root.name).strip("-._") or "shop"
+    for key, value in {"name": name, "root": str(root), "weights": weights}.items():
+        text = _with_value(text, key, value)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.write_text(text, encoding="utf-8")
+        job = load_job(out)
+        split = load_images(job)
+        steps = len(BatchSampler(job, split.train.labels, 0, 1))
+    except UnicodeEncodeError as error:
+        out.unlink()
+        raise JobError(f"{str(root)!a} is no text that a job can hold. Rename it.") from error
+    except BaseException:
+        out.unlink()
+        raise
+    epochs = job.optimizer.enough_epochs(steps).epochs
+    console.print(f"{summary(split)}; {epochs} epochs of {steps} steps")
+    command = shlex.join(["kinlens-train", "fit", str(out), "--out", f"runs/{name}"])
+    console.print(f"Train it: {command}", markup=False, soft_wrap=True)
+
+
+def _with_value(text: str, key: str, value: str) -> str:
+    """A job file with another text as the value of the first `key`; comments stay."""
+    # A function, since a replacement text would read the backslashes of a path.
+    line = re.compile(rf'^({key} = )"[^"]*"', flags=re.MULTILINE)
+    return line.sub(lambda found: found[1] + json.dumps(value, ensure_ascii=False), text, count=1)

@@ -7,11 +7,11 @@ import typer
 from pydantic import ValidationError
 
 from embedder.errors import JobError
-from training.config.job import Job, apply_override, parse_job
+from training.config.job import Job, apply_override, load_job, parse_job
 from training.config.layers import known_jobs
 from training.config.settings import RenderedData
 from training.data.records import Split
-from training.report.console import console, progress_bar
+from training.report.log import console, progress_bar
 
 JobName = Annotated[str, typer.Argument(help=f"TOML file, or {known_jobs()}.")]
 Overrides = Annotated[
@@ -27,6 +27,29 @@ ChooseByTest = Annotated[
         "--choose-by-test", help="Let test classes choose the epoch; the report will say so."
     ),
 ]
+
+
+def named_job(name: str, overrides: Sequence[str] | None, allow_partial: bool) -> Job:
+    """The job of a command with its options. Raises: JobError."""
+    return load_job(name, settings_of(overrides, allow_partial))
+
+
+def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
+    """The overrides of a command, `--allow-partial` among them."""
+    return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
+
+
+def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> Job:
+    """`job` with overrides that a trained model allows. Raises: JobError."""
+    content = job.as_dict()
+    for override in overrides or ():
+        if not override.startswith(allowed):
+            raise JobError(
+                f"--set {override}: a trained model keeps its settings; here only "
+                f"{' and '.join(allowed)}... can be changed."
+            )
+        apply_override(content, override)
+    return parse_job(content)
 
 
 def load_images(job: Job, hold_out: bool = True) -> Split:
@@ -46,26 +69,8 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
     else:
         split = load_split(job.data)
     for remark in remarks(job.data, split):
-        console.print(remark, highlight=False, markup=False)
+        console.print(remark, markup=False)
     return with_protocol(split, job.protocol) if hold_out else split
-
-
-def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[str]:
-    """The overrides of a command, `--allow-partial` among them."""
-    return [*(overrides or ()), *(["data.allow_partial=true"] if allow_partial else [])]
-
-
-def with_settings(job: Job, overrides: Sequence[str], allowed: tuple[str, ...]) -> Job:
-    """`job` with overrides that a trained model allows. Raises: JobError."""
-    content = job.as_dict()
-    for override in overrides:
-        if not override.startswith(allowed):
-            raise JobError(
-                f"--set {override}: a trained model keeps its settings; here only "
-                f"{' and '.join(allowed)}... can be changed."
-            )
-        apply_override(content, override)
-    return parse_job(content)
 
 
 def section(kind: type[Any], /, **values: Any) -> Any:
@@ -79,12 +84,7 @@ def section(kind: type[Any], /, **values: Any) -> Any:
 
 def summary(split: Split) -> str:
     """How many images of how many classes each part has."""
-    parts = {
-        "train": split.train,
-        "validation": split.validation,
-        "test": split.test,
-        "gallery": split.gallery,
-    }
+    parts = {name: getattr(split, name) for name in ("train", "validation", "test", "gallery")}
     return "; ".join(
         f"{name} {len(images):,} images of {images.classes:,} classes"
         for name, images in parts.items()

@@ -1,10 +1,25 @@
-"""The log of a run: JSON lines always, TensorBoard if asked for."""
+"""What a run tells as it goes: JSON lines always, TensorBoard if asked for, the console."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
 from embedder.errors import JobError
+
+console = Console(stderr=True, highlight=False)
 
 
 class RunLog:
@@ -35,6 +50,59 @@ class RunLog:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def progress_bar(*more: ProgressColumn) -> Progress:
+    """Columns: text, bar, n of m, elapsed, remaining, and `more`."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        *more,
+        console=console,
+    )
+
+
+@contextmanager
+def console_listener() -> Iterator["ConsoleListener"]:
+    """A listener while the bar of its run is drawn."""
+    with progress_bar(TextColumn("{task.fields[loss]}")) as progress:
+        yield ConsoleListener(progress)
+
+
+class ConsoleListener:
+    """Draws a run: a bar over the steps of all its epochs, and a line for each epoch."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("epoch", total=None, loss="")
+
+    def said(self, sentence: str) -> None:
+        """Print what a person should know."""
+        console.print(sentence, markup=False)
+
+    def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
+        """`epoch` counts from 0; time is measured anew, since evaluation lies between epochs."""
+        self._progress.reset(
+            self._task,
+            total=epochs * steps,
+            completed=epoch * steps,
+            description=f"epoch {epoch + 1}/{epochs}",
+        )
+
+    def step_done(self, parts: dict[str, float]) -> None:
+        """Move the bar by one step and show its loss."""
+        self._progress.update(self._task, advance=1, loss=f"loss {parts['loss']:.3f}")
+
+    def epoch_done(self, row: dict[str, float]) -> None:
+        """Print the figures of a finished epoch."""
+        recalls = "  ".join(f"{k} {v:.1f}" for k, v in row.items() if "R@" in k)
+        self.said(
+            f"epoch {row['epoch']:.0f}  loss {row['loss']:.3f}  {recalls}  "
+            f"{row['images_per_s']:.0f} images/s"
+        )
 
 
 def _records_until(path: Path, step: int) -> list[str]:

@@ -6,9 +6,17 @@ from training.checkpoint import UNTRAINED
 from training.config.job import Job
 from training.data.records import Split
 from training.evaluation.retrieval import queries_in, with_interval
+from training.folder import Result
 from training.regularizers.shares import LEAST, WIDEST
 from training.state import VALIDATION, Row
 
+CHOSEN_BY = {
+    "last": "the model of a run is that of its last epoch; no epoch was chosen by its test recall",
+    "validation": "the model of a run is that of the epoch with the best R@1 on validation "
+    "classes; test classes chose nothing",
+    "test": "**CHOSEN BY TEST**: the model of a run is that of the epoch with the best R@1 on the "
+    "test classes themselves. The figures are too high and compare with no honest ones",
+}
 _FEW_STEPS = 100
 _WEIGHTS = {"determinant": "lambda1 and lambda2"}
 
@@ -61,35 +69,29 @@ def _at_a_bound(scale: float) -> bool:
     return min(abs(scale - WIDEST), abs(scale * WIDEST - 1) * WIDEST) < 1e-6 * WIDEST
 
 
-def did_it_help(
-    split: Split, began_with: str, trunk: Row, figures: Row, validation: Row
-) -> list[str]:
-    """The model of a run beside what it began with, on the same held-out images.
-
-    Args:
-        split: of the run.
-        began_with, trunk: what it began with and the figures of that; those on validation classes
-            with their prefix.
-        figures, validation: of the model, on test and on validation classes.
-    """
+def did_it_help(split: Split, result: Result) -> list[str]:
+    """The model of a run beside what it began with, on the same held-out images."""
     said, worse = [], []
-    for part, name, found in (("validation", VALIDATION, validation), ("test", "", figures)):
+    for part, prefix, found in (
+        ("validation", VALIDATION, result.validation),
+        ("test", "", result.figures),
+    ):
         images = getattr(split, part)
-        model, before_it = found.get("R@1"), trunk.get(f"{name}R@1")
-        if images is None or model is None or before_it is None:
+        model, began = found.get("R@1"), result.trunk.get(f"{prefix}R@1")
+        if images is None or model is None or began is None:
             continue
         queries = queries_in(images, split.gallery if part == "test" else None)
         said.append(
-            f"{part} classes: R@1 {with_interval(model, queries)}; {began_with} "
-            f"{with_interval(before_it, queries)} ({model - before_it:+.1f} points)"
+            f"{part} classes: R@1 {with_interval(model, queries)}; {result.began_with} "
+            f"{with_interval(began, queries)} ({model - began:+.1f} points)"
         )
-        worse += [part] if model <= before_it else []
+        worse += [part] if model <= began else []
     if worse:
         cure = "Keep the bundle that it went on from"
-        if began_with == UNTRAINED:
+        if result.began_with == UNTRAINED:
             cure = "Export the trunk itself with `kinlens-train export RUN --trunk`"
         said.append(
-            f"The model is not better than {began_with} on the {' and the '.join(worse)} "
+            f"The model is not better than {result.began_with} on the {' and the '.join(worse)} "
             f"classes: this training did not help. {cure}, or train on more classes."
         )
     return said

@@ -10,21 +10,33 @@ from matplotlib.figure import Figure
 from training.config.job import Job
 from training.data.records import Split
 from training.distributed import world
+from training.folder import Result, replace_text
 from training.regularizers.shares import LEAST
-from training.report.markdown import table
-from training.report.notices import after_epoch, did_it_help
-from training.result import Result
+from training.report.notices import CHOSEN_BY, after_epoch, did_it_help
+from training.report.tables import table
 from training.state import Row, on_validation
 
 Rows = Sequence[Row]
 
 
-def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> Path:
-    """Write `curves.png` and `report.md` into the run folder; returns the page."""
+def write_report(folder: Path, job: Job, split: Split, history: Rows, result: Result) -> None:
+    """Write `curves.png` and `report.md` into the run folder."""
     _draw_curves(folder / "curves.png", history)
-    page = folder / "report.md"
-    page.write_text("\n".join(_lines(job, split, history, result)) + "\n", encoding="utf-8")
-    return page
+    lines = [
+        f"# {job.name}",
+        "",
+        job.description,
+        "",
+        *_facts(job, split, history, result),
+        "",
+        *_help(job, split, history, result),
+        *_figures(result),
+        *_regularizers(job, history),
+        "![curves](curves.png)",
+        "",
+        *_epochs(history),
+    ]
+    replace_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
 def _draw_curves(path: Path, history: Rows) -> None:
@@ -54,56 +66,45 @@ def _names(history: Rows, part: str) -> list[str]:
     return [name for name in dict.fromkeys(n for row in history for n in row) if part in name]
 
 
-def _lines(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
-    names = [name for name in _names(history, "R@") if "MAP" not in name]
-    seconds = sum(row["seconds"] for row in history)
+def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
+    """What was trained, on which images, how long, and which epoch is the model."""
     regularizers = [name for name, value in job.regularizers if value is not None]
+    minutes = sum(row["seconds"] for row in history) / 60
+    parts = {name: getattr(split, name) for name in ("train", "validation", "test", "gallery")}
     return [
-        f"# {job.name}",
-        "",
-        job.description,
-        "",
         f"- network: {job.model.backbone}, {job.model.dim}-d, pooling {job.model.pooling}, "
         f"{job.input.size_px} px",
         f"- loss: {job.loss.name}; regularizers: {', '.join(regularizers) or 'none'}; "
         f"sampling: {job.sampling.kind}; seed {job.seed}",
         *(
             f"- {name}: {len(images):,} images, {images.classes:,} classes"
-            for name in ("train", "validation", "test", "gallery")
-            if (images := getattr(split, name)) is not None
+            for name, images in parts.items()
+            if images is not None
         ),
         f"- split sha256: `{split.sha256()[:16]}`",
-        f"- training time: {seconds / 60:.1f} minutes on {platform.machine()}, {world()} "
+        f"- training time: {minutes:.1f} minutes on {platform.machine()}, {world()} "
         f"process(es), {torch.get_num_threads()} threads, torch {torch.__version__}",
-        f"- {_choice(job, result)}",
-        "",
-        *_help(job, split, history, result),
-        *_figures(result),
-        *_regularizers(job, history),
-        "![curves](curves.png)",
-        "",
-        *table(
-            ["epoch", "loss", *names, "images/s", "seconds"],
-            [
-                [
-                    f"{row['epoch']:.0f}",
-                    f"{row['loss']:.3f}",
-                    *(f"{row[name]:.1f}" if name in row else "" for name in names),
-                    f"{row['images_per_s']:.0f}",
-                    f"{row['seconds']:.0f}",
-                ]
-                for row in history
-            ],
-        ),
+        f"- {CHOSEN_BY[result.chosen_by]}; here epoch {result.best_epoch}",
     ]
 
 
 def _help(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
     """Whether the training helped, and what was said on the way."""
-    said = did_it_help(split, result.began_with, result.trunk, result.figures, result.validation)
+    said = did_it_help(split, result)
     for epoch in range(len(history)):
         said += after_epoch(job, history[: epoch + 1])
     return ["## Did it help?", "", *(f"- {sentence}" for sentence in said), ""] if said else []
+
+
+def _figures(result: Result) -> list[str]:
+    names = dict.fromkeys([*result.figures, *result.validation])
+    columns = [result.figures, result.validation, result.trunk, on_validation(result.trunk)]
+    rows = [
+        [name, *(f"{column[name]:.4g}" if name in column else "" for column in columns)]
+        for name in names
+    ]
+    header = ["figure", "test classes", "validation classes", "trunk, test", "trunk, validation"]
+    return [*table(header, rows), ""] if rows else []
 
 
 def _regularizers(job: Job, history: Rows) -> list[str]:
@@ -131,26 +132,8 @@ def _regularizers(job: Job, history: Rows) -> list[str]:
     return ["## Regularizers", "", *lines, ""] if lines else []
 
 
-def _choice(job: Job, result: Result) -> str:
-    if job.protocol.choose_by == "last":
-        return "the model is that of the last epoch; no epoch was chosen by its test recall"
-    if job.protocol.choose_by == "validation":
-        return (
-            f"the model is that of epoch {result.best_epoch}, the best R@1 on validation classes; "
-            "test classes chose nothing"
-        )
-    return (
-        f"**CHOSEN BY TEST**: the model is that of epoch {result.best_epoch}, the best R@1 on the "
-        "test classes themselves. The figures are too high and compare with no honest ones"
-    )
-
-
-def _figures(result: Result) -> list[str]:
-    names = dict.fromkeys([*result.figures, *result.validation])
-    columns = [result.figures, result.validation, result.trunk, on_validation(result.trunk)]
-    rows = [
-        [name, *(f"{column[name]:.4g}" if name in column else "" for column in columns)]
-        for name in names
-    ]
-    header = ["figure", "test classes", "validation classes", "trunk, test", "trunk, validation"]
-    return [*table(header, rows), ""] if rows else []
+def _epochs(history: Rows) -> list[str]:
+    recalls = [name for name in _names(history, "R@") if "MAP" not in name]
+    digits = {"epoch": 0, "loss": 3, **dict.fromkeys(recalls, 1), "images_per_s": 0, "seconds": 0}
+    rows = [[f"{row[n]:.{d}f}" if n in row else "" for n, d in digits.items()] for row in history]
+    return table(["epoch", "loss", *recalls, "images/s", "seconds"], rows)

@@ -1,6 +1,7 @@
 """Hyper-parameter search on validation classes; the test images are not even handed to a trial.
 
-Optuna proposes values with a tree-structured Parzen estimator and keeps the trials in a file.
+Optuna proposes values with a tree-structured Parzen estimator; what became of them is in
+`trials.json`, from which a search goes on.
 
 References:
     Psomas, Metric Learning: A Deep Dive (2020), part 5, "Fixed Validation".
@@ -25,17 +26,17 @@ from training.config.layers import read_file
 from training.data.protocol import hold_out, without_test
 from training.data.records import Split
 from training.folder import replace_json, replace_text, stamp
-from training.report.markdown import plain, table
+from training.report.tables import plain, table
 from training.runner import run_job
 from training.studies.crossval import Runner
 from training.trainer import Listener
 
-Space = Mapping[str, Any]
-"""Optuna's distribution of each setting, by its dotted name."""
+Space = Mapping[str, Mapping[str, Any]]
+"""A range or the values of each setting, by its dotted name, in the words of its file."""
 
+_TRIALS = "trials.json"
 _FAILURES_IN_A_ROW = 5
 _FIXED = ("name", "seed", "recall_at", "data.", "protocol.", "runtime.")
-_OUTCOME = "outcome.json"
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One set of values; `state` is "running", "complete" or "failed" (then with a `reason`)."""
+    """One set of values and its best R@1 on validation classes; without it why it failed."""
 
     number: int
     values: dict[str, Any]
-    state: str
     score: float | None = None
     best_epoch: int | None = None
     reason: str = ""
@@ -81,7 +81,7 @@ def load_space(path: Path) -> Space:
 
 def parse_space(content: Mapping[str, Any], prefix: str = "") -> Space:
     """A space from plain data. Raises: JobError."""
-    space: dict[str, Any] = {}
+    space: dict[str, Mapping[str, Any]] = {}
     for key, value in content.items():
         name = prefix + key
         if not isinstance(value, dict) or not value:
@@ -90,7 +90,8 @@ def parse_space(content: Mapping[str, Any], prefix: str = "") -> Space:
                 "{values = [0.1, 0.2]}."
             )
         if any(not isinstance(value.get(word, {}), dict) for word in ("low", "high", "values")):
-            space[name] = _distribution(name, value)
+            _distribution(name, value)
+            space[name] = value
         else:
             space |= parse_space(value, f"{name}.")
     return space
@@ -106,73 +107,54 @@ def search(
 ) -> Trial:
     """Find the settings of `job` with the best R@1 on validation classes; returns the best trial.
 
-    A trial that fails is kept with its reason and counts; one that was interrupted is taken up
-    again. Trial n is drawn by a sampler seeded with (seed, n), so stopping changes nothing. After
-    every trial `report.md`, `trials.json` and `best.toml`, the job with the best settings, are
-    written into `folder`. Train `best.toml` to get test figures.
-
-    Args:
-        job: what stays the same.
-        split: without validation classes.
-        plan: the space and how to search it.
-        folder: gets the study, `trial-000`, ..., and the results.
-        listener: of the trials and their epochs.
-        runner: trains one run.
+    A trial that fails is kept with its reason and counts. Trial n is drawn by a sampler seeded with
+    (seed, n), so stopping changes nothing: one that was interrupted is drawn again and goes on.
+    After every trial `report.md`, `trials.json` and `best.toml`, the job with the best settings,
+    are written into `folder`. Train `best.toml` to get test figures.
 
     Raises: JobError, DatasetError; TrainingError if five trials in a row fail, or all.
     """
-    check_space(job, plan)
+    _check_space(job, plan)
     part = without_test(hold_out(split, plan.fraction, job.protocol.validation_seed))
-    identity = {
-        "job": job.as_dict(),
-        "split_sha256": split.sha256(),
-        "space": {name: _words(setting) for name, setting in plan.space.items()},
-        "fraction": plan.fraction,
-        "seed": plan.seed,
-        "trial_epochs": plan.trial_epochs,
-    }
-    stamp(folder, "search.json", identity)  # the number of trials may grow
+    identity = {"job": job.as_dict(), "split_sha256": split.sha256(), **asdict(plan)}
+    del identity["trials"]  # their number may grow
+    stamp(folder, "search.json", identity)
     optuna = _optuna()
-    storage = optuna.storages.RDBStorage(f"sqlite:///{folder / 'study.db'}")
-    study = optuna.create_study(
-        storage=storage, study_name="kinlens", direction="maximize", load_if_exists=True
-    )
-    try:
-        trials = _trials(study, folder)
-        interrupted = [trial.number for trial in trials if trial.state == "running"]
-        for number in [*interrupted, *range(len(trials), plan.trials)]:
-            if number >= len(trials):
-                seed = np.random.SeedSequence((plan.seed, number)).generate_state(1)[0]
-                study.sampler = optuna.samplers.TPESampler(seed=int(seed))
-                study.ask(dict(plan.space))
-            values = _trials(study, folder)[number].values
-            shown = "  ".join(f"{name} = {value}" for name, value in values.items())
-            listener.said(f"trial {number + 1} of {plan.trials}: {shown}")
-            place = folder / f"trial-{number:03d}"
-            try:
-                if values.keys() != plan.space.keys():
-                    raise TrainingError("stopped while its values were drawn")
-                result = runner(trial_job(job, plan, values), part, place, listener)
-                replace_json(place / _OUTCOME, {"best_epoch": result.best_epoch})
-                study.tell(number, result.validation["R@1"])
-            except Exception as error:  # whatever it is, it ends one trial, not the search
-                replace_text(place / "failure.txt", traceback.format_exc())
-                replace_json(place / _OUTCOME, {"reason": f"{type(error).__name__}: {error}"})
-                study.tell(number, state=optuna.trial.TrialState.FAIL)
-            for checkpoint in place.glob("*.pt"):
-                checkpoint.unlink()  # a trial is only worth its score; fifty fill a disk
-            trials = _trials(study, folder)
-            _report(folder, job, plan, trials)
-            last = [trial for trial in trials if trial.state != "running"][-_FAILURES_IN_A_ROW:]
-            if len(last) == _FAILURES_IN_A_ROW and all(one.state == "failed" for one in last):
-                raise _hopeless(last)
-        best = _report(folder, job, plan, trials)
-        if best.score is None:
-            raise _hopeless(trials)
-        return best
-    finally:
-        storage.remove_session()
-        storage.engine.dispose()
+    distributions = {name: _distribution(name, words) for name, words in plan.space.items()}
+    study = optuna.create_study(direction="maximize")
+    trials = _read_trials(folder)
+    states = optuna.trial.TrialState
+    for trial in trials:
+        past = {"params": trial.values, "distributions": distributions, "value": trial.score}
+        state = states.FAIL if trial.score is None else states.COMPLETE
+        study.add_trial(optuna.trial.create_trial(state=state, **past))
+    for number in range(len(trials), plan.trials):
+        seed = np.random.SeedSequence((plan.seed, number)).generate_state(1)[0]
+        study.sampler = optuna.samplers.TPESampler(seed=int(seed))
+        asked = study.ask(distributions)
+        shown = "  ".join(f"{name} = {value}" for name, value in asked.params.items())
+        listener.said(f"trial {number + 1} of {plan.trials}: {shown}")
+        place = folder / f"trial-{number:03d}"
+        try:
+            result = runner(trial_job(job, plan, asked.params), part, place, listener)
+            score = result.validation["R@1"]
+            trials.append(Trial(number, asked.params, score, result.best_epoch))
+            study.tell(asked, score)
+        except Exception as error:  # whatever it is, it ends one trial, not the search
+            replace_text(place / "failure.txt", traceback.format_exc())
+            reason = f"{type(error).__name__}: {error}"
+            trials.append(Trial(number, asked.params, reason=reason))
+            study.tell(asked, state=states.FAIL)
+        for checkpoint in place.glob("*.pt"):
+            checkpoint.unlink()  # a trial is only worth its score; fifty fill a disk
+        _report(folder, job, plan, trials)
+        last = trials[-_FAILURES_IN_A_ROW:]
+        if len(last) == _FAILURES_IN_A_ROW and all(one.score is None for one in last):
+            raise _hopeless(last)
+    best = _report(folder, job, plan, trials)
+    if best.score is None:
+        raise _hopeless(trials)
+    return best
 
 
 def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = False) -> Job:
@@ -181,6 +163,8 @@ def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = Fal
     The `final` one has the epochs of its file and is tested once, at its end. Raises: JobError.
     """
     content = job.as_dict()
+    if plan.trial_epochs is not None and not final:
+        content["optimizer"]["epochs"] = plan.trial_epochs
     for name, value in values.items():
         *tables, key = name.split(".")
         inner: Any = content
@@ -194,28 +178,17 @@ def trial_job(job: Job, plan: Plan, values: Mapping[str, Any], final: bool = Fal
         "choose_by": "validation",
         "evaluate_test": "end" if final else "never",
     }
-    if plan.trial_epochs is not None and not final:
-        content["optimizer"]["epochs"] = plan.trial_epochs
     return parse_job(content, origin=f"the job with {dict(values)}")
 
 
-def check_space(job: Job, plan: Plan) -> None:
+def _check_space(job: Job, plan: Plan) -> None:
     """Raises: JobError for a setting that the job lacks, or a value that it refuses."""
-    if 1 not in job.recall_at:
-        raise JobError(f"recall_at = {list(job.recall_at)} lacks 1; the search maximizes R@1.")
-    if plan.trials < 1:
-        raise JobError(f"trials = {plan.trials} must be at least 1.")
-    if not 0 < plan.fraction < 1:
-        raise JobError(f"The validation fraction {plan.fraction} must lie between 0 and 1.")
-    for name, setting in plan.space.items():
+    for name, words in plan.space.items():
         if name.startswith(_FIXED):
             raise JobError(
                 f"{name} cannot be searched: it does not change what is learnt, or trials would be "
                 "compared on other classes. Take it out of the space."
             )
-        if name == "optimizer.epochs" and plan.trial_epochs is not None:
-            raise JobError("optimizer.epochs is searched; do not give the epochs of a trial too.")
-        words = _words(setting)
         for value in words.get("values") or (words["low"], words["high"]):
             trial_job(job, plan, {name: value})
 
@@ -248,21 +221,11 @@ def _distribution(name: str, given: Mapping[str, Any]) -> Any:
         raise JobError(f"{name} = {dict(given)}: {error}") from error
 
 
-def _words(distribution: Any) -> dict[str, Any]:
-    """A distribution in the words of a space file."""
-    if hasattr(distribution, "choices"):
-        return {"values": list(distribution.choices)}
-    return {word: getattr(distribution, word) for word in ("low", "high", "step", "log")}
-
-
-def _trials(study: Any, folder: Path) -> list[Trial]:
-    found = []
-    for one in study.get_trials(deepcopy=False):
-        state = {"COMPLETE": "complete", "FAIL": "failed"}.get(one.state.name, "running")
-        outcome = folder / f"trial-{one.number:03d}" / _OUTCOME
-        known = json.loads(outcome.read_text()) if state != "running" and outcome.exists() else {}
-        found.append(Trial(one.number, dict(one.params), state, one.value, **known))
-    return found
+def _read_trials(folder: Path) -> list[Trial]:
+    path = folder / _TRIALS
+    if not path.exists():
+        return []
+    return [Trial(**trial) for trial in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def _hopeless(last: list[Trial]) -> TrainingError:
@@ -274,27 +237,27 @@ def _hopeless(last: list[Trial]) -> TrainingError:
 
 def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:
     """Write what is known so far; returns the best trial."""
-    order = sorted(trials, key=lambda t: (t.score is None, -(t.score or 0.0), t.number))
+    order = sorted(trials, key=lambda t: (t.score is None, -(t.score or 0.0)))
+    of = f"{plan.fraction:.0%} of the train classes"
     lines = [
         f"# {job.name}: search of {', '.join(plan.space)}",
         "",
         f"- {len(trials)} of {plan.trials} trials, seed {plan.seed}",
-        f"- score: best R@1 on validation classes, {plan.fraction:.0%} of the train classes, "
-        f"seed {job.protocol.validation_seed}",
+        f"- score: best R@1 on validation classes, {of}, seed {job.protocol.validation_seed}",
         "- no trial saw a test class",
         "",
         *table(
-            ["trial", "validation R@1", "best epoch", *plan.space, "state"],
+            ["trial", "validation R@1", "best epoch", *plan.space],
             [_row(trial, plan) for trial in order],
         ),
     ]
     replace_text(folder / "report.md", "\n".join(lines) + "\n")
-    replace_json(folder / "trials.json", [asdict(trial) for trial in trials])
+    replace_json(folder / _TRIALS, [asdict(trial) for trial in trials])
     best = order[0]
     if best.score is not None:
         comments = (
             f"Best of {len(trials)} trials: trial {best.number}, R@1 {best.score:.2f} on "
-            f"validation classes ({plan.fraction:.0%} of the train classes).",
+            f"validation classes ({of}).",
             "Test figures: kinlens-train fit best.toml --out runs/best",
         )
         text = job_toml(trial_job(job, plan, best.values, final=True), *comments)
@@ -303,11 +266,7 @@ def _report(folder: Path, job: Job, plan: Plan, trials: list[Trial]) -> Trial:
 
 
 def _row(trial: Trial, plan: Plan) -> list[str]:
-    values = [trial.values.get(name, "") for name in plan.space]
-    return [
-        str(trial.number),
-        "" if trial.score is None else f"{trial.score:.2f}",
-        str(trial.best_epoch or ""),
-        *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values),
-        plain(f"{trial.state}: {trial.reason}" if trial.reason else trial.state),
-    ]
+    values = [trial.values[name] for name in plan.space]
+    score = f"{trial.score:.2f}" if trial.score is not None else f"failed: {plain(trial.reason)}"
+    shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
+    return [str(trial.number), score, str(trial.best_epoch or ""), *shown]

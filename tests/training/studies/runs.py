@@ -1,14 +1,14 @@
 """Splits, jobs and runners without images, for tests of what happens around a run."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from training.config.job import Job, parse_job
 from training.data.records import LabelledImages, Split, labelled
-from training.folder import replace_json
-from training.result import RESULT, Result
+from training.folder import RESULT, Result, replace_json
+from training.studies.tournament import Run, play
 from training.trainer import Listener
 
 Score = Callable[[Job, Split], dict[str, float]]
@@ -61,3 +61,47 @@ class FakeRunner:
         folder.mkdir(parents=True, exist_ok=True)
         replace_json(folder / RESULT, asdict(result))
         return result
+
+
+def tournament_run(
+    loss: str = "a",
+    backbone: str = "net",
+    dim: int = 64,
+    seed: int = 0,
+    regularizer: str = "none",
+    **changes: object,
+) -> Run:
+    """A run whose job says no more than its names."""
+    name = f"{loss}-{regularizer}-{backbone}-{dim}-s{seed}"
+    job = some_job(name=name, seed=seed, **{"recall_at": [1, 2, 4, 8], **changes})
+    return Run(loss, regularizer, backbone, dim, seed, job)
+
+
+def finished(run: Run, recall: float) -> Run:
+    """As if it had been trained: R@1 = recall, and some other figures."""
+    job = run.job
+    figures = {f"R@{k}": recall + n for n, k in enumerate(job.recall_at)} | {"MAP@R": recall / 2}
+    return replace(run, result=Result(job.as_dict(), figures, {}, 3, job.protocol.choose_by, 2.0))
+
+
+def played(
+    runs: list[Run], folder: Path, recall: Callable[[Job], float | str | None]
+) -> tuple[list[Run], list[str], list[str]]:
+    """Play with a launcher that writes the result which `recall` gives; a text is a failure.
+
+    Returns the runs, what was said, and the names of the jobs that were launched.
+    """
+    said: list[str] = []
+    launched: list[str] = []
+    by_name = {run.job.name: run for run in runs}
+
+    def launch(job: Job, place: Path) -> str | None:
+        launched.append(job.name)
+        place.mkdir(parents=True, exist_ok=True)
+        outcome = recall(job)
+        if isinstance(outcome, float):
+            replace_json(place / RESULT, asdict(finished(by_name[job.name], outcome).result))
+            return None
+        return outcome
+
+    return play(runs, folder, said.append, launch=launch), said, launched

@@ -1,5 +1,6 @@
 """crossval, search and tournament from the command line, on a few rendered products."""
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from embedder.errors import JobError
 from training.__main__ import app
-from training.studies import runs
+from training.studies import tournament
 
 runner = CliRunner()
 
@@ -50,7 +51,7 @@ def test_cross_validation_prints_mean_and_deviation_and_goes_on(tmp_path: Path) 
     assert again.count("finished before") == 2
     for fold in ("fold-00", "fold-01"):
         assert "R@1 " in call("evaluate", tmp_path / "out" / fold)
-    with pytest.raises(JobError, match="holds runs with other settings"):
+    with pytest.raises(JobError, match="holds a run with other settings"):
         call(*words, "--seed", 1)
 
 
@@ -63,6 +64,8 @@ def test_a_search_prints_the_best_values_and_leaves_a_job(tmp_path: Path) -> Non
     assert "best: trial 0, R@1 " in output
     assert "loss.margin = 0." in output
     assert "0.5" in (out / "best.toml").read_text()
+    assert json.loads((out / "trial-000" / "result.json").read_text())["figures"] == {}
+    assert not list(out.rglob("*.pt")), "a trial is only worth its score"
     with pytest.raises(JobError, match="cannot be read"):
         call(*words, "--space", tmp_path / "absent.toml")
 
@@ -74,10 +77,11 @@ def test_a_tournament_trains_ranks_and_reports(tmp_path: Path) -> None:
     assert "1 runs, 0 finished" in call("tournament", grid, "--out", out, "--plan")
     assert not out.exists()
     call("tournament", grid, "--out", out, "--missing", "last")
-    (row,) = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
-    assert (row["loss"], row["seed"]) == ("proxy_anchor", 7)
-    assert 0 <= row["R@1"] <= 100
-    assert "1 of 1 runs finished, 0 failed" in (out / "report.html").read_text()
+    with (out / "runs.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["loss"], row["seed"]) == ("proxy_anchor", "7")
+    assert 0 <= float(row["R@1"]) <= 100
+    assert "1 of 1 runs finished, 0 failed" in (out / "report.md").read_text()
     assert "1 runs, 1 finished" in call("tournament", grid, "--out", out, "--plan")
 
 
@@ -85,12 +89,12 @@ def test_a_tournament_with_failed_runs_ends_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [sys.executable, "-c", "print('error: no images'); exit(1)"]
-    monkeypatch.setattr(runs, "command", lambda job, folder: words)
+    monkeypatch.setattr(tournament, "command", lambda job, folder: words)
     write_job(tmp_path)
     grid, out = tmp_path / "grid.toml", tmp_path / "out"
     grid.write_text('job = "job.toml"')
     call("tournament", grid, "--out", out, code=1)
-    assert "exit code 1: no images" in (out / "report.html").read_text()
+    assert "exit code 1: no images" in (out / "report.md").read_text()
 
 
 def test_a_tournament_chosen_by_test_needs_the_flag(tmp_path: Path) -> None:

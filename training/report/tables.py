@@ -1,4 +1,4 @@
-"""Finished runs of several methods and seeds, as records that can be kept, and as a table.
+"""Tables of finished runs in Markdown: a few runs side by side, and methods over seeds.
 
 A study is a JSON file: the records of its runs, whom each method is compared with, and nothing that
 the table does not need. From it the table can be made again without the runs.
@@ -6,8 +6,9 @@ the table does not need. From it the table can be made again without the runs.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,24 @@ import pandas as pd
 from scipy import stats
 
 from embedder.errors import CheckpointError, JobError
-from training.checkpoint import FILE
-from training.folder import replace_json, replace_text
-from training.report import markdown
-from training.result import RESULT, read_result
+from training.evaluation.retrieval import with_interval
+from training.folder import RESULT, Result, read_result, replace_text, settings
 from training.state import OF_TERMS, on_validation
 
 _SEED = re.compile(r"seed-\d+")
-_FIGURES = ("R@1", "R@2", "R@4", "R@8", "MAP@R", "NMI", "uniformity", "density", "spectral_decay")
+_FIGURES = ("MAP@R", "NMI", "uniformity", "density", "spectral_decay")
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table of cells that are Markdown already."""
+    head, *body = ["| " + " | ".join(line) + " |" for line in [header, *rows]]
+    return [head, "|" + "---|" * len(header), *body]
+
+
+def plain(text: object) -> str:
+    """One line that Markdown does not read as a table, a tag or an emphasis."""
+    line = escape(" ".join(str(text).split()), quote=False)
+    return re.sub(r"[\\`*_\[\]|]", r"\\\g<0>", line)
 
 
 @dataclass(frozen=True)
@@ -57,10 +68,8 @@ class Study:
 
     def merged(self, new: Sequence[Record], against: Mapping[str, str]) -> "Study":
         """With `new` in place of records of the same method and seed."""
-        names = {(record.method, record.seed) for record in new}
-        kept = [r for r in self.records if (r.method, r.seed) not in names]
-        records = sorted([*kept, *new], key=lambda r: (r.method, r.seed))
-        return Study(tuple(records), {**self.against, **against})
+        records = {(record.method, record.seed): record for record in (*self.records, *new)}
+        return Study(tuple(records[key] for key in sorted(records)), {**self.against, **against})
 
 
 def read_study(path: Path) -> Study:
@@ -74,44 +83,48 @@ def read_study(path: Path) -> Study:
         raise JobError(f"{path} is no study ({error}). Give another file, or remove it.") from error
 
 
-def write_study(path: Path, study: Study) -> None:
-    """Keep `study` in `path`."""
-    replace_json(path, asdict(study))
-
-
 def record_of(source: Path) -> Record:
     """The record of a finished run folder, or of a peer's JSON file with name, seed and figures.
 
-    The method is the name of the folder, or of its parent if it is called seed-N. A run that never
-    looked at its test classes is known by its validation classes.
+    The method is the name of the folder, or of its parent if it is called seed-N.
 
     Raises: JobError, CheckpointError.
     """
     if source.is_file():
         return _of_peer(source)
-    result = read_result(source)
-    if result is None:
-        raise JobError(f"{source} has no {RESULT}: the run has not finished. Go on with --resume.")
+    result = _finished(source)
     last = _last_epoch(source)
+    method = source.parent.name if _SEED.fullmatch(source.name) else source.name
+    return replace(
+        record(method, result),
+        terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
+        bundle=_bundle(source / "bundle" / "manifest.json"),
+        seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"],
+    )
+
+
+def record(method: str, result: Result) -> Record:
+    """The record of a result; without test figures it is known by its validation classes."""
     return Record(
-        method=source.parent.name if _SEED.fullmatch(source.name) else source.name,
+        method=method,
         seed=result.job["seed"],
         figures=result.figures or result.validation,
         validation=result.validation,
         trunk=result.trunk if result.figures else on_validation(result.trunk),
-        terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
-        bundle=_bundle(source / "bundle" / "manifest.json"),
-        seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"],
         job=result.job,
         split_sha256=result.split_sha256,
         versions=result.versions,
     )
 
 
-def table(study: Study) -> list[str]:
-    """Markdown: a row a method, its mean over seeds, the paired difference and its interval."""
+def methods(study: Study) -> list[str]:
+    """Markdown: a row a method, its mean over seeds, the paired difference and its interval.
+
+    Raises: JobError for methods that are compared and were tested on other images.
+    """
     runs = pd.DataFrame([_row(record) for record in study.records])
-    figures = [name for name in _FIGURES if runs[name].notna().any()]
+    figures = [name for name in runs if re.fullmatch(r"R@\d+", name)]
+    figures += [name for name in _FIGURES if name in runs]
     shares = [name for name in runs if name.startswith("share ")]
     precisions = sorted(name for name in runs if name.startswith("R@1 in "))
     by_method = dict(list(runs.groupby("method", sort=False)))
@@ -132,7 +145,7 @@ def table(study: Study) -> list[str]:
             ]
         )
     header = ["method", "seeds", "trunk R@1", *figures, "R@1 beside", "share, %", "ms a step"]
-    return markdown.table([*header, *precisions], rows)
+    return table([*header, *precisions], rows)
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -141,8 +154,7 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
     if len(differences) < 2:
         return float(differences.mean()), float("inf")
     t = stats.t.ppf(0.975, len(differences) - 1)
-    error = differences.std(ddof=1) / np.sqrt(len(differences))
-    return float(differences.mean()), float(t * error)
+    return float(differences.mean()), float(t * stats.sem(differences))
 
 
 def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
@@ -159,15 +171,95 @@ def replace_block(page: Path, name: str, lines: Sequence[str]) -> None:
     replace_text(page, "\n".join([before + first, "", *lines, "", last + after]))
 
 
+def side_by_side(folders: Sequence[Path]) -> list[str]:
+    """Markdown: a table of the runs' figures, remarks, and the settings in which they differ.
+
+    Recalls come with Wilson's 95 % interval over the queries, which are taken as independent.
+
+    Raises: JobError for a folder without a finished run; CheckpointError.
+    """
+    runs = {folder: _finished(folder) for folder in folders}
+    names = list(dict.fromkeys(name for run in runs.values() for name in run.figures))
+    rows = []
+    for folder, run in runs.items():
+        on_test, on_held_out = _queries(folder, "test"), _queries(folder, "validation")
+        validation = _cell("R@1", run.validation.get("R@1"), on_held_out)
+        figures = (_cell(name, run.figures.get(name), on_test) for name in names)
+        seconds = f"{run.seconds_per_epoch:.0f}"
+        rows.append([f"`{folder}`", str(run.best_epoch), validation, *figures, seconds])
+    lines = table(["run", "epoch", "validation R@1", *names, "s/epoch"], rows)
+    lines += ["", *_remarks(runs), ""]
+    of_runs = [settings(run.job) for run in runs.values()]
+    differing = []
+    for name in sorted({name for found in of_runs for name in found}):
+        values = [found.get(name) for found in of_runs]
+        if any(value != values[0] for value in values):
+            differing.append([f"`{name}`", *("" if v is None else str(v) for v in values)])
+    header = ["setting", *(f"`{folder}`" for folder in runs)]
+    return lines + (table(header, differing) if differing else [])
+
+
+def _remarks(runs: Mapping[Path, Result]) -> list[str]:
+    """Whether the runs can be compared, and by how much each differs from the first in R@1."""
+    (first, base), *others = runs.items()
+    said = []
+    for folder, run in others:
+        if run.split_sha256 != base.split_sha256:
+            said.append(
+                f"- {folder} was tested on other images than {first}: the figures of the two say "
+                "nothing about each other."
+            )
+        elif "R@1" in run.figures and "R@1" in base.figures:
+            said.append(
+                f"- {folder}: {run.figures['R@1'] - base.figures['R@1']:+.1f} points of R@1 "
+                f"against {first}, on the same {_queries(folder, 'test'):,} queries; one seed "
+                "each, unless you give more runs."
+            )
+    return said
+
+
+def _cell(name: str, value: float | None, queries: int) -> str:
+    if value is None:
+        return ""
+    if name.startswith("R@") and queries:
+        return with_interval(value, queries)
+    in_percent = name in ("NMI", "F1", "MAP@R") or name.startswith("R@")
+    return f"{value:.1f}" if in_percent else f"{value:.3g}"
+
+
+def _queries(folder: Path, part: str) -> int:
+    """How many images of a list of a run have another of their class to find."""
+    sizes, gallery = (_classes(folder / f"{name}.csv") for name in (part, "gallery"))
+    apart = part == "test" and len(gallery) > 0
+    return int(sizes[sizes.index.isin(gallery.index) if apart else sizes > 1].sum())
+
+
+def _classes(path: Path) -> pd.Series:
+    """How many images of each class a list of a run has; none without that list."""
+    if not path.is_file():
+        return pd.Series(dtype=int)
+    return pd.read_csv(path, dtype=str, keep_default_na=False)["class"].value_counts()
+
+
+def _finished(folder: Path) -> Result:
+    result = read_result(folder)
+    if result is None:
+        raise JobError(
+            f"{folder} holds no finished run: it has no {RESULT}. Give the folder of a run, or go "
+            "on with it: --resume."
+        )
+    return result
+
+
 def _row(record: Record) -> dict[str, Any]:
-    """A record, flat: figures that it lacks are NaN."""
+    """A record, flat; what it lacks is NaN in the table of all."""
     seconds = record.seconds_per_step
     return {
         "method": record.method,
         "seed": record.seed,
         "split": record.split_sha256,
         "trunk R@1": record.trunk.get("R@1", np.nan),
-        **{name: record.figures.get(name, np.nan) for name in _FIGURES},
+        **record.figures,
         **{name: value for name, value in record.terms.items() if name.startswith("share ")},
         "ms": np.nan if seconds is None else 1000 * seconds,
         **{f"R@1 in {precision}": value for precision, value in record.bundle.items()},
@@ -226,7 +318,7 @@ def _bundle(manifest: Path) -> dict[str, float]:
 def _last_epoch(folder: Path) -> dict[str, Any]:
     path = folder / "log.jsonl"
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; {FILE} and it belong together.")
+        raise CheckpointError(f"{path} is missing: it and {RESULT} belong together.")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     epochs: list[dict[str, Any]] = [line for line in lines if line["kind"] == "epoch"]
     return epochs[-1]

@@ -1,0 +1,132 @@
+"""kinlens-train crossval, search and tournament."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from training.commands.jobs import (
+    AllowPartial,
+    ChooseByTest,
+    JobName,
+    Overrides,
+    load_images,
+    named_job,
+    settings_of,
+)
+from training.report.log import console, console_listener
+
+
+def crossval(
+    job: JobName,
+    folds: Annotated[int, typer.Option(min=2, help="Number of folds.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME-crossval.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the choice of the folds.")] = 0,
+    overrides: Overrides = None,
+    allow_partial: AllowPartial = False,
+) -> None:
+    """Cross validate a job over its train classes; finished folds are kept and not trained again.
+
+    Example: kinlens-train crossval cars196-half-detreg --folds 10 --out runs/cars-crossval
+    """
+    from training.studies.crossval import cross_validate, scores
+
+    settings = named_job(job, overrides, allow_partial)
+    folder = out or Path("runs") / f"{settings.name}-crossval"
+    with _stoppable():
+        split = load_images(settings, hold_out=False)
+        with console_listener() as listener:
+            found = cross_validate(settings, split, folder, listener, folds, seed)
+    for name, score in scores(found).items():
+        typer.echo(f"{name} {score['mean']:.2f} ± {score['std']:.2f}")
+    console.print(f"Report: {folder / 'report.md'}")
+
+
+def search(
+    job: JobName,
+    space: Annotated[Path, typer.Option(help="TOML file: a range or values for each setting.")],
+    trials: Annotated[int, typer.Option(min=1, help="Trials in all, finished ones included.")] = 50,
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME-search.")] = None,
+    validation: Annotated[
+        float, typer.Option(help="Part of the train classes to validate on: 0.1 is 90/10.")
+    ] = 0.1,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Epochs of a trial; default those of the job.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampler.")] = 0,
+    overrides: Overrides = None,
+    allow_partial: AllowPartial = False,
+) -> None:
+    """Search the settings with the best R@1 on validation classes; test classes are not touched.
+
+    Example: kinlens-train search cars196-half-detreg --space space.toml --trials 50 --epochs 10
+    """
+    from training.studies import search as study
+
+    settings = named_job(job, overrides, allow_partial)
+    plan = study.Plan(study.load_space(space), trials, validation, seed, epochs)
+    folder = out or Path("runs") / f"{settings.name}-search"
+    with _stoppable():
+        split = load_images(settings, hold_out=False)
+        with console_listener() as listener:
+            best = study.search(settings, split, plan, folder, listener)
+    typer.echo(f"best: trial {best.number}, R@1 {best.score:.2f} on validation classes")
+    for name, value in best.values.items():
+        typer.echo(f"{name} = {value}")
+    console.print(f"Test it once: kinlens-train fit {folder / 'best.toml'}")
+
+
+def tournament(
+    grid: Annotated[Path, typer.Argument(help="TOML file: a base job and the lists to combine.")],
+    out: Annotated[Path | None, typer.Option(help="Folder; default runs/NAME of the grid.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the runs and stop.")] = False,
+    missing: Annotated[
+        Literal["leave-out", "last"],
+        typer.Option(help="Experiments that lack a competitor: left out, or it is ranked last."),
+    ] = "leave-out",
+    choose_by_test: ChooseByTest = False,
+    overrides: Overrides = None,
+    allow_partial: AllowPartial = False,
+) -> None:
+    """Train every combination of a grid and rank them; finished runs are not trained again.
+
+    Each run is a process of its own; one that fails is reported, and tried again on the next call.
+
+    Example: kinlens-train tournament grid.toml --out runs/tournament
+    """
+    from training.studies.tournament import load_grid, play, read_runs
+
+    runs = load_grid(grid, settings_of(overrides, allow_partial))
+    for run in runs:
+        run.job.protocol.require_flag(choose_by_test)
+    folder = out or Path("runs") / grid.stem
+    if plan:
+        found = read_runs(runs, folder)
+        for run in found:
+            typer.echo(f"{'finished' if run.result else 'to do':9} {run.job.name}")
+        typer.echo(f"{len(found)} runs, {sum(run.result is not None for run in found)} finished")
+        return
+
+    def say(line: str) -> None:
+        console.print(line, markup=False)
+
+    with _stoppable():
+        found = play(runs, folder, say, missing_last=missing == "last")
+    console.print(f"Report: {folder / 'report.md'}")
+    if any(run.result is None for run in found):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """The work of a study: of one process, and called again it goes on."""
+    from training.distributed import require_alone
+
+    require_alone()
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("Stopped. Call again with the same --out to go on.")
+        raise typer.Exit(130) from None

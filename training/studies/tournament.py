@@ -1,0 +1,441 @@
+"""A tournament: a grid of jobs, a process for each that has no result, and the ranks of all.
+
+The run folders are its only state: whatever kills a run leaves the tournament alive, and the next
+call goes on where it stopped. An experiment is a backbone and a size, a competitor a loss and a
+regularizer.
+
+References:
+    Psomas, Metric Learning: A Deep Dive (2020), part 4, "Tournament of Loss Functions": the rank of
+    each loss in each of 12 experiments (4 sizes x 3 networks), their sum, average and standard
+    deviation.
+"""
+
+import fcntl
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    model_validator,
+)
+
+from embedder.errors import JobError
+from training.checkpoint import FILE
+from training.config.job import Job, apply_override, job_toml, load_job, parse_job
+from training.config.layers import lay_over, read_file
+from training.config.settings import CHOOSE_BY_TEST
+from training.folder import Result, finished_result, replace_text
+from training.report.notices import CHOSEN_BY
+from training.report.tables import Study, methods, plain, record, table
+
+_AXES = ("loss", "regularizer", "backbone", "dim", "seed")
+_FAILURE, _OUTPUT = "failure.txt", "output.log"
+_DECIMALS = 9
+"""Means that differ by rounding alone are a tie."""
+
+
+class _Entry(BaseModel):
+    """A loss, regularizer or backbone: its name, and the settings that it lays over the base."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # that of a folder
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word(cls, given: Any) -> Any:
+        """A mere word stands for the entry of that name with default settings."""
+        return {"name": given} if isinstance(given, str) else given
+
+    def over(self, content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+        """A job with the settings of this entry; `default` stands for a table that it lacks."""
+        return lay_over(content, default | (self.model_extra or {}))
+
+
+def _unique(given: list[Any]) -> list[Any]:
+    names = [_name(item) for item in given]
+    if len(set(names)) < len(names):
+        raise ValueError("a name is there twice; give each entry one of its own")
+    return given
+
+
+_Entries = Annotated[list[_Entry], Field(min_length=1), AfterValidator(_unique)]
+_Integers = Annotated[list[StrictInt], Field(min_length=1), AfterValidator(_unique)]
+
+
+class _Grid(BaseModel):
+    """The file as it stands; a list that is missing is the base job's own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    job: str | dict[str, Any]
+    losses: _Entries | None = None
+    regularizers: _Entries | None = None
+    backbones: _Entries | None = None
+    dims: _Integers | None = None
+    seeds: _Integers | None = None
+    exclude: list[dict[str, Any]] = []
+    only: list[dict[str, Any]] = []
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the tournament; `dim` None stands for the pooled features.
+
+    `result` is that of a finished one, `reason` why the last attempt failed.
+    """
+
+    loss: str
+    regularizer: str
+    backbone: str
+    dim: int | None
+    seed: int
+    job: Job
+    result: Result | None = None
+    reason: str = ""
+
+    @property
+    def experiment(self) -> str:
+        """Backbone and size."""
+        return f"{self.backbone}-{_size(self.dim)}"
+
+    @property
+    def competitor(self) -> str:
+        """Loss and regularizer."""
+        return self.loss + ("" if self.regularizer == "none" else f" + {self.regularizer}")
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies, below the folder of the tournament."""
+        return Path("runs", self.experiment, self.loss, self.regularizer, f"seed-{self.seed}")
+
+
+def load_grid(path: Path, overrides: Sequence[str] = ()) -> list[Run]:
+    """The runs that the TOML file `path` asks for; `overrides` change its base job.
+
+    Settings of an entry are laid over the base job in the order backbone, loss, regularizer, size,
+    seed; the `loss` table of a loss and the `regularizers` of a regularizer replace the base's.
+
+    Raises: JobError for a grid that cannot be read, and for a combination that is no valid job.
+    """
+    grid = _read(path)
+    job = _base(grid.job, path, overrides)
+    base = job.as_dict()
+    used = "-".join(name for name, value in job.regularizers if value is not None) or "none"
+    trunk = re.sub(r"[^A-Za-z0-9._]+", "-", job.model.backbone)
+    # Seeds outermost: an unfinished tournament has whole tables, of fewer seeds.
+    lists: dict[str, list[Any]] = {
+        "seed": grid.seeds or [job.seed],
+        "backbone": grid.backbones or [_entry(trunk, model={})],
+        "dim": list(grid.dims) if grid.dims else [job.model.dim],
+        "loss": grid.losses or [_entry(job.loss.name, loss=base["loss"])],
+        "regularizer": grid.regularizers or [_entry(used, regularizers=base["regularizers"])],
+    }
+    known = {axis: [_name(value) for value in values] for axis, values in lists.items()}
+    exclude, only = (_limits(key, getattr(grid, key), known) for key in ("exclude", "only"))
+    found = []
+    for values in itertools.product(*lists.values()):
+        names = dict(zip(lists, map(_name, values), strict=True))
+        if not _covered(names, exclude) and (not only or _covered(names, only)):
+            found.append(Run(**names, job=_job(base, **dict(zip(lists, values, strict=True)))))
+    if not found:
+        raise JobError(f"{path}: `exclude` and `only` leave no combination.")
+    return found
+
+
+def _entry(name: str, **settings: Any) -> _Entry:
+    return _Entry.model_validate({"name": name, **settings})
+
+
+def _name(value: Any) -> Any:
+    return value.name if isinstance(value, _Entry) else value
+
+
+def _read(path: Path) -> _Grid:
+    try:
+        return _Grid.model_validate(read_file(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where, said = ".".join(map(str, first["loc"])), first["msg"]
+        if first["type"] == "extra_forbidden":
+            said = f"unknown key; a grid has {', '.join(_Grid.model_fields)}"
+        raise JobError(f"{path}: {where}: {said} (given: {first['input']!r})") from error
+
+
+def _base(source: str | dict[str, Any], grid: Path, overrides: Sequence[str]) -> Job:
+    if isinstance(source, dict):
+        for override in overrides:
+            apply_override(source, override)
+        return parse_job(source, origin=f"the job in {grid}")
+    beside = grid.parent / source
+    return load_job(beside if beside.is_file() else source, overrides)
+
+
+def _limits(
+    key: str, tables: Sequence[Mapping[str, Any]], known: Mapping[str, Sequence[Any]]
+) -> list[dict[str, list[Any]]]:
+    """Tables of `exclude` or `only`, {loss = "triplet", dim = [64, 128]}, with lists throughout."""
+    found = [{k: v if isinstance(v, list) else [v] for k, v in t.items()} for t in tables]
+    for axis, values in (item for limit in found for item in limit.items()):
+        if axis not in known:
+            raise JobError(f"{key}: unknown axis {axis!r}; there are {', '.join(known)}.")
+        for value in values:
+            if value not in known[axis]:
+                there = ", ".join(map(str, known[axis]))
+                raise JobError(f"{key}: no {axis} {value!r} in this grid; there are {there}.")
+    return found
+
+
+def _covered(names: Mapping[str, Any], limits: Sequence[Mapping[str, Sequence[Any]]]) -> bool:
+    """Whether some table has the value of every axis that it names."""
+    return any(all(names[axis] in values for axis, values in t.items()) for t in limits)
+
+
+def _job(
+    base: dict[str, Any],
+    backbone: _Entry,
+    loss: _Entry,
+    regularizer: _Entry,
+    dim: int | None,
+    seed: int,
+) -> Job:
+    content = backbone.over(base, {"model": {"backbone": backbone.name}})
+    content = loss.over(content | {"loss": {"name": loss.name}}, {})
+    named: dict[str, Any] = {} if regularizer.name == "none" else {regularizer.name: {}}
+    content = regularizer.over(content | {"regularizers": {}}, {"regularizers": named})
+    content["model"] = content["model"] | {"dim": dim}
+    name = f"{loss.name}-{regularizer.name}-{backbone.name}-{_size(dim)}-s{seed}"
+    return parse_job(content | {"seed": seed, "name": name}, origin=name)
+
+
+def _size(dim: int | None) -> str:
+    return "pooled" if dim is None else str(dim)
+
+
+def play(
+    runs: Sequence[Run],
+    folder: Path,
+    say: Callable[[str], object],
+    missing_last: bool = False,
+    launch: Callable[[Job, Path], str | None] | None = None,
+) -> list[Run]:
+    """Train every run that has no result in `folder`; those that failed are tried again.
+
+    Before the first run and after each one `runs.csv` and `report.md` are written into `folder`.
+    `say` is told how it goes; `launch` trains a job in a folder and returns None, or why it failed.
+    What an experiment lacks leaves it out of the ranking or is, with `missing_last`, ranked last.
+
+    Raises: JobError if a job does not measure R@1 on test classes, or if `folder` is in use or
+        holds results of other jobs.
+    """
+    for job in (run.job for run in runs):
+        if 1 not in job.recall_at or job.protocol.evaluate_test == "never":
+            raise JobError(
+                f"{job.name}: a tournament ranks R@1 on test classes. Put 1 into recall_at, and "
+                'set protocol.evaluate_test = "end" or "every".'
+            )
+    launch = launch or run_in_process
+    with _alone_in(folder):
+        found = read_runs(runs, folder)
+        write_report(folder, found, missing_last)
+        waiting = [run for run in found if run.result is None]
+        failed = sum(bool(run.reason) for run in waiting)
+        say(
+            f"{len(runs)} runs: {len(runs) - len(waiting)} finished, {len(waiting)} to go, "
+            f"{failed} of them failed before and are tried again"
+        )
+        for number, run in enumerate(waiting, len(runs) - len(waiting) + 1):
+            say(f"run {number} of {len(runs)}: {run.job.name}")
+            place = folder / run.folder
+            reason = launch(run.job, place)
+            result = finished_result(run.job, place)
+            if result is not None:
+                recalls = [f"{k} {v:.2f}" for k, v in result.figures.items() if k[:2] == "R@"]
+                say("  " + "  ".join(recalls))
+            else:
+                reason = reason or f"the run ended well but left no result in {place}"
+                replace_text(place / _FAILURE, reason)
+                say(f"  failed: {reason} ({_OUTPUT} in {place})")
+            found = read_runs(runs, folder)
+            write_report(folder, found, missing_last)
+    return found
+
+
+def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
+    """What has become of each run.
+
+    Raises: JobError if a folder holds the result of another job, or if two runs were trained on
+        other images; CheckpointError.
+    """
+    found: list[Run] = []
+    images: dict[str, Path] = {}
+    for run in runs:
+        result, failure = (
+            finished_result(run.job, folder / run.folder),
+            folder / run.folder / _FAILURE,
+        )
+        reason = failure.read_text() if result is None and failure.exists() else ""
+        found.append(replace(run, result=result, reason=reason))
+        if result is not None:
+            images.setdefault(result.split_sha256, run.folder)
+    if len(images) > 1:
+        first, other, *_ = images.values()
+        raise JobError(
+            f"{other} was trained on other images than {first}, so their figures do not compare. "
+            f"Use another --out for other images, or delete one of the two in {folder}."
+        )
+    return found
+
+
+def run_in_process(job: Job, folder: Path) -> str | None:
+    """Train `job` in `folder` with `kinlens-train fit`; goes on from a checkpoint if there is one.
+
+    Its output goes to `output.log`. Returns None, or why it failed. When we are interrupted the run
+    is stopped too; its checkpoint stays.
+    """
+    replace_text(folder / "job.toml", job_toml(job, "A run of a tournament."))
+    with (folder / _OUTPUT).open("wb") as output:
+        # It inherits our files, so a run that outlives a killed tournament keeps its lock.
+        process = subprocess.Popen(
+            command(job, folder), stdout=output, stderr=subprocess.STDOUT, close_fds=False
+        )
+    try:
+        code = process.wait()
+    finally:
+        process.kill()
+        process.wait()
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
+    lines = (folder / _OUTPUT).read_text(encoding="utf-8", errors="replace").split("\n")
+    faults = [line for line in lines if line.startswith("error: ")]
+    said = (faults or [line for line in lines if line.strip()] or ["it printed nothing"])[-1]
+    return f"exit code {code}: {said.removeprefix('error: ').strip()}" if code else None
+
+
+def command(job: Job, folder: Path) -> list[str]:
+    """The command line of a run."""
+    words = [sys.executable, "-m", "training", "fit", str(folder / "job.toml")]
+    words += ["--out", str(folder)]
+    words += ["--resume"] if (folder / FILE).exists() else []
+    return words + ([CHOOSE_BY_TEST] if job.protocol.choose_by == "test" else [])
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Lock `folder` against another tournament. Raises: JobError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        os.set_inheritable(lock.fileno(), True)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise JobError(
+                f"A tournament, or a run of one, is at work in {folder}. Wait for it, stop it, or "
+                "use another --out."
+            ) from error
+        yield
+
+
+def figures_of(runs: Sequence[Run]) -> pd.DataFrame:
+    """A row a run: its axes, experiment, competitor and figures, NaN without a result."""
+    rows = []
+    for run in runs:
+        row: dict[str, Any] = {axis: getattr(run, axis) for axis in _AXES}
+        row |= {"experiment": run.experiment, "competitor": run.competitor}
+        row["folder"] = run.folder.as_posix()
+        if run.result is not None:
+            row |= run.result.figures
+            row |= {f"validation {name}": value for name, value in run.result.validation.items()}
+            for name in ("best_epoch", "chosen_by", "seconds_per_epoch"):
+                row[name] = getattr(run.result, name)
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def rank(scores: pd.DataFrame, missing_last: bool = False) -> pd.DataFrame:
+    """Rank competitors by score (high is good) within each experiment, then average.
+
+    Ties share the average of their ranks. A rank among five is no rank among ten, so an experiment
+    that lacks a competitor is left out or, with `missing_last`, ranks it last, as one that
+    diverged; several that are missing share the last ranks. A competitor that no experiment has is
+    not ranked.
+
+    `scores` has a row an experiment and a column a competitor, the ranks a row a competitor, best
+    average first: its rank in each experiment that is left, then "total", "average rank" and
+    "standard deviation" (n - 1, NaN of a single experiment).
+    """
+    present = scores.round(_DECIMALS).dropna(axis="columns", how="all")
+    kept = present if missing_last else present.dropna()
+    ranks = kept.rank(axis="columns", ascending=False, na_option="bottom").T
+    averaged = {
+        "total": ranks.sum(axis="columns"),
+        "average rank": ranks.mean(axis="columns"),
+        "standard deviation": ranks.std(axis="columns"),
+    }
+    return ranks.assign(**averaged).sort_values("average rank", kind="stable")
+
+
+def write_report(folder: Path, runs: Sequence[Run], missing_last: bool = False) -> None:
+    """Write `runs.csv`, a row a finished run, and `report.md`."""
+    figures = figures_of(runs)
+    finished = [(run, run.result) for run in runs if run.result is not None]
+    failed = [(run.job.name, plain(run.reason)) for run in runs if run.reason]
+    done = [run.result is not None for run in runs]
+    replace_text(folder / "runs.csv", figures[done].to_csv(index=False))
+    lines = [f"# {plain(folder.name)}", ""]
+    lines += [f"- {len(finished)} of {len(runs)} runs finished, {len(failed)} failed"]
+    chosen = dict.fromkeys(result.chosen_by for _, result in finished)
+    lines += [f"- {CHOSEN_BY[who]}" for who in chosen]
+    if len(chosen) > 1:
+        lines.append("- MIXED: not all runs were chosen in the same way; ranks compare unlike runs")
+    if finished:
+        lines += ["", "## Ranks by R@1", "", *_ranking(figures, missing_last)]
+    for experiment in dict.fromkeys(run.experiment for run, _ in finished):
+        records = [
+            record(run.competitor, result)
+            for run, result in finished
+            if run.experiment == experiment
+        ]
+        lines += ["", f"## {plain(experiment)}", "", *methods(Study(tuple(records)))]
+    if failed:
+        lines += ["", "## Failed runs", ""]
+        lines += ["They are tried again when the tournament is called again.", ""]
+        lines += table(["run", "reason"], failed)
+    replace_text(folder / "report.md", "\n".join(lines) + "\n")
+
+
+def _ranking(figures: pd.DataFrame, missing_last: bool) -> list[str]:
+    """The ranks by R@1, and what is not ranked."""
+    means = figures.groupby(["experiment", "competitor"], sort=False)["R@1"].mean().unstack()
+    scores = means.loc[figures["experiment"].unique(), figures["competitor"].unique()]
+    lines = [
+        "- competitors are ranked by mean R@1 over their seeds within each experiment; ties share "
+        "the average of their ranks; the deviation is the sample standard deviation of the ranks"
+    ]
+    never = [name for name in scores if scores[name].isna().all()]
+    lines += [f"- not ranked, no finished run: {plain(name)}" for name in never]
+    for experiment, row in scores.drop(columns=never).iterrows():
+        if row.isna().any():
+            missing = plain(", ".join(row.index[row.isna()]))
+            done = "ranked last" if missing_last else "so it is left out"
+            lines.append(f"- {plain(experiment)} lacks {missing}: {done}")
+    ranks = rank(scores, missing_last)
+    if next(iter(ranks)) == "total":
+        return [*lines, "- no experiment has a score of every competitor: there is no ranking"]
+    cells = ranks.map(lambda value: "" if pd.isna(value) else f"{value:.4g}")
+    rows = [[plain(name), *row] for name, row in cells.iterrows()]
+    return [*lines, "", *table(["", *map(plain, ranks)], rows)]

@@ -283,14 +283,14 @@ def read_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
     found: list[Run] = []
     images: dict[str, Path] = {}
     for run in runs:
-        result, failure = (
-            finished_result(run.job, folder / run.folder),
-            folder / run.folder / _FAILURE,
-        )
-        reason = failure.read_text() if result is None and failure.exists() else ""
-        found.append(replace(run, result=result, reason=reason))
+        place = folder / run.folder
+        result, failure = finished_result(run.job, place), place / _FAILURE
         if result is not None:
             images.setdefault(result.split_sha256, run.folder)
+            found.append(replace(run, result=result))
+        else:
+            reason = failure.read_text(encoding="utf-8") if failure.exists() else ""
+            found.append(replace(run, reason=reason))
     if len(images) > 1:
         first, other, *_ = images.values()
         raise JobError(

@@ -269,7 +269,7 @@ def child(shop: Path, out: Path, die_at: str) -> "subprocess.Popen[str]":
         [sys.executable, "-c", CHILD, str(shop), str(out), die_at],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(indexer.ingest.build.__file__).parents[1],
+        cwd=Path(indexer.ingest.build.__file__).parents[2],
     )
 
 

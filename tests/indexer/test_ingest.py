@@ -312,7 +312,7 @@ def test_a_killed_add_keeps_its_batches_and_continues_with_the_same_call(
         [sys.executable, "-c", CHILD, str(built), str(shop)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(indexer.ingest.add.__file__).parents[1],
+        cwd=Path(indexer.ingest.add.__file__).parents[2],
     )
     with process:
         assert process.stdout is not None

@@ -31,14 +31,11 @@ def choose_device(runtime: Runtime) -> torch.device:
 
 def autocast(runtime: Runtime, device: torch.device) -> torch.autocast:
     """For training steps: bf16 where asked for or, under "auto", where the processor has it."""
-    if runtime.precision == "auto":
-        fast = (
-            torch.cuda.is_bf16_supported(including_emulation=False)
-            if device.type == "cuda"
-            else torch.cpu._is_avx512_bf16_supported()
-        )
-    else:
-        fast = runtime.precision == "bf16"
+    fast = runtime.precision == "bf16"
+    if runtime.precision == "auto" and device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif runtime.precision == "auto":
+        fast = torch.cpu._is_avx512_bf16_supported()
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
 
 
@@ -50,19 +47,17 @@ def tuned(device: torch.device) -> Iterator[None]:
     freed memory is kept for the next step: a step allocates and frees the same hundreds of
     megabytes again and again, and to have the system clear every page anew costs a tenth of it.
     """
-    if device.type == "cuda":
-        benchmark = torch.backends.cudnn.benchmark
+    on_gpu, benchmark = device.type == "cuda", torch.backends.cudnn.benchmark
+    if on_gpu:
         torch.backends.cudnn.benchmark = True
-        try:
-            yield
-        finally:
-            torch.backends.cudnn.benchmark = benchmark
-        return
-    _set_malloc(_KEEP_ALL)
+    else:
+        _set_malloc(_KEEP_ALL)
     try:
         yield
     finally:
-        _set_malloc(_LIBC_DEFAULTS)
+        torch.backends.cudnn.benchmark = benchmark
+        if not on_gpu:
+            _set_malloc(_LIBC_DEFAULTS)
 
 
 def _set_malloc(options: dict[int, int]) -> None:

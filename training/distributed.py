@@ -43,9 +43,7 @@ def is_main() -> bool:
 
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[None]:
-    """Join the processes that `torchrun` started, for the duration of a block; alone, do nothing.
-
-    With a GPU for each local rank the ranks talk over NCCL, on CPUs over gloo.
+    """Join the processes that `torchrun` started, over NCCL or gloo; alone, do nothing.
 
     Raises: TrainingError if there are fewer GPUs than local ranks and a GPU was asked for.
     """

@@ -1,7 +1,8 @@
 """Which pairs and triplets of a batch a loss looks at.
 
 Results have fixed shapes, masks and indices (B, B), so that a GPU need not be waited for. No miner
-passes a gradient on. B is the number of samples, S their similarities (B, B), larger is more alike.
+passes a gradient on. B is the number of samples; `similarities` are (B, B), larger is more alike,
+`labels` (B,).
 """
 
 from typing import NamedTuple
@@ -9,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+_CUTOFF = 0.5
 
 
 class Pairs(NamedTuple):
@@ -45,11 +48,6 @@ def hard_pairs(similarities: Tensor, labels: Tensor, epsilon: float = 0.1) -> Pa
     References:
         Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning (Wang et al.,
         2019), section on pair mining. https://arxiv.org/abs/1904.06627
-
-    Args:
-        similarities: (B, B).
-        labels: (B,).
-        epsilon: how much easier than the hardest opposite pair a pair may be.
     """
     similarities = similarities.detach()
     pairs = all_pairs(labels)
@@ -67,10 +65,6 @@ def batch_hard(similarities: Tensor, labels: Tensor) -> Triplets:
     References:
         In Defense of the Triplet Loss for Person Re-Identification (Hermans et al., 2017).
         https://arxiv.org/abs/1703.07737
-
-    Args:
-        similarities: (B, B).
-        labels: (B,).
     """
     similarities = similarities.detach()
     pairs = all_pairs(labels)
@@ -85,18 +79,12 @@ def batch_hard(similarities: Tensor, labels: Tensor) -> Triplets:
 def semi_hard(similarities: Tensor, labels: Tensor) -> Triplets:
     """For each anchor and positive: argmax S_an over the negatives with S_an < S_ap.
 
-    By sorting each row once: memory B^2, not B^3.
-
-    **Reading.** A pair without such a negative gives no triplet. A negative beyond the margin is
-    not excluded: its triplet costs nothing, but it counts in a mean.
+    By sorting each row once: memory B^2, not B^3. A pair without such a negative gives no triplet;
+    a negative beyond the margin of the loss is not excluded.
 
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering (Schroff et al., 2015),
         section 3.2. https://arxiv.org/abs/1503.03832
-
-    Args:
-        similarities: (B, B).
-        labels: (B,).
     """
     similarities = similarities.detach()
     pairs = all_pairs(labels)
@@ -108,19 +96,13 @@ def semi_hard(similarities: Tensor, labels: Tensor) -> Triplets:
 
 
 def distance_weighted(
-    similarities: Tensor, labels: Tensor, dim: int, cutoff: float = 0.5, farthest: float = 1.4
+    similarities: Tensor, labels: Tensor, dim: int, farthest: float = 1.4
 ) -> Triplets:
     """For each anchor and positive, a negative drawn with `negative_probabilities`.
 
     Draws B^2 numbers from torch's global CPU generator, whatever the labels; memory B^2.
-
-    Args:
-        similarities: cosines (B, B).
-        labels: (B,).
-        dim: length D of an embedding.
-        cutoff, farthest: see negative_probabilities.
     """
-    probabilities = negative_probabilities(similarities, labels, dim, cutoff, farthest)
+    probabilities = negative_probabilities(similarities, labels, dim, farthest)
     cumulative = probabilities.cumsum(dim=1)  # (B, B)
     cumulative = cumulative / cumulative[:, -1:]  # ends in exactly 1, or NaN without negatives
     drawn = torch.rand(probabilities.shape, dtype=torch.float64)
@@ -132,32 +114,25 @@ def distance_weighted(
 
 
 def negative_probabilities(
-    similarities: Tensor, labels: Tensor, dim: int, cutoff: float = 0.5, farthest: float = 1.4
+    similarities: Tensor, labels: Tensor, dim: int, farthest: float = 1.4
 ) -> Tensor:
-    r"""The probability of each negative of each anchor: (B, B) to (B, B) in float64.
+    r"""The probability of each negative of each anchor: cosines (B, B) to (B, B) in float64.
 
-    Proportional to the inverse of the density of distances d on the unit sphere, for d < farthest
-    and with d raised to at least cutoff, which bounds the variance:
+    Proportional to the inverse of the density of distances d on the unit sphere of R^D, for d <
+    farthest and with d raised to at least 0.5, which bounds the variance:
 
     .. math:: q(d)^{-1} = d^{2 - D} (1 - d^2 / 4)^{(3 - D) / 2}
 
-    **Reading.** An anchor whose negatives are all too far draws among them evenly, which keeps its
-    positive pairs in the loss. Rows of anchors without a negative are 0.
+    An anchor whose negatives are all too far draws among them evenly, which keeps its positive
+    pairs in the loss. Rows of anchors without a negative are 0.
 
     References:
-        Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4; cutoff and
-        farthest as in the authors' code. https://arxiv.org/abs/1706.07567
-
-    Args:
-        similarities: cosines (B, B).
-        labels: (B,).
-        dim: length D of an embedding.
-        cutoff: distances below it are taken for it.
-        farthest: distances from it on are not drawn.
+        Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4; 0.5 and 1.4
+        as in the authors' code. https://arxiv.org/abs/1706.07567
     """
     negative = all_pairs(labels).negative
     squared = (2 - 2 * similarities.detach().double()).clamp(min=0)
-    d2 = squared.clamp(min=cutoff**2, max=4 - 1e-9)
+    d2 = squared.clamp(min=_CUTOFF**2, max=4 - 1e-9)
     log_weights = (2 - dim) / 2 * d2.log() + (3 - dim) / 2 * (1 - d2 / 4).log()
     near = negative & (squared < farthest**2)
     none_near = ~near.any(dim=1, keepdim=True)

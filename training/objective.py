@@ -1,7 +1,7 @@
 """What is minimised: a loss, plus the regularizers that the job names, one or several."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,20 +9,19 @@ from torch.nn import functional as F
 
 from training.config.job import Job
 from training.distributed import gather
-from training.losses.proxies import ProxyLoss
+from training.losses.base import MetricLoss, ProxyLoss
 from training.losses.table import build_loss
 from training.models.embedding import EmbeddingNet
 from training.regularizers.determinant import DeterminantRegularizer
-from training.regularizers.graph_consistency import GraphConsistency
+from training.regularizers.graph_consistency import graph_consistency
 from training.regularizers.non_isotropy import NonIsotropyRegularizer
 from training.regularizers.shares import Shares
-from training.regularizers.skewed_mean import SkewedMeanRegularizer, class_means
+from training.regularizers.skewed_mean import class_means, skewed_mean
 
 Parts = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """The scalar to minimise and its named parts, for the log."""
 
     total: Tensor
@@ -38,40 +37,23 @@ class Objective(nn.Module):
     `training.regularizers.shares`, which also measures the share of each in some training steps: at
     flow 1 for the determinant, at the proxies for a skewed mean of proxies, else at the features.
 
+    Under determinant regularization L is the mean over both branches, in a batch of two draws the
+    mean over both (`sampling.draws`), so that its scale, and with it the meaning of each lambda, is
+    that of the loss alone. The other regularizers act on the first branch, the one that is kept.
     All of it runs in float32, whatever the precision of the trunk.
-
-    **Readings.** Under determinant regularization L is the mean over both branches, in a batch of
-    two draws the mean over both (`sampling.draws`, with or without graph consistency), so that its
-    scale, and with it the meaning of each lambda, is that of the loss alone. The other regularizers
-    act on the first branch, the one that is kept.
-
-    Args:
-        job: its loss and regularizers.
-        classes: number of training classes C.
-        dim: length D of an embedding.
     """
 
     def __init__(self, job: Job, classes: int, dim: int) -> None:
         super().__init__()
-        tables = job.regularizers
-        duel, skewed, nir, graph = (
-            tables.determinant,
-            tables.skewed_mean,
-            tables.non_isotropy,
-            tables.graph_consistency,
-        )
+        self.tables = tables = job.regularizers
+        duel, nir = tables.determinant, tables.non_isotropy
         self.draws = job.sampling.parts
         self.loss_weight = 1.0 if nir is None else nir.loss_weight
         self.loss = build_loss(job.loss, classes, dim)
         self.determinant = None if duel is None else DeterminantRegularizer(duel, dim)
-        self.second_loss = (
-            build_loss(job.loss, classes, dim)
-            if duel is not None and duel.proxies == "separate"
-            else None
-        )
-        self.skewed_mean = None if skewed is None else SkewedMeanRegularizer(skewed)
+        separate = duel is not None and duel.proxies == "separate"
+        self.second_loss = build_loss(job.loss, classes, dim) if separate else None
         self.non_isotropy = None if nir is None else NonIsotropyRegularizer(nir, dim)
-        self.graph_consistency = None if graph is None else GraphConsistency(graph)
         self.shares = Shares({name: table.share for name, table in tables if table is not None})
 
     def forward(self, net: EmbeddingNet, features: Tensor, labels: Tensor) -> Terms:
@@ -105,29 +87,18 @@ class Objective(nn.Module):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on with what `checkpoint` gave. Raises: RuntimeError for other parameters."""
-        own = {name: value for name, value in state.items() if not name.startswith("shares.")}
-        self.load_state_dict(own)
-        self.shares.load_state_dict(
-            {name.removeprefix("shares."): state[name] for name in state.keys() - own.keys()}
-        )
+        shares = {name for name in state if name.startswith("shares.")}
+        self.load_state_dict({name: state[name] for name in state if name not in shares})
+        self.shares.load_state_dict({n.removeprefix("shares."): state[n] for n in shares})
 
     def begin_epoch(self, epoch: int) -> None:
         """To be told after how many finished epochs the next one starts."""
         if self.non_isotropy is not None:
             self.non_isotropy.fitting = epoch < self.non_isotropy.settings.fit_epochs
 
-    def _sites(self, net: EmbeddingNet, features: Tensor) -> dict[str, list[Tensor]]:
-        """Where the gradient of each penalty is compared with that of the loss."""
-        sites = {name: [features] for name in self.shares.terms}
-        if net.flow is not None:
-            sites["determinant"] = list(net.flow.parameters())
-        if self.skewed_mean is not None and self.skewed_mean.settings.centres == "proxies":
-            sites["skewed_mean"] = [self._proxies().proxies]
-        return sites
-
-    def _over_draws(self, loss: nn.Module, vectors: Tensor, labels: Tensor) -> Tensor:
+    def _over_draws(self, loss: MetricLoss, vectors: Tensor, labels: Tensor) -> Tensor:
         """The loss of one branch, the mean over the draws of the batch."""
-        if getattr(loss, "normalized", True):
+        if loss.normalized:
             vectors = F.normalize(vectors, dim=1)
         parts = zip(vectors.chunk(self.draws), labels.chunk(self.draws), strict=True)
         return torch.stack([loss(x, y) for x, y in parts]).mean()
@@ -135,22 +106,31 @@ class Objective(nn.Module):
     def _regularize(self, embeddings: Tensor, labels: Tensor) -> Parts:
         """The weighted penalties on unit embeddings (B, D) and on centres."""
         penalties: Parts = {}
-        if (skewed := self.skewed_mean) is not None:
-            if skewed.settings.centres == "batch":
-                centres = class_means(embeddings, labels)
-            else:
-                centres = self._proxies().class_centres()
-            penalties["skewed_mean"] = skewed.settings.weight * skewed(centres)
+        if (skewed := self.tables.skewed_mean) is not None:
+            of_batch = skewed.centres == "batch"
+            centres = class_means(embeddings, labels) if of_batch else self._proxies.class_centres()
+            penalties["skewed_mean"] = skewed.weight * skewed_mean(centres, skewed)
         if (nir := self.non_isotropy) is not None:
-            own = self._proxies().centre_of(embeddings, labels)
+            own = self._proxies.centre_of(embeddings, labels)
             penalties["non_isotropy"] = nir.settings.weight * nir(embeddings, own)
-        if (graph := self.graph_consistency) is not None:
-            penalties["graph_consistency"] = graph.settings.weight * graph(*embeddings.chunk(2))
+        if (graph := self.tables.graph_consistency) is not None:
+            first, second = embeddings.chunk(2)
+            penalties["graph_consistency"] = graph.weight * graph_consistency(first, second, graph)
         return penalties
 
+    def _sites(self, net: EmbeddingNet, features: Tensor) -> dict[str, list[Tensor]]:
+        """Where the gradient of each penalty is compared with that of the loss."""
+        sites = {name: [features] for name in self.shares.terms}
+        if net.flow is not None:
+            sites["determinant"] = list(net.flow.parameters())
+        skewed = self.tables.skewed_mean
+        if skewed is not None and skewed.centres == "proxies":
+            sites["skewed_mean"] = [self._proxies.proxies]
+        return sites
+
+    @property
     def _proxies(self) -> ProxyLoss:
-        if not isinstance(self.loss, ProxyLoss):
-            raise TypeError(f"{type(self.loss).__name__} has no proxies")  # the job forbids it
+        assert isinstance(self.loss, ProxyLoss)  # the job forbids others here
         return self.loss
 
 

@@ -12,8 +12,7 @@ from embedder.bundle import Bundle
 from training.config.job import Job
 from training.data.records import LabelledImages
 from training.evaluation.evaluate import embed
-from training.losses.proxies import ProxyLoss
-from training.models.from_bundle import bundle_of
+from training.losses.base import ProxyLoss
 from training.state import Run
 
 WHITENING = 0.25

@@ -27,6 +27,11 @@ VALIDATION = "validation "
 """Figures on validation classes carry this prefix; those on test classes carry none."""
 
 _FREE_SETTINGS = frozenset(("runtime", "data.root", "description", "licence", "recall_at"))
+_PROGRESS = (
+    "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk", "start",
+    "began_with",
+)  # fmt: skip
+"""What a run and its checkpoint both say."""
 
 
 def on_validation(row: Row) -> Row:
@@ -68,23 +73,15 @@ class Run:
         """What `restore` needs."""
         return Checkpoint(
             job=self.job.as_dict(),
-            epoch=self.epoch,
-            step=self.step,
             classes=split.train.classes,
             split_sha256=split.sha256(),
             net=self.net.state_dict(),
             objective=self.objective.checkpoint(),
             optimizer=self.optimizer.state_dict(),
             rng=torch.get_rng_state(),
-            history=self.history,
-            evaluated=self.evaluated,
-            best_epoch=self.best_epoch,
-            best_score=self.best_score,
             average=None if self.average is None else self.average.state_dict(),
-            trunk=self.trunk,
-            start=self.start,
-            began_with=self.began_with,
             cuda_rng=torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
+            **{name: getattr(self, name) for name in _PROGRESS},
         )
 
     def warm_up(self, warm: bool) -> nn.Module:
@@ -114,7 +111,14 @@ def create_run(job: Job, classes: int) -> Run:
     net = new_network(job).to(device)
     net.to(memory_format=torch.channels_last)
     if world() > 1 and job.model.batch_norm == "train":
-        net = _synchronized(net, device)
+        if device.type != "cuda":
+            raise TrainingError(
+                'model.batch_norm = "train" under several processes needs the statistics of all of '
+                'them, which torch computes on GPUs only. Set it to "frozen" or "folded", or train '
+                "in one process."
+            )
+        convert: Callable[[EmbeddingNet], EmbeddingNet] = nn.SyncBatchNorm.convert_sync_batchnorm
+        net = convert(net)
     objective = Objective(job, classes, net.dim).to(device)
     groups = parameter_groups(job, net, objective)
     kind = torch.optim.AdamW if job.optimizer.kind == "adamw" else torch.optim.Adam
@@ -128,34 +132,28 @@ def parameter_groups(job: Job, net: EmbeddingNet, objective: Objective) -> list[
     """A group each for trunk, head, proxies and flows, with its own rate and weight decay.
 
     Proxies are all parameters of the loss; flows are those of the regularizers and of the network.
-
-    Raises: TrainingError if a trainable parameter is in no group.
     """
     rates = job.optimizer
-    criterion_decay = rates.weight_decay_criterion
-    decay = rates.weight_decay if criterion_decay is None else criterion_decay
-    flows = [net.flow, objective.determinant, objective.non_isotropy]
+    decay = rates.weight_decay
+    criterion_decay = (
+        decay if rates.weight_decay_criterion is None else rates.weight_decay_criterion
+    )
     losses = [objective.loss, objective.second_loss]
-    members: list[tuple[str, float, float, list[nn.Module | None]]] = [
-        ("trunk", rates.lr_trunk, rates.weight_decay, [net.trunk]),
-        ("head", rates.rate_of(rates.lr_head), rates.weight_decay, [net.pool, net.projection]),
-        ("proxies", rates.rate_of(rates.lr_proxies), decay, [*losses]),
-        ("flows", rates.rate_of(rates.lr_flows), decay, [*flows]),
+    flows = [net.flow, objective.determinant, objective.non_isotropy]
+    members: list[tuple[str, float, float, list[Any]]] = [
+        ("trunk", rates.lr_trunk, decay, [net.trunk]),
+        ("head", rates.rate_of(rates.lr_head), decay, [net.pool, net.projection]),
+        ("proxies", rates.rate_of(rates.lr_proxies), criterion_decay, losses),
+        ("flows", rates.rate_of(rates.lr_flows), criterion_decay, flows),
     ]
     groups: list[dict[str, Any]] = []
-    held: set[int] = set()
     for name, lr, weight_decay, modules in members:
-        parameters = [
-            p for m in modules if m is not None for p in m.parameters() if p.requires_grad
-        ]
-        held |= {id(p) for p in parameters}
-        if parameters:
-            group = {"name": name, "params": parameters, "lr": lr, "initial_lr": lr}
+        found = [p for m in modules if m is not None for p in m.parameters() if p.requires_grad]
+        if found:
+            group = {"name": name, "params": found, "lr": lr, "initial_lr": lr}
             groups.append({**group, "weight_decay": weight_decay})
-    for module in (net, objective):
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in held:
-                raise TrainingError(f"The parameter {name} is in no optimizer group.")
+    learnt = [p for m in (net, objective) for p in m.parameters() if p.requires_grad]
+    assert len(learnt) == sum(len(group["params"]) for group in groups), "one is in no group"
     return groups
 
 
@@ -173,8 +171,8 @@ def restore(run: Run, split: Split, path: Path) -> None:
             f"{path} was trained with other settings: {', '.join(changed)}. Resume with the same "
             "job, or start a new run with another --out."
         )
-    run.net.load_state_dict(checkpoint.net)
     try:
+        run.net.load_state_dict(checkpoint.net)
         run.objective.restore(checkpoint.objective)
     except RuntimeError as error:
         raise CheckpointError(f"{path} has other parameters: {error}. Start a new run.") from error
@@ -184,20 +182,5 @@ def restore(run: Run, split: Split, path: Path) -> None:
     torch.set_rng_state(checkpoint.rng)
     if checkpoint.cuda_rng is not None and run.device.type == "cuda":
         torch.cuda.set_rng_state(checkpoint.cuda_rng)
-    run.epoch, run.step = checkpoint.epoch, checkpoint.step
-    run.evaluated = checkpoint.evaluated
-    run.best_epoch, run.best_score = checkpoint.best_epoch, checkpoint.best_score
-    run.history = list(checkpoint.history)
-    run.trunk, run.start = dict(checkpoint.trunk), dict(checkpoint.start)
-    run.began_with = checkpoint.began_with
-
-
-def _synchronized(net: EmbeddingNet, device: torch.device) -> EmbeddingNet:
-    if device.type != "cuda":
-        raise TrainingError(
-            'model.batch_norm = "train" under several processes needs the statistics of all of '
-            'them, which torch computes on GPUs only. Set it to "frozen" or "folded", or train in '
-            "one process."
-        )
-    convert: Callable[[EmbeddingNet], EmbeddingNet] = nn.SyncBatchNorm.convert_sync_batchnorm
-    return convert(net)
+    for name in _PROGRESS:
+        setattr(run, name, getattr(checkpoint, name))

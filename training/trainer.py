@@ -4,13 +4,11 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import count
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -24,14 +22,8 @@ from training.data.records import LabelledImages, Split, write_table
 from training.data.samplers import BatchSampler
 from training.device import autocast, on_device
 from training.distributed import is_main, local_world, rank, wait_for_all, world
-from training.evaluation.evaluate import (
-    batches,
-    embed,
-    evaluate,
-    evaluating,
-    figures_of,
-)
-from training.losses.proxies import check_labels
+from training.evaluation.evaluate import batches, embed, evaluate, evaluating, figures_of
+from training.losses.base import check_labels
 from training.objective import Terms
 from training.report import notices
 from training.report.log import RunLog
@@ -76,128 +68,183 @@ def fit(
     views = TrainingImages(split.train, job.input, job.seed)
     loader = build_loader(views, order, job.runtime, run.device, job.seed, local_world())
     log = RunLog(folder, job.runtime.tensorboard, run.step) if is_main() else None
-    _write_inputs(folder, job, split)
+    training = _Training(run, split, folder, log, listener)
+    training.write_inputs()
     for sentence in notices.before(job, len(order)):
         listener.said(sentence)
     try:
         if not resume:
-            _begin(run, split, folder, log, listener)
-        _finish_epoch(run, split, folder, log, listener)
+            training.begin()
+        training.finish_epoch()
         while run.epoch < job.optimizer.epochs:
             order.epoch = run.epoch
             listener.epoch_started(run.epoch, job.optimizer.epochs, len(order))
-            run.history.append(_train_epoch(run, loader, log, listener))
+            run.history.append(training.epoch(loader))
             # Saved before evaluation too: a damaged test image must not cost the epoch.
-            _save(run, split, folder / FILE)
-            _finish_epoch(run, split, folder, log, listener)
+            training.save(FILE)
+            training.finish_epoch()
     finally:
         if log is not None:
             log.close()
     return run.history
 
 
-def _begin(run: Run, split: Split, folder: Path, log: RunLog | None, listener: Listener) -> None:
-    """Epoch 0: the figures of what the run begins with, the start values, those of the network.
+@dataclass(frozen=True)
+class _Training:
+    """A run and what is around it, in the order in which `fit` calls."""
 
-    A run begins with a trunk, or with the trained model of a bundle that it goes on from.
-    """
+    run: Run
+    split: Split
+    folder: Path
+    log: RunLog | None  # of the main process
+    listener: Listener
 
-    def embedded(x: Tensor) -> Tensor:
-        return net.embed(net.project(x))
+    def write_inputs(self) -> None:
+        """The job and the lists of images."""
+        if not is_main():
+            return
+        content = self.run.job.model_dump_json(indent=2) + "\n"
+        (self.folder / "job.json").write_text(content, encoding="utf-8")
+        for name in ("train", "validation", "test", "gallery"):
+            part: LabelledImages | None = getattr(self.split, name)
+            if part is not None:
+                write_table(self.folder / f"{name}.csv", part)
 
-    (folder / BEST).unlink(missing_ok=True)  # of a start that was stopped before its first epoch
-    net, pooled = run.net, _pooled(run, split)
-    trained = goes_on(run.job)
-    run.began_with = "the model that it went on from" if trained else UNTRAINED
-    began = embedded if trained else functional.normalize
-    for prefix, (parts, features) in pooled.items():
-        run.trunk |= _figures_of_pooled(run, prefix, parts, features, began)
-    start_from_trunk(run, split.train)
-    if run.average is not None:
-        run.average = Average(net, run.average.decay)
-    for prefix, (parts, features) in pooled.items():
-        run.start |= _figures_of_pooled(run, prefix, parts, features, embedded)
-    if run.job.start.projection == "trunk" or trained:
-        _choose(run, run.start, split, folder)
-    if log is not None:
-        log.write("start", 0, **{f"trunk {k}": v for k, v in run.trunk.items()}, **run.start)
-    for name, row in ((run.began_with, run.trunk), ("the network at step 0", run.start)):
-        recalls = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if "R@1" in key)
-        if recalls:
-            listener.said(f"{name}: {recalls}")
+    def begin(self) -> None:
+        """Epoch 0: figures of the trunk, or of the model that it goes on from, and of the start."""
 
+        def embedded(x: Tensor) -> Tensor:
+            return run.net.embed(run.net.project(x))
 
-def _pooled(
-    run: Run, split: Split
-) -> dict[str, tuple[list[LabelledImages], list[NDArray[np.float32]]]]:
-    """Held-out images and what the trunk makes of them (N, C), by the prefix of their figures."""
-    held_out = {VALIDATION: [split.validation], "": [split.test, split.gallery]}
-    if run.job.protocol.evaluate_test == "never":
-        del held_out[""]
-    found = {}
-    for prefix, images in held_out.items():
-        parts = [part for part in images if part is not None]
-        if parts:
-            features = [embed(run.net, part, run.job, run.net.pooled) for part in parts]
-            found[prefix] = (parts, features)
-    return found
+        (self.folder / BEST).unlink(missing_ok=True)  # of a start stopped before its first epoch
+        run, job = self.run, self.run.job
+        held_out = {VALIDATION: [self.split.validation], "": [self.split.test, self.split.gallery]}
+        if job.protocol.evaluate_test == "never":
+            del held_out[""]
+        images = {p: [x for x in parts if x is not None] for p, parts in held_out.items()}
+        images = {prefix: parts for prefix, parts in images.items() if parts}
+        pooled = {p: [embed(run.net, x, job, run.net.pooled) for x in images[p]] for p in images}
 
+        def figures(function: Callable[[Tensor], Tensor]) -> Row:
+            """Of unit vectors that `function` makes of pooled features (N, C)."""
+            found: Row = {}
+            for prefix, parts in images.items():
+                with evaluating(run.net), torch.inference_mode():
+                    vectors = [function(torch.from_numpy(x).to(run.device)) for x in pooled[prefix]]
+                row = figures_of([x.cpu().numpy() for x in vectors], parts, job, full=False)
+                found |= {prefix + name: value for name, value in row.items()}
+            return found
 
-def _figures_of_pooled(
-    run: Run,
-    prefix: str,
-    parts: list[LabelledImages],
-    features: list[NDArray[np.float32]],
-    function: Callable[[Tensor], Tensor],
-) -> Row:
-    """The figures of `function` of pooled features (N, C): unit vectors."""
-    with evaluating(run.net), torch.inference_mode():
-        tensors = [function(torch.from_numpy(x).to(run.device)) for x in features]
-    figures = figures_of([x.cpu().numpy() for x in tensors], parts, run.job, full=False)
-    return {prefix + name: value for name, value in figures.items()}
+        trained = goes_on(job)
+        run.began_with = "the model that it went on from" if trained else UNTRAINED
+        run.trunk = figures(embedded if trained else functional.normalize)
+        start_from_trunk(run, self.split.train)
+        if run.average is not None:
+            run.average = Average(run.net, run.average.decay)
+        run.start = figures(embedded)
+        if job.start.projection == "trunk" or trained:
+            self._choose(run.start)
+        if self.log is not None:
+            of_trunk = {f"trunk {name}": value for name, value in run.trunk.items()}
+            self.log.write("start", 0, **of_trunk, **run.start)
+        for name, row in ((run.began_with, run.trunk), ("the network at step 0", run.start)):
+            recalls = "  ".join(f"{key} {value:.1f}" for key, value in row.items() if "R@1" in key)
+            if recalls:
+                self.listener.said(f"{name}: {recalls}")
 
+    def epoch(self, loader: DataLoader[tuple[Tensor, Tensor]]) -> Row:
+        """One pass over the images; returns the figures of the epoch."""
+        started, run = time.perf_counter(), self.run
+        run.net.train()
+        run.objective.train()
+        model = run.warm_up(run.epoch < run.job.optimizer.warmup_epochs)
+        losses, watched = [], defaultdict[str, list[float]](list)
+        for step, parts in _steps(run, model, loader):
+            losses.append(parts["total"])
+            for name, value in parts.items():
+                if name.startswith(OF_TERMS):
+                    watched[name].append(value)
+            if self.log is not None and step % _LOG_EVERY_STEPS == 0:
+                self.log.write("step", step, **parts)
+            self.listener.step_done(parts)
+        run.epoch += 1
+        seconds = time.perf_counter() - started
+        return {
+            "epoch": float(run.epoch),
+            "loss": sum(losses) / len(losses),
+            "seconds": seconds,
+            "images_per_s": len(losses) * run.job.optimizer.batch_size / seconds,
+            **{name: sum(values) / len(values) for name, values in watched.items()},
+        }
 
-def _train_epoch(
-    run: Run, loader: DataLoader[tuple[Tensor, Tensor]], log: RunLog | None, listener: Listener
-) -> Row:
-    """One pass over the images; returns the figures of the epoch."""
-    started = time.perf_counter()
-    run.net.train()
-    run.objective.train()
-    model = run.warm_up(run.epoch < run.job.optimizer.warmup_epochs)
-    losses, watched = [], defaultdict[str, list[float]](list)
-    for step, parts in _steps(run, model, loader):
-        losses.append(parts["total"])
-        for name, value in parts.items():
-            if name.startswith(OF_TERMS):
-                watched[name].append(value)
-        if log is not None and step % _LOG_EVERY_STEPS == 0:
-            log.write("step", step, **parts)
-        listener.step_done(parts)
-    run.epoch += 1
-    seconds = time.perf_counter() - started
-    return {
-        "epoch": float(run.epoch),
-        "loss": sum(losses) / len(losses),
-        "seconds": seconds,
-        "images_per_s": len(losses) * run.job.optimizer.batch_size / seconds,
-        **{name: sum(values) / len(values) for name, values in watched.items()},
-    }
+    def finish_epoch(self) -> None:
+        """Evaluate the epoch that is finished but not yet evaluated, choose, save and report it."""
+        run = self.run
+        if run.evaluated == run.epoch:
+            return
+        row = run.history[-1]
+        row |= self._figures()
+        run.evaluated = run.epoch
+        self._choose(row)
+        self.save(FILE)
+        if self.log is not None:
+            self.log.write("epoch", run.step, **row)
+        self.listener.epoch_done(row)
+        for sentence in notices.after_epoch(run.job, run.history):
+            self.listener.said(sentence)
+
+    def save(self, name: str) -> None:
+        """Write a checkpoint."""
+        if is_main():
+            save_checkpoint(self.folder / name, self.run.checkpoint(self.split))
+        wait_for_all()
+
+    def _figures(self) -> Row:
+        """Of a finished epoch, if it is one to evaluate, as far as the protocol lets."""
+        run, job, row = self.run, self.run.job, Row()
+        last, every = run.epoch >= job.optimizer.epochs, job.runtime.eval_every_epochs
+        if not last and (every == 0 or run.epoch % every):
+            return row
+        if self.split.validation is not None:
+            figures = evaluate(run.served, self.split.validation, job)
+            row |= {VALIDATION + name: value for name, value in figures.items()}
+        if job.protocol.evaluate_test == "every":
+            row |= evaluate(run.served, self.split.test, job, self.split.gallery, full=last)
+        return row
+
+    def _choose(self, row: Row) -> None:
+        """Keep the model of this moment if the protocol likes its figures best."""
+        names = {"last": "", "validation": VALIDATION + "R@1", "test": "R@1"}
+        score = row.get(names[self.run.job.protocol.choose_by])
+        if score is not None and score > self.run.best_score:
+            self.run.best_epoch, self.run.best_score = self.run.epoch, score
+            self.save(BEST)
 
 
 def _steps(
     run: Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]
 ) -> Iterator[tuple[int, Row]]:
-    """A step for each batch; gives their numbers and terms, on a GPU some steps later."""
-    every = READ_EVERY_STEPS[run.device.type]
-    unread: list[tuple[dict[str, Tensor], Row]] = []
-    for images, labels in on_device(batches(loader), run.device):
-        parts = train_step(run, model, images, labels, len(loader))
-        unread.append((parts, run.objective.shares.figures()))
-        if len(unread) == every:
-            yield from _read(unread, run.step)
-            unread = []
-    yield from _read(unread, run.step)
+    """A step for each batch; gives their numbers, terms and shares, on a GPU some steps later.
+
+    Raises: TrainingError for a loss or a gradient that is not finite.
+    """
+    unread: list[tuple[int, dict[str, Tensor], Row]] = []
+    for number, (images, labels) in enumerate(on_device(batches(loader), run.device), start=1):
+        terms = train_step(run, model, images, labels, len(loader))
+        unread.append((run.step, terms, run.objective.shares.figures()))
+        if len(unread) < READ_EVERY_STEPS[run.device.type] and number < len(loader):
+            continue
+        found = torch.stack([torch.stack([x.double() for x in t.values()]) for _, t, _ in unread])
+        for (step, terms, shares), values in zip(unread, found.tolist(), strict=True):
+            row: Row = dict(zip(terms, values, strict=True))
+            if not (math.isfinite(row["total"]) and math.isfinite(row["gradient_norm"])):
+                raise TrainingError(
+                    f"The loss is {row['total']} at step {step}, the norm of its gradient "
+                    f"{row['gradient_norm']}. Lower the learning rates or the weights of the "
+                    "regularizers; the last good checkpoint is kept."
+                )
+            yield step, row | shares
+        unread = []
 
 
 def train_step(
@@ -229,92 +276,3 @@ def train_step(
         run.average.update(run.net)
     run.step += 1
     return {"total": total, "gradient_norm": norm, **terms.parts}
-
-
-def _read(unread: list[tuple[dict[str, Tensor], Row]], last: int) -> Iterator[tuple[int, Row]]:
-    """The terms of the steps up to number `last`, in one copy off the device, and their shares.
-
-    Raises: TrainingError for a loss or a gradient that is not finite.
-    """
-    if not unread:
-        return
-    names = list(unread[0][0])
-    found = torch.stack([torch.stack([p[n].double() for n in names]) for p, _ in unread]).tolist()
-    for step, values, (_, shares) in zip(count(last - len(unread) + 1), found, unread):
-        row = dict(zip(names, values, strict=True))
-        if not (math.isfinite(row["total"]) and math.isfinite(row["gradient_norm"])):
-            raise TrainingError(
-                f"The loss is {row['total']} at step {step}, the norm of its gradient "
-                f"{row['gradient_norm']}. Lower the learning rates or the "
-                "weights of the regularizers; the last good checkpoint is kept."
-            )
-        yield step, row | shares
-
-
-def _finish_epoch(
-    run: Run, split: Split, folder: Path, log: RunLog | None, listener: Listener
-) -> None:
-    """Evaluate the epoch that is finished but not yet evaluated, choose, save and report it."""
-    if run.evaluated == run.epoch:
-        return
-    row = run.history[-1]
-    row |= _evaluation(run, split)
-    run.evaluated = run.epoch
-    _choose(run, row, split, folder)
-    _save(run, split, folder / FILE)
-    if log is not None:
-        log.write("epoch", run.step, **row)
-    listener.epoch_done(row)
-    for sentence in notices.after_epoch(run.job, run.history):
-        listener.said(sentence)
-
-
-def _choose(run: Run, row: Row, split: Split, folder: Path) -> None:
-    """Keep the model of this moment if the protocol likes its figures best."""
-    score = _score(run.job, row)
-    if score is not None and score > run.best_score:
-        run.best_epoch, run.best_score = run.epoch, score
-        _save(run, split, folder / BEST)
-
-
-def _evaluation(run: Run, split: Split) -> Row:
-    """The figures of a finished epoch, if it is one to evaluate."""
-    job = run.job
-    last = run.epoch >= job.optimizer.epochs
-    every = job.runtime.eval_every_epochs
-    if not last and (every == 0 or run.epoch % every):
-        return {}
-    return _figures(run, split, full=last)
-
-
-def _figures(run: Run, split: Split, full: bool = False) -> Row:
-    """Figures on validation classes and, as far as the protocol lets, on test classes."""
-    job, row = run.job, Row()
-    if split.validation is not None:
-        figures = evaluate(run.served, split.validation, job)
-        row |= {VALIDATION + name: value for name, value in figures.items()}
-    if job.protocol.evaluate_test == "every":
-        row |= evaluate(run.served, split.test, job, split.gallery, full=full)
-    return row
-
-
-def _score(job: Job, row: Row) -> float | None:
-    """What the protocol chooses the epoch by; None without a choice."""
-    names = {"last": "", "validation": VALIDATION + "R@1", "test": "R@1"}
-    return row.get(names[job.protocol.choose_by])
-
-
-def _save(run: Run, split: Split, path: Path) -> None:
-    if is_main():
-        save_checkpoint(path, run.checkpoint(split))
-    wait_for_all()
-
-
-def _write_inputs(folder: Path, job: Job, split: Split) -> None:
-    if not is_main():
-        return
-    (folder / "job.json").write_text(job.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    for name in ("train", "validation", "test", "gallery"):
-        part: LabelledImages | None = getattr(split, name)
-        if part is not None:
-            write_table(folder / f"{name}.csv", part)

@@ -1,35 +1,64 @@
+"""The laws of every flow, and its equality with zuko, an independent library, with our weights."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
 import pytest
 import torch
+from torch import Tensor, nn
+from zuko.transforms import (
+    AdditiveTransform,
+    AffineTransform,
+    ComposedTransform,
+    CouplingTransform,
+    DependentTransform,
+    PermutationTransform,
+    Transform,
+)
 
-from tests.training.flow_cases import KINDS, flow_of, rows, trained_like, triangular_layers
 from training.config.settings import Flow
-from training.flows import NICE, AffineCoupling, RealNVP, build_flow
+from training.flows import NICE, Chain, ConditionalGlow, RealNVP, build_flow
 
-FLOWS = pytest.mark.parametrize("kind", KINDS)
-IDENTITIES = pytest.mark.parametrize("kind", ["real_nvp", "nice"])
-
-
-@FLOWS
-@pytest.mark.parametrize("dim", [2, 5, 8])
-def test_the_inverse_undoes_the_flow(kind: str, dim: int) -> None:
-    flow = trained_like(flow_of(kind, dim, layers=6, hidden=16))
-    z = rows(7, dim)
-    torch.testing.assert_close(flow.inverse(flow(z).y), z, atol=1e-5, rtol=0)
-    torch.testing.assert_close(flow(flow.inverse(z)).y, z, atol=1e-5, rtol=0)
+FLOWS = pytest.mark.parametrize("kind", ["real_nvp", "nice", "glow"])
+DIMS = pytest.mark.parametrize("dim", [5, 8])
 
 
-@FLOWS
-@pytest.mark.parametrize("dim", [31, 64])
-def test_the_inverse_is_exact_to_1e_5_in_float32_too(kind: str, dim: int) -> None:
-    torch.manual_seed(0)
-    flow = flow_of(kind, dim, layers=12, hidden=32)
+def flow_of(kind: str, dim: int, layers: int = 4, hidden: int = 8, clamp: float = 2.0) -> Chain:
+    """A small flow of `layers` couplings, an even number."""
+    if kind == "glow":
+        return ConditionalGlow(dim, 3, blocks=layers // 2, layers=3, hidden=hidden, clamp=clamp)
+    return build_flow(Flow(kind=kind, layers=layers, hidden=hidden, clamp=clamp), dim)
+
+
+def trained_like(flow: Chain, scale: float = 0.3) -> Chain:
+    """Give every weight a random value, so that no layer is the identity."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in flow.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    z = torch.nn.functional.normalize(rows(7, dim).float())
-    y = flow(z).y
-    assert (y - z).abs().max() > 0.01
-    torch.testing.assert_close(flow.inverse(y), z, atol=1e-5, rtol=0)
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    return flow.double()
+
+
+def rows(count: int, dim: int) -> Tensor:
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def inputs(kind: str, count: int, dim: int) -> tuple[Tensor, ...]:
+    """Points and, for a flow that has one, a condition of each."""
+    return (rows(count, dim), rows(count, 3)) if kind == "glow" else (rows(count, dim),)
+
+
+def triangular_layers(
+    flow: Chain, z: Tensor, *condition: Tensor
+) -> Iterator[tuple[nn.Module, Tensor]]:
+    """Each layer and its input, less the permutations between."""
+    for part in flow.chain():
+        z = z[:, part.order] if hasattr(part, "order") else z
+        for layer in part.chain() if hasattr(part, "chain") else [part]:
+            yield layer, z
+            z = layer(z, *condition).y
 
 
 @FLOWS
@@ -37,52 +66,102 @@ def test_the_inverse_is_exact_to_1e_5_in_float32_too(kind: str, dim: int) -> Non
 def test_the_scales_of_a_layer_are_the_diagonal_of_its_triangular_jacobian(
     kind: str, dim: int
 ) -> None:
-    flow = trained_like(flow_of(kind, dim))
-    z = rows(3, dim)
-    log_scales = flow(z).log_scales
-    layers = list(triangular_layers(flow, z))
+    flow, (z, *condition) = trained_like(flow_of(kind, dim)), inputs(kind, 3, dim)
+    log_scales = flow(z, *condition).log_scales
+    layers = list(triangular_layers(flow, z, *condition))
     assert len(log_scales) == len(layers)
     for (layer, x), logs in zip(layers, log_scales, strict=True):
-        for row, log in zip(x, logs, strict=True):
-            jacobian = torch.autograd.functional.jacobian(lambda v, f=layer: f(v[None])[0][0], row)
+        for i, log in enumerate(logs):
+            given = [c[i : i + 1] for c in condition]
+            of_row = lambda v, f=layer, c=given: f(v[None], *c).y[0]
+            jacobian = torch.autograd.functional.jacobian(of_row, x[i])
             torch.testing.assert_close(jacobian.diagonal().log(), log)
             torch.testing.assert_close(torch.linalg.slogdet(jacobian).logabsdet, log.sum())
 
 
 @FLOWS
-@pytest.mark.parametrize("dim", [5, 6])
-def test_log_det_is_that_of_the_jacobian(kind: str, dim: int) -> None:
-    flow = trained_like(flow_of(kind, dim, layers=6, hidden=16))
-    z = rows(4, dim)
-    for row, log_det in zip(z, flow(z).log_det, strict=True):
-        jacobian = torch.autograd.functional.jacobian(lambda x: flow(x[None]).y[0], row)
+@DIMS
+def test_log_det_is_that_of_the_jacobian_and_a_batch_equals_its_rows(kind: str, dim: int) -> None:
+    flow, given = trained_like(flow_of(kind, dim, layers=6, hidden=16)), inputs(kind, 4, dim)
+    output = flow(*given)
+    for i, log_det in enumerate(output.log_det):
+        x, *condition = (values[i : i + 1] for values in given)
+        of_row = lambda v, c=condition: flow(v[None], *c).y[0]
+        jacobian = torch.autograd.functional.jacobian(of_row, x[0])
         torch.testing.assert_close(torch.linalg.slogdet(jacobian).logabsdet, log_det)
+        torch.testing.assert_close(of_row(x[0]), output.y[i])
         assert log_det.abs() > 1e-3
 
 
-@IDENTITIES
-def test_a_new_flow_is_the_identity(kind: str) -> None:
-    z = rows(3, 7).float()
-    output = build_flow(Flow(kind=kind), 7)(z)
+def coupling(dim: int, first_is_given: bool, elementwise: Callable[[Tensor], Transform]) -> object:
+    """zuko's mask is true where a dimension is passed through; the first half has D // 2."""
+    is_first = torch.arange(dim) < dim // 2
+    meta = lambda given: DependentTransform(elementwise(given), 1)
+    return CouplingTransform(meta, is_first if first_is_given else ~is_first)
+
+
+def affine(raw_and_shift: Tensor, clamp: Callable[[Tensor], Tensor]) -> Transform:
+    raw, shift = raw_and_shift.tensor_split(2, dim=-1)
+    return AffineTransform(shift, clamp(raw).exp())
+
+
+def by_tanh(raw: Tensor) -> Tensor:
+    return 2.0 * torch.tanh(raw / 2.0)
+
+
+def zukos(flow: Chain, dim: int, *condition: Tensor) -> Transform:
+    """The same map with our networks."""
+    parts: list[object] = []
+    if isinstance(flow, ConditionalGlow):
+        by_atan = lambda raw: 2.0 * 0.636 * torch.atan(raw)
+        for block in flow.blocks:
+            parts.append(PermutationTransform(block.order))
+            for half, first_is_given in ((block.first, False), (block.second, True)):
+                read = lambda x, f=half.conditioner: affine(
+                    f(torch.hstack([x, *condition])), by_atan
+                )
+                parts.append(coupling(dim, first_is_given, read))
+        return ComposedTransform(*parts)
+    additive = isinstance(flow, NICE)
+    for number, layer in enumerate(flow.layers):
+        read = lambda x, f=layer.conditioner: (
+            AdditiveTransform(f(x)) if additive else affine(f(x), by_tanh)
+        )
+        parts.append(coupling(dim, number % 2 == 0, read))
+    if additive:
+        factors = by_tanh(flow.scaling.raw).exp()
+        scaling = AffineTransform(torch.zeros_like(factors), factors)
+        parts.append(DependentTransform(scaling, 1))
+    return ComposedTransform(*parts)
+
+
+@FLOWS
+@DIMS
+def test_a_flow_is_zukos_whose_inverse_undoes_it(kind: str, dim: int) -> None:
+    flow, (x, *condition) = trained_like(flow_of(kind, dim, layers=6)), inputs(kind, 4, dim)
+    oracle, output = zukos(flow, dim, *condition), flow(x, *condition)
+    expected, ladj = oracle.call_and_ladj(x)
+    torch.testing.assert_close(output.y, expected)
+    torch.testing.assert_close(output.log_det, ladj)
+    torch.testing.assert_close(oracle.inv(output.y), x, atol=1e-5, rtol=0)
+    assert (output.y - x).abs().min() > 0  # every dimension moves
+
+
+@pytest.mark.parametrize(("kind", "cls"), [("real_nvp", RealNVP), ("nice", NICE)])
+def test_a_new_flow_of_a_job_is_the_identity(kind: str, cls: type[Chain]) -> None:
+    z, flow = rows(3, 7).float(), build_flow(Flow(kind=kind), 7)
+    output = flow(z)
+    assert isinstance(flow, cls)
     assert torch.equal(output.y, z)
     assert output.log_scales.shape == (12 + (kind == "nice"), 3, 7)
     assert not output.log_scales.any()
 
 
 @FLOWS
-def test_two_couplings_move_every_dimension(kind: str) -> None:
-    flow = trained_like(flow_of(kind, 5, layers=2))
-    z = rows(3, 5)
-    output = flow(z)
-    assert (output.y != z).all()
-    assert (output.log_scales.abs().sum(dim=(0, 1)) > 0).all()
-
-
-@FLOWS
 def test_the_gradient_reaches_every_parameter_and_the_input(kind: str) -> None:
-    flow = trained_like(flow_of(kind, 5))
-    z = rows(9, 5).requires_grad_()
-    output = flow(z)
+    flow, (z, *condition) = trained_like(flow_of(kind, 5)), inputs(kind, 9, 5)
+    z.requires_grad_()
+    output = flow(z, *condition)
     (output.y.square().sum() - output.log_det.sum()).backward()
     for name, parameter in flow.named_parameters():
         assert parameter.grad.abs().sum() > 0, name
@@ -92,55 +171,66 @@ def test_the_gradient_reaches_every_parameter_and_the_input(kind: str) -> None:
 @FLOWS
 def test_scales_stay_inside_the_clamp(kind: str) -> None:
     flow = trained_like(flow_of(kind, 4, clamp=0.5), scale=20.0)
-    largest = flow(rows(9, 4)).log_scales.abs().max()
+    largest = flow(*inputs(kind, 9, 4)).log_scales.abs().max()
     assert 0.45 < largest <= 0.5
 
 
+@pytest.mark.filterwarnings("ignore:# The axis name")  # two inputs of one batch size
 @FLOWS
-def test_a_batch_equals_its_rows(kind: str) -> None:
-    flow = trained_like(flow_of(kind, 6))
-    z = rows(5, 6)
-    singles = torch.cat([flow(row[None]).y for row in z])
-    torch.testing.assert_close(flow(z).y, singles)
+def test_a_flow_runs_in_onnx_at_any_batch_size(kind: str, tmp_path: Path) -> None:
+    flow = trained_like(flow_of(kind, 7)).float().eval()
+    example = tuple(x.float() for x in inputs(kind, 2, 7))
+    batch = torch.export.Dim("n", min=1)
+    with torch.no_grad():
+        torch.onnx.export(
+            flow, example, tmp_path / "flow.onnx", dynamo=True, external_data=False,
+            opset_version=20, dynamic_shapes=tuple({0: batch} for _ in example), verbose=False,
+        )  # fmt: skip
+    session = onnxruntime.InferenceSession(
+        tmp_path / "flow.onnx", providers=["CPUExecutionProvider"]
+    )
+    for count in (1, 3, 7):
+        given = [x.float() for x in inputs(kind, count, 7)]
+        names = [node.name for node in session.get_inputs()]
+        found = session.run(None, {n: x.numpy() for n, x in zip(names, given, strict=True)})
+        with torch.no_grad():
+            expected = flow(*given)
+        for ours, theirs in zip(expected, found, strict=True):
+            torch.testing.assert_close(torch.from_numpy(theirs), ours, atol=1e-5, rtol=0)
 
 
-@FLOWS
-def test_the_dtype_of_a_flow_is_kept(kind: str) -> None:
-    flow = flow_of(kind, 6)
-    assert flow(rows(2, 6).float()).log_scales.dtype == torch.float32
-    output = flow.double()(rows(2, 6))
-    assert (output.y.dtype, output.log_scales.dtype) == (torch.float64, torch.float64)
+@pytest.mark.parametrize(("dim", "count"), [(128, 1_402_880), (512, 2_635_520)])
+def test_the_size_of_glow_is_that_of_the_authors(dim: int, count: int) -> None:
+    flow = ConditionalGlow(dim, dim)
+    assert sum(parameter.numel() for parameter in flow.parameters()) == count
+    assert sum(isinstance(module, nn.Linear) for module in flow.modules()) == 80
 
 
-def test_additive_couplings_keep_volume_and_the_last_layer_alone_changes_it() -> None:
-    flow = trained_like(NICE(6, layers=4, hidden=8))
-    log_scales = flow(rows(3, 6)).log_scales
-    assert not log_scales[:-1].any()
-    assert (log_scales[-1] == log_scales[-1, 0]).all()
-    assert log_scales[-1].all()
-
-
-@pytest.mark.parametrize(("kind", "cls"), [("real_nvp", RealNVP), ("nice", NICE)])
-def test_a_flow_is_built_by_its_name(kind: str, cls: type[torch.nn.Module]) -> None:
-    flow = build_flow(Flow(kind=kind, layers=3, hidden=8, clamp=1.5), 6)
+def test_the_permutations_of_glow_are_the_authors_are_stored_and_leave_random_streams_alone() -> (
+    None
+):
+    np.random.seed(7)
+    before = np.random.get_state()
     torch.manual_seed(0)
-    assert isinstance(flow, cls)
-    expected = cls(6, layers=3, hidden=8, clamp=1.5).state_dict()
-    found = flow.state_dict()
-    assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in expected.items()}
+    flow = ConditionalGlow(16, 16, layers=2, hidden=4)
+    after = torch.get_rng_state()
+    for then, now in zip(before, np.random.get_state(), strict=True):
+        assert np.array_equal(then, now)
+    torch.manual_seed(0)
+    for module in flow.modules():
+        if isinstance(module, nn.Linear):
+            fresh = nn.Linear(module.in_features, module.out_features)
+            assert torch.equal(fresh.weight, module.weight)
+    assert torch.equal(torch.get_rng_state(), after)
+    for number in range(5):
+        np.random.seed(number)
+        stored = flow.state_dict()[f"blocks.{number}.order"].tolist()
+        assert stored == np.random.permutation(16).tolist()
 
 
-@FLOWS
-@pytest.mark.parametrize(("dim", "clamp"), [(1, 2.0), (4, 0.0), (4, float("nan"))])
-def test_impossible_shapes_are_refused(kind: str, dim: int, clamp: float) -> None:
-    with pytest.raises(ValueError, match=r"at least 2|larger than 0"):
-        flow_of(kind, dim, clamp=clamp)
-
-
-def test_a_coupling_of_the_first_half_leaves_the_second() -> None:
-    layer = trained_like(AffineCoupling(5, 8, clamp=2.0, transform_first=True))
-    x = rows(3, 5)
-    y, log_scale = layer(x)
-    assert torch.equal(y[:, 2:], x[:, 2:])
-    assert (y[:, :2] != x[:, :2]).all()
-    assert not log_scale[:, 2:].any()
+def test_the_condition_of_glow_acts_in_every_coupling() -> None:
+    flow, (x, condition) = trained_like(flow_of("glow", 6)), inputs("glow", 4, 6)
+    log_scales = flow(x, condition).log_scales  # (4, 4, 6)
+    moved = flow(x, condition + 0.1).log_scales
+    assert ((log_scales != moved) == (log_scales != 0)).all()
+    assert ((log_scales != 0).sum(dim=2) == 3).all()

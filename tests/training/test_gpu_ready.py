@@ -90,7 +90,7 @@ def reads_of_a_step(settings: Job) -> list[str]:
 @pytest.fixture(autouse=True)
 def labels_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a run checks its labels once; on a CPU each loss does."""
-    monkeypatch.setattr("training.losses.proxies.check_labels", lambda *_: None)
+    monkeypatch.setattr("training.losses.base.check_labels", lambda *_: None)
 
 
 @pytest.mark.parametrize("loss", [*PLAIN, *MINING], ids=lambda x: "-".join(x.values()))

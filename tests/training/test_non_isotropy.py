@@ -1,8 +1,5 @@
 import math
-import random
-import statistics
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -60,18 +57,6 @@ def likelihood_and_spread(
         return float(nll), float(nir.flow(embeddings, centres).y.square().mean())
 
 
-def test_new_flows_start_about_where_the_authors_flow_does() -> None:
-    """Theirs measured a mean NLL of 2.56 at D = 128 with one seed; seeds differ more."""
-    found = []
-    for seed in range(20):
-        torch.manual_seed(seed)
-        nir = NonIsotropyRegularizer(NonIsotropy(), 128)
-        embeddings, centres = (F.normalize(torch.randn(32, 128), dim=1) for _ in range(2))
-        with torch.no_grad():
-            found.append(float(nir.negative_log_likelihood(embeddings, centres).mean()))
-    assert 1.0 < statistics.median(found) < 4.0
-
-
 @EXPONENTIATE
 def test_minimising_it_brings_the_residuals_of_new_samples_closer_to_a_normal_distribution(
     exponentiate: bool,
@@ -118,22 +103,6 @@ def test_while_its_flow_is_fitted_the_gradient_reaches_the_flow_alone(exponentia
         assert parameter.grad.abs().sum() > 0, name
 
 
-def test_the_gradient_of_a_sample_is_weighted_by_its_exponentiated_nll() -> None:
-    nir, (embeddings, centres) = regularizer(), batch()
-    embeddings.requires_grad_()
-    nll = nir.negative_log_likelihood(embeddings, centres)
-    (plain,) = torch.autograd.grad(nll.sum(), embeddings)
-    (weighted,) = torch.autograd.grad(nir(embeddings, centres) * len(nll), embeddings)
-    torch.testing.assert_close(weighted, nll.detach().exp()[:, None] * plain)
-
-
-@EXPONENTIATE
-def test_it_is_invariant_to_the_order_of_the_batch(exponentiate: bool) -> None:
-    nir, (embeddings, centres) = regularizer(exponentiate), batch()
-    order = torch.randperm(len(embeddings))
-    torch.testing.assert_close(nir(embeddings[order], centres[order]), nir(embeddings, centres))
-
-
 def test_the_exponential_neither_overflows_nor_loses_its_gradient() -> None:
     exponents = torch.tensor([-5.0, 0.0, 29.9, 30.1, 1000.0], requires_grad=True)
     values = bounded_exp(exponents)
@@ -169,27 +138,8 @@ def test_it_computes_in_float32_whatever_the_autocast(dtype: torch.dtype) -> Non
     assert {parameter.dtype for parameter in nir.parameters()} == {torch.float32}
 
 
-def test_in_float64_it_is_the_same_number() -> None:
-    nir, (embeddings, centres) = regularizer(), batch()
-    expected = float(nir(embeddings, centres).detach())
-    value = nir.double()(embeddings, centres)
-    assert value.dtype == torch.float64
-    assert float(value.detach()) == pytest.approx(expected, rel=1e-5)
-
-
 @EXPONENTIATE
 def test_an_empty_batch_gives_zero(exponentiate: bool) -> None:
     value = regularizer(exponentiate)(torch.zeros(0, DIM), torch.zeros(0, DIM))
     value.backward()
     assert float(value.detach()) == 0.0
-
-
-def test_building_it_leaves_other_random_streams_alone_and_using_it_all() -> None:
-    np.random.seed(3)
-    random.seed(3)
-    states = np.random.get_state()[1].tolist(), random.getstate()
-    nir = regularizer()
-    torch_state = torch.get_rng_state()
-    nir(*batch())
-    assert (np.random.get_state()[1].tolist(), random.getstate()) == states
-    assert torch.equal(torch.get_rng_state(), torch_state)

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embedder.errors import JobError, TrainingError
+from embedder.errors import JobError
 from tests.training.jobs import TINY_TRUNK, calibrated_weights
 from tests.training.ranks import NIR, REGULARIZERS
 from training.config.job import Job, parse_job
+from training.config.settings import SkewedMean
+from training.regularizers.skewed_mean import skewed_mean
 from training.state import Run, create_run, parameter_groups
 
 BATCH, CLASSES = 8, 4
@@ -145,22 +147,15 @@ def test_the_skewed_mean_of_soft_triple_does_not_part_the_centres_of_one_class(
 ) -> None:
     loss = {"name": "soft_triple", "centres_per_class": 2}
     run = create_run(job(weights, {"skewed_mean": {}}, loss=loss), 2)
-    soft_triple, skewed_mean = run.objective.loss, run.objective.skewed_mean
+    soft_triple = run.objective.loss
     # Centres in a plane: class 0 at -20 and 20 degrees, class 1 at 160 and 200.
     angles = torch.deg2rad(torch.tensor([-20.0, 20.0, 160.0, 200.0]))
     with torch.no_grad():
         soft_triple.proxies.zero_()
         soft_triple.proxies[:, 0], soft_triple.proxies[:, 1] = angles.cos(), angles.sin()
-    skewed_mean(soft_triple.class_centres()).backward()
+    skewed_mean(soft_triple.class_centres(), SkewedMean()).backward()
     # The classes are opposite already: nothing is pushed, least of all centres of one class.
     assert soft_triple.proxies.grad.abs().max() < 1e-6
-
-
-def test_a_criterion_with_parameters_in_no_group_is_an_error(weights: Path) -> None:
-    run = create_run(job(weights, {}), CLASSES)
-    run.objective.forgotten = torch.nn.Linear(2, 2)
-    with pytest.raises(TrainingError, match=r"forgotten\.weight is in no optimizer group"):
-        parameter_groups(run.job, run.net, run.objective)
 
 
 @pytest.mark.parametrize(

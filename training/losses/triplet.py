@@ -1,40 +1,31 @@
-"""Triplet: an anchor is more like its positive than its negative, by a margin."""
+"""Losses of mined triplets: an anchor, a positive and a negative. Triplet and Margin."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.config.settings import NotNegative
-from training.losses.numerics import full_precision
+from training.config.settings import NotNegative, Positive
+from training.losses.base import MetricLoss, check_labels
 from training.miners import Triplets, all_pairs, batch_hard, distance_weighted, semi_hard
 
 
-class TripletLoss(nn.Module):
-    r"""Over cosines S and the mined triplets (a, p, n):
+class TripletLoss(MetricLoss):
+    r"""An anchor is more like its positive than its negative, by a margin lambda.
 
     .. math:: \frac{1}{|T|} \sum_{(a, p, n) \in T} [S_{an} - S_{ap} + \lambda]_+
 
-    In squared Euclidean distances of unit vectors, 2 - 2 S, a margin m is the same as lambda = m/2,
-    with half the value; FaceNet and graph consistency are written so, with m = 0.2 and m = 0.1.
-
-    `mining = "all"` takes every triplet of the batch, with memory B^2.
-
-    **Reading.** Mean over all mined triplets, those that cost nothing included.
+    over cosines S and all mined triplets, those that cost nothing included. In squared Euclidean
+    distances of unit vectors, 2 - 2 S, a margin m is the same as lambda = m/2, with half the value.
+    `mining = "all"` takes every triplet, with memory B^2; "hard" is `batch_hard`.
 
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering (Schroff et al., 2015),
         section 3.1. https://arxiv.org/abs/1503.03832
         Metric Learning: A Deep Dive (Psomas, 2020), section "Triplet".
-
-    Args:
-        margin: lambda, in cosines.
-        mining: "all", or by `training.miners`: "semi_hard", "hard" (its `batch_hard`) or
-            "distance_weighted".
     """
-
-    normalized: bool = True
 
     def __init__(
         self,
@@ -45,9 +36,7 @@ class TripletLoss(nn.Module):
         self.margin = margin
         self.mining = mining
 
-    @full_precision
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Unit embeddings (B, D), labels (B,) to a scalar; 0 without a triplet."""
+    def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         S = embeddings @ embeddings.T  # (B, B)
         if self.mining == "all":
             pairs = all_pairs(labels)
@@ -59,11 +48,76 @@ class TripletLoss(nn.Module):
         return terms.sum() / mined.sum().clamp(min=1)
 
     def _mine(self, similarities: Tensor, labels: Tensor, dim: int) -> Triplets:
-        if self.mining == "semi_hard":
-            return semi_hard(similarities, labels)
-        if self.mining == "hard":
-            return batch_hard(similarities, labels)
-        return distance_weighted(similarities, labels, dim)
+        if self.mining == "distance_weighted":
+            return distance_weighted(similarities, labels, dim)
+        return (semi_hard if self.mining == "semi_hard" else batch_hard)(similarities, labels)
+
+
+class MarginLoss(MetricLoss):
+    r"""Positive pairs inside, negative pairs outside a learnt distance beta.
+
+    Over Euclidean distances d of unit vectors, with P and N the mined pairs:
+
+    .. math::
+        \frac{1}{K} \Bigl( \sum_{(a, p) \in P} [d_{ap} - \beta_a + m]_+
+            + \sum_{(a, n) \in N} [\beta_a - d_{an} + m]_+ \Bigr)
+        + \nu \operatorname{mean}_{(a, p) \in P} \beta_a
+
+    where K is the number of terms above 0. Distance-weighted mining draws one negative for each
+    positive pair, none at the distance `farthest` or beyond. `beta` is where beta starts: one
+    number, or one per class of the anchor; a parameter, or without `learn_beta` a buffer.
+
+    References:
+        Sampling Matters in Deep Embedding Learning (Wu et al., 2017), section 4.
+        https://arxiv.org/abs/1706.07567
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        margin: NotNegative = 0.5,
+        beta: Positive = 1.2,
+        nu: NotNegative = 0.0,
+        learn_beta: bool = True,
+        beta_per_class: bool = False,
+        mining: Literal["all", "distance_weighted"] = "distance_weighted",
+        farthest: Annotated[float, Field(gt=0, le=2)] = 1.4,
+    ) -> None:
+        super().__init__()
+        self.margin = margin
+        self.nu = nu
+        self.mining = mining
+        self.farthest = farthest
+        self.beta: Tensor
+        start = torch.full((classes if beta_per_class else 1,), beta)
+        if learn_beta:
+            self.beta = nn.Parameter(start)
+        else:
+            self.register_buffer("beta", start)
+
+    def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        S = embeddings @ embeddings.T  # (B, B)
+        d = (2 - 2 * S).clamp(min=1e-8).sqrt()  # (B, B), never 0, where the root has no gradient
+        beta = self._beta_of(labels).to(d.dtype)[:, None]  # (B, 1)
+        if self.mining == "all":
+            positive, negative = all_pairs(labels)
+            to_negative = d
+        else:
+            positive, drawn = distance_weighted(
+                S, labels, embeddings.shape[1], farthest=self.farthest
+            )
+            negative, to_negative = positive, d.gather(1, drawn)
+        pull = (d - beta + self.margin).relu().where(positive, 0)  # (B, B)
+        push = (beta - to_negative + self.margin).relu().where(negative, 0)  # (B, B)
+        active = (pull > 0).sum() + (push > 0).sum()
+        regularizer = self.nu * beta.where(positive, 0).sum() / positive.sum().clamp(min=1)
+        return (pull.sum() + push.sum()) / active.clamp(min=1) + regularizer
+
+    def _beta_of(self, labels: Tensor) -> Tensor:
+        if len(self.beta) == 1:
+            return self.beta.expand(len(labels))
+        check_labels(labels, len(self.beta))
+        return self.beta[labels]
 
 
 def _hinge_sums(values: Tensor, mask: Tensor, thresholds: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from training.config.settings import NonIsotropy
 from training.flows import ConditionalGlow, FlowOutput
 
 LARGEST_EXPONENT = 30.0
-"""Above it exp is continued by its tangent."""
 
 
 class NonIsotropyRegularizer(nn.Module):
@@ -23,31 +22,16 @@ class NonIsotropyRegularizer(nn.Module):
         \mathrm{NIR} = \operatorname{mean}_i \exp(\mathrm{NLL}_i)
 
     The constant (D / 2) log 2 pi is left out. The exponential weighs a sample's gradient by
-    exp(NLL_i): the least likely samples dominate, and nothing is left once the flow fits (at
-    D = 512 exp(-40) after some 20 steps). The gradient reaches flow, embeddings and proxies. The
-    flow is not needed after training.
+    exp(NLL_i): the least likely samples dominate, and nothing is left once the flow fits. The
+    gradient reaches flow, embeddings and proxies; the flow is not needed after training.
 
-    While `fitting` is set, embeddings and centres enter detached: the flow is fitted to them and
-    they are spared the gradient of a flow that fits nothing yet, which is hundreds of times that
-    of the loss. The authors detach nothing. What goes on to act after a fit is the plain NLL.
-
-    The objective is w L_proxy + NIR: the authors weight the *loss*, by w = 0.0075 on CUB, 0.01 on
-    Cars196 and 0.3 on SOP, and give the flow 50 times the learning rate of the network.
-
-    **Readings.** The paper prints the plain NLL (`exponentiate = False`); the authors' code takes
-    the exponential, in float64. Here it is in the dtype of the flow (float32) and, above NLL = 30,
-    continued by its tangent, exp(30) (1 + NLL - 30): it stays finite, so does the gradient, and the
-    samples beyond keep the largest weight, where a hard clamp would drop them. A new flow on random
-    unit vectors has a mean NLL of some units, which varies by more than itself with the seed.
+    While `fitting` is set, embeddings and centres enter detached: they are spared the gradient of a
+    flow that fits nothing yet, which is hundreds of times that of the loss. The authors detach
+    nothing. The paper prints the plain NLL (`exponentiate = False`), their code the exponential.
 
     References:
         Non-isotropy Regularization for Proxy-based Deep Metric Learning (Roth et al., 2022).
         https://arxiv.org/abs/2203.08547
-
-    Args:
-        settings: `exponentiate`, to take the mean of exp(NLL_i) instead of NLL_i, and the shape of
-            the flow, see ConditionalGlow.
-        dim: length D of an embedding.
     """
 
     def __init__(self, settings: NonIsotropy, dim: int) -> None:
@@ -78,7 +62,10 @@ class NonIsotropyRegularizer(nn.Module):
 
 
 def bounded_exp(exponents: Tensor) -> Tensor:
-    """exp, above LARGEST_EXPONENT continued by its tangent, so that neither it nor its gradient
-    overflows float32."""
+    """exp, above LARGEST_EXPONENT continued by its tangent.
+
+    Neither it nor its gradient overflows float32, and the samples beyond keep the largest weight,
+    where a hard clamp would drop them.
+    """
     excess = (exponents - LARGEST_EXPONENT).relu()
     return exponents.clamp(max=LARGEST_EXPONENT).exp() * (1 + excess)

@@ -13,9 +13,9 @@ WIDEST = 100.0
 LEAST = 0.01
 """A term below this share of the gradient does next to nothing, and the run says so."""
 
-_MEASURE_EVERY = 10
-_CALIBRATE_EVERY = 3
+_MEASURE_EVERY, _CALIBRATE_EVERY = 10, 3  # steps
 _FEWEST_MEASUREMENTS = 8
+_STATE = {"scale": torch.float64, "last": torch.float64, "measured": torch.int64}
 _TRUST = 0.4  # in a new measurement, against those before it
 
 
@@ -29,12 +29,11 @@ class Share:
     alone, proxies or the parameters of a flow. With `wanted` c is calibrated over the first epoch
     in which the penalty has a gradient: in the first third of it c may fall but not rise, since a
     flow that starts as the identity has a gradient in its last layers alone; then c is a mean of
-    logarithms that trusts newer measurements more, within 1/100 to 100; then it is held. It is not
-    chased for longer: the gradient of a penalty that saturates vanishes, and a weight that follows
-    it grows until it destroys the embedding.
+    logarithms that trusts newer measurements more; then it is held. It is not chased for longer:
+    the gradient of a penalty that saturates vanishes, and a weight that follows it grows until it
+    destroys the embedding.
 
-    `wanted` is the share to calibrate c to, None fixes c at 1; `last` is the share as last
-    measured, negative before that, and `measured` how often it was.
+    `last` is the share as last measured, negative before that, and `measured` how often it was.
     """
 
     wanted: float | None
@@ -45,8 +44,7 @@ class Share:
     def observe(self, loss: float, penalty: float, calibration: int) -> None:
         """Take note of the norms of both gradients, that of the penalty at scale 1.
 
-        The first `calibration` measurements with a gradient of the penalty set the scale. Without
-        a gradient of the loss there is nothing to compare with.
+        The first `calibration` measurements with a gradient of the penalty set the scale.
         """
         if not loss > 0:
             return
@@ -73,11 +71,8 @@ class Share:
 class Shares:
     """The shares of the penalties of an objective, measured in some of its training steps.
 
-    Plain numbers, not buffers: no step waits for a GPU to read them. `calibration_steps` is the
-    length of the calibration; who trains sets it to an epoch.
-
-    Args:
-        wanted: the share that each penalty is to have, None for a fixed scale.
+    Plain numbers, not buffers: no step waits for a GPU to read them. `wanted` is the share that
+    each penalty is to have, None for a fixed scale; `calibration_steps` is set to an epoch.
     """
 
     def __init__(self, wanted: Mapping[str, float | None]) -> None:
@@ -88,21 +83,18 @@ class Shares:
     def is_due(self) -> bool:
         """Count a training step; whether it is one to measure."""
         self.steps += 1
-        number = self._measurements
-        if self.steps % _CALIBRATE_EVERY == 0 and any(
-            term.calibrates(number) for term in self.terms.values()
-        ):
-            return True
-        return self.steps % _MEASURE_EVERY == 0 and len(self.terms) > 0
+        terms = self.terms.values()
+        if any(term.calibrates(self._calibration) for term in terms):
+            return self.steps % _CALIBRATE_EVERY == 0 or self.steps % _MEASURE_EVERY == 0
+        return len(terms) > 0 and self.steps % _MEASURE_EVERY == 0
 
     def measure(
         self, loss: Tensor, penalties: Mapping[str, Tensor], sites: Mapping[str, Sequence[Tensor]]
     ) -> None:
         """Observe each penalty at scale 1, (), beside the loss, (), at its site."""
         for name, penalty in penalties.items():
-            beside = float(gradient_norm(loss, sites[name]))
-            own = float(gradient_norm(penalty, sites[name]))
-            self.terms[name].observe(beside, own, self._measurements)
+            beside, own = (float(gradient_norm(x, sites[name])) for x in (loss, penalty))
+            self.terms[name].observe(beside, own, self._calibration)
 
     def scaled(self, penalties: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Each penalty times its scale."""
@@ -120,9 +112,8 @@ class Shares:
         """What a resumed run goes on with."""
         state = {"steps": torch.tensor(self.steps)}
         for name, term in self.terms.items():
-            state[f"terms.{name}.scale"] = torch.tensor(term.scale, dtype=torch.float64)
-            state[f"terms.{name}.last"] = torch.tensor(term.last, dtype=torch.float64)
-            state[f"terms.{name}.measured"] = torch.tensor(term.measured)
+            for number, dtype in _STATE.items():
+                state[f"terms.{name}.{number}"] = torch.tensor(getattr(term, number), dtype=dtype)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -131,12 +122,11 @@ class Shares:
             return
         self.steps = int(state["steps"])
         for name, term in self.terms.items():
-            term.scale = float(state[f"terms.{name}.scale"])
-            term.last = float(state[f"terms.{name}.last"])
-            term.measured = int(state[f"terms.{name}.measured"])
+            for number in _STATE:
+                setattr(term, number, state[f"terms.{name}.{number}"].item())
 
     @property
-    def _measurements(self) -> int:
+    def _calibration(self) -> int:
         return max(self.calibration_steps // _CALIBRATE_EVERY, _FEWEST_MEASUREMENTS)
 
 

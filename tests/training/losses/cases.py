@@ -1,84 +1,67 @@
-"""Every loss in a small instance, and batches to try it on."""
+"""Every loss in small instances, and batches to try it on."""
 
-from collections.abc import Callable
+import inspect
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from training.losses.arcface import ArcFaceLoss
-from training.losses.binomial_deviance import BinomialDevianceLoss
-from training.losses.contrastive import ContrastiveLoss
-from training.losses.lifted_structure import LiftedStructureLoss
-from training.losses.margin import MarginLoss
-from training.losses.multi_similarity import MultiSimilarityLoss
-from training.losses.n_pair import NPairLoss
-from training.losses.proxy_anchor import ProxyAnchorLoss
-from training.losses.proxy_nca import ProxyNCALoss
-from training.losses.proxy_separation import BatchProxySeparationLoss, ProxySeparationLoss
-from training.losses.soft_triple import SoftTripleLoss
-from training.losses.triplet import TripletLoss
+from training.losses.base import MetricLoss
+from training.losses.table import LOSSES, WITH_PROXIES
 
 CLASSES, DIM = 5, 6
 
-PROXY_LOSSES: dict[str, Callable[[], nn.Module]] = {
-    "proxy_anchor": lambda: ProxyAnchorLoss(CLASSES, DIM),
-    "proxy_nca": lambda: ProxyNCALoss(CLASSES, DIM),
-    "arcface": lambda: ArcFaceLoss(CLASSES, DIM),
-    "soft_triple": lambda: SoftTripleLoss(CLASSES, DIM, centres_per_class=3),
-    "soft_triple_of_one_centre": lambda: SoftTripleLoss(CLASSES, DIM, centres_per_class=1),
-    "loss1": lambda: ProxySeparationLoss(CLASSES, DIM),
-    "loss2": lambda: BatchProxySeparationLoss(CLASSES, DIM),
-    "loss2_mean": lambda: BatchProxySeparationLoss(CLASSES, DIM, over_batch="mean"),
+CASES: dict[str, dict[str, object]] = {
+    "proxy_anchor": {},
+    "proxy_nca": {},
+    "arcface": {},
+    "soft_triple": {"centres_per_class": 3},
+    "soft_triple of one centre": {"centres_per_class": 1},
+    "loss1": {},
+    "loss2": {},
+    "loss2 mean": {"over_batch": "mean"},
+    "contrastive": {},
+    "contrastive hard": {"mining": "hard"},
+    "triplet": {},
+    "triplet all": {"mining": "all"},
+    "triplet hard": {"mining": "hard"},
+    "triplet distance_weighted": {"mining": "distance_weighted"},
+    "lifted_structure": {},
+    "lifted_structure all": {"mining": "all"},
+    "n_pair": {},
+    "n_pair normalized": {"normalize": True},
+    "n_pair one_per_class": {"pairs": "one_per_class"},
+    "margin": {},
+    "margin all": {"mining": "all", "nu": 0.1},
+    "margin per_class": {"beta_per_class": True, "nu": 0.1},
+    "multi_similarity": {},
+    "multi_similarity all": {"mining": "all"},
+    "binomial_deviance": {},
 }
-
-# The losses of this table draw nothing and do not depend on where a sample stands in the batch.
-ORDERLESS: dict[str, Callable[[], nn.Module]] = {
-    **PROXY_LOSSES,
-    "contrastive": ContrastiveLoss,
-    "contrastive_hard": lambda: ContrastiveLoss(mining="hard"),
-    "triplet": TripletLoss,
-    "triplet_all": lambda: TripletLoss(mining="all"),
-    "triplet_hard": lambda: TripletLoss(mining="hard"),
-    "lifted_structure": LiftedStructureLoss,
-    "lifted_structure_all": lambda: LiftedStructureLoss(mining="all"),
-    "n_pair": NPairLoss,
-    "n_pair_normalized": lambda: NPairLoss(normalize=True),
-    "margin_all": lambda: MarginLoss(CLASSES, mining="all", nu=0.1),
-    "multi_similarity": MultiSimilarityLoss,
-    "multi_similarity_all": lambda: MultiSimilarityLoss(mining="all"),
-    "binomial_deviance": BinomialDevianceLoss,
-}
-
-LOSSES: dict[str, Callable[[], nn.Module]] = {
-    **ORDERLESS,
-    "triplet_distance_weighted": lambda: TripletLoss(mining="distance_weighted"),
-    "n_pair_one_per_class": lambda: NPairLoss(pairs="one_per_class"),
-    "margin": lambda: MarginLoss(CLASSES),
-    "margin_per_class": lambda: MarginLoss(CLASSES, beta_per_class=True, nu=0.1),
-}
+PROXY_CASES = [name for name in CASES if name.split()[0] in WITH_PROXIES]
+PAIR_CASES = [name for name in CASES if name not in PROXY_CASES]
+DRAWING = ["margin", "margin per_class", "triplet distance_weighted"]
 
 
-def make(name: str) -> nn.Module:
-    """The loss of that name; the same start values on every call."""
-    torch.manual_seed(1)
-    return LOSSES[name]()
+def make(name: str, seed: int = 1, classes: int = CLASSES, **options: object) -> MetricLoss:
+    """The loss of a case with options of its own; the same start values on every call."""
+    torch.manual_seed(seed)
+    kind = LOSSES[name.split()[0]]
+    sizes = {"classes": classes, "dim": DIM}
+    given = {n: size for n, size in sizes.items() if n in inspect.signature(kind).parameters}
+    return kind(**given, **CASES[name], **options)
 
 
-def batch(
-    count: int = 14, dim: int = DIM, classes: int = CLASSES, seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def batch(count: int = 14, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
     """Unit embeddings and labels, among them a class with a single sample; the last is absent."""
-    generator = torch.Generator().manual_seed(seed)
-    embeddings = F.normalize(torch.randn(count, dim, generator=generator), dim=1)
+    generator = torch.Generator().manual_seed(0)
+    embeddings = F.normalize(torch.randn(count, DIM, generator=generator), dim=1)
     labels = torch.randint(0, classes - 2, (count,), generator=generator)
     labels[0] = classes - 2
     return embeddings, labels
 
 
-def value(loss: nn.Module, embeddings: Tensor, labels: Tensor, seed: int = 3) -> Tensor:
+def value(loss: MetricLoss, embeddings: Tensor, labels: Tensor, seed: int = 3) -> Tensor:
     """The loss without gradient; a loss that draws draws the same each time."""
     torch.manual_seed(seed)
-    result = loss(embeddings, labels)
-    assert isinstance(result, Tensor)
-    return result.detach()
+    return loss(embeddings, labels).detach()

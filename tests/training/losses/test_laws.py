@@ -2,32 +2,34 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from embedder.errors import TrainingError
 from tests.training.losses.cases import (
+    CASES,
     CLASSES,
     DIM,
-    LOSSES,
-    ORDERLESS,
-    PROXY_LOSSES,
+    DRAWING,
+    PAIR_CASES,
+    PROXY_CASES,
     batch,
     make,
     value,
 )
+from training.losses.base import MetricLoss, ProxyLoss
 
-BY_CLASS = [name for name in LOSSES if hasattr(make(name), "proxies")] + ["margin_per_class"]
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_a_finite_scalar(name: str) -> None:
-    result = value(make(name), *batch())
-    assert result.shape == ()
-    assert torch.isfinite(result)
+EVERY = pytest.mark.parametrize("name", CASES)
+WITH_PROXIES = pytest.mark.parametrize("name", PROXY_CASES)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+def proxy_loss(name: str, **options: object) -> ProxyLoss:
+    loss = make(name, **options)
+    assert isinstance(loss, ProxyLoss)
+    return loss
+
+
+@EVERY
 def test_the_gradient_reaches_every_parameter_and_the_samples(name: str) -> None:
     loss, (embeddings, labels) = make(name), batch()
     embeddings.requires_grad_()
@@ -36,26 +38,25 @@ def test_the_gradient_reaches_every_parameter_and_the_samples(name: str) -> None
         assert parameter.grad.isfinite().all()
         reached = parameter.grad.reshape(len(parameter), -1).norm(dim=1) > 0
         # A beta per class moves only with pairs of the class, and two classes have none.
-        assert reached.sum() == (CLASSES - 2 if name == "margin_per_class" else len(parameter))
+        assert reached.sum() == (CLASSES - 2 if name == "margin per_class" else len(parameter))
     assert embeddings.grad.isfinite().all()
     assert embeddings.grad.norm() > 0
+    if name == "proxy_anchor":
+        assert (embeddings.grad.norm(dim=1) > 0).all()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@EVERY
 def test_the_gradient_is_that_of_the_value(name: str) -> None:
     loss, (embeddings, labels) = make(name).double(), batch()
-    embeddings = embeddings.double().requires_grad_()
 
     def seeded(x: Tensor) -> Tensor:
         torch.manual_seed(3)
-        result = loss(x, labels)
-        assert isinstance(result, Tensor)
-        return result
+        return loss(x, labels)
 
-    assert torch.autograd.gradcheck(seeded, (embeddings,))
+    assert torch.autograd.gradcheck(seeded, (embeddings.double().requires_grad_(),))
 
 
-@pytest.mark.parametrize("name", ORDERLESS)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {*DRAWING, "n_pair one_per_class"}))
 def test_a_loss_is_invariant_to_the_order_of_the_batch(name: str) -> None:
     loss, (embeddings, labels) = make(name), batch()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5))
@@ -64,71 +65,42 @@ def test_a_loss_is_invariant_to_the_order_of_the_batch(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_computes_in_float32_whatever_the_autocast(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", DRAWING)
+def test_the_seed_decides_which_negatives_are_drawn(name: str) -> None:
+    loss, (embeddings, labels) = make(name), batch(30)
+    assert value(loss, embeddings, labels, seed=3) == value(loss, embeddings, labels, seed=3)
+    assert value(loss, embeddings, labels, seed=3) != value(loss, embeddings, labels, seed=4)
+
+
+@EVERY
+def test_a_loss_computes_in_float32_or_wider_whatever_the_autocast(name: str) -> None:
     loss, (embeddings, labels) = make(name), batch()
-    given = embeddings.to(dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = value(loss, given, labels)
-    assert result.dtype == torch.float32
-    torch.testing.assert_close(result, value(loss, given.float(), labels), rtol=0, atol=0)
-    assert {p.dtype for p in loss.parameters()} <= {torch.float32}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_half_precision_changes_a_loss_only_a_little(name: str) -> None:
-    loss, (embeddings, labels) = make(name), batch()
-    half = value(loss, embeddings.bfloat16(), labels)
-    torch.testing.assert_close(half, value(loss, embeddings, labels), rtol=0.05, atol=0.02)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_float64_stays_float64_and_agrees_with_float32(name: str) -> None:
-    loss, (embeddings, labels) = make(name), batch()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        given = embeddings.to(dtype)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = value(loss, given, labels)
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result, value(loss, given.float(), labels), rtol=0, atol=0)
     wide = value(loss, embeddings.double(), labels)
     assert wide.dtype == torch.float64
-    assert {p.dtype for p in loss.parameters()} <= {torch.float32}
     torch.testing.assert_close(wide.float(), value(loss, embeddings, labels), rtol=1e-4, atol=1e-5)
-    wider = value(loss.double(), embeddings, labels)
-    assert wider.dtype == (torch.float64 if list(loss.parameters()) else torch.float32)
+    assert {p.dtype for p in loss.parameters()} <= {torch.float32}
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_says_whether_it_wants_unit_vectors(name: str) -> None:
-    assert make(name).normalized is (name not in ("n_pair", "n_pair_one_per_class"))
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_mismatched_shapes_are_refused(name: str) -> None:
-    embeddings, labels = batch()
-    with pytest.raises(ValueError, match=r"\(14, 6\) and \(1,\)"):
-        make(name)(embeddings, labels[:1])
-
-
-@pytest.mark.parametrize("name", BY_CLASS)
+@pytest.mark.parametrize("name", [*PROXY_CASES, "margin per_class"])
 @pytest.mark.parametrize("label", [-1, CLASSES])
 def test_a_label_that_is_no_class_is_refused(name: str, label: int) -> None:
-    embeddings, labels = batch()
+    loss, (embeddings, labels) = make(name), batch()
     labels[3] = label
     with pytest.raises(TrainingError, match=rf"label {label} is not in 0\.\.4.*from 0"):
-        make(name)(embeddings, labels)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_restored_by_its_state(name: str) -> None:
-    loss = make(name)
-    torch.manual_seed(8)
-    other: nn.Module = LOSSES[name]()
-    other.load_state_dict(loss.state_dict())
-    embeddings, labels = batch(dim=DIM)
-    torch.testing.assert_close(
-        value(other, embeddings, labels), value(loss, embeddings, labels), rtol=0, atol=0
-    )
+        loss(embeddings, labels)
+    if isinstance(loss, ProxyLoss):
+        with pytest.raises(TrainingError, match=r"not in 0\.\.4"):
+            loss.centre_of(embeddings, labels)
 
 
 # One pair per class ignores all but six of these samples.
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"n_pair_one_per_class"}))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"n_pair one_per_class"}))
 def test_descent_brings_samples_to_their_class(name: str) -> None:
     loss, (rows, labels) = make(name), batch(24)
     labels = labels.clamp(max=2)
@@ -149,78 +121,94 @@ def test_descent_brings_samples_to_their_class(name: str) -> None:
     assert right() >= 18  # of 24; a loss with proxies may be content before all are
 
 
-PAIR_LOSSES = [name for name in LOSSES if name not in PROXY_LOSSES]
-
-
-def step(loss: nn.Module, count: int, labels: list[int], seed: int = 0) -> Tensor:
-    """Forward and backward; every gradient must be finite."""
-    generator = torch.Generator().manual_seed(seed)
-    embeddings = F.normalize(torch.randn(count, DIM, generator=generator), dim=1).requires_grad_()
+def step(loss: MetricLoss, labels: list[int], embeddings: Tensor | None = None) -> float:
+    """Forward and backward; the value and every gradient must be finite."""
+    if embeddings is None:
+        generator = torch.Generator().manual_seed(0)
+        embeddings = F.normalize(torch.randn(len(labels), DIM, generator=generator), dim=1)
+    embeddings.requires_grad_()
     torch.manual_seed(0)
-    result: Tensor = loss(embeddings, torch.tensor(labels, dtype=torch.int64))
+    result = loss(embeddings, torch.tensor(labels, dtype=torch.int64))
     result.backward()
+    assert result.isfinite()
     assert embeddings.grad.isfinite().all()
     assert all(p.grad is None or p.grad.isfinite().all() for p in loss.parameters())
-    return result.detach()
+    return result.item()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(
-    "labels",
-    [[], [2], [2, 2], [1, 3], [0, 1, 2, 3, 4], [3, 3, 3, 3], [0, 0, 1]],
-    ids=["empty", "one", "one pair", "no pair", "all different", "one class", "single negative"],
-)
-def test_value_and_gradient_are_finite(name: str, labels: list[int]) -> None:
-    assert torch.isfinite(step(make(name), len(labels), labels))
+@EVERY
+def test_value_and_gradient_are_finite_for_any_batch(name: str) -> None:
+    for labels in ([], [2], [2, 2], [1, 3], [0, 1, 2, 3, 4], [3, 3, 3, 3], [0, 0, 1]):
+        step(make(name), labels)
 
 
-@pytest.mark.parametrize("name", PAIR_LOSSES)
-@pytest.mark.parametrize("labels", [[], [2]], ids=["empty", "one"])
-def test_without_a_pair_a_loss_of_pairs_is_zero(name: str, labels: list[int]) -> None:
-    loss = make(name)
-    if hasattr(loss, "l2"):
-        loss.l2 = 0.0
-    assert step(loss, len(labels), labels) == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["triplet", "triplet_all", "triplet_hard", "lifted_structure", "lifted_structure_all"]
-)
-@pytest.mark.parametrize("labels", [[0, 1, 2, 3], [1, 1, 1]], ids=["no positive", "no negative"])
-def test_a_loss_that_compares_both_kinds_needs_both(name: str, labels: list[int]) -> None:
-    assert step(make(name), len(labels), labels) == 0
-
-
-@pytest.mark.parametrize("name", ["proxy_anchor", "proxy_nca", "arcface"])
-def test_an_empty_batch_costs_nothing_with_proxies(name: str) -> None:
-    assert step(make(name), 0, []) == 0
-
-
-def test_loss1_of_an_empty_batch_still_parts_the_proxies() -> None:
-    loss = make("loss1")
-    step(loss, 0, [])
-    assert (loss.proxies.grad.norm(dim=1) > 0).all()
-
-
-@pytest.mark.parametrize("name", LOSSES)
+@EVERY
 def test_equal_and_opposite_samples_have_a_finite_gradient(name: str) -> None:
-    loss = make(name)
-    rows = torch.eye(DIM)[[0, 0, 0, 0, 1]]
-    embeddings = torch.cat([rows, -rows]).requires_grad_()
+    loss, rows = make(name), torch.eye(DIM)[[0, 0, 0, 0, 1]]
     with torch.no_grad():
         for parameter in loss.parameters():
             if parameter.ndim == 2:  # centres on top of the samples, equal ones among them
                 parameter.copy_(torch.eye(DIM)[torch.arange(len(parameter)) % 2])
-    torch.manual_seed(0)
-    result = loss(embeddings, torch.tensor([0, 0, 1, 1, 2] * 2))
-    result.backward()
-    assert torch.isfinite(result)
-    assert embeddings.grad.isfinite().all()
-    assert all(p.grad.isfinite().all() for p in loss.parameters() if p.grad is not None)
+    step(loss, [0, 0, 1, 1, 2] * 2, torch.cat([rows, -rows]))
 
 
-@pytest.mark.parametrize("name", PROXY_LOSSES)
+@pytest.mark.parametrize("name", [*PAIR_CASES, "proxy_anchor", "proxy_nca", "arcface"])
+def test_a_batch_with_nothing_to_compare_costs_nothing(name: str) -> None:
+    without_norms = {"l2": 0.0} if name.startswith("n_pair") else {}
+    assert step(make(name, **without_norms), []) == 0
+    if name in PAIR_CASES:
+        assert step(make(name, **without_norms), [2]) == 0
+    if name.startswith(("triplet", "lifted")):  # they compare both kinds
+        assert step(make(name), [0, 1, 2, 3]) == 0
+        assert step(make(name), [1, 1, 1]) == 0
+
+
+@WITH_PROXIES
 def test_a_single_class_is_finite(name: str) -> None:
-    kind = type(make(name))
-    assert CLASSES > 1
-    assert torch.isfinite(step(kind(1, DIM), 3, [0, 0, 0]))
+    step(make(name, classes=1), [0, 0, 0])
+
+
+@WITH_PROXIES
+def test_centres_are_unit_rows_with_a_label_each(name: str) -> None:
+    loss = proxy_loss(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        centres, labels = loss.centres(), loss.centre_labels()
+    torch.testing.assert_close(centres.norm(dim=1), torch.ones(len(centres)))
+    per_class = CASES[name].get("centres_per_class", 1)
+    assert labels.tolist() == [label for label in range(CLASSES) for _ in range(per_class)]
+    assert loss.class_centres().shape == (CLASSES, DIM)
+
+
+@WITH_PROXIES
+def test_the_centre_of_a_sample_is_the_nearest_of_its_class_with_gradient(name: str) -> None:
+    loss, (embeddings, labels) = proxy_loss(name), batch()
+    chosen = loss.centre_of(embeddings, labels)
+    for x, y, centre in zip(embeddings, labels, chosen, strict=True):
+        own = loss.centres()[loss.centre_labels() == y]
+        torch.testing.assert_close(centre, own[(own @ x).argmax()])
+    (chosen @ torch.arange(1.0, DIM + 1)).sum().backward()
+    touched = loss.centre_labels()[loss.proxies.grad.norm(dim=1) > 0]
+    assert touched.unique().tolist() == labels.unique().tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("soft_triple", {"tau": 100.0}), ("loss1", {})], ids=str
+)
+def test_descent_moves_centres_as_their_own_term_says(
+    name: str, options: dict[str, object]
+) -> None:
+    """SoftTriple draws those of a class together, proxy separation parts those of two."""
+    loss, (embeddings, labels) = proxy_loss(name, **options), batch()
+
+    def cosine() -> float:
+        centres, own = loss.centres().detach(), loss.centre_labels()
+        wanted = (own[:, None] == own) if name == "soft_triple" else (own[:, None] != own)
+        return float((centres @ centres.T)[wanted].mean())
+
+    before = cosine()
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.02)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss(embeddings[:0], labels[:0]).backward()
+        optimizer.step()
+    assert (cosine() > before) == (name == "soft_triple")

@@ -9,7 +9,7 @@ from torch import nn
 from embedder.errors import JobError
 from tests.training.losses.cases import CLASSES, DIM, batch, value
 from training.config.job import Loss, parse_job
-from training.losses.proxies import ProxyLoss
+from training.losses.base import ProxyLoss
 from training.losses.table import LOSSES, WITH_PROXIES, build_loss
 
 

@@ -1,0 +1,109 @@
+"""What losses have in common: full precision, sums of exponentials, learnt proxies.
+
+Shapes: B samples, D dimensions, C classes. How each paper was read, and where other libraries
+differ, is in docs/methods.md.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embedder.errors import TrainingError
+
+
+class MetricLoss(nn.Module):
+    """Embeddings (B, D) and labels (B,) to a scalar, in float32 or wider whatever the autocast.
+
+    Embeddings are unit vectors unless `normalized` is False. They are given the widest of their own
+    type, float32 and the types of the loss's parameters, which are never converted.
+    """
+
+    normalized: bool = True
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        dtype = torch.promote_types(embeddings.dtype, torch.float32)
+        for parameter in self.parameters():
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            return self.value(embeddings.to(dtype), labels)
+
+    def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The formula of the loss; without a sample or a pair 0, unless it says otherwise."""
+        raise NotImplementedError
+
+
+class ProxyLoss(MetricLoss):
+    """A loss with proxies: learnt vectors, one or more a class, whose length does not matter.
+
+    They start as given, or (C, D) from N(0, 2 / C) (Kaiming, fan-out), as Proxy-Anchor's authors
+    draw them. Labels are class numbers in [0, C); another one is a TrainingError.
+    """
+
+    def __init__(self, classes: int, dim: int, proxies: Tensor | None = None) -> None:
+        super().__init__()
+        self.classes = classes
+        if proxies is None:
+            proxies = torch.randn(classes, dim) * math.sqrt(2.0 / classes)
+        self.proxies = nn.Parameter(proxies)
+
+    def centres(self) -> Tensor:
+        """The proxies as unit rows (C, D), with gradient, in float32 or wider."""
+        wide = torch.promote_types(self.proxies.dtype, torch.float32)
+        return F.normalize(self.proxies.to(wide), dim=1)
+
+    def class_centres(self) -> Tensor:
+        """One unit centre per class: (C, D), with gradient."""
+        return self.centres()
+
+    def centre_labels(self) -> Tensor:
+        """The class of each centre: (C,)."""
+        return torch.arange(self.classes, device=self.proxies.device)
+
+    def centre_of(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The unit centre of the class of each sample: (B, D), with gradient to the proxies."""
+        del embeddings  # one centre per class: no choice to make
+        check_labels(labels, self.classes)
+        return self.centres()[labels]
+
+    def cosines(self, embeddings: Tensor) -> Tensor:
+        """Cosine of each sample with each proxy: (B, C)."""
+        return embeddings @ F.normalize(self.proxies.to(embeddings.dtype), dim=1).T
+
+    def own(self, labels: Tensor) -> Tensor:
+        """True where the proxy is that of the sample's class: (B, C)."""
+        check_labels(labels, self.classes)
+        return labels[:, None] == torch.arange(self.classes, device=labels.device)
+
+
+def check_labels(labels: Tensor, classes: int) -> None:
+    """Refuse labels that are not class numbers; on the CPU only, where looking costs no wait.
+
+    On a GPU the losses trust them: `training.trainer.fit` checks all of a run's, once.
+
+    Raises: TrainingError.
+    """
+    if labels.device.type != "cpu":
+        return
+    outside = labels[(labels < 0) | (labels >= classes)]
+    if len(outside) > 0:
+        raise TrainingError(
+            f"The label {int(outside[0])} is not in 0..{classes - 1}, the {classes} classes of "
+            f"this loss. Number the training classes from 0 without gaps."
+        )
+
+
+def log_sum_exp(exponents: Tensor, mask: Tensor) -> Tensor:
+    """log(sum of exp(exponents) over the columns in mask): (B, N) to (B,).
+
+    A row without a column in the mask gives -inf, and gradient 0.
+    """
+    return torch.logsumexp(exponents.masked_fill(~mask, -torch.inf), dim=1)
+
+
+def log_1p_sum_exp(exponents: Tensor, mask: Tensor, dim: int) -> Tensor:
+    """log(1 + sum of exp(exponents) over the entries in mask along dim); 0 without an entry."""
+    masked = exponents.masked_fill(~mask, -torch.inf)
+    one = (0, 0, 0, 1) if dim == 0 else (0, 1)
+    return torch.logsumexp(F.pad(masked, one), dim=dim)

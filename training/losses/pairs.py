@@ -1,0 +1,212 @@
+"""Losses over the pairs of a batch: Contrastive, Binomial deviance, Lifted structure,
+Multi-Similarity and N-pair.
+
+Over cosines S (B, B), with P_i and N_i the positives and negatives of anchor i that `mining` keeps:
+"all", or the "hard" ones of `training.miners.hard_pairs`, within `epsilon` of the hardest opposite.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from training.config.settings import Cosine, NotNegative, Positive
+from training.losses.base import MetricLoss, log_1p_sum_exp, log_sum_exp
+from training.miners import Pairs, all_pairs, hard_pairs
+
+Mining = Literal["all", "hard"]
+
+
+class PairLoss(MetricLoss):
+    """The mean over anchors."""
+
+    def __init__(self, mining: Mining = "all", epsilon: float = 0.1) -> None:
+        super().__init__()
+        self.mining = mining
+        self.epsilon = epsilon
+
+    def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        S = embeddings @ embeddings.T  # (B, B)
+        hard = self.mining == "hard"
+        pairs = hard_pairs(S, labels, self.epsilon) if hard else all_pairs(labels)
+        return self.summed(S, pairs) / max(len(labels), 1)
+
+    def summed(self, S: Tensor, pairs: Pairs) -> Tensor:
+        """The sum over anchors."""
+        raise NotImplementedError
+
+
+class ContrastiveLoss(PairLoss):
+    r"""Positive pairs together, negative pairs no more alike than a margin lambda.
+
+    .. math::
+        \frac{1}{B} \sum_i \Bigl( \sum_{j \in P_i} -S_{ij}
+            + \sum_{j \in N_i} [S_{ij} - \lambda]_+ \Bigr)
+
+    References:
+        Dimensionality Reduction by Learning an Invariant Mapping (Hadsell et al., 2006), whose
+        squared distances the benchmark replaces by cosines.
+        Metric Learning: A Deep Dive (Psomas, 2020), section "Contrastive".
+    """
+
+    def __init__(self, margin: Cosine = 0.5, mining: Mining = "all") -> None:
+        super().__init__(mining)
+        self.margin = margin
+
+    def summed(self, S: Tensor, pairs: Pairs) -> Tensor:
+        pull = -S.where(pairs.positive, 0).sum()
+        push = (S - self.margin).relu().where(pairs.negative, 0).sum()
+        return pull + push
+
+
+class BinomialDevianceLoss(PairLoss):
+    r"""A logistic regression of "same class" on the cosine; negatives count eta times in it.
+
+    .. math::
+        \frac{1}{B} \sum_i \Bigl( \sum_{j \in P_i} \log(1 + e^{-\alpha (S_{ij} - \beta)})
+            + \sum_{j \in N_i} \log(1 + e^{\alpha \eta (S_{ij} - \beta)}) \Bigr)
+
+    `beta` is the cosine at which both are equally likely, `negative_cost` is eta.
+
+    References:
+        Deep Metric Learning with Graph Consistency (Chen et al., 2021), eq. 7.
+        Deep Metric Learning for Practical Person Re-Identification (Yi et al., 2014).
+        https://arxiv.org/abs/1407.4979
+    """
+
+    def __init__(
+        self, alpha: Positive = 2.0, beta: Cosine = 0.5, negative_cost: Positive = 25.0
+    ) -> None:
+        super().__init__()
+        self.alpha = alpha
+        self.beta = beta
+        self.negative_cost = negative_cost
+
+    def summed(self, S: Tensor, pairs: Pairs) -> Tensor:
+        logits = self.alpha * (S - self.beta)  # (B, B)
+        pull = F.softplus(-logits).where(pairs.positive, 0)
+        push = F.softplus(self.negative_cost * logits).where(pairs.negative, 0)
+        return (pull + push).sum()
+
+
+class LiftedStructureLoss(PairLoss):
+    r"""All positives of an anchor against all its negatives, smoothly; `margin` is lambda.
+
+    .. math::
+        \frac{1}{B} \sum_i \Bigl[ \log \sum_{k \in P_i} e^{\lambda - S_{ik}}
+            + \log \sum_{k \in N_i} e^{S_{ik}} \Bigr]_+
+
+    An anchor without a positive or without a negative gives 0.
+
+    References:
+        Deep Metric Learning via Lifted Structured Feature Embedding (Song et al., 2016), in
+        the per-anchor form of In Defense of the Triplet Loss (Hermans et al., 2017).
+        https://arxiv.org/abs/1511.06452, https://arxiv.org/abs/1703.07737
+        Metric Learning: A Deep Dive (Psomas, 2020), section "LiftedStructure".
+    """
+
+    def __init__(
+        self, margin: float = 0.5, mining: Mining = "hard", epsilon: NotNegative = 0.1
+    ) -> None:
+        super().__init__(mining, epsilon)
+        self.margin = margin
+
+    def summed(self, S: Tensor, pairs: Pairs) -> Tensor:
+        pull = log_sum_exp(self.margin - S, pairs.positive)  # (B,), -inf without a positive
+        push = log_sum_exp(S, pairs.negative)  # (B,)
+        return (pull + push).relu().sum()
+
+
+class MultiSimilarityLoss(PairLoss):
+    r"""Pairs weighted by their own and by their relative similarity; `margin` is lambda.
+
+    .. math::
+        \frac{1}{B} \sum_i \Bigl\{
+            \frac{1}{\alpha} \log\Bigl[1 + \sum_{k \in P_i} e^{-\alpha (S_{ik} - \lambda)}\Bigr]
+            + \frac{1}{\beta} \log\Bigl[1 + \sum_{k \in N_i} e^{\beta (S_{ik} - \lambda)}\Bigr]
+        \Bigr\}
+
+    lambda = 0.5 as in the benchmark and in the authors' code; their paper has 1.
+
+    References:
+        Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning (Wang et al.,
+        2019). https://arxiv.org/abs/1904.06627
+    """
+
+    def __init__(
+        self,
+        alpha: Positive = 2.0,
+        beta: Positive = 50.0,
+        margin: float = 0.5,
+        epsilon: NotNegative = 0.1,
+        mining: Mining = "hard",
+    ) -> None:
+        super().__init__(mining, epsilon)
+        self.alpha = alpha
+        self.beta = beta
+        self.margin = margin
+
+    def summed(self, S: Tensor, pairs: Pairs) -> Tensor:
+        pull = log_1p_sum_exp(-self.alpha * (S - self.margin), pairs.positive, dim=1)  # (B,)
+        push = log_1p_sum_exp(self.beta * (S - self.margin), pairs.negative, dim=1)  # (B,)
+        return (pull / self.alpha + push / self.beta).sum()
+
+
+class NPairLoss(MetricLoss):
+    r"""A positive pair against the samples of all other classes at once.
+
+    On inner products of features f of any length, with A the positive pairs (a, p):
+
+    .. math::
+        \frac{1}{|A|} \sum_{(a, p) \in A} \log\Bigl(1 + \sum_{n \in N_a}
+            e^{f_a \cdot f_n - f_a \cdot f_p}\Bigr) + \mu \frac{1}{B} \sum_i |f_i|^2
+
+    `pairs = "all"`: A are all ordered positive pairs, N_a all samples of other classes (eq. 6 of
+    the graph consistency paper, averaged over the positives). "one_per_class" is the original
+    tuple: the first two samples of each class in the batch are (a, p), and N_a are the p of the
+    other classes; all other samples are ignored. Without a pair only the second term is left.
+    `l2` is mu; with `normalize` the vectors are unit vectors.
+
+    References:
+        Improved Deep Metric Learning with Multi-class N-pair Loss Objective (Sohn, 2016).
+        Deep Metric Learning with Graph Consistency (Chen et al., 2021), eq. 6.
+    """
+
+    def __init__(
+        self,
+        l2: NotNegative = 0.02,
+        pairs: Literal["all", "one_per_class"] = "all",
+        normalize: bool = False,
+    ) -> None:
+        super().__init__()
+        self.l2 = l2
+        self.pairs = pairs
+        self.normalized = normalize
+
+    def value(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        if self.normalized:
+            embeddings = F.normalize(embeddings, dim=1)
+        terms, used = (_all if self.pairs == "all" else _one_per_class)(embeddings, labels)
+        norms = embeddings.square().sum() / max(len(embeddings), 1)
+        return terms.where(used, 0).sum() / used.sum().clamp(min=1) + self.l2 * norms
+
+
+def _all(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The term of every pair, and which pairs are positive: (B, B) each."""
+    products = features @ features.T  # (B, B)
+    pairs = all_pairs(labels)
+    negatives = log_sum_exp(products, pairs.negative)  # (B,)
+    return F.softplus(negatives[:, None] - products), pairs.positive
+
+
+def _one_per_class(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The terms of neighbours in the order of labels, and which begin a class: (B - 1,) each."""
+    ranked, order = labels.sort(stable=True)
+    starts = torch.ones_like(ranked, dtype=torch.bool)
+    starts[1:] = ranked[1:] != ranked[:-1]
+    used = starts[:-1] & ~starts[1:]
+    sorted_ = features[order]
+    products = sorted_[:-1] @ sorted_[1:].T  # (B - 1, B - 1): each a with each p
+    all_p = log_sum_exp(products, used.expand_as(products))
+    return all_p - products.diagonal(), used

@@ -1,10 +1,9 @@
 """From the `loss` table of a job to the loss."""
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from embedder.errors import JobError
 from tests.training.losses.cases import CLASSES, DIM, batch, value
@@ -32,37 +31,6 @@ def test_a_job_that_names_no_loss_has_proxy_anchor() -> None:
     job = parse_job({"name": "x", "data": {"kind": "folder", "root": "."}})
     assert job.loss == settings(name="proxy_anchor")
     assert job.as_dict()["loss"] == {"name": "proxy_anchor", "alpha": 32.0, "margin": 0.1}
-
-
-def changed(name: str) -> dict[str, Any]:
-    """Every option of the loss with another value than its default."""
-    options: dict[str, Any] = {}
-    for key, field in type(settings(name=name)).model_fields.items():
-        if isinstance(field.default, bool):
-            options[key] = not field.default
-        elif isinstance(field.default, str):
-            options[key] = next((o for o in get_args(field.annotation) if o != field.default), name)
-        else:
-            options[key] = 7 if isinstance(field.default, int) else 0.75
-    return options
-
-
-def kept(loss: nn.Module, key: str) -> object:
-    """What the loss keeps of an option."""
-    if key == "learn_beta":
-        return len(list(loss.parameters()))
-    if key == "beta_per_class":
-        return len(loss.beta)
-    found = getattr(loss, {"margin_degrees": "margin", "normalize": "normalized"}.get(key, key))
-    return found[0].item() if isinstance(found, torch.Tensor) else found
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_option_of_a_job_reaches_the_loss(name: str) -> None:
-    usual = build_loss(settings(name=name), CLASSES, DIM)
-    other = build_loss(settings(**changed(name)), CLASSES, DIM)
-    for key in changed(name).keys() - {"name"}:
-        assert kept(other, key) != kept(usual, key), key
 
 
 @pytest.mark.parametrize(

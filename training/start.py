@@ -13,6 +13,7 @@ from training.config.job import Job
 from training.data.records import LabelledImages
 from training.evaluation.evaluate import embed
 from training.losses.base import ProxyLoss
+from training.models.from_bundle import bundle_of
 from training.state import Run
 
 WHITENING = 0.25

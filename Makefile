@@ -7,7 +7,7 @@ UV     := $(BIN)/uv
 PIP    := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak check format bench clean
+.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak mutations check format bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -59,6 +59,9 @@ soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/service/test_schemathesis.py \
 	  tests/training/test_export.py tests/training/test_models.py --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
+
+mutations: $(VENV)/.dev  ## Break the product on purpose: do the tests notice? NAMES="workers redis"
+	$(BIN)/python -m tests.long.mutations $(NAMES)
 
 check: $(VENV)/.dev  ## Format, lint, types, architecture
 	$(BIN)/ruff format --check .

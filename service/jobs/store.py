@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embedder.errors import JobConflictError, JobNotFoundError, StateError
+from indexer.durable import make_folder
 from service.jobs.record import ACTIVE, ENDED, HEAVY, TOTAL, Job, Kind, State
 
 _BUSY_S = 10.0
@@ -56,7 +57,7 @@ class JobStore:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent, "jobs")
         with self._connection() as connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(_TABLE)

@@ -140,18 +140,6 @@ def test_a_stage_that_is_not_published_is_gone_and_so_are_left_overs(out: Path) 
         assert names(out) == []
 
 
-def test_every_folder_on_the_way_to_a_new_gallery_is_brought_to_the_disk(tmp_path: Path) -> None:
-    synced: list[str] = []
-    set_fault_hook(lambda step: synced.append(step.rpartition("after sync of ")[2]))
-    try:
-        publish(GalleryFolder(tmp_path / "new" / "shops" / "gallery"), GENERATIONS[0])
-    finally:
-        set_fault_hook(None)
-    on_the_way = [tmp_path.name, "new", "shops", "gallery", "versions"]
-    assert [name for name in synced if name in on_the_way][:4] == on_the_way[:4]
-    assert "versions" in synced
-
-
 def test_a_folder_that_may_not_be_written_is_refused_with_the_reason() -> None:
     with tempfile.TemporaryDirectory() as parent:
         Path(parent).chmod(0o555)

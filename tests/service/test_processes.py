@@ -27,21 +27,7 @@ from service.processes import address_of
 from tests.tiny import encoded, picture
 
 ROOT = Path(__file__).parents[2]
-SERVE = """
-import socket
-from service.logs import configure_logs
-from service.processes import serve_processes
-from service.settings import Settings
-
-configure_logs("info")
-listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-listener.bind(("127.0.0.1", 0))
-listener.listen(1024)
-try:
-    serve_processes(Settings(embed_workers=1, search_workers=1, decode_workers=1), listener, 2)
-except OSError as error:
-    raise SystemExit(f"refused: {error}")
-"""
+SERVE = [sys.executable, "-m", "service", "--port", "0", "--workers", "2"]
 Until = Callable[[Callable[[], bool]], None]
 
 
@@ -72,6 +58,7 @@ def command_of(process_id: str | int) -> str:
 
 def environment(bundle: Path, gallery: Path) -> dict[str, str]:
     given = {"KINLENS_BUNDLE": str(bundle), "KINLENS_GALLERIES": f"shop={gallery}"}
+    given |= {f"KINLENS_{work}_WORKERS": "1" for work in ("EMBED", "SEARCH", "DECODE")}
     return os.environ | given | {"KINLENS_REDIS_URL": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -81,7 +68,7 @@ def group(bundle: Path, gallery: Path, **more: str) -> Iterator[Group]:
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            [sys.executable, "-c", SERVE],
+            SERVE,
             cwd=ROOT,
             env=environment(bundle, gallery) | more,
             stdout=subprocess.PIPE,
@@ -301,7 +288,7 @@ def test_a_child_that_cannot_start_ends_the_service_with_its_reason(
     tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SERVE],
+        SERVE,
         cwd=ROOT,
         env=environment(tiny_bundle.path, tmp_path / "nowhere"),
         capture_output=True,
@@ -310,7 +297,7 @@ def test_a_child_that_cannot_start_ends_the_service_with_its_reason(
     )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("refused: ")
+    assert line.startswith("kinlens-serve: ")
     assert str(tmp_path / "nowhere") in line
     assert done.stdout == ""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import socket
 import threading
@@ -165,6 +166,22 @@ def test_a_slow_redis_is_waited_for_no_longer_than_its_timeout(
         searched(service, 30, until)
     assert not wrong
     assert waits_above(service, "2.5") == 0
+
+
+def test_by_default_nobody_waits_for_an_answer_that_takes_four_times_the_limit(
+    start_service, proxy, until
+) -> None:
+    """No time is measured: a limit of 200 ms or more would let the answers come."""
+    service = start_service(redis_url=proxy.url)
+    until(lambda: state(service) == "up")
+    proxy.delay_s = 0.2
+    new = itertools.count(2_000)
+
+    def given_up() -> bool:
+        service.search(encoded(render(next(new)))).raise_for_status()
+        return state(service) == "down"
+
+    until(given_up)
 
 
 def test_a_full_redis_refuses_to_store_and_is_no_outage(

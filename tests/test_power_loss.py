@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from embedder.fake import FakeEmbedder
-from indexer.backup import backup, restore
-from indexer.build import build_gallery
-from indexer.engine import Entry
+from indexer.folder.backup import backup, restore
 from indexer.gallery import Gallery
-from indexer.images import folder_source
+from indexer.ingest.build import build_gallery
+from indexer.ingest.sources import folder_source
+from indexer.types import Entry
 from tests.service.shops import start_shop
 from tests.tiny import encoded, picture
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embedder.errors import JobConflictError, JobNotFoundError, StateError
-from indexer.durable import make_folder
+from indexer.folder.durable import make_folder
 from service.jobs.record import ACTIVE, ENDED, HEAVY, TOTAL, Job, Kind, State
 
 _BUSY_S = 10.0

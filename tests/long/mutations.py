@@ -32,7 +32,7 @@ class Mutation:
 
 MUTATIONS = {
     "checksum": Mutation(
-        "indexer/catalog_checksums.py",
+        "indexer/catalog/checksums.py",
         "zlib.crc32(text.encode(), zlib.crc32(sha256))",
         "zlib.crc32(text.encode(), zlib.crc32(sha256, 1))",
         ("tests/test_golden_galleries.py",),
@@ -50,19 +50,19 @@ MUTATIONS = {
         ("tests/service/test_processes.py", "-k", "both_processes"),
     ),
     "fsync": Mutation(
-        "indexer/durable.py",
+        "indexer/folder/durable.py",
         "        os.fsync(descriptor)\n",
         "        pass\n",
         ("tests/test_power_loss.py",),
     ),
     "parity": Mutation(
-        "training/export/onnx_file.py",
+        "training/export/bundle.py",
         "MAX_DIFFERENCE = 1e-4\n",
         "MAX_DIFFERENCE = 1.9e-4\n",
         ("tests/training/test_export.py", "-k", "may_differ or may_not_differ"),
     ),
     "recall": Mutation(
-        "training/export/onnx_file.py",
+        "training/export/bundle.py",
         "MAX_RECALL_DIFFERENCE = 0.1\n",
         "MAX_RECALL_DIFFERENCE = 0.19\n",
         ("tests/training/test_export.py", "-k", "may_differ or may_not_differ"),

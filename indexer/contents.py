@@ -1,29 +1,27 @@
 """What a gallery holds, read from its catalogue: items, their vectors, attributes and contents."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import ItemNotFoundError
 from embedder.types import Embeddings, ItemId
-from indexer.catalog.attribute_facts import AttributeFacts, attribute_facts
 from indexer.catalog.attributes import Schema
-from indexer.catalog.database import Catalog, CatalogView, StaleReadError
+from indexer.catalog.database import Catalog
+from indexer.catalog.read import CatalogView
 from indexer.filters.tree import Filter
 from indexer.folder.layout import GalleryFolder
 from indexer.live import search as searching
 from indexer.live.compaction import CATALOG
 from indexer.live.state import Reading
 from indexer.opening import Opened
-from indexer.types import Entry, Item
+from indexer.types import AttributeFacts, Entry, Ids, Item
 
 _PAGE = 1000
-_TRIES = 8  # a user who may not lock the catalogue finds it changed while reading
-_T = TypeVar("_T")
 
 
 class Page(NamedTuple):
@@ -78,14 +76,15 @@ class GalleryContents:
         begin with `prefix` and whose numbers are above `after`; in the order of their numbers.
         `total` and `last` are of all that fit, whatever their numbers. Raises: FilterError.
         """
-        return self._read(lambda reading: _page(reading, offset, limit, where, prefix, after))
+        with self._reading() as reading:
+            return _page(reading, offset, limit, where, prefix, after)
 
     def attribute_facts(self) -> tuple[AttributeFacts, ...]:
         """The values of each attribute, counted; remembered until the gallery changes."""
         with self._reading() as reading:
             seq, facts = self._facts
             if seq != reading.state.seq:
-                seq, facts = reading.state.seq, attribute_facts(reading.view)
+                seq, facts = reading.state.seq, reading.view.attribute_facts()
                 self._facts = (seq, facts)
             return facts
 
@@ -103,15 +102,25 @@ class GalleryContents:
         """Items with their vectors, in the order asked for. Raises: ItemNotFoundError."""
         with self._reading() as reading:
             numbers = searching.numbers_of(reading, keys)
-            items = reading.view.get(numbers)
-            return _entries([items[n] for n in numbers], reading.view.vectors(numbers))
+            return _entries(reading.view.known(numbers), reading.view.vectors(numbers))
 
     def scan(self, batch_size: int = _PAGE) -> Iterator[list[Entry]]:
         """Every item with its vector, in the order of its number, of one state."""
         with self._own_view() as view:
             for ids, vectors in view.iter_vectors(batch_size):
-                items = view.get(ids.tolist())
-                yield _entries([items[n] for n in ids.tolist()], vectors)
+                yield _entries(view.known(ids), vectors)
+
+    def ids(self) -> Ids:
+        """The numbers of all items (N,), ascending."""
+        with self._reading() as reading:
+            return reading.view.live_ids()
+
+    def items_at(self, ids: Iterable[ItemId]) -> tuple[list[Item], Embeddings]:
+        """Those of the items that are there, by ascending number, and their vectors (N, D)."""
+        with self._reading() as reading:
+            found = reading.view.get(sorted(ids))
+            items = [found[number] for number in sorted(found)]
+            return items, reading.view.vectors([item.id for item in items])
 
     def vectors(self, ids: Sequence[ItemId]) -> Embeddings:
         """The stored vectors (N, D) of known items."""
@@ -124,17 +133,6 @@ class GalleryContents:
             numbers = reading.view.content(sha256s)
             vectors = reading.view.vectors(list(numbers.values()))
         return dict(zip(numbers, vectors, strict=True))
-
-    def _read(self, work: Callable[[Reading], _T]) -> _T:
-        """What `work` finds in one state; once more if that was not one, see `_TRIES`."""
-        for _ in range(_TRIES):
-            try:
-                with self._reading() as reading:
-                    return work(reading)
-            except StaleReadError:
-                continue
-        with self._reading() as reading:
-            return work(reading)
 
     def _reading(self) -> contextlib.AbstractContextManager[Reading]:
         return self._states.reading()
@@ -165,8 +163,7 @@ def _page(
         first = int(np.searchsorted(found, after, "right")) + offset
         ids, total = found[first : first + limit], len(found)
         last = int(found[-1]) if total else None
-    items = view.get(ids)
-    return Page(total, [items[number] for number in ids.tolist()], last)
+    return Page(total, view.known(ids), last)
 
 
 def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:

@@ -5,10 +5,11 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from embedder.errors import KinlensError
+from embedder.errors import GalleryCorruptError, KinlensError
 from embedder.types import AttributeValue, ItemId
-from indexer.catalog.database import Catalog, CatalogWriter
+from indexer.catalog.database import Catalog
 from indexer.catalog.entries import checked_keys
+from indexer.catalog.write import CatalogWriter
 from indexer.filters.tree import Filter
 from indexer.folder.durable import reach
 from indexer.folder.layout import GalleryFolder
@@ -19,6 +20,8 @@ from indexer.live.background import BackgroundCompaction
 from indexer.live.compaction import CATALOG, CompactReport, compact
 from indexer.reader import GalleryReader, compaction_due
 from indexer.types import Entry, Progress, Written
+
+_REMOVED_AT_ONCE = 10_000
 
 
 class Gallery(GalleryReader):
@@ -97,9 +100,25 @@ class Gallery(GalleryReader):
             return writer.remove(ids)
 
     def remove_where(self, where: Filter) -> int:
-        """Remove every item that fits. Raises: FilterError, GalleryWriteError, GalleryBusyError."""
-        with self._writing() as writer:
-            return writer.remove(writer.matching(where).tolist())
+        """Remove every item that fits, `_REMOVED_AT_ONCE` in one step: how many.
+
+        A removal that is cut short has removed some of them; the same call removes the rest.
+
+        Raises: FilterError, GalleryWriteError, GalleryBusyError; GalleryCorruptError for an item
+            that the index of attributes lists wrongly.
+        """
+        removed = 0
+        while True:
+            with self._writing() as writer:
+                some = writer.matching(where)[:_REMOVED_AT_ONCE]
+                if wrong := [i for i in writer.known(some) if not where.matches(i.attributes)]:
+                    raise GalleryCorruptError(
+                        f"Item {wrong[0].id} is listed under attributes that it does not have; it "
+                        "was not removed. Restore a backup: kinlens-index restore."
+                    )
+                removed += writer.remove(some)
+            if len(some) < _REMOVED_AT_ONCE:
+                return removed
 
     def compact(
         self,
@@ -132,7 +151,11 @@ class Gallery(GalleryReader):
     ) -> BackgroundCompaction:
         """From now on, compact in a thread of its own after changes that make it due."""
         if self._background is None:
-            self._background = BackgroundCompaction(self, on_error)
+            self._background = BackgroundCompaction(
+                self.needs_compaction,
+                lambda on_progress: self.compact(on_progress=on_progress),
+                on_error,
+            )
             self._background.nudge()
         return self._background
 

@@ -125,7 +125,8 @@ class GalleryReader(GalleryContents):
         options = options or _DEFAULTS
         queries = check_search(k, options, self.dim, queries)
         if options.where is not None:
-            return self._read(lambda reading: searching.nearest(reading, queries, k, options))
+            with self._reading() as reading:
+                return searching.nearest(reading, queries, k, options)
         snapshot = self._states.newest()
         return snapshot.nearest(queries, k, exact=options.exact, effort=options.effort)
 
@@ -138,7 +139,8 @@ class GalleryReader(GalleryContents):
         """
         options = options or _DEFAULTS
         queries = check_search(k, options, self.dim, queries)
-        return self._read(lambda reading: searching.search(reading, queries, k, options))
+        with self._reading() as reading:
+            return searching.search(reading, queries, k, options)
 
     def search_groups(
         self,
@@ -153,9 +155,8 @@ class GalleryReader(GalleryContents):
         """
         options = options or _DEFAULTS
         queries = check_search(k, options, self.dim, queries)
-        return self._read(
-            lambda reading: searching.search_groups(reading, queries, k, grouping, options)
-        )
+        with self._reading() as reading:
+            return searching.search_groups(reading, queries, k, grouping, options)
 
     def search_like(
         self,
@@ -169,9 +170,8 @@ class GalleryReader(GalleryContents):
         """
         options = options or _DEFAULTS
         check_options(k, options)
-        return self._read(
-            lambda reading: searching.search_like(reading, liked, disliked, k, options)
-        )
+        with self._reading() as reading:
+            return searching.search_like(reading, liked, disliked, k, options)
 
     def image(self, item_id: ItemId) -> ItemImage:
         """The indexed bytes of an item, read from the image root; BMP and TIFF become JPEG.

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
+from indexer.catalog.attributes import AttributeKind
 from indexer.filters.tree import Filter
 
 Ids = NDArray[np.int64]
@@ -48,6 +49,25 @@ class Item:
     sha256: str
     attributes: Mapping[str, AttributeValue]
     format: str
+
+
+MAX_COUNTED_VALUES = 50
+"""Values of an attribute that are counted, the most frequent first."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttributeFacts:
+    """How the values of an attribute are spread: what a page of filters is made of.
+
+    `values` are the most frequent ones with their numbers of items; None for numbers of which there
+    are too many to choose from. `minimum` and `maximum` are of numbers.
+    """
+
+    name: str
+    kind: AttributeKind
+    values: tuple[tuple[AttributeValue, int], ...] | None
+    minimum: float | None = None
+    maximum: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

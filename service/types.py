@@ -8,13 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
-from indexer.catalog.attribute_facts import AttributeFacts
 from indexer.catalog.attributes import Schema
 from indexer.contents import Page
 from indexer.facts import GalleryFacts
 from indexer.filters.tree import Filter
 from indexer.index.plan import IndexSettings
-from indexer.types import Entry, Group, Grouping, Item, Progress, SearchOptions, Written
+from indexer.types import (
+    AttributeFacts,
+    Entry,
+    Group,
+    Grouping,
+    Item,
+    Progress,
+    SearchOptions,
+    Written,
+)
 
 
 class ItemImage(Protocol):

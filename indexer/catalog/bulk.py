@@ -14,7 +14,6 @@ from indexer.catalog.schema import FIRST_STATE, INDEXES, NEW_FILE, TABLES, seal
 from indexer.catalog.write import (
     INSERT_ITEM,
     INSERT_VECTOR,
-    Totals,
     attribute_rows,
     item_row,
     vector_rows,
@@ -66,16 +65,14 @@ def _load(
     connection.execute("BEGIN")
     numbers: dict[str, int] = {}
     kinds: dict[str, AttributeKind] = {}
-    totals = Totals()
     size = 0
     for batch in _batches(entries):
-        _load_batch(connection, dim, batch, size + 1, kinds, numbers, totals)
+        _load_batch(connection, dim, batch, size + 1, kinds, numbers)
         size += len(batch)
         if on_progress:
             on_progress(len(batch))
     names = [(numbers[name], name, kind, 0) for name, kind in kinds.items()]
     connection.executemany("INSERT INTO names VALUES (?, ?, ?, ?)", names)
-    totals.write(connection)
     connection.execute("INSERT INTO attributes SELECT * FROM staged ORDER BY name, value, item")
     connection.execute(FIRST_STATE, (dim, 1, size, size * (size + 1) // 2))
     seal(connection)
@@ -92,7 +89,6 @@ def _load_batch(
     first: int,
     kinds: dict[str, AttributeKind],
     numbers: dict[str, int],
-    totals: Totals,
 ) -> None:
     vectors = checked_vectors(batch, dim)
     for entry in batch:
@@ -104,7 +100,6 @@ def _load_batch(
     connection.executemany(INSERT_VECTOR, vector_rows(first, vectors))
     rows = attribute_rows(numbers, {number: e.attributes for number, e in numbered})
     connection.executemany("INSERT INTO staged VALUES (?, ?, ?)", rows)
-    totals.add(rows)
 
 
 def _make_indexes(connection: sqlite3.Connection) -> None:

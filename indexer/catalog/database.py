@@ -4,14 +4,13 @@ write-ahead log: readers see one state each and are never kept waiting, writers 
 
 import contextlib
 import sqlite3
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 from embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
-from indexer.catalog.connections import KEEP_LOG_BYTES, Connections, Stamp, log_bytes
-from indexer.catalog.errors import BUSY_S, StaleReadError, error_code, read_error, write_error
+from indexer.catalog.errors import BUSY_S, error_code, read_error, write_error
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.schema import (
     FIRST_STATE,
@@ -24,19 +23,22 @@ from indexer.catalog.schema import (
 )
 from indexer.catalog.write import CatalogWriter
 
-__all__ = ["Catalog", "CatalogView", "CatalogWriter", "StaleReadError", "State"]
-
+_CACHE_KIB = 8192
+_KEEP_LOG_BYTES = 64 * 1024 * 1024
 _CHECKPOINT_S = 1.0  # how long a write that finds the log long waits for searches to end
 
 
 class Catalog:
     """An open catalogue; thread safe, and any number of processes may have it open."""
 
-    def __init__(self, path: Path, connections: Connections) -> None:
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        """Of a file that `open` has looked at, or will."""
         self.path = path
-        self._connections = connections
-        self._checked: set[int] = set()
-        self._log_limit = KEEP_LOG_BYTES
+        self._writable = writable
+        self._unchanged: _Stamp | None = None
+        self._idle: deque[sqlite3.Connection] = deque()
+        self._closed = False
+        self._log_limit = _KEEP_LOG_BYTES
 
     @classmethod
     def create(cls, path: Path, dim: int) -> None:
@@ -61,43 +63,41 @@ class Catalog:
     def open(cls, path: Path, *, writable: bool = False) -> "Catalog":
         """Open the file and check that it is a catalogue; `CatalogView.check` looks at all of it.
 
+        A file in a folder that this user cannot write is read without locks while it has no log,
+        and opened again when somebody has changed it: what is read in that moment may be refused
+        as damaged.
+
         Raises: GalleryCorruptError; GalleryError if it cannot be read.
         """
         if not path.is_file():
             raise GalleryCorruptError(f"{path} is missing. {RESTORE}.")
-        connections = Connections(path, writable=writable)
-        catalog = cls(path, connections)
+        catalog = cls(path, writable=writable)
         try:
-            catalog._check(may_be_unwritable=not writable)
+            catalog._check()
         except BaseException:
-            connections.close()
+            catalog.close()
             raise
         return catalog
 
     def reading(self) -> AbstractContextManager[CatalogView]:
         """A view of one state, for the length of the block.
 
-        Raises: GalleryCorruptError; GalleryError if the file cannot be read; at the end of the
-            block, StaleReadError if it was changed while this user could not lock it.
+        Raises: GalleryCorruptError; GalleryError if the file cannot be read.
         """
-        return _Reading(self.path, self._connections, self._checked)
+        return _Reading(self)
 
     def state(self) -> State:
         """Where the catalogue stands: half the time of a view, for those who read nothing else.
 
         Raises: as `reading`.
         """
-        idle, stamp = self._connections.idle(), self._connections.stamp
-        connection = idle.take()
+        connection = self._take()
         try:
-            state = CatalogView(connection, self._checked).state()
-        except (sqlite3.Error, GalleryError) as error:
-            raise _explained(self.path, self._connections, stamp, error) from error
+            return CatalogView(connection).state()
+        except sqlite3.Error as error:
+            raise read_error(self.path, error) from error
         finally:
-            idle.give_back(connection)
-        if self._connections.is_stale(stamp):
-            raise StaleReadError(self.path)
-        return state
+            self._give_back(connection)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[CatalogWriter]:
@@ -106,12 +106,11 @@ class Catalog:
 
         Raises: GalleryWriteError if they could not be written, GalleryCorruptError.
         """
-        idle = self._connections.idle()
-        connection = idle.take()
+        connection = self._take()
         try:
             try:
                 connection.execute("BEGIN IMMEDIATE")
-                yield CatalogWriter(connection, self._checked)
+                yield CatalogWriter(connection)
                 connection.execute("COMMIT")
             finally:
                 if connection.in_transaction:
@@ -120,15 +119,50 @@ class Catalog:
         except sqlite3.Error as error:
             raise write_error(self.path, error) from error
         finally:
-            idle.give_back(connection)
+            self._give_back(connection)
 
     def close(self) -> None:
-        """Close the connections of all threads; blocks that still run close theirs at their end."""
-        self._connections.close()
+        """Close the idle connections; blocks that still run close theirs at their end."""
+        self._closed = True
+        while self._idle:
+            self._idle.pop().close()
+
+    def _take(self) -> sqlite3.Connection:
+        """A connection that nobody else uses. Raises: GalleryError, GalleryCorruptError."""
+        if self._closed:
+            raise GalleryError(f"{self.path} is closed. Open the gallery again.")
+        if self._unchanged is not None and self._unchanged != _stamp(self.path):
+            self._read_without_locks()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._connected()
+
+    def _give_back(self, connection: sqlite3.Connection) -> None:
+        self._idle.append(connection)
+        if self._closed:
+            self.close()
+
+    def _connected(self) -> sqlite3.Connection:
+        mode = "rw" if self._writable else "ro"
+        is_immutable = self._unchanged is not None and not _log_bytes(self.path)
+        uri = f"{self.path.resolve().as_uri()}?mode={mode}{'&immutable=1' * is_immutable}"
+        try:
+            connection = sqlite3.connect(
+                uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            connection.execute(f"PRAGMA cache_size = {-_CACHE_KIB}")
+            if self._writable:
+                connection.execute("PRAGMA synchronous = FULL")
+                connection.execute("PRAGMA secure_delete = FAST")
+                connection.execute(f"PRAGMA journal_size_limit = {_KEEP_LOG_BYTES}")
+        except sqlite3.Error as error:
+            raise read_error(self.path, error) from error
+        return connection
 
     def _shorten_log(self, connection: sqlite3.Connection) -> None:
         """Where some search is always under way, SQLite alone never comes to the log's end."""
-        size = log_bytes(self.path)
+        size = _log_bytes(self.path)
         if size <= self._log_limit:
             return
         is_busy = 1
@@ -138,73 +172,80 @@ class Catalog:
             [(is_busy, _, _)] = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         connection.execute(f"PRAGMA busy_timeout = {BUSY_S * 1000:.0f}")
         # One long search is not to keep every write waiting.
-        self._log_limit = KEEP_LOG_BYTES + (size if is_busy else 0)
+        self._log_limit = _KEEP_LOG_BYTES + (size if is_busy else 0)
 
-    def _check(self, *, may_be_unwritable: bool) -> None:
+    def _check(self) -> None:
         try:
             with self.reading() as view:
-                check_schema(self.path, view._connection)
+                check_schema(self.path, view.connection)
                 view.state()
         except GalleryError as error:
-            if not may_be_unwritable or not _is_unwritable(self.path, error):
+            if self._writable or self._unchanged or not _is_unwritable(self.path, error):
                 raise
-            self._connections.expect_unwritable()
-            self._check(may_be_unwritable=False)
+            self._read_without_locks()
+            self._check()
+
+    def _read_without_locks(self) -> None:
+        self._unchanged = _stamp(self.path)
+        while self._idle:
+            self._idle.pop().close()
 
 
 class _Reading:
     """Entered at every search, so a class: a generator costs twice as much."""
 
-    __slots__ = ("_checked", "_connection", "_connections", "_idle", "_path", "_stamp", "_view")
+    __slots__ = ("_catalog", "_view")
 
-    def __init__(self, path: Path, connections: Connections, checked: set[int]) -> None:
-        self._path = path
-        self._connections = connections
-        self._checked = checked
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
 
     def __enter__(self) -> CatalogView:
-        self._idle = self._connections.idle()
-        self._stamp = self._connections.stamp
-        self._connection = self._idle.take()
+        connection = self._catalog._take()
         try:
-            self._connection.execute("BEGIN")
+            connection.execute("BEGIN")
         except sqlite3.Error as error:
-            self._idle.give_back(self._connection)
-            raise read_error(self._path, error) from error
-        self._view = CatalogView(self._connection, self._checked)
+            self._catalog._give_back(connection)
+            raise read_error(self._catalog.path, error) from error
+        self._view = CatalogView(connection)
         return self._view
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        connection = self._view.connection
+        del self._view.connection  # a view that outlives its block must fail
         try:
-            if self._connection.in_transaction:
-                self._connection.execute("COMMIT")
+            if connection.in_transaction:
+                connection.execute("COMMIT")
         except sqlite3.Error as second:
-            raise read_error(self._path, second) from second
+            raise read_error(self._catalog.path, second) from second
         finally:
-            # A view that outlives its block must fail, not read another state.
-            del self._view._connection
-            self._idle.give_back(self._connection)
-        if error is None:
-            if self._connections.is_stale(self._stamp):
-                raise StaleReadError(self._path)
-        elif isinstance(error, Exception):
-            better = _explained(self._path, self._connections, self._stamp, error)
-            if better is not error:
-                raise better from error
+            self._catalog._give_back(connection)
+        if isinstance(error, sqlite3.Error):
+            raise read_error(self._catalog.path, error) from error
 
 
-def _explained(
-    path: Path, connections: Connections, stamp: Stamp | None, error: Exception
-) -> Exception:
-    """The error to raise for one met while reading: itself, unless it is torn or SQLite's."""
-    if connections.is_stale(stamp, error):
-        return StaleReadError(path)
-    return read_error(path, error) if isinstance(error, sqlite3.Error) else error
+_Stamp = tuple[int, ...]
+
+
+def _stamp(path: Path) -> _Stamp:
+    """What a change of the catalogue changes."""
+    found: list[int] = []
+    for file in (path, _log(path)):
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            found += [status.st_mtime_ns, status.st_ino, status.st_size]
+    return tuple(found)
+
+
+def _log(path: Path) -> Path:
+    return path.with_name(f"{path.name}-wal")
+
+
+def _log_bytes(path: Path) -> int:
+    """The length of the write-ahead log, where changes stand at first."""
+    try:
+        return _log(path).stat().st_size
+    except OSError:
+        return 0
 
 
 def _is_unwritable(path: Path, error: GalleryError) -> bool:
@@ -213,5 +254,5 @@ def _is_unwritable(path: Path, error: GalleryError) -> bool:
     return (
         isinstance(cause, sqlite3.Error)
         and error_code(cause) in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-        and not log_bytes(path)
+        and not _log_bytes(path)
     )

@@ -4,7 +4,6 @@ import sqlite3
 from pathlib import Path
 
 from embedder.errors import (
-    GalleryBusyError,
     GalleryCorruptError,
     GalleryError,
     GalleryWriteError,
@@ -25,15 +24,6 @@ _WRITE_CURES = {
     sqlite3.SQLITE_CANTOPEN: "Give this user the right to write in its folder",
     sqlite3.SQLITE_BUSY: f"Another process has been writing for {BUSY_S:g} s: try again later",
 }
-
-
-class StaleReadError(GalleryBusyError):
-    """A catalogue was changed by another user while it was read without locks."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(
-            f"{path} was changed while it was read, and this user may not lock it. Search again."
-        )
 
 
 def error_code(error: sqlite3.Error) -> int:

@@ -1,12 +1,22 @@
-"""The tables of a catalogue, and what makes a SQLite file one."""
+"""The tables of a catalogue, and what makes a SQLite file one.
+
+Each row carries a checksum: SQLite notices damage to the structure of its pages alone, so without
+one a flipped bit would be a wrong vector or attribute. The index of attributes has none of its own;
+`CatalogView.check` compares it with the items.
+"""
 
 import sqlite3
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from embedder.errors import GalleryCorruptError
-from indexer.catalog.checksums import row_checksum
+from embedder.types import ItemId
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+_SAME_TABLES = 2
+"""The version before, which also kept a sum over each attribute; its files are read and written."""
 RESTORE = "Restore a backup: kinlens-index restore"
 
 # secure_delete: what is removed is overwritten, where that costs no further write.
@@ -19,8 +29,8 @@ PRAGMA user_version = {SCHEMA_VERSION};
 # items.added_seq: the write that added the item; changed_seq: the last one that changed it, so it
 # is never lower. items.attributes repeats the table `attributes` as JSON, to read an item in one
 # step. An attribute name has one kind for ever; booleans are stored as one byte.
-# Checksums (see catalog_checksums): crc, of its row; state.names, of all rows of `names`;
-# state.numbers, the sum of the numbers of all items; names.total, over its part of `attributes`.
+# crc is the checksum of its row; state.names that of all rows of `names`; state.numbers the sum of
+# the numbers of all items. names.total is not used any more.
 TABLES = """
 CREATE TABLE state (
     only INTEGER PRIMARY KEY CHECK (only = 1),
@@ -88,7 +98,7 @@ def seal(connection: sqlite3.Connection) -> None:
 def check_schema(path: Path, connection: sqlite3.Connection) -> None:
     """Raises: GalleryCorruptError for a file of another schema, by both numbers; sqlite3.Error."""
     [(version,)] = connection.execute("PRAGMA user_version").fetchall()
-    if version == SCHEMA_VERSION:
+    if version in (SCHEMA_VERSION, _SAME_TABLES):
         return
     if version == 1:
         cure = "Bring it over: kinlens-index import OLD --out NEW."
@@ -99,3 +109,21 @@ def check_schema(path: Path, connection: sqlite3.Connection) -> None:
     raise GalleryCorruptError(
         f"{path} has schema {version}, this version reads {SCHEMA_VERSION}. {cure}"
     )
+
+
+def row_checksum(row: Sequence[Any]) -> int:
+    """Of a short row, or of several."""
+    return zlib.crc32(repr(row).encode("utf-8", "surrogatepass"))
+
+
+def item_checksum(
+    number: ItemId, key: str, path: str, sha256: bytes, format_: str, attributes: str
+) -> int:
+    """Of a row of `items`; `attributes` is the JSON. Raises: TypeError for a damaged sha256."""
+    text = f"{number}\0{key}\0{path}\0{format_}\0{attributes}"
+    return zlib.crc32(text.encode(), zlib.crc32(sha256))
+
+
+def vector_checksum(number: ItemId, vector: bytes) -> int:
+    """Of a row of `vectors`; it begins with the number, so that rows cannot be mixed up."""
+    return zlib.crc32(vector, number)

@@ -2,26 +2,20 @@
 
 import json
 import sqlite3
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from embedder.errors import InvalidParameterError, ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings, ItemId
 from indexer.catalog.attributes import AttributeKind
-from indexer.catalog.checksums import (
-    AttributeRow,
-    Stored,
-    as_int64,
-    attributes_total,
-    item_checksum,
-    vector_checksum,
-)
 from indexer.catalog.entries import checked_vectors, learn_kinds, with_stored
 from indexer.catalog.read import CatalogView
-from indexer.catalog.schema import seal
+from indexer.catalog.schema import SCHEMA_VERSION, item_checksum, seal, vector_checksum
 from indexer.filters.sql import stored
 from indexer.types import Entry, Ids, Item, Written
+
+AttributeRow = tuple[int, str | int | float | bytes, ItemId]
+"""The number of a name, a value, and the number of an item."""
 
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
@@ -37,38 +31,14 @@ _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 
 
-class Totals:
-    """What is to be added to the totals of attribute names, by the number of the name."""
-
-    def __init__(self) -> None:
-        self._totals: defaultdict[int, int] = defaultdict(int)
-
-    def add(self, rows: Iterable[AttributeRow], sign: int = 1) -> None:
-        """Rows that have come; or gone, with `sign` -1."""
-        sums: defaultdict[tuple[int, Stored], int] = defaultdict(int)
-        for name, value, item in rows:
-            sums[name, value] += item
-        for (name, value), items in sums.items():
-            self._totals[name] += sign * attributes_total(((name, value, items),))
-
-    def write(self, connection: sqlite3.Connection) -> None:
-        """Add them to what is stored. Raises: sqlite3.Error."""
-        for number, change in self._totals.items():
-            [(total,)] = connection.execute("SELECT total FROM names WHERE id = ?", (number,))
-            row = (as_int64(total + change), number)
-            connection.execute("UPDATE names SET total = ? WHERE id = ?", row)
-        self._totals.clear()
-
-
 class CatalogWriter(CatalogView):
     """A view that also writes. All its changes have one `seq`. Leave the block on an exception."""
 
-    __slots__ = ("_kinds", "_numbers", "_seq", "_totals")
+    __slots__ = ("_kinds", "_numbers", "_seq")
 
-    def __init__(self, connection: sqlite3.Connection, checked: set[int]) -> None:
-        super().__init__(connection, checked)
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        super().__init__(connection)
         self._seq: int | None = None
-        self._totals = Totals()
         rows = self._names()
         self._numbers: dict[str, int] = {name: number for number, name, _, _ in rows}
         self._kinds: dict[str, AttributeKind] = {name: kind for _, name, kind, _ in rows}
@@ -100,7 +70,7 @@ class CatalogWriter(CatalogView):
             self._insert([entries[n] for n in new], vectors[new])
             for item, entry in updated:
                 self._set(item, entry.attributes, entry.path, entry.format)
-            self._seal()
+            seal(self.connection)
         return Written(
             added=len(new) - len(replaced),
             replaced=len(replaced),
@@ -134,7 +104,7 @@ class CatalogWriter(CatalogView):
                 self._set(item, attributes, item.path, item.format)
                 differ += 1
         if differ:
-            self._seal()
+            seal(self.connection)
         return differ
 
     def remove(self, ids: Sequence[ItemId] | Ids) -> int:
@@ -147,8 +117,8 @@ class CatalogWriter(CatalogView):
             self._many("DELETE FROM items WHERE id = ?", numbers)
             self._many("DELETE FROM vectors WHERE id = ?", numbers)
             self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, number) for number in items])
-            self._connection.execute(_GROW, (-len(items), -sum(items)))
-            self._seal()
+            self.connection.execute(_GROW, (-len(items), -sum(items)))
+            seal(self.connection)
         return len(items)
 
     def adopt_segment(self, name: str | None, seq: int) -> None:
@@ -163,9 +133,9 @@ class CatalogWriter(CatalogView):
                 f"Segment {name} is of state {seq}, the catalogue is between {state.segment_seq} "
                 f"(its segment) and {state.seq}. Compact again."
             )
-        self._connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
-        self._connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
-        self._seal()
+        self.connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
+        self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
+        seal(self.connection)
 
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
         seq = self._next_seq()
@@ -177,31 +147,27 @@ class CatalogWriter(CatalogView):
         self._many(INSERT_VECTOR, vector_rows(first, vectors))
         self._index({number: entry.attributes for number, entry in numbered})
         numbers = sum(number for number, _ in numbered)
-        self._connection.execute(_GROW, (len(entries), numbers))
+        self.connection.execute(_GROW, (len(entries), numbers))
 
     def _set(self, item: Item, attributes: Attributes, path: str, format_: str) -> None:
         text = attributes_text(attributes)
         content = bytes.fromhex(item.sha256)
         crc = item_checksum(item.id, item.key, path, content, format_, text)
         row = (path, format_, text, self._next_seq(), crc, item.id)
-        self._connection.execute(_UPDATE_ITEM, row)
+        self.connection.execute(_UPDATE_ITEM, row)
         self._unindex({item.id: item.attributes})
         self._index({item.id: attributes})
 
     def _index(self, items: Mapping[ItemId, Attributes]) -> None:
-        rows = attribute_rows(self._numbers, items)
-        self._many(_INSERT_ATTRIBUTE, rows)
-        self._totals.add(rows)
+        self._many(_INSERT_ATTRIBUTE, attribute_rows(self._numbers, items))
 
     def _unindex(self, items: Mapping[ItemId, Attributes]) -> None:
-        rows = attribute_rows(self._numbers, items)
-        self._many(_DELETE_ATTRIBUTE, rows)
-        self._totals.add(rows, -1)
+        self._many(_DELETE_ATTRIBUTE, attribute_rows(self._numbers, items))
 
     def _learn(self, kinds: Mapping[str, AttributeKind]) -> None:
         """Store the names that are new."""
         for name in kinds.keys() - self._kinds.keys():
-            cursor = self._connection.execute(
+            cursor = self.connection.execute(
                 "INSERT INTO names (name, kind, total) VALUES (?, ?, 0) RETURNING id",
                 (name, kinds[name]),
             )
@@ -211,17 +177,14 @@ class CatalogWriter(CatalogView):
     def _next_seq(self) -> int:
         """The number of this write, counted when it first changes something."""
         if self._seq is None:
+            if self._all("PRAGMA user_version") != [(SCHEMA_VERSION,)]:
+                self.connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             rows = self._all("UPDATE state SET seq = seq + 1 RETURNING seq")
             self._seq = int(rows[0][0])
         return self._seq
 
-    def _seal(self) -> None:
-        """The checksums of what has changed; what is read afterwards fits them again."""
-        self._totals.write(self._connection)
-        seal(self._connection)
-
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
-        self._connection.executemany(sql, rows)
+        self.connection.executemany(sql, rows)
 
 
 def item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:

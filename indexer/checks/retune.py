@@ -34,7 +34,7 @@ def tune_gallery(path: Path | str, queries: Embeddings, target: float | None = N
     """
     folder = GalleryFolder(path)
     generation = folder.current()
-    with folder.writing(generation.name), alone(generation, wait=True):
+    with alone(generation, wait=True):
         place = generation / SEGMENTS / _segment_of(generation)
         segment = open_segment(place, "cpu", verify_hashes=None)
         manifest = segment.manifest
@@ -43,7 +43,8 @@ def tune_gallery(path: Path | str, queries: Embeddings, target: float | None = N
         wanted = manifest.target_recall if target is None else target
         check_target(manifest.kind, wanted)
         tuned = tune(segment.index, queries, wanted)
-        _store(place, segment, tuned, wanted)
+        with folder.writing(generation.name):
+            _store(place, segment, tuned, wanted)
     return tuned
 
 

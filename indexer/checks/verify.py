@@ -1,6 +1,5 @@
 """Check a gallery: its files, that every item finds itself, that a search finds its neighbours."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from embedder.errors import ImageError, ItemNotFoundError, SourceError
+from embedder.errors import ImageError, SourceError
 from embedder.session import Embedder
-from embedder.types import Embeddings, Hit
+from embedder.types import Embeddings
 from indexer.checks.integrity import check_files
 from indexer.checks.recall import Recall, measured_recall, own_recall
 from indexer.folder.layout import GalleryFolder
@@ -19,13 +18,14 @@ from indexer.folder.manifest import read_manifest
 from indexer.gallery import Gallery
 from indexer.ingest.pictures import source_bytes
 from indexer.live.ranking import check_search
-from indexer.types import Entry, Item, Progress, SearchOptions
+from indexer.types import Ids, Item, Progress, SearchOptions
 
 EXHAUSTIVE_UP_TO = 10_000
 """Larger galleries are sampled unless another number is asked for."""
 
 _SAMPLE = 1_000
-_CHUNK = 64
+_CHUNK = 1_024
+_IMAGES = 64  # embedded at a time
 _SAME_SCORE = 1e-5  # two vectors of one image differ by rounding, on another device a little more
 _SAME_IMAGE = 0.999
 
@@ -103,26 +103,26 @@ def verify_gallery(
     expected = None if embedder is None else embedder.bundle_id
     gallery = Gallery.open(path, expected_bundle_id=expected, image_root=settings.image_root)
     try:
-        ids = sampled([item.id for item in gallery.items()], settings.sample)
+        ids = sampled(gallery.ids(), settings.sample)
         problems: list[Problem] = []
         checked = 0
         for start in range(0, len(ids), _CHUNK):
-            chunk = _live(gallery, ids[start : start + _CHUNK])
-            problems += _check(gallery, chunk, embedder)
-            checked += len(chunk)
+            chunk = ids[start : start + _CHUNK].tolist()
+            items, vectors = gallery.items_at(chunk)
+            problems += _check(gallery, items, vectors, embedder)
+            checked += len(items)
             if on_progress is not None:
-                on_progress(len(ids[start : start + _CHUNK]))
+                on_progress(len(chunk))
         recall = _recall(gallery, ids, settings.queries)
         return _report(gallery, embedder, settings, checked, problems, recall)
     finally:
         gallery.close()
 
 
-def sampled(ids: Sequence[int], sample: int | None = None) -> list[int]:
+def sampled(ids: Ids, sample: int | None = None) -> Ids:
     """`sample` of the item numbers, the same ones each time; None: all, or 1,000 of many."""
     count = sample_size(len(ids), sample)
-    chosen: list[int] = np.random.default_rng(0).choice(ids, count, replace=False).tolist()
-    return sorted(chosen)
+    return np.sort(np.random.default_rng(0).choice(ids, count, replace=False))
 
 
 def sample_size(size: int, sample: int | None = None) -> int:
@@ -131,92 +131,85 @@ def sample_size(size: int, sample: int | None = None) -> int:
     return min(size, wanted)
 
 
-def _live(gallery: Gallery, ids: Sequence[int]) -> list[tuple[Item, Entry]]:
-    """Items and their vectors, without those that were removed or replaced meanwhile."""
-    found = []
-    for number in ids:
-        with contextlib.suppress(ItemNotFoundError):
-            item = gallery.item(number)
-            [entry] = gallery.entries([item.key])
-            if entry.sha256 == item.sha256:
-                found.append((item, entry))
-    return found
-
-
 def _check(
-    gallery: Gallery, stored: Sequence[tuple[Item, Entry]], embedder: Embedder | None
+    gallery: Gallery, items: Sequence[Item], vectors: Embeddings, embedder: Embedder | None
 ) -> list[Problem]:
     if embedder is None:
-        return _self_search(gallery, stored, [entry.vector for _, entry in stored])
+        return _self_search(gallery, items, vectors, vectors)
     tensors, readable, problems = [], [], []
-    for item, entry in stored:
+    for row, item in enumerate(items):
         try:
             tensors.append(embedder.preprocess(source_bytes(gallery.image_root, item)))
-            readable.append((item, entry))
+            readable.append(row)
         except (OSError, SourceError, ImageError) as error:
             problems.append(Problem(key=item.key, reason=f"Its image cannot be used: {error}"))
-    if readable:
-        problems += _self_search(gallery, readable, list(embedder.embed(np.stack(tensors))))
+    for start in range(0, len(readable), _IMAGES):
+        rows = readable[start : start + _IMAGES]
+        queries = embedder.embed(np.stack(tensors[start : start + _IMAGES]))
+        problems += _self_search(gallery, [items[row] for row in rows], vectors[rows], queries)
     return problems
 
 
 def _self_search(
-    gallery: Gallery,
-    stored: Sequence[tuple[Item, Entry]],
-    queries: Sequence[NDArray[np.float32]],
+    gallery: Gallery, items: Sequence[Item], vectors: Embeddings, queries: Embeddings
 ) -> list[Problem]:
-    if not stored:
-        return []
-    vectors = np.stack([entry.vector for _, entry in stored])
-    own_scores = (np.stack(queries) * vectors).sum(axis=1).tolist()
-    answers = gallery.search(np.stack(queries), k=1)
-    problems = []
-    for (item, _), query, own_score, hits in zip(stored, queries, own_scores, answers, strict=True):
-        reason = _fault(gallery, item, query, own_score, hits)
-        if reason is not None and own_score >= _SAME_IMAGE:
-            # An approximate index may miss a few; only one that an exact search misses is wrong.
-            [hits] = gallery.search(query[None], k=1, options=SearchOptions(exact=True))
-            reason = _fault(gallery, item, query, own_score, hits)
-        if reason is not None:
-            problems.append(Problem(key=item.key, reason=reason))
-    return problems
-
-
-def _fault(
-    gallery: Gallery,
-    item: Item,
-    query: NDArray[np.float32],
-    own_score: float,
-    hits: Sequence[Hit],
-) -> str | None:
-    if own_score < _SAME_IMAGE:
-        return f"Its stored vector has cosine {own_score:.4f} to its image, expected 1."
-    if not hits:
-        return "It finds nothing."
-    [best] = hits
-    stored = _live(gallery, [best.id])
-    if not stored:
-        return None  # removed or replaced meanwhile
-    [(found, entry)] = stored
-    expected = float(query @ entry.vector)
-    if abs(best.score - expected) > _SAME_SCORE:
-        return (
-            f"The index compares it with {best.key!r} as {best.score:.6f}, but the stored vectors "
-            f"give {expected:.6f}. Make the index again: kinlens-index compact GALLERY --rebuild."
+    """Faults of items (N) with stored `vectors` (N, D), each searched for with its query (N, D)."""
+    own_scores = (queries * vectors).sum(axis=1)
+    faults = {
+        row: f"Its stored vector has cosine {own_scores[row]:.4f} to its image, expected 1."
+        for row in np.flatnonzero(own_scores < _SAME_IMAGE).tolist()
+    }
+    rows = [row for row in range(len(items)) if row not in faults]
+    # An approximate index may miss a few; only what an exact search misses is wrong.
+    for exact in (False, True):
+        found = _not_first(
+            gallery, [items[n] for n in rows], queries[rows], own_scores[rows], exact
         )
-    if abs(best.score - own_score) <= _SAME_SCORE or found.sha256 == item.sha256:
-        return None  # itself, a copy, or one with an equal vector
-    return f"It finds {best.key!r} ({best.score:.6f}) in place of itself ({own_score:.6f})."
+        rows, reasons = [rows[n] for n in found], [*found.values()]
+    faults |= dict(zip(rows, reasons, strict=True))
+    return [Problem(key=items[row].key, reason=faults[row]) for row in sorted(faults)]
 
 
-def _recall(gallery: Gallery, ids: Sequence[int], queries: Embeddings | None) -> Recall:
+def _not_first(
+    gallery: Gallery,
+    items: Sequence[Item],
+    queries: Embeddings,
+    own_scores: NDArray[np.float32],
+    exact: bool,
+) -> dict[int, str]:
+    """Of items (N) those that a search for their query (N, D) does not find first, and why."""
+    if not items:
+        return {}
+    answers = gallery.search(queries, 1, SearchOptions(exact=exact))
+    best, vectors = gallery.items_at({hits[0].id for hits in answers if hits})
+    stored = {item.id: (item, vector) for item, vector in zip(best, vectors, strict=True)}
+    faults = {}
+    for row, (item, hits) in enumerate(zip(items, answers, strict=True)):
+        if not hits:
+            faults[row] = "It finds nothing."
+        elif hits[0].id in stored:  # else removed or replaced meanwhile
+            score, own_score = hits[0].score, float(own_scores[row])
+            found, vector = stored[hits[0].id]
+            expected = float(queries[row] @ vector)
+            if abs(score - expected) > _SAME_SCORE:
+                faults[row] = (
+                    f"The index compares it with {found.key!r} as {score:.6f}, but the stored "
+                    f"vectors give {expected:.6f}. Make the index again: kinlens-index compact "
+                    "GALLERY --rebuild."
+                )
+            elif abs(score - own_score) > _SAME_SCORE and found.sha256 != item.sha256:
+                # neither itself, nor a copy, nor one with an equal vector
+                faults[row] = (
+                    f"It finds {found.key!r} ({score:.6f}) in place of itself ({own_score:.6f})."
+                )
+    return faults
+
+
+def _recall(gallery: Gallery, ids: Ids, queries: Embeddings | None) -> Recall:
     if queries is not None:
         return measured_recall(gallery, queries)
-    own = _live(gallery, ids[:_SAMPLE])
-    if not own:
-        return Recall(1.0, 0, 0)
-    vectors = np.stack([entry.vector for _, entry in own])
-    return own_recall(gallery, [item.id for item, _ in own], vectors)
+    own, vectors = gallery.items_at(ids[:_SAMPLE].tolist())
+    return own_recall(gallery, [item.id for item in own], vectors) if own else Recall(1.0, 0, 0)
 
 
 def _report(

@@ -21,7 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from embedder.errors import GalleryBusyError, GalleryCorruptError, GalleryError
-from indexer.catalog.database import Catalog, State
+from indexer.catalog.database import Catalog
+from indexer.catalog.read import State
 from indexer.folder.backup_files import (
     CATALOG,
     REPORT,

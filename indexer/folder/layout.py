@@ -4,11 +4,13 @@ gallery/
   CURRENT              the name of the current generation
   LOCK                 held while a build runs
   WRITE                shared by writes, held alone while a build replaces the gallery
+  TURN                 passed by a write on its way to WRITE, held by a build that waits for it
   work.sqlite          vectors of a build that has not been published yet
   versions/<name>/     a generation: what one build made, and every change since
 """
 
 import contextlib
+import os
 import re
 import shutil
 import sqlite3
@@ -24,19 +26,20 @@ from embedder.errors import (
     GalleryWriteError,
 )
 from indexer.folder.durable import make_folder, rename, sync, sync_tree
-from indexer.folder.locks import exclusive, holder, in_use, shared
+from indexer.folder.locks import exclusive, hold, holder, in_use, shared
 from indexer.folder.manifest import MANIFEST, SHORT
 
 _CURRENT = "CURRENT"
 _LOCK = "LOCK"
 _WRITE = "WRITE"
+_TURN = "TURN"
 _WORK = "work.sqlite"
 _VERSIONS = "versions"
 _STAGE = ".stage-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _STAGE_NAME = re.compile(rf"{re.escape(_STAGE)}[0-9a-z_]+")
 _OWN_NAMES = {
-    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _VERSIONS),
+    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS),
     *(f"{_WORK}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
 }
 
@@ -91,7 +94,8 @@ class GalleryFolder:
                     "Wait for it to finish, or choose another folder with --out."
                 )
             with disk_errors_explained(self.path):
-                # Writes hold it for moments only, so this wait is short.
+                # Writes hold it for moments only; no new one comes while their turn is held.
+                held.enter_context(exclusive(self.path / _TURN, wait=True))
                 held.enter_context(exclusive(self.path / _WRITE, wait=True))
             yield
 
@@ -103,7 +107,8 @@ class GalleryFolder:
         """
         with contextlib.ExitStack() as held:
             try:
-                is_free = held.enter_context(shared(self.path / _WRITE))
+                with shared(self.path / _TURN) as is_free:
+                    is_free = is_free and held.enter_context(shared(self.path / _WRITE))
             except OSError as error:
                 raise GalleryWriteError(
                     f"The gallery {self.path} cannot be changed: {error.strerror}. Check that this "
@@ -125,16 +130,21 @@ class GalleryFolder:
     def stage(self) -> Iterator[Path]:
         """An empty folder to write a new generation in; gone afterwards unless it was published.
 
-        What interrupted builds left over goes first, and so does every generation but the current
-        one, unless somebody has it open.
+        Every generation but the current one goes first, unless somebody has it open.
         """
-        for folder in self._versions.iterdir():
-            if is_stage(folder):
-                shutil.rmtree(folder, ignore_errors=True)
         current = self.current_name()
         # Where CURRENT is damaged or gone, any generation may be the one to go back to.
         if current in {folder.name for folder in self._generations()}:
             self._prune(keep={current})
+        with self.aside() as stage:
+            yield stage
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Path]:
+        """An empty folder beside the generations; what interrupted builds left over goes first."""
+        for folder in self._versions.iterdir():
+            if is_stage(folder) and not in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
         with staged(self._versions) as stage:
             yield stage
 
@@ -199,11 +209,15 @@ class GalleryFolder:
 
 @contextlib.contextmanager
 def staged(parent: Path) -> Iterator[Path]:
-    """An empty folder below `parent` to write aside in; gone afterwards unless it was renamed."""
+    """An empty folder below `parent` to write aside in, marked as in use; gone afterwards unless
+    it was renamed.
+    """
     stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=parent))
+    descriptor = hold(stage)
     try:
         yield stage
     finally:
+        os.close(descriptor)
         shutil.rmtree(stage, ignore_errors=True)
 
 

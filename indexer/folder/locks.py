@@ -45,7 +45,7 @@ def hold(folder: Path) -> int:
     """Mark a folder as being read, until the returned descriptor is closed. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a file system without locks; pruning then does not wait
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # `in_use` holds it for a moment
     return descriptor
 
 

@@ -9,7 +9,8 @@ segments/<name>/
 Held-out queries are left out of the index while it is tuned, then added: they come last.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
@@ -35,8 +36,6 @@ from indexer.index.segment_manifest import (
 )
 from indexer.index.tune import Tuned, tune
 from indexer.types import Ids, Progress
-
-__all__ = ["Segment", "SegmentManifest", "write_segment"]
 
 HELD_OUT = 1000
 """Queries that are held out to tune with; at most one in ten vectors."""
@@ -92,23 +91,25 @@ class Segment:
         self.index.close()
 
 
-def write_segment(
-    folder: Path,
-    seq: int,
-    ids: Ids,
-    batches_of: Callable[[], Batches],
-    settings: IndexSettings,
-    on_progress: Progress | None = None,
-) -> SegmentManifest:
-    """Index the items `ids` (N,), ascending, N >= 1, into the empty `folder`; nothing is synced.
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The vectors of a segment to be: on the disk in their order, and the index that they get."""
 
-    `batches_of()` gives these items and their vectors, in this order. `on_progress` is called with
-    how many more vectors are indexed, N in all.
+    plan: Plan
+    held_out: int
+    files: dict[str, FileFacts]
+    started: float
 
-    Raises: PlanError, RecallError, GalleryCorruptError, ProviderError, OSError.
+
+def write_vectors(folder: Path, ids: Ids, batches: Batches, settings: IndexSettings) -> Vectors:
+    """Write the vectors of the items `ids` (N,), ascending, N >= 1, into the empty `folder`.
+
+    `batches` gives these items and their vectors, in this order. Nothing is synced.
+
+    Raises: PlanError, GalleryCorruptError, OSError.
     """
     started = perf_counter()
-    batches = iter(batches_of())
+    batches = iter(batches)
     first = next(batches, None)
     if first is None:
         raise _out_of_step(ids, 0)
@@ -119,24 +120,41 @@ def write_segment(
         VECTORS: _write_vectors(folder / VECTORS, ids, is_held, chain([first], batches), dim),
         IDS: _write_array(folder / IDS, np.concatenate([ids[~is_held], ids[is_held]])),
     }
-    vectors = mapped(folder / VECTORS, np.float32, (len(ids), dim))
-    held_out = int(is_held.sum())
-    index, tuned = _indexed(plan, vectors, held_out, settings.target_recall, on_progress)
+    return Vectors(plan, int(is_held.sum()), files, started)
+
+
+def write_segment(
+    folder: Path,
+    seq: int,
+    written: Vectors,
+    settings: IndexSettings,
+    on_progress: Progress | None = None,
+) -> SegmentManifest:
+    """Index what `write_vectors` has written into `folder`, and write the manifest.
+
+    `on_progress` is called with how many more vectors are indexed, N in all.
+
+    Raises: RecallError, ProviderError, OSError.
+    """
+    plan, files = written.plan, dict(written.files)
+    vectors = mapped(folder / VECTORS, np.float32, (plan.n, plan.dim))
+    target = settings.target_recall
+    index, tuned = _indexed(plan, vectors, written.held_out, target, on_progress)
     if plan.kind != "flat":
         files[INDEX] = index.save(folder / INDEX)
     index.close()
     manifest = SegmentManifest(
         seq=seq,
-        size=len(ids),
-        dim=dim,
+        size=plan.n,
+        dim=plan.dim,
         kind=plan.kind,
         parameters=dict(plan.parameters),
         effort=tuned.effort.value,
         k_factor=tuned.effort.k_factor,
         recall=tuned.recall,
-        target_recall=settings.target_recall,
-        held_out=held_out,
-        build_s=perf_counter() - started,
+        target_recall=target,
+        held_out=written.held_out,
+        build_s=perf_counter() - written.started,
         settings=settings,
         files=files,
     )

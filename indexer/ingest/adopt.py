@@ -1,16 +1,13 @@
 """Adopt: the state of one gallery becomes the next generation of another, in one step."""
 
 import contextlib
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from embedder.errors import GalleryBusyError
 from indexer.folder.backup import backup
 from indexer.folder.durable import sync_tree
-from indexer.folder.layout import GalleryFolder, disk_errors_explained, is_stage, staged
-from indexer.folder.locks import hold, in_use
+from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import SHORT, GalleryManifest, read_manifest, write_manifest
 from indexer.reader import GalleryReader
 from indexer.types import Progress
@@ -45,7 +42,7 @@ def adopt(
         held.callback(current.close)
         _refuse_other(folder, current, expected_version)
         held.enter_context(disk_errors_explained(folder.path))
-        stage = held.enter_context(_stage(folder))
+        stage = held.enter_context(folder.aside())
         copy = stage / "copy"
         backup(source, copy, on_progress)
         made = GalleryFolder(copy).current()
@@ -63,19 +60,6 @@ def adopt(
                 catch_up(copy)
             folder.publish(made, manifest.generation)
     return manifest
-
-
-@contextlib.contextmanager
-def _stage(folder: GalleryFolder) -> Iterator[Path]:
-    """An empty folder beside the generations, marked as in use; left-overs of others go first."""
-    versions = folder.current().parent
-    for other in versions.iterdir():
-        if is_stage(other) and not in_use(other):
-            shutil.rmtree(other, ignore_errors=True)
-    with contextlib.ExitStack() as held:
-        stage = held.enter_context(staged(versions))
-        held.callback(os.close, hold(stage))
-        yield stage
 
 
 def _refuse_other(

@@ -8,7 +8,7 @@ from pathlib import Path
 from embedder.errors import SourceError
 from embedder.types import AttributeValue
 from indexer.catalog.attributes import AttributeKind, Schema
-from indexer.ingest.values import parse_value, split_kind
+from indexer.ingest.values import BOOLEANS, parse_value, split_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Row:
 def read_table(file: Path, required: Sequence[str], kinds: Schema) -> Iterator[Row]:
     """The rows below the header of `file`, whose columns `required` stay text.
 
-    A column `price:number` has that type, a plain `price` the one in `kinds`, or is text.
+    A column `price:number` has that type, a plain `price` the one in `kinds`, or is text; true and
+    false as text are refused, since a boolean was meant.
 
     Raises: SourceError for a missing file, column or value, and a value of another type.
     """
@@ -55,7 +56,7 @@ def _row(
     file: Path,
     line: int,
     row: list[str],
-    columns: Mapping[str, AttributeKind],
+    columns: Mapping[str, AttributeKind | None],
     required: Sequence[str],
 ) -> Row:
     place = f"{file}:{line}"
@@ -70,11 +71,16 @@ def _row(
     return Row(line, place, cells, values)
 
 
-def _value(text: str, name: str, kind: AttributeKind, place: str) -> AttributeValue | None:
-    if kind != "text" and not text.strip():
+def _value(text: str, name: str, kind: AttributeKind | None, place: str) -> AttributeValue | None:
+    if kind not in ("text", None) and not text.strip():
         return None
+    if kind is None and text.strip().lower() in BOOLEANS:
+        raise SourceError(
+            f"{place}: column {name} has {text!r} and no type. Name the column {name}:boolean, or "
+            f"{name}:text to keep the word."
+        )
     try:
-        return parse_value(text, kind)
+        return parse_value(text, kind or "text")
     except ValueError as error:
         raise SourceError(
             f"{place}: column {name} has {text!r}, {error}. Mend the value, leave it empty, or "
@@ -84,8 +90,10 @@ def _value(text: str, name: str, kind: AttributeKind, place: str) -> AttributeVa
 
 def _checked_columns(
     file: Path, header: Sequence[str], required: Sequence[str], kinds: Schema
-) -> dict[str, AttributeKind]:
-    """The kind of each column by its name, in the order of the header."""
+) -> dict[str, AttributeKind | None]:
+    """The kind of each column by its name, in the order of the header; None: text unless it looks
+    like something else.
+    """
     columns = [_column(file, typed, required, kinds) for typed in header]
     names = [name for name, _ in columns]
     missing = [name for name in required if name not in names]
@@ -104,7 +112,7 @@ def _checked_columns(
 
 def _column(
     file: Path, typed: str, required: Sequence[str], kinds: Schema
-) -> tuple[str, AttributeKind]:
+) -> tuple[str, AttributeKind | None]:
     if typed.strip() in required:
         return typed.strip(), "text"
     try:
@@ -117,4 +125,4 @@ def _column(
             f"{file}: the column {typed.strip()} does not fit the gallery, where {name} is a "
             f"{known}. Name the column {name}, or give the attribute another name."
         )
-    return name, kind or known or "text"
+    return name, kind or known

@@ -10,9 +10,10 @@ from indexer.catalog.attributes import AttributeKind
 KINDS: tuple[AttributeKind, ...] = get_args(AttributeKind)
 """Every kind of attribute, as it stands after the colon of a typed name."""
 
-_WHOLE = re.compile(r"[+-]?\d{1,15}")
+_WHOLE = re.compile(r"[+-]?\d+")
 _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_BOOLEANS = {"true": True, "false": False}
+_DIGITS = 100  # with all its leading zeros
+BOOLEANS = {"true": True, "false": False}
 
 
 def parse_value(text: str, kind: AttributeKind) -> AttributeValue:
@@ -21,10 +22,12 @@ def parse_value(text: str, kind: AttributeKind) -> AttributeValue:
     if kind == "text":
         return text
     if kind == "boolean":
-        if word.lower() not in _BOOLEANS:
+        if word.lower() not in BOOLEANS:
             raise ValueError("expected true or false")
-        return _BOOLEANS[word.lower()]
+        return BOOLEANS[word.lower()]
     if _WHOLE.fullmatch(word):
+        if len(word) > _DIGITS or not -(2**63) <= int(word) < 2**63:
+            raise ValueError("expected a whole number of 64 bits, or one with a point, as 1.5e20")
         return int(word)
     if not _DECIMAL.fullmatch(word) or not math.isfinite(float(word)):
         raise ValueError("expected a finite number such as 12 or 12.5, with a point")

@@ -3,36 +3,33 @@
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from embedder.errors import GalleryBusyError, GalleryError, KinlensError
+from indexer.types import Progress
 
 _RETRY_S = 30.0
 _LONGEST_PAUSE_S = 3600.0
-
-
-class Compactable(Protocol):
-    """What is compacted: `indexer.gallery.Gallery`."""
-
-    def needs_compaction(self) -> str | None: ...
-    def compact(self) -> object: ...
+_CLOSE_S = 2.0
 
 
 class BackgroundCompaction:
     """Looks after a gallery from the first `nudge` until it is closed.
 
-    A failure is logged, kept in `last_error` and handed to `on_error`. It is tried again after a
+    `due` says why a compaction is due, or None; `compact` does it and reports its progress. A
+    failure is logged, kept in `last_error` and handed to `on_error`. It is tried again after a
     pause that doubles each time, up to an hour.
     """
 
     def __init__(
         self,
-        gallery: Compactable,
+        due: Callable[[], str | None],
+        compact: Callable[[Progress], object],
         on_error: Callable[[KinlensError], None] | None = None,
         retry_s: float = _RETRY_S,
     ) -> None:
         self.last_error: KinlensError | None = None
-        self._gallery = gallery
+        self._due = due
+        self._compact = compact
         self._on_error = on_error
         self._pause_s = self._retry_s = retry_s
         self._nudged = threading.Event()
@@ -45,17 +42,20 @@ class BackgroundCompaction:
         self._nudged.set()
 
     def close(self) -> None:
-        """End, after the compaction that is running."""
+        """End. A compaction under way is given up at its next step; a step that takes long, such as
+        training the index, is not waited for: it ends in the background, and what it has made is
+        used or removed by the next compaction.
+        """
         self._closed.set()
         self._nudged.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while self._nudged.wait() and not self._closed.is_set():
             self._nudged.clear()
             try:
-                if self._gallery.needs_compaction():
-                    self._gallery.compact()
+                if self._due():
+                    self._compact(self._step)
                 self.last_error = None
                 self._pause_s = self._retry_s
             except GalleryBusyError:
@@ -72,7 +72,13 @@ class BackgroundCompaction:
                 )
                 self._again()
 
+    def _step(self, _: int) -> None:
+        if self._closed.is_set():
+            raise GalleryBusyError("The gallery is being closed; its compaction was given up.")
+
     def _failed(self, error: KinlensError) -> None:
+        if self._closed.is_set():
+            return  # it was closed under it
         self.last_error = error
         logging.getLogger(__name__).error("compaction failed: %s", error)
         if self._on_error is not None:

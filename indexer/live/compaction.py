@@ -9,12 +9,13 @@ from time import perf_counter
 from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import GalleryBusyError, GalleryError
-from indexer.catalog.database import Catalog, State
+from indexer.catalog.database import Catalog
+from indexer.catalog.read import State
 from indexer.folder.durable import reach, rename, sync_tree
 from indexer.folder.layout import discard, disk_errors_explained, is_stage, staged
 from indexer.folder.locks import exclusive, holder, in_use
 from indexer.index.plan import IndexSettings
-from indexer.index.segment import write_segment
+from indexer.index.segment import write_segment, write_vectors
 from indexer.index.segment_manifest import SegmentManifest
 from indexer.types import Progress
 
@@ -126,12 +127,15 @@ def _write(
     segments: Path, catalog: Catalog, settings: IndexSettings, on_progress: Progress | None
 ) -> tuple[State, str | None, SegmentManifest | None]:
     """The new segment under its name, on the disk, but not yet used by anyone."""
-    with catalog.reading() as view, staged(segments) as stage:
-        state = view.state()
-        ids = view.live_ids()
-        if not len(ids):
-            return state, None, None
-        manifest = write_segment(stage, state.seq, ids, view.iter_vectors, settings, on_progress)
+    with staged(segments) as stage:
+        # The transaction ends before the long work: as long as it lasts, the log only grows.
+        with catalog.reading() as view:
+            state = view.state()
+            ids = view.live_ids()
+            if not len(ids):
+                return state, None, None
+            vectors = write_vectors(stage, ids, view.iter_vectors(), settings)
+        manifest = write_segment(stage, state.seq, vectors, settings, on_progress)
         stage.chmod(0o755)
         sync_tree(stage, "segment")
         name = f"{state.seq:012d}-{os.urandom(4).hex()}"

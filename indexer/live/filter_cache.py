@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.types import AttributeValue
-from indexer.catalog.database import CatalogView
+from indexer.catalog.read import CatalogView
 from indexer.filters.tree import Filter
 from indexer.live.snapshot import Among, Bits, Snapshot, clear_bits, set_bits
 from indexer.types import Ids

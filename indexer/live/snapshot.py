@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import GalleryCorruptError
 from embedder.types import Embeddings
-from indexer.catalog.database import CatalogView, State
+from indexer.catalog.read import CatalogView, State
 from indexer.folder.locks import hold
 from indexer.index.search import Effort
 from indexer.index.segment import Segment

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedder.errors import GalleryCorruptError
-from indexer.catalog.database import Catalog, CatalogView, StaleReadError, State
+from indexer.catalog.database import Catalog
+from indexer.catalog.read import CatalogView, State
 from indexer.filters.tree import Filter
 from indexer.index.segment import Segment
 from indexer.live.compaction import SEGMENTS, collect
 from indexer.live.filter_cache import FilterCache
 from indexer.live.snapshot import Among, Snapshot, open_segment
 
-_PATIENCE = 8  # a segment that is replaced while it is opened is looked up anew that often
+_PATIENCE = 8  # a segment that is gone when it is to be opened is looked up anew that often
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,15 @@ class States:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reading]:
         """The newest state. Raises: GalleryCorruptError."""
-        for _ in range(_PATIENCE):
+        missing = 0
+        while missing < _PATIENCE:
             with self._catalog.reading() as view:
                 state = view.state()
-                snapshot = self._at(view, state)
+                try:
+                    snapshot = self._at(view, state)
+                except FileNotFoundError:
+                    missing += 1  # a compaction has replaced it meanwhile, or it is lost
+                    continue
                 if snapshot is not None:
                     yield Reading(view, state, snapshot, self._filters)
                     return
@@ -67,9 +73,8 @@ class States:
         Raises: GalleryCorruptError.
         """
         current = self._snapshot
-        with contextlib.suppress(StaleReadError):
-            if current is not None and _is_of(current, self._catalog.state()):
-                return current
+        if current is not None and _is_of(current, self._catalog.state()):
+            return current
         with self.reading() as reading:
             return reading.snapshot
 
@@ -86,10 +91,7 @@ class States:
         if current is not None and _is_older(state, current):
             return None
         if current is None or _is_replaced(current, state):
-            try:
-                current = Snapshot.load(view, state, self._opened(state))
-            except FileNotFoundError:
-                return None  # a compaction has replaced it meanwhile
+            current = Snapshot.load(view, state, self._opened(state))
         elif current.seq < state.seq:
             current = current.advanced(view, state)
         if current.size != state.size:

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Response
 
 from embedder import errors
 from embedder.calibration import Calibration
-from indexer.catalog.attribute_facts import AttributeFacts
 from indexer.facts import GalleryFacts
+from indexer.types import AttributeFacts
 from service.openapi import problems
 from service.problems import KINDS
 from service.registry import Served

@@ -56,7 +56,7 @@ def test_it_holds_what_adding_would_have_stored(tmp_path: Path) -> None:
             where = parse_filter(text)
             assert np.array_equal(left.matching(where), right.matching(where))
         tables = "SELECT type, name, sql FROM sqlite_schema ORDER BY name"
-        assert [*left._connection.execute(tables)] == [*right._connection.execute(tables)]
+        assert [*left.connection.execute(tables)] == [*right.connection.execute(tables)]
     bulk.close()
     slow.close()
 
@@ -66,7 +66,7 @@ def test_it_can_be_changed_like_any_other(tmp_path: Path) -> None:
     bulk_load(tmp_path / "c", DIM, made)
     catalog = opened(tmp_path / "c")
     with catalog.writing() as writer:
-        [(journal,)] = writer._connection.execute("PRAGMA journal_mode").fetchall()
+        [(journal,)] = writer.connection.execute("PRAGMA journal_mode").fetchall()
         assert journal == "wal"
         assert writer.add(made) == Written(unchanged=10)
         assert writer.add([replace(made[0], sha256="f" * 64)]) == Written(replaced=1)

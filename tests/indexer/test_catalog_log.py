@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.catalog import connections as catalog_connections
-from indexer.catalog import database as catalog_module
+from indexer.catalog import database
 from indexer.types import Entry
 from tests.support.seams import Catalog
 
@@ -34,8 +33,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> int:
     """A log that is long already with this many bytes."""
-    monkeypatch.setattr(catalog_connections, "KEEP_LOG_BYTES", 100_000)
-    monkeypatch.setattr(catalog_module, "KEEP_LOG_BYTES", 100_000)
+    monkeypatch.setattr(database, "_KEEP_LOG_BYTES", 100_000)
     return 100_000
 
 
@@ -71,7 +69,7 @@ def test_the_log_stays_short_while_some_search_is_always_open(path: Path, short:
 def test_a_log_that_cannot_be_shortened_fails_no_write_and_delays_few(
     path: Path, short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog_module, "_CHECKPOINT_S", 0.02)
+    monkeypatch.setattr(database, "_CHECKPOINT_S", 0.02)
     catalog, reader = Catalog.open(path, writable=True), Catalog.open(path)
     log = path.with_name("c-wal")
     statements: list[str] = []
@@ -79,14 +77,14 @@ def test_a_log_that_cannot_be_shortened_fails_no_write_and_delays_few(
         assert view.state().size == 0
         for number in range(30):
             with catalog.writing() as writer:
-                writer._connection.set_trace_callback(statements.append)
+                writer.connection.set_trace_callback(statements.append)
                 writer.add([entry(number)])
         tried = sum("wal_checkpoint" in statement for statement in statements)
         assert log.stat().st_size > 3 * short
         assert 2 <= tried <= log.stat().st_size / short
         assert view.live_ids().tolist() == []
     with catalog.writing() as writer:
-        [(wait,)] = writer._connection.execute("PRAGMA busy_timeout").fetchall()
+        [(wait,)] = writer.connection.execute("PRAGMA busy_timeout").fetchall()
         assert wait == 30_000
         writer.add([entry(number) for number in range(100, 3000)])
     assert log.stat().st_size == 0

@@ -17,13 +17,14 @@ from embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
-from indexer.catalog import connections as catalog_connections
-from indexer.catalog.database import CatalogWriter
+from indexer.catalog import database
+from indexer.catalog.read import CatalogView, State
+from indexer.catalog.write import CatalogWriter
 from indexer.filters.text import parse_filter
 from indexer.filters.tree import Equals
 from indexer.types import Entry, Written
 from tests.indexer.conftest import small_files
-from tests.support.seams import Catalog, CatalogView, State
+from tests.support.seams import Catalog
 
 DIM = 4
 
@@ -62,7 +63,7 @@ def contents(catalog: Catalog) -> tuple[object, ...]:
 
 
 def index_rows(view: CatalogView) -> list[tuple[object, ...]]:
-    return view._connection.execute("SELECT * FROM attributes ORDER BY 1, 3").fetchall()
+    return view.connection.execute("SELECT * FROM attributes ORDER BY 1, 3").fetchall()
 
 
 def test_adding_twice_changes_nothing(catalog: Catalog) -> None:
@@ -290,7 +291,7 @@ def test_a_full_disk_is_named_and_the_catalogue_stays_usable(catalog: Catalog) -
 def test_a_writer_that_waits_too_long_is_told_so(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog_connections, "BUSY_S", 0.05)
+    monkeypatch.setattr(database, "BUSY_S", 0.05)
     other = Catalog.open(catalog.path, writable=True)
     with catalog.writing() as writer:
         writer.add([entry(1)])
@@ -364,13 +365,13 @@ def test_processes_take_turns(catalog: Catalog) -> None:
 def test_booleans_equal_no_number_in_the_table(catalog: Catalog) -> None:
     add(catalog, entry(1, a=True, b=1, c="1"))
     with catalog.reading() as view:
-        types = view._connection.execute("SELECT typeof(value) FROM attributes ORDER BY name")
+        types = view.connection.execute("SELECT typeof(value) FROM attributes ORDER BY name")
         assert sorted(kind for (kind,) in types) == ["blob", "integer", "text"]
 
 
 def test_an_unforeseen_error_of_sqlite_is_translated(catalog: Catalog) -> None:
     with pytest.raises(GalleryWriteError, match="UNIQUE") as caught, catalog.writing() as writer:
-        writer._connection.execute("INSERT INTO vectors VALUES (1, 0, x''), (1, 0, x'')")
+        writer.connection.execute("INSERT INTO vectors VALUES (1, 0, x''), (1, 0, x'')")
     assert isinstance(caught.value.__cause__, sqlite3.IntegrityError)
     with catalog.reading() as view:
         assert view.state().size == 0

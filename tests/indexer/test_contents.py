@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from embedder.errors import FilterError
-from indexer.catalog.attribute_facts import MAX_VALUES
 from indexer.catalog.read import next_text
 from indexer.filters.text import parse_filter
 from indexer.gallery import Gallery
-from indexer.types import Entry
+from indexer.types import MAX_COUNTED_VALUES, Entry
 
 DIM = 4
 COLOURS = ("red", "green", "blue")
@@ -129,7 +128,7 @@ def test_the_facts_of_attributes_are_what_counting_all_items_gives(gallery) -> N
         counted = Counter(one.attributes[name] for one in ENTRIES)
         expected = sorted(counted.items(), key=lambda pair: (-pair[1], pair[0]))
         assert list(facts[name].values) == expected
-    assert len(facts["product"].values) == MAX_VALUES
+    assert len(facts["product"].values) == MAX_COUNTED_VALUES
     assert {count for _, count in facts["product"].values} == {2}
     assert all(type(value) is bool for value, _ in facts["sale"].values)
     assert (facts["price"].values, facts["price"].minimum, facts["price"].maximum) == (

@@ -23,6 +23,7 @@ from tests.support.seams import (
     plan_index,
     recall_at,
     write_segment,
+    write_vectors,
 )
 
 N, DIM = 20_000, 64
@@ -71,7 +72,8 @@ def test_a_segment_is_not_opened_on_a_gpu_that_is_not_there(tmp_path: Path) -> N
     if why_no_gpu() is None:
         pytest.skip("this machine has a GPU")
     vectors, ids = unit(100), np.arange(100)
-    write_segment(tmp_path, 1, ids, lambda: [(ids, vectors)], IndexSettings())
+    written = write_vectors(tmp_path, ids, [(ids, vectors)], IndexSettings())
+    write_segment(tmp_path, 1, written, IndexSettings())
     with pytest.raises(ProviderError, match="Or search on the CPU"):
         Segment.open(tmp_path, device="cuda")
 
@@ -143,7 +145,8 @@ def test_cagra_is_built_tuned_saved_and_answers_on_both(
 ) -> None:
     ids, queries = np.arange(N), clumped(200, DIM, seed=9)
     settings = IndexSettings(kind="cagra", device="cuda")
-    manifest = write_segment(tmp_path, 1, ids, lambda: [(ids, gallery)], settings)
+    written = write_vectors(tmp_path, ids, [(ids, gallery)], settings)
+    manifest = write_segment(tmp_path, 1, written, settings)
     assert manifest.recall >= 0.98
     for device in ("cuda", "cpu"):
         segment = Segment.open(tmp_path, device=device)

@@ -1,8 +1,12 @@
 """The folder of a gallery: one builder, one current generation, nothing half done."""
 
+import contextlib
 import os
 import shutil
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,7 @@ from embedder.errors import (
     GalleryWriteError,
 )
 from indexer.folder.layout import disk_errors_explained
-from indexer.folder.locks import hold
+from indexer.folder.locks import hold, in_use
 from indexer.gallery import Gallery
 from tests.indexer.conftest import as_nobody
 from tests.support.seams import GalleryFolder, set_fault_hook
@@ -305,3 +309,52 @@ def test_a_write_into_a_generation_that_was_replaced_is_refused(out: Path) -> No
         folder.writing(GENERATIONS[0]),
     ):
         raise AssertionError("the write went on")
+
+
+def test_a_stage_in_use_stays_when_a_build_begins(out: Path) -> None:
+    folder = GalleryFolder(out)
+    publish(folder, GENERATIONS[0])
+    with folder.aside() as stage:
+        (stage / "copy").write_text("half way")
+        with GalleryFolder(out).locked(), folder.stage():
+            assert (stage / "copy").read_text() == "half way"
+    assert not stage.exists()
+
+
+def test_a_build_gets_its_turn_although_writes_never_pause(out: Path) -> None:
+    """Four writers overlap: at every moment one of them holds the lock."""
+    folder = GalleryFolder(out)
+    publish(folder, GENERATIONS[0])
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            with contextlib.suppress(GalleryBusyError), folder.writing(GENERATIONS[0]):
+                time.sleep(0.02)
+
+    with ThreadPoolExecutor(5) as pool:
+        writers = [pool.submit(write) for _ in range(4)]
+        build = pool.submit(lambda: publish(GalleryFolder(out), GENERATIONS[1]))
+        try:
+            build.result(timeout=60)
+        finally:
+            done.set()
+        assert [writer.result() for writer in writers] == [None] * 4
+    assert folder.current_name() == GENERATIONS[1]
+
+
+def test_who_holds_a_folder_holds_it_while_others_ask_for_it(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            in_use(tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        for _ in range(2000):
+            descriptor = hold(tmp_path)
+            assert in_use(tmp_path)
+            os.close(descriptor)
+        done.set()
+        assert [one.result() for one in asking] == [None, None]

@@ -185,3 +185,28 @@ def test_changes_are_listed_by_key_and_empty_cells_take_values_away(tmp_path: Pa
 def test_malformed_changes_are_refused(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         csv_changes(listed(tmp_path, content))
+
+
+@pytest.mark.parametrize(("whole", "value"), [("12345678901234567", 12345678901234567), ("-7", -7)])
+def test_whole_numbers_keep_every_digit(tmp_path: Path, whole: str, value: int) -> None:
+    (tmp_path / "a.png").touch()
+    (tmp_path / "list.csv").write_text(f"key,path,number:number\na,a.png,{whole}\n")
+    [record] = csv_source(tmp_path / "list.csv").records
+    assert record.attributes == {"number": value}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        ("sale", "True", r"list\.csv:2: column sale has 'True'.*sale:boolean, or sale:text"),
+        ("sale", "false", "sale:boolean"),
+        ("number:number", "9" * 19, "whole number of 64 bits, or one with a point"),
+        ("number:number", "9" * 5000, "whole number of 64 bits"),
+    ],
+)
+def test_a_value_that_would_lose_what_it_is_is_refused(
+    tmp_path: Path, column: str, value: str, message: str
+) -> None:
+    (tmp_path / "list.csv").write_text(f"key,path,{column}\na,a.png,{value}\n")
+    with pytest.raises(SourceError, match=message):
+        csv_source(tmp_path / "list.csv")

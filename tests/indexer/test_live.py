@@ -1,11 +1,13 @@
 """A gallery that is changed while it is searched: by threads, by processes, during compaction."""
 
 import dataclasses
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.live import compaction
 from indexer.types import Entry, SearchOptions
-from tests.support.seams import GalleryFolder, set_fault_hook
+from tests.support.seams import CatalogView, GalleryFolder, State, set_fault_hook
 
 DIM = 16
 
@@ -395,3 +397,79 @@ def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
+
+
+def test_closing_does_not_wait_for_a_compaction(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, release = threading.Event(), threading.Event()
+
+    def endless(*_: object, **__: object) -> None:
+        began.set()
+        release.wait()
+
+    monkeypatch.setattr("indexer.gallery.compact", endless)
+    monkeypatch.setattr("indexer.live.background._CLOSE_S", 0.01)
+    gallery.add(entries(range(100)))
+    monkeypatch.setattr(compaction, "_SMALL_DELTA", 50)
+    background = gallery.compact_in_background()
+    began.wait()
+    gallery.close()
+    assert not release.is_set()
+    release.set()
+    assert background.last_error is None
+
+
+def test_a_compaction_lets_go_of_the_catalogue_before_its_long_work(
+    gallery: Gallery, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the index is made, the log of the catalogue can be brought to its end."""
+    gallery.add(entries(range(100)))
+    busy: list[int] = []
+
+    def look(*_: object) -> None:
+        with sqlite3.connect(GalleryFolder(path).current() / "catalog.sqlite") as connection:
+            [(is_busy, _, _)] = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        connection.close()
+        busy.append(is_busy)
+
+    gallery.compact(on_progress=look)
+    assert busy
+    assert not any(busy)
+
+
+def test_a_large_removal_is_made_in_steps(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.gallery._REMOVED_AT_ONCE", 7)
+    gallery.add(entries(range(50)))
+    before = gallery.facts().version
+    assert gallery.remove_where(Range("n", below=30)) == 30
+    assert keys(gallery) == {f"k{n}" for n in range(30, 50)}
+    assert gallery.facts().version != before
+    assert gallery.remove_where(Range("n", below=30)) == 0
+
+
+def test_losing_every_race_is_no_damage(
+    gallery: Gallery, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search whose transaction is always older than what others have seen goes on trying."""
+    gallery.add(entries(range(10)))
+    other = Gallery.open(path)
+    state = CatalogView.state
+    tries = 0
+
+    def slow(view: CatalogView) -> State:
+        nonlocal tries
+        found = state(view)
+        if threading.current_thread() is threading.main_thread() and tries < 20:
+            tries += 1
+            gallery.add(entries(range(10 + tries, 11 + tries)))
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(keys, other).result()
+        return found
+
+    monkeypatch.setattr(CatalogView, "state", slow)
+    assert len(keys(other)) >= 10
+    assert tries == 20
+    other.close()

@@ -1,7 +1,7 @@
 """A segment on the disk: complete, exact, checked, and refused by name when it is damaged."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from indexer.index.segment import HELD_OUT, SegmentManifest
 from indexer.types import Ids
 from tests.indexer.conftest import small_files
 from tests.indexer.vectors import clumped, unit
-from tests.support.seams import Segment, recall_at, write_segment
+from tests.support.seams import Segment, recall_at, write_segment, write_vectors
 
 N, DIM = 2000, 32
 KINDS = ("flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq")
@@ -27,8 +27,8 @@ def ids_for(count: int) -> Ids:
     return np.cumsum(np.random.default_rng(1).integers(1, 5, count)).astype(np.int64)
 
 
-def batches(ids: Ids, vectors: Embeddings, size: int = 300) -> Callable[[], Iterator]:
-    return lambda: (
+def batches(ids: Ids, vectors: Embeddings, size: int = 300) -> Iterator:
+    return (
         (ids[start : start + size], vectors[start : start + size])
         for start in range(0, len(ids), size)
     )
@@ -39,7 +39,8 @@ def written(
 ) -> SegmentManifest:
     folder.mkdir()
     ids = ids_for(len(vectors))
-    return write_segment(folder, 7, ids, batches(ids, vectors), settings, **changes)  # type: ignore[arg-type]
+    stored = write_vectors(folder, ids, batches(ids, vectors), settings)
+    return write_segment(folder, 7, stored, settings, **changes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -148,12 +149,12 @@ def test_a_catalogue_whose_vectors_do_not_follow_its_list_is_refused(tmp_path: P
         "fewer": batches(ids[:599], vectors[:599]),
         "more": batches(np.append(ids, 10**9), unit(601)),
         "other": batches(np.where(ids == ids[400], ids - 1, ids), vectors),
-        "none": lambda: iter(()),
+        "none": iter(()),
     }
     for name, source in wrong.items():
         (tmp_path / name).mkdir()
         with pytest.raises(GalleryCorruptError, match="kinlens-index restore"):
-            write_segment(tmp_path / name, 1, ids, source, IndexSettings())
+            write_vectors(tmp_path / name, ids, source, IndexSettings())
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(

@@ -5,7 +5,8 @@ where its tests are mended.
 """
 
 from indexer.catalog.bulk import bulk_load
-from indexer.catalog.database import Catalog, CatalogView, State
+from indexer.catalog.database import Catalog
+from indexer.catalog.read import CatalogView, State
 from indexer.checks.compare import compare
 from indexer.commands import options
 from indexer.exchange.milvus_connection import Connection
@@ -18,7 +19,7 @@ from indexer.folder.manifest import GalleryManifest
 from indexer.index.faiss import Effort, SegmentIndex
 from indexer.index.gpu_thread import Owner
 from indexer.index.plan import plan_index
-from indexer.index.segment import Segment, write_segment
+from indexer.index.segment import Segment, write_segment, write_vectors
 from indexer.index.tune import recall_at, tune
 from indexer.ingest.adopt import adopt
 from indexer.ingest.embed import EmbedSettings
@@ -94,4 +95,5 @@ __all__ = [
     "set_fault_hook",
     "tune",
     "write_segment",
+    "write_vectors",
 ]

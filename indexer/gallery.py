@@ -1,37 +1,109 @@
-"""A gallery on this machine: a FAISS segment, what came after it, and a catalogue in SQLite."""
+"""A gallery on this machine: a FAISS segment, what came after it, and a catalogue in SQLite.
+
+What is asked about items is read from the catalogue alone; the index is for searches.
+"""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import hashlib
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from embedder.errors import GalleryCorruptError, KinlensError
-from embedder.types import AttributeValue, ItemId
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.errors import (
+    BundleMismatchError,
+    GalleryCorruptError,
+    GalleryError,
+    ItemNotFoundError,
+    KinlensError,
+)
+from embedder.types import AttributeValue, Embeddings, Hit, ItemId
+from indexer.catalog.attributes import Schema
 from indexer.catalog.database import Catalog
 from indexer.catalog.entries import checked_keys
+from indexer.catalog.read import CatalogView, State
 from indexer.catalog.write import CatalogWriter
+from indexer.facts import GalleryFacts
 from indexer.filters.tree import Filter
 from indexer.folder.durable import reach
 from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import GalleryManifest
+from indexer.folder.locks import hold
+from indexer.folder.manifest import SHORT, GalleryManifest, read_manifest
 from indexer.index.plan import IndexSettings
+from indexer.index.segment_manifest import read_manifest as read_segment_manifest
 from indexer.ingest.generation import publish_generation
+from indexer.ingest.pictures import ItemImage, item_image
+from indexer.live import search as searching
 from indexer.live.background import BackgroundCompaction
-from indexer.live.compaction import CATALOG, CompactReport, compact
-from indexer.reader import GalleryReader, compaction_due
-from indexer.types import Entry, Progress, Written
+from indexer.live.compaction import CATALOG, SEGMENTS, CompactReport, compact, due
+from indexer.live.ranking import check_options, check_search
+from indexer.live.state import States
+from indexer.types import (
+    AttributeFacts,
+    Entry,
+    Group,
+    Grouping,
+    Ids,
+    Item,
+    Progress,
+    Scores,
+    SearchOptions,
+    Written,
+)
 
+_DEFAULTS = SearchOptions()
+_PAGE = 1000
 _REMOVED_AT_ONCE = 10_000
 
 
-class Gallery(GalleryReader):
+class Page(NamedTuple):
+    """Some of `total` items, the highest number of which is `last`; None if there are none."""
+
+    total: int
+    items: list[Item]
+    last: ItemId | None
+
+
+class Gallery:
     """One generation of a gallery, changed while it is searched, also by several processes.
 
     Implements `indexer.types.VectorStore`. A change is durable when its call returns, and every
-    search that begins afterwards sees it. Thread safe.
+    search that begins afterwards sees it. Item numbers are never given to another content, so they
+    hold as long as the generation. Thread safe.
     """
 
-    _background: BackgroundCompaction | None = None
+    def __init__(
+        self,
+        folder: GalleryFolder,
+        generation: Path,
+        image_root: Path | None,
+        device: str,
+        verify_hashes: bool | None,
+        expected_bundle_id: str | None,
+    ) -> None:
+        """See `open`."""
+        self._folder = folder
+        self._generation = generation
+        with contextlib.ExitStack() as held:
+            held.callback(os.close, hold(generation))
+            self.manifest = read_manifest(generation)
+            _check_bundle(folder.path, self.manifest, expected_bundle_id)
+            self._catalog = Catalog.open(generation / CATALOG)
+            held.callback(self._catalog.close)
+            _check_dim(generation, self.manifest, self._catalog)
+            self._states = States(self._catalog, generation, device, verify_hashes)
+            held.callback(self._states.forget)
+            _load(generation, self._catalog, self._states)
+            self._close = weakref.finalize(self, held.pop_all().close)
+        self._image_root = image_root or Path(self.manifest.source_root)
+        self._facts: tuple[int, tuple[AttributeFacts, ...]] = (-1, ())
+        self._segment_size: tuple[str | None, int] = (None, 0)
+        self._background: BackgroundCompaction | None = None
 
     @classmethod
     def create(
@@ -55,6 +127,255 @@ class Gallery(GalleryReader):
         with folder.locked():
             publish_generation(folder, manifest, ())
         return cls.open(path)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        expected_bundle_id: str | None = None,
+        image_root: Path | None = None,
+        device: str = "cpu",
+        verify_hashes: bool | None = None,
+    ) -> "Gallery":
+        """Open the current generation of the gallery in folder `path`.
+
+        `image_root` replaces the recorded folder of the images. Hashes of the segment are checked
+        if `verify_hashes`, never if it is False; by default those of small files, since all others
+        would take longer than to open. A segment that is damaged is made again from the catalogue,
+        if the gallery can be written.
+
+        Raises: GalleryNotFoundError, GalleryCorruptError, BundleMismatchError, ProviderError.
+        """
+        folder = GalleryFolder(path)
+        try:
+            return cls(
+                folder, folder.current(), image_root, device, verify_hashes, expected_bundle_id
+            )
+        except OSError as error:
+            raise GalleryCorruptError(
+                f"The gallery {path} cannot be read: {error}. Check its permissions and the disk."
+            ) from error
+
+    @property
+    def name(self) -> str:
+        """The name in addresses."""
+        return self.manifest.name
+
+    @property
+    def generation(self) -> str:
+        """The name of this generation: 12 hex digits that a rebuild changes."""
+        return self.manifest.generation
+
+    @property
+    def version(self) -> str:
+        """sha256 (hex) that changes with every change."""
+        return self._version_at(self._catalog.state().seq)
+
+    @property
+    def bundle_id(self) -> str:
+        """The bundle that made the vectors."""
+        return self.manifest.bundle_id
+
+    @property
+    def dim(self) -> int:
+        """Length of a vector."""
+        return self.manifest.dim
+
+    @property
+    def size(self) -> int:
+        """Number of items."""
+        return self._catalog.state().size
+
+    @property
+    def created_at(self) -> str:
+        """When this generation was built: ISO 8601, UTC."""
+        return self.manifest.created_at
+
+    @property
+    def image_root(self) -> Path:
+        """The folder that the images are read from; it may be missing."""
+        return self._image_root
+
+    def facts(self) -> GalleryFacts:
+        """What is in the gallery now."""
+        with self._states.reading() as reading:
+            snapshot, state = reading.snapshot, reading.state
+            segment = None if snapshot.segment is None else snapshot.segment.manifest
+            known = self.manifest.model_dump(
+                include={"name", "bundle_id", "dim", "created_at", "source", "source_root"}
+            )
+            return GalleryFacts(
+                **known,
+                version=self._version_at(state.seq),
+                generation=self.generation,
+                size=state.size,
+                delta=snapshot.delta.size,
+                tombstones=snapshot.dead_count,
+                compaction_due=self._due(reading.view, state),
+                segment=segment,
+            )
+
+    def schema(self) -> Schema:
+        """The attributes that items have had so far, and their kinds."""
+        with self._catalog.reading() as view:
+            return view.schema()
+
+    def item(self, item_id: ItemId) -> Item:
+        """What the catalogue knows about an item. Raises: ItemNotFoundError."""
+        with self._catalog.reading() as view:
+            found = view.get([item_id]) if 0 <= item_id < 2**63 else {}
+        if item_id not in found:
+            raise ItemNotFoundError(
+                f"Gallery {self.manifest.name} has no item {item_id}; it may have been removed. "
+                "Take the number from the answer of a search."
+            )
+        return found[item_id]
+
+    def stored(self, keys: Sequence[str]) -> dict[str, Item]:
+        """The items with these keys, by key; unknown keys are left out."""
+        with self._catalog.reading() as view:
+            numbers = view.find(keys)
+            items = view.get(list(numbers.values()))
+        return {key: items[number] for key, number in numbers.items()}
+
+    def page(
+        self,
+        offset: int,
+        limit: int,
+        where: Filter | None = None,
+        prefix: str = "",
+        after: ItemId = -1,
+    ) -> Page:
+        """Items from place `offset` on, at most `limit`, of those that fit `where`, whose keys
+        begin with `prefix` and whose numbers are above `after`; in the order of their numbers.
+        `total` and `last` are of all that fit, whatever their numbers. Raises: FilterError.
+        """
+        with self._catalog.reading() as view:
+            return _page(view, offset, limit, where, prefix, after)
+
+    def attribute_facts(self) -> tuple[AttributeFacts, ...]:
+        """The values of each attribute, counted; remembered until the gallery changes."""
+        with self._catalog.reading() as view:
+            seq, facts = self._facts
+            now = view.state().seq
+            if seq != now:
+                facts = view.attribute_facts()
+                self._facts = (now, facts)
+            return facts
+
+    def held(self, sha256s: Sequence[str]) -> set[str]:
+        """Which of these contents some item has."""
+        with self._catalog.reading() as view:
+            return set(view.content(sha256s))
+
+    def items(self) -> Iterator[Item]:
+        """Every item, in the order of its number, of one state."""
+        with self._own_view() as view:
+            yield from view.items()
+
+    def entries(self, keys: Sequence[str]) -> list[Entry]:
+        """Items with their vectors, in the order asked for. Raises: ItemNotFoundError."""
+        with self._catalog.reading() as view:
+            numbers = searching.numbers_of(view, keys)
+            return _entries(view.known(numbers), view.vectors(numbers))
+
+    def scan(self, batch_size: int = _PAGE) -> Iterator[list[Entry]]:
+        """Every item with its vector, in the order of its number, of one state."""
+        with self._own_view() as view:
+            for ids, vectors in view.iter_vectors(batch_size):
+                yield _entries(view.known(ids), vectors)
+
+    def ids(self) -> Ids:
+        """The numbers of all items (N,), ascending."""
+        with self._catalog.reading() as view:
+            return view.live_ids()
+
+    def items_at(self, ids: Iterable[ItemId]) -> tuple[list[Item], Embeddings]:
+        """Those of the items that are there, by ascending number, and their vectors (N, D)."""
+        with self._catalog.reading() as view:
+            found = view.get(sorted(ids))
+            items = [found[number] for number in sorted(found)]
+            return items, view.vectors([item.id for item in items])
+
+    def vectors(self, ids: Sequence[ItemId]) -> Embeddings:
+        """The stored vectors (N, D) of known items."""
+        with self._catalog.reading() as view:
+            return view.vectors(ids)
+
+    def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """A stored vector (D,) for each of these contents that some item has."""
+        with self._catalog.reading() as view:
+            numbers = view.content(sha256s)
+            vectors = view.vectors(list(numbers.values()))
+        return dict(zip(numbers, vectors, strict=True))
+
+    def nearest(
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
+    ) -> tuple[Scores, Ids]:
+        """Scores and item numbers of the best, shape (Q, at most k); number -1 where fewer.
+
+        Without the rows of the items, so `where`, `exact` and `effort` alone of the options count.
+        Raises: InvalidParameterError, FilterError.
+        """
+        options = options or _DEFAULTS
+        queries = check_search(k, options, self.dim, queries)
+        if options.where is not None:
+            with self._states.reading() as reading:
+                return searching.nearest(reading, queries, k, options)
+        snapshot = self._states.newest()
+        return snapshot.nearest(queries, k, exact=options.exact, effort=options.effort)
+
+    def search(
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
+    ) -> list[list[Hit]]:
+        """For each query (Q, D) its `k` best items: best first, equal scores by number.
+
+        Raises: InvalidParameterError, FilterError, GalleryCorruptError.
+        """
+        options = options or _DEFAULTS
+        queries = check_search(k, options, self.dim, queries)
+        with self._states.reading() as reading:
+            return searching.search(reading, queries, k, options)
+
+    def search_groups(
+        self,
+        queries: Embeddings,
+        k: int,
+        grouping: Grouping,
+        options: SearchOptions | None = None,
+    ) -> list[list[Group]]:
+        """For each query its `k` best groups, exactly k if there are as many.
+
+        Raises: as `search`.
+        """
+        options = options or _DEFAULTS
+        queries = check_search(k, options, self.dim, queries)
+        with self._states.reading() as reading:
+            return searching.search_groups(reading, queries, k, grouping, options)
+
+    def search_like(
+        self,
+        liked: Sequence[str],
+        disliked: Sequence[str],
+        k: int,
+        options: SearchOptions | None = None,
+    ) -> list[Hit]:
+        """The `k` items most like the items with keys `liked` and least like `disliked`, without
+        these. Raises: ItemNotFoundError, InvalidParameterError, FilterError.
+        """
+        options = options or _DEFAULTS
+        check_options(k, options)
+        with self._states.reading() as reading:
+            return searching.search_like(reading, liked, disliked, k, options)
+
+    def image(self, item_id: ItemId) -> ItemImage:
+        """The indexed bytes of an item, read from the image root; BMP and TIFF become JPEG.
+
+        Raises: ItemNotFoundError for an unknown number, or if the file is gone, was changed or lies
+            outside the image root; GalleryCorruptError if it cannot be read.
+        """
+        return item_image(self.image_root, self.item(item_id))
 
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries, all or none.
@@ -143,8 +464,8 @@ class Gallery(GalleryReader):
 
     def needs_compaction(self) -> str | None:
         """Why a compaction is due: 20 % of the segment removed, many items after it; or None."""
-        with self._reading() as reading:
-            return compaction_due(reading)
+        with self._catalog.reading() as view:
+            return self._due(view, view.state())
 
     def compact_in_background(
         self, on_error: Callable[[KinlensError], None] | None = None
@@ -163,7 +484,7 @@ class Gallery(GalleryReader):
         """Let go of the files; the gallery cannot be used afterwards."""
         if self._background is not None:
             self._background.close()
-        super().close()
+        self._close()
         if "_writable" in self.__dict__:
             self._writable.close()  # last: it alone may write the log back into the catalogue
 
@@ -183,3 +504,119 @@ class Gallery(GalleryReader):
     def _settings(self) -> IndexSettings:
         segment = self.facts().segment
         return IndexSettings() if segment is None else segment.settings
+
+    def _due(self, view: CatalogView, state: State) -> str | None:
+        name, size = self._segment_size
+        if state.segment is None:
+            size = 0
+        elif name != state.segment:
+            size = read_segment_manifest(self._generation / SEGMENTS / state.segment).size
+            self._segment_size = (state.segment, size)
+        removed = view.removed_count()
+        return due(size, removed, state.size - size + removed)
+
+    def _version_at(self, seq: int) -> str:
+        return hashlib.sha256(f"{self.manifest.uid}:{seq}".encode()).hexdigest()
+
+    @contextlib.contextmanager
+    def _own_view(self) -> Iterator[CatalogView]:
+        """For generators: they may be left half way, or run while their thread searches."""
+        catalog = Catalog.open(self._generation / CATALOG)
+        try:
+            with catalog.reading() as view:
+                yield view
+        finally:
+            catalog.close()
+
+
+def _page(
+    view: CatalogView, offset: int, limit: int, where: Filter | None, prefix: str, after: ItemId
+) -> Page:
+    if where is None and not prefix:
+        ids, total, last = view.ids_from(offset, limit, after), view.state().size, view.last_id()
+    else:
+        found = view.with_prefix(prefix) if prefix else None
+        if where is not None:
+            fitting = view.matching(where)
+            found = fitting if found is None else np.intersect1d(found, fitting, True)
+        assert found is not None
+        first = int(np.searchsorted(found, after, "right")) + offset
+        ids, total = found[first : first + limit], len(found)
+        last = int(found[-1]) if total else None
+    return Page(total, view.known(ids), last)
+
+
+def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:
+    return [
+        Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
+        for item, vector in zip(items, vectors, strict=True)
+    ]
+
+
+def contents_held(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
+    """Which of these contents the gallery in `folder` has now; its index is not opened.
+
+    Raises: GalleryNotFoundError, GalleryCorruptError.
+    """
+    catalog = Catalog.open(GalleryFolder(folder).current() / CATALOG)
+    try:
+        with catalog.reading() as view:
+            return set(view.content(sha256s))
+    finally:
+        catalog.close()
+
+
+def _load(generation: Path, catalog: Catalog, states: States) -> None:
+    try:
+        with states.reading():
+            return
+    except GalleryCorruptError as damage:
+        # The catalogue holds every vector, so a segment can always be made again; of several
+        # processes that open the gallery, the first one does it.
+        settings = _settings(generation, catalog)
+        try:
+            compact(generation, settings, wait=True, unless=lambda: _is_readable(states))
+        except GalleryError as failure:
+            damage.add_note(f"It could not be made again by itself: {failure}")
+            raise damage from failure
+    with states.reading():
+        return
+
+
+def _is_readable(states: States) -> bool:
+    try:
+        with states.reading():
+            return True
+    except GalleryCorruptError:
+        return False
+
+
+def _settings(generation: Path, catalog: Catalog) -> IndexSettings:
+    """How the damaged segment was made, if it still tells."""
+    with catalog.reading() as view:
+        name = view.state().segment
+    try:
+        return read_segment_manifest(generation / SEGMENTS / str(name)).settings
+    except GalleryCorruptError:
+        return IndexSettings()
+
+
+def _check_bundle(path: Path, manifest: GalleryManifest, expected_id: str | None) -> None:
+    if expected_id is not None and manifest.bundle_id != expected_id:
+        raise BundleMismatchError(
+            f"Gallery {manifest.name} was made with bundle {manifest.bundle_id[:SHORT]}, but the "
+            f"bundle in use is {expected_id[:SHORT]}: their vectors cannot be compared. Build it "
+            f"again from the {manifest.source} with `kinlens-index build ... --bundle BUNDLE --out "
+            f"{path}`, or use the bundle that it was made with."
+        )
+
+
+def _check_dim(generation: Path, manifest: GalleryManifest, catalog: Catalog) -> None:
+    with catalog.reading() as view:
+        found = view.dim
+    if found != manifest.dim:
+        raise GalleryCorruptError(
+            f"{generation} does not fit together: the catalogue holds vectors of length "
+            f"{found}, the manifest says {manifest.dim}. Restore a backup: kinlens-index "
+            "restore."
+        )

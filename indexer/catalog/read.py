@@ -166,6 +166,11 @@ class CatalogView:
             raise damaged(self.connection, f"item {number} is there although it was removed")
         return self._ids("SELECT group_concat(id), count(*) FROM tombstones WHERE seq > ?", seq)
 
+    def removed_count(self) -> int:
+        """How many items were removed since the segment was made."""
+        [(count,)] = self._all("SELECT count(*) FROM tombstones")
+        return int(count)
+
     def attributes_since(
         self, seq: int, limit: int = -1
     ) -> list[tuple[ItemId, Mapping[str, AttributeValue]]]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import ItemNotFoundError
 from embedder.types import AttributeValue, Hit
-from indexer.reader import GalleryReader
+from indexer.gallery import Gallery
 
 _SEED = 0
 _DRAWS = 2000
@@ -63,8 +63,8 @@ class Comparison(BaseModel):
 
 
 def compare(
-    old: GalleryReader,
-    new: GalleryReader,
+    old: Gallery,
+    new: Gallery,
     class_attribute: str = "class",
     k: int = 10,
     sample: int = 1000,
@@ -105,7 +105,7 @@ def compare(
     )
 
 
-def _common(new: GalleryReader, keys: dict[str, AttributeValue | None]) -> list[str]:
+def _common(new: Gallery, keys: dict[str, AttributeValue | None]) -> list[str]:
     return [item.key for item in new.items() if item.key in keys]
 
 
@@ -117,7 +117,7 @@ def _sampled(keys: Sequence[str], sample: int) -> list[str]:
 
 
 def _answers(
-    gallery: GalleryReader, keys: Sequence[str], k: int
+    gallery: Gallery, keys: Sequence[str], k: int
 ) -> tuple[dict[str, list[Hit]], list[float]]:
     """The best `k` other items of each key, and the milliseconds of each search."""
     answers: dict[str, list[Hit]] = {}
@@ -136,7 +136,7 @@ def _right(hits: Sequence[Hit], name: str, wanted: AttributeValue | None) -> lis
     return [_typed(hit.attributes.get(name)) == _typed(wanted) for hit in hits]
 
 
-def _side(gallery: GalleryReader, right: Sequence[list[bool]], times: Sequence[float]) -> Side:
+def _side(gallery: Gallery, right: Sequence[list[bool]], times: Sequence[float]) -> Side:
     first = [any(marks[:1]) for marks in right]
     within = [any(marks) for marks in right]
     return Side(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from embedder.types import Embeddings
-from indexer.reader import GalleryReader
+from indexer.gallery import Gallery
 from indexer.types import Ids, Scores, SearchOptions
 
 K = 10
@@ -25,14 +25,14 @@ class Recall:
     k: int
 
 
-def measured_recall(gallery: GalleryReader, queries: Embeddings) -> Recall:
+def measured_recall(gallery: Gallery, queries: Embeddings) -> Recall:
     """Recall at 10 of `queries` (Q, D). Raises: InvalidParameterError."""
     truth, _ = gallery.nearest(queries, K, _EXACT)
     found, _ = gallery.nearest(queries, K)
     return _recall(found, truth, len(queries))
 
 
-def own_recall(gallery: GalleryReader, ids: Sequence[int], vectors: Embeddings) -> Recall:
+def own_recall(gallery: Gallery, ids: Sequence[int], vectors: Embeddings) -> Recall:
     """Recall at 10 of stored vectors (Q, D), each without its own item."""
     own = np.asarray(ids, dtype=np.int64)[:, None]
     truth = _without(own, *gallery.nearest(vectors, K + 1, _EXACT))

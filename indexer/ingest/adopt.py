@@ -9,7 +9,7 @@ from indexer.folder.backup import backup
 from indexer.folder.durable import sync_tree
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import SHORT, GalleryManifest, read_manifest, write_manifest
-from indexer.reader import GalleryReader
+from indexer.gallery import Gallery
 from indexer.types import Progress
 
 CatchUp = Callable[[Path], None]
@@ -38,7 +38,7 @@ def adopt(
     """
     folder = GalleryFolder(target)
     with contextlib.ExitStack() as held:
-        current = GalleryReader.open(folder.path, verify_hashes=False)
+        current = Gallery.open(folder.path, verify_hashes=False)
         held.callback(current.close)
         _refuse_other(folder, current, expected_version)
         held.enter_context(disk_errors_explained(folder.path))
@@ -62,9 +62,7 @@ def adopt(
     return manifest
 
 
-def _refuse_other(
-    folder: GalleryFolder, current: GalleryReader, expected_version: str | None
-) -> None:
+def _refuse_other(folder: GalleryFolder, current: Gallery, expected_version: str | None) -> None:
     if folder.current_name() != current.generation:
         raise GalleryBusyError(
             f"The gallery {folder.path} was replaced by a build meanwhile; nothing was changed. "

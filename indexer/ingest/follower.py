@@ -19,7 +19,6 @@ from indexer.gallery import Gallery
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.failures import Failure
 from indexer.live.compaction import CATALOG
-from indexer.reader import GalleryReader
 from indexer.types import Entry, Ids, Item, Progress
 
 ReadImage = Callable[[Item], bytes]
@@ -60,7 +59,7 @@ class Follower:
         self._seq = -1
         self._keys: dict[int, str] = {}
         self._folder = GalleryFolder(path)
-        self.gallery = GalleryReader.open(path, verify_hashes=False)
+        self.gallery = Gallery.open(path, verify_hashes=False)
         self._catalog = Catalog.open(self._folder.current() / CATALOG)
 
     @property

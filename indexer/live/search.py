@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import GalleryCorruptError, ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
+from indexer.catalog.read import CatalogView
 from indexer.filters.tree import Filter, In, check_grouped
 from indexer.live.filter_cache import among_ids
 from indexer.live.grouping import best_groups
@@ -57,9 +58,9 @@ def search_groups(
     return best_groups(source, len(queries), k, grouping, options)
 
 
-def numbers_of(reading: Reading, keys: Sequence[str]) -> list[ItemId]:
+def numbers_of(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:
     """The numbers of items, in the order of their keys. Raises: ItemNotFoundError."""
-    found = reading.view.find(keys)
+    found = view.find(keys)
     for key in keys:
         if key not in found:
             raise ItemNotFoundError(
@@ -196,7 +197,7 @@ def search_like(
     options: SearchOptions,
 ) -> list[Hit]:
     """The hits of a query made of items. Raises: ItemNotFoundError, InvalidParameterError."""
-    chosen = numbers_of(reading, [*liked, *disliked])
+    chosen = numbers_of(reading.view, [*liked, *disliked])
     vectors = reading.view.vectors(chosen)
     query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
     others = replace(options, exclude=options.exclude | set(chosen))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from embedder.errors import GalleryError, ImageError, SourceError
 from embedder.types import AttributeValue
+from indexer.gallery import Gallery
 from indexer.ingest.follower import ReadImage
-from indexer.reader import GalleryReader
 from indexer.types import Progress
 
 _MIN_CLASSES = 4  # of 2 pictures: half of them are held out, and a search needs more than one
@@ -16,7 +16,7 @@ _SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIF
 
 
 def write_classes(
-    gallery: GalleryReader,
+    gallery: Gallery,
     class_attribute: str,
     read_image: ReadImage,
     root: Path,

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from embedder.session import OnnxEmbedder, SessionSettings
+from indexer.gallery import Gallery
 from indexer.ingest.follower import ReadImage
 from indexer.ingest.sources import ANY_SIZE, read_image
-from indexer.reader import GalleryReader
 from indexer.types import Item
 from service.jobs.folders import JobFolders
 from service.jobs.params import Params
@@ -43,7 +43,7 @@ class Context:
         )
         return OnnxEmbedder.open(bundle, settings, ANY_SIZE)
 
-    def read_image(self, gallery: GalleryReader) -> ReadImage:
+    def read_image(self, gallery: Gallery) -> ReadImage:
         """How to read the picture of an item: from the image root, or from the uploads."""
         root = self.plan.image_root or gallery.image_root
         uploads = Uploads(self.folders.state / "uploads")

@@ -12,10 +12,10 @@ from indexer.checks.compare import compare
 from indexer.folder.backup import backup_bytes
 from indexer.folder.durable import make_folder, rename, sync_tree
 from indexer.folder.layout import staged
+from indexer.gallery import Gallery
 from indexer.ingest.failures import Failure
 from indexer.ingest.follower import Follower
 from indexer.ingest.rebuild import missing_since, rebuild, swap_in
-from indexer.reader import GalleryReader
 from indexer.types import Progress
 from service.jobs.context import Context
 from service.jobs.folders import JobFolders
@@ -43,7 +43,7 @@ def replace_model(
     bundle: Path,
     gate: Gate,
     start: float,
-    choose: Callable[[GalleryReader], Unseen] | None = None,
+    choose: Callable[[Gallery], Unseen] | None = None,
 ) -> None:
     """Make the gallery with `bundle`, compare, and swap if the gate and the parameters say so.
 
@@ -73,7 +73,7 @@ def swap_candidate(context: Context, candidate: Path) -> None:
 
     Raises: as `replace_model`.
     """
-    reader = GalleryReader.open(candidate, verify_hashes=False)
+    reader = Gallery.open(candidate, verify_hashes=False)
     bundle_id = reader.bundle_id
     reader.close()
     bundle = context.folders.bundles / bundle_id[:BUNDLE_DIGITS]
@@ -110,7 +110,7 @@ def store_bundle(bundle: Path, bundles: Path) -> Path:
 
 @contextlib.contextmanager
 def _following(context: Context, embedder: Embedder) -> Iterator[Follower]:
-    gallery = GalleryReader.open(context.plan.gallery, verify_hashes=False)
+    gallery = Gallery.open(context.plan.gallery, verify_hashes=False)
     try:
         follower = Follower(context.plan.gallery, embedder, context.read_image(gallery))
     finally:
@@ -152,10 +152,10 @@ def _compare(
     follower: Follower,
     name: str,
     gate: Gate,
-    choose: Callable[[GalleryReader], Unseen] | None,
+    choose: Callable[[Gallery], Unseen] | None,
 ) -> bool:
     fair = choose(follower.gallery) if choose is not None else None
-    new = GalleryReader.open(context.folders.candidate, verify_hashes=False)
+    new = Gallery.open(context.folders.candidate, verify_hashes=False)
     try:
         found = compare(follower.gallery, new, name, asked=None if fair is None else fair.keys)
     finally:

@@ -5,7 +5,6 @@ from pathlib import Path
 from indexer.folder.backup import backup_bytes
 from indexer.gallery import Gallery
 from indexer.ingest.adopt import adopt
-from indexer.reader import GalleryReader
 from service.jobs.context import Context
 from service.jobs.params import DeleteParams, SwapParams, filter_of
 from service.jobs.replace import swap_candidate
@@ -47,8 +46,8 @@ def swap_gallery(context: Context) -> None:
     if context.params.job is not None:
         swap_candidate(context, other)
         return
-    source = GalleryReader.open(other, verify_hashes=False)
-    target = GalleryReader.open(context.plan.gallery, verify_hashes=False)
+    source = Gallery.open(other, verify_hashes=False)
+    target = Gallery.open(context.plan.gallery, verify_hashes=False)
     root = context.plan.other_root or source.image_root
     context.tell(
         old={"bundle_id": target.bundle_id, "items": target.size},

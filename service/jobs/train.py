@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from embedder.session import FASTER, PROVIDERS
-from indexer.reader import GalleryReader
+from indexer.gallery import Gallery
 from service.jobs.class_folders import write_classes
 from service.jobs.command import run_command
 from service.jobs.context import Context
@@ -38,7 +38,7 @@ def train_gallery(context: Context) -> None:
     seen = seen_by(run, context.plan.data_root or run / "data")
     shutil.rmtree(run / "data", ignore_errors=True)
 
-    def choose(gallery: GalleryReader) -> Unseen:
+    def choose(gallery: Gallery) -> Unseen:
         return unseen_in(gallery, params.class_attribute, seen)
 
     replace_model(context, bundle, params.gate, _EXPORTED, choose)
@@ -89,7 +89,7 @@ def _data(context: Context, params: TrainParams) -> str:
 
 
 def _write_pictures(context: Context, params: TrainParams, root: Path) -> None:
-    gallery = GalleryReader.open(context.plan.gallery, verify_hashes=False)
+    gallery = Gallery.open(context.plan.gallery, verify_hashes=False)
     try:
         more = context.steps.enter("copy pictures", 0.0, _PREPARED, gallery.size)
         read = context.read_image(gallery)

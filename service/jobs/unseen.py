@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedder.types import AttributeValue
-from indexer.reader import GalleryReader
+from indexer.gallery import Gallery
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def seen_by(run: Path, root: Path) -> Seen | None:
     return Seen(frozenset(contents), frozenset(row["class"] for row in rows))
 
 
-def unseen_in(gallery: GalleryReader, class_attribute: str, seen: Seen | None) -> Unseen:
+def unseen_in(gallery: Gallery, class_attribute: str, seen: Seen | None) -> Unseen:
     """Items of classes that were not trained on; where there are none, pictures that were not.
 
     A class was trained on if one of its pictures was, or a class of its name. Where nothing is

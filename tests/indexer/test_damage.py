@@ -101,7 +101,7 @@ def test_a_damaged_segment_that_cannot_be_made_again_is_named_with_the_cure(
     def refuse(*_: object, **__: object) -> None:
         raise GalleryWriteError("read-only")
 
-    monkeypatch.setattr("indexer.opening.compact", refuse)
+    monkeypatch.setattr("indexer.gallery.compact", refuse)
     with pytest.raises(GalleryCorruptError, match=r"index\.faiss.*compact GALLERY --rebuild"):
         Gallery.open(path)
 

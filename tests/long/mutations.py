@@ -32,7 +32,7 @@ class Mutation:
 
 MUTATIONS = {
     "checksum": Mutation(
-        "indexer/catalog/checksums.py",
+        "indexer/catalog/schema.py",
         "zlib.crc32(text.encode(), zlib.crc32(sha256))",
         "zlib.crc32(text.encode(), zlib.crc32(sha256, 1))",
         ("tests/test_golden_galleries.py",),

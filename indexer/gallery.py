@@ -10,7 +10,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +49,7 @@ from indexer.types import (
     Grouping,
     Ids,
     Item,
+    Page,
     Progress,
     Scores,
     SearchOptions,
@@ -59,14 +59,6 @@ from indexer.types import (
 _DEFAULTS = SearchOptions()
 _PAGE = 1000
 _REMOVED_AT_ONCE = 10_000
-
-
-class Page(NamedTuple):
-    """Some of `total` items, the highest number of which is `last`; None if there are none."""
-
-    total: int
-    items: list[Item]
-    last: ItemId | None
 
 
 class Gallery:

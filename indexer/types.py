@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
-from indexer.catalog.attributes import AttributeKind
+from indexer.catalog.attributes import AttributeKind, Schema
 from indexer.filters.tree import Filter
 
 Ids = NDArray[np.int64]
@@ -140,12 +141,22 @@ class Group:
     hits: Sequence[Hit]
 
 
+class Page(NamedTuple):
+    """Some of `total` items, the highest number of which is `last`.
+
+    `last` is None if there are none, or if the engine would have to read them all to know.
+    """
+
+    total: int
+    items: list[Item]
+    last: ItemId | None
+
+
 class VectorStore(Protocol):
     """A gallery: unit vectors with keys and typed attributes, changed while it is searched.
 
-    Every change is durable when the call returns, and visible to searches of every process within a
-    second. A search answers about one state, before or after a change, never in between.
-    All methods are thread safe.
+    Every change is durable when the call returns, and later searches of every process see it; on
+    Milvus, if they ask for its level Strong. All methods are thread safe.
     """
 
     @property
@@ -157,8 +168,20 @@ class VectorStore(Protocol):
     @property
     def bundle_id(self) -> str: ...
     @property
+    def generation(self) -> str:
+        """12 hex digits that another publication of the whole gallery changes."""
+
+    @property
     def version(self) -> str:
-        """sha256 (hex) that changes with every change."""
+        """sha256 (hex) that changes with every change; cheap enough to be part of a cache key."""
+
+    @property
+    def created_at(self) -> str:
+        """When the generation was made: ISO 8601, UTC."""
+
+    @property
+    def image_root(self) -> Path:
+        """The folder that paths of items start from; it may be missing."""
 
     def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries. Equal key and content: nothing, or new attributes alone; other content
@@ -185,17 +208,51 @@ class VectorStore(Protocol):
         Raises: InvalidParameterError for what is not a list of texts.
         """
 
+    def remove_items(self, ids: Iterable[ItemId]) -> int:
+        """Remove items by number; unknown numbers are left out of the count."""
+
     def remove_where(self, where: Filter) -> int:
         """Remove every item that fits. Raises: FilterError."""
 
+    def schema(self) -> Schema:
+        """The attributes that items have had so far, and their kinds."""
+
+    def attribute_facts(self) -> Sequence[AttributeFacts]:
+        """The values of each attribute, counted."""
+
+    def item(self, item_id: ItemId) -> Item:
+        """What is known of an item. Raises: ItemNotFoundError."""
+
+    def stored(self, keys: Sequence[str]) -> dict[str, Item]:
+        """The items with these keys, by key; unknown keys are left out."""
+
+    def held(self, sha256s: Sequence[str]) -> set[str]:
+        """Which of these contents some item has."""
+
+    def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        """A stored vector (D,) for each of these contents that some item has."""
+
+    def page(
+        self,
+        offset: int,
+        limit: int,
+        where: Filter | None = None,
+        prefix: str = "",
+        after: ItemId = -1,
+    ) -> Page:
+        """Items from place `offset` on, at most `limit`, of those that fit `where`, whose keys
+        begin with `prefix` and whose numbers are above `after`; in the order of their numbers.
+        `total` and `last` are of all that fit, whatever their numbers. Raises: FilterError.
+        """
+
     def items(self) -> Iterator[Item]:
-        """Every item, in the order of its number, of one state."""
+        """Every item, in the order of its number; in a folder of one state."""
 
     def entries(self, keys: Sequence[str]) -> list[Entry]:
         """Items with their vectors, in the order asked for. Raises: ItemNotFoundError."""
 
     def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
-        """Every item with its vector, in the order of its number, of one state."""
+        """Every item with its vector, as `items`."""
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None

@@ -19,6 +19,7 @@ from indexer.types import (
     Group,
     Grouping,
     Item,
+    Page,
     Progress,
     SearchOptions,
     Written,

@@ -14,7 +14,6 @@ from indexer.commands import stores
 from indexer.commands.console import SHOWN, err, errors_shown, out, print_json
 from indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from indexer.filters.text import parse_filter
-from indexer.ingest.add import IngestStore
 from indexer.ingest.lists import csv_changes
 from indexer.ingest.values import parse_value, split_kind
 
@@ -162,14 +161,14 @@ def _keys_in(file: Path | None) -> list[str]:
     return keys
 
 
-def _removed_keys(store: IngestStore, keys: list[str], dry_run: bool) -> Removed:
+def _removed_keys(store: stores.Store, keys: list[str], dry_run: bool) -> Removed:
     known = store.stored(keys)
     unknown = tuple(key for key in keys if key not in known)
     count = len(known) if dry_run else store.remove(keys)
     return Removed(removed=count, dry_run=dry_run, unknown=unknown)
 
 
-def _removed_where(store: IngestStore, text: str, dry_run: bool) -> Removed:
+def _removed_where(store: stores.Store, text: str, dry_run: bool) -> Removed:
     where = parse_filter(text)
     if not dry_run:
         return Removed(removed=store.remove_where(where), dry_run=False)

@@ -24,9 +24,8 @@ from indexer.commands.options import (
 )
 from indexer.commands.vectors import read_vectors, vector_of
 from indexer.filters.text import parse_filter
-from indexer.ingest.add import IngestStore
 from indexer.live.ranking import combined_query
-from indexer.types import Grouping, GroupScore, SearchOptions
+from indexer.types import Grouping, GroupScore, SearchOptions, VectorStore
 
 app = typer.Typer()
 
@@ -156,7 +155,7 @@ def _check_usage(
 
 
 def _found(
-    store: IngestStore,
+    store: VectorStore,
     queries: Embeddings,
     k: int,
     wanted: SearchOptions,
@@ -173,7 +172,7 @@ def _found(
 
 
 def _found_like(
-    store: IngestStore,
+    store: VectorStore,
     like: Sequence[str],
     unlike: Sequence[str],
     k: int,
@@ -189,6 +188,6 @@ def _found_like(
     return _found(store, combined_query(liked, disliked)[None], k, wanted, grouping)
 
 
-def _vectors(store: IngestStore, keys: Sequence[str]) -> Embeddings:
+def _vectors(store: VectorStore, keys: Sequence[str]) -> Embeddings:
     rows = [entry.vector for entry in store.entries(keys)]
     return np.stack(rows) if rows else np.empty((0, store.dim), np.float32)

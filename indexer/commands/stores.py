@@ -4,24 +4,22 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from embedder.errors import GalleryNotFoundError, InvalidParameterError
+from embedder.errors import InvalidParameterError
 from indexer.commands.console import err, progress
 from indexer.exchange.dump import Dump
+from indexer.exchange.milvus import MilvusStore
 from indexer.gallery import Gallery
-from indexer.ingest.add import IngestStore
-
-if TYPE_CHECKING:
-    from indexer.exchange.milvus_engine import MilvusStore
+from indexer.types import Progress
 
 MILVUS = "milvus://"
+Store = Gallery | MilvusStore
 
 
 @contextlib.contextmanager
 def opened(
     text: str, *, bundle_id: str | None = None, image_root: Path | None = None, device: str = "cpu"
-) -> Iterator[IngestStore]:
+) -> Iterator[Store]:
     """The gallery that an argument names: a folder, or milvus://HOST:PORT/NAME.
 
     Raises: GalleryError.
@@ -33,7 +31,7 @@ def opened(
         store.close()
 
 
-def compact_if_due(store: IngestStore, leave: bool) -> None:
+def compact_if_due(store: Store, leave: bool) -> None:
     """Make a new index if so much has changed that searches would get slow.
 
     Raises: PlanError, RecallError, GalleryWriteError.
@@ -51,59 +49,43 @@ def compact_if_due(store: IngestStore, leave: bool) -> None:
         store.compact(wait=True, on_progress=advance)
 
 
-def facts_of(store: IngestStore) -> dict[str, str]:
+def facts_of(store: Store) -> dict[str, str]:
     """What goes with the items of a gallery to another engine."""
-    facts = {"name": store.name, "bundle_id": store.bundle_id}
-    if isinstance(store, Gallery):
-        known = store.manifest
-        facts |= {
-            "created_at": known.created_at,
-            "source": known.source,
-            "source_root": known.source_root,
-        }
-    return facts
+    known = {"name", "bundle_id", "created_at", "source", "source_root"}
+    return store.facts().model_dump(include=known)
 
 
 def open_store(
     text: str, *, bundle_id: str | None = None, image_root: Path | None = None, device: str = "cpu"
-) -> IngestStore:
+) -> Store:
     """As `opened`, without closing it."""
     if not text.startswith(MILVUS):
         return Gallery.open(
             text, expected_bundle_id=bundle_id, image_root=image_root, device=device
         )
-    from indexer.exchange.milvus_engine import MilvusStore
-
     uri, name = _address(text)
     return MilvusStore.open(
         uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=_token()
     )
 
 
-@contextlib.contextmanager
-def on_milvus(text: str, dump: Dump) -> "Iterator[MilvusStore]":
-    """The gallery on Milvus that a dump goes into; a new one, if it is not there yet.
+def publish_on_milvus(text: str, dump: Dump, on_progress: Progress) -> MilvusStore:
+    """Make the content of a dump the gallery at milvus://HOST:PORT/NAME, and open it.
 
-    Raises: BundleMismatchError if it is there with another bundle; GalleryError.
+    Raises: SourceError, GalleryError.
     """
-    from indexer.exchange.milvus_engine import MilvusStore
-
     uri, name = _address(text)
-    facts = dump.facts
-    try:
-        store = MilvusStore.open(uri, name, expected_bundle_id=facts["bundle_id"], token=_token())
-    except GalleryNotFoundError:
-        store = MilvusStore.create(
-            uri,
-            name,
-            dim=dump.dim,
-            bundle_id=facts["bundle_id"],
-            source=facts.get("source", ""),
-            source_root=facts.get("source_root", ""),
-            token=_token(),
-        )
-    with contextlib.closing(store):
-        yield store
+    return MilvusStore.publish(
+        uri,
+        name,
+        dump.entries(),
+        dim=dump.dim,
+        bundle_id=dump.facts["bundle_id"],
+        source=dump.facts.get("source", ""),
+        source_root=dump.facts.get("source_root", ""),
+        token=_token(),
+        on_progress=on_progress,
+    )
 
 
 def _address(text: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """kinlens-index export, import, backup, restore: galleries on their way."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -141,11 +142,16 @@ def restore(
 
 def _imported_into(address: str, dump: Dump) -> ImportReport:
     with (
-        stores.on_milvus(address, dump) as store,
         progress(dump.count, "Importing") as advance,
+        contextlib.closing(stores.publish_on_milvus(address, dump, advance)) as store,
     ):
-        count = store.rebuild(dump.entries(), advance)
-        return ImportReport(name=store.name, bundle_id=store.bundle_id, dim=store.dim, items=count)
+        return ImportReport(
+            name=store.name,
+            bundle_id=store.bundle_id,
+            dim=store.dim,
+            items=store.size,
+            generation=store.generation,
+        )
 
 
 def _size(folder: Path) -> int:

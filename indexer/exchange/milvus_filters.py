@@ -31,17 +31,17 @@ def expression(where: Filter) -> str:
 
 def one_of(field: str, values: Iterable[str | int]) -> str:
     """Whether the field of a row has one of these values."""
-    return f"{field} in [{', '.join(_literal(value) for value in values)}]"
+    return f"{field} in [{', '.join(literal(value) for value in values)}]"
 
 
 def _part(where: Filter) -> _Part:
     if isinstance(where, Equals):
-        return f"{_field(where.name)} == {_literal(where.value)}", 1
+        return f"{_field(where.name)} == {literal(where.value)}", 1
     if isinstance(where, In):
         return _one_of(where)
     if isinstance(where, Range):
         field = _field(where.name)
-        limits = [f"{field} {_OPERATORS[n]} {_literal(value)}" for n, value in where.limits]
+        limits = [f"{field} {_OPERATORS[n]} {literal(value)}" for n, value in where.limits]
         return _joined([(limit, 1) for limit in limits], "and")
     if isinstance(where, And | Or):
         word = "and" if isinstance(where, And) else "or"
@@ -52,7 +52,7 @@ def _part(where: Filter) -> _Part:
     return f"not ({text})", levels + 1
 
 
-def _literal(value: AttributeValue) -> str:
+def literal(value: AttributeValue) -> str:
     if isinstance(value, float):
         return repr(value)
     # Milvus reads the sign apart from the digits, which alone would be too large.
@@ -65,7 +65,7 @@ def _field(name: str) -> str:
 
 def _one_of(where: In) -> _Part:
     """Whole and decimal numbers apart: Milvus takes one type in a list, and compares them all."""
-    texts = [_literal(value) for value in where.values]
+    texts = [literal(value) for value in where.values]
     decimal = [where.kind == "number" and not text.lstrip("-").isdigit() for text in texts]
     lists = [
         ", ".join(text for text, is_decimal in zip(texts, decimal, strict=True) if is_decimal == d)

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import BundleMismatchError, SourceError
 from embedder.session import Embedder
-from indexer.catalog.attributes import Schema
 from indexer.catalog.entries import merged
 from indexer.folder.manifest import SHORT
 from indexer.ingest.embed import Embedded, EmbedSettings, Outcome, embedded_batches
@@ -25,22 +23,6 @@ _TAKEN_AWAY = (
     "The gallery had its content, but another process removed it meanwhile. "
     "Run the same command again."
 )
-
-
-class IngestStore(VectorStore, Protocol):
-    """What `add_source` asks of a gallery."""
-
-    @property
-    def image_root(self) -> Path: ...
-
-    def schema(self) -> Schema:
-        """The kind of every attribute in use."""
-
-    def stored(self, keys: Sequence[str]) -> Mapping[str, Item]:
-        """The items with these keys; unknown keys are left out."""
-
-    def vectors_of_contents(self, sha256s: Sequence[str]) -> Mapping[str, NDArray[np.float32]]:
-        """The vectors (D,) of contents that an item has; others are left out."""
 
 
 class AddReport(BaseModel):
@@ -65,7 +47,7 @@ class AddReport(BaseModel):
 
 
 def add_source(
-    gallery: IngestStore,
+    gallery: VectorStore,
     source: Source,
     embedder: Embedder,
     settings: EmbedSettings | None = None,
@@ -99,7 +81,7 @@ def add_source(
     return report
 
 
-def check_image_root(gallery: IngestStore) -> None:
+def check_image_root(gallery: VectorStore) -> None:
     """Raises: SourceError if the folder that paths start from is unknown or missing."""
     root = gallery.image_root
     if root == Path():
@@ -118,7 +100,7 @@ def check_image_root(gallery: IngestStore) -> None:
 class _Ingest:
     """Writes batches as they come; a copy waits for the batch that brings its vector."""
 
-    gallery: IngestStore
+    gallery: VectorStore
     names: frozenset[str]
     written: Written = field(default_factory=Written)
     embedded: int = 0
@@ -201,7 +183,7 @@ def _entry(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:
     return Entry(record.key, vector, outcome.sha256, record.attributes, record.path, outcome.format)
 
 
-def _check_bundle(gallery: IngestStore, embedder: Embedder) -> None:
+def _check_bundle(gallery: VectorStore, embedder: Embedder) -> None:
     if gallery.bundle_id != embedder.bundle_id:
         raise BundleMismatchError(
             f"Gallery {gallery.name} was made with bundle {gallery.bundle_id[:SHORT]}, not with "
@@ -210,7 +192,7 @@ def _check_bundle(gallery: IngestStore, embedder: Embedder) -> None:
         )
 
 
-def _check_root(gallery: IngestStore, source: Source) -> None:
+def _check_root(gallery: VectorStore, source: Source) -> None:
     check_image_root(gallery)
     if source.root.resolve() != gallery.image_root.resolve():
         raise SourceError(

@@ -17,7 +17,7 @@ from indexer.types import Progress
 
 
 class ImportReport(BaseModel):
-    """What was imported; no generation for a gallery on Milvus."""
+    """What was imported."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -25,7 +25,7 @@ class ImportReport(BaseModel):
     bundle_id: str
     dim: int
     items: int
-    generation: str = ""
+    generation: str
 
 
 def open_dump(path: Path | str) -> Dump:

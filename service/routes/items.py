@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from embedder import errors
 from embedder.errors import InvalidParameterError
-from indexer.gallery import Page
+from indexer.types import Page
 from service.new_items import Outcome
 from service.openapi import problems
 from service.parameters import whole_number

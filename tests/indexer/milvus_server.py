@@ -96,19 +96,19 @@ class MilvusServer:
         return self._process is not None
 
     def _answers(self) -> bool:
-        from embedder.errors import EngineUnavailableError
-        from tests.support.seams import Connection
+        from pymilvus import MilvusClient
+        from pymilvus.exceptions import MilvusException
 
         assert self._process is not None
         deadline = time.monotonic() + _READY_S
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
-                connection = Connection(self.uri)
-                connection.call("list_collections")
-            except EngineUnavailableError:
+                client = MilvusClient(uri=self.uri, timeout=10)
+                client.list_collections()
+            except MilvusException:
                 time.sleep(_POLL_S)
             else:
-                connection.close()
+                client.close()
                 return True
         return False
 

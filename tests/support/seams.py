@@ -9,8 +9,7 @@ from indexer.catalog.database import Catalog
 from indexer.catalog.read import CatalogView, State
 from indexer.checks.compare import compare
 from indexer.commands import options
-from indexer.exchange.milvus_connection import Connection
-from indexer.exchange.milvus_engine import MilvusStore
+from indexer.exchange.milvus import MilvusStore
 from indexer.folder.backup import backup
 from indexer.folder.backup_files import read_backup
 from indexer.folder.durable import set_fault_hook
@@ -49,7 +48,6 @@ __all__ = [
     "Cache",
     "Catalog",
     "CatalogView",
-    "Connection",
     "DecodePool",
     "Effort",
     "EmbedSettings",

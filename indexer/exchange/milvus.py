@@ -1,0 +1,561 @@
+"""A gallery on Milvus: a thin layer over its collections, filters and consistency levels.
+
+A generation is a collection, and an alias with the name of the gallery points to the current one.
+Where this differs from a gallery in a folder: docs/galleries.md, Milvus.
+"""
+
+import contextlib
+import math
+import re
+import time
+import uuid
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import chain, islice
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.errors import (
+    BundleMismatchError,
+    EngineUnavailableError,
+    InvalidParameterError,
+    ItemNotFoundError,
+)
+from embedder.types import AttributeValue, Embeddings, Hit, ItemId
+from indexer.catalog.attributes import AttributeKind, Schema
+from indexer.catalog.entries import checked_keys, checked_vectors, learn_kinds, with_stored
+from indexer.exchange.milvus_collection import (
+    ENTRY,
+    ITEM,
+    MOST,
+    NUMBERS,
+    Collection,
+    Connection,
+    MilvusFacts,
+    Row,
+    batches,
+    both,
+    entry_of,
+    item_of,
+    lookups,
+    row_of,
+    vectors_of,
+)
+from indexer.exchange.milvus_filters import literal
+from indexer.facts import GalleryFacts
+from indexer.filters.tree import Filter, In, check_grouped
+from indexer.folder.manifest import SHORT
+from indexer.ingest.pictures import ItemImage, item_image
+from indexer.live.grouping import best_groups
+from indexer.live.members import Members, contents_of
+from indexer.live.ranking import (
+    Candidate,
+    Fetch,
+    best_hits,
+    check_options,
+    check_search,
+    combined_query,
+)
+from indexer.types import (
+    MAX_COUNTED_VALUES,
+    AttributeFacts,
+    Entry,
+    Group,
+    Grouping,
+    Item,
+    Page,
+    Progress,
+    SearchOptions,
+    Written,
+)
+
+Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]
+"""The levels of Milvus, as its documentation defines them."""
+
+_NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
+_EXACT_BELOW = 200_000  # items
+_SAMPLE = 10_000
+_SWAP_S = 3.0  # searches that began in the old generation end in it
+
+
+class MilvusStore:
+    """A gallery in a Milvus server, searched and changed by any number of processes. Thread safe.
+
+    Implements `indexer.types.VectorStore`, which says what the methods do, with the consistency of
+    Milvus: a change is durable when its call returns, item by item; `consistency` says when a
+    search sees it. A new generation takes over at once, also for those who have the gallery open.
+    Every method raises EngineUnavailableError.
+    """
+
+    def __init__(self, connection: Connection, seen: Collection, image_root: Path | None) -> None:
+        self._connection = connection
+        self._seen = seen
+        self._image_root = image_root
+
+    @classmethod
+    def open(
+        cls,
+        uri: str,
+        name: str,
+        *,
+        expected_bundle_id: str | None = None,
+        image_root: Path | None = None,
+        token: str = "",
+        timeout_s: float = 10.0,
+        consistency: Consistency = "Strong",
+    ) -> Self:
+        """Open gallery `name` on the server at `uri`; a request may take `timeout_s`.
+
+        Waits until the server has loaded it, which takes long after it was restarted.
+
+        Raises: EngineUnavailableError, GalleryNotFoundError, GalleryCorruptError,
+            BundleMismatchError.
+        """
+        _check_name(name)
+        connection = Connection(uri, token, timeout_s)
+        try:
+            now = Collection.current(connection, name, consistency)
+            _check_bundle(now.facts, expected_bundle_id)
+            now.load()
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection, now, image_root)
+
+    @classmethod
+    def publish(
+        cls,
+        uri: str,
+        name: str,
+        entries: Iterable[Entry] = (),
+        *,
+        dim: int,
+        bundle_id: str,
+        source: str = "",
+        source_root: Path | str = "",
+        token: str = "",
+        on_progress: Progress | None = None,
+    ) -> Self:
+        """Make `entries` the gallery `name`, in place of what it held, and open it.
+
+        They are loaded into a collection of their own, with an index that fits their number; then
+        the alias moves there, and the old collection is dropped. What others change in the old one
+        meanwhile is lost.
+
+        Raises: InvalidParameterError, GalleryCorruptError for a collection that is no gallery,
+            EngineUnavailableError; nothing has changed then.
+        """
+        _check_name(name)
+        facts = MilvusFacts(
+            name=name,
+            generation=uuid.uuid4().hex[:SHORT],
+            bundle_id=bundle_id,
+            dim=dim,
+            created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            source=source,
+            source_root=str(source_root),
+        )
+        with contextlib.closing(Connection(uri, token)) as connection:
+            is_first = not connection.call("has_collection", name)
+            if not is_first:
+                Collection.current(connection, name, "Strong")  # refuses what is no gallery
+            made = Collection.create(connection, facts)
+            try:
+                _fill(made, entries, on_progress)
+                swap = "create_alias" if is_first else "alter_alias"
+                connection.call(swap, made.collection, name)
+            except BaseException:
+                # The first error says more than a second one here.
+                with contextlib.suppress(EngineUnavailableError):
+                    connection.call("drop_collection", made.collection)
+                raise
+            time.sleep(0 if is_first else _SWAP_S)
+            for collection in connection.call("list_collections"):
+                # Also what a publication left that was killed.
+                old = re.fullmatch(rf"{name}_[0-9a-f]{{12}}", collection)
+                if old and collection != made.collection:
+                    connection.call("drop_collection", collection)
+        return cls.open(uri, name, token=token)
+
+    @property
+    def name(self) -> str:
+        return self._seen.facts.name
+
+    @property
+    def dim(self) -> int:
+        return self._seen.facts.dim
+
+    @property
+    def bundle_id(self) -> str:
+        return self._seen.facts.bundle_id
+
+    @property
+    def generation(self) -> str:
+        """The generation that was current at the last look: 12 hex digits."""
+        return self._seen.facts.generation
+
+    @property
+    def created_at(self) -> str:
+        return self._seen.facts.created_at
+
+    @property
+    def image_root(self) -> Path:
+        return self._image_root or Path(self._seen.facts.source_root)
+
+    @property
+    def size(self) -> int:
+        return self._now().count()
+
+    @property
+    def version(self) -> str:
+        """sha256 (hex) that every change by Kinlens replaces when it is finished, in one request.
+
+        It does not tell of what other programs write, nor of the rows of a change that failed half
+        way until the next one.
+        """
+        return self._now().version
+
+    def facts(self) -> GalleryFacts:
+        now = self._now()
+        return GalleryFacts(
+            **now.facts.model_dump(exclude={"schema_version", "nlist"}),
+            version=now.version,
+            size=now.count(),
+            delta=0,
+            tombstones=0,
+            compaction_due=None,
+            segment=None,
+        )
+
+    def schema(self) -> Schema:
+        return self._now().kinds
+
+    def attribute_facts(self) -> tuple[AttributeFacts, ...]:
+        """The values of each attribute, counted in a random sample of some 10,000 items."""
+        now = self._now()
+        sample = next(now.pages("", ["number", "attributes"], rows=_SAMPLE), [])
+        given = [row["attributes"] for row in sample]
+        return tuple(
+            _attribute_facts(name, kind, [each[name] for each in given if name in each])
+            for name, kind in sorted(now.kinds.items())
+        )
+
+    def add(self, entries: Iterable[Entry], owned: frozenset[str] | None = None) -> Written:
+        """As in the protocol. A wrong entry is refused before anything is written; after an error
+        of the server a part may have been: add them again. Of two processes that write one key
+        at the same time, the later one wins.
+        """
+        entries = list(entries)
+        now = self._now()
+        vectors = checked_vectors(entries, now.facts.dim)
+        kinds = dict(now.kinds)
+        for entry in entries:
+            learn_kinds(kinds, entry.key, entry.attributes)
+        now.learn(kinds)
+        written, size = Written(), now.page_rows
+        for start in range(0, len(entries), size):
+            page = slice(start, start + size)
+            written += _upsert_entries(now, entries[page], vectors[page], owned)
+        if written.unchanged < len(entries):
+            now.mark()
+        return written
+
+    def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
+        now = self._now()
+        kinds = dict(now.kinds)
+        for key, change in changes.items():
+            learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
+        rows = now.known([*changes], ENTRY)
+        now.learn(kinds)
+        changed = []
+        for row in rows:
+            merged = {**row["attributes"], **changes[row["key"]]}
+            attributes = {name: value for name, value in merged.items() if value is not None}
+            if attributes != row["attributes"]:
+                changed.append({**row, "attributes": attributes})
+        now.upsert(changed)
+        if changed:
+            now.mark()
+        return len(changed)
+
+    def remove(self, keys: Iterable[str]) -> int:
+        wanted = list(dict.fromkeys(checked_keys(keys)))
+        return _remove(self._now(), lookups("key", wanted))
+
+    def remove_items(self, ids: Iterable[ItemId]) -> int:
+        return _remove(self._now(), lookups("number", _possible(ids)))
+
+    def remove_where(self, where: Filter) -> int:
+        now = self._now()
+        return _remove(now, [now.condition(where)])
+
+    def item(self, item_id: ItemId) -> Item:
+        found = list(self._now().lookup("number", _possible([item_id]), ITEM))
+        if not found:
+            raise ItemNotFoundError(
+                f"Gallery {self.name} has no item {item_id}; it may have been removed. Take the "
+                "number from the answer of a search."
+            )
+        return item_of(found[0])
+
+    def image(self, item_id: ItemId) -> ItemImage:
+        """The indexed bytes of an item, read from the image root; BMP and TIFF become JPEG.
+
+        Raises: ItemNotFoundError for an unknown number, or if the file is gone, was changed or lies
+            outside the image root; GalleryCorruptError if it cannot be read.
+        """
+        return item_image(self.image_root, self.item(item_id))
+
+    def stored(self, keys: Sequence[str]) -> dict[str, Item]:
+        return {row["key"]: item_of(row) for row in self._now().lookup("key", keys, ITEM)}
+
+    def held(self, sha256s: Sequence[str]) -> set[str]:
+        found = self._now().lookup("sha256", sha256s, ["sha256"])
+        return {row["sha256"] for row in found}
+
+    def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+        found = self._now().lookup("sha256", sha256s, ["sha256", "vector"])
+        return {row["sha256"]: np.asarray(row["vector"], np.float32) for row in found}
+
+    def entries(self, keys: Sequence[str]) -> list[Entry]:
+        return [entry_of(row) for row in self._now().known(keys, ENTRY)]
+
+    def items(self) -> Iterator[Item]:
+        for page in self._now().pages("", ITEM):
+            yield from map(item_of, page)
+
+    def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
+        pages = self._now().pages("", ENTRY)
+        return batches(map(entry_of, chain.from_iterable(pages)), batch_size)
+
+    def page(
+        self,
+        offset: int,
+        limit: int,
+        where: Filter | None = None,
+        prefix: str = "",
+        after: ItemId = -1,
+    ) -> Page:
+        now = self._now()
+        keys = f"key >= {literal(prefix)} and key < {literal(prefix + chr(0x10FFFF))}"
+        condition = both(now.condition(where), keys if prefix else "")
+        total, reach = now.count(condition), offset + limit
+        pages = now.pages(condition, ITEM, 2 * reach, after, total)
+        found = list(islice(chain.from_iterable(pages), offset, reach))
+        return Page(total, [item_of(row) for row in found], None)
+
+    def search(
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
+    ) -> list[list[Hit]]:
+        options = options or SearchOptions()
+        now = self._now()
+        queries = _checked(now, queries, k, options)
+        return best_hits(_fetch(now, queries, options), len(queries), k, options)
+
+    def search_groups(
+        self,
+        queries: Embeddings,
+        k: int,
+        grouping: Grouping,
+        options: SearchOptions | None = None,
+    ) -> list[list[Group]]:
+        options = options or SearchOptions()
+        now = self._now()
+        queries = _checked(now, queries, k, options)
+        if grouping.by not in now.kinds and now.count():
+            check_grouped(grouping.by, now.kinds)
+        groups = _Groups(now, queries, grouping.by, options)
+        return best_groups(groups, len(queries), k, grouping, options)
+
+    def search_like(
+        self,
+        liked: Sequence[str],
+        disliked: Sequence[str],
+        k: int,
+        options: SearchOptions | None = None,
+    ) -> list[Hit]:
+        options = options or SearchOptions()
+        check_options(k, options)
+        now = self._now()
+        rows = now.known([*liked, *disliked], ["key", "number", "vector"])
+        vectors = vectors_of(rows, now.facts.dim)
+        query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
+        numbers = {int(row["number"]) for row in rows}
+        [hits] = self.search(query[None], k, replace(options, exclude=options.exclude | numbers))
+        return hits
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._connection.close()
+
+    def _now(self) -> Collection:
+        """The current generation. Raises: BundleMismatchError if it came with another bundle."""
+        now = Collection.current(self._connection, self.name, self._seen.consistency)
+        _check_bundle(now.facts, self.bundle_id)
+        self._seen = now
+        return now
+
+
+class _Groups:
+    """`indexer.live.grouping.GroupSource` of one search.
+
+    Inside and outside of groups every cluster is searched: fewer answers mean that there are no
+    more.
+    """
+
+    def __init__(
+        self,
+        now: Collection,
+        queries: Embeddings,
+        by: str,
+        options: SearchOptions,
+    ) -> None:
+        self._now, self._queries = now, queries
+        self._by, self._options = by, options
+        self.fetch = _fetch(now, queries, options)
+
+    def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
+        return self._best(row, n, f"not ({self._with(values)})" if values else "")
+
+    def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
+        return self._best(row, n, self._with([value]))
+
+    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterator[Members]:
+        condition = both(self._now.condition(self._options.where), self._with(values))
+        fields = ["number", "sha256", "attributes", "vector"]
+        for page in self._now.pages(condition, fields):
+            self._options.checkpoint()
+            vectors = vectors_of(page, self._now.facts.dim)
+            scores = np.clip(vectors @ self._queries[row], -1, 1).astype(np.float64)
+            ids = np.array([int(found["number"]) for found in page], np.int64)
+            contents = contents_of([found["sha256"] for found in page])
+            places: dict[AttributeValue, list[int]] = {}
+            for place, found in enumerate(page):
+                places.setdefault(found["attributes"][self._by], []).append(place)
+            for value, at in places.items():
+                yield Members(value, ids[at], scores[at], contents[at])
+
+    def _with(self, values: Sequence[AttributeValue]) -> str:
+        return self._now.condition(In(self._by, tuple(values)))
+
+    def _best(self, row: int, n: int, group: str) -> list[Candidate]:
+        query, options = self._queries[row : row + 1], replace(self._options, exact=True)
+        [best] = _fetch(self._now, query, options, group)([0], n)
+        return best
+
+
+def _fetch(now: Collection, queries: Embeddings, options: SearchOptions, group: str = "") -> Fetch:
+    """Among the `MOST` best that fit; with `group` only those that fit it as well."""
+    condition = both(now.condition(options.where), group)
+
+    def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
+        options.checkpoint()
+        asked, n = queries[list(rows)], min(n, MOST)
+        found = now.search(asked, n, condition, options.effort, options.exact)
+        return [[_candidate(row) for row in best] for best in found]
+
+    return fetch
+
+
+def _candidate(row: Row) -> Candidate:
+    found, score = row["entity"], float(np.clip(row["distance"], -1, 1))
+    number, attributes = int(found["number"]), dict(found["attributes"])
+    return Candidate(number, found["key"], score, attributes, found["sha256"])
+
+
+def _upsert_entries(
+    now: Collection, entries: Sequence[Entry], vectors: Embeddings, owned: frozenset[str] | None
+) -> Written:
+    found = now.strong().lookup("key", [entry.key for entry in entries], ENTRY)
+    stored = {row["key"]: row for row in found}
+    items = {key: item_of(row) for key, row in stored.items()}
+    rows, became = [], Counter[str]()
+    for entry, vector in zip(with_stored(entries, items, owned), vectors, strict=True):
+        old, new = stored.get(entry.key), row_of(entry, vector)
+        if old is None or old["sha256"] != entry.sha256:
+            became["added" if old is None else "replaced"] += 1
+        else:
+            new["vector"] = old["vector"]  # that of equal content stays
+            if all(old[name] == new[name] for name in ITEM):
+                became["unchanged"] += 1
+                continue
+            became["updated"] += 1
+        rows.append(new)
+    now.upsert(rows)
+    return Written(**became)
+
+
+def _remove(now: Collection, conditions: Iterable[str]) -> int:
+    gone = 0
+    for condition in conditions:
+        if count := now.strong().count(condition):
+            now.connection.call("delete", now.collection, filter=condition)
+            gone += count
+    if gone:
+        now.mark()
+    return gone
+
+
+def _fill(made: Collection, entries: Iterable[Entry], on_progress: Progress | None) -> None:
+    """Insert the entries, make the index, and wait until they can be searched."""
+    kinds, keys = dict[str, AttributeKind](), array("q")
+    for batch in batches(entries, made.page_rows):
+        vectors = checked_vectors(batch, made.facts.dim)
+        for entry in batch:
+            learn_kinds(kinds, entry.key, entry.attributes)
+        made.connection.call("insert", made.collection, list(map(row_of, batch, vectors)))
+        keys.extend(hash(entry.key) for entry in batch)
+        if on_progress is not None:
+            on_progress(len(batch))
+    count = len(keys)
+    if len(np.unique(np.frombuffer(keys, np.int64))) < count:
+        raise InvalidParameterError("A key is there twice. Give each item a key of its own.")
+    made.learn(kinds)
+    made.make_index(0 if count < _EXACT_BELOW else 4 * math.isqrt(count))
+
+
+def _attribute_facts(
+    name: str, kind: AttributeKind, values: Sequence[AttributeValue]
+) -> AttributeFacts:
+    common = tuple(Counter(values).most_common(MAX_COUNTED_VALUES + 1))
+    if kind != "number":
+        return AttributeFacts(name, kind, common[:MAX_COUNTED_VALUES])
+    numbers = [float(value) for value in values]
+    few = common if len(common) <= MAX_COUNTED_VALUES else None
+    return AttributeFacts(name, kind, few, min(numbers, default=None), max(numbers, default=None))
+
+
+def _possible(ids: Iterable[ItemId]) -> list[ItemId]:
+    return [number for number in ids if 0 <= number < NUMBERS]
+
+
+def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOptions) -> Embeddings:
+    queries = check_search(k, options, now.facts.dim, queries)
+    if options.offset + k > MOST:
+        raise InvalidParameterError(
+            f"offset + k = {options.offset + k:,}; Milvus gives the {MOST:,} best. Ask for fewer."
+        )
+    return queries
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidParameterError(
+            f"{name!r:.160} cannot be a gallery on Milvus. Give it a letter and then at most 63 "
+            "letters, digits and underscores, and no twelve hex digits at the end."
+        )
+
+
+def _check_bundle(facts: MilvusFacts, expected_id: str | None) -> None:
+    if expected_id is not None and facts.bundle_id != expected_id:
+        raise BundleMismatchError(
+            f"Gallery {facts.name} was made with bundle {facts.bundle_id[:SHORT]}, but the bundle "
+            f"in use is {expected_id[:SHORT]}: their vectors cannot be compared. Import it again "
+            "with vectors of the bundle in use, or use the bundle that it was made with."
+        )

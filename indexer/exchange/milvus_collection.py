@@ -1,0 +1,380 @@
+"""A collection of a Milvus server that holds a generation of a gallery: its rows, and what it is.
+
+The key of an item is the primary key, so that every write is an upsert. The collection's properties
+hold the facts of the gallery, the kind of each attribute, and a mark that every change replaces.
+"""
+
+import contextlib
+import hashlib
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from embedder.errors import (
+    EngineUnavailableError,
+    GalleryCorruptError,
+    GalleryNotFoundError,
+    InvalidParameterError,
+    ItemNotFoundError,
+)
+from embedder.types import Embeddings, ItemId
+from indexer.catalog.attributes import Schema
+from indexer.exchange.milvus_filters import expression, one_of
+from indexer.filters.tree import Filter
+from indexer.types import Entry, Item
+
+MOST = 16_384
+"""The most answers that Milvus gives to one query."""
+
+NUMBERS = 2**53
+"""Above every item number: JSON and JavaScript keep whole numbers up to here exactly."""
+
+LONG_S = 24 * 3600.0
+"""For what takes as long as the collection is large."""
+
+ITEM = ("key", "number", "path", "sha256", "format", "attributes")
+ENTRY = (*ITEM, "vector")
+"""Fields to ask for."""
+
+_LENGTHS = {"key": 4_096, "path": 16_384, "sha256": 64, "format": 64}  # bytes
+_PAGE_BYTES, _ROW_BYTES = 16 * 2**20, 2_048  # of the 64 MB of a message; beside the vector
+_LOOKUP = 1_000  # values in one expression
+_ANSWERS = 65_536  # of several queries in one message
+_FACTS, _KIND, _CHANGE = "kinlens.gallery", "kinlens.attribute.", "kinlens.change"
+_NOT_FOUND, _INVALID = 100, 1100  # codes of Milvus
+
+Row = Mapping[str, Any]
+T = TypeVar("T")
+
+
+class MilvusFacts(BaseModel):
+    """What a generation is; `nlist` are the clusters of its index, 0 for an exact one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[2] = 2
+    name: str
+    generation: str
+    bundle_id: str
+    dim: int
+    created_at: str
+    source: str = ""
+    source_root: str = ""
+    nlist: int = 0
+
+
+class Connection:
+    """A Milvus server; a request that takes longer than `timeout_s` fails. Thread safe."""
+
+    def __init__(self, uri: str, token: str = "", timeout_s: float = 10.0) -> None:
+        """Connect to `uri`, as in http://127.0.0.1:19530. Raises: EngineUnavailableError."""
+        self.uri = uri
+        self._timeout_s = timeout_s
+        client_class = _client_class()
+        with _translated(uri):
+            self._client = client_class(uri=uri, token=token, timeout=timeout_s)
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **options: Any) -> Any:
+        """What `method` of the client answers.
+
+        Raises: EngineUnavailableError; GalleryNotFoundError for a collection that is not there;
+            InvalidParameterError for what the server does not take.
+        """
+        with _translated(self.uri):
+            request = getattr(self._client, method)
+            return request(*args, timeout=timeout_s or self._timeout_s, **options)
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """A generation, and what its properties said a moment ago: `kinds` are those of attributes.
+
+    `consistency` is that of its reads.
+    """
+
+    connection: Connection
+    collection: str
+    facts: MilvusFacts
+    kinds: Schema
+    version: str
+    consistency: str
+
+    @classmethod
+    def current(cls, connection: Connection, name: str, consistency: str) -> "Collection":
+        """That behind an alias. Raises: GalleryNotFoundError, GalleryCorruptError."""
+        found = connection.call("describe_collection", name)
+        collection, properties = found["collection_name"], found.get("properties", {})
+        try:
+            facts = MilvusFacts.model_validate_json(properties.get(_FACTS, ""))
+        except ValidationError as exc:
+            raise GalleryCorruptError(
+                f"{name} on Milvus at {connection.uri} is a collection of something else, or of "
+                "another version of Kinlens. Choose another name, or drop it there and import it "
+                "again."
+            ) from exc
+        kinds = {n.removeprefix(_KIND): k for n, k in properties.items() if n.startswith(_KIND)}
+        state = f"{collection} {properties.get(_CHANGE)}"
+        version = hashlib.sha256(state.encode()).hexdigest()
+        return cls(connection, collection, facts, kinds, version, consistency)
+
+    @classmethod
+    def create(cls, connection: Connection, facts: MilvusFacts) -> "Collection":
+        """An empty one without an index."""
+        from pymilvus import CollectionSchema, DataType, FieldSchema
+
+        texts = [
+            FieldSchema(name, DataType.VARCHAR, max_length=size, is_primary=name == "key")
+            for name, size in _LENGTHS.items()
+        ]
+        schema = CollectionSchema(
+            [
+                *texts,
+                FieldSchema("number", DataType.INT64),
+                FieldSchema("attributes", DataType.JSON),
+                FieldSchema("vector", DataType.FLOAT_VECTOR, dim=facts.dim),
+            ],
+            auto_id=False,
+            enable_dynamic_field=False,
+        )
+        collection = f"{facts.name}_{facts.generation}"
+        properties = {_FACTS: facts.model_dump_json()}
+        connection.call("create_collection", collection, schema=schema, properties=properties)
+        return cls.current(connection, collection, "Strong")
+
+    @property
+    def page_rows(self) -> int:
+        """How many rows with vectors to send, or to ask for, at once."""
+        return max(1, min(4_096, _PAGE_BYTES // (4 * self.facts.dim + _ROW_BYTES)))
+
+    def condition(self, where: Filter | None) -> str:
+        """The filter as an expression; empty for none. Raises: FilterError."""
+        if where is None:
+            return ""
+        where.check(self.kinds)
+        return expression(where)
+
+    def query(self, condition: str, fields: Sequence[str]) -> list[Row]:
+        """The rows that fit, in any order."""
+        found = self.connection.call(
+            "query",
+            self.collection,
+            filter=condition,
+            output_fields=list(fields),
+            consistency_level=self.consistency,
+        )
+        return list(found)
+
+    def count(self, condition: str = "") -> int:
+        """How many rows fit."""
+        [row] = self.query(condition, ["count(*)"])
+        return int(row["count(*)"])
+
+    def lookup(
+        self, field: str, values: Sequence[str] | Sequence[int], fields: Sequence[str]
+    ) -> Iterator[Row]:
+        """The rows with one of these values."""
+        for condition in lookups(field, values):
+            yield from self.query(condition, fields)
+
+    def known(self, keys: Sequence[str], fields: Sequence[str]) -> list[Row]:
+        """The rows of these keys, in their order. Raises: ItemNotFoundError."""
+        found = {row["key"]: row for row in self.lookup("key", keys, fields)}
+        missing = [key for key in keys if key not in found]
+        if missing:
+            raise ItemNotFoundError(
+                f"Gallery {self.facts.name} has no item with the key {missing[0]!r:.200}. Keys are "
+                "compared letter by letter; add it first."
+            )
+        return [found[key] for key in keys]
+
+    def pages(
+        self,
+        condition: str,
+        fields: Sequence[str],
+        rows: int = 0,
+        after: ItemId = -1,
+        total: int | None = None,
+    ) -> Iterator[list[Row]]:
+        """The rows that fit, about `rows` at a time, in the order of their numbers.
+
+        Numbers are hashes, so evenly spread that a range of the right width holds that many.
+        """
+        total = self.count(condition) if total is None else total
+        width = max(1, NUMBERS * (rows or self.page_rows) // max(1, total))
+        for low in range(after + 1, NUMBERS if total else 0, width):
+            window = f"number >= {low} and number < {min(low + width, NUMBERS)}"
+            page = self.query(both(window, condition), fields)
+            yield sorted(page, key=lambda row: int(row["number"]))
+
+    def search(
+        self, queries: Embeddings, n: int, condition: str, nprobe: int | None, exact: bool
+    ) -> Iterator[list[Row]]:
+        """The `n` best rows of each query (Q, D), with `distance` and the fields in `entity`."""
+        nlist = self.facts.nlist
+        nprobe = nlist if exact else nprobe or max(16, nlist // 16)
+        parameters = {"nprobe": min(nprobe, nlist)} if nlist else {}
+        step = max(1, _ANSWERS // n)
+        for start in range(0, len(queries), step):
+            yield from self.connection.call(
+                "search",
+                self.collection,
+                data=queries[start : start + step],
+                limit=n,
+                filter=condition,
+                anns_field="vector",
+                search_params={"metric_type": "IP", "params": parameters},
+                output_fields=["key", "number", "sha256", "attributes"],
+                consistency_level=self.consistency,
+            )
+
+    def strong(self) -> "Collection":
+        """The same, for reads that a write depends on."""
+        return replace(self, consistency="Strong")
+
+    def upsert(self, rows: Iterable[Row]) -> None:
+        """Write rows; each takes the place of that with its key."""
+        for batch in batches(rows, self.page_rows):
+            self.connection.call("upsert", self.collection, batch)
+
+    def learn(self, kinds: Schema) -> None:
+        """Note the kinds of attributes that are new."""
+        new = {_KIND + name: kind for name, kind in kinds.items() if name not in self.kinds}
+        if new:
+            self._alter(new)
+
+    def mark(self) -> None:
+        """Note that a change was made."""
+        self._alter({_CHANGE: uuid.uuid4().hex})
+
+    def make_index(self, nlist: int) -> None:
+        """Make an exact index, or one of `nlist` clusters, and wait until it can be searched."""
+        from pymilvus import MilvusClient
+
+        self._alter({_FACTS: self.facts.model_copy(update={"nlist": nlist}).model_dump_json()})
+        params = MilvusClient.prepare_index_params()
+        if nlist:
+            params.add_index("vector", index_type="IVF_FLAT", metric_type="IP", nlist=nlist)
+        else:
+            params.add_index("vector", index_type="FLAT", metric_type="IP")
+        params.add_index("number", index_type="STL_SORT")
+        params.add_index("sha256", index_type="Trie")
+        self.connection.call("flush", self.collection, timeout_s=LONG_S)
+        self.connection.call("create_index", self.collection, params, timeout_s=LONG_S)
+        self.load()
+
+    def load(self) -> None:
+        """Wait until the server can search it, which takes long after it was restarted."""
+        self.connection.call("load_collection", self.collection, timeout_s=LONG_S)
+
+    def _alter(self, properties: Mapping[str, str]) -> None:
+        # Milvus 2.3 puts on disk what was there before an alteration, so it takes a second one for
+        # these to outlive the server.
+        for _ in range(2):
+            self.connection.call("alter_collection_properties", self.collection, dict(properties))
+
+
+def number_of(key: str, sha256: str) -> ItemId:
+    """The number of an item: 53 bits of a hash of its key and content.
+
+    So no process has to ask another one for it, and a number means one content.
+    """
+    digest = hashlib.sha256(f"{sha256} {key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % NUMBERS
+
+
+def lookups(field: str, values: Sequence[str] | Sequence[int]) -> Iterator[str]:
+    """Conditions that together find these values."""
+    for start in range(0, len(values), _LOOKUP):
+        yield one_of(field, values[start : start + _LOOKUP])
+
+
+def both(*parts: str) -> str:
+    """Those parts of a condition that are not empty, joined."""
+    return " and ".join(f"({part})" for part in parts if part)
+
+
+def batches(values: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The values in lists of `size`; the last may be shorter."""
+    rest = iter(values)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def row_of(entry: Entry, vector: Embeddings) -> dict[str, Any]:
+    """An entry with all fields."""
+    return {
+        "key": entry.key,
+        "number": number_of(entry.key, entry.sha256),
+        "path": entry.path,
+        "sha256": entry.sha256,
+        "format": entry.format,
+        "attributes": dict(entry.attributes),
+        "vector": vector,
+    }
+
+
+def item_of(row: Row) -> Item:
+    """The item of a row with the fields `ITEM`."""
+    number, attributes = int(row["number"]), dict(row["attributes"])
+    return Item(number, row["key"], row["path"], row["sha256"], attributes, row["format"])
+
+
+def entry_of(row: Row) -> Entry:
+    """The entry of a row with the fields `ENTRY`."""
+    vector, attributes = np.asarray(row["vector"], np.float32), dict(row["attributes"])
+    return Entry(row["key"], vector, row["sha256"], attributes, row["path"], row["format"])
+
+
+def vectors_of(rows: Sequence[Row], dim: int) -> Embeddings:
+    """The vectors (N, dim) of rows."""
+    return np.array([row["vector"] for row in rows], np.float32).reshape(-1, dim)
+
+
+def _client_class() -> Callable[..., Any]:
+    try:
+        from pymilvus import MilvusClient
+    except ImportError as exc:
+        raise EngineUnavailableError(
+            f"pymilvus cannot be imported ({exc}), and galleries on Milvus need it. Install it: "
+            "pip install 'kinlens[milvus]'."
+        ) from exc
+    # Every error is raised; the log would repeat it with a traceback.
+    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
+    client: Callable[..., Any] = MilvusClient
+    return client
+
+
+@contextlib.contextmanager
+def _translated(uri: str) -> Iterator[None]:
+    from grpc import FutureTimeoutError, RpcError  # type: ignore[import-untyped]
+    from pymilvus.exceptions import MilvusException
+
+    try:
+        yield
+    except (MilvusException, RpcError, FutureTimeoutError, ValueError) as exc:
+        code, message = getattr(exc, "code", 0), str(getattr(exc, "message", exc))
+        raise _translation(uri, code, message or type(exc).__name__) from exc
+
+
+def _translation(uri: str, code: object, message: str) -> Exception:
+    if code == _NOT_FOUND:
+        return GalleryNotFoundError(
+            f"Milvus at {uri} does not have it: {message}. Check the name and the database, or "
+            "import a gallery under this name."
+        )
+    if code == _INVALID:
+        return InvalidParameterError(f"Milvus does not take this: {message:.500}. Shorten it.")
+    return EngineUnavailableError(
+        f"Milvus at {uri} does not answer, or refuses: {message:.500}. Check that the address is "
+        "right and that the server is running and healthy."
+    )

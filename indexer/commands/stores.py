@@ -1,15 +1,17 @@
 """Opening what a command works on: a gallery in a folder, or one on Milvus."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from embedder.errors import InvalidParameterError
+from embedder.errors import GalleryCorruptError, InvalidParameterError
 from indexer.commands.console import err, progress
 from indexer.exchange.dump import Dump
 from indexer.exchange.milvus import MilvusStore
 from indexer.gallery import Gallery
+from indexer.ingest.importing import open_dump
 from indexer.types import Progress
 
 MILVUS = "milvus://"
@@ -67,6 +69,25 @@ def open_store(
     return MilvusStore.open(
         uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=_token()
     )
+
+
+@contextlib.contextmanager
+def content_of(text: str) -> Iterator[Dump]:
+    """What `import` reads: a file of `export`, or a gallery of any engine.
+
+    Raises: SourceError, GalleryError; EngineUnavailableError without pyarrow.
+    """
+    if not text.startswith(MILVUS) and not Path(text).is_dir():
+        yield open_dump(text)
+        return
+    try:
+        store = open_store(text)
+    except GalleryCorruptError:
+        yield open_dump(text)  # perhaps of the first format
+        return
+    with contextlib.closing(store):
+        entries = itertools.chain.from_iterable
+        yield Dump(facts_of(store), store.dim, store.size, lambda: entries(store.scan()))
 
 
 def publish_on_milvus(text: str, dump: Dump, on_progress: Progress) -> MilvusStore:

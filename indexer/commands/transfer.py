@@ -26,7 +26,7 @@ from indexer.folder.backup import backup as write_backup
 from indexer.folder.backup import backup_bytes
 from indexer.folder.backup import restore as restore_backup
 from indexer.index.plan import IndexSettings
-from indexer.ingest.importing import ImportReport, import_gallery, open_dump
+from indexer.ingest.importing import ImportReport, import_gallery
 
 app = typer.Typer()
 
@@ -70,8 +70,8 @@ def export(
     "import", epilog="Example: kinlens-index import shop.parquet --out shop/gallery --index hnsw"
 )
 def import_(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="File of `export`, or gallery of schema 1.")
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="File of `export`, or a gallery of any kind.")
     ],
     gallery: Annotated[
         str,
@@ -84,12 +84,14 @@ def import_(
     device: IndexDeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Make a gallery of an exported file, or of a gallery that an older version built."""
+    """Make a gallery of an exported file, or of a gallery in another engine or of an old version.
+
+    It replaces the one that is there.
+    """
     settings = IndexSettings(
         index or "auto", memory_mb, device or "cpu", target_recall or TARGET_RECALL
     )
-    with errors_shown():
-        dump = open_dump(path)
+    with errors_shown(), stores.content_of(source) as dump:
         if gallery.startswith(stores.MILVUS):
             report = _imported_into(gallery, dump)
         else:

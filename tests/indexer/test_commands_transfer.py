@@ -78,7 +78,7 @@ def test_an_import_replaces_a_gallery_only_when_it_is_whole(
     file = tmp_path / "shop.parquet"
     run("export", changed, "--out", file)
     before = content(built)
-    assert "is not a gallery" in failure(run("import", tmp_path, "--out", built))
+    assert "No gallery" in failure(run("import", tmp_path, "--out", built))
     assert content(built) == before
     run("remove", built, "f.gif")
     assert run("import", file, "--out", built).exit_code == 0

@@ -214,10 +214,10 @@ class MilvusStore:
 
     @property
     def version(self) -> str:
-        """sha256 (hex) that every change by Kinlens replaces when it is finished, in one request.
+        """sha256 (hex) that every change by Kinlens replaces when it is finished; one request.
 
-        It does not tell of what other programs write, nor of the rows of a change that failed half
-        way until the next one.
+        It does not tell of what other programs write, nor of a change that failed half way until
+        the next one. Of what is read after it, only "Strong" is sure to hold that change.
         """
         return self._now().version
 
@@ -271,7 +271,7 @@ class MilvusStore:
         kinds = dict(now.kinds)
         for key, change in changes.items():
             learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
-        rows = now.known([*changes], ENTRY)
+        rows = now.strong().known([*changes], ENTRY)
         now.learn(kinds)
         changed = []
         for row in rows:
@@ -305,11 +305,7 @@ class MilvusStore:
         return item_of(found[0])
 
     def image(self, item_id: ItemId) -> ItemImage:
-        """The indexed bytes of an item, read from the image root; BMP and TIFF become JPEG.
-
-        Raises: ItemNotFoundError for an unknown number, or if the file is gone, was changed or lies
-            outside the image root; GalleryCorruptError if it cannot be read.
-        """
+        """As `indexer.reader.GalleryReader.image`."""
         return item_image(self.image_root, self.item(item_id))
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:

@@ -268,7 +268,8 @@ class Collection:
             params.add_index("vector", index_type="FLAT", metric_type="IP")
         params.add_index("number", index_type="STL_SORT")
         params.add_index("sha256", index_type="Trie")
-        self.connection.call("flush", self.collection, timeout_s=LONG_S)
+        if nlist:
+            self.connection.call("flush", self.collection, timeout_s=LONG_S)
         self.connection.call("create_index", self.collection, params, timeout_s=LONG_S)
         self.load()
 

@@ -406,14 +406,9 @@ class _Groups:
     """
 
     def __init__(
-        self,
-        now: Collection,
-        queries: Embeddings,
-        by: str,
-        options: SearchOptions,
+        self, now: Collection, queries: Embeddings, by: str, options: SearchOptions
     ) -> None:
-        self._now, self._queries = now, queries
-        self._by, self._options = by, options
+        self._now, self._queries, self._by, self._options = now, queries, by, options
         self.fetch = _fetch(now, queries, options)
 
     def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:

@@ -22,6 +22,7 @@ from embedder.errors import (
     InvalidParameterError,
 )
 from embedder.types import AttributeValue
+from indexer.exchange.milvus import Consistency
 from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
 from indexer.types import Entry, Grouping, SearchOptions
 from tests.indexer.milvus_server import MilvusServer, started_server
@@ -249,10 +250,11 @@ def test_two_processes_that_write_at_once_leave_one_item_for_each_key(
 
 
 @milvus
-def test_bounded_consistency_sees_writes_in_the_end(
-    store: MilvusStore, milvus_server: MilvusServer
+@pytest.mark.parametrize("level", ["Session", "Bounded", "Eventually"])
+def test_weaker_levels_see_writes_in_the_end(
+    store: MilvusStore, milvus_server: MilvusServer, level: Consistency
 ) -> None:
-    with closing(MilvusStore.open(milvus_server.uri, store.name, consistency="Bounded")) as other:
+    with closing(MilvusStore.open(milvus_server.uri, store.name, consistency=level)) as other:
         store.add(shop(5))
         while len(other.search(units(1), 9)[0]) < 5:
             time.sleep(0.01)

@@ -37,7 +37,7 @@ from gallery_truth import true_neighbours
 
 from embedder.types import Embeddings
 from indexer.gallery import Gallery
-from indexer.index.segment_manifest import read_manifest
+from indexer.index.segment import read_manifest
 
 SIZES = {"10k": 10_000, "100k": 100_000, "1m": 1_000_000, "10m": 10_000_000}
 PARTS = ("process", "speed", "peers", "filters", "changes", "compaction", "images")

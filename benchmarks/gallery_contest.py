@@ -12,9 +12,9 @@ from gallery_truth import Positions, recall
 
 from embedder.types import Embeddings
 from indexer.gallery import Gallery
-from indexer.index.cores import core_count
-from indexer.index.search import parameters
-from indexer.index.segment_manifest import IDS, INDEX, VECTORS, read_manifest
+from indexer.index.faiss import parameters
+from indexer.index.machine import core_count
+from indexer.index.segment import IDS, INDEX, VECTORS, read_manifest
 
 FIRST_NUMBER = 1
 """The number of the first item of a gallery; the others follow in the order they were made in."""

@@ -17,7 +17,7 @@ from embedder.types import Embeddings
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import GalleryManifest
 from indexer.index.plan import IndexSettings, Plan, plan_index
-from indexer.index.segment_manifest import INDEX, VECTORS, read_manifest
+from indexer.index.segment import INDEX, VECTORS, read_manifest
 from indexer.ingest.generation import publish_generation
 from indexer.live.compaction import SEGMENTS
 from indexer.types import Entry

@@ -15,7 +15,7 @@ from clustered import clustered_queries
 from gallery_make import K, Setting, build, later_entries, segment_folder
 
 from indexer.gallery import Gallery
-from indexer.index.segment_manifest import INDEX, VECTORS
+from indexer.index.segment import INDEX, VECTORS
 
 FRESH = "--fresh"
 _QUERIES = 1000

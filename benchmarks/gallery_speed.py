@@ -10,7 +10,7 @@ from gallery_contest import Contestant
 from gallery_report import Report, Target
 
 from embedder.types import Embeddings
-from indexer.index.cores import core_count
+from indexer.index.machine import core_count
 
 BATCH = 256
 ROUNDS = 11

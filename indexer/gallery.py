@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import (
     BundleMismatchError,
@@ -27,19 +28,24 @@ from indexer.catalog.database import Catalog
 from indexer.catalog.entries import checked_keys
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.write import CatalogWriter
-from indexer.facts import GalleryFacts
 from indexer.filters.tree import Filter
-from indexer.folder.durable import reach
+from indexer.folder.durable import hold, reach
 from indexer.folder.layout import GalleryFolder
-from indexer.folder.locks import hold
 from indexer.folder.manifest import SHORT, GalleryManifest, read_manifest
 from indexer.index.plan import IndexSettings
-from indexer.index.segment_manifest import read_manifest as read_segment_manifest
+from indexer.index.segment import SegmentManifest
+from indexer.index.segment import read_manifest as read_segment_manifest
 from indexer.ingest.generation import publish_generation
 from indexer.ingest.pictures import ItemImage, item_image
 from indexer.live import search as searching
-from indexer.live.background import BackgroundCompaction
-from indexer.live.compaction import CATALOG, SEGMENTS, CompactReport, compact, due
+from indexer.live.compaction import (
+    CATALOG,
+    SEGMENTS,
+    BackgroundCompaction,
+    CompactReport,
+    compact,
+    due,
+)
 from indexer.live.ranking import check_options, check_search
 from indexer.live.state import States
 from indexer.types import (
@@ -59,6 +65,29 @@ from indexer.types import (
 _DEFAULTS = SearchOptions()
 _PAGE = 1000
 _REMOVED_AT_ONCE = 10_000
+
+
+class GalleryFacts(BaseModel):
+    """One state of a gallery: `size` items alive, of which `delta` came after the segment.
+
+    `tombstones` items of the segment have been removed and wait for the next compaction.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    version: str
+    generation: str
+    bundle_id: str
+    dim: int
+    size: int
+    delta: int
+    tombstones: int
+    created_at: str
+    source: str
+    source_root: str
+    compaction_due: str | None
+    segment: SegmentManifest | None
 
 
 class Gallery:

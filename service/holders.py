@@ -7,8 +7,8 @@ from pathlib import Path
 import structlog
 
 from embedder.errors import GalleryBusyError, GalleryNotFoundError, KinlensError
+from indexer.folder.durable import in_use
 from indexer.folder.layout import GalleryFolder
-from indexer.folder.locks import in_use
 from indexer.gallery import contents_held
 from service.claims import Claims
 from service.registry import Served

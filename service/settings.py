@@ -13,7 +13,7 @@ from embedder.errors import InvalidParameterError
 from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
 from indexer.folder.manifest import checked_name
-from indexer.index.cores import core_count
+from indexer.index.machine import core_count
 from service.remote import check_url
 from service.security.address import parse_network
 from service.security.keys import Scope

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.catalog.attributes import Schema
-from indexer.facts import GalleryFacts
 from indexer.filters.tree import Filter
+from indexer.gallery import GalleryFacts
 from indexer.index.plan import IndexSettings
 from indexer.types import (
     AttributeFacts,

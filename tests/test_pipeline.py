@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
 from indexer.ingest.build import build_gallery
-from indexer.ingest.lists import csv_source
+from indexer.ingest.sources import csv_source
 from service.app import create_app
 from service.settings import Settings
 from tests.training.jobs import Silent, calibrated_weights, small_job

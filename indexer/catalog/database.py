@@ -10,16 +10,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
-from indexer.catalog.errors import BUSY_S, error_code, read_error, write_error
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.schema import (
+    BUSY_S,
     FIRST_STATE,
     INDEXES,
     NEW_FILE,
     RESTORE,
     TABLES,
     check_schema,
+    error_code,
+    read_error,
     seal,
+    write_error,
 )
 from indexer.catalog.write import CatalogWriter
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from embedder.types import AttributeValue, Embeddings, ItemId
 from indexer.catalog.attributes import AttributeKind, Schema, is_printable
 from indexer.catalog.entries import is_key
-from indexer.catalog.errors import damaged
-from indexer.catalog.schema import NAMES, STATE, item_checksum, row_checksum
+from indexer.catalog.schema import NAMES, STATE, damaged, item_checksum, row_checksum
 from indexer.filters.sql import condition_sql, fitting, restored, stored
 from indexer.filters.tree import And, Condition, Filter
 from indexer.types import MAX_COUNTED_VALUES, AttributeFacts, Ids, Item

@@ -9,8 +9,7 @@ from indexer.catalog.database import Catalog
 from indexer.folder.durable import rename, sync
 from indexer.folder.layout import GalleryFolder, disk_errors_explained, staged
 from indexer.index.plan import check_target
-from indexer.index.segment import Segment
-from indexer.index.segment_manifest import MANIFEST, write_manifest
+from indexer.index.segment import MANIFEST, Segment, write_manifest
 from indexer.index.tune import Tuned, tune
 from indexer.live.compaction import CATALOG, SEGMENTS, alone
 from indexer.live.ranking import check_search

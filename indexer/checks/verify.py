@@ -8,17 +8,102 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from embedder.errors import ImageError, SourceError
+from embedder.errors import GalleryCorruptError, ImageError, SourceError
 from embedder.session import Embedder
 from embedder.types import Embeddings
-from indexer.checks.integrity import check_files
-from indexer.checks.recall import Recall, measured_recall, own_recall
+from indexer.catalog.database import Catalog
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import read_manifest
 from indexer.gallery import Gallery
 from indexer.ingest.pictures import source_bytes
+from indexer.live.compaction import CATALOG, SEGMENTS
 from indexer.live.ranking import check_search
-from indexer.types import Ids, Item, Progress, SearchOptions
+from indexer.live.snapshot import open_segment
+from indexer.types import Ids, Item, Progress, Scores, SearchOptions
+
+
+def check_files(path: Path | str) -> None:
+    """Every hash of the index, and the integrity of the catalogue. Raises: GalleryCorruptError."""
+    generation = GalleryFolder(path).current()
+    catalog = Catalog.open(generation / CATALOG)
+    try:
+        with catalog.reading() as view:
+            view.check()
+        missing: str | None = None
+        while segment := _current_segment(catalog):
+            if segment == missing:
+                raise GalleryCorruptError(
+                    f"The segment {segment} is missing in {generation / SEGMENTS}. Make it again "
+                    "from the catalogue: kinlens-index compact GALLERY --rebuild."
+                )
+            try:
+                open_segment(generation / SEGMENTS / segment, "cpu", verify_hashes=True)
+                break
+            except FileNotFoundError:
+                missing = segment  # unless a compaction has replaced it meanwhile
+    finally:
+        catalog.close()
+
+
+def size_of(path: Path | str) -> int:
+    """Number of items, whatever the state of the index. Raises: GalleryError."""
+    catalog = Catalog.open(GalleryFolder(path).current() / CATALOG)
+    try:
+        with catalog.reading() as view:
+            return view.state().size
+    finally:
+        catalog.close()
+
+
+def _current_segment(catalog: Catalog) -> str | None:
+    with catalog.reading() as view:
+        return view.state().segment
+
+
+K = 10
+"""Neighbours that are looked for."""
+
+_EXACT = SearchOptions(exact=True)
+_EQUAL = 1e-5  # scores this close count as equal: which of two equal items is found does not matter
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Part of the true `k` nearest neighbours of `queries` vectors that a search finds."""
+
+    value: float
+    queries: int
+    k: int
+
+
+def measured_recall(gallery: Gallery, queries: Embeddings) -> Recall:
+    """Recall at 10 of `queries` (Q, D). Raises: InvalidParameterError."""
+    truth, _ = gallery.nearest(queries, K, _EXACT)
+    found, _ = gallery.nearest(queries, K)
+    return _part_found(found, truth, len(queries))
+
+
+def own_recall(gallery: Gallery, ids: Sequence[int], vectors: Embeddings) -> Recall:
+    """Recall at 10 of stored vectors (Q, D), each without its own item."""
+    own = np.asarray(ids, dtype=np.int64)[:, None]
+    truth = _without(own, *gallery.nearest(vectors, K + 1, _EXACT))
+    found = _without(own, *gallery.nearest(vectors, K + 1))
+    return _part_found(found, truth, len(ids))
+
+
+def _without(own: Ids, scores: Scores, ids: Ids) -> Scores:
+    """Scores (Q, k) of the others; the worst of k + 1 goes where an item has not found itself."""
+    others = np.where((ids == own) | (ids < 0), -np.inf, scores)
+    return -np.sort(-others, axis=1)[:, :-1]
+
+
+def _part_found(found: Scores, truth: Scores, queries: int) -> Recall:
+    if not truth.size:
+        return Recall(1.0, queries, truth.shape[1])
+    worst = np.where(np.isfinite(truth), truth, np.inf).min(axis=1, keepdims=True)
+    hits = int(((found >= worst - _EQUAL) & np.isfinite(found)).sum())
+    return Recall(min(1.0, hits / int(np.isfinite(truth).sum())), queries, truth.shape[1])
+
 
 EXHAUSTIVE_UP_TO = 10_000
 """Larger galleries are sampled unless another number is asked for."""

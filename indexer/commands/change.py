@@ -14,8 +14,7 @@ from indexer.commands import stores
 from indexer.commands.console import SHOWN, err, errors_shown, out, print_json
 from indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from indexer.filters.text import parse_filter
-from indexer.ingest.lists import csv_changes
-from indexer.ingest.values import parse_value, split_kind
+from indexer.ingest.sources import csv_changes, parse_value, split_kind
 
 app = typer.Typer()
 

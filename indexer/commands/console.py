@@ -20,7 +20,7 @@ from rich.text import Text
 
 from embedder.errors import KinlensError
 from embedder.types import AttributeValue
-from indexer.ingest.failures import Failure
+from indexer.ingest.embed import Failure
 
 SHOWN = 10
 """Failures, problems and the like that are printed; a report has all of them."""

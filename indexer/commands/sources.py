@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from indexer.catalog.attributes import Schema
-from indexer.ingest.lists import csv_source, split_source
-from indexer.ingest.sources import Source, folder_source
+from indexer.ingest.sources import Source, csv_source, folder_source, split_source
 
 ImagesArgument = Annotated[
     Path | None,

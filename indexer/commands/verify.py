@@ -5,9 +5,15 @@ from typing import Annotated
 
 import typer
 
-from indexer.checks.integrity import check_files, size_of
 from indexer.checks.retune import tune_gallery
-from indexer.checks.verify import VerifyReport, VerifySettings, sample_size, verify_gallery
+from indexer.checks.verify import (
+    VerifyReport,
+    VerifySettings,
+    check_files,
+    sample_size,
+    size_of,
+    verify_gallery,
+)
 from indexer.commands import options
 from indexer.commands.console import SHOWN, errors_shown, out, print_json, progress
 from indexer.commands.options import (

@@ -48,12 +48,11 @@ from indexer.exchange.milvus_collection import (
     vectors_of,
 )
 from indexer.exchange.milvus_filters import literal
-from indexer.facts import GalleryFacts
 from indexer.filters.tree import Filter, In, check_grouped
 from indexer.folder.manifest import SHORT
+from indexer.gallery import GalleryFacts
 from indexer.ingest.pictures import ItemImage, item_image
-from indexer.live.grouping import best_groups
-from indexer.live.members import Members, contents_of
+from indexer.live.grouping import Members, best_groups, contents_of
 from indexer.live.ranking import (
     Candidate,
     Fetch,

@@ -8,28 +8,191 @@ holds facts about the gallery under `kinlens.NAME`.
 import contextlib
 import fcntl
 import itertools
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from embedder.errors import GalleryBusyError, GalleryWriteError, SourceError
+from embedder.errors import EngineUnavailableError, GalleryBusyError, GalleryWriteError, SourceError
+from embedder.types import AttributeValue, Embeddings
 from indexer.exchange.dump import Dump
-from indexer.exchange.parquet_rows import CURE, entries_of
-from indexer.exchange.parquet_schema import (
-    VECTOR,
-    Types,
-    check_schema,
-    leaf_names,
-    require_pyarrow,
-    schema_of,
-    table_of,
-    widen,
-)
 from indexer.folder.durable import rename
 from indexer.types import Entry, Progress, VectorStore
+
+VECTOR = "vector"
+TEXTS = ("key", "path", "format", "sha256")
+ATTRIBUTE = "attribute."
+"""What the column of an attribute begins with."""
+
+Types = dict[str, set[str]]
+"""The types of the values of each attribute, as names of Arrow types."""
+
+_ARROW_NAMES = {str: "string", int: "int64", float: "double", bool: "bool"}
+
+
+def require_pyarrow() -> Any:
+    """The module pyarrow. Raises: EngineUnavailableError naming the extra to install."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise EngineUnavailableError(
+            "Parquet files need pyarrow, which is not installed. Install it with "
+            "`pip install 'kinlens[parquet]'`."
+        ) from error
+    return pyarrow
+
+
+def widen(types: Types, attributes: Iterable[Mapping[str, AttributeValue]]) -> bool:
+    """Add the types of the values of each item; whether one of them was new."""
+    is_new = False
+    for values in attributes:
+        for name, value in values.items():
+            found, known = _ARROW_NAMES[type(value)], types.setdefault(name, set())
+            is_new |= found not in known
+            known.add(found)
+    return is_new
+
+
+def schema_of(types: Types, dim: int, metadata: Mapping[str, str]) -> Any:
+    """The Arrow schema of entries with vectors of length `dim` and such attributes."""
+    pa = require_pyarrow()
+    fields = [pa.field(name, pa.string(), nullable=False) for name in TEXTS]
+    fields.append(pa.field(VECTOR, pa.list_(pa.float32(), dim), nullable=False))
+    for name, found in sorted(types.items()):
+        fields.append(pa.field(f"{ATTRIBUTE}{name}", _arrow_type(pa, sorted(found))))
+    return pa.schema(fields, metadata=dict(metadata))
+
+
+def table_of(entries: Sequence[Entry], schema: Any) -> Any:
+    """Entries as an Arrow table."""
+    pa = require_pyarrow()
+    columns = [pa.array([getattr(entry, name) for entry in entries], pa.string()) for name in TEXTS]
+    dim = schema.field(VECTOR).type.list_size
+    flat = np.concatenate([np.asarray(entry.vector, dtype=np.float32) for entry in entries])
+    columns.append(pa.FixedSizeListArray.from_arrays(pa.array(flat), dim))
+    for field in list(schema)[len(columns) :]:
+        name = field.name.removeprefix(ATTRIBUTE)
+        values = [entry.attributes.get(name) for entry in entries]
+        columns.append(pa.array(_wrapped(pa, field.type, values), field.type))
+    return pa.table(columns, schema=schema)
+
+
+def check_schema(schema: Any, where: str) -> int:
+    """The length of the vectors in a file of this schema. Raises: SourceError."""
+    pa = require_pyarrow()
+    missing = [name for name in (*TEXTS, VECTOR) if name not in schema.names]
+    if missing:
+        raise SourceError(
+            f"{where} has no column {missing[0]}. A gallery has the columns {', '.join(TEXTS)}, "
+            f"{VECTOR} and {ATTRIBUTE}NAME; export it with `kinlens-index export`."
+        )
+    for name in TEXTS:
+        if schema.field(name).type != pa.string():
+            raise SourceError(f"{where}: column {name} is {schema.field(name).type}, not string.")
+    vector = schema.field(VECTOR).type
+    if not pa.types.is_fixed_size_list(vector) or vector.value_type != pa.float32():
+        raise SourceError(f"{where}: column {VECTOR} is {vector}, not fixed_size_list<float>[dim].")
+    for field in schema:
+        if field.name.startswith(ATTRIBUTE):
+            _check_attribute(pa, field, where)
+    return int(vector.list_size)
+
+
+def leaf_names(schema: Any) -> list[str]:
+    """The columns as Parquet names them, where a list or a struct has names of its own inside."""
+    pa = require_pyarrow()
+    names = []
+    for field in schema:
+        is_struct = pa.types.is_struct(field.type)
+        names += [f"{field.name}.{part.name}" for part in field.type] if is_struct else [field.name]
+    return [f"{name}.list.element" if name == VECTOR else name for name in names]
+
+
+def _arrow_type(pa: Any, names: Sequence[str]) -> Any:
+    types = [pa.type_for_alias(name) for name in names]
+    return types[0] if len(types) == 1 else pa.struct(list(zip(names, types, strict=True)))
+
+
+def _wrapped(pa: Any, kind: Any, values: Sequence[AttributeValue | None]) -> Sequence[Any]:
+    if not pa.types.is_struct(kind):
+        return values
+    return [None if value is None else {_ARROW_NAMES[type(value)]: value} for value in values]
+
+
+def _check_attribute(pa: Any, field: Any, where: str) -> None:
+    is_struct = pa.types.is_struct(field.type)
+    found = [part.type for part in field.type] if is_struct else [field.type]
+    known = [pa.type_for_alias(name) for name in _ARROW_NAMES.values()]
+    for kind in found:
+        if kind not in known:
+            raise SourceError(
+                f"{where}: column {field.name} is {field.type}; an attribute is "
+                f"{', '.join(map(str, known))}, or a struct of these. Convert the column."
+            )
+
+
+CURE = "Export the gallery again, or take another copy of the file."
+
+_UNIT_TOLERANCE = 1e-3
+
+
+def entries_of(batch: Any, first: int, where: str) -> Iterator[Entry]:
+    """The entries of a record batch whose first row is number `first` of the file `where`.
+
+    Raises: SourceError for a missing value, a vector that is not finite or not of unit norm, an
+        attribute that is no finite number.
+    """
+    for name in (*TEXTS, VECTOR):
+        _refuse(np.asarray(batch.column(name).is_null()), first, where, f"has no {name}")
+    vectors = _vectors(batch.column(VECTOR), first, where)
+    attributes = _attributes(batch, first, where)
+    texts = [batch.column(name).to_pylist() for name in TEXTS]
+    for (key, path, kind, sha256), vector, values in zip(
+        zip(*texts, strict=True), vectors, attributes, strict=True
+    ):
+        yield Entry(key, vector, sha256, values, path, kind)
+
+
+def _vectors(column: Any, first: int, where: str) -> Embeddings:
+    flat = column.flatten().to_numpy(zero_copy_only=False)  # a null inside becomes NaN
+    vectors = np.ascontiguousarray(flat.reshape(len(column), -1), dtype=np.float32)
+    damaged = ~np.isfinite(vectors).all(axis=1)
+    _refuse(damaged, first, where, "has a vector with numbers that are not finite")
+    wrong = np.abs(np.linalg.norm(vectors, axis=1) - 1) > _UNIT_TOLERANCE
+    _refuse(wrong, first, where, "has a vector that is not of unit norm")
+    return vectors
+
+
+def _attributes(batch: Any, first: int, where: str) -> list[dict[str, AttributeValue]]:
+    rows: list[dict[str, AttributeValue]] = [{} for _ in range(batch.num_rows)]
+    for column in batch.schema.names:
+        if not column.startswith(ATTRIBUTE):
+            continue
+        name = column.removeprefix(ATTRIBUTE)
+        for number, value in enumerate(map(_value, batch.column(column).to_pylist())):
+            if isinstance(value, float) and not math.isfinite(value):
+                fault = f"has attribute {name} = {value}, which is no finite number"
+                raise SourceError(f"{where}: row {first + number:,} {fault}. {CURE}")
+            if value is not None:
+                rows[number][name] = value
+    return rows
+
+
+def _value(found: Any) -> AttributeValue | None:
+    """A value of a plain column, or the one field of a struct that is not null."""
+    parts = found.values() if isinstance(found, dict) else (found,)
+    return next((part for part in parts if part is not None), None)
+
+
+def _refuse(wrong: Any, first: int, where: str, fault: str) -> None:
+    if wrong.any():
+        row = first + int(np.flatnonzero(wrong)[0])
+        raise SourceError(f"{where}: row {row:,} {fault}. {CURE}")
+
 
 SCHEMA = "1"
 """The layout of the file, in its metadata as `kinlens.schema`."""

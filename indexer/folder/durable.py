@@ -1,12 +1,15 @@
-"""Steps that make a write survive a crash, each with a name at which a test can let it fail.
+"""Files that survive a crash: synced steps, locks between processes, hashes made while writing."""
 
-Writing aside, `sync`, `rename`, `sync` of the folder: after a crash there is the old state or the
-new one. SQLite does its own syncing; the points around its commits are reached by name as well.
-"""
-
+import contextlib
+import fcntl
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 Hook = Callable[[str], None]
 """Called with the name of a step, before and after it; it may raise or end the process."""
@@ -61,3 +64,103 @@ def rename(source: Path, target: Path, step: str) -> None:
     source.replace(target)
     reach(f"{step}: after rename")
     sync(target.parent, step)
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock file `path` alone; False if somebody has it and this does not `wait`."""
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield True
+
+
+@contextlib.contextmanager
+def shared(path: Path) -> Iterator[bool]:
+    """Hold the lock file `path` together with others; False if one process has it alone."""
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def holder(path: Path) -> str:
+    """The number of the process that holds `path` alone, as far as is known."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
+    return "unknown"
+
+
+def hold(folder: Path) -> int:
+    """Mark a folder as being read, until the returned descriptor is closed. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks; pruning then does not wait
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # `in_use` holds it for a moment
+    return descriptor
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a process reads this folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+class FileFacts(BaseModel):
+    """Size and sha256 (hex) of a file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class HashedFile:
+    """Opened for writing, as a context manager; an error removes nothing. Raises: OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes, or anything with a contiguous buffer; how many bytes."""
+        # Through a Python file, because FAISS' own writer does not notice a full disk on closing.
+        view = memoryview(data)
+        if not view.nbytes:
+            return 0
+        view = view.cast("B")
+        self._file.write(view)
+        self._hash.update(view)
+        self._bytes += len(view)
+        return len(view)
+
+    @property
+    def facts(self) -> FileFacts:
+        """Of what was written so far."""
+        return FileFacts(bytes=self._bytes, sha256=self._hash.hexdigest())
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()

@@ -25,8 +25,17 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.folder.durable import make_folder, rename, sync, sync_tree
-from indexer.folder.locks import exclusive, hold, holder, in_use, shared
+from indexer.folder.durable import (
+    exclusive,
+    hold,
+    holder,
+    in_use,
+    make_folder,
+    rename,
+    shared,
+    sync,
+    sync_tree,
+)
 from indexer.folder.manifest import MANIFEST, SHORT
 
 _CURRENT = "CURRENT"

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import RecallError
 from embedder.types import Embeddings
-from indexer.index.faiss import SegmentIndex
-from indexer.index.search import TUNED_AT, Effort
+from indexer.index.faiss import TUNED_AT, Effort, SegmentIndex
 from indexer.types import Ids, Scores
 
 _EQUAL = 1e-5

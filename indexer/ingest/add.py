@@ -13,8 +13,15 @@ from embedder.errors import BundleMismatchError, SourceError
 from embedder.session import Embedder
 from indexer.catalog.entries import merged
 from indexer.folder.manifest import SHORT
-from indexer.ingest.embed import Embedded, EmbedSettings, Outcome, embedded_batches
-from indexer.ingest.failures import Failure, failures_of, refuse_unreadable
+from indexer.ingest.embed import (
+    Embedded,
+    EmbedSettings,
+    Failure,
+    Outcome,
+    embedded_batches,
+    failures_of,
+    refuse_unreadable,
+)
 from indexer.ingest.sources import Source, check_attributes
 from indexer.types import Entry, Item, Progress, VectorStore, Written
 

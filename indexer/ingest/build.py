@@ -14,11 +14,17 @@ from embedder.session import Embedder
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import GalleryManifest, checked_name, name_of
 from indexer.index.plan import IndexSettings, Plan, plan_index
-from indexer.ingest.embed import EmbedSettings, Outcome, embed_source
-from indexer.ingest.failures import Failure, failures_of, refuse_unreadable
+from indexer.ingest.embed import (
+    EmbedSettings,
+    Failure,
+    Outcome,
+    WorkFile,
+    embed_source,
+    failures_of,
+    refuse_unreadable,
+)
 from indexer.ingest.generation import publish_generation
 from indexer.ingest.sources import Source, check_attributes
-from indexer.ingest.work import WorkFile
 from indexer.types import Entry, Progress
 
 _CHUNK = 4096

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from embedder.errors import GalleryCorruptError
-from indexer.catalog.bulk import bulk_load
+from indexer.catalog.write import bulk_load
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import GalleryManifest, write_manifest
 from indexer.index.plan import IndexSettings

@@ -1,17 +1,181 @@
-"""What to index: a folder of images becomes a sorted list of records, read back file by file."""
+"""What to index: a folder of images, a CSV file with typed columns, or a list of a data set."""
 
+import csv
+import math
 import os
+import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from embedder.errors import ImageTooManyBytesError, SourceError
 from embedder.preprocess import ImageLimits
 from embedder.types import AttributeValue
-from indexer.catalog.attributes import Schema, is_printable
-from indexer.catalog.entries import is_key, learn_kinds
+from indexer.catalog.attributes import AttributeKind, Schema, is_printable
+from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
+
+KINDS: tuple[AttributeKind, ...] = get_args(AttributeKind)
+"""Every kind of attribute, as it stands after the colon of a typed name."""
+
+_WHOLE = re.compile(r"[+-]?\d+")
+_DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_DIGITS = 100  # with all its leading zeros
+BOOLEANS = {"true": True, "false": False}
+
+
+def parse_value(text: str, kind: AttributeKind) -> AttributeValue:
+    """The value that `text` says. Raises: ValueError, with what was expected."""
+    word = text.strip()
+    if kind == "text":
+        return text
+    if kind == "boolean":
+        if word.lower() not in BOOLEANS:
+            raise ValueError("expected true or false")
+        return BOOLEANS[word.lower()]
+    if _WHOLE.fullmatch(word):
+        if len(word) > _DIGITS or not -(2**63) <= int(word) < 2**63:
+            raise ValueError("expected a whole number of 64 bits, or one with a point, as 1.5e20")
+        return int(word)
+    if not _DECIMAL.fullmatch(word) or not math.isfinite(float(word)):
+        raise ValueError("expected a finite number such as 12 or 12.5, with a point")
+    return float(word)
+
+
+def split_kind(typed: str) -> tuple[str, AttributeKind | None]:
+    """`price:number` as its name and kind; None where no kind is given.
+
+    Raises: ValueError for a kind that there is not.
+    """
+    name, colon, kind = (part.strip() for part in typed.rpartition(":"))
+    if not colon:
+        return typed.strip(), None
+    for known in KINDS:
+        if kind == known:
+            return name, known
+    raise ValueError(
+        f"{typed!r} names the type {kind!r}; the types are {', '.join(KINDS)}. For a name with a "
+        f"colon write {typed}:text"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: the text of the columns that had to be there, and the values of all others.
+
+    A value is None where the cell of a number or boolean is empty.
+    """
+
+    line: int
+    place: str
+    cells: Mapping[str, str]
+    attributes: Mapping[str, AttributeValue | None]
+
+
+def read_table(file: Path, required: Sequence[str], kinds: Schema) -> Iterator[Row]:
+    """The rows below the header of `file`, whose columns `required` stay text.
+
+    A column `price:number` has that type, a plain `price` the one in `kinds`, or is text; true and
+    false as text are refused, since a boolean was meant.
+
+    Raises: SourceError for a missing file, column or value, and a value of another type.
+    """
+    rows = read_rows(file)
+    columns = _checked_columns(file, next(rows, (0, []))[1], required, kinds)
+    for line, row in rows:
+        yield _row(file, line, row, columns, required)
+
+
+def read_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """Rows that are not empty, each with the number of its last line. Raises: SourceError."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            reader = csv.reader(text, skipinitialspace=True, strict=True)
+            yield from ((reader.line_num, row) for row in reader if row)
+    except OSError as error:
+        raise SourceError(f"Cannot read the list {file}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{file} is not UTF-8 text ({error}). Save it as UTF-8.") from error
+    except csv.Error as error:
+        raise SourceError(f"{file} is not a valid CSV file: {error}. Check its quotes.") from error
+
+
+def _row(
+    file: Path,
+    line: int,
+    row: list[str],
+    columns: Mapping[str, AttributeKind | None],
+    required: Sequence[str],
+) -> Row:
+    place = f"{file}:{line}"
+    if len(row) != len(columns):
+        raise SourceError(
+            f"{place} has {len(row)} values for {len(columns)} columns. Put values that contain a "
+            "comma into double quotes."
+        )
+    texts = dict(zip(columns, row, strict=True))
+    cells = {name: texts.pop(name).strip() for name in required}
+    values = {name: _value(text, name, columns[name], place) for name, text in texts.items()}
+    return Row(line, place, cells, values)
+
+
+def _value(text: str, name: str, kind: AttributeKind | None, place: str) -> AttributeValue | None:
+    if kind not in ("text", None) and not text.strip():
+        return None
+    if kind is None and text.strip().lower() in BOOLEANS:
+        raise SourceError(
+            f"{place}: column {name} has {text!r} and no type. Name the column {name}:boolean, or "
+            f"{name}:text to keep the word."
+        )
+    try:
+        return parse_value(text, kind or "text")
+    except ValueError as error:
+        raise SourceError(
+            f"{place}: column {name} has {text!r}, {error}. Mend the value, leave it empty, or "
+            f"name the column {name}:text."
+        ) from error
+
+
+def _checked_columns(
+    file: Path, header: Sequence[str], required: Sequence[str], kinds: Schema
+) -> dict[str, AttributeKind | None]:
+    """The kind of each column by its name, in the order of the header; None: text unless it looks
+    like something else.
+    """
+    columns = [_column(file, typed, required, kinds) for typed in header]
+    names = [name for name, _ in columns]
+    missing = [name for name in required if name not in names]
+    if missing:
+        raise SourceError(
+            f"{file} has no column {' and no column '.join(missing)}; its first line names "
+            f"{names}. Begin the file with a line such as {','.join(required)},colour (commas "
+            "between)."
+        )
+    if len(set(names)) < len(names) or "" in names:
+        raise SourceError(
+            f"{file} names a column twice or not at all: {names}. Give each column its own name."
+        )
+    return dict(columns)
+
+
+def _column(
+    file: Path, typed: str, required: Sequence[str], kinds: Schema
+) -> tuple[str, AttributeKind | None]:
+    if typed.strip() in required:
+        return typed.strip(), "text"
+    try:
+        name, kind = split_kind(typed)
+    except ValueError as error:
+        raise SourceError(f"{file}: the column {error}.") from error
+    known = kinds.get(name)
+    if kind and known and kind != known:
+        raise SourceError(
+            f"{file}: the column {typed.strip()} does not fit the gallery, where {name} is a "
+            f"{known}. Name the column {name}, or give the attribute another name."
+        )
+    return name, kind or known
+
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 """Names that a folder walk takes for images, in any case; the content decides in the end."""
@@ -181,3 +345,107 @@ def _is_unicode(text: str) -> bool:
 
 def _printable(path: str) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+_NO_KINDS: Schema = {}
+
+
+def csv_source(
+    file: Path | str, root: Path | str | None = None, kinds: Schema = _NO_KINDS
+) -> Source:
+    """The rows of a CSV file: columns `key` and `path`, any further column is an attribute.
+
+    A column `price:number` or `sale:boolean` has that type; others have the one in `kinds`, or are
+    text. An empty cell of a number or boolean leaves the attribute out. Paths start from `root`, or
+    from the folder of the file.
+
+    Raises: SourceError for a missing file, column, value or row, a value of another type, a
+        repeated key, a path that leaves the root.
+    """
+    file = Path(file)
+    base = existing_folder(file.parent if root is None else root)
+    rows = list(read_table(file, ("key", "path"), kinds))
+    names = frozenset(rows[0].attributes) if rows else frozenset()
+    return _listed_source(base, [(row.line, _csv_record(row, base)) for row in rows], file, names)
+
+
+def split_source(file: Path | str, root: Path | str | None = None) -> Source:
+    """The lines `relative/path.jpg, class, ...` of a data set's list file; the key is the path.
+
+    The second field becomes the attribute `class`, further ones `class_2`, `class_3`, ... Paths
+    start from `root`, or from the folder of the file.
+
+    Raises: as `csv_source`.
+    """
+    file = Path(file)
+    base = existing_folder(file.parent if root is None else root)
+    records = [(line, _split_record(row, base, f"{file}:{line}")) for line, row in read_rows(file)]
+    names = frozenset(name for _, record in records for name in record.attributes)
+    return _listed_source(base, records, file, names)
+
+
+def csv_changes(
+    file: Path | str, kinds: Schema = _NO_KINDS
+) -> dict[str, Mapping[str, AttributeValue | None]]:
+    """Changes of attributes by key, from a CSV file: a column `key`, any other is an attribute.
+
+    Types as in `csv_source`; an empty cell of a number or boolean takes the attribute away.
+
+    Raises: as `csv_source`.
+    """
+    file = Path(file)
+    changes: dict[str, Mapping[str, AttributeValue | None]] = {}
+    lines: dict[str, int] = {}
+    for row in read_table(file, ("key",), kinds):
+        key = row.cells["key"]
+        if key in changes:
+            raise SourceError(
+                f"{file}: the key {key!r} is on line {lines[key]} and on line {row.line}. "
+                "Give each item one line."
+            )
+        changes[key], lines[key] = row.attributes, row.line
+    if not changes:
+        raise SourceError(f"{file} lists no changes. Add one line per item.")
+    return changes
+
+
+def _csv_record(row: Row, root: Path) -> Record:
+    values = {name: value for name, value in row.attributes.items() if value is not None}
+    path = _relative(row.cells["path"], root, row.place)
+    return Record(_checked_key(row.cells["key"], row.place), path, values)
+
+
+def _split_record(row: list[str], root: Path, place: str) -> Record:
+    path, *labels = (value.strip() for value in row)
+    names = ["class", *(f"class_{n}" for n in range(2, len(labels) + 1))]
+    relative = _relative(path, root, place)
+    return Record(relative, relative, dict(zip(names, labels, strict=False)))
+
+
+def _checked_key(key: str, place: str) -> str:
+    if not is_key(key):
+        raise SourceError(
+            f"{place}: the key {key!r} cannot be used. Give a name of up to {MAX_KEY:,} "
+            "characters, without control characters and without '..' as a part."
+        )
+    return key
+
+
+def _relative(path: str, root: Path, place: str) -> str:
+    if not path or "\0" in path:
+        raise SourceError(f"{place}: the path {path!r} is not the name of a file.")
+    relative = os.path.relpath(root / path, root)
+    if relative == ".." or relative.startswith("../"):
+        raise SourceError(
+            f"{place}: the path {path!r} leads out of {root}. Keep the images below one folder "
+            "and name it as the root."
+        )
+    return relative
+
+
+def _listed_source(
+    root: Path, records: list[tuple[int, Record]], file: Path, names: frozenset[str]
+) -> Source:
+    if not records:
+        raise SourceError(f"{file} lists no images. Add one line per image.")
+    return Source(root, sorted_unique(records, file), f"list {file.resolve()}", names)

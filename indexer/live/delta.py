@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.types import Embeddings
-from indexer.index.cores import core_count
+from indexer.index.machine import core_count
 from indexer.types import Ids, Scores
 
 _FIRST_CAPACITY = 256

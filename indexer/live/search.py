@@ -11,8 +11,7 @@ from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.catalog.read import CatalogView
 from indexer.filters.tree import Filter, In, check_grouped
 from indexer.live.filter_cache import among_ids
-from indexer.live.grouping import best_groups
-from indexer.live.members import Members, contents_of
+from indexer.live.grouping import Members, best_groups, contents_of
 from indexer.live.ranking import Candidate, Fetch, best_hits, combined_query
 from indexer.live.snapshot import Among, Bits
 from indexer.live.state import Reading

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from embedder.errors import GalleryCorruptError
 from embedder.types import Embeddings
 from indexer.catalog.read import CatalogView, State
-from indexer.folder.locks import hold
-from indexer.index.search import Effort
+from indexer.folder.durable import hold
+from indexer.index.faiss import Effort
 from indexer.index.segment import Segment
 from indexer.live.delta import Delta
 from indexer.types import Ids, Scores

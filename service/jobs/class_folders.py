@@ -8,7 +8,7 @@ from pathlib import Path
 from embedder.errors import GalleryError, ImageError, SourceError
 from embedder.types import AttributeValue
 from indexer.gallery import Gallery
-from indexer.ingest.follower import ReadImage
+from indexer.ingest.rebuild import ReadImage
 from indexer.types import Progress
 
 _MIN_CLASSES = 4  # of 2 pictures: half of them are held out, and a search needs more than one

@@ -7,7 +7,7 @@ from typing import Any
 
 from embedder.session import OnnxEmbedder, SessionSettings
 from indexer.gallery import Gallery
-from indexer.ingest.follower import ReadImage
+from indexer.ingest.rebuild import ReadImage
 from indexer.ingest.sources import ANY_SIZE, read_image
 from indexer.types import Item
 from service.jobs.folders import JobFolders

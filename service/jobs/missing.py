@@ -3,7 +3,7 @@
 import contextlib
 import json
 
-from indexer.ingest.follower import Follower
+from indexer.ingest.rebuild import Follower
 from service.jobs.folders import JobFolders
 
 

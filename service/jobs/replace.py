@@ -13,9 +13,8 @@ from indexer.folder.backup import backup_bytes
 from indexer.folder.durable import make_folder, rename, sync_tree
 from indexer.folder.layout import staged
 from indexer.gallery import Gallery
-from indexer.ingest.failures import Failure
-from indexer.ingest.follower import Follower
-from indexer.ingest.rebuild import missing_since, rebuild, swap_in
+from indexer.ingest.embed import Failure
+from indexer.ingest.rebuild import Follower, missing_since, rebuild, swap_in
 from indexer.types import Progress
 from service.jobs.context import Context
 from service.jobs.folders import JobFolders

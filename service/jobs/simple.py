@@ -4,7 +4,7 @@ from pathlib import Path
 
 from indexer.folder.backup import backup_bytes
 from indexer.gallery import Gallery
-from indexer.ingest.adopt import adopt
+from indexer.ingest.rebuild import adopt
 from service.jobs.context import Context
 from service.jobs.params import DeleteParams, SwapParams, filter_of
 from service.jobs.replace import swap_candidate

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Response
 
 from embedder import errors
 from embedder.calibration import Calibration
-from indexer.facts import GalleryFacts
+from indexer.gallery import GalleryFacts
 from indexer.types import AttributeFacts
 from service.openapi import problems
 from service.problems import KINDS

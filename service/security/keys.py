@@ -15,8 +15,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embedder.errors import InvalidParameterError, StateError
-from indexer.folder.durable import make_folder, rename, sync
-from indexer.folder.locks import exclusive
+from indexer.folder.durable import exclusive, make_folder, rename, sync
 
 Scope = Literal["search", "write", "admin"]
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")

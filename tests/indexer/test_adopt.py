@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from indexer.ingest.adopt import adopt
+from indexer.ingest.rebuild import adopt
 from indexer.folder.durable import set_fault_hook
 from tests.indexer.rebuilds import content
 

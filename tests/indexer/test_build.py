@@ -18,8 +18,7 @@ from embedder.fake import FakeEmbedder
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, needed_mb, planned
-from indexer.ingest.lists import csv_source
-from indexer.ingest.sources import Record, Source, folder_source
+from indexer.ingest.sources import Record, Source, csv_source, folder_source
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query, small_files
 from tests.support.seams import EmbedSettings, set_fault_hook
 from tests.tiny import encoded, picture

@@ -272,7 +272,7 @@ def test_lists_that_are_found_through_a_graph_answer_as_well(
     gallery: Embeddings,
     queries: Embeddings,
 ) -> None:
-    for module in ("build", "search"):
+    for module in ("codes", "faiss"):
         monkeypatch.setattr(f"indexer.index.{module}.COARSE_HNSW_FROM", 16)
     index = built(kind, gallery)
     index.save(tmp_path / "index")

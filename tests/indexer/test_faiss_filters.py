@@ -6,8 +6,8 @@ import pytest
 
 from embedder.types import Embeddings
 from indexer.index import faiss as faiss_engine
-from indexer.index import search as faiss_search
-from indexer.index.search import count_of, parameters, positions_in, scaled
+from indexer.index import faiss as faiss_search
+from indexer.index.faiss import count_of, parameters, positions_in, scaled
 from tests.indexer.vectors import bitmap, clumped, unit
 from tests.support.seams import Effort, SegmentIndex, plan_index, recall_at, tune
 
@@ -99,7 +99,7 @@ def test_a_bitmap_with_every_bit_set_finds_as_no_filter_does(index: SegmentIndex
 def test_exact_compares_with_more_positions_than_fit_one_chunk(
     monkeypatch: pytest.MonkeyPatch, gallery: Embeddings
 ) -> None:
-    monkeypatch.setattr("indexer.index.search._CHUNK", 100)
+    monkeypatch.setattr("indexer.index.faiss._CHUNK", 100)
     index = SegmentIndex.build(plan_index(N, DIM), gallery)
     chosen = np.random.default_rng(0).permutation(N)[:730]
     queries = unit(5, DIM, seed=8)

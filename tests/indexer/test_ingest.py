@@ -21,8 +21,7 @@ from embedder.errors import (
 from embedder.types import Images
 from indexer.gallery import Gallery
 from indexer.ingest.add import AddReport, add_source
-from indexer.ingest.lists import csv_source
-from indexer.ingest.sources import Record, Source, folder_source
+from indexer.ingest.sources import Record, Source, csv_source, folder_source
 from indexer.types import Entry, Written
 from tests.indexer.conftest import PICTURES, CountingEmbedder, query
 from tests.support.seams import EmbedSettings

@@ -18,8 +18,8 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
+from indexer.folder.durable import hold, in_use
 from indexer.folder.layout import disk_errors_explained
-from indexer.folder.locks import hold, in_use
 from indexer.gallery import Gallery
 from tests.indexer.conftest import as_nobody
 from tests.support.seams import GalleryFolder, set_fault_hook

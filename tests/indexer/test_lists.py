@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import SourceError
-from indexer.ingest.lists import csv_changes, csv_source, split_source
-from indexer.ingest.sources import Source, inside
+from indexer.ingest.sources import Source, csv_changes, csv_source, inside, split_source
 
 
 def listed(tmp_path: Path, content: str | bytes) -> Path:

@@ -409,7 +409,7 @@ def test_closing_does_not_wait_for_a_compaction(
         release.wait()
 
     monkeypatch.setattr("indexer.gallery.compact", endless)
-    monkeypatch.setattr("indexer.live.background._CLOSE_S", 0.01)
+    monkeypatch.setattr("indexer.live.compaction._CLOSE_S", 0.01)
     gallery.add(entries(range(100)))
     monkeypatch.setattr(compaction, "_SMALL_DELTA", 50)
     background = gallery.compact_in_background()

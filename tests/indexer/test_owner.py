@@ -9,7 +9,7 @@ import pytest
 
 from embedder.errors import EngineUnavailableError
 from embedder.types import Embeddings
-from indexer.index import gpu_thread as owners
+from indexer.index import gpu as owners
 from indexer.types import Ids, Scores
 from tests.support.seams import Owner
 

@@ -6,9 +6,8 @@ import pytest
 
 from embedder.errors import PlanError
 from indexer.index import plan as plans
-from indexer.index.costs import lists_for
-from indexer.index.memory import memory_mb
-from indexer.index.plan import IndexSettings, Plan
+from indexer.index.machine import memory_mb
+from indexer.index.plan import IndexSettings, Plan, lists_for
 from tests.indexer.vectors import clumped
 from tests.support.seams import SegmentIndex, plan_index
 

@@ -9,8 +9,7 @@ import pytest
 
 from embedder.errors import GalleryBusyError, SourceError
 from indexer.gallery import Gallery
-from indexer.ingest.follower import Follower
-from indexer.ingest.rebuild import rebuild, swap_in
+from indexer.ingest.rebuild import Follower, rebuild, swap_in
 from indexer.types import Entry
 from tests.indexer.rebuilds import NEW, OLD, Pictures, content, fill
 from tests.support.seams import EmbedSettings

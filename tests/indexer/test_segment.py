@@ -10,7 +10,7 @@ import pytest
 from embedder.bundle import sha256_of
 from embedder.errors import GalleryCorruptError, PlanError, RecallError
 from embedder.types import Embeddings
-from indexer.index import segment_manifest
+from indexer.index import segment as segment_manifest
 from indexer.index.plan import IndexSettings
 from indexer.index.segment import HELD_OUT, SegmentManifest
 from indexer.types import Ids

@@ -15,9 +15,14 @@ from embedder.errors import (
     InvalidParameterError,
     PlanError,
 )
-from indexer.checks.recall import measured_recall, own_recall
 from indexer.checks.retune import tune_gallery
-from indexer.checks.verify import VerifySettings, sampled, verify_gallery
+from indexer.checks.verify import (
+    VerifySettings,
+    measured_recall,
+    own_recall,
+    sampled,
+    verify_gallery,
+)
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import BuildReport

@@ -4,28 +4,26 @@ A test that needs a name of this list knows more than a user does; when a room i
 where its tests are mended.
 """
 
-from indexer.catalog.bulk import bulk_load
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import CatalogView, State
+from indexer.catalog.write import bulk_load
 from indexer.checks.compare import compare
 from indexer.commands import options
 from indexer.exchange.milvus import MilvusStore
-from indexer.folder.backup import backup
-from indexer.folder.backup_files import read_backup
+from indexer.folder.backup import backup, read_backup
 from indexer.folder.durable import set_fault_hook
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import GalleryManifest
 from indexer.index.faiss import Effort, SegmentIndex
-from indexer.index.gpu_thread import Owner
+from indexer.index.gpu import Owner
 from indexer.index.plan import plan_index
 from indexer.index.segment import Segment, write_segment, write_vectors
 from indexer.index.tune import recall_at, tune
-from indexer.ingest.adopt import adopt
-from indexer.ingest.embed import EmbedSettings
+from indexer.ingest.embed import EmbedSettings, WorkFile
 from indexer.ingest.generation import publish_generation
 from indexer.ingest.importing import import_gallery
-from indexer.ingest.work import WorkFile
-from indexer.live.members import Members, contents_of
+from indexer.ingest.rebuild import adopt
+from indexer.live.grouping import Members, contents_of
 from service.batching import MicroBatcher
 from service.cache import Cache, Lookup, LruCache, embedding_key
 from service.decoding.inline import InlineDecoder

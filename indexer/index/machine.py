@@ -1,4 +1,4 @@
-"""How many cores there are to work with."""
+"""What the machine has: cores and memory."""
 
 import contextlib
 import functools
@@ -49,3 +49,17 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, ValueError):
         return ""
+
+
+_CGROUP_FILES = ("memory.max", "memory/memory.limit_in_bytes")
+_MIB = 2**20
+
+
+def memory_mb(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """MiB of main memory that this process may use: a container may leave it less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in _CGROUP_FILES:
+        text = _text(cgroup / name)
+        if text.isdecimal():
+            limits.append(int(text))
+    return min(limits) / _MIB

@@ -152,6 +152,21 @@ class Page(NamedTuple):
     last: ItemId | None
 
 
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """A gallery on its way to another place: `count` entries with vectors of length `dim`.
+
+    `facts` holds at least `name` and `bundle_id`; also `source`, `source_root` and `created_at`
+    where they are known. `entries()` reads them from the first; it raises SourceError for one that
+    is damaged.
+    """
+
+    facts: Mapping[str, str]
+    dim: int
+    count: int
+    entries: Callable[[], Iterator[Entry]] = field(repr=False)
+
+
 class VectorStore(Protocol):
     """A gallery: unit vectors with keys and typed attributes, changed while it is searched.
 

@@ -105,7 +105,7 @@ def check_schema(path: Path, connection: sqlite3.Connection) -> None:
     if version in (SCHEMA_VERSION, _SAME_TABLES):
         return
     if version == 1:
-        cure = "Bring it over: kinlens-index import OLD --out NEW."
+        cure = "Build the gallery again from its images: kinlens-index build."
     elif version > SCHEMA_VERSION:
         cure = "Install a newer version of Kinlens."
     else:

@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from embedder.errors import GalleryCorruptError, InvalidParameterError
+from embedder.errors import InvalidParameterError
 from indexer.commands.console import err, progress
-from indexer.exchange.dump import Dump
 from indexer.exchange.milvus import MilvusStore
+from indexer.exchange.parquet import read_dump
 from indexer.gallery import Gallery
-from indexer.ingest.importing import open_dump
-from indexer.types import Progress
+from indexer.types import Dump, Progress
 
 MILVUS = "milvus://"
 Store = Gallery | MilvusStore
@@ -78,14 +77,9 @@ def content_of(text: str) -> Iterator[Dump]:
     Raises: SourceError, GalleryError; EngineUnavailableError without pyarrow.
     """
     if not text.startswith(MILVUS) and not Path(text).is_dir():
-        yield open_dump(text)
+        yield read_dump(text)
         return
-    try:
-        store = open_store(text)
-    except GalleryCorruptError:
-        yield open_dump(text)  # perhaps of the first format
-        return
-    with contextlib.closing(store):
+    with contextlib.closing(open_store(text)) as store:
         entries = itertools.chain.from_iterable
         yield Dump(facts_of(store), store.dim, store.size, lambda: entries(store.scan()))
 

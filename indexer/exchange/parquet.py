@@ -18,9 +18,8 @@ import numpy as np
 
 from embedder.errors import EngineUnavailableError, GalleryBusyError, GalleryWriteError, SourceError
 from embedder.types import AttributeValue, Embeddings
-from indexer.exchange.dump import Dump
 from indexer.folder.durable import rename
-from indexer.types import Entry, Progress, VectorStore
+from indexer.types import Dump, Entry, Progress, VectorStore
 
 VECTOR = "vector"
 TEXTS = ("key", "path", "format", "sha256")

@@ -91,8 +91,8 @@ def _refuse_other_schema(path: Path, content: object) -> None:
     found = content.get("schema_version") if isinstance(content, dict) else None
     if found == 1:
         raise GalleryCorruptError(
-            f"{path} has schema 1, this version of Kinlens reads {SCHEMA_VERSION}. Bring the "
-            "gallery over, with its vectors: kinlens-index import OLD_GALLERY --out NEW_GALLERY."
+            f"{path} has schema 1, this version of Kinlens reads {SCHEMA_VERSION}. Build the "
+            "gallery again from its images: kinlens-index build."
         )
     if isinstance(found, int) and found > SCHEMA_VERSION:
         raise GalleryCorruptError(

@@ -1,19 +1,16 @@
-"""A gallery made of a dump: of a Parquet file, or of a gallery of the first format."""
+"""A gallery made of the content of another, or of a Parquet file."""
 
 import json
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from indexer.exchange.dump import Dump
-from indexer.exchange.legacy import import_legacy
-from indexer.exchange.parquet import read_dump
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import GalleryManifest, checked_name
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import planned
 from indexer.ingest.generation import publish_generation
-from indexer.types import Progress
+from indexer.types import Dump, Progress
 
 
 class ImportReport(BaseModel):
@@ -26,14 +23,6 @@ class ImportReport(BaseModel):
     dim: int
     items: int
     generation: str
-
-
-def open_dump(path: Path | str) -> Dump:
-    """The content of a file of `export`, or of a gallery of the first format in a folder.
-
-    Raises: SourceError; EngineUnavailableError without pyarrow.
-    """
-    return import_legacy(path) if Path(path).is_dir() else read_dump(path)
 
 
 def import_gallery(

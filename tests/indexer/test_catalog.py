@@ -410,7 +410,7 @@ def test_counts_that_do_not_fit_are_noticed(catalog: Catalog) -> None:
 
 @pytest.mark.parametrize(
     ("version", "cure"),
-    [(1, "kinlens-index import OLD --out NEW"), (4, "Install a newer version of Kinlens")],
+    [(1, "kinlens-index build"), (4, "Install a newer version of Kinlens")],
 )
 def test_another_schema_is_refused_by_both_numbers(path: Path, version: int, cure: str) -> None:
     connection = sqlite3.connect(path)

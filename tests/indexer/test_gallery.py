@@ -285,7 +285,7 @@ def test_a_missing_gallery_is_told_from_a_damaged_one(built: Path, tmp_path: Pat
         ({"source_root": "/etc"}, "does not match its digest"),
         ({"colour": "red"}, "colour: Extra inputs are not permitted"),
         ({"dim": "many"}, "dim: Input should be a valid integer"),
-        ({"schema_version": 1}, "schema 1, .* reads 2.*kinlens-index import OLD_GALLERY --out"),
+        ({"schema_version": 1}, "schema 1, .* reads 2.*kinlens-index build"),
         ({"schema_version": 3}, "schema 3, .* reads 2.*or a newer one"),
         ({"schema_version": "new"}, "schema_version: Input should be 2"),
     ],

@@ -155,15 +155,6 @@ def test_a_corrupt_catalogue_is_refused(
     assert "catalog.sqlite" in line
 
 
-def test_a_gallery_of_the_first_format_is_refused_with_the_way_to_bring_it_over(
-    tiny_bundle: Bundle,
-) -> None:
-    old = ROOT / "tests" / "indexer" / "data" / "gallery-v1"
-    line = refused("--bundle", str(tiny_bundle.path), "--gallery", str(old))
-    assert "schema 1" in line
-    assert "kinlens-index import" in line
-
-
 def test_two_galleries_of_one_name_are_refused(tiny_bundle: Bundle, tiny_gallery: Path) -> None:
     gallery = ["--gallery", f"shop={tiny_gallery}"]
     assert "'shop'" in refused("--bundle", str(tiny_bundle.path), *gallery, *gallery)

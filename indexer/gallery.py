@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import (
     BundleMismatchError,
+    GalleryBusyError,
     GalleryCorruptError,
     GalleryError,
     ItemNotFoundError,
@@ -442,25 +443,29 @@ class Gallery:
             return writer.remove(ids)
 
     def remove_where(self, where: Filter) -> int:
-        """Remove every item that fits, `_REMOVED_AT_ONCE` in one step: how many.
+        """Remove every item that fits, 10,000 in one step: how many.
 
-        A removal that is cut short has removed some of them; the same call removes the rest.
+        What is cut short has removed some of them; the same call removes the rest.
 
-        Raises: FilterError, GalleryWriteError, GalleryBusyError; GalleryCorruptError for an item
-            that the index of attributes lists wrongly.
+        Raises: FilterError, GalleryWriteError, GalleryBusyError.
         """
+        with self._catalog.reading() as view:
+            ids = view.matching(where)
         removed = 0
-        while True:
-            with self._writing() as writer:
-                some = writer.matching(where)[:_REMOVED_AT_ONCE]
-                if wrong := [i for i in writer.known(some) if not where.matches(i.attributes)]:
-                    raise GalleryCorruptError(
-                        f"Item {wrong[0].id} is listed under attributes that it does not have; it "
-                        "was not removed. Restore a backup: kinlens-index restore."
-                    )
-                removed += writer.remove(some)
-            if len(some) < _REMOVED_AT_ONCE:
-                return removed
+        for start in range(0, len(ids), _REMOVED_AT_ONCE):
+            try:
+                with self._writing() as writer:
+                    items = writer.get(ids[start : start + _REMOVED_AT_ONCE]).values()
+                    fitting = [item.id for item in items if where.matches(item.attributes)]
+                    removed += writer.remove(fitting)
+            except GalleryBusyError as error:
+                if not removed:
+                    raise
+                raise GalleryBusyError(
+                    f"{removed:,} of {len(ids):,} items were removed. Then: {error} Repeat the "
+                    "removal for the rest."
+                ) from error
+        return removed
 
     def compact(
         self,
@@ -515,6 +520,8 @@ class Gallery:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[CatalogWriter]:
+        if not self._close.alive:
+            raise GalleryError(f"The gallery {self._folder.path} is closed. Open it again.")
         with self._folder.writing(self.generation), self._writable.writing() as writer:
             yield writer
             reach("write: before commit")
@@ -531,7 +538,10 @@ class Gallery:
         if state.segment is None:
             size = 0
         elif name != state.segment:
-            size = read_segment_manifest(self._generation / SEGMENTS / state.segment).size
+            folder = self._generation / SEGMENTS / state.segment
+            if not folder.is_dir():
+                return None  # a compaction has just replaced it
+            size = read_segment_manifest(folder).size
             self._segment_size = (state.segment, size)
         removed = view.removed_count()
         return due(size, removed, state.size - size + removed)

@@ -28,6 +28,8 @@ from indexer.catalog.write import CatalogWriter
 
 _CACHE_KIB = 8192
 _KEEP_LOG_BYTES = 64 * 1024 * 1024
+_Idle = deque[sqlite3.Connection]
+
 _CHECKPOINT_S = 1.0  # how long a write that finds the log long waits for searches to end
 
 
@@ -39,7 +41,7 @@ class Catalog:
         self.path = path
         self._writable = writable
         self._unchanged: _Stamp | None = None
-        self._idle: deque[sqlite3.Connection] = deque()
+        self._idle: _Idle = deque()
         self._closed = False
         self._log_limit = _KEEP_LOG_BYTES
 
@@ -94,13 +96,13 @@ class Catalog:
 
         Raises: as `reading`.
         """
-        connection = self._take()
+        connection, idle = self._take()
         try:
             return CatalogView(connection).state()
         except sqlite3.Error as error:
             raise read_error(self.path, error) from error
         finally:
-            self._give_back(connection)
+            self._give_back(connection, idle)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[CatalogWriter]:
@@ -109,7 +111,7 @@ class Catalog:
 
         Raises: GalleryWriteError if they could not be written, GalleryCorruptError.
         """
-        connection = self._take()
+        connection, idle = self._take()
         try:
             try:
                 connection.execute("BEGIN IMMEDIATE")
@@ -122,7 +124,7 @@ class Catalog:
         except sqlite3.Error as error:
             raise write_error(self.path, error) from error
         finally:
-            self._give_back(connection)
+            self._give_back(connection, idle)
 
     def close(self) -> None:
         """Close the idle connections; blocks that still run close theirs at their end."""
@@ -130,19 +132,26 @@ class Catalog:
         while self._idle:
             self._idle.pop().close()
 
-    def _take(self) -> sqlite3.Connection:
-        """A connection that nobody else uses. Raises: GalleryError, GalleryCorruptError."""
+    def _take(self) -> tuple[sqlite3.Connection, _Idle]:
+        """A connection that nobody else uses, and where it belongs.
+
+        Raises: GalleryError, GalleryCorruptError.
+        """
         if self._closed:
             raise GalleryError(f"{self.path} is closed. Open the gallery again.")
         if self._unchanged is not None and self._unchanged != _stamp(self.path):
             self._read_without_locks()
+        idle = self._idle
         try:
-            return self._idle.pop()
+            return idle.pop(), idle
         except IndexError:
-            return self._connected()
+            return self._connected(), idle
 
-    def _give_back(self, connection: sqlite3.Connection) -> None:
-        self._idle.append(connection)
+    def _give_back(self, connection: sqlite3.Connection, idle: _Idle) -> None:
+        if idle is not self._idle:  # it reads a file that has changed since
+            connection.close()
+            return
+        idle.append(connection)
         if self._closed:
             self.close()
 
@@ -190,24 +199,25 @@ class Catalog:
 
     def _read_without_locks(self) -> None:
         self._unchanged = _stamp(self.path)
-        while self._idle:
-            self._idle.pop().close()
+        before, self._idle = self._idle, deque()
+        while before:
+            before.pop().close()
 
 
 class _Reading:
     """Entered at every search, so a class: a generator costs twice as much."""
 
-    __slots__ = ("_catalog", "_view")
+    __slots__ = ("_catalog", "_idle", "_view")
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
     def __enter__(self) -> CatalogView:
-        connection = self._catalog._take()
+        connection, self._idle = self._catalog._take()
         try:
             connection.execute("BEGIN")
         except sqlite3.Error as error:
-            self._catalog._give_back(connection)
+            self._catalog._give_back(connection, self._idle)
             raise read_error(self._catalog.path, error) from error
         self._view = CatalogView(connection)
         return self._view
@@ -221,7 +231,7 @@ class _Reading:
         except sqlite3.Error as second:
             raise read_error(self._catalog.path, second) from second
         finally:
-            self._catalog._give_back(connection)
+            self._catalog._give_back(connection, self._idle)
         if isinstance(error, sqlite3.Error):
             raise read_error(self._catalog.path, error) from error
 

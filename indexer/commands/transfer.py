@@ -84,7 +84,7 @@ def import_(
     device: IndexDeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Make a gallery of an exported file, or of a gallery in another engine or of an old version.
+    """Make a gallery of an exported file, or of a gallery in another engine.
 
     It replaces the one that is there.
     """

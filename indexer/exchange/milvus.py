@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, Self
@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 from embedder.errors import (
     BundleMismatchError,
     EngineUnavailableError,
+    GalleryBusyError,
+    GalleryCorruptError,
+    GalleryNotFoundError,
     InvalidParameterError,
     ItemNotFoundError,
 )
@@ -80,6 +83,7 @@ Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _EXACT_BELOW = 200_000  # items
 _SAMPLE = 10_000
+_LEFT_OVER = timedelta(days=1)
 _SWAP_S = 3.0  # searches that began in the old generation end in it
 
 
@@ -161,25 +165,22 @@ class MilvusStore:
             source_root=str(source_root),
         )
         with contextlib.closing(Connection(uri, token)) as connection:
-            is_first = not connection.call("has_collection", name)
-            if not is_first:
-                Collection.current(connection, name, "Strong")  # refuses what is no gallery
+            before = _current_name(connection, name)  # refuses what is no gallery
             made = Collection.create(connection, facts)
             try:
                 _fill(made, entries, on_progress)
-                swap = "create_alias" if is_first else "alter_alias"
+                swap = "alter_alias" if before else "create_alias"
                 connection.call(swap, made.collection, name)
             except BaseException:
-                # The first error says more than a second one here.
+                # The first error says more than a second one here. The server may have moved the
+                # alias although the request failed.
                 with contextlib.suppress(EngineUnavailableError):
-                    connection.call("drop_collection", made.collection)
+                    if _current_name(connection, name) != made.collection:
+                        connection.call("drop_collection", made.collection)
                 raise
-            time.sleep(0 if is_first else _SWAP_S)
-            for collection in connection.call("list_collections"):
-                # Also what a publication left that was killed.
-                old = re.fullmatch(rf"{name}_[0-9a-f]{{12}}", collection)
-                if old and collection != made.collection:
-                    connection.call("drop_collection", collection)
+            if before:
+                time.sleep(_SWAP_S)
+            _drop_old(connection, name, made.collection, before)
         return cls.open(uri, name, token=token)
 
     @property
@@ -322,12 +323,22 @@ class MilvusStore:
         return [entry_of(row) for row in self._now().known(keys, ENTRY)]
 
     def items(self) -> Iterator[Item]:
-        for page in self._now().pages("", ITEM):
-            yield from map(item_of, page)
+        return map(item_of, self._everything(ITEM))
 
     def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
-        pages = self._now().pages("", ENTRY)
-        return batches(map(entry_of, chain.from_iterable(pages)), batch_size)
+        return batches(map(entry_of, self._everything(ENTRY)), batch_size)
+
+    def _everything(self, fields: Sequence[str]) -> Iterator[Row]:
+        """All rows. An item that is replaced on the way gets another number, so it may be missing
+        or be there twice. Raises: GalleryBusyError at the end if something was changed.
+        """
+        now = self._now()
+        yield from chain.from_iterable(now.pages("", fields))
+        if self._now().version != now.version:
+            raise GalleryBusyError(
+                f"The gallery {self.name} was changed while all of it was read. Read it again, at "
+                "a time when nobody changes it."
+            )
 
     def page(
         self,
@@ -532,6 +543,28 @@ def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOption
             f"offset + k = {options.offset + k:,}; Milvus gives the {MOST:,} best. Ask for fewer."
         )
     return queries
+
+
+def _current_name(connection: Connection, name: str) -> str | None:
+    """The collection behind the alias `name`, if there is one. Raises: GalleryCorruptError."""
+    if not connection.call("has_collection", name):
+        return None
+    return Collection.current(connection, name, "Strong").collection
+
+
+def _drop_old(connection: Connection, name: str, made: str, before: str | None) -> None:
+    """Drop what `made` has replaced, unless it has been replaced itself; and what a publication
+    that was killed has left for more than a day.
+    """
+    if _current_name(connection, name) != made:
+        return
+    for collection in connection.call("list_collections"):
+        if collection != made and re.fullmatch(rf"{name}_[0-9a-f]{{12}}", collection):
+            with contextlib.suppress(GalleryCorruptError, GalleryNotFoundError):
+                facts = Collection.current(connection, collection, "Strong").facts
+                age = datetime.now(UTC) - datetime.fromisoformat(facts.created_at)
+                if collection == before or age > _LEFT_OVER:
+                    connection.call("drop_collection", collection)
 
 
 def _check_name(name: str) -> None:

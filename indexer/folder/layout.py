@@ -152,8 +152,9 @@ class GalleryFolder:
     def aside(self) -> Iterator[Path]:
         """An empty folder beside the generations; what interrupted builds left over goes first."""
         for folder in self._versions.iterdir():
-            if is_stage(folder) and not in_use(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+                if is_stage(folder) and not in_use(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
         with staged(self._versions) as stage:
             yield stage
 

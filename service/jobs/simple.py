@@ -22,7 +22,7 @@ def compact_gallery(context: Context) -> None:
 
 
 def remove_items(context: Context) -> None:
-    """Remove every item that fits, all at once; without its attributes an unknown name is an error.
+    """Remove every item that fits; without its attributes an unknown name is an error.
 
     Raises: FilterError.
     """

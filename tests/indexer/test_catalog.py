@@ -310,6 +310,26 @@ def test_a_folder_that_cannot_be_written_is_read_and_follows_changes(shown: Path
     reader.close()
 
 
+def test_a_connection_from_before_a_change_is_not_used_again(shown: Path) -> None:
+    """Of a reader without locks that was in a search when the file changed."""
+    path = shown / "c"
+    bulk_load(path, DIM, [entry(number) for number in range(5)])
+    with unwritable(shown):
+        reader = Catalog.open(path)
+        held = reader.reading()
+        held.__enter__()
+    writer = Catalog.open(path, writable=True)
+    with writer.writing() as view:
+        view.remove([1])
+    writer.close()
+    with unwritable(shown):
+        assert live(reader) == [2, 3, 4, 5]
+        held.__exit__(None, None, None)
+        assert live(reader) == [2, 3, 4, 5]
+        assert reader.state().size == 4
+    reader.close()
+
+
 def test_changes_that_stand_in_the_log_are_never_passed_over(shown: Path) -> None:
     path = shown / "c"
     bulk_load(path, DIM, [entry(1)])

@@ -1,6 +1,7 @@
 """A gallery that is changed while it is searched: by threads, by processes, during compaction."""
 
 import dataclasses
+import itertools
 import sqlite3
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import GalleryBusyError, KinlensError, RecallError
+from embedder.errors import GalleryBusyError, GalleryError, KinlensError, RecallError
 from indexer.filters.tree import And, Equals, Filter, Not, Range
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
@@ -473,3 +474,28 @@ def test_losing_every_race_is_no_damage(
     assert len(keys(other)) >= 10
     assert tries == 20
     other.close()
+
+
+def test_a_closed_gallery_refuses_changes(gallery: Gallery) -> None:
+    gallery.close()
+    with pytest.raises(GalleryError, match=r"is closed\. Open it again"):
+        gallery.add(entries(range(1)))
+
+
+def test_a_removal_that_a_build_cuts_short_says_how_far_it_came(
+    gallery: Gallery, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.gallery._REMOVED_AT_ONCE", 7)
+    gallery.add(entries(range(20)))
+    steps = itertools.count()
+
+    def replaced(step: str) -> None:
+        if step == "write: after commit" and next(steps) == 1:
+            Gallery.create(path, name="g", bundle_id="b", dim=DIM).close()
+
+    set_fault_hook(replaced)
+    try:
+        with pytest.raises(GalleryBusyError, match="14 of 20 items were removed"):
+            gallery.remove_where(Range("n", below=30))
+    finally:
+        set_fault_hook(None)

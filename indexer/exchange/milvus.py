@@ -83,6 +83,7 @@ Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _EXACT_BELOW = 200_000  # items
 _SAMPLE = 10_000
+_SCHEMA_S = 60.0  # the swap of an alias waits for what else the server does
 _LEFT_OVER = timedelta(days=1)
 _SWAP_S = 3.0  # searches that began in the old generation end in it
 
@@ -170,7 +171,7 @@ class MilvusStore:
             try:
                 _fill(made, entries, on_progress)
                 swap = "alter_alias" if before else "create_alias"
-                connection.call(swap, made.collection, name)
+                connection.call(swap, made.collection, name, timeout_s=_SCHEMA_S)
             except BaseException:
                 # The first error says more than a second one here. The server may have moved the
                 # alias although the request failed.

@@ -112,13 +112,15 @@ class SessionSettings:
     CPU, fp16 for the GPU; either runs on the other too, without gain. Vectors of all precisions
     of a bundle may be compared with each other. "auto" takes int8 on a CPU, fp16 on a GPU, where
     the bundle has it, its golden vectors hold and the CPU gains from it; fp32 anywhere else.
-    Of several GPUs the process takes the first that CUDA_VISIBLE_DEVICES shows it.
+    Of several GPUs the process takes the first that CUDA_VISIBLE_DEVICES shows it, and of its
+    memory at most `gpu_memory_mb` MiB for the arena of the model; 0: as much as there is.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 1
     allow_cpu_fallback: bool = False
     precision: AskedPrecision = "fp32"
+    gpu_memory_mb: int = 0
 
 
 class OnnxEmbedder:
@@ -292,7 +294,10 @@ def create_session(model: Path, settings: SessionSettings) -> ort.InferenceSessi
     """An ONNX file ready to run. Raises: BundleCorruptError, ProviderError."""
     wanted = PROVIDERS[settings.device]
     available = wanted in ort.get_available_providers()
-    chosen = [(wanted, _PROVIDER_OPTIONS[settings.device])] if available else []
+    told = dict(_PROVIDER_OPTIONS[settings.device])
+    if settings.device == "cuda" and settings.gpu_memory_mb:
+        told["gpu_mem_limit"] = str(settings.gpu_memory_mb << 20)
+    chosen = [(wanted, told)] if available else []
     if settings.device != "cpu":
         chosen.append((PROVIDERS["cpu"], _PROVIDER_OPTIONS["cpu"]))
     options = ort.SessionOptions()

@@ -22,7 +22,11 @@ class Bundles:
         self._stored = None if settings.state is None else settings.state / "bundles"
         self._limits: ImageLimits = settings.image_limits()
         self._session = SessionSettings(
-            settings.device, settings.threads, settings.allow_cpu_fallback, settings.precision
+            settings.device,
+            settings.threads,
+            settings.allow_cpu_fallback,
+            settings.precision,
+            settings.gpu_memory_mb,
         )
 
     def primary(self) -> str:

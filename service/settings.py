@@ -50,6 +50,7 @@ class Settings(BaseSettings):
 
     device: Literal["cpu", "cuda"] = "cpu"
     allow_cpu_fallback: bool = False
+    gpu_memory_mb: int = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=0)
     precision: AskedPrecision = "fp32"
     workers: int = Field(default=1, ge=1, le=64)

@@ -86,12 +86,13 @@ def test_a_session_that_falls_back_in_silence_is_found(
     def silent(model: Path, options: object, providers: list[tuple[str, dict[str, str]]]) -> object:
         name, told = providers[0]
         assert (name, told["cudnn_conv_algo_search"]) == ("CUDAExecutionProvider", "HEURISTIC")
+        assert told["gpu_mem_limit"] == str(500 * 2**20)
         return real(model, options, providers=providers[1:])
 
     monkeypatch.setattr(session_module.ort, "get_available_providers", lambda: listed)
     monkeypatch.setattr(session_module.ort, "InferenceSession", silent)
     with pytest.raises(ProviderError, match="would run on CPUExecutionProvider"):
-        OnnxEmbedder.open(tiny_bundle, SessionSettings(device="cuda"))
+        OnnxEmbedder.open(tiny_bundle, SessionSettings(device="cuda", gpu_memory_mb=500))
 
 
 def test_another_model_under_right_hashes_fails_its_golden_vectors(copy: Path) -> None:

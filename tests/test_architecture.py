@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,10 @@ def test_packages_have_empty_init_files() -> None:
     for room in ROOMS:
         for path in (ROOT / room).rglob("__init__.py"):
             assert path.read_text() == "", f"{path} is not empty"
+
+
+@pytest.mark.parametrize("room", ["embedder", "training", "indexer"])
+def test_a_folder_has_at_most_twelve_modules(room: str) -> None:
+    folders = Counter(path.parent for path in (ROOT / room).rglob("*.py") if path.stem[0] != "_")
+    crowded = {str(folder): count for folder, count in folders.items() if count > 12}
+    assert not crowded

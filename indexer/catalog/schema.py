@@ -90,6 +90,21 @@ NAMES = "SELECT id, name, kind, total FROM names ORDER BY id"
 STATE = "SELECT seq, size, segment, segment_seq, dim, numbers, names, crc FROM state WHERE only = 1"
 FIRST_STATE = "INSERT INTO state VALUES (1, ?, ?, ?, NULL, 0, ?, 0, 0)"
 
+BUSY_S = 30.0
+_DAMAGED = {
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_ERROR,
+    sqlite3.SQLITE_TOOBIG,
+}
+_WRITE_CURES = {
+    sqlite3.SQLITE_FULL: "The disk is full: free some space and try again",
+    sqlite3.SQLITE_IOERR: "Free space on the disk, check its limits and health, and try again",
+    sqlite3.SQLITE_READONLY: "Give this user the right to write in its folder",
+    sqlite3.SQLITE_CANTOPEN: "Give this user the right to write in its folder",
+    sqlite3.SQLITE_BUSY: f"Another process has been writing for {BUSY_S:g} s: try again later",
+}
+
 
 def seal(connection: sqlite3.Connection) -> None:
     """Bring the checksums of `names` and `state` up to date. Raises: sqlite3.Error."""
@@ -131,22 +146,6 @@ def item_checksum(
 def vector_checksum(number: ItemId, vector: bytes) -> int:
     """Of a row of `vectors`; it begins with the number, so that rows cannot be mixed up."""
     return zlib.crc32(vector, number)
-
-
-BUSY_S = 30.0
-_DAMAGED = {
-    sqlite3.SQLITE_CORRUPT,
-    sqlite3.SQLITE_NOTADB,
-    sqlite3.SQLITE_ERROR,
-    sqlite3.SQLITE_TOOBIG,
-}
-_WRITE_CURES = {
-    sqlite3.SQLITE_FULL: "The disk is full: free some space and try again",
-    sqlite3.SQLITE_IOERR: "Free space on the disk, check its limits and health, and try again",
-    sqlite3.SQLITE_READONLY: "Give this user the right to write in its folder",
-    sqlite3.SQLITE_CANTOPEN: "Give this user the right to write in its folder",
-    sqlite3.SQLITE_BUSY: f"Another process has been writing for {BUSY_S:g} s: try again later",
-}
 
 
 def error_code(error: sqlite3.Error) -> int:

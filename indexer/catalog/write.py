@@ -44,6 +44,12 @@ UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? 
 _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 
+_BATCH = 4096
+# Until it is whole nobody reads the file, and after a crash it is made again.
+_UNSAFE = "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536;"
+_STAGE = "CREATE TEMP TABLE staged (name INTEGER, value ANY, item INTEGER) STRICT"
+_TWICE = "SELECT key FROM items GROUP BY key HAVING count(*) > 1 LIMIT 1"
+
 
 class CatalogWriter(CatalogView):
     """A view that also writes. All its changes have one `seq`. Leave the block on an exception."""
@@ -241,13 +247,6 @@ def _is_equal(item: Item, entry: Entry) -> bool:
         entry.format,
         dict(entry.attributes),
     )
-
-
-_BATCH = 4096
-# Until it is whole nobody reads the file, and after a crash it is made again.
-_UNSAFE = "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536;"
-_STAGE = "CREATE TEMP TABLE staged (name INTEGER, value ANY, item INTEGER) STRICT"
-_TWICE = "SELECT key FROM items GROUP BY key HAVING count(*) > 1 LIMIT 1"
 
 
 def bulk_load(

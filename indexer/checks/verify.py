@@ -21,6 +21,21 @@ from indexer.live.ranking import check_search
 from indexer.live.snapshot import open_segment
 from indexer.types import Ids, Item, Progress, Scores, SearchOptions
 
+K = 10
+"""Neighbours that are looked for."""
+
+_EXACT = SearchOptions(exact=True)
+_EQUAL = 1e-5  # scores this close count as equal: which of two equal items is found does not matter
+
+EXHAUSTIVE_UP_TO = 10_000
+"""Larger galleries are sampled unless another number is asked for."""
+
+_SAMPLE = 1_000
+_CHUNK = 1_024
+_IMAGES = 64  # embedded at a time
+_SAME_SCORE = 1e-5  # two vectors of one image differ by rounding, on another device a little more
+_SAME_IMAGE = 0.999
+
 
 def check_files(path: Path | str) -> None:
     """Every hash of the index, and the integrity of the catalogue. Raises: GalleryCorruptError."""
@@ -60,13 +75,6 @@ def _current_segment(catalog: Catalog) -> str | None:
         return view.state().segment
 
 
-K = 10
-"""Neighbours that are looked for."""
-
-_EXACT = SearchOptions(exact=True)
-_EQUAL = 1e-5  # scores this close count as equal: which of two equal items is found does not matter
-
-
 @dataclass(frozen=True, slots=True)
 class Recall:
     """Part of the true `k` nearest neighbours of `queries` vectors that a search finds."""
@@ -103,16 +111,6 @@ def _part_found(found: Scores, truth: Scores, queries: int) -> Recall:
     worst = np.where(np.isfinite(truth), truth, np.inf).min(axis=1, keepdims=True)
     hits = int(((found >= worst - _EQUAL) & np.isfinite(found)).sum())
     return Recall(min(1.0, hits / int(np.isfinite(truth).sum())), queries, truth.shape[1])
-
-
-EXHAUSTIVE_UP_TO = 10_000
-"""Larger galleries are sampled unless another number is asked for."""
-
-_SAMPLE = 1_000
-_CHUNK = 1_024
-_IMAGES = 64  # embedded at a time
-_SAME_SCORE = 1e-5  # two vectors of one image differ by rounding, on another device a little more
-_SAME_IMAGE = 0.999
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,19 @@ Types = dict[str, set[str]]
 
 _ARROW_NAMES = {str: "string", int: "int64", float: "double", bool: "bool"}
 
+CURE = "Export the gallery again, or take another copy of the file."
+
+_UNIT_TOLERANCE = 1e-3
+
+SCHEMA = "1"
+"""The layout of the file, in its metadata as `kinlens.schema`."""
+
+ROWS = 10_000
+"""Rows of a row group, at most."""
+
+_PREFIX = "kinlens."
+_TRIES = 5
+
 
 def require_pyarrow() -> Any:
     """The module pyarrow. Raises: EngineUnavailableError naming the extra to install."""
@@ -134,11 +147,6 @@ def _check_attribute(pa: Any, field: Any, where: str) -> None:
             )
 
 
-CURE = "Export the gallery again, or take another copy of the file."
-
-_UNIT_TOLERANCE = 1e-3
-
-
 def entries_of(batch: Any, first: int, where: str) -> Iterator[Entry]:
     """The entries of a record batch whose first row is number `first` of the file `where`.
 
@@ -191,16 +199,6 @@ def _refuse(wrong: Any, first: int, where: str, fault: str) -> None:
     if wrong.any():
         row = first + int(np.flatnonzero(wrong)[0])
         raise SourceError(f"{where}: row {row:,} {fault}. {CURE}")
-
-
-SCHEMA = "1"
-"""The layout of the file, in its metadata as `kinlens.schema`."""
-
-ROWS = 10_000
-"""Rows of a row group, at most."""
-
-_PREFIX = "kinlens."
-_TRIES = 5
 
 
 def export_gallery(

@@ -52,6 +52,9 @@ CATALOG = "catalog.sqlite"
 _CHUNK = 1 << 20
 _CURE = "Restore another backup."
 
+_PAGES = 1024  # of a catalogue, copied between two calls of the progress: 16 MiB
+_PATIENCE = 8  # a segment that is replaced while it is copied is looked up anew that often
+
 
 class BackupFile(BaseModel):
     """A file of a backup."""
@@ -196,10 +199,6 @@ def _check(path: Path, file: BackupFile) -> None:
             f"{path} has {size:,} bytes and sha256 {found[:SHORT]}, {REPORT} says {file.bytes:,} "
             f"and {file.sha256[:SHORT]}: the file is damaged or was changed. {_CURE}"
         )
-
-
-_PAGES = 1024  # of a catalogue, copied between two calls of the progress: 16 MiB
-_PATIENCE = 8  # a segment that is replaced while it is copied is looked up anew that often
 
 
 def backup(

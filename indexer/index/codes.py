@@ -32,6 +32,12 @@ _CLASSES = {
     "cagra": faiss.IndexHNSWCagra,
 }
 
+_BATCH = 65_536
+_LARGE = 20_000
+_SQ_SAMPLE = 65_536
+_KMEANS_M = 16
+_IP = faiss.METRIC_INNER_PRODUCT
+
 
 def write_codes(path: Path, kind: IndexKind, codes: faiss.Index) -> FileFacts:
     """Write an index to the new file `path`; of a graph of CAGRA without its vectors.
@@ -66,13 +72,6 @@ def read_codes(path: Path, kind: IndexKind, vectors: Embeddings) -> faiss.Index:
             f"{vectors.shape[1]} in an index of kind {kind}. {_CURE}"
         )
     return codes
-
-
-_BATCH = 65_536
-_LARGE = 20_000
-_SQ_SAMPLE = 65_536
-_KMEANS_M = 16
-_IP = faiss.METRIC_INNER_PRODUCT
 
 
 def flat_over(vectors: Embeddings) -> faiss.IndexFlatIP:

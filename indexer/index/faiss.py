@@ -29,6 +29,17 @@ _CHUNK = 65_536
 _CANDIDATE_BYTES = 12
 _CHUNK_BYTES = 64 * 2**20  # candidates of the queries that are searched for at once
 
+EXACT_BELOW = 20_000
+EXACT_PART = 0.02
+SCAN_EXACT_PART = 0.1
+"""Filters that leave at most so many vectors, or this part (of flat and fp16), are answered by
+comparing with all that are left: measured, it is faster from there on."""
+
+_EXCESS, _EXCESS_LEAST = 1.5, 16
+_WIDER = 8  # a second try where a filter leaves nothing near a query
+_HARDER = 4  # k_factor where neighbours are far away: codes tell them apart less well
+_NODE = 8  # comparisons that a step of a graph costs
+
 
 @dataclass(frozen=True, slots=True)
 class Effort:
@@ -177,20 +188,6 @@ def ordered(scores: Scores, positions: Ids) -> tuple[Scores, Ids]:
     ranks = np.where(positions < 0, np.inf, -scores)
     order = np.lexsort((positions, ranks), axis=1)
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(positions, order, axis=1)
-
-
-__all__ = ["Effort", "SegmentIndex"]
-
-EXACT_BELOW = 20_000
-EXACT_PART = 0.02
-SCAN_EXACT_PART = 0.1
-"""Filters that leave at most so many vectors, or this part (of flat and fp16), are answered by
-comparing with all that are left: measured, it is faster from there on."""
-
-_EXCESS, _EXCESS_LEAST = 1.5, 16
-_WIDER = 8  # a second try where a filter leaves nothing near a query
-_HARDER = 4  # k_factor where neighbours are far away: codes tell them apart less well
-_NODE = 8  # comparisons that a step of a graph costs
 
 
 class SegmentIndex:

@@ -23,6 +23,12 @@ Search = Callable[[Embeddings, int, int], Answer]
 MAX_ROWS = 4096
 """Queries in a batch, unless a single request has more."""
 
+MAX_K = 512
+"""More answers than this come from the CPU."""
+
+_WARP = 32  # CAGRA keeps its intermediate results in multiples of it
+_MIB = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class _Request:
@@ -125,13 +131,6 @@ def _answer(search: Search, requests: list[_Request]) -> None:
         end = row + len(request.queries)
         request.answer.set_result((scores[row:end], positions[row:end]))
         row = end
-
-
-MAX_K = 512
-"""More answers than this come from the CPU."""
-
-_WARP = 32  # CAGRA keeps its intermediate results in multiples of it
-_MIB = 2**20
 
 
 def why_no_gpu() -> str | None:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
+_CGROUP_FILES = ("memory.max", "memory/memory.limit_in_bytes")
+_MIB = 2**20
+
 
 def core_count(group: Path = CONTROL_GROUP) -> int:
     """Cores that this process may use: taskset, cpusets and containers may leave it fewer.
@@ -49,10 +52,6 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except (OSError, ValueError):
         return ""
-
-
-_CGROUP_FILES = ("memory.max", "memory/memory.limit_in_bytes")
-_MIB = 2**20
 
 
 def memory_mb(cgroup: Path = Path("/sys/fs/cgroup")) -> float:

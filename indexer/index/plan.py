@@ -37,6 +37,43 @@ CAGRA_DEGREE = 64
 
 _BASE_BUILD_MB = 100.0  # batches on their way from the catalogue to the file, held-out queries
 
+# Seconds of one core, measured on an AMD EPYC of family 26 with AVX-512: CPU time of a build with
+# two threads, 50k to 300k clustered vectors of 128 and 512 dimensions; HNSW at m 32, ef 80.
+_HNSW_S = 9e-6
+_PRODUCTS_PER_S = 45e9
+_GRAPH_ASSIGN_S = 40e-6
+_ENCODE_S = 4e-6
+_WRITE_BYTES_PER_S = 200e6
+_CAGRA_S = 5e-5  # of the GPU, not measured yet
+_TUNE_QUERIES = 1000
+
+IndexKind = Literal["flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq", "cagra"]
+Device = Literal["cpu", "cuda"]
+
+MAX_DIM = 8192
+MAX_N = 2**31 - 1
+"""FAISS counts the nodes of a graph and the entries of a list in 32 bits."""
+
+FLAT_BYTES = 200e6
+FP16_BYTES = 2 * FLAT_BYTES
+HNSW_MAX = 500_000
+"""Lists of codes answer sooner and are smaller: at 200,000 x 128 IVF-PQ took 232 us (p50) and 51
+bytes a vector, HNSW 775 us and 400 bytes; at 1 million HNSW was built in 510 s and needed efSearch
+352."""
+GPU_FLAT_BYTES = 2e9
+EXACT_TARGET = 0.9995
+"""From this target on only an exact index will do."""
+
+IVF_POINTS_PER_LIST = 39
+"""What FAISS asks for at least to train a centroid."""
+PQ_MIN = 16 * IVF_POINTS_PER_LIST
+
+MEMORY_PART = 0.8
+"""Of the machine's memory; the rest is for the process itself and its neighbours."""
+
+_CPU_KINDS: tuple[IndexKind, ...] = ("flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq")
+_CUDA_KINDS: tuple[IndexKind, ...] = ("flat", "cagra")
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -110,17 +147,6 @@ def _graph_bytes(m: int) -> float:
     return 8 * m + 4 * m / (m - 1) + 12
 
 
-# Seconds of one core, measured on an AMD EPYC of family 26 with AVX-512: CPU time of a build with
-# two threads, 50k to 300k clustered vectors of 128 and 512 dimensions; HNSW at m 32, ef 80.
-_HNSW_S = 9e-6
-_PRODUCTS_PER_S = 45e9
-_GRAPH_ASSIGN_S = 40e-6
-_ENCODE_S = 4e-6
-_WRITE_BYTES_PER_S = 200e6
-_CAGRA_S = 5e-5  # of the GPU, not measured yet
-_TUNE_QUERIES = 1000
-
-
 def _build_s(kind: str, n: int, dim: int, parameters: Mapping[str, int], cores: int) -> float:
     written = 4.0 * n * dim / _WRITE_BYTES_PER_S
     truth = 2.0 * n * dim * _TUNE_QUERIES / _PRODUCTS_PER_S
@@ -138,34 +164,6 @@ def _build_s(kind: str, n: int, dim: int, parameters: Mapping[str, int], cores: 
         assign = _GRAPH_ASSIGN_S * wider
     train = min(n, TRAIN_PER_LIST * nlist) * assign * KMEANS_ROUNDS
     return written + (truth + train + n * (assign + _ENCODE_S)) / cores
-
-
-IndexKind = Literal["flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq", "cagra"]
-Device = Literal["cpu", "cuda"]
-
-MAX_DIM = 8192
-MAX_N = 2**31 - 1
-"""FAISS counts the nodes of a graph and the entries of a list in 32 bits."""
-
-FLAT_BYTES = 200e6
-FP16_BYTES = 2 * FLAT_BYTES
-HNSW_MAX = 500_000
-"""Lists of codes answer sooner and are smaller: at 200,000 x 128 IVF-PQ took 232 us (p50) and 51
-bytes a vector, HNSW 775 us and 400 bytes; at 1 million HNSW was built in 510 s and needed efSearch
-352."""
-GPU_FLAT_BYTES = 2e9
-EXACT_TARGET = 0.9995
-"""From this target on only an exact index will do."""
-
-IVF_POINTS_PER_LIST = 39
-"""What FAISS asks for at least to train a centroid."""
-PQ_MIN = 16 * IVF_POINTS_PER_LIST
-
-MEMORY_PART = 0.8
-"""Of the machine's memory; the rest is for the process itself and its neighbours."""
-
-_CPU_KINDS: tuple[IndexKind, ...] = ("flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq")
-_CUDA_KINDS: tuple[IndexKind, ...] = ("flat", "cagra")
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,14 @@ HASHED_BELOW = 64 * 2**20
 _CURE = "Make the index again from the catalogue: kinlens-index compact GALLERY --rebuild."
 _SHORT = 12
 
+HELD_OUT = 1000
+"""Queries that are held out to tune with; at most one in ten vectors."""
+
+SMALL = 64
+"""Below so many vectors none is held out: the index is tuned with its own vectors."""
+
+Batches = Iterable[tuple[Ids, Embeddings]]
+
 
 class SegmentManifest(BaseModel):
     """What a segment holds and how it was made.
@@ -146,15 +154,6 @@ def _brief(error: Exception) -> str:
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     return str(error)
-
-
-HELD_OUT = 1000
-"""Queries that are held out to tune with; at most one in ten vectors."""
-
-SMALL = 64
-"""Below so many vectors none is held out: the index is tuned with its own vectors."""
-
-Batches = Iterable[tuple[Ids, Embeddings]]
 
 
 class Segment:

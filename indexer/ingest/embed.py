@@ -44,6 +44,14 @@ SELECT EXISTS (SELECT 1 FROM vectors WHERE bundle_id < ?1)
     OR EXISTS (SELECT 1 FROM vectors WHERE bundle_id > ?1)
 """
 
+Known = Callable[[Sequence[str]], Collection[str]]
+"""Of contents, by sha256, those whose vectors are kept already; called from many threads."""
+
+_HELD_BYTES = 64 * 2**20  # of image files in one thread, until it is known which are new
+_Result = TypeVar("_Result")
+
+_EXAMPLES = 3
+
 
 class WorkFile:
     """Vectors by the sha256 of the image, for one bundle; used from one thread.
@@ -129,13 +137,6 @@ def _delete(path: Path) -> None:
     for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
         with contextlib.suppress(FileNotFoundError):
             (path.parent / name).unlink()
-
-
-Known = Callable[[Sequence[str]], Collection[str]]
-"""Of contents, by sha256, those whose vectors are kept already; called from many threads."""
-
-_HELD_BYTES = 64 * 2**20  # of image files in one thread, until it is known which are new
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,9 +313,6 @@ class _Claims:
             fresh = set(sha256s) - self._taken
             self._taken |= fresh
         return fresh.difference(self._known(sorted(fresh))) if fresh else fresh
-
-
-_EXAMPLES = 3
 
 
 class Failure(BaseModel):

@@ -29,6 +29,14 @@ from indexer.types import Entry, Ids, Item, Progress
 CatchUp = Callable[[Path], None]
 """Bring the gallery in this folder up to the one that it will replace."""
 
+ReadImage = Callable[[Item], bytes]
+"""The picture of an item as it was indexed. Raises: GalleryError, ImageError, OSError."""
+
+_CHUNK = 4096  # items looked at in one state of the catalogue
+
+_ROUNDS = 8  # of changes that came while the last ones were repeated
+_SHOWN = 100
+
 
 def adopt(
     target: Path | str,
@@ -91,12 +99,6 @@ def _refuse_other(folder: GalleryFolder, current: Gallery, expected_version: str
             f"{expected_version[:SHORT]}: it was changed meanwhile. Start again from what it is "
             "now."
         )
-
-
-ReadImage = Callable[[Item], bytes]
-"""The picture of an item as it was indexed. Raises: GalleryError, ImageError, OSError."""
-
-_CHUNK = 4096  # items looked at in one state of the catalogue
 
 
 @dataclass(slots=True)
@@ -262,10 +264,6 @@ def _facts(item: Item) -> tuple[object, ...]:
 
 def _entry(item: Item, vector: NDArray[np.float32]) -> Entry:
     return Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
-
-
-_ROUNDS = 8  # of changes that came while the last ones were repeated
-_SHOWN = 100
 
 
 class RebuildReport(BaseModel):

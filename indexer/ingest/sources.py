@@ -24,6 +24,14 @@ _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _DIGITS = 100  # with all its leading zeros
 BOOLEANS = {"true": True, "false": False}
 
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+"""Names that a folder walk takes for images, in any case; the content decides in the end."""
+
+ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
+"""For images that an embedder has accepted already, within whatever limits of its own."""
+
+_NO_KINDS: Schema = {}
+
 
 def parse_value(text: str, kind: AttributeKind) -> AttributeValue:
     """The value that `text` says. Raises: ValueError, with what was expected."""
@@ -175,13 +183,6 @@ def _column(
             f"{known}. Name the column {name}, or give the attribute another name."
         )
     return name, kind or known
-
-
-SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-"""Names that a folder walk takes for images, in any case; the content decides in the end."""
-
-ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
-"""For images that an embedder has accepted already, within whatever limits of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +346,6 @@ def _is_unicode(text: str) -> bool:
 
 def _printable(path: str) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
-_NO_KINDS: Schema = {}
 
 
 def csv_source(

@@ -30,6 +30,10 @@ _SMALL_DELTA = 10_000
 _LARGE_DELTA = 100_000
 _DELTA_PART = 0.1
 
+_RETRY_S = 30.0
+_LONGEST_PAUSE_S = 3600.0
+_CLOSE_S = 2.0
+
 
 class CompactReport(BaseModel):
     """What a compaction did: the new segment (None for an empty gallery) and the time it took."""
@@ -148,11 +152,6 @@ def _clear(segments: Path, current: str | None) -> None:
     for folder in segments.iterdir():
         if is_stage(folder) or (folder.name != current and not in_use(folder)):
             discard(folder)
-
-
-_RETRY_S = 30.0
-_LONGEST_PAUSE_S = 3600.0
-_CLOSE_S = 2.0
 
 
 class BackgroundCompaction:

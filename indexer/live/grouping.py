@@ -29,6 +29,12 @@ _BLOCK = 4096
 Contents = NDArray[np.bytes_]
 """The sha256 of each item as 32 bytes, shape (N,)."""
 
+_EXPECTED_SIZE = 4
+_OPENED_AT_ONCE = 256
+_MOST_GROWTH = 16  # so many times the first number of candidates is fetched while groups turn up
+_MOST_CLOSED = 5000
+_Key = tuple[bool | None, AttributeValue]
+
 
 @dataclass(frozen=True, slots=True)
 class Members:
@@ -81,13 +87,6 @@ def _each(scores: NDArray[np.float64]) -> Iterator[float]:
     """The numbers one by one; never all of them as objects."""
     for start in range(0, len(scores), _BLOCK):
         yield from scores[start : start + _BLOCK].tolist()
-
-
-_EXPECTED_SIZE = 4
-_OPENED_AT_ONCE = 256
-_MOST_GROWTH = 16  # so many times the first number of candidates is fetched while groups turn up
-_MOST_CLOSED = 5000
-_Key = tuple[bool | None, AttributeValue]
 
 
 class GroupSource(Protocol):

@@ -456,8 +456,8 @@ class Gallery:
             try:
                 with self._writing() as writer:
                     items = writer.get(ids[start : start + _REMOVED_AT_ONCE]).values()
-                    fitting = [item.id for item in items if where.matches(item.attributes)]
-                    removed += writer.remove(fitting)
+                    fitting = [item for item in items if where.matches(item.attributes)]
+                    removed += writer.remove_items(fitting)
             except GalleryBusyError as error:
                 if not removed:
                     raise
@@ -552,12 +552,9 @@ class Gallery:
     @contextlib.contextmanager
     def _own_view(self) -> Iterator[CatalogView]:
         """For generators: they may be left half way, or run while their thread searches."""
-        catalog = Catalog.open(self._generation / CATALOG)
-        try:
-            with catalog.reading() as view:
-                yield view
-        finally:
-            catalog.close()
+        opened = contextlib.closing(Catalog.open(self._generation / CATALOG))
+        with opened as catalog, catalog.reading() as view:
+            yield view
 
 
 def _page(
@@ -589,12 +586,9 @@ def contents_held(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
 
     Raises: GalleryNotFoundError, GalleryCorruptError.
     """
-    catalog = Catalog.open(GalleryFolder(folder).current() / CATALOG)
-    try:
-        with catalog.reading() as view:
-            return set(view.content(sha256s))
-    finally:
-        catalog.close()
+    opened = contextlib.closing(Catalog.open(GalleryFolder(folder).current() / CATALOG))
+    with opened as catalog, catalog.reading() as view:
+        return set(view.content(sha256s))
 
 
 def _load(generation: Path, catalog: Catalog, states: States) -> None:
@@ -624,8 +618,7 @@ def _is_readable(states: States) -> bool:
 
 def _settings(generation: Path, catalog: Catalog) -> IndexSettings:
     """How the damaged segment was made, if it still tells."""
-    with catalog.reading() as view:
-        name = view.state().segment
+    name = catalog.state().segment
     try:
         return read_segment_manifest(generation / SEGMENTS / str(name)).settings
     except GalleryCorruptError:

@@ -129,15 +129,18 @@ class CatalogWriter(CatalogView):
 
     def remove(self, ids: Sequence[ItemId] | Ids) -> int:
         """Remove items with their attributes and vectors; unknown numbers are not counted."""
-        items = self.get(ids)
+        return self.remove_items([*self.get(ids).values()])
+
+    def remove_items(self, items: Sequence[Item]) -> int:
+        """Remove items that this writer has read; how many."""
         if items:
             seq = self._next_seq()
-            self._unindex({item.id: item.attributes for item in items.values()})
-            numbers = [(number,) for number in items]
+            self._unindex({item.id: item.attributes for item in items})
+            numbers = [(item.id,) for item in items]
             self._many("DELETE FROM items WHERE id = ?", numbers)
             self._many("DELETE FROM vectors WHERE id = ?", numbers)
-            self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, number) for number in items])
-            self.connection.execute(_GROW, (-len(items), -sum(items)))
+            self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, item.id) for item in items])
+            self.connection.execute(_GROW, (-len(items), -sum(item.id for item in items)))
             seal(self.connection)
         return len(items)
 

@@ -1,5 +1,6 @@
 """Search parameters of a gallery, chosen for the queries of its users."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,12 +57,8 @@ def _check_count(queries: int) -> None:
 
 
 def _segment_of(generation: Path) -> str:
-    catalog = Catalog.open(generation / CATALOG)
-    try:
-        with catalog.reading() as view:
-            segment = view.state().segment
-    finally:
-        catalog.close()
+    with contextlib.closing(Catalog.open(generation / CATALOG)) as catalog:
+        segment = catalog.state().segment
     if segment is None:
         raise InvalidParameterError(
             f"The gallery {generation.parent.parent} has no index yet, so there is nothing to "

@@ -1,5 +1,6 @@
 """Check a gallery: its files, that every item finds itself, that a search finds its neighbours."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ def check_files(path: Path | str) -> None:
         with catalog.reading() as view:
             view.check()
         missing: str | None = None
-        while segment := _current_segment(catalog):
+        while segment := catalog.state().segment:
             if segment == missing:
                 raise GalleryCorruptError(
                     f"The segment {segment} is missing in {generation / SEGMENTS}. Make it again "
@@ -62,17 +63,8 @@ def check_files(path: Path | str) -> None:
 
 def size_of(path: Path | str) -> int:
     """Number of items, whatever the state of the index. Raises: GalleryError."""
-    catalog = Catalog.open(GalleryFolder(path).current() / CATALOG)
-    try:
-        with catalog.reading() as view:
-            return view.state().size
-    finally:
-        catalog.close()
-
-
-def _current_segment(catalog: Catalog) -> str | None:
-    with catalog.reading() as view:
-        return view.state().segment
+    with contextlib.closing(Catalog.open(GalleryFolder(path).current() / CATALOG)) as catalog:
+        return catalog.state().size
 
 
 @dataclass(frozen=True, slots=True)

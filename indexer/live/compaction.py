@@ -83,7 +83,7 @@ def compact(
             return CompactReport(segment=None, manifest=None, elapsed_s=0.0)
         segments = generation / SEGMENTS
         segments.mkdir(exist_ok=True)
-        _clear(segments, _current(catalog))
+        _clear(segments, catalog.state().segment)
         state, name, manifest = _write(segments, catalog, settings, on_progress)
         reach("adopt: before commit")
         with catalog.writing() as writer:
@@ -100,7 +100,7 @@ def collect(generation: Path) -> None:
         alone(generation, wait=False),
         contextlib.closing(Catalog.open(generation / CATALOG)) as catalog,
     ):
-        _clear(generation / SEGMENTS, _current(catalog))
+        _clear(generation / SEGMENTS, catalog.state().segment)
 
 
 @contextlib.contextmanager
@@ -120,11 +120,6 @@ def alone(generation: Path, wait: bool) -> Iterator[None]:
                 "Searches and changes go on; try again when it has ended."
             )
         yield
-
-
-def _current(catalog: Catalog) -> str | None:
-    with catalog.reading() as view:
-        return view.state().segment
 
 
 def _write(

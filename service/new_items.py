@@ -13,7 +13,7 @@ from embedder.types import AttributeValue
 from indexer.catalog.attributes import AttributeKind
 from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
 from indexer.types import Entry, Item
-from service.types import SearchableGallery
+from service.types import Gallery
 
 MAX_ATTRIBUTES = 64
 """Attributes that one item may have."""
@@ -74,7 +74,7 @@ class Draft:
         return Entry(key, self.vector, self.sha256, attributes, path, kind)
 
 
-def drafts_of(gallery: SearchableGallery, items: Sequence[NewItem]) -> list[Draft]:
+def drafts_of(gallery: Gallery, items: Sequence[NewItem]) -> list[Draft]:
     """Each item checked against the gallery; the vector of a content that it has is reused."""
     drafts = [Draft(item, error=item.error) for item in items]
     kinds = dict(gallery.schema())

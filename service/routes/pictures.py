@@ -14,7 +14,7 @@ from service.problems import KINDS
 from service.renditions import SIDES_PX
 from service.routes.reading import FAILURES, MAX_ID, look
 from service.runtime import Runtime
-from service.types import ItemImage, SearchableGallery
+from service.types import Gallery, ItemImage
 from service.uploads import Uploads
 from service.versions import VERSION_PATTERN, VERSION_TEXT, check_generation
 
@@ -72,7 +72,7 @@ def build_router(runtime: Runtime) -> APIRouter:
 
 
 async def _picture(
-    runtime: Runtime, gallery: SearchableGallery, item_id: int, size: int | None
+    runtime: Runtime, gallery: Gallery, item_id: int, size: int | None
 ) -> tuple[bytes, str]:
     """The picture of an item and its media type. What is decoded is decoded elsewhere."""
 
@@ -92,7 +92,7 @@ async def _picture(
     return await runtime.renditions.get(key, read, size), "image/jpeg"
 
 
-def _stored(gallery: SearchableGallery, item: Item, uploads: Uploads | None) -> ItemImage:
+def _stored(gallery: Gallery, item: Item, uploads: Uploads | None) -> ItemImage:
     """A picture that browsers show: the file that was indexed, or the one that was uploaded.
 
     Raises: ItemNotFoundError, GalleryError.
@@ -102,7 +102,7 @@ def _stored(gallery: SearchableGallery, item: Item, uploads: Uploads | None) -> 
     return gallery.image(item.id)
 
 
-def _bytes(gallery: SearchableGallery, item: Item, uploads: Uploads | None) -> bytes:
+def _bytes(gallery: Gallery, item: Item, uploads: Uploads | None) -> bytes:
     """As `_stored`, of any format, as it is."""
     if is_shown(item.format):
         return _stored(gallery, item, uploads).data

@@ -14,7 +14,7 @@ from service.problems import KINDS
 from service.routes.json_bodies import parse_json
 from service.runtime import Runtime
 from service.schemas.galleries import ItemModel
-from service.types import SearchableGallery
+from service.types import Gallery
 from service.versions import VERSION_DIGITS
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def where_of(value: str | dict[str, Any] | None) -> Filter | None:
     return filter_from_json(value)
 
 
-def item_model(name: str, gallery: SearchableGallery, item: Item) -> ItemModel:
+def item_model(name: str, gallery: Gallery, item: Item) -> ItemModel:
     """An item of the gallery `name` as JSON."""
     return ItemModel(
         id=item.id,

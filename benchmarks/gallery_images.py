@@ -52,7 +52,7 @@ def measure_images(folder: Path, report: Report) -> None:
             bundle,
         )
     embedder = OnnxEmbedder.open(bundle)
-    files = [source.root / record.path for record in source.records]
+    files = [source.root / record.path for record in source.records()]
     bare = BareLoop(Bundle.open(bundle))
     rates: dict[str, list[float]] = {"bare loop": [], "build": []}
     bare(files[:64])
@@ -99,7 +99,7 @@ def _build(source: Source, embedder: OnnxEmbedder, out: Path) -> float:
     shutil.rmtree(out, ignore_errors=True)
     started = time.perf_counter()
     build_gallery(source, embedder, out)
-    return len(source.records) / (time.perf_counter() - started)
+    return source.count / (time.perf_counter() - started)
 
 
 def photographs(folder: Path) -> Path:

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from embedder.errors import PlanError
 from embedder.types import Embeddings
 from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import GalleryManifest
 from indexer.index.plan import IndexSettings, Plan, plan_index
 from indexer.index.segment import INDEX, VECTORS, read_manifest
-from indexer.ingest.generation import publish_generation
+from indexer.ingest.build import import_gallery
 from indexer.live.compaction import SEGMENTS
-from indexer.types import Entry
+from indexer.types import Dump, Entry
 
 K = 10
 BUCKETS = 1000
@@ -128,11 +127,10 @@ def available_mb() -> float:
 
 def build(setting: Setting) -> dict[str, Any]:
     """Make the gallery; to be called in a process of its own, whose peak memory is taken."""
-    folder = GalleryFolder(setting.path)
-    manifest = GalleryManifest(name="benchmark", bundle_id=BUNDLE_ID, dim=setting.dim)
+    facts = {"name": "benchmark", "bundle_id": BUNDLE_ID}
+    dump = Dump(facts, setting.dim, setting.n, lambda: iter(entries(setting.n, setting.dim)))
     started = time.perf_counter()
-    with folder.locked():
-        publish_generation(folder, manifest, entries(setting.n, setting.dim), setting.settings)
+    import_gallery(dump, setting.path, settings=setting.settings)
     seconds = time.perf_counter() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     return {"seconds": seconds, "peak_mb": peak}

@@ -39,10 +39,9 @@ from gallery_make import entries
 from running import BIN, free_port, run, service, shared_folder, started
 
 from embedder.session import OnnxEmbedder
-from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import GalleryManifest
 from indexer.gallery import Gallery
-from indexer.ingest.generation import publish_generation
+from indexer.ingest.build import import_gallery
+from indexer.types import Dump
 
 HERE = Path(__file__).parent
 BACKBONES = ("resnet50", "mobilenet_v2")
@@ -208,12 +207,9 @@ def small_bundle(folder: Path, backbone: str) -> Path:
 def gallery(path: Path, embedder: OnnxEmbedder, items: int) -> Path:
     """A gallery of clustered vectors that fits the bundle."""
     print(f"build a gallery of {items:,} x {embedder.dim} ...", flush=True)
-    target = GalleryFolder(path)
-    manifest = GalleryManifest(
-        name="g", bundle_id=embedder.bundle_id, dim=embedder.dim, source="benchmark", source_root=""
-    )
-    with target.locked():
-        publish_generation(target, manifest, entries(items, embedder.dim))
+    facts = {"name": "g", "bundle_id": embedder.bundle_id, "source": "benchmark"}
+    dump = Dump(facts, embedder.dim, items, lambda: iter(entries(items, embedder.dim)))
+    import_gallery(dump, path)
     return path
 
 

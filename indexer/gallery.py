@@ -31,12 +31,11 @@ from indexer.catalog.read import CatalogView, State
 from indexer.catalog.write import CatalogWriter
 from indexer.filters.tree import Filter
 from indexer.folder.durable import hold, reach
-from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import SHORT, GalleryManifest, read_manifest
+from indexer.folder.layout import GalleryFolder, disk_errors_explained
+from indexer.folder.manifest import REPORT, SHORT, GalleryManifest, read_manifest, write_manifest
 from indexer.index.plan import IndexSettings
 from indexer.index.segment import SegmentManifest
 from indexer.index.segment import read_manifest as read_segment_manifest
-from indexer.ingest.generation import publish_generation
 from indexer.ingest.pictures import ItemImage, item_image
 from indexer.live import search as searching
 from indexer.live.compaction import (
@@ -120,7 +119,6 @@ class Gallery:
             _check_dim(generation, self.manifest, self._catalog)
             self._states = States(self._catalog, generation, device, verify_hashes)
             held.callback(self._states.forget)
-            _load(generation, self._catalog, self._states)
             self._close = weakref.finalize(self, held.pop_all().close)
         self._image_root = image_root or Path(self.manifest.source_root)
         self._facts: tuple[int, tuple[AttributeFacts, ...]] = (-1, ())
@@ -146,8 +144,12 @@ class Gallery:
         manifest = GalleryManifest(
             name=name, bundle_id=bundle_id, dim=dim, source=source, source_root=str(source_root)
         )
-        with folder.locked():
-            publish_generation(folder, manifest, ())
+        with folder.locked(), disk_errors_explained(folder.path), folder.stage() as stage:
+            (stage / SEGMENTS).mkdir()
+            (stage / REPORT).write_text("{}\n", encoding="utf-8")
+            write_manifest(stage, manifest)
+            Catalog.create(stage / CATALOG, dim)
+            folder.publish(stage, manifest.generation)
         return cls.open(path)
 
     @classmethod
@@ -159,21 +161,25 @@ class Gallery:
         image_root: Path | None = None,
         device: str = "cpu",
         verify_hashes: bool | None = None,
+        load_index: bool = True,
     ) -> "Gallery":
         """Open the current generation of the gallery in folder `path`.
 
         `image_root` replaces the recorded folder of the images. Hashes of the segment are checked
         if `verify_hashes`, never if it is False; by default those of small files, since all others
         would take longer than to open. A segment that is damaged is made again from the catalogue,
-        if the gallery can be written.
+        if the gallery can be written. Without `load_index` the first search does all that.
 
         Raises: GalleryNotFoundError, GalleryCorruptError, BundleMismatchError, ProviderError.
         """
         folder = GalleryFolder(path)
         try:
-            return cls(
+            gallery = cls(
                 folder, folder.current(), image_root, device, verify_hashes, expected_bundle_id
             )
+            if load_index:
+                gallery._load()
+            return gallery
         except OSError as error:
             raise GalleryCorruptError(
                 f"The gallery {path} cannot be read: {error}. Check its permissions and the disk."
@@ -483,10 +489,18 @@ class Gallery:
         """
         return compact(
             self._generation,
-            settings or self._settings(),
+            settings or self.index_settings(),
             wait=wait,
             on_progress=on_progress,
         )
+
+    def index_settings(self) -> IndexSettings:
+        """How the index was made; the defaults if there is none, or it does not tell."""
+        name = self._catalog.state().segment
+        try:
+            return read_segment_manifest(self._generation / SEGMENTS / str(name)).settings
+        except GalleryCorruptError:
+            return IndexSettings()
 
     def needs_compaction(self) -> str | None:
         """Why a compaction is due: 20 % of the segment removed, many items after it; or None."""
@@ -529,9 +543,23 @@ class Gallery:
         if self._background is not None:
             self._background.nudge()
 
-    def _settings(self) -> IndexSettings:
-        segment = self.facts().segment
-        return IndexSettings() if segment is None else segment.settings
+    def _load(self) -> None:
+        """The catalogue holds every vector, so a segment that is damaged can be made again; of
+        several processes that open the gallery, the first one does it.
+        """
+        try:
+            with self._states.reading():
+                return
+        except GalleryCorruptError as damage:
+            try:
+                unless = functools.partial(_is_readable, self._states)
+                compact(self._generation, self.index_settings(), wait=True, unless=unless)
+            except GalleryError as failure:
+                damage.add_note(f"It could not be made again by itself: {failure}")
+                self.close()
+                raise damage from failure
+        with self._states.reading():
+            return
 
     def _due(self, view: CatalogView, state: State) -> str | None:
         name, size = self._segment_size
@@ -591,38 +619,12 @@ def contents_held(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
         return set(view.content(sha256s))
 
 
-def _load(generation: Path, catalog: Catalog, states: States) -> None:
-    try:
-        with states.reading():
-            return
-    except GalleryCorruptError as damage:
-        # The catalogue holds every vector, so a segment can always be made again; of several
-        # processes that open the gallery, the first one does it.
-        settings = _settings(generation, catalog)
-        try:
-            compact(generation, settings, wait=True, unless=lambda: _is_readable(states))
-        except GalleryError as failure:
-            damage.add_note(f"It could not be made again by itself: {failure}")
-            raise damage from failure
-    with states.reading():
-        return
-
-
 def _is_readable(states: States) -> bool:
     try:
         with states.reading():
             return True
     except GalleryCorruptError:
         return False
-
-
-def _settings(generation: Path, catalog: Catalog) -> IndexSettings:
-    """How the damaged segment was made, if it still tells."""
-    name = catalog.state().segment
-    try:
-        return read_segment_manifest(generation / SEGMENTS / str(name)).settings
-    except GalleryCorruptError:
-        return IndexSettings()
 
 
 def _check_bundle(path: Path, manifest: GalleryManifest, expected_id: str | None) -> None:

@@ -123,8 +123,9 @@ def photographs(images: Path) -> tuple[list[Path], set[AttributeValue]]:
         source = folder_source(images)
     except SourceError as error:
         raise DemoError(f"IMAGES={images}: {error}") from error
-    sizes = Counter(r.attributes["class"] for r in source.records if r.attributes)
-    files = [images / record.path for record in source.records]
+    records = [*source.records()]
+    sizes = Counter(r.attributes["class"] for r in records if r.attributes)
+    files = [images / record.path for record in records]
     return files, {name for name, size in sizes.items() if size > 1}
 
 

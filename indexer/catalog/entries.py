@@ -1,7 +1,7 @@
 """What may be stored: the checks of entries before they are written."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -88,7 +88,7 @@ def normalised(vectors: Embeddings, norms: NDArray[np.float64]) -> Embeddings:
 def merged(
     given: Mapping[str, AttributeValue],
     stored: Mapping[str, AttributeValue],
-    owned: frozenset[str],
+    owned: Collection[str],
 ) -> dict[str, AttributeValue]:
     """The attributes of a stored item that an entry changes: those given, and those of it whose
     names are not `owned`.

@@ -107,18 +107,18 @@ def add(
             check_image_root(store)
             source = further_source(images, csv, split, store.image_root, store.schema())
             settings = EmbedSettings(batch_size, workers)
-            with progress(len(source.records), "Embedding", "images") as advance:
+            with progress(source.count, "Embedding", "images") as advance:
                 report = add_source(store, source, embedder, settings, advance)
             _print_add(report, store.size, gallery, json)
             stores.compact_if_due(store, no_compact)
 
 
 def _print_plan(source: Source, embedder: Embedder, settings: IndexSettings, json: bool) -> None:
-    plan = planned(len(source.records), embedder.dim, settings)
+    plan = planned(source.count, embedder.dim, settings)
     if json:
         return
     out.print(
-        f"Found {len(source.records):,} images in the {source.description}. "
+        f"Found {source.count:,} images in the {source.description}. "
         f"Dimension {embedder.dim}, model on {embedder.provider} in {embedder.precision}: "
         f"{embedder.precision_reason}."
     )
@@ -129,10 +129,9 @@ def _print_plan(source: Source, embedder: Embedder, settings: IndexSettings, jso
 def _built(
     source: Source, embedder: Embedder, folder: Path, settings: BuildSettings
 ) -> BuildReport:
-    count = len(source.records)
+    count = source.count
     with progress(count, "Embedding", "images") as embedded:
-        # Each item is counted when it is stored, and when it is indexed.
-        indexed = embedded.then("Indexing", 2 * count)
+        indexed = embedded.then("Indexing", count)
         return build_gallery(source, embedder, folder, settings, embedded, indexed)
 
 

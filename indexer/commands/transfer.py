@@ -25,7 +25,7 @@ from indexer.folder.backup import backup as write_backup
 from indexer.folder.backup import backup_bytes
 from indexer.folder.backup import restore as restore_backup
 from indexer.index.plan import IndexSettings
-from indexer.ingest.importing import ImportReport, import_gallery
+from indexer.ingest.build import ImportReport, import_gallery
 from indexer.types import Dump
 
 app = typer.Typer()

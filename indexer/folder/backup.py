@@ -38,10 +38,10 @@ from indexer.catalog.read import State
 from indexer.folder.durable import hold, in_use, make_folder, rename, sync_tree
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import MANIFEST, SHORT, GalleryManifest, read_manifest, write_manifest
+from indexer.folder.manifest import REPORT as BUILD_REPORT
 from indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from indexer.index.segment import check_file
 from indexer.index.segment import read_manifest as read_segment_manifest
-from indexer.ingest.generation import REPORT as BUILD_REPORT
 from indexer.live.compaction import SEGMENTS
 from indexer.live.snapshot import open_segment
 from indexer.types import Progress

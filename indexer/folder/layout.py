@@ -5,8 +5,8 @@ gallery/
   LOCK                 held while a build runs
   WRITE                shared by writes, held alone while a build replaces the gallery
   TURN                 passed by a write on its way to WRITE, held by a build that waits for it
-  work.sqlite          vectors of a build that has not been published yet
   versions/<name>/     a generation: what one build made, and every change since
+  versions/.draft-<bundle>/  a gallery in itself: what a build has made so far, kept after a kill
 """
 
 import contextlib
@@ -42,9 +42,10 @@ _CURRENT = "CURRENT"
 _LOCK = "LOCK"
 _WRITE = "WRITE"
 _TURN = "TURN"
-_WORK = "work.sqlite"
+_WORK = "work.sqlite"  # of a build by an earlier version; the next one removes it
 _VERSIONS = "versions"
 _STAGE = ".stage-"
+_DRAFT = ".draft-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _STAGE_NAME = re.compile(rf"{re.escape(_STAGE)}[0-9a-z_]+")
 _OWN_NAMES = {
@@ -58,7 +59,6 @@ class GalleryFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.work_path = self.path / _WORK
         self._versions = self.path / _VERSIONS
 
     def current(self) -> Path:
@@ -141,10 +141,7 @@ class GalleryFolder:
 
         Every generation but the current one goes first, unless somebody has it open.
         """
-        current = self.current_name()
-        # Where CURRENT is damaged or gone, any generation may be the one to go back to.
-        if current in {folder.name for folder in self._generations()}:
-            self._prune(keep={current})
+        self._prune_others()
         with self.aside() as stage:
             yield stage
 
@@ -157,6 +154,36 @@ class GalleryFolder:
                     shutil.rmtree(folder, ignore_errors=True)
         with staged(self._versions) as stage:
             yield stage
+
+    @contextlib.contextmanager
+    def draft(self, bundle_id: str) -> Iterator["GalleryFolder"]:
+        """Where a build with this bundle makes its gallery, and an interrupted one has begun to.
+
+        It is gone afterwards if its generation was published.
+        """
+        draft = GalleryFolder(self._versions / f"{_DRAFT}{bundle_id[:SHORT]}")
+        name = draft.current_name()
+        if name is not None and name != self.current_name():
+            left, home = self._versions / name, draft._versions / name
+            if left.is_dir() and home.parent.is_dir() and not home.exists():
+                rename(left, home, "draft")  # the publication was cut short
+        self._drop_published(draft)
+        self._prune_others()
+        yield draft
+        self._drop_published(draft)
+        for file in self.path.glob(f"{_WORK}*"):
+            file.unlink()
+
+    def _drop_published(self, draft: "GalleryFolder") -> None:
+        if draft.path.exists() and draft.current_name() == self.current_name() is not None:
+            discard(draft.path)
+
+    def _prune_others(self) -> None:
+        """Remove every generation but the current one, unless somebody has it open."""
+        current = self.current_name()
+        # Where CURRENT is damaged or gone, any generation may be the one to go back to.
+        if current in {folder.name for folder in self._generations()}:
+            self._prune(keep={current})
 
     def publish(self, stage: Path, name: str) -> Path:
         """Make `stage` the current generation: everything is on the disk before anyone sees it.
@@ -187,7 +214,7 @@ class GalleryFolder:
         return [folder for folder in self._versions.iterdir() if _is_generation(folder)]
 
     def _absence(self) -> str:
-        if self.work_path.exists():
+        if any(self._versions.glob(f"{_DRAFT}*")):
             return (
                 f"The gallery {self.path} is not finished: its build was interrupted. "
                 "Run the same `kinlens-index build` again; it continues where it stopped."
@@ -212,8 +239,8 @@ class GalleryFolder:
             yield self.path
         if self._versions.is_dir():
             for entry in self._versions.iterdir():
-                is_ours = _GENERATION_NAME.fullmatch(entry.name) or is_stage(entry)
-                if not is_ours:
+                is_aside = is_stage(entry) or entry.name.startswith(_DRAFT)
+                if not (is_aside or _GENERATION_NAME.fullmatch(entry.name)):
                     yield entry
 
 
@@ -240,7 +267,8 @@ def discard(folder: Path) -> None:
     """Remove a folder that nobody needs; a removal that is cut short is ended by the next write."""
     with contextlib.suppress(OSError):
         if not is_stage(folder):
-            folder = folder.rename(folder.with_name(f"{_STAGE}{folder.name.replace('-', '_')}"))
+            name = folder.name.lstrip(".").replace("-", "_")
+            folder = folder.rename(folder.with_name(f"{_STAGE}{name}"))
         shutil.rmtree(folder)
 
 

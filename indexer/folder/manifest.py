@@ -15,6 +15,9 @@ from embedder.errors import GalleryCorruptError, InvalidParameterError
 MANIFEST = "manifest.json"
 """The file that makes a folder a generation."""
 
+REPORT = "report.json"
+"""How a generation was built, in a file beside its manifest."""
+
 SHORT = 12
 """Hex digits of an id that are shown and used as names."""
 

@@ -1,7 +1,7 @@
 """Add a source to a live gallery, batch by batch; each is durable and visible once written."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -9,27 +9,27 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from embedder.errors import BundleMismatchError, SourceError
+from embedder.errors import BundleMismatchError, InvalidParameterError, SourceError
 from embedder.session import Embedder
 from indexer.catalog.entries import merged
 from indexer.folder.manifest import SHORT
+from indexer.gallery import Gallery
 from indexer.ingest.embed import (
-    Embedded,
+    Batch,
     EmbedSettings,
     Failure,
     Outcome,
+    embedded,
     embedded_batches,
-    failures_of,
+    failure_of,
     refuse_unreadable,
 )
 from indexer.ingest.sources import Source, check_attributes
 from indexer.types import Entry, Item, Progress, VectorStore, Written
 
 _STAYS = "The gallery keeps what it has under this key."
-_TAKEN_AWAY = (
-    "The gallery had its content, but another process removed it meanwhile. "
-    "Run the same command again."
-)
+_CHANGED = "The file was changed while it was read. Run the same command again."
+_REMOVED_AT_ONCE = 10_000
 
 
 class AddReport(BaseModel):
@@ -75,17 +75,20 @@ def add_source(
     _check_root(gallery, source)
     check_attributes(source, gallery.schema())
     start = perf_counter()
-    ingest = _Ingest(gallery, source.names)
-    known = gallery.vectors_of_contents
-    with embedded_batches(source, embedder, known, settings or EmbedSettings()) as batches:
-        for batch in batches:
-            ingest.take(batch)
-            if on_progress is not None:
-                on_progress(len(batch.outcomes))
-    ingest.finish()
-    report = ingest.report(source, embedder, perf_counter() - start)
-    refuse_unreadable(source, report.failures)
-    return report
+    work = Ingest(gallery, source, embedder, source.names)
+    work.run(settings or EmbedSettings(), on_progress)
+    refuse_unreadable(source, work.found, work.failures)
+    elapsed_s = perf_counter() - start
+    return AddReport(
+        found=work.found,
+        **asdict(work.written),
+        embedded=work.embedded,
+        failures=tuple(work.failures),
+        bundle_id=embedder.bundle_id,
+        provider=embedder.provider,
+        elapsed_s=round(elapsed_s, 3),
+        images_per_s=round(work.found / max(elapsed_s, 1e-9), 2),
+    )
 
 
 def check_image_root(gallery: VectorStore) -> None:
@@ -104,85 +107,116 @@ def check_image_root(gallery: VectorStore) -> None:
 
 
 @dataclass(slots=True)
-class _Ingest:
-    """Writes batches as they come; a copy waits for the batch that brings its vector."""
+class Ingest:
+    """Writes batches as they come, one after the other.
+
+    owned: names of attributes that the source decides on; None if it decides on all.
+    rest: told what the gallery holds under the keys of the source, so that it can go in the end.
+    """
 
     gallery: VectorStore
-    names: frozenset[str]
+    source: Source
+    embedder: Embedder
+    owned: frozenset[str] | None = None
+    rest: "Rest | None" = None
+    found: int = 0
     written: Written = field(default_factory=Written)
     embedded: int = 0
-    failed: list[Outcome] = field(default_factory=list)
-    waiting: list[Outcome] = field(default_factory=list)
-    broken: dict[str, str] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
 
-    def take(self, batch: Embedded) -> None:
-        self.embedded += len(batch.vectors)
-        self.broken |= {o.sha256: o.failure for o in batch.outcomes if o.sha256 and o.failure}
+    def run(self, settings: EmbedSettings, on_progress: Progress | None = None) -> None:
+        """Raises: as `add_source`."""
+        held = self.gallery.held
+        with embedded_batches(self.source, self.embedder, held, settings) as batches:
+            for batch in batches:
+                self._take(batch)
+                if on_progress is not None:
+                    on_progress(len(batch.outcomes))
+
+    def _take(self, batch: Batch) -> None:
+        self.found += len(batch.outcomes)
+        stored = self.gallery.stored([outcome.record.key for outcome in batch.outcomes])
         usable = []
-        for outcome in [*self.waiting, *batch.outcomes]:
-            reason = outcome.failure or self.broken.get(outcome.sha256)
-            if reason is None:
+        for outcome in batch.outcomes:
+            if outcome.failure is None:
                 usable.append(outcome)
             else:
-                self._fail(outcome, reason)
-        self._store(usable, batch.vectors)
-
-    def finish(self) -> None:
-        """Whatever still waits lost its content to another process."""
-        for outcome in self.waiting:
-            self._fail(outcome, _TAKEN_AWAY)
-        self.waiting = []
-
-    def report(self, source: Source, embedder: Embedder, elapsed_s: float) -> AddReport:
-        found, written = len(source.records), self.written
-        return AddReport(
-            found=found,
-            added=written.added,
-            replaced=written.replaced,
-            updated=written.updated,
-            unchanged=written.unchanged,
-            embedded=self.embedded,
-            failures=failures_of(self.failed),
-            bundle_id=embedder.bundle_id,
-            provider=embedder.provider,
-            elapsed_s=round(elapsed_s, 3),
-            images_per_s=round(found / max(elapsed_s, 1e-9), 2),
-        )
-
-    def _fail(self, outcome: Outcome, reason: str) -> None:
-        if self.gallery.stored([outcome.record.key]):
-            reason = f"{reason} {_STAYS}"
-        self.failed.append(replace(outcome, failure=reason))
-
-    def _store(
-        self, outcomes: Sequence[Outcome], vectors: Mapping[str, NDArray[np.float32]]
-    ) -> None:
-        stored = self.gallery.stored([outcome.record.key for outcome in outcomes])
-        changed = [o for o in outcomes if not self._is_stored(o, stored.get(o.record.key))]
-        self.written += Written(unchanged=len(outcomes) - len(changed))
-        absent = {o.sha256 for o in changed} - vectors.keys()
-        available = {**self.gallery.vectors_of_contents(sorted(absent)), **vectors}
-        entries = [_entry(o, available[o.sha256]) for o in changed if o.sha256 in available]
-        self.waiting = [o for o in changed if o.sha256 not in available]
+                self._fail(outcome, outcome.record.key in stored)
+        if self.rest is not None:
+            keys = {outcome.record.key for outcome in usable}
+            self.rest.keep(item for key, item in stored.items() if key in keys)
+        changed = [o for o in usable if not self._is_stored(o, stored.get(o.record.key))]
+        self.written += Written(unchanged=len(usable) - len(changed))
+        vectors = self._vectors(changed, batch.vectors)
+        entries = [_entry(o, vectors[o.sha256]) for o in changed if o.sha256 in vectors]
         if entries:
-            self.written += self.gallery.add(entries, self.names)
+            self.written += self.gallery.add(entries, self.owned)
+
+    def _vectors(
+        self, changed: Sequence[Outcome], made: Mapping[str, NDArray[np.float32]]
+    ) -> dict[str, NDArray[np.float32]]:
+        """Of these contents; one that the gallery has keeps the vector that it has."""
+        contents = sorted({outcome.sha256 for outcome in changed} | made.keys())
+        held = self.gallery.vectors_of_contents(contents)
+        self.embedded += len(made.keys() - held.keys())
+        vectors = {**made, **held}
+        lost = [outcome for outcome in changed if outcome.sha256 not in vectors]
+        if lost:  # the gallery had them when they were read; somebody has removed them since
+            records = [outcome.record for outcome in lost]
+            again = embedded(self.source, records, self.embedder, lambda _: ()).vectors
+            vectors |= again
+            self.embedded += len(again)
+        for outcome in lost:
+            if outcome.sha256 not in vectors:
+                self._fail(replace(outcome, failure=_CHANGED), False)
+        return vectors
+
+    def _fail(self, outcome: Outcome, is_stored: bool) -> None:
+        if is_stored and self.rest is None:
+            outcome = replace(outcome, failure=f"{outcome.failure} {_STAYS}")
+        self.failures.append(failure_of(outcome))
 
     def _is_stored(self, outcome: Outcome, item: Item | None) -> bool:
         record = outcome.record
         if item is None:
             return False
-        wanted = merged(record.attributes, item.attributes, self.names)
-        return (item.sha256, item.path, item.format, _typed(item.attributes)) == (
+        owned = item.attributes.keys() if self.owned is None else self.owned
+        wanted = merged(record.attributes, item.attributes, owned)
+        return (item.sha256, item.path, item.format, item.attributes) == (
             outcome.sha256,
             record.path,
             outcome.format,
-            _typed(wanted),
+            wanted,
         )
 
 
-def _typed(attributes: Mapping[str, object]) -> dict[str, tuple[bool, object]]:
-    """So that True is not taken for 1."""
-    return {name: (isinstance(value, bool), value) for name, value in attributes.items()}
+class Rest:
+    """What of a gallery a source does not name: nobody else changes the gallery meanwhile.
+
+    It keeps 9 bytes an item that was there at first.
+    """
+
+    def __init__(self, gallery: Gallery) -> None:
+        self._gallery = gallery
+        self._ids = gallery.ids()
+        self._is_named = np.zeros(len(self._ids), np.bool_)
+
+    def keep(self, items: Iterable[Item]) -> None:
+        """These stay. Raises: InvalidParameterError for one that the source has named before."""
+        for item in items:
+            place = int(np.searchsorted(self._ids, item.id))
+            is_old = place < len(self._ids) and self._ids[place] == item.id
+            if not is_old or self._is_named[place]:
+                raise InvalidParameterError(
+                    f"Key {item.key!r} is there twice. Give each item a key of its own."
+                )
+            self._is_named[place] = True
+
+    def remove(self) -> None:
+        """Remove what was not named. Raises: GalleryWriteError."""
+        ids = self._ids[~self._is_named].tolist()
+        for start in range(0, len(ids), _REMOVED_AT_ONCE):
+            self._gallery.remove_items(ids[start : start + _REMOVED_AT_ONCE])
 
 
 def _entry(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:

@@ -1,38 +1,54 @@
-"""Build a gallery: embed a source, then publish a new generation in one step."""
+"""Make a gallery: of images, or of the content of another; then publish it in one step.
+
+Both are an `add` into a draft, a gallery inside the folder that is not current yet. A kill leaves
+it, and the same call goes on with it; nothing of it is held in memory.
+"""
 
 import contextlib
+import json
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from embedder.errors import GalleryError
-from embedder.session import Embedder
-from indexer.folder.layout import GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import GalleryManifest, checked_name, name_of
-from indexer.index.plan import IndexSettings, Plan, plan_index
-from indexer.ingest.embed import (
-    EmbedSettings,
-    Failure,
-    Outcome,
-    WorkFile,
-    embed_source,
-    failures_of,
-    refuse_unreadable,
+from embedder.errors import (
+    GalleryCorruptError,
+    GalleryError,
+    GalleryNotFoundError,
+    InvalidParameterError,
 )
-from indexer.ingest.generation import publish_generation
+from embedder.session import Embedder
+from indexer.folder.durable import rename
+from indexer.folder.layout import GalleryFolder, discard, disk_errors_explained
+from indexer.folder.manifest import (
+    REPORT,
+    GalleryManifest,
+    checked_name,
+    name_of,
+    read_manifest,
+    write_manifest,
+)
+from indexer.gallery import Gallery
+from indexer.index.plan import IndexSettings, Plan, plan_index
+from indexer.ingest.add import Ingest, Rest
+from indexer.ingest.embed import EmbedSettings, Failure, refuse_unreadable
 from indexer.ingest.sources import Source, check_attributes
-from indexer.types import Entry, Progress
+from indexer.types import Dump, Progress
 
 _CHUNK = 4096
 _ROW_BYTES = 500  # an item in the catalogue, without its vector
 
 
 class BuildReport(BaseModel):
-    """How a build went: indexed = embedded + reused + duplicates, found = indexed + failures."""
+    """How a build went: indexed = embedded + reused + duplicates, found = indexed + failures.
+
+    `reused` items were there from a run that was stopped, `duplicates` are copies of others.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -58,18 +74,6 @@ class BuildSettings:
     index: IndexSettings = field(default_factory=IndexSettings)
 
 
-def planned(count: int, dim: int, settings: IndexSettings) -> Plan:
-    """The index that `count` vectors of length `dim` will get. Raises: PlanError, ProviderError."""
-    return plan_index(
-        count,
-        dim,
-        kind=settings.kind,
-        memory_mb=settings.memory_mb,
-        device=settings.device,
-        target_recall=settings.target_recall,
-    )
-
-
 def build_gallery(
     source: Source,
     embedder: Embedder,
@@ -82,8 +86,7 @@ def build_gallery(
 
     Unreadable images are left out and reported. A build that was stopped continues with the same
     call. Until the new generation is published, the old one stays as it is. `on_progress` counts
-    images that were embedded, `on_indexed` items twice: when
-    they are stored, and when they are indexed.
+    images that were embedded, `on_indexed` items of the index.
 
     Raises: SourceError if no image can be read; PlanError if the index does not fit the machine;
         RecallError; GalleryBusyError; GalleryError if `out` cannot be written;
@@ -93,95 +96,215 @@ def build_gallery(
     folder = GalleryFolder(out)
     name = checked_name(settings.name or name_of(folder.path))
     check_attributes(source, {})
-    plan = planned(len(source.records), embedder.dim, settings.index)
-    with contextlib.ExitStack() as held:
+    plan = planned(source.count, embedder.dim, settings.index)
+    manifest = GalleryManifest(
+        name=name,
+        bundle_id=embedder.bundle_id,
+        dim=embedder.dim,
+        source=source.description,
+        source_root=str(source.root),
+    )
+    started = perf_counter()
+    with folder.locked():
         with disk_errors_explained(folder.path):
-            held.enter_context(folder.locked())
             _check_space(folder.path, needed_mb(plan))
-            work = WorkFile(folder.work_path, embedder.bundle_id, embedder.dim)
-        held.callback(work.close)
-        run = _Build(source, embedder, folder, name, settings, work)
-        return run(on_progress, on_indexed)
+        with _draft(folder, manifest) as draft:
+            _fit_attributes(draft, source)
+            work = Ingest(draft.gallery, source, embedder, rest=Rest(draft.gallery))
+            work.run(settings.embed, on_progress)
+            refuse_unreadable(source, work.found, work.failures)
+            report = _report(work, perf_counter() - started)
+            generation = draft.publish(work.rest, settings.index, report, on_indexed)
+    return report.model_copy(update={"generation": generation})
+
+
+class ImportReport(BaseModel):
+    """What was imported."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    bundle_id: str
+    dim: int
+    items: int
+    generation: str
+
+
+def import_gallery(
+    dump: Dump,
+    out: Path | str,
+    name: str | None = None,
+    settings: IndexSettings | None = None,
+    on_progress: Progress | None = None,
+) -> ImportReport:
+    """Make the content of `dump` the gallery in folder `out`, under `name` or its own.
+
+    The old gallery stays as it is until the new one is complete. An import that was stopped
+    continues with the same call. Progress counts every item twice: when it is stored, and when it
+    is indexed.
+
+    Raises: SourceError for a damaged entry; PlanError, RecallError, GalleryBusyError,
+        GalleryWriteError, InvalidParameterError.
+    """
+    settings = settings or IndexSettings()
+    if dump.count:
+        planned(dump.count, dump.dim, settings)
+    facts = dump.facts
+    manifest = GalleryManifest(
+        name=checked_name(name or facts["name"]),
+        bundle_id=facts["bundle_id"],
+        dim=dump.dim,
+        source=facts.get("source", ""),
+        source_root=facts.get("source_root", ""),
+    )
+    folder = GalleryFolder(out)
+    with folder.locked(), _draft(folder, manifest) as draft:
+        rest, entries = Rest(draft.gallery), dump.entries()
+        while part := list(islice(entries, _CHUNK)):
+            rest.keep(draft.gallery.stored([entry.key for entry in part]).values())
+            draft.gallery.add(part)
+            if on_progress is not None:
+                on_progress(len(part))
+        report = ImportReport(
+            name=manifest.name,
+            bundle_id=manifest.bundle_id,
+            dim=dump.dim,
+            items=dump.count,
+            generation="",
+        )
+        generation = draft.publish(rest, settings, report, on_progress)
+    return report.model_copy(update={"generation": generation})
+
+
+@dataclass(slots=True)
+class _Draft:
+    """`gallery` is what will be the next generation of `folder`, under `manifest`."""
+
+    folder: GalleryFolder
+    place: GalleryFolder
+    manifest: GalleryManifest
+    gallery: Gallery
+
+    def publish(
+        self,
+        rest: Rest | None,
+        settings: IndexSettings,
+        report: BaseModel,
+        on_progress: Progress | None,
+    ) -> str:
+        """The name of the generation. Raises: PlanError, RecallError, GalleryWriteError."""
+        if rest is not None:
+            rest.remove()
+        self.gallery.compact(settings, wait=True, on_progress=on_progress)
+        self.gallery.close()
+        # What was written is read back before anyone else sees it.
+        Gallery.open(self.place.path, verify_hashes=True).close()
+        with disk_errors_explained(self.folder.path):
+            made = self.place.current()
+            uid = read_manifest(made).uid
+            write_manifest(made, self.manifest.model_copy(update={"uid": uid}))
+            text = report.model_dump_json(indent=2, exclude={"generation"}) + "\n"
+            (made / REPORT).write_text(text, encoding="utf-8")
+            return self.folder.publish(made, made.name).name
+
+
+@contextlib.contextmanager
+def _draft(folder: GalleryFolder, manifest: GalleryManifest) -> Iterator[_Draft]:
+    """The gallery that a build with this bundle has begun, or a new one."""
+    with disk_errors_explained(folder.path):
+        held = contextlib.ExitStack()
+        place = held.enter_context(folder.draft(manifest.bundle_id))
+    with held:
+        draft = _Draft(folder, place, manifest, _opened(place, manifest))
+        try:
+            yield draft
+        except GalleryCorruptError:
+            draft.gallery.close()
+            discard(place.path)  # it only saves time
+            raise
+        finally:
+            draft.gallery.close()
+
+
+def _opened(place: GalleryFolder, manifest: GalleryManifest) -> Gallery:
+    try:
+        gallery = Gallery.open(place.path, load_index=False)
+        if (gallery.bundle_id, gallery.dim) == (manifest.bundle_id, manifest.dim):
+            return gallery
+        gallery.close()
+    except (GalleryNotFoundError, GalleryCorruptError):
+        pass
+    if place.path.exists():
+        discard(place.path)
+    return _created(place.path, manifest)
+
+
+def _created(path: Path, manifest: GalleryManifest) -> Gallery:
+    return Gallery.create(path, name=manifest.name, bundle_id=manifest.bundle_id, dim=manifest.dim)
+
+
+def _fit_attributes(draft: _Draft, source: Source) -> None:
+    """Drop what the run before said of attributes, where this source has other kinds."""
+    try:
+        check_attributes(source, draft.gallery.schema())
+        return
+    except InvalidParameterError:
+        pass
+    with draft.folder.aside() as stage:
+        plain = _created(stage / "draft", draft.manifest)
+        for entries in draft.gallery.scan():
+            plain.add([replace(entry, attributes={}) for entry in entries])
+        plain.close()
+        draft.gallery.close()
+        discard(draft.place.path)
+        rename(stage / "draft", draft.place.path, "draft")
+    draft.gallery = Gallery.open(draft.place.path, load_index=False)
+
+
+def planned(count: int, dim: int, settings: IndexSettings) -> Plan:
+    """The index that `count` vectors of length `dim` will get. Raises: PlanError, ProviderError."""
+    return plan_index(
+        count,
+        dim,
+        kind=settings.kind,
+        memory_mb=settings.memory_mb,
+        device=settings.device,
+        target_recall=settings.target_recall,
+    )
 
 
 def needed_mb(plan: Plan) -> float:
-    """Space that a build takes, in MiB: work file, catalogue and index."""
-    row_bytes = 2 * 4 * plan.dim + _ROW_BYTES
-    return plan.disk_mb + plan.n * row_bytes / 2**20
+    """Space that a build takes, in MiB: catalogue and index."""
+    return plan.disk_mb + plan.n * (4 * plan.dim + _ROW_BYTES) / 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class _Build:
-    source: Source
-    embedder: Embedder
-    folder: GalleryFolder
-    name: str
-    settings: BuildSettings
-    work: WorkFile
-
-    def __call__(self, on_progress: Progress | None, on_indexed: Progress | None) -> BuildReport:
-        start = perf_counter()
-        earlier = self.work.known()
-        outcomes = embed_source(
-            self.source, self.embedder, self.work, self.settings.embed, on_progress
-        )
-        report = _report(outcomes, earlier, self.embedder, perf_counter() - start)
-        refuse_unreadable(self.source, report.failures)
-        usable = [outcome for outcome in outcomes if outcome.failure is None]
-        with disk_errors_explained(self.folder.path):
-            generation = self._publish(usable, report, on_indexed)
-            self.work.remove()
-        return report.model_copy(update={"generation": generation.name})
-
-    def _publish(
-        self, usable: Sequence[Outcome], report: BuildReport, on_progress: Progress | None
-    ) -> Path:
-        manifest = GalleryManifest(
-            name=self.name,
-            bundle_id=self.embedder.bundle_id,
-            dim=self.embedder.dim,
-            source=self.source.description,
-            source_root=str(self.source.root),
-        )
-        text = report.model_dump_json(indent=2, exclude={"generation"}) + "\n"
-        entries = _entries(usable, self.work)
-        return publish_generation(
-            self.folder, manifest, entries, self.settings.index, text, on_progress
-        )
+def read_report(generation: Path) -> dict[str, Any]:
+    """How a generation was made; empty if it grew from nothing. Raises: GalleryCorruptError."""
+    path = generation / REPORT
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GalleryCorruptError(
+            f"{path} cannot be read: {error}. Restore a backup: kinlens-index restore."
+        ) from error
+    return report
 
 
-def _entries(usable: Sequence[Outcome], work: WorkFile) -> Iterator[Entry]:
-    for start in range(0, len(usable), _CHUNK):
-        chunk = usable[start : start + _CHUNK]
-        vectors = work.vectors([outcome.sha256 for outcome in chunk])
-        for outcome, vector in zip(chunk, vectors, strict=True):
-            record = outcome.record
-            yield Entry(
-                record.key,
-                vector,
-                outcome.sha256,
-                record.attributes,
-                record.path,
-                outcome.format,
-            )
-
-
-def _report(
-    outcomes: Sequence[Outcome], earlier: set[str], embedder: Embedder, elapsed_s: float
-) -> BuildReport:
-    usable = [outcome.sha256 for outcome in outcomes if outcome.failure is None]
-    distinct = set(usable)
+def _report(work: Ingest, elapsed_s: float) -> BuildReport:
+    counts = asdict(work.written)
+    indexed = sum(counts.values())
+    reused = counts["unchanged"] + counts["updated"]
     return BuildReport(
-        found=len(outcomes),
-        indexed=len(usable),
-        embedded=len(distinct - earlier),
-        reused=len(distinct & earlier),
-        duplicates=len(usable) - len(distinct),
-        failures=failures_of(outcomes),
-        bundle_id=embedder.bundle_id,
-        provider=embedder.provider,
+        found=work.found,
+        indexed=indexed,
+        embedded=work.embedded,
+        reused=reused,
+        duplicates=indexed - reused - work.embedded,
+        failures=tuple(work.failures),
+        bundle_id=work.embedder.bundle_id,
+        provider=work.embedder.provider,
         elapsed_s=round(elapsed_s, 3),
-        images_per_s=round(len(outcomes) / max(elapsed_s, 1e-9), 2),
+        images_per_s=round(work.found / max(elapsed_s, 1e-9), 2),
     )
 
 

@@ -1,19 +1,19 @@
 """Rebuild: a gallery made again with another model, beside the old one, which stays in use."""
 
 import contextlib
-import hashlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from embedder.errors import GalleryBusyError, GalleryError, ImageError, SourceError
+from embedder.errors import (
+    GalleryBusyError,
+    GalleryCorruptError,
+    GalleryNotFoundError,
+    SourceError,
+)
 from embedder.session import Embedder
 from indexer.catalog.database import Catalog
 from indexer.folder.backup import backup
@@ -21,18 +21,20 @@ from indexer.folder.durable import sync_tree
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import SHORT, GalleryManifest, read_manifest, write_manifest
 from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings
+from indexer.ingest.add import Ingest
 from indexer.ingest.embed import EmbedSettings, Failure
+from indexer.ingest.sources import Record, Source
 from indexer.live.compaction import CATALOG
-from indexer.types import Entry, Ids, Item, Progress
+from indexer.types import Ids, Item, Progress
 
 CatchUp = Callable[[Path], None]
 """Bring the gallery in this folder up to the one that it will replace."""
 
-ReadImage = Callable[[Item], bytes]
+ReadImage = Callable[[Item | Record], bytes]
 """The picture of an item as it was indexed. Raises: GalleryError, ImageError, OSError."""
 
 _CHUNK = 4096  # items looked at in one state of the catalogue
+_NO_IDS: Ids = np.empty(0, np.int64)
 
 _ROUNDS = 8  # of changes that came while the last ones were repeated
 _SHOWN = 100
@@ -60,7 +62,7 @@ def adopt(
     """
     folder = GalleryFolder(target)
     with contextlib.ExitStack() as held:
-        current = Gallery.open(folder.path, verify_hashes=False)
+        current = Gallery.open(folder.path, load_index=False)
         held.callback(current.close)
         _refuse_other(folder, current, expected_version)
         held.enter_context(disk_errors_explained(folder.path))
@@ -101,17 +103,9 @@ def _refuse_other(folder: GalleryFolder, current: Gallery, expected_version: str
         )
 
 
-@dataclass(slots=True)
-class Batch:
-    """What became of some items: entries to store, and pictures that cannot be used."""
-
-    entries: list[Entry] = field(default_factory=list)
-    failures: dict[int, Failure] = field(default_factory=dict)
-    embedded: int = 0
-
-
 class Follower:
-    """Reads the gallery in folder `path` and repeats its changes in another; one thread uses it.
+    """Repeats what the gallery in folder `path` holds, and its changes, in another; one thread
+    uses it. It keeps 16 bytes an item.
 
     `failures` are the items whose pictures cannot be read, by number; `embedded` counts pictures
     that went through the model.
@@ -131,9 +125,10 @@ class Follower:
         self._read_image = read_image
         self._settings = settings or EmbedSettings()
         self._seq = -1
-        self._keys: dict[int, str] = {}
+        # The numbers of items of the gallery, ascending, and those of the same items in the other.
+        self._ids, self._copies = _NO_IDS, _NO_IDS
         self._folder = GalleryFolder(path)
-        self.gallery = Gallery.open(path, verify_hashes=False)
+        self.gallery = Gallery.open(path, load_index=False)
         self._catalog = Catalog.open(self._folder.current() / CATALOG)
 
     @property
@@ -144,7 +139,7 @@ class Follower:
     @property
     def found(self) -> int:
         """Items of the gallery when it was last looked at."""
-        return len(self._keys)
+        return len(self._ids) + len(self.failures)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -163,107 +158,62 @@ class Follower:
                 "changed. Start again from what it is now."
             )
         is_first = self._seq < 0
+        if is_first:  # also after one that was cut short
+            self._ids, self._copies, self.failures = _NO_IDS, _NO_IDS, {}
         with self._catalog.reading() as view:
             seq, live = view.state().seq, view.live_ids()
             changed = [] if is_first else [number for number, _ in view.attributes_since(self._seq)]
-        known = np.fromiter(self._keys, np.int64, len(self._keys))
-        fresh = np.union1d(np.setdiff1d(live, known), np.array(changed, np.int64))
-        gone = np.setdiff1d(known, live).tolist()
-        gone_keys = {self._forget(number) for number in gone}
+        before = np.union1d(self._ids, np.array([*self.failures], np.int64))
+        gone = np.setdiff1d(before, live)
+        fresh = np.union1d(np.setdiff1d(live, before), np.array(changed, np.int64))
+        old = candidate.ids() if is_first else self._forget(np.union1d(gone, fresh))
         for start in range(0, len(fresh), _CHUNK):
             self._take(candidate, fresh[start : start + _CHUNK], on_progress)
-        if is_first:
-            gone_keys |= {item.key for item in candidate.items()}
-        # A key may have a new item by now. One that failed keeps nothing of the old item.
-        lost = gone_keys - self._held_keys() if gone_keys or self.failures else set()
-        lost |= {failure.key for failure in self.failures.values()}
-        if lost:
-            candidate.remove(sorted(lost))
+        # What an item was before may be what another one is now.
+        for ids in _in_parts(np.setdiff1d(old, self._copies)):
+            candidate.remove_items(ids.tolist())
         self._seq = seq
         return len(fresh) + len(gone)
 
-    def _held_keys(self) -> set[str]:
-        return set(self._keys.values())
-
-    def _forget(self, number: int) -> str:
-        self.failures.pop(number, None)
-        return self._keys.pop(number)
+    def _forget(self, gone: Ids) -> Ids:
+        """The numbers that these items had in the other gallery."""
+        for number in gone.tolist():
+            self.failures.pop(number, None)
+        is_gone = np.isin(self._ids, gone)
+        copies = self._copies[is_gone]
+        self._ids, self._copies = self._ids[~is_gone], self._copies[~is_gone]
+        return copies
 
     def _take(self, candidate: Gallery, ids: Ids, on_progress: Progress | None) -> None:
         with self._catalog.reading() as view:
-            items = [*view.get(ids.tolist()).values()]
-        stored = candidate.stored([item.key for item in items])
-        changed = [item for item in items if not _is_same(item, stored.get(item.key))]
-        for item in items:
-            self._keys[item.id] = item.key
-            self.failures.pop(item.id, None)
-        if on_progress is not None and len(items) > len(changed):
-            on_progress(len(items) - len(changed))
-        for taken, batch in self._batches(candidate, changed):
-            self.failures |= batch.failures
-            self.embedded += batch.embedded
-            candidate.add(batch.entries)
-            if on_progress is not None:
-                on_progress(taken)
-
-    def _batches(self, candidate: Gallery, items: Sequence[Item]) -> Iterator[tuple[int, Batch]]:
-        """Batches in order, made by threads, a bounded number ahead; each with its item count."""
-        workers, size = self._settings.worker_count, self._settings.batch_size
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="rebuild")
-        pending: deque[tuple[int, Future[Batch]]] = deque()
-        with contextlib.ExitStack() as held:
-            held.callback(pool.shutdown, cancel_futures=True)
-            for start in range(0, len(items), size):
-                part = items[start : start + size]
-                pending.append((len(part), pool.submit(self._batch, candidate, part)))
-                if len(pending) > 2 * workers:
-                    count, made = pending.popleft()
-                    yield count, made.result()
-            while pending:
-                count, made = pending.popleft()
-                yield count, made.result()
-
-    def _batch(self, candidate: Gallery, items: Sequence[Item]) -> Batch:
-        batch = Batch()
-        vectors = candidate.vectors_of_contents(sorted({item.sha256 for item in items}))
-        tensors: dict[str, NDArray[np.uint8]] = {}
-        for item in items:
-            if item.sha256 in vectors or item.sha256 in tensors:
-                continue
-            try:
-                tensors[item.sha256] = self._tensor(item)
-            except (ImageError, GalleryError, OSError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                batch.failures[item.id] = Failure(key=item.key, path=item.path, reason=reason)
-        if tensors:
-            made = self.embedder.embed(np.stack([*tensors.values()]))
-            vectors |= dict(zip(tensors, made, strict=True))
-            batch.embedded = len(tensors)
-        batch.entries = [_entry(i, vectors[i.sha256]) for i in items if i.sha256 in vectors]
-        for item in items:  # a copy of a picture that another item still has is no failure
-            if item.sha256 in vectors:
-                batch.failures.pop(item.id, None)
-        return batch
-
-    def _tensor(self, item: Item) -> NDArray[np.uint8]:
-        data = self._read_image(item)
-        if hashlib.sha256(data).hexdigest() != item.sha256:
-            raise SourceError("The picture was changed after it was indexed. Add it again.")
-        return self.embedder.preprocess(data)
+            items = {item.key: item for item in view.get(ids.tolist()).values()}
+        source = Source(
+            self.gallery.image_root,
+            lambda: (_record(item) for item in items.values()),
+            len(items),
+            f"gallery {self.gallery.name}",
+            read=lambda record, _: self._read_image(items[record.key]),
+        )
+        work = Ingest(candidate, source, self.embedder, None)
+        work.run(self._settings, on_progress)
+        self.embedded += work.embedded
+        for failure in work.failures:
+            self.failures[items.pop(failure.key).id] = failure
+        copies = candidate.stored([*items])
+        numbers = sorted((item.id, copies[key].id) for key, item in items.items())
+        pairs = np.array(numbers, np.int64).reshape(-1, 2)
+        places = np.searchsorted(self._ids, pairs[:, 0])
+        self._ids = np.insert(self._ids, places, pairs[:, 0])
+        self._copies = np.insert(self._copies, places, pairs[:, 1])
 
 
-def _is_same(item: Item, other: Item | None) -> bool:
-    """Whether both say the same; True is not taken for 1."""
-    return other is not None and _facts(item) == _facts(other)
+def _record(item: Item) -> Record:
+    return Record(item.key, item.path, item.attributes, item.sha256, item.format)
 
 
-def _facts(item: Item) -> tuple[object, ...]:
-    values = {name: (isinstance(v, bool), v) for name, v in item.attributes.items()}
-    return item.sha256, item.path, item.format, values
-
-
-def _entry(item: Item, vector: NDArray[np.float32]) -> Entry:
-    return Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
+def _in_parts(ids: Ids) -> Iterator[Ids]:
+    for start in range(0, len(ids), _CHUNK):
+        yield ids[start : start + _CHUNK]
 
 
 class RebuildReport(BaseModel):
@@ -292,7 +242,9 @@ def rebuild(
     on_progress: Progress | None = None,
     on_indexed: Progress | None = None,
 ) -> RebuildReport:
-    """Make the gallery that `follower` reads again in the new folder `candidate`, with its model.
+    """Make the gallery that `follower` reads again in the folder `candidate`, with its model.
+
+    One that was stopped continues with the same call.
 
     Items whose pictures cannot be read are left out, up to the part `max_missing` of all. The
     kind of index and its target stay as they are. `on_progress` counts items, `on_indexed` items
@@ -303,20 +255,11 @@ def rebuild(
     """
     started = perf_counter()
     old, embedder = follower.gallery, follower.embedder
-    made = Gallery.create(
-        candidate,
-        name=old.name,
-        bundle_id=embedder.bundle_id,
-        dim=embedder.dim,
-        source=old.manifest.source,
-        source_root=old.manifest.source_root,
-    )
+    made = _candidate(candidate, old, embedder)
     try:
         follower.catch_up(made, on_progress)
         check_missing(follower.failures.values(), follower.found, max_missing)
-        segment = old.facts().segment
-        settings = IndexSettings() if segment is None else segment.settings
-        made.compact(settings, wait=True, on_progress=on_indexed)
+        made.compact(old.index_settings(), wait=True, on_progress=on_indexed)
         return RebuildReport(
             found=follower.found,
             items=made.size,
@@ -329,6 +272,25 @@ def rebuild(
         )
     finally:
         made.close()
+
+
+def _candidate(path: Path, old: Gallery, embedder: Embedder) -> Gallery:
+    """What a rebuild that was stopped has made, or a new gallery."""
+    try:
+        made = Gallery.open(path, load_index=False)
+        if (made.bundle_id, made.name) == (embedder.bundle_id, old.name):
+            return made
+        made.close()
+    except (GalleryNotFoundError, GalleryCorruptError):
+        pass
+    return Gallery.create(
+        path,
+        name=old.name,
+        bundle_id=embedder.bundle_id,
+        dim=embedder.dim,
+        source=old.manifest.source,
+        source_root=old.manifest.source_root,
+    )
 
 
 def swap_in(
@@ -357,7 +319,7 @@ def swap_in(
     def catch_up(copy: Path) -> None:
         nonlocal calls
         calls += 1
-        made = Gallery.open(copy, verify_hashes=False)
+        made = Gallery.open(copy, load_index=False)
         try:
             _catch_up(follower, made, rounds=_ROUNDS if calls == 1 else 1)
             check_missing(missing_since(follower, known_missing), follower.found, max_missing)

@@ -5,10 +5,13 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import get_args
+
+import numpy as np
 
 from embedder.errors import ImageTooManyBytesError, SourceError
 from embedder.preprocess import ImageLimits
@@ -187,24 +190,40 @@ def _column(
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One image to index; `path` is relative to the root of its source, with forward slashes."""
+    """One image to index; `path` is relative to the root of its source, with forward slashes.
+
+    sha256: of its bytes, where that is known; other bytes are refused then, and known content is
+    not even read.
+    """
 
     key: str
     path: str
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+    sha256: str = ""
+    format: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Records sorted by key, each key once; all paths start from the absolute folder `root`.
+    """What to index: `records()` reads `count` of them from the first on, each key once, and never
+    holds them all. Their paths start from the absolute folder `root`.
 
     names: attributes that the source decides on, also where a record has no value for one.
+    read: the bytes of a record, at most `max_bytes`, if they are not those of the file.
     """
 
     root: Path
-    records: tuple[Record, ...]
+    records: Callable[[], Iterator[Record]] = field(repr=False)
+    count: int
     description: str
     names: frozenset[str] = frozenset()
+    read: Callable[[Record, int], bytes] | None = field(default=None, repr=False)
+
+    def read_image(self, record: Record, max_bytes: int) -> bytes:
+        """The bytes of a record. Raises: SourceError, ImageError, OSError."""
+        if self.read is not None:
+            return self.read(record, max_bytes)
+        return read_image(self.root, record.path, max_bytes)
 
 
 def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
@@ -223,16 +242,18 @@ def folder_source(folder: Path | str, root: Path | str | None = None) -> Source:
             f"The folder {folder} is outside {root}, the image root of the gallery. Move or copy "
             "the images below that folder, or build a gallery of their own."
         )
-    records = [
-        _folder_record((folder / path).relative_to(root).as_posix()) for path in _walk(folder)
-    ]
-    if not records:
+
+    def records() -> Iterator[Record]:
+        for path in _walk(folder):
+            yield _folder_record(path.relative_to(root).as_posix())
+
+    count = sum(1 for _ in _walk(folder))
+    if not count:
         raise SourceError(
             f"{folder} holds no images: looked for names ending in {', '.join(SUFFIXES)} in it and "
             "its sub-folders. Give another folder, or list the files with --csv."
         )
-    unique = sorted_unique(enumerate(records, 1), folder)
-    return Source(root, unique, f"folder {folder}", frozenset({"class"}))
+    return Source(root, records, count, f"folder {folder}", frozenset({"class"}))
 
 
 def check_attributes(source: Source, schema: Schema) -> None:
@@ -241,7 +262,7 @@ def check_attributes(source: Source, schema: Schema) -> None:
     Raises: InvalidParameterError naming attribute, value and key.
     """
     kinds = dict(schema)
-    for record in source.records:
+    for record in source.records():
         learn_kinds(kinds, record.key, record.attributes)
 
 
@@ -304,34 +325,27 @@ def existing_folder(path: Path | str) -> Path:
     return path.resolve()
 
 
-def sorted_unique(records: Iterable[tuple[int, Record]], place: Path) -> tuple[Record, ...]:
-    """Records with their line numbers, sorted by key. Raises: SourceError for a key twice."""
-    lines: dict[str, int] = {}
-    unique = []
-    for line, record in records:
-        first = lines.setdefault(record.key, line)
-        if first != line:
-            raise SourceError(
-                f"{place}: the key {record.key!r} is on line {first} and on line {line}. "
-                "Give each image its own key."
-            )
-        unique.append(record)
-    return tuple(sorted(unique, key=lambda record: record.key))
+def _walk(folder: Path) -> Iterator[Path]:
+    """Image files in the order of their paths."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name + "/" * _is_folder(entry))
+    except OSError as error:
+        raise SourceError(
+            f"The folder {error.filename} cannot be read: {error.strerror}. Allow this user to "
+            "read it, or list the files to index with --csv."
+        ) from error
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if _is_folder(entry):
+            yield from _walk(folder / entry.name)
+        elif entry.name.lower().endswith(SUFFIXES) and not entry.is_dir():
+            yield folder / entry.name
 
 
-def _walk(root: Path) -> Iterator[str]:
-    for folder, subfolders, files in os.walk(root, onerror=_refuse_unreadable):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in files:
-            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                yield (Path(folder) / name).relative_to(root).as_posix()
-
-
-def _refuse_unreadable(error: OSError) -> NoReturn:
-    raise SourceError(
-        f"The folder {error.filename} cannot be read: {error.strerror}. Allow this user to "
-        "read it, or list the files to index with --csv."
-    ) from error
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False)
 
 
 def _folder_record(path: str) -> Record:
@@ -362,9 +376,13 @@ def csv_source(
     """
     file = Path(file)
     base = existing_folder(file.parent if root is None else root)
-    rows = list(read_table(file, ("key", "path"), kinds))
-    names = frozenset(rows[0].attributes) if rows else frozenset()
-    return _listed_source(base, [(row.line, _csv_record(row, base)) for row in rows], file, names)
+
+    def records() -> Iterator[tuple[int, Record]]:
+        for row in read_table(file, ("key", "path"), kinds):
+            yield row.line, _csv_record(row, base)
+
+    names = next((row.attributes for row in read_table(file, ("key", "path"), kinds)), ())
+    return _listed_source(base, records, file, frozenset(names))
 
 
 def split_source(file: Path | str, root: Path | str | None = None) -> Source:
@@ -377,8 +395,12 @@ def split_source(file: Path | str, root: Path | str | None = None) -> Source:
     """
     file = Path(file)
     base = existing_folder(file.parent if root is None else root)
-    records = [(line, _split_record(row, base, f"{file}:{line}")) for line, row in read_rows(file)]
-    names = frozenset(name for _, record in records for name in record.attributes)
+
+    def records() -> Iterator[tuple[int, Record]]:
+        for line, row in read_rows(file):
+            yield line, _split_record(row, base, f"{file}:{line}")
+
+    names = frozenset(name for _, record in records() for name in record.attributes)
     return _listed_source(base, records, file, names)
 
 
@@ -442,8 +464,35 @@ def _relative(path: str, root: Path, place: str) -> str:
 
 
 def _listed_source(
-    root: Path, records: list[tuple[int, Record]], file: Path, names: frozenset[str]
+    root: Path,
+    records: Callable[[], Iterator[tuple[int, Record]]],
+    file: Path,
+    names: frozenset[str],
 ) -> Source:
-    if not records:
+    """The whole list is read and checked now, and read again for the work."""
+    hashes = array("q", (hash(record.key) for _, record in records()))  # 8 bytes a key
+    if not hashes:
         raise SourceError(f"{file} lists no images. Add one line per image.")
-    return Source(root, sorted_unique(records, file), f"list {file.resolve()}", names)
+    different, counts = np.unique(np.frombuffer(hashes, np.int64), return_counts=True)
+    if len(different) < len(hashes):
+        _refuse_twice(records(), {*different[counts > 1].tolist()}, file)
+    return Source(
+        root,
+        lambda: (record for _, record in records()),
+        len(hashes),
+        f"list {file.resolve()}",
+        names,
+    )
+
+
+def _refuse_twice(records: Iterator[tuple[int, Record]], hashes: Set[int], file: Path) -> None:
+    """Raises: SourceError for a key that is there twice; its hash is one of these."""
+    lines: dict[str, int] = {}
+    for line, record in records:
+        if hash(record.key) in hashes:
+            first = lines.setdefault(record.key, line)
+            if first != line:
+                raise SourceError(
+                    f"{file}: the key {record.key!r} is on line {first} and on line {line}. "
+                    "Give each image its own key."
+                )

@@ -8,7 +8,7 @@ from typing import Any
 from embedder.session import OnnxEmbedder, SessionSettings
 from indexer.gallery import Gallery
 from indexer.ingest.rebuild import ReadImage
-from indexer.ingest.sources import ANY_SIZE, read_image
+from indexer.ingest.sources import ANY_SIZE, Record, read_image
 from indexer.types import Item
 from service.jobs.folders import JobFolders
 from service.jobs.params import Params
@@ -48,7 +48,7 @@ class Context:
         root = self.plan.image_root or gallery.image_root
         uploads = Uploads(self.folders.state / "uploads")
 
-        def read(item: Item) -> bytes:
+        def read(item: Item | Record) -> bytes:
             if item.path:
                 return read_image(root, item.path, ANY_SIZE.max_bytes)
             return uploads.open(item.sha256)

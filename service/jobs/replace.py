@@ -124,7 +124,6 @@ def _build(
     context: Context, follower: Follower, max_missing: float, start: float, rest: float
 ) -> None:
     size = follower.gallery.size
-    shutil.rmtree(context.folders.candidate, ignore_errors=True)
     context.folders.candidate.parent.mkdir(parents=True, exist_ok=True)
     embed = context.steps.enter("embed pictures", start, start + 0.8 * rest, size)
     index: list[Progress] = []

@@ -15,7 +15,7 @@ from embedder.fake import FakeEmbedder
 from embedder.types import Images
 from indexer.__main__ import app
 from indexer.ingest.build import BuildReport, build_gallery
-from indexer.ingest.sources import folder_source
+from indexer.ingest.sources import Record, Source, folder_source
 from indexer.types import Entry
 from tests.indexer.milvus_server import milvus_server
 from tests.support.seams import options
@@ -41,6 +41,11 @@ class CountingEmbedder(FakeEmbedder):
     def embed(self, images: Images) -> np.ndarray:
         self.batches.append(len(images))
         return super().embed(images)
+
+
+def listed(root: Path, *records: Record) -> Source:
+    """A source of these records."""
+    return Source(root, lambda: iter(records), len(records), "list")
 
 
 @pytest.fixture

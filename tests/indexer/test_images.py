@@ -11,20 +11,20 @@ from tests.indexer.conftest import PICTURES
 
 
 def keys(source: Source) -> list[str]:
-    return [record.key for record in source.records]
+    return [record.key for record in source.records()]
 
 
 def test_a_folder_gives_every_image_sorted_by_its_relative_path(shop: Path) -> None:
     source = folder_source(shop)
     assert keys(source) == sorted(PICTURES)
     assert source.root == shop.resolve()
-    assert all(record.path == record.key for record in source.records)
+    assert all(record.path == record.key for record in source.records())
 
 
 def test_an_image_in_a_sub_folder_has_its_name_as_class(shop: Path) -> None:
     (shop / "hat" / "red").mkdir()
     (shop / "hat" / "red" / "g.PNG").write_bytes(b"x")
-    classes = {r.key: dict(r.attributes) for r in folder_source(shop).records}
+    classes = {r.key: dict(r.attributes) for r in folder_source(shop).records()}
     assert classes["cup/a.png"] == {"class": "cup"}
     assert classes["hat/red/g.PNG"] == {"class": "hat/red"}
     assert classes["f.gif"] == {}
@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_a_missing_one(
 
 def test_a_name_that_is_not_unicode_gets_a_printable_key_and_a_reason(shop: Path) -> None:
     Path(os.fsdecode(os.fsencode(shop) + b"/caf\xe9.png")).write_bytes(b"x")
-    [record] = [r for r in folder_source(shop).records if r.key.startswith("caf")]
+    [record] = [r for r in folder_source(shop).records() if r.key.startswith("caf")]
     assert record.key == "caf\\xe9.png"
     with pytest.raises(SourceError, match="not valid UTF-8"):
         read_image(shop, record.path, 10**6)
@@ -139,10 +139,10 @@ def test_a_name_that_is_not_unicode_gets_a_printable_key_and_a_reason(shop: Path
 
 def test_a_sub_folder_keeps_the_keys_that_the_whole_folder_gives(shop: Path) -> None:
     part = folder_source(shop / "hat", shop)
-    whole = {record.key: record for record in folder_source(shop).records}
+    whole = {record.key: record for record in folder_source(shop).records()}
     assert part.root == shop.resolve()
     assert keys(part) == [key for key in sorted(PICTURES) if key.startswith("hat/")]
-    assert all(whole[record.key] == record for record in part.records)
+    assert all(whole[record.key] == record for record in part.records())
 
 
 def test_a_folder_outside_the_root_is_refused_by_name(shop: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +20,9 @@ from embedder.errors import (
 from embedder.types import Images
 from indexer.gallery import Gallery
 from indexer.ingest.add import AddReport, add_source
-from indexer.ingest.sources import Record, Source, csv_source, folder_source
+from indexer.ingest.sources import Record, csv_source, folder_source
 from indexer.types import Entry, Written
-from tests.indexer.conftest import PICTURES, CountingEmbedder, query
+from tests.indexer.conftest import PICTURES, CountingEmbedder, listed, query
 from tests.support.seams import EmbedSettings
 from tests.tiny import encoded, picture
 
@@ -42,7 +41,7 @@ def add(gallery: Gallery, embedder: CountingEmbedder, **settings: int) -> AddRep
     source = folder_source(gallery.image_root)
     report = add_source(gallery, source, embedder, EmbedSettings(**settings))
     parts = (report.added, report.replaced, report.updated, report.unchanged)
-    assert sum(parts) + len(report.failures) == report.found == len(source.records)
+    assert sum(parts) + len(report.failures) == report.found == source.count
     return report
 
 
@@ -104,8 +103,8 @@ def test_other_attributes_alone_keep_the_number_and_the_vector(
 ) -> None:
     source = folder_source(gallery.image_root)
     number = gallery.stored(["f.gif"])["f.gif"].id
-    priced = tuple(replace(r, attributes={"price": 5, "sale": True}) for r in source.records)
-    report = add_source(gallery, replace(source, records=priced), embedder)
+    priced = [replace(r, attributes={"price": 5, "sale": True}) for r in source.records()]
+    report = add_source(gallery, replace(source, records=lambda: iter(priced)), embedder)
     assert (report.updated, report.embedded) == (6, 0)
     assert embedder.batches == []
     item = gallery.stored(["f.gif"])["f.gif"]
@@ -154,15 +153,17 @@ def test_a_change_by_others_that_is_acknowledged_during_an_add_is_kept(
 
 
 @pytest.mark.parametrize(("batch_size", "workers"), [(1, 1), (1, 4), (2, 3), (100, 2)])
-def test_every_copy_in_every_batch_is_stored_and_embedded_once(
+def test_every_copy_in_every_batch_is_stored_with_the_same_vector(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder, batch_size: int, workers: int
 ) -> None:
     for number in range(9):
         (shop / f"copy{number}.png").write_bytes(encoded(picture(99)))
     report = add(gallery, embedder, batch_size=batch_size, workers=workers)
     assert (report.added, report.embedded) == (9, 1)
-    assert sum(embedder.batches) == 1
+    assert 1 <= sum(embedder.batches) <= 1 + 2 * workers  # those in work at the same moment
     assert gallery.size == 15
+    entries = gallery.entries([f"copy{number}.png" for number in range(9)])
+    assert len({entry.vector.tobytes() for entry in entries}) == 1
 
 
 def test_every_copy_of_a_broken_image_is_reported(
@@ -205,36 +206,28 @@ def test_each_batch_is_visible_to_others_as_soon_as_it_is_reported(
         seen.append((done, other.size))
 
     source = folder_source(shop)
-    fresh = replace(source, records=tuple(r for r in source.records if r.key.startswith("new")))
+    new = [record for record in source.records() if record.key.startswith("new")]
+    fresh = replace(source, records=lambda: iter(new))
     add_source(gallery, fresh, embedder, EmbedSettings(2, 2), progress)
     other.close()
     assert seen == [(2, 8), (4, 10), (6, 12), (8, 14)]
 
 
-def test_content_that_another_process_removes_meanwhile_is_reported_not_lost_in_silence(
+def test_content_that_another_process_removes_meanwhile_is_embedded_again(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shop / "copy.gif").write_bytes((shop / "f.gif").read_bytes())
-    contents = gallery.vectors_of_contents
-
-    def gone_when_it_is_needed(sha256s: list[str]) -> dict[str, np.ndarray]:
-        is_first_look = threading.current_thread().name.startswith("embed")
-        return contents(sha256s) if is_first_look else {}
-
-    monkeypatch.setattr(gallery, "vectors_of_contents", gone_when_it_is_needed)
-    report = add(gallery, embedder, batch_size=1, workers=1)
-    [failure] = report.failures
-    assert failure.key == "copy.gif"
-    assert "another process removed it" in failure.reason
-    monkeypatch.undo()
-    assert add(gallery, embedder).added == 1
+    monkeypatch.setattr(gallery, "vectors_of_contents", lambda sha256s: {})
+    report = add(gallery, embedder)
+    assert (report.added, report.embedded, report.failures) == (1, 1, ())
+    assert best(gallery, embedder, shop / "copy.gif") in {"copy.gif", "f.gif"}
 
 
 def test_a_source_without_one_readable_image_is_refused(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
-    source = Source(gallery.image_root, (Record("a", "gone.png"),), "list of one")
-    with pytest.raises(SourceError, match=r"None of the 1 images of the list of one can be read"):
+    source = listed(gallery.image_root, Record("a", "gone.png"))
+    with pytest.raises(SourceError, match=r"None of the 1 images of the list can be read"):
         add_source(gallery, source, embedder)
     assert gallery.size == 6
 
@@ -258,8 +251,9 @@ def test_an_attribute_of_another_type_is_refused_before_the_work(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
     records = (Record("new", "f.gif", {"colour": "red"}), Record("other", "f.gif", {"class": 5}))
+    source = listed(gallery.image_root, *records)
     with pytest.raises(InvalidParameterError, match=r"'class' is a text, and 'other' has 5"):
-        add_source(gallery, Source(gallery.image_root, records, "test"), embedder)
+        add_source(gallery, source, embedder)
     assert gallery.size == 6
     assert embedder.batches == []
 

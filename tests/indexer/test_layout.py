@@ -266,8 +266,7 @@ def test_a_folder_without_a_gallery_is_named_with_the_cure(tmp_path: Path) -> No
 
 
 def test_an_unfinished_gallery_is_told_from_a_missing_one(out: Path) -> None:
-    out.mkdir()
-    (out / "work.sqlite").touch()
+    (out / "versions" / ".draft-bbbbbbbbbbbb").mkdir(parents=True)
     with pytest.raises(GalleryNotFoundError, match=r"was interrupted.*continues"):
         GalleryFolder(out).current()
 

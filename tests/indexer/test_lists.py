@@ -15,7 +15,7 @@ def listed(tmp_path: Path, content: str | bytes) -> Path:
 
 
 def keys(source: Source) -> list[str]:
-    return [record.key for record in source.records]
+    return [record.key for record in source.records()]
 
 
 def test_further_columns_of_a_csv_are_attributes(tmp_path: Path) -> None:
@@ -26,10 +26,11 @@ def test_further_columns_of_a_csv_are_attributes(tmp_path: Path) -> None:
         '"",A1,"a, b.png","zwei\nZeilen"\n',
     )
     source = csv_source(file)
-    assert keys(source) == ["A1", "Tasse №2"]
-    assert [r.path for r in source.records] == ["a, b.png", "b.png"]
-    assert source.records[0].attributes == {"colour": "", "note": "zwei\nZeilen"}
-    assert source.records[1].attributes == {"colour": "rot", "note": 'gross, "sehr" gross'}
+    assert keys(source) == ["Tasse №2", "A1"]
+    second, first = source.records()
+    assert [first.path, second.path] == ["a, b.png", "b.png"]
+    assert first.attributes == {"colour": "", "note": "zwei\nZeilen"}
+    assert second.attributes == {"colour": "rot", "note": 'gross, "sehr" gross'}
 
 
 def test_a_csv_with_a_byte_order_mark_and_windows_lines_is_read(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_a_csv_with_a_byte_order_mark_and_windows_lines_is_read(tmp_path: Path) 
 def test_paths_of_a_csv_start_from_the_given_root(tmp_path: Path, shop: Path) -> None:
     file = listed(tmp_path, f"key,path\na,cup/a.png\nf,{shop}/./hat/../f.gif\n")
     source = csv_source(file, shop)
-    assert [record.path for record in source.records] == ["cup/a.png", "f.gif"]
+    assert [record.path for record in source.records()] == ["cup/a.png", "f.gif"]
     assert source.root == shop.resolve()
 
 
@@ -97,9 +98,9 @@ def test_a_missing_list_is_named(tmp_path: Path) -> None:
 
 def test_the_fields_of_a_split_are_classes(tmp_path: Path) -> None:
     source = split_source(listed(tmp_path, "b/2.jpg, 7, 3\na/1.jpg,6\nplain.jpg\n"))
-    assert keys(source) == ["a/1.jpg", "b/2.jpg", "plain.jpg"]
-    attributes = [dict(record.attributes) for record in source.records]
-    assert attributes == [{"class": "6"}, {"class": "7", "class_2": "3"}, {}]
+    assert keys(source) == ["b/2.jpg", "a/1.jpg", "plain.jpg"]
+    attributes = [dict(record.attributes) for record in source.records()]
+    assert attributes == [{"class": "7", "class_2": "3"}, {"class": "6"}, {}]
 
 
 def test_a_split_that_leaves_its_root_is_refused(tmp_path: Path) -> None:
@@ -113,9 +114,9 @@ def test_the_splits_of_the_grocery_store_data_set_are_read(shared_data: Path) ->
     if not root.is_dir():
         pytest.skip("the grocery-store data set is absent from KINLENS_SHARED")
     source = split_source(root / "train.txt")
-    assert len(source.records) == 2640
-    assert len({record.attributes["class"] for record in source.records}) == 81
-    assert all(inside(source.root, record.path).is_file() for record in source.records)
+    assert source.count == 2640
+    assert len({record.attributes["class"] for record in source.records()}) == 81
+    assert all(inside(source.root, record.path).is_file() for record in source.records())
 
 
 def test_typed_columns_become_numbers_booleans_and_text(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_typed_columns_become_numbers_booleans_and_text(tmp_path: Path) -> None:
         "b,b.png,,-3,false,,\n"
         "c,c.png,blue,,,1e3,y\n",
     )
-    a, b, c = (dict(record.attributes) for record in csv_source(file).records)
+    a, b, c = (dict(record.attributes) for record in csv_source(file).records())
     assert a == {"colour": "red", "price": 12.5, "sale": True, "size": "12", "ns:tag": "x"}
     assert b == {"colour": "", "price": -3, "sale": False, "size": "", "ns:tag": ""}
     assert c == {"colour": "blue", "size": "1e3", "ns:tag": "y"}
@@ -136,7 +137,7 @@ def test_typed_columns_become_numbers_booleans_and_text(tmp_path: Path) -> None:
 
 def test_a_column_without_a_type_has_the_one_that_the_gallery_knows(tmp_path: Path) -> None:
     file = listed(tmp_path, "key,path,price,note\na,a.png,5,5\n")
-    [record] = csv_source(file, kinds={"price": "number"}).records
+    [record] = csv_source(file, kinds={"price": "number"}).records()
     assert record.attributes == {"price": 5, "note": "5"}
 
 
@@ -190,7 +191,7 @@ def test_malformed_changes_are_refused(tmp_path: Path, content: str, message: st
 def test_whole_numbers_keep_every_digit(tmp_path: Path, whole: str, value: int) -> None:
     (tmp_path / "a.png").touch()
     (tmp_path / "list.csv").write_text(f"key,path,number:number\na,a.png,{whole}\n")
-    [record] = csv_source(tmp_path / "list.csv").records
+    [record] = csv_source(tmp_path / "list.csv").records()
     assert record.attributes == {"number": value}
 
 

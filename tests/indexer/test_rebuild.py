@@ -85,6 +85,30 @@ def test_a_picture_that_was_changed_is_not_taken_for_the_indexed_one(
     assert "changed" in report.failures[0].reason
 
 
+def test_a_rebuild_that_was_stopped_continues_where_it_was(
+    follower: Follower, tmp_path: Path, shop: Gallery, pictures: Pictures
+) -> None:
+    class StoppedError(Exception):
+        pass
+
+    done = 0
+
+    def stop(count: int) -> None:
+        nonlocal done
+        done += count
+        if done >= 20:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        rebuild(follower, tmp_path / "candidate", on_progress=stop)
+    shop.remove(["item 0"])
+    again = Follower(tmp_path / "shop", NEW, pictures.read)
+    report = rebuild(again, tmp_path / "candidate")
+    again.close()
+    assert (report.items, report.embedded) == (39, 20)
+    assert content(tmp_path / "candidate") == content(tmp_path / "shop")
+
+
 def test_changes_during_the_rebuild_are_in_the_new_generation(
     shop: Gallery, follower: Follower, tmp_path: Path, pictures: Pictures
 ) -> None:

@@ -17,7 +17,7 @@ from indexer.types import Entry
 from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import DEFAULTS, Running, run
-from tests.support.seams import GalleryFolder, GalleryManifest, publish_generation
+from tests.support.seams import GalleryManifest, publish_generation
 from tests.tiny import encoded, picture
 
 PICTURES = 8
@@ -55,9 +55,7 @@ def publish(
         Entry(f"{n}.png", vector, hashlib.sha256(data).hexdigest(), attributes)
         for n, (vector, data) in enumerate(zip(vectors, uploads, strict=True))
     ]
-    target = GalleryFolder(folder)
-    with target.locked():
-        publish_generation(target, manifest, entries)
+    publish_generation(folder, manifest, entries)
 
 
 @pytest.fixture

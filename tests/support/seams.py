@@ -4,9 +4,12 @@ A test that needs a name of this list knows more than a user does; when a room i
 where its tests are mended.
 """
 
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import CatalogView, State
-from indexer.catalog.write import bulk_load
 from indexer.checks.compare import compare
 from indexer.commands import options
 from indexer.exchange.milvus import MilvusStore
@@ -19,11 +22,11 @@ from indexer.index.gpu import Owner
 from indexer.index.plan import plan_index
 from indexer.index.segment import Segment, write_segment, write_vectors
 from indexer.index.tune import recall_at, tune
-from indexer.ingest.embed import EmbedSettings, WorkFile
-from indexer.ingest.generation import publish_generation
-from indexer.ingest.importing import import_gallery
+from indexer.ingest.build import import_gallery
+from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.rebuild import adopt
 from indexer.live.grouping import Members, contents_of
+from indexer.types import Dump, Entry
 from service.batching import MicroBatcher
 from service.cache import Cache, Lookup, LruCache, embedding_key
 from service.decoding.inline import InlineDecoder
@@ -71,7 +74,6 @@ __all__ = [
     "SharedCounts",
     "Sources",
     "State",
-    "WorkFile",
     "addresses",
     "adopt",
     "backup",
@@ -93,3 +95,17 @@ __all__ = [
     "write_segment",
     "write_vectors",
 ]
+
+
+def bulk_load(path: Path, dim: int, entries: Sequence[Entry]) -> None:
+    """A catalogue of these entries, as one write."""
+    Catalog.create(path, dim)
+    opened = contextlib.closing(Catalog.open(path, writable=True))
+    with opened as catalog, catalog.writing() as writer:
+        writer.add(entries)
+
+
+def publish_generation(path: Path, manifest: GalleryManifest, entries: Sequence[Entry]) -> None:
+    """A new generation of these entries in the folder of a gallery."""
+    facts = manifest.model_dump(include={"name", "bundle_id", "source", "source_root"})
+    import_gallery(Dump(facts, manifest.dim, len(entries), lambda: iter(entries)), path)

@@ -38,8 +38,7 @@ class Shop:
         manifest = GalleryManifest(
             name="shop", bundle_id=bundle_id, dim=self.embedders[bundle_id].dim
         )
-        publish(self.folder, manifest, self.embedders[bundle_id], self.uploads, round_)
-        return manifest.generation
+        return publish(self.folder, manifest, self.embedders[bundle_id], self.uploads, round_)
 
 
 def publish(
@@ -48,14 +47,14 @@ def publish(
     embedder: OnnxEmbedder,
     uploads: Sequence[bytes],
     round_: int,
-) -> None:
+) -> str:
     vectors = [embedder.embed(embedder.preprocess(data)[None])[0] for data in uploads]
     attributes = {"bundle": manifest.bundle_id, "round": round_}
     entries = [
         Entry(f"{n}.png", vector, hashlib.sha256(data).hexdigest(), attributes)
         for n, (vector, data) in enumerate(zip(vectors, uploads, strict=True))
     ]
-    publish_generation(folder, manifest, entries)
+    return publish_generation(folder, manifest, entries)
 
 
 @pytest.fixture

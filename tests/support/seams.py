@@ -105,7 +105,8 @@ def bulk_load(path: Path, dim: int, entries: Sequence[Entry]) -> None:
         writer.add(entries)
 
 
-def publish_generation(path: Path, manifest: GalleryManifest, entries: Sequence[Entry]) -> None:
-    """A new generation of these entries in the folder of a gallery."""
+def publish_generation(path: Path, manifest: GalleryManifest, entries: Sequence[Entry]) -> str:
+    """A new generation of these entries in the folder of a gallery; its name."""
     facts = manifest.model_dump(include={"name", "bundle_id", "source", "source_root"})
-    import_gallery(Dump(facts, manifest.dim, len(entries), lambda: iter(entries)), path)
+    dump = Dump(facts, manifest.dim, len(entries), lambda: iter(entries))
+    return import_gallery(dump, path).generation

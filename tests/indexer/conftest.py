@@ -14,10 +14,12 @@ from typer.testing import CliRunner, Result
 from embedder.fake import FakeEmbedder
 from embedder.types import Images
 from indexer.__main__ import app
+from indexer.gallery import Gallery
 from indexer.ingest.build import BuildReport, build_gallery
 from indexer.ingest.sources import Record, Source, folder_source
 from indexer.types import Entry
 from tests.indexer.milvus_server import milvus_server
+from tests.indexer.oracle import BUNDLE, DIM
 from tests.support.seams import options
 from tests.tiny import encoded, picture
 
@@ -81,6 +83,14 @@ def built(build: Callable[[], BuildReport], out: Path) -> Path:
     """The gallery of the shop."""
     build()
     return out
+
+
+@pytest.fixture
+def gallery(tmp_path: Path) -> Iterator[Gallery]:
+    """A gallery without items, for those of `tests.indexer.oracle`."""
+    made = Gallery.create(tmp_path / "gallery", name="shop", bundle_id=BUNDLE, dim=DIM)
+    yield made
+    made.close()
 
 
 @pytest.fixture

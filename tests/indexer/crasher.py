@@ -2,7 +2,7 @@
 
 Every operation is drawn from a seed, so the process and the oracle agree on what operation 17 of
 seed 3 does. The process writes "begin N" before an operation and "done N" when it is acknowledged,
-straight to a file, which outlives `kill -9`.
+straight to a file, which outlives `kill -9`. What is imported here is imported by each process.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from embedder.types import AttributeValue, Embeddings
 from indexer.filters.tree import Range
 from indexer.folder.durable import set_fault_hook
 from indexer.gallery import Gallery
-from indexer.types import Entry, SearchOptions
+from indexer.ingest.build import import_gallery
+from indexer.types import Dump, Entry, SearchOptions
 
 DIM = 8
 KEYS = 60
@@ -116,6 +117,15 @@ def compact(path: Path) -> None:
     while True:
         with contextlib.suppress(GalleryBusyError):
             gallery.compact(wait=True)
+
+
+def build(path: Path, keys: int, dies_at: int | None = None) -> None:
+    """Publish a generation with so many items, or die at this fault point on the way."""
+    if dies_at is not None:
+        set_fault_hook(Dies(dies_at))
+    entries = [entry(f"new-{n}", f"new content {n}", n) for n in range(keys)]
+    facts = {"name": "g", "bundle_id": BUNDLE}
+    import_gallery(Dump(facts, DIM, keys, lambda: iter(entries)), path)
 
 
 class Dies:

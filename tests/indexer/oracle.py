@@ -11,6 +11,7 @@ import pytest
 from embedder.types import AttributeValue, Hit
 from indexer.types import Entry, Group, Grouping, SearchOptions, VectorStore
 
+BUNDLE = "b" * 64
 DIM = 16
 COLOURS = ("red", "blue", 'gr"een\\')
 

@@ -1,14 +1,17 @@
-"""The catalogue: what a reader sees, who may open it, and how damage is met."""
+"""What the catalogue of a gallery keeps and refuses, who may write it, and how damage is met."""
 
+import contextlib
 import os
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,254 +22,416 @@ from embedder.errors import (
     GalleryCorruptError,
     GalleryError,
     GalleryWriteError,
-    ItemNotFoundError,
+    InvalidParameterError,
 )
+from indexer.catalog import database
+from indexer.checks.verify import check_files
 from indexer.filters.text import parse_filter
-from indexer.types import Entry, Item
-from tests.support.seams import Catalog, State, bulk_load
+from indexer.filters.tree import Equals
+from indexer.gallery import Gallery
+from indexer.types import MAX_COUNTED_VALUES, Entry, SearchOptions
+from tests.indexer.oracle import BUNDLE, COLOURS, DIM, entry, units
+from tests.support.seams import GalleryFolder
 
-DIM = 8
-ATTRIBUTES = {
+UNIT = units(1)[0]
+LIMITS = {
     'Farbe, "hell"': "grün 'n' blau, \\ \n \u2028 \0",
-    "emoji": "👟",
+    "ñ" * 128: "👟" * 4096,
     "empty": "",
     "price": 0.1 + 0.2,
     "stock": 2**63 - 1,
+    "\u3000": -(2**63),
     "sale": True,
     "new": False,
 }
 
 
-def vector(number: int) -> np.ndarray:
-    made = np.random.default_rng(number).normal(size=DIM)
-    return (made / np.linalg.norm(made)).astype(np.float32)
+def catalogue(path: Path) -> Path:
+    return GalleryFolder(path).current() / "catalog.sqlite"
 
 
-def entry(number: int, **attributes: object) -> Entry:
-    path = f"folder/ü {number}.png"
-    return Entry(f"key-{number}", vector(number), f"{number:064x}", attributes, path, "PNG")
+def keys(gallery: Gallery) -> list[str]:
+    return [item.key for item in gallery.page(0, 10_000).items]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    made = tmp_path / "cata log#?%41.sqlite"
-    Catalog.create(made, DIM)
-    return made
-
-
-@pytest.fixture
-def catalog(path: Path) -> Iterator[Catalog]:
-    opened = Catalog.open(path, writable=True)
-    with opened.writing() as writer:
-        writer.add([entry(number, **ATTRIBUTES) for number in range(3)])
-    yield opened
-    opened.close()
-
-
-def filled(catalog: Catalog, count: int) -> None:
-    with catalog.writing() as writer:
-        writer.add([entry(number) for number in range(3, count)])
-
-
-def test_items_come_back_as_they_were_written(catalog: Catalog) -> None:
-    items = [
-        Item(n + 1, f"key-{n}", f"folder/ü {n}.png", f"{n:064x}", ATTRIBUTES, "PNG")
-        for n in range(3)
+def test_names_values_and_keys_at_their_limits_come_back_bit_for_bit(tmp_path: Path) -> None:
+    path = tmp_path / "gal lery#?%41"
+    gallery = Gallery.create(path, name="g", bundle_id=BUNDLE, dim=DIM)
+    entries = [entry(key, UNIT, LIMITS) for key in ("ü" * 1024, "a..b/.../c", "ü 1.png")]
+    entries[1] = replace(entries[1], vector=units(2)[1])
+    gallery.add(entries)
+    gallery.close()
+    gallery = Gallery.open(path)
+    found = gallery.entries([entries[n].key for n in (1, 0, 1, 2)])
+    assert [one.vector.tobytes() for one in found] == [
+        entries[n].vector.tobytes() for n in (1, 0, 1, 2)
     ]
-    with catalog.reading() as view:
-        assert [*view.items()] == items
-        assert view.get([3, 1]) == {1: items[0], 3: items[2]}
-        kinds = [type(value) for value in view.get([1])[1].attributes.values()]
-        assert kinds == [type(value) for value in ATTRIBUTES.values()]
-        assert view.find(["key-2", "key-0", "none"]) == {"key-2": 3, "key-0": 1}
-        assert view.content([f"{2:064x}", "f" * 64]) == {f"{2:064x}": 3}
-        assert view.schema()["sale"] == "boolean"
-        assert view.dim == DIM
-        view.check()
+    for one in found:
+        assert [(n, type(v), v) for n, v in one.attributes.items()] == [
+            (n, type(v), v) for n, v in LIMITS.items()
+        ]
+    for name, value in LIMITS.items():
+        assert gallery.page(0, 5, Equals(name, value)).total == 3
+    gallery.close()
+    check_files(path)
 
 
-def test_vectors_come_back_bit_for_bit_in_the_order_asked_for(catalog: Catalog) -> None:
-    filled(catalog, 25)
-    with catalog.reading() as view:
-        asked = [25, 3, 3, 1]
-        expected = np.stack([vector(number - 1) for number in asked])
-        assert view.vectors(asked).tobytes() == expected.tobytes()
-        assert view.vectors([]).shape == (0, DIM)
-        with pytest.raises(GalleryCorruptError, match="item 26 has no vector"):
-            view.vectors([1, 26])
+def test_what_cannot_be_a_key_or_a_number_is_unknown(gallery: Gallery) -> None:
+    gallery.add([entry("key", UNIT)])
+    assert gallery.stored(["key\0tail", "\ud800", "", "x" * 5000]) == {}
+    assert gallery.items_at([-5, 2**70, 77])[0] == []
+    assert gallery.vectors([]).shape == (0, DIM)
+    assert gallery.held([]) == set()
 
 
-def test_pages_have_no_gaps(catalog: Catalog) -> None:
-    filled(catalog, 25)
-    with catalog.reading() as view:
-        assert [item.id for item in view.items(batch=10)] == [*range(1, 26)]
-        batches = [*view.iter_vectors(batch=10)]
-        assert [len(ids) for ids, _ in batches] == [10, 10, 5]
-        ids = np.concatenate([ids for ids, _ in batches])
-        vectors = np.concatenate([vectors for _, vectors in batches])
-        assert ids.tolist() == view.live_ids().tolist() == [*range(1, 26)]
-        assert np.array_equal(vectors, view.vectors(ids))
-
-
-def test_unknown_numbers_and_keys_are_left_out(catalog: Catalog) -> None:
-    with catalog.reading() as view:
-        assert set(view.get(range(-5, 50_000))) == {1, 2, 3}
-        assert view.get([]) == {}
-        assert view.get([2**70]) == {}
-        assert view.find(["key-0\0tail", "\ud800", "", "x" * 5000]) == {}
-        assert view.content([]) == {}
-
-
-def test_an_empty_catalogue_answers(tmp_path: Path) -> None:
-    Catalog.create(tmp_path / "c", DIM)
-    catalog = Catalog.open(tmp_path / "c")
-    with catalog.reading() as view:
-        assert view.state() == State(0, 0, None, 0)
-        assert [*view.items()] == [*view.iter_vectors()] == []
-        assert view.live_ids().tolist() == []
-        assert view.added_since(0)[1].shape == (0, DIM)
-        with pytest.raises(FilterError, match="No item of this gallery has attributes"):
-            view.matching(parse_filter("a = 1"))
-        view.check()
-    catalog.close()
-
-
-def test_few_matches_are_found_as_many_are(catalog: Catalog) -> None:
-    with catalog.writing() as writer:
-        writer.add([entry(n, half=n % 2 == 0, n=n) for n in range(10, 5010)])
-    with catalog.reading() as view:
-        for text in ("half = true and n < 3000", "n < 100 and half = true", "n >= 10 and n < 20"):
-            where = parse_filter(text)
-            expected = [item.id for item in view.items() if where.matches(item.attributes)]
-            assert view.matching(where).tolist() == expected
-
-
-def test_a_reader_keeps_its_state_while_others_write(catalog: Catalog) -> None:
-    with catalog.reading() as view:
-        before = view.state()
-        with catalog.writing() as writer:
-            writer.remove([1])
-            writer.add([entry(7, price=3.0)])
-        assert view.state() == before
-        assert [item.id for item in view.items()] == [1, 2, 3]
-        assert view.live_ids().tolist() == [1, 2, 3]
-        assert view.matching(parse_filter("price = 3")).tolist() == []
-        with catalog.reading() as second:
-            assert second.state().seq == before.seq + 1
-            assert [item.id for item in second.items()] == [2, 3, 4]
-    with catalog.reading() as view:
-        assert view.live_ids().tolist() == [2, 3, 4]
-
-
-def test_an_iterator_left_unfinished_keeps_no_old_state(catalog: Catalog) -> None:
-    with catalog.reading() as view:
-        unfinished = view.items(batch=1)
-        assert next(unfinished).id == 1
-    with catalog.writing() as writer:
-        writer.remove([1])
-    with catalog.reading() as view:
-        assert view.live_ids().tolist() == [2, 3]
-    del unfinished
-
-
-def test_a_view_cannot_be_used_after_its_block(catalog: Catalog) -> None:
-    with catalog.reading() as view:
-        pass
-    with pytest.raises(AttributeError):
-        view.state()
-
-
-def test_an_exception_leaves_no_transaction_open(catalog: Catalog) -> None:
-    with pytest.raises(ItemNotFoundError), catalog.reading() as view:
-        _fail_after(view.state())
-    with catalog.writing() as writer:
-        writer.remove([1])
-    with catalog.reading() as view:
-        assert view.live_ids().tolist() == [2, 3]
-
-
-def _fail_after(_: State) -> None:
-    raise ItemNotFoundError("no such item")
-
-
-def test_many_threads_read_while_one_writes(catalog: Catalog) -> None:
-    filled(catalog, 100)
-    done = threading.Event()
-
-    def read(_: int) -> set[int]:
-        totals = set()
-        while not done.is_set() or not totals:
-            with catalog.reading() as view:
-                state = view.state()
-                assert len(view.live_ids()) == state.size
-                totals.add(state.size)
-        return totals
-
-    with ThreadPoolExecutor(6) as pool:
-        readers = [pool.submit(read, number) for number in range(6)]
-        for number in range(1, 31):
-            with catalog.writing() as writer:
-                writer.remove([number])
-        done.set()
-        assert all(reader.result() <= {*range(70, 101)} for reader in readers)
-
-
-def test_a_connection_is_used_again_by_whoever_asks_next(catalog: Catalog) -> None:
-    with catalog.reading() as view:
-        first = view.connection
-        with catalog.reading() as inner:
-            assert inner.connection is not first
-    with ThreadPoolExecutor(1) as pool, catalog.reading() as view:
-        assert view.connection is first
-        assert pool.submit(lambda: live(catalog)).result() == [1, 2, 3]
-
-
-def test_closing_closes_idle_connections_now_and_others_at_the_end_of_their_block(
-    catalog: Catalog,
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (entry("new", UNIT), "'new' is there twice"),
+        (entry("bad", UNIT[:3]), r"'bad' has the shape \(3,\)"),
+        (entry("bad", UNIT[None]), r"'bad' has the shape \(1, 16\)"),
+        (entry("bad", UNIT * 1.01), "'bad' has norm 1.01"),
+        (entry("bad", UNIT * 0), "'bad' has norm 0"),
+        (entry("bad", UNIT * np.nan), "'bad' has NaN or infinity"),
+        (entry("bad", UNIT + np.inf), "'bad' has NaN or infinity"),
+        (entry("bad", UNIT.astype(object)), "of type object"),
+        (replace(entry("bad", UNIT), vector=[0.0] * DIM), "of type list"),
+        (entry("", UNIT), "'' is not a key"),
+        (entry("a/../b", UNIT), "is not a key"),
+        (entry("a\nb", UNIT), "is not a key"),
+        (replace(entry("bad", UNIT), key="\ud800"), "is not a key"),
+        (entry("a" * 1025, UNIT), "is not a key"),
+        (replace(entry("bad", UNIT), sha256="F" * 64), "sha256 of 'bad'"),
+        (replace(entry("bad", UNIT), path="\udcff.png"), "broken Unicode"),
+        (entry("bad", UNIT, {"a": "x"}), "'a' is a number, and 'bad' has 'x', a text"),
+        (entry("bad", UNIT, {"a": True}), "'a' is a number, and 'bad' has True, a boolean"),
+        (entry("bad", UNIT, {"new": 1}), "'new' is a text, and 'bad' has 1"),
+        (entry("bad", UNIT, {"b": 1, "c": float("nan")}), "'c' of 'bad': nan is not a finite"),
+        (entry("bad", UNIT, {"c": float("-inf")}), "not a finite number"),
+        (entry("bad", UNIT, {"c": 2**63}), "does not fit in 64 bits"),
+        (entry("bad", UNIT, {"c": None}), "None is not a text"),
+        (entry("bad", UNIT, {"c": [1]}), r"\[1\] is not a text"),
+        (entry("bad", UNIT, {"c": "\ud800"}), "not valid Unicode"),
+        (entry("bad", UNIT, {"c": "x" * 4097}), "4,097 characters, the limit is 4,096"),
+        (entry("bad", UNIT, {"": 1}), "is not an attribute name"),
+        (entry("bad", UNIT, {"a\n": 1}), "is not an attribute name"),
+        (entry("bad", UNIT, {"n" * 129: 1}), "is not an attribute name"),
+    ],
+)
+def test_a_wrong_entry_is_named_and_nothing_is_written(
+    gallery: Gallery, bad: Entry, match: str
 ) -> None:
-    with catalog.reading() as view:
-        with catalog.reading() as other:
-            idle = other.connection
-        busy = view.connection
-        catalog.close()
-        with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-            idle.execute("SELECT 1")
-        assert view.live_ids().tolist() == [1, 2, 3]
-    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        busy.execute("SELECT 1")
-    with pytest.raises(GalleryError, match="is closed"), catalog.reading():
-        pass
+    gallery.add([entry("old", UNIT, {"a": 1})])
+    before = gallery.version, gallery.schema(), [*gallery.items()]
+    with pytest.raises(InvalidParameterError, match=match):
+        gallery.add([entry("new", UNIT, {"new": "x"}), entry("old", UNIT, {"a": 2}), bad])
+    assert (gallery.version, gallery.schema(), [*gallery.items()]) == before
 
 
-def test_a_catalogue_opened_for_reading_cannot_be_written(path: Path) -> None:
-    catalog = Catalog.open(path)
+def test_a_kind_stays_when_its_items_are_gone(gallery: Gallery) -> None:
+    gallery.add([entry("key", UNIT, {"a": 1})])
+    gallery.remove(["key"])
+    assert gallery.schema() == {"a": "number"}
+    with pytest.raises(InvalidParameterError, match="'a' is a number"):
+        gallery.add([entry("key", UNIT, {"a": "x"})])
+
+
+def market(count: int = 120) -> list[Entry]:
+    """Items of which every attribute is spread in another way."""
+    return [
+        entry(
+            f"{'shoes' if n % 2 else 'hats'}/{n:03d}",
+            UNIT,
+            {
+                "colour": COLOURS[n % 3 if n % 7 else 0],
+                "price": n / 2,
+                "sale": n % 4 == 0,
+                "size": n % 5,
+                "product": f"p{n // 2}",
+            },
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.fixture
+def stocked(gallery: Gallery) -> Gallery:
+    gallery.add(market())
+    return gallery
+
+
+FILTERS = (None, "price < 20", 'colour = "red" and sale = true')
+
+
+@pytest.mark.parametrize("prefix", ["shoes/", "shoes/00", "hats/119", "", "s", "z"])
+@pytest.mark.parametrize("text", FILTERS)
+def test_pages_hold_what_fits_although_the_items_read_are_removed(
+    stocked: Gallery, prefix: str, text: str | None
+) -> None:
+    where = None if text is None else parse_filter(text)
+    expected = [
+        one.key
+        for one in market()
+        if one.key.startswith(prefix) and (where is None or where.matches(one.attributes))
+    ]
+    page = stocked.page(3, 10, where, prefix)
+    assert (page.total, [item.key for item in page.items]) == (len(expected), expected[3:13])
+    found: list[str] = []
+    page = stocked.page(0, 7, where, prefix)
+    last = page.last
+    while page.items:
+        assert page.last == last
+        found += [item.key for item in page.items]
+        stocked.remove([item.key for item in page.items])
+        page = stocked.page(0, 7, where, prefix, after=page.items[-1].id)
+        assert page.total == len(expected) - len(found)
+    assert found == expected
+
+
+def test_a_page_after_a_number_leaves_out_the_offset_from_there(stocked: Gallery) -> None:
+    for prefix in ("", "s", "h"):
+        items = stocked.page(0, 120, None, prefix).items
+        page = stocked.page(2, 3, None, prefix, after=items[9].id)
+        assert page.items == items[12:15]
+    assert stocked.page(0, 5, after=2**63 - 1).items == []
+
+
+def test_a_prefix_is_compared_letter_by_letter_also_at_the_ends_of_unicode(
+    gallery: Gallery,
+) -> None:
+    texts = ["a", "ab", "a%", "A", "b", "\ud7ffx", "\ue000", "\U0010ffff", "\U0010ffffz", "é", "e"]
+    gallery.add([entry(text, UNIT) for text in texts])
+    for prefix in (*texts, "\ud7ff", "a\U0010ffff", "a\0", "\x00"):
+        found = {item.key for item in gallery.page(0, 200, prefix=prefix).items}
+        assert found == {text for text in texts if text.startswith(prefix)}, repr(prefix)
+
+
+def test_a_page_of_an_unknown_attribute_is_refused(stocked: Gallery) -> None:
+    with pytest.raises(FilterError, match="brand"):
+        stocked.page(0, 10, parse_filter('brand = "x"'))
+
+
+def test_the_facts_of_attributes_are_what_counting_all_items_gives(stocked: Gallery) -> None:
+    facts = {one.name: one for one in stocked.attribute_facts()}
+    assert {name: one.kind for name, one in facts.items()} == stocked.schema()
+    for name in ("colour", "sale", "size"):
+        counted = Counter(one.attributes[name] for one in market())
+        expected = sorted(counted.items(), key=lambda pair: (-pair[1], pair[0]))
+        assert [*(facts[name].values or ())] == expected
+        assert all(type(value) is type(expected[0][0]) for value, _ in facts[name].values or ())
+    assert len(facts["product"].values or ()) == MAX_COUNTED_VALUES
+    price = facts["price"]
+    assert (price.values, price.minimum, price.maximum) == (None, 0, 59.5)
+    assert (facts["colour"].minimum, facts["colour"].maximum) == (None, None)
+
+
+def test_what_was_removed_is_in_no_fact_filter_or_content(stocked: Gallery) -> None:
+    before = stocked.attribute_facts()
+    assert stocked.attribute_facts() is before
+    contents = [one.sha256 for one in market()]
+    stocked.add([replace(market()[0], key="twin")])
+    stocked.remove([one.key for one in market()])
+    assert stocked.held(contents) == {contents[0]}
+    stocked.remove(["twin"])
+    assert stocked.held(contents) == set()
+    assert stocked.page(0, 1, parse_filter("not sale = true or price >= 0")).total == 0
+    facts = {one.name: one for one in stocked.attribute_facts()}
+    assert facts["colour"].values == ()
+    assert (facts["price"].minimum, facts["price"].maximum) == (None, None)
+
+
+def test_threads_that_come_and_go_share_a_few_connections(gallery: Gallery) -> None:
+    def descriptors(_: int) -> int:
+        gallery.add([entry("key", UNIT)])
+        gallery.search(UNIT[None], 3)
+        return len([*Path("/proc/self/fd").iterdir()])
+
+    counts = []
+    for number in range(8):
+        with ThreadPoolExecutor(1) as pool:
+            counts += pool.map(descriptors, [number])
+    assert len(set(counts[1:])) == 1
+
+
+def test_a_closed_gallery_answers_nothing(gallery: Gallery) -> None:
+    gallery.close()
+    for call in (gallery.schema, lambda: gallery.search(UNIT[None], 1)):
+        with pytest.raises(GalleryError, match="is closed"):
+            call()
+
+
+WRITER = """
+import sys
+from indexer.gallery import Gallery
+from tests.indexer.oracle import entry, units
+gallery = Gallery.open(sys.argv[1])
+for line in sys.stdin:
+    if line[0] == "-":
+        gallery.remove([line[1:-1]])
+    else:
+        for number in range(20):
+            gallery.add([entry(f"{line[:-1]}-{number}", units(1)[0])])
+    print("done", flush=True)
+gallery.close()
+"""
+
+
+@contextmanager
+def writers(path: Path, count: int = 1) -> Iterator[list["subprocess.Popen[str]"]]:
+    """Processes that remove the key of a line "-key", and add twenty items for one without "-"."""
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                subprocess.Popen(
+                    command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1
+                )
+            )
+            for _ in range(count)
+        ]
+
+
+def ask(writer: "subprocess.Popen[str]", line: str) -> None:
+    assert writer.stdin is not None
+    print(line, file=writer.stdin, flush=True)
+
+
+def done(writer: "subprocess.Popen[str]") -> bool:
+    assert writer.stdout is not None
+    return writer.stdout.readline() == "done\n"
+
+
+def test_processes_take_turns(gallery: Gallery, tmp_path: Path) -> None:
+    with writers(tmp_path / "gallery", 3) as processes:
+        for process, name in zip(processes, "abc", strict=True):
+            ask(process, name)
+        assert all(map(done, processes))
+    assert {*keys(gallery)} == {f"{name}-{n}" for name in "abc" for n in range(20)}
+    assert gallery.ids().tolist() == [*range(1, 61)]
+
+
+@contextmanager
+def another_write(path: Path) -> Iterator[None]:
+    """While some other process is in the middle of one."""
+    with contextlib.closing(sqlite3.connect(catalogue(path), isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+
+
+def test_a_write_that_waits_too_long_is_told_so(
+    gallery: Gallery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_S", 0.05)
     with (
-        pytest.raises(GalleryWriteError, match=r"Nothing was written .* readonly"),
-        catalog.writing() as writer,
+        another_write(tmp_path / "gallery"),
+        pytest.raises(GalleryWriteError, match=r"locked\. Another process has been writing"),
     ):
-        writer.add([entry(1)])
-    catalog.close()
+        gallery.add([entry("key", UNIT)])
+    assert gallery.add([entry("key", UNIT)]).added == 1
 
 
-def test_a_catalogue_is_not_made_over_another_file(path: Path) -> None:
-    before = path.read_bytes()
-    with pytest.raises(GalleryWriteError, match="is there already"):
-        Catalog.create(path, DIM)
-    assert path.read_bytes() == before
+def test_a_commit_waits_for_the_disk(gallery: Gallery, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def recorded(*arguments: object, **settings: object) -> sqlite3.Connection:
+        opened.append(connect(*arguments, **settings))  # type: ignore[arg-type, call-overload]
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", recorded)
+    gallery.add([entry("key", UNIT)])
+    [writer] = opened
+    pragmas = ("synchronous", "journal_mode", "page_size", "secure_delete")
+    found = [writer.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas]
+    assert found == [2, "wal", 16384, 2]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A log that is long already with this many bytes."""
+    monkeypatch.setattr(database, "_KEEP_LOG_BYTES", 100_000)
+    return 100_000
+
+
+@pytest.fixture
+def pair(short: int, tmp_path: Path) -> Iterator[tuple[Gallery, Gallery]]:
+    """One gallery, opened twice."""
+    path = tmp_path / "logged"
+    one = Gallery.create(path, name="g", bundle_id=BUNDLE, dim=DIM)
+    other = Gallery.open(path)
+    yield one, other
+    other.close()
+    one.close()  # the writer, at last
+    assert not log_of(path).exists()
+
+
+def log_of(path: Path) -> Path:
+    return catalogue(path).with_name("catalog.sqlite-wal")
+
+
+def test_the_log_stays_short_while_some_search_is_always_open(
+    pair: tuple[Gallery, Gallery], short: int, tmp_path: Path
+) -> None:
+    gallery, reader = pair
+    gallery.add([entry(f"first{n}", UNIT) for n in range(3)])
+    began, stop = threading.Event(), threading.Event()
+
+    def search() -> None:
+        scan = reader.scan(1)
+        next(scan)
+        while not stop.is_set():
+            following = reader.scan(1)
+            next(following)
+            scan.close()  # type: ignore[attr-defined]  # when the next has begun
+            scan = following
+            began.set()
+        scan.close()  # type: ignore[attr-defined]
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    began.wait()
+    longest = 0
+    for number in range(120):
+        gallery.add([entry(f"key{number}", UNIT)])
+        longest = max(longest, log_of(tmp_path / "logged").stat().st_size)
+    stop.set()
+    thread.join()
+    assert longest < 20 * short  # it would be 100 times that long
+
+
+def test_a_log_that_cannot_be_shortened_fails_no_write(
+    pair: tuple[Gallery, Gallery], short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "_CHECKPOINT_S", 0.02)
+    gallery, reader = pair
+    gallery.add([entry("first", UNIT), entry("second", UNIT)])
+    scan = reader.scan(1)
+    next(scan)
+    for number in range(30):
+        gallery.add([entry(f"key{number}", UNIT)])
+    log = log_of(tmp_path / "logged")
+    assert log.stat().st_size > 3 * short
+    assert [one.key for [one] in scan] == ["second"]
+    gallery.add([entry(f"key{number}", UNIT) for number in range(100, 3000)])
+    assert log.stat().st_size == 0
 
 
 @pytest.fixture
 def shown() -> Iterator[Path]:
-    """A new folder that every user can look into."""
+    """A gallery that every user can look into, closed."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
-        yield Path(name)
+        path = Path(name) / "gallery"
+        gallery = Gallery.create(path, name="g", bundle_id=BUNDLE, dim=DIM)
+        gallery.add([entry(f"key{n}", UNIT) for n in range(5)])
+        gallery.close()
+        yield path
 
 
 @contextmanager
-def unwritable(folder: Path) -> Iterator[None]:
-    """Nothing can be written in this folder; for root that takes another user, too."""
-    user = os.geteuid()
+def unwritable(path: Path) -> Iterator[None]:
+    """Nothing can be written in its catalogue; for root that takes another user, too."""
+    user, folder = os.geteuid(), catalogue(path).parent
     folder.chmod(0o555)
     if user == 0:
         os.seteuid(65534)
@@ -277,166 +442,133 @@ def unwritable(folder: Path) -> Iterator[None]:
         folder.chmod(0o755)
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from indexer.catalog.database import Catalog
-catalog = Catalog.open(Path(sys.argv[1]), writable=True)
-for line in sys.stdin:
-    with catalog.writing() as writer:
-        writer.remove([int(line)])
-    print("done", flush=True)
-catalog.close()
-"""
-
-
 def test_a_folder_that_cannot_be_written_is_read_and_follows_changes(shown: Path) -> None:
-    path = shown / "c"
-    bulk_load(path, DIM, [entry(number) for number in range(5)])
+    before = [*catalogue(shown).parent.iterdir()]
     with unwritable(shown):
-        reader = Catalog.open(path)
-        assert live(reader) == [1, 2, 3, 4, 5]
-    assert [file.name for file in shown.iterdir()] == ["c"]
-    command = [sys.executable, "-c", WRITER, str(path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as writer:
-        for number in (1, 2):
-            print(number, file=writer.stdin, flush=True)
-            assert writer.stdout.readline() == "done\n"
+        reader = Gallery.open(shown)
+        assert keys(reader) == [f"key{n}" for n in range(5)]
+    assert [*catalogue(shown).parent.iterdir()] == before
+    with writers(shown) as [writer]:
+        for number in (0, 1):
+            ask(writer, f"-key{number}")
+            assert done(writer)
             with unwritable(shown):
-                assert live(reader) == [*range(number + 1, 6)]
+                assert keys(reader) == [f"key{n}" for n in range(number + 1, 5)]
+                assert reader.size == 4 - number
     with unwritable(shown):
-        assert live(reader) == [3, 4, 5]
+        assert keys(reader) == ["key2", "key3", "key4"]
     reader.close()
 
 
 def test_a_connection_from_before_a_change_is_not_used_again(shown: Path) -> None:
     """Of a reader without locks that was in a search when the file changed."""
-    path = shown / "c"
-    bulk_load(path, DIM, [entry(number) for number in range(5)])
     with unwritable(shown):
-        reader = Catalog.open(path)
-        held = reader.reading()
-        held.__enter__()
-    writer = Catalog.open(path, writable=True)
-    with writer.writing() as view:
-        view.remove([1])
-    writer.close()
-    with unwritable(shown):
-        assert live(reader) == [2, 3, 4, 5]
-        held.__exit__(None, None, None)
-        assert live(reader) == [2, 3, 4, 5]
-        assert reader.state().size == 4
+        reader = Gallery.open(shown)
+    with writers(shown) as [writer]:
+
+        def change() -> None:
+            ask(writer, "-key0")
+            assert done(writer)
+            assert reader.size == 4
+
+        with unwritable(shown):
+            [hits] = reader.search(UNIT[None], 9, SearchOptions(checkpoint=change))
+            assert {hit.key for hit in hits} >= {f"key{n}" for n in range(1, 5)}
+            assert keys(reader) == [f"key{n}" for n in range(1, 5)]
     reader.close()
 
 
 def test_changes_that_stand_in_the_log_are_never_passed_over(shown: Path) -> None:
-    path = shown / "c"
-    bulk_load(path, DIM, [entry(1)])
-    catalog = Catalog.open(path, writable=True)
-    with catalog.writing() as writer:
-        writer.remove([1])
-    log = path.with_name("c-wal")
-    kept = log.read_bytes()
-    catalog.close()
-    assert not log.exists()
-    log.write_bytes(kept)
+    gallery = Gallery.open(shown)
+    gallery.remove(["key1"])
+    kept = log_of(shown).read_bytes()
+    gallery.close()
+    log_of(shown).write_bytes(kept)
     with unwritable(shown), pytest.raises(GalleryError, match="cannot be read: unable to open"):
-        Catalog.open(path)
+        Gallery.open(shown)
 
 
-def live(catalog: Catalog) -> list[int]:
-    with catalog.reading() as view:
-        return view.live_ids().tolist()
+def changed(path: Path, *statements: str) -> None:
+    """Change rows behind the back of the catalogue."""
+    with contextlib.closing(sqlite3.connect(catalogue(path), isolation_level=None)) as connection:
+        for statement in statements:
+            assert abs(connection.execute(statement).rowcount) == 1
 
 
-def test_what_was_committed_is_there_after_a_kill(path: Path) -> None:
-    code = """
-import os, sys
-from pathlib import Path
-import numpy as np
-from indexer.catalog.database import Catalog
-from indexer.types import Entry
-catalog = Catalog.open(Path(sys.argv[1]), writable=True)
-unit = np.eye(8, dtype=np.float32)[0]
-with catalog.writing() as writer:
-    writer.add([Entry("kept", unit, "0" * 64)])
-with catalog.writing() as writer:
-    writer.add([Entry("lost", unit, "1" * 64)])
-    os._exit(9)
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
-    assert done.returncode == 9
-    catalog = Catalog.open(path)
-    with catalog.reading() as view:
-        assert [item.key for item in view.items()] == ["kept"]
-        assert view.state().seq == 1
-        view.check()
-    catalog.close()
-
-
-def test_a_commit_is_synced(catalog: Catalog) -> None:
-    with catalog.writing() as writer:
-        [(mode,)] = writer.connection.execute("PRAGMA synchronous").fetchall()
-        [(journal,)] = writer.connection.execute("PRAGMA journal_mode").fetchall()
-        [(size,)] = writer.connection.execute("PRAGMA page_size").fetchall()
-        [(overwrite,)] = writer.connection.execute("PRAGMA secure_delete").fetchall()
-    assert (mode, journal, size, overwrite) == (2, "wal", 16384, 2)
-
-
-def test_a_missing_catalogue_is_named(tmp_path: Path) -> None:
-    with pytest.raises(GalleryCorruptError, match=r"gone is missing\. Restore a backup"):
-        Catalog.open(tmp_path / "gone")
-
-
-@pytest.mark.parametrize("data", [b"no database at all" * 100, b""])
-def test_a_file_that_is_no_catalogue_is_refused(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "c").write_bytes(data)
-    with pytest.raises(GalleryCorruptError, match="Restore a backup: kinlens-index restore"):
-        Catalog.open(tmp_path / "c")
-
-
-def test_a_truncated_catalogue_is_refused(catalog: Catalog, path: Path) -> None:
-    filled(catalog, 2000)
-    catalog.close()
-    data = path.read_bytes()
-    path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(GalleryCorruptError, match=r"malformed. Restore a backup"):
-        Catalog.open(path)
-
-
-@pytest.mark.parametrize("page", range(1, 12))
-def test_a_damaged_page_is_noticed(catalog: Catalog, path: Path, page: int) -> None:
-    filled(catalog, 2000)
-    catalog.close()
-    data = bytearray(path.read_bytes())
-    data[16384 * page : 16384 * (page + 1)] = b"\x55" * 16384
-    path.write_bytes(data)
-    with pytest.raises(GalleryCorruptError, match="Restore a backup"):  # noqa: PT012
-        opened = Catalog.open(path)
-        with opened.reading() as view:
-            view.check()
-
-
-def test_counts_that_do_not_fit_are_noticed(catalog: Catalog) -> None:
-    with catalog.writing() as writer:
-        writer.connection.execute("DELETE FROM vectors WHERE id = 2")
-    with (
-        catalog.reading() as view,
-        pytest.raises(GalleryCorruptError, match="3 items, 2 vectors and a size of 3"),
-    ):
-        view.check()
+@pytest.fixture
+def sample(gallery: Gallery, tmp_path: Path) -> Path:
+    """A gallery with something of everything, closed."""
+    vectors = units(400)
+    gallery.add(
+        entry(f"key-{n}", vector, {"colour": ("red", "blue")[n % 2], "price": n / 7, "stock": n})
+        for n, vector in enumerate(vectors)
+    )
+    gallery.remove(f"key-{n}" for n in range(0, 400, 40))
+    gallery.update({f"key-{n}": {"price": n} for n in range(1, 40)})
+    gallery.close()
+    return tmp_path / "gallery"
 
 
 @pytest.mark.parametrize(
-    ("version", "cure"),
-    [(1, "kinlens-index build"), (4, "Install a newer version of Kinlens")],
+    ("statement", "match"),
+    [
+        ("UPDATE vectors SET vector = zeroblob(64) WHERE id = 3", "vectors 2 to"),
+        ("UPDATE items SET attributes = '{}' WHERE id = 3", "item 3 does not fit"),
+        ("UPDATE items SET key = 'other' WHERE id = 3", "item 3 does not fit"),
+        ("UPDATE attributes SET value = 8 WHERE item = 50 AND value = 49", "'stock' of item 50"),
+        ("DELETE FROM attributes WHERE item = 50 AND value = 49", "'stock' of item 50"),
+        ("INSERT INTO attributes VALUES (2, 9, 50)", "1,171 values"),
+        ("UPDATE names SET kind = 'number' WHERE name = 'colour'", "names of attributes"),
+        ("DELETE FROM names WHERE name = 'colour'", "names of attributes"),
+        ("UPDATE state SET seq = 77", "its state"),
+        ("INSERT INTO tombstones VALUES (2, 3)", "item 3 is there although"),
+        ("UPDATE vectors SET id = 1 WHERE id = 3", "vectors 1 to"),
+        ("DELETE FROM vectors WHERE id = 2", "390 items, 389 vectors and a size of 390"),
+        ("PRAGMA user_version = 1", r"schema 1, this version reads 3\. .*kinlens-index build"),
+        ("PRAGMA user_version = 4", r"schema 4, this version reads 3\. .*Install a newer version"),
+    ],
 )
-def test_another_schema_is_refused_by_both_numbers(path: Path, version: int, cure: str) -> None:
-    connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version = {version}")
-    connection.close()
-    with pytest.raises(
-        GalleryCorruptError, match=rf"schema {version}, this version reads 3\. .*{cure}"
+def test_parts_that_do_not_fit_together_are_named(sample: Path, statement: str, match: str) -> None:
+    changed(sample, statement)
+    with pytest.raises(GalleryCorruptError, match=match):
+        check_files(sample)
+
+
+def test_vectors_that_were_swapped_are_noticed(gallery: Gallery, tmp_path: Path) -> None:
+    gallery.add([entry(f"key{n}", vector) for n, vector in enumerate(units(4))])
+    changed(
+        tmp_path / "gallery",
+        *(
+            f"UPDATE vectors SET id = {new} WHERE id = {old}"
+            for old, new in ((2, 9), (3, 2), (9, 3))
+        ),
+    )
+    assert len(gallery.entries(["key3"])) == 1
+    with pytest.raises(GalleryCorruptError, match="vectors 2 to 3"):
+        gallery.entries(["key1", "key2"])
+
+
+def garbled(data: bytes) -> bytes:
+    return data[: 2 * 16384] + b"\x55" * (len(data) - 2 * 16384)
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda data: b"no database at all" * 100, "not a database"),
+        (lambda data: data[: len(data) // 2], "malformed"),
+        (garbled, "malformed"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_cure_by_readers_and_writers(
+    sample: Path, damage: Callable[[bytes], bytes], match: str
+) -> None:
+    gallery, file = Gallery.open(sample), catalogue(sample)
+    file.write_bytes(damage(file.read_bytes()))
+    for call in (
+        lambda: Gallery.open(sample),
+        lambda: gallery.add([entry("new", UNIT, {"stock": 1})]),
     ):
-        Catalog.open(path)
+        with pytest.raises(GalleryCorruptError, match=rf"{match}.*Restore a backup: kinlens-index"):
+            call()
+    gallery.close()

@@ -2,7 +2,6 @@
 there."""
 
 import multiprocessing
-import os
 import shutil
 import time
 from pathlib import Path
@@ -10,12 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from indexer.folder import durable
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from tests.indexer import crasher
 from tests.indexer.crasher import BUNDLE, DIM, Model
-from tests.support.seams import GalleryManifest, publish_generation, set_fault_hook
+from tests.support.seams import set_fault_hook
 
 KILLS = 200
 SEED = 20_261_121
@@ -35,13 +33,11 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def killed(target: object, *arguments: object, after_s: float | None = None) -> int | None:
-    """Run a function in a process; kill it after a while, or let it die by itself."""
+def killed(target: object, *arguments: object) -> int | None:
+    """How a process ended that runs this function."""
     process = forks.Process(target=target, args=arguments)
     process.start()
-    process.join(after_s)
-    process.kill()
-    process.join()
+    process.join(60)
     return process.exitcode
 
 
@@ -105,19 +101,6 @@ def points_of(path: Path) -> set[str]:
     return {crasher.named(point) for point in points}
 
 
-def build(path: Path, keys: int) -> None:
-    """Publish a generation with so many items."""
-    entries = [crasher.entry(f"new-{n}", f"new content {n}", n) for n in range(keys)]
-    manifest = GalleryManifest(name="g", bundle_id=BUNDLE, dim=DIM)
-    publish_generation(path, manifest, entries)
-
-
-def build_and_die(path: Path, keys: int, dies_at: int) -> None:
-    set_fault_hook(crasher.Dies(dies_at))
-    build(path, keys)
-    os._exit(0)
-
-
 def test_a_build_that_dies_at_any_step_leaves_the_old_gallery_or_the_new_one(
     folder: Path,
 ) -> None:
@@ -127,24 +110,24 @@ def test_a_build_that_dies_at_any_step_leaves_the_old_gallery_or_the_new_one(
     steps: list[str] = []
     scratch = folder.parent / "scratch"
     (scratch / "versions").mkdir(parents=True)  # `folder` is there as well, so no step makes it
-    durable.set_fault_hook(steps.append)
+    set_fault_hook(steps.append)
     try:
-        build(scratch, 30)
+        crasher.build(scratch, 30)
     finally:
-        durable.set_fault_hook(None)
+        set_fault_hook(None)
     assert {step.split(":")[0] for step in steps} >= {"segment", "adopt", "generation", "current"}
     seen = set()
     for number in range(len(steps)):
         place = folder.parent / f"dies-at-{number}"
         shutil.copytree(folder, place)
-        assert killed(build_and_die, place, 30, number) == -9
+        assert killed(crasher.build, place, 30, number) == -9
         gallery = Gallery.open(place)
         keys = {item.key for item in gallery.items()}
         gallery.close()
         assert keys in ({"old"}, {f"new-{n}" for n in range(30)}), steps[number]
         seen.add(len(keys))
         if number % 4 == 0:
-            build(place, 30)  # what was left over is in nobody's way
+            crasher.build(place, 30)  # what was left over is in nobody's way
             assert not list((place / "versions").glob(".*"))
         shutil.rmtree(place)
     assert seen == {1, 30}

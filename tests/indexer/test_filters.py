@@ -1,9 +1,7 @@
 """Filters: what they mean, their written forms, and what is refused."""
 
 import random
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from embedder.errors import FilterError
@@ -11,8 +9,8 @@ from embedder.types import AttributeValue
 from indexer.filters.json import filter_from_json
 from indexer.filters.text import filter_to_text, parse_filter
 from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
-from indexer.types import Entry
-from tests.support.seams import Catalog
+from indexer.gallery import Gallery
+from tests.indexer.oracle import entry, units
 
 TEXTS = ["red", "", 'a "b" \\ c\n\t\r', "it's", "grün", "\0", "👟", "true", "1", "Z", "a"]
 # Without subnormal numbers: onnxruntime makes them 0 in every thread that has run a model.
@@ -87,28 +85,29 @@ def test_json_says_the_same_as_the_classes() -> None:
             assert filter_from_json(as_json(where)) == where
 
 
-def test_the_catalogue_finds_what_the_filter_says_of_each_item(tmp_path: Path) -> None:
+def test_a_gallery_finds_what_the_filter_says_of_each_item(gallery: Gallery) -> None:
     rng = random.Random(2)
-    vector = np.array([1, 0], dtype=np.float32)
     entries = []
     for number in range(300):
         names = [name for name in SCHEMA if rng.random() < 0.6]
         attributes = {name: rng.choice(VALUES[SCHEMA[name]]) for name in names}
-        entries.append(Entry(f"k{number}", vector, f"{number:064x}", attributes))
-    Catalog.create(tmp_path / "c", 2)
-    catalog = Catalog.open(tmp_path / "c", writable=True)
-    with catalog.writing() as writer:
-        writer.add(entries)
-        assert writer.schema() == SCHEMA
-    with catalog.writing() as writer:
-        writer.remove(range(1, 300, 7))
-    with catalog.reading() as view:
-        items = [*view.items()]
-        for _ in range(500):
-            where = random_filter(rng)
-            expected = [item.id for item in items if where.matches(item.attributes)]
-            assert view.matching(where).tolist() == expected, filter_to_text(where)
-    catalog.close()
+        entries.append(entry(f"k{number}", units(1)[0], attributes))
+    gallery.add(entries)
+    assert gallery.schema() == SCHEMA
+    gallery.remove(f"k{number}" for number in range(1, 300, 7))
+    items = [*gallery.items()]
+    for _ in range(500):
+        where = random_filter(rng)
+        expected = [item for item in items if where.matches(item.attributes)]
+        assert gallery.page(0, 300, where).items == expected, filter_to_text(where)
+
+
+@pytest.mark.parametrize("text", ["half = true and n < 3000", "n < 100 and half = true", "n < 20"])
+def test_few_matches_are_found_as_many_are(gallery: Gallery, text: str) -> None:
+    gallery.add(entry(f"k{n}", units(1)[0], {"half": n % 2 == 0, "n": n}) for n in range(5000))
+    where = parse_filter(text)
+    expected = [item for item in gallery.items() if where.matches(item.attributes)]
+    assert gallery.page(0, 5000, where).items == expected
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -255,7 +256,8 @@ def test_threads_that_come_and_go_share_a_few_connections(gallery: Gallery) -> N
 
 def test_a_closed_gallery_answers_nothing(gallery: Gallery) -> None:
     gallery.close()
-    for call in (gallery.schema, lambda: gallery.search(UNIT[None], 1)):
+    add = partial(gallery.add, [entry("key", UNIT)])
+    for call in (gallery.schema, partial(gallery.search, UNIT[None], 1), add):
         with pytest.raises(GalleryError, match="is closed"):
             call()
 

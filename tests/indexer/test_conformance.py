@@ -1,9 +1,9 @@
 """The laws of a gallery, kept by every engine; the oracle is numpy over all vectors."""
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from indexer.gallery import Gallery
 from indexer.types import Entry, Grouping, SearchOptions, VectorStore, Written
 from tests.indexer.milvus_server import MilvusServer
 from tests.indexer.oracle import (
+    BUNDLE,
     DIM,
     Oracle,
     assert_groups,
@@ -30,8 +31,6 @@ from tests.indexer.oracle import (
 )
 from tests.support.seams import MilvusStore
 
-BUNDLE = "b" * 64
-
 
 @pytest.fixture(scope="session")
 def milvus_shop(milvus_server: MilvusServer) -> Iterator[MilvusStore]:
@@ -42,12 +41,10 @@ def milvus_shop(milvus_server: MilvusServer) -> Iterator[MilvusStore]:
 
 
 @pytest.fixture(params=["faiss", pytest.param("milvus", marks=pytest.mark.milvus)])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[VectorStore]:
+def store(request: pytest.FixtureRequest) -> Iterator[VectorStore]:
     """An empty gallery."""
     if request.param == "faiss":
-        gallery = Gallery.create(tmp_path / "gallery", name="shop", bundle_id=BUNDLE, dim=DIM)
-        yield gallery
-        gallery.close()
+        yield request.getfixturevalue("gallery")
     else:
         shop: MilvusStore = request.getfixturevalue("milvus_shop")
         shop.remove([item.key for item in shop.items()])
@@ -91,6 +88,13 @@ OPTIONS = [
 ]
 
 
+def stock(store: VectorStore, count: int = 120) -> Oracle:
+    """Put a shop of so many items into the store."""
+    entries = shop(count)
+    store.add(entries)
+    return Oracle(store, entries)
+
+
 def test_what_is_added_is_found_at_once_with_its_key_score_and_attributes(
     store: VectorStore,
 ) -> None:
@@ -103,16 +107,9 @@ def test_what_is_added_is_found_at_once_with_its_key_score_and_attributes(
     assert hits[0].score <= 1.0
 
 
-def test_a_gallery_knows_its_facts(store: VectorStore) -> None:
-    assert (store.dim, store.bundle_id, store.size) == (DIM, BUNDLE, 0)
-    assert store.name
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 def test_search_equals_brute_force(store: VectorStore, options: SearchOptions) -> None:
-    entries = shop()
-    store.add(entries)
-    oracle, queries = Oracle(store, entries), units(5, seed=9)
+    oracle, queries = stock(store), units(5, seed=9)
     for k in (1, 10):
         found = store.search(queries, k, options)
         for query, hits in zip(queries, found, strict=True):
@@ -120,9 +117,7 @@ def test_search_equals_brute_force(store: VectorStore, options: SearchOptions) -
 
 
 def test_filters_equal_their_definition(store: VectorStore) -> None:
-    entries = shop()
-    store.add(entries)
-    oracle, query = Oracle(store, entries), units(1, seed=9)
+    oracle, query = stock(store), units(1, seed=9)
     for where in FILTERS:
         options = SearchOptions(where=where)
         (hits,) = store.search(query, 200, options)
@@ -142,9 +137,7 @@ def test_a_filter_that_does_not_fit_the_attributes_is_refused(store: VectorStore
 
 
 def test_excluded_items_are_left_out(store: VectorStore) -> None:
-    entries = shop(40)
-    store.add(entries)
-    oracle, query = Oracle(store, entries), units(1, seed=9)
+    oracle, query = stock(store, 40), units(1, seed=9)
     best = [hit.id for hit in store.search(query, 12)[0]]
     options = SearchOptions(exclude=frozenset(best[1:]))
     assert_hits(store.search(query, 5, options)[0], oracle.hits(query[0], 5, options))
@@ -162,10 +155,15 @@ def test_k_may_exceed_the_gallery(store: VectorStore) -> None:
     store.add(entries)
     assert [len(hits) for hits in store.search(units(2), 500)] == [12, 12]
     assert store.search(units(1), 500, SearchOptions(offset=12)) == [[]]
+    assert store.search(np.empty((0, DIM), np.float32), 3) == []
 
 
-def test_an_empty_gallery_answers_with_nothing(store: VectorStore) -> None:
-    assert store.size == 0
+def test_an_empty_gallery_has_a_name_and_answers_with_nothing(store: VectorStore) -> None:
+    assert (store.dim, store.bundle_id, store.size) == (DIM, BUNDLE, 0)
+    assert store.name
+    assert (store.schema(), [*store.attribute_facts()], store.page(0, 5)[:2]) == ({}, [], (0, []))
+    with pytest.raises(FilterError, match="No item of this gallery has attributes"):
+        store.search(units(1), 3, SearchOptions(where=Equals("a", 1)))
     assert store.search(units(2), 3) == [[], []]
     assert store.search_groups(units(1), 3, Grouping("sku")) == [[]]
     assert list(store.items()) == []
@@ -174,16 +172,9 @@ def test_an_empty_gallery_answers_with_nothing(store: VectorStore) -> None:
     assert store.remove(["key1"]) == 0
 
 
-def test_no_queries_have_no_answers(store: VectorStore) -> None:
-    store.add(shop(5))
-    assert store.search(np.empty((0, DIM), np.float32), 3) == []
-
-
 @pytest.mark.parametrize("score", ["best", "mean"])
 def test_groups_equal_brute_force(store: VectorStore, score: str) -> None:
-    entries = shop()
-    store.add(entries)
-    oracle, queries = Oracle(store, entries), units(2, seed=9)
+    oracle, queries = stock(store), units(2, seed=9)
     for options in OPTIONS:
         for size in (1, 3):
             grouping = Grouping("sku", score, size)  # type: ignore[arg-type]
@@ -193,13 +184,11 @@ def test_groups_equal_brute_force(store: VectorStore, score: str) -> None:
 
 
 def test_groups_of_numbers_and_booleans(store: VectorStore) -> None:
-    entries = shop(60)
-    store.add(entries)
-    oracle, query = Oracle(store, entries), units(1, seed=9)
+    oracle, query = stock(store, 60), units(1, seed=9)
     for by in ("price", "sale"):
         grouping = Grouping(by, "mean", 2)
-        found = store.search_groups(query, 50, grouping)
-        assert_groups(found[0], oracle.groups(query[0], 50, grouping, SearchOptions()))
+        [found] = store.search_groups(query, 50, grouping)
+        assert_groups(found, oracle.groups(query[0], 50, grouping, SearchOptions()))
 
 
 def test_a_crowd_does_not_hide_other_groups(store: VectorStore) -> None:
@@ -216,26 +205,18 @@ def test_a_crowd_does_not_hide_other_groups(store: VectorStore) -> None:
     assert len({group.value for group in groups}) == 4
 
 
-def test_items_like_one_item_are_those_nearest_to_it_without_itself(store: VectorStore) -> None:
-    entries = shop(60)
-    store.add(entries)
-    oracle = Oracle(store, entries)
-    options = SearchOptions(exclude=frozenset([oracle.numbers["key5"]]))
-    expected = oracle.hits(entries[5].vector, 6, options)
-    assert_hits(store.search_like(["key5"], [], 6), expected)
-
-
-def test_items_like_several_and_unlike_others(store: VectorStore) -> None:
-    entries = shop(60)
-    store.add(entries)
-    oracle, keys = Oracle(store, entries), ["key1", "key2", "key3"]
-    vectors = [entries[int(key[3:])].vector.astype(np.float64) for key in keys]
-    target = (vectors[0] + vectors[1]) - vectors[2]
+@pytest.mark.parametrize(("liked", "disliked"), [(["key5"], []), (["key1", "key2"], ["key3"])])
+def test_items_like_some_and_unlike_others(
+    store: VectorStore, liked: list[str], disliked: list[str]
+) -> None:
+    oracle = stock(store, 60)
+    vectors = {e.key: e.vector.astype(np.float64) for e in oracle.entries}
+    target = sum(vectors[key] for key in liked) - sum(vectors[key] for key in disliked)
     query = (target / np.linalg.norm(target)).astype(np.float32)
-    where = Not(Equals("colour", "red"))
-    options = SearchOptions(where=where, exclude=frozenset(oracle.numbers[key] for key in keys))
-    found = store.search_like(keys[:2], keys[2:], 6, SearchOptions(where=where))
-    assert_hits(found, oracle.hits(query, 6, options))
+    for where in (None, Not(Equals("colour", "red"))):
+        chosen = frozenset(oracle.numbers[key] for key in (*liked, *disliked))
+        expected = oracle.hits(query, 6, SearchOptions(where=where, exclude=chosen))
+        assert_hits(store.search_like(liked, disliked, 6, SearchOptions(where=where)), expected)
 
 
 def test_likes_need_known_keys_and_at_least_one(store: VectorStore) -> None:
@@ -247,10 +228,9 @@ def test_likes_need_known_keys_and_at_least_one(store: VectorStore) -> None:
 
 
 def test_adding_the_same_again_changes_nothing(store: VectorStore) -> None:
-    entries = shop(30)
-    store.add(entries)
-    numbers, version = ids_of(store), store.version
-    assert store.add(entries) == Written(unchanged=30)
+    numbers = stock(store, 30).numbers
+    version = store.version
+    assert store.add(shop(30)) == Written(unchanged=30)
     assert (ids_of(store), store.version) == (numbers, version)
 
 
@@ -281,9 +261,7 @@ def test_equal_content_keeps_its_stored_vector(store: VectorStore) -> None:
     first, second = units(2)
     store.add([entry("key", first, {"price": 1})])
     store.add([entry("key", second, {"price": 2})])
-    (found,) = store.entries(["key"])
-    np.testing.assert_allclose(found.vector, first, atol=1e-6)
-    assert found.attributes == {"price": 2}
+    assert same(store.entries(["key"])[0], entry("key", first, {"price": 2}))
 
 
 def test_an_add_takes_away_only_attributes_whose_names_it_owns(store: VectorStore) -> None:
@@ -374,7 +352,7 @@ def test_what_fits_a_filter_is_removed_and_nothing_else(store: VectorStore) -> N
 
 
 @faiss_alone
-def test_numbers_grow_and_are_never_given_again(store: VectorStore) -> None:
+def test_numbers_grow_and_are_never_given_again(store: Gallery) -> None:
     entries = shop(10)
     given: set[int] = set()
     for _ in range(3):
@@ -383,6 +361,7 @@ def test_numbers_grow_and_are_never_given_again(store: VectorStore) -> None:
         assert min(numbers) > max(given, default=0)
         given |= numbers
         store.remove([e.key for e in entries])
+        store.compact()
     assert len(given) == 30
 
 
@@ -429,15 +408,10 @@ def test_the_version_changes_with_every_change_and_with_nothing_else(
     ("wrong", "message"),
     [
         (entry("wrong", np.ones(DIM, np.float32)), "wrong.*norm"),
-        (entry("wrong", np.full(DIM, np.nan, np.float32)), "wrong"),
-        (entry("wrong", units(1)[0, :-1]), "wrong"),
         (entry("key0", units(1)[0]), "key0.*twice"),
         (entry("../up", units(1)[0]), "up"),
-        (replace(entry("wrong", units(1)[0]), sha256="short"), "wrong"),
         (replace(entry("wrong", units(1)[0]), sha256=None), "sha256 of 'wrong' is None"),
         (replace(entry("wrong", units(1)[0]), key=None), "None is not a key"),
-        (replace(entry("wrong", units(1)[0]), vector=[0.0] * DIM), "of type list"),
-        (entry("wrong", units(1)[0].astype(object)), "of type object"),
     ],
 )
 def test_a_wrong_entry_is_named_and_nothing_is_written(
@@ -461,11 +435,11 @@ def test_a_score_is_the_cosine_also_of_vectors_that_were_not_quite_of_norm_one(
     assert [h.score for h in hits] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("keys", ["key1", b"key1", [5], [None]])
-def test_what_is_not_a_list_of_keys_removes_nothing(store: VectorStore, keys: list[str]) -> None:
+def test_what_is_not_a_list_of_keys_removes_nothing(store: VectorStore) -> None:
     store.add(shop(3))
-    with pytest.raises(InvalidParameterError, match="Give a list of"):
-        store.remove(keys)
+    for keys in ("key1", b"key1", [5], [None]):
+        with pytest.raises(InvalidParameterError, match="Give a list of"):
+            store.remove(keys)
     assert store.size == 3
 
 
@@ -518,11 +492,8 @@ def test_what_is_scanned_is_what_was_added(store: VectorStore) -> None:
     for found, item in zip(scanned, items, strict=True):
         expected = originals[item.key]
         assert same(found, expected)
-        assert (item.path, item.sha256, item.attributes, item.format) == (
-            expected.path,
-            expected.sha256,
-            expected.attributes,
-            expected.format,
+        assert replace(expected, vector=found.vector) == Entry(
+            item.key, found.vector, item.sha256, item.attributes, item.path, item.format
         )
     assert [e.key for e in store.entries(["key9", "key2", "key9"])] == ["key9", "key2", "key9"]
 
@@ -607,34 +578,19 @@ def test_the_values_of_attributes_are_counted(store: VectorStore) -> None:
 
 def test_threads_add_and_search_at_once(store: VectorStore) -> None:
     entries, queries = shop(60), units(2)
-    failures: list[BaseException] = []
 
-    def guarded(work: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                failures.append(error)
-
-        return run
-
-    def adder(part: int) -> Callable[[], None]:
-        def add() -> None:
-            for start in range(0, 20, 5):
-                store.add(entries[20 * part + start :][:5])
-
-        return add
+    def add(part: int) -> None:
+        for start in range(20 * part, 20 * part + 20, 5):
+            store.add(entries[start : start + 5])
 
     def search() -> None:
         for _ in range(10):
             for hits in store.search(queries, 5):
                 assert [h.score for h in hits] == sorted((h.score for h in hits), reverse=True)
 
-    workers = [*map(adder, range(3)), search, search]
-    threads = [threading.Thread(target=guarded(work)) for work in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(5) as pool:
+        work = [pool.submit(add, part) for part in range(3)]
+        work += [pool.submit(search) for _ in range(2)]
+        for each in work:
+            each.result()
     assert ids_of(store).keys() == {e.key for e in entries}

@@ -4,9 +4,9 @@ import errno
 import io
 import json
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ from embedder.errors import (
     BundleMismatchError,
     GalleryCorruptError,
     GalleryNotFoundError,
-    InvalidParameterError,
     ItemNotFoundError,
 )
 from indexer.gallery import Gallery
@@ -32,51 +31,37 @@ def version_of(path: Path) -> Path:
 
 
 def number_of(gallery: Gallery, key: str) -> int:
-    return next(item.id for item in gallery.items() if item.key == key)
+    return gallery.stored([key])[key].id
+
+
+@pytest.fixture
+def opened(built: Path) -> Iterator[Gallery]:
+    """The gallery of the shop, open."""
+    gallery = Gallery.open(built)
+    yield gallery
+    gallery.close()
 
 
 def test_each_image_finds_itself_first_with_score_one(
-    built: Path, shop: Path, embedder: CountingEmbedder
+    opened: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
-    gallery = Gallery.open(built, expected_bundle_id=embedder.bundle_id)
-    for key in PICTURES:
-        hits = gallery.search(query(embedder, shop / key), 3)[0]
+    queries = np.concatenate([query(embedder, shop / key) for key in PICTURES])
+    together = opened.search(queries, 4)
+    for key, row, hits in zip(PICTURES, queries, together, strict=True):
         assert hits[0].key == key
         assert hits[0].score == pytest.approx(1, abs=1e-5)
         assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
-    gallery.close()
+        [alone] = opened.search(row[None], 4)
+        assert [hit.key for hit in alone] == [hit.key for hit in hits]
+        scores = [hit.score for hit in hits]
+        assert [hit.score for hit in alone] == pytest.approx(scores, abs=1e-6)
 
 
-def test_a_gallery_tells_what_it_is(built: Path, embedder: CountingEmbedder) -> None:
-    gallery = Gallery.open(built)
-    assert (gallery.name, gallery.size, gallery.dim) == ("gallery", 6, 32)
-    assert gallery.bundle_id == embedder.bundle_id
-    assert len(gallery.version) == 64
-    assert gallery.created_at.endswith("+00:00")
-    gallery.close()
-
-
-def test_several_queries_are_answered_as_one_by_one(
-    built: Path, shop: Path, embedder: CountingEmbedder
-) -> None:
-    gallery = Gallery.open(built)
-    queries = np.concatenate([query(embedder, shop / key) for key in PICTURES])
-    together = gallery.search(queries, 4)
-    alone = [gallery.search(row[None], 4)[0] for row in queries]
-    assert [[hit.key for hit in hits] for hits in together] == [
-        [hit.key for hit in hits] for hits in alone
-    ]
-    for row, other in zip(together, alone, strict=True):
-        assert [hit.score for hit in row] == pytest.approx([hit.score for hit in other], abs=1e-6)
-    assert gallery.search(queries[:0], 4) == []
-    gallery.close()
-
-
-def test_k_may_exceed_the_size(built: Path, shop: Path, embedder: CountingEmbedder) -> None:
-    gallery = Gallery.open(built)
-    hits = gallery.search(query(embedder, shop / "f.gif"), 10_000)[0]
-    assert sorted(hit.id for hit in hits) == [1, 2, 3, 4, 5, 6]
-    gallery.close()
+def test_a_gallery_tells_what_it_is(opened: Gallery, embedder: CountingEmbedder) -> None:
+    assert (opened.name, opened.size, opened.dim) == ("gallery", 6, 32)
+    assert opened.bundle_id == embedder.bundle_id
+    assert len(opened.version) == 64
+    assert opened.created_at.endswith("+00:00")
 
 
 def test_identical_images_come_in_the_order_of_their_numbers(
@@ -93,51 +78,31 @@ def test_identical_images_come_in_the_order_of_their_numbers(
 
 
 def test_min_score_keeps_exactly_the_hits_that_reach_it(
-    built: Path, shop: Path, embedder: CountingEmbedder
+    opened: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
-    gallery = Gallery.open(built)
     vector = query(embedder, shop / "f.gif")
-    every = gallery.search(vector, 6)[0]
+    every = opened.search(vector, 6)[0]
     for hit in every:
         options = SearchOptions(min_score=max(hit.score, -1.0))
-        [kept] = gallery.search(vector, 6, options)
+        [kept] = opened.search(vector, 6, options)
         assert kept == [other for other in every if other.score >= hit.score]
-    assert gallery.search(-vector, 6, SearchOptions(min_score=1.0)) == [[]]
-    gallery.close()
-
-
-@pytest.mark.parametrize("min_score", [-1.1, 1.1, float("nan"), float("inf")])
-def test_a_min_score_outside_its_range_is_refused(built: Path, min_score: float) -> None:
-    gallery = Gallery.open(built)
-    with pytest.raises(InvalidParameterError, match=r"min_score = .* is outside -1\.\.1"):
-        gallery.search(np.eye(1, 32, dtype=np.float32), 1, SearchOptions(min_score=min_score))
-    gallery.close()
-
-
-def test_a_query_of_another_dimension_is_refused(built: Path) -> None:
-    gallery = Gallery.open(built)
-    with pytest.raises(InvalidParameterError, match="dimension 32"):
-        gallery.search(np.eye(1, 31, dtype=np.float32), 1)
-    gallery.close()
+    assert opened.search(-vector, 6, SearchOptions(min_score=1.0)) == [[]]
 
 
 def test_threads_search_and_read_images_at_once(
-    built: Path, shop: Path, embedder: CountingEmbedder
+    opened: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
-    gallery = Gallery.open(built)
     vectors = {key: query(embedder, shop / key) for key in PICTURES}
 
     def check(key: str) -> bool:
-        hit = gallery.search(vectors[key], 2)[0][0]
-        return hit.key == key and len(gallery.image(hit.id).data) > 0
+        hit = opened.search(vectors[key], 2)[0][0]
+        return hit.key == key and len(opened.image(hit.id).data) > 0
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(check, list(PICTURES) * 20))
-    gallery.close()
 
 
-def test_images_come_as_the_bytes_that_were_indexed(built: Path, shop: Path) -> None:
-    gallery = Gallery.open(built)
+def test_images_come_as_the_bytes_that_were_indexed(opened: Gallery, shop: Path) -> None:
     types = {
         "cup/a.png": "image/png",
         "cup/b.jpg": "image/jpeg",
@@ -145,110 +110,82 @@ def test_images_come_as_the_bytes_that_were_indexed(built: Path, shop: Path) -> 
         "f.gif": "image/gif",
     }
     for key, media_type in types.items():
-        image = gallery.image(number_of(gallery, key))
+        image = opened.image(number_of(opened, key))
         assert image.data == (shop / key).read_bytes()
         assert image.media_type == media_type
-    gallery.close()
 
 
 @pytest.mark.parametrize("key", ["hat/d.bmp", "hat/e.tiff"])
-def test_what_browsers_do_not_show_becomes_a_jpeg(built: Path, shop: Path, key: str) -> None:
-    gallery = Gallery.open(built)
-    image = gallery.image(number_of(gallery, key))
+def test_what_browsers_do_not_show_becomes_a_jpeg(opened: Gallery, shop: Path, key: str) -> None:
+    image = opened.image(number_of(opened, key))
     assert image.media_type == "image/jpeg"
     shown, original = Image.open(io.BytesIO(image.data)), Image.open(shop / key)
     assert shown.format == "JPEG"
     assert shown.size == original.size
     assert np.abs(np.asarray(shown, np.int16) - np.asarray(original, np.int16)).mean() < 5
-    gallery.close()
 
 
 @pytest.mark.parametrize("number", [-1, 0, 7, 2**63, 10**30])
-def test_an_unknown_number_is_refused(built: Path, number: int) -> None:
-    gallery = Gallery.open(built)
+def test_an_unknown_number_is_refused(opened: Gallery, number: int) -> None:
     with pytest.raises(ItemNotFoundError, match=rf"no item {number};"):
-        gallery.image(number)
-    gallery.close()
+        opened.image(number)
 
 
 def test_a_file_that_is_gone_or_changed_is_not_served_and_others_are(
-    built: Path, shop: Path
+    opened: Gallery, shop: Path
 ) -> None:
-    gallery = Gallery.open(built)
     (shop / "f.gif").unlink()
     (shop / "cup" / "a.png").write_bytes(encoded(picture(77)))
     for key in ("f.gif", "cup/a.png"):
         with pytest.raises(ItemNotFoundError, match="the file is gone or was changed"):
-            gallery.image(number_of(gallery, key))
-    assert gallery.image(number_of(gallery, "cup/b.jpg")).data
-    gallery.close()
+            opened.image(number_of(opened, key))
+    assert opened.image(number_of(opened, "cup/b.jpg")).data
 
 
-def test_a_pipe_in_place_of_an_image_keeps_nobody_waiting(built: Path, shop: Path) -> None:
-    gallery = Gallery.open(built)
-    number = number_of(gallery, "f.gif")
+def test_a_pipe_in_place_of_an_image_keeps_nobody_waiting(opened: Gallery, shop: Path) -> None:
+    number = number_of(opened, "f.gif")
     (shop / "f.gif").unlink()
     os.mkfifo(shop / "f.gif")
-    errors: list[Exception] = []
-
-    def read() -> None:
-        try:
-            gallery.image(number)
-        except ItemNotFoundError as error:
-            errors.append(error)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    reader.join(timeout=10)
-    assert not reader.is_alive()
-    assert len(errors) == 1
-    gallery.close()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ItemNotFoundError):
+        pool.submit(opened.image, number).result(timeout=10)
 
 
 def test_a_file_that_has_become_huge_is_not_read(
-    built: Path, shop: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Gallery, shop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gallery = Gallery.open(built)
     os.truncate(shop / "f.gif", 2**30 + 1)  # sparse
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("was read"))
     with pytest.raises(ItemNotFoundError, match="was changed"):
-        gallery.image(number_of(gallery, "f.gif"))
-    gallery.close()
+        opened.image(number_of(opened, "f.gif"))
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.EACCES])
 def test_an_image_that_cannot_be_read_just_now_is_not_called_gone(
-    built: Path, code: int, monkeypatch: pytest.MonkeyPatch
+    opened: Gallery, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gallery = Gallery.open(built)
-    number = number_of(gallery, "f.gif")
+    number = number_of(opened, "f.gif")
 
     def failing(path: Path) -> bytes:
         raise OSError(code, os.strerror(code), str(path))
 
     monkeypatch.setattr(Path, "read_bytes", failing)
     with pytest.raises(GalleryCorruptError, match=rf"f\.gif .*{os.strerror(code)}.*Check the"):
-        gallery.image(number)
-    gallery.close()
+        opened.image(number)
 
 
-def test_the_image_root_is_told_and_cannot_be_changed(built: Path, shop: Path) -> None:
-    gallery = Gallery.open(built)
-    assert gallery.image_root == shop.resolve()
+def test_the_image_root_is_told_and_cannot_be_changed(opened: Gallery, shop: Path) -> None:
+    assert opened.image_root == shop.resolve()
     with pytest.raises(AttributeError):
-        gallery.image_root = Path("/etc")  # type: ignore[misc]
-    gallery.close()
+        opened.image_root = Path("/etc")  # type: ignore[misc]
 
 
 def test_a_file_replaced_by_a_link_out_of_the_root_is_not_served(
-    built: Path, shop: Path, tmp_path: Path
+    opened: Gallery, shop: Path, tmp_path: Path
 ) -> None:
-    gallery = Gallery.open(built)
     (shop / "f.gif").rename(tmp_path / "moved.gif")
     (shop / "f.gif").symlink_to(tmp_path / "moved.gif")
     with pytest.raises(ItemNotFoundError):
-        gallery.image(number_of(gallery, "f.gif"))
-    gallery.close()
+        opened.image(number_of(opened, "f.gif"))
 
 
 def test_images_may_have_moved_to_another_root(built: Path, shop: Path, tmp_path: Path) -> None:
@@ -259,22 +196,19 @@ def test_images_may_have_moved_to_another_root(built: Path, shop: Path, tmp_path
 
 
 def test_a_gallery_of_another_bundle_is_refused_by_both_ids(built: Path) -> None:
-    with pytest.raises(BundleMismatchError) as caught:
+    message = r"bundle b{12}, .* bundle in use is c{12}:.*kinlens-index build .*--bundle"
+    with pytest.raises(BundleMismatchError, match=message):
         Gallery.open(built, expected_bundle_id="c" * 64)
-    message = str(caught.value)
-    assert "b" * 12 in message
-    assert "c" * 12 in message
-    assert "b" * 13 not in message
-    assert "kinlens-index build" in message
-    assert "--bundle" in message
 
 
 def test_a_missing_gallery_is_told_from_a_damaged_one(built: Path, tmp_path: Path) -> None:
     with pytest.raises(GalleryNotFoundError, match="No gallery at"):
         Gallery.open(tmp_path / "none")
-    (version_of(built) / "manifest.json").unlink()
-    with pytest.raises(GalleryCorruptError, match=r"manifest\.json is not a gallery manifest"):
-        Gallery.open(built)
+    manifest = version_of(built) / "manifest.json"
+    for damage in (partial(manifest.write_text, "{"), manifest.unlink):
+        damage()
+        with pytest.raises(GalleryCorruptError, match=r"manifest\.json is not a gallery manifest"):
+            Gallery.open(built)
 
 
 @pytest.mark.parametrize(
@@ -304,12 +238,6 @@ def test_a_generation_under_another_name_is_refused(built: Path) -> None:
     generation.rename(generation.with_name("0" * 12))
     (built / "CURRENT").write_text("0" * 12)
     with pytest.raises(GalleryCorruptError, match=r"belongs to the generation .*its name back"):
-        Gallery.open(built)
-
-
-def test_a_manifest_that_is_no_json_is_refused(built: Path) -> None:
-    (version_of(built) / "manifest.json").write_text("{")
-    with pytest.raises(GalleryCorruptError, match=r"manifest\.json is not a gallery manifest"):
         Gallery.open(built)
 
 

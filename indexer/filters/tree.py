@@ -41,11 +41,6 @@ class _Condition:
     name: str
     kind: AttributeKind
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The attributes in the filter."""
-        return frozenset((self.name,))
-
     def check(self, schema: Schema) -> None:
         """Raises: FilterError for an attribute that is unknown or of another kind."""
         kind = schema.get(self.name)
@@ -178,11 +173,6 @@ class _Branch:
     __slots__ = ()
     parts: "tuple[Filter, ...]"
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The attributes in the filter."""
-        return frozenset().union(*(part.names for part in self.parts))
-
     def check(self, schema: Schema) -> None:
         """Raises: FilterError for an attribute that is unknown or of another kind."""
         for part in self.parts:
@@ -236,11 +226,6 @@ class Not:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", _joined(self.part.size))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The attributes in the filter."""
-        return self.part.names
 
     def check(self, schema: Schema) -> None:
         """Raises: FilterError for an attribute that is unknown or of another kind."""

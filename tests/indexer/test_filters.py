@@ -81,7 +81,7 @@ def test_json_says_the_same_as_the_classes() -> None:
     rng = random.Random(1)
     for _ in range(1000):
         where = random_filter(rng)
-        if not where.names & {"and", "or", "not"}:
+        if "`and`" not in filter_to_text(where):  # a name that only the text form can have
             assert filter_from_json(as_json(where)) == where
 
 
@@ -305,8 +305,3 @@ def test_a_filter_is_checked_against_the_attributes_of_the_gallery() -> None:
         Equals("price", 1).check({})
     with pytest.raises(FilterError, match=r"and 80 more"):
         Equals("a", 1).check({f"name{n}": "text" for n in range(100)})
-
-
-def test_the_names_of_a_filter_are_those_of_its_conditions() -> None:
-    where = parse_filter("a = 1 and (b < 2 or not c in (3))")
-    assert where.names == {"a", "b", "c"}

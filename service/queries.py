@@ -9,7 +9,6 @@ from typing import Literal
 
 from embedder.preprocess import Box
 from embedder.types import ItemId
-from indexer.filters.text import filter_to_text
 from indexer.filters.tree import Filter
 from indexer.types import Grouping
 
@@ -87,7 +86,7 @@ class Query:
             (self.like, self.generation),
             (self.k, self.offset),
             (_plain(self.min_score), _plain(self.min_probability)),
-            None if self.where is None else filter_to_text(self.where),
+            None if self.where is None else repr(self.where),
             None if grouping is None else (grouping.by, grouping.score, grouping.size),
             (self.distinct, self.exact),
         )

@@ -6,7 +6,6 @@ import contextlib
 import sqlite3
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from embedder.errors import GalleryCorruptError, GalleryError
@@ -60,12 +59,22 @@ class Catalog:
             raise
         return catalog
 
-    def reading(self) -> AbstractContextManager[CatalogView]:
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[CatalogView]:
         """A view of one state, for the length of the block.
 
         Raises: GalleryCorruptError; GalleryError if the file cannot be read.
         """
-        return _Reading(self)
+        connection, idle = self._take()
+        view = CatalogView(connection)
+        try:
+            connection.execute("BEGIN")
+            yield view
+        except sqlite3.Error as error:
+            raise read_error(self.path, error) from error
+        finally:
+            del view.connection  # a view that outlives its block must fail
+            self._end(connection, idle)
 
     def state(self) -> State:
         """Where the catalogue stands: half the time of a view, for those who read nothing else.
@@ -89,18 +98,14 @@ class Catalog:
         """
         connection, idle = self._take()
         try:
-            try:
-                connection.execute("BEGIN IMMEDIATE")
-                yield CatalogWriter(connection)
-                connection.execute("COMMIT")
-            finally:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
+            connection.execute("BEGIN IMMEDIATE")
+            yield CatalogWriter(connection)
+            connection.execute("COMMIT")
             self._shorten_log(connection)
         except sqlite3.Error as error:
             raise write_error(self.path, error) from error
         finally:
-            self._give_back(connection, idle)
+            self._end(connection, idle)
 
     def close(self) -> None:
         """Close the idle connections; blocks that still run close theirs at their end."""
@@ -122,6 +127,16 @@ class Catalog:
             return idle.pop(), idle
         except IndexError:
             return self._connected(), idle
+
+    def _end(self, connection: sqlite3.Connection, idle: _Idle) -> None:
+        """Leave what was begun and not committed, and give the connection back."""
+        try:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            connection.close()
+            return
+        self._give_back(connection, idle)
 
     def _give_back(self, connection: sqlite3.Connection, idle: _Idle) -> None:
         if idle is not self._idle:  # it reads a file that has changed since
@@ -178,38 +193,6 @@ class Catalog:
         before, self._idle = self._idle, deque()
         while before:
             before.pop().close()
-
-
-class _Reading:
-    """Entered at every search, so a class: a generator costs twice as much."""
-
-    __slots__ = ("_catalog", "_idle", "_view")
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-
-    def __enter__(self) -> CatalogView:
-        connection, self._idle = self._catalog._take()
-        try:
-            connection.execute("BEGIN")
-        except sqlite3.Error as error:
-            self._catalog._give_back(connection, self._idle)
-            raise read_error(self._catalog.path, error) from error
-        self._view = CatalogView(connection)
-        return self._view
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        connection = self._view.connection
-        del self._view.connection  # a view that outlives its block must fail
-        try:
-            if connection.in_transaction:
-                connection.execute("COMMIT")
-        except sqlite3.Error as second:
-            raise read_error(self._catalog.path, second) from second
-        finally:
-            self._catalog._give_back(connection, self._idle)
-        if isinstance(error, sqlite3.Error):
-            raise read_error(self._catalog.path, error) from error
 
 
 _Stamp = tuple[int, ...]

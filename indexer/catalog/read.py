@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from embedder.types import AttributeValue, Embeddings, ItemId
 from indexer.catalog.attributes import AttributeKind, Schema, is_printable
-from indexer.catalog.entries import is_key
+from indexer.catalog.entries import MAX_KEY, is_key
 from indexer.catalog.schema import NAMES, STATE, damaged, item_checksum, row_checksum
 from indexer.filters.sql import condition_sql, fitting, restored, stored
 from indexer.filters.tree import And, Condition, Filter
@@ -40,12 +40,14 @@ SELECT items.id FROM tombstones CROSS JOIN items ON items.id = tombstones.id
 WHERE tombstones.seq > ? LIMIT 1
 """
 _LIVE = "SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_change"
-_HAS_VECTOR = "SELECT min(id) FROM vectors WHERE id IN (SELECT value FROM json_each(?))"
 
 _INDEXED = "SELECT 1 FROM attributes WHERE name = ? AND value = ? AND item = ?"
 _COUNTS = "SELECT (SELECT count(*) FROM items), (SELECT count(*) FROM vectors), size FROM state"
 _FEW = 2000
-_FROM_KEY = "SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_key WHERE key >= ?"
+_PREFIXED = """
+SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_key WHERE key BETWEEN ? AND ?
+"""
+_LAST_KEY = "\U0010ffff" * MAX_KEY
 _VALUES_OF = "value FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)"
 _FREQUENT = """
 SELECT value, count(*) AS items FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)
@@ -97,13 +99,7 @@ class CatalogView:
 
     def get(self, ids: Sequence[ItemId] | Ids) -> dict[ItemId, Item]:
         """The items with these numbers; unknown numbers are left out."""
-        found = {item.id: item for item in self._items(self._all(_ITEMS, _json_ids(ids)))}
-        if len(found) < len(ids):
-            missing = [number for number in ids if number not in found]
-            [(number,)] = self._all(_HAS_VECTOR, _json_ids(missing))
-            if number is not None:
-                raise damaged(self.connection, f"item {number} has a vector and no row")
-        return found
+        return {item.id: item for item in self._items(self._all(_ITEMS, _json_ids(ids)))}
 
     def known(self, ids: Sequence[ItemId] | Ids) -> list[Item]:
         """The items with these numbers, in this order. Raises: GalleryCorruptError for a number
@@ -211,12 +207,9 @@ class CatalogView:
 
     def with_prefix(self, prefix: str) -> Ids:
         """The numbers of the items whose keys begin with `prefix`, ascending."""
-        end = next_text(prefix)
         if not is_printable(prefix):  # no key has it; SQLite reads texts up to a NUL alone
             return np.empty(0, np.int64)
-        if end is None:
-            return self._ids(_FROM_KEY, prefix)
-        return self._ids(f"{_FROM_KEY} AND key < ?", prefix, end)
+        return self._ids(_PREFIXED, prefix, prefix + _LAST_KEY)
 
     def attribute_facts(self) -> tuple[AttributeFacts, ...]:
         """Every attribute that was ever used, by name."""
@@ -369,15 +362,6 @@ class CatalogView:
             raise damaged(self.connection, what)
         data: NDArray[np.float32] = np.frombuffer(bytearray().join(vectors), dtype=np.float32)
         return np.array(numbers, dtype=np.int64), data.reshape(len(rows), -1)
-
-
-def next_text(prefix: str) -> str | None:
-    """The lowest text above all that begin with `prefix`, None if there is none."""
-    head = prefix.rstrip("\U0010ffff")
-    if not head:
-        return None
-    following = ord(head[-1]) + 1
-    return head[:-1] + chr(0xE000 if following == 0xD800 else following)
 
 
 def _json_ids(ids: Sequence[ItemId] | Ids) -> str:

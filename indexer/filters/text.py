@@ -10,7 +10,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from embedder.errors import FilterError
 from embedder.types import AttributeValue
-from indexer.filters.tree import And, Condition, Equals, Filter, In, Not, Or, Range
+from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
 
 _Made = TypeVar("_Made")
 MAX_TEXT = 200_000
@@ -40,11 +40,8 @@ NUMBER: /[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?/
 """
 _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
-_BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _WHOLE = re.compile(r"[+-]?\d+")
-_KEYWORDS = {"and", "or", "not", "in", "true", "false"}
 _LIMITS = {"<": "below", "<=": "at_most", ">": "above", ">=": "at_least"}
-_OPERATORS = {limit: operator for operator, limit in _LIMITS.items()}
 _TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _WORDS = {
     "BARE": "an attribute",
@@ -82,67 +79,6 @@ def parse_filter(text: str) -> Filter:
         return cast(Filter, _parser().parse(text))
     except UnexpectedInput as error:
         raise FilterError(_explained(text, error)) from error
-
-
-def filter_to_text(where: Filter) -> str:
-    """The filter as text that `parse_filter` reads back as an equal filter."""
-    if isinstance(where, And | Or):
-        return _LINKS[type(where)].join(
-            f"({filter_to_text(part)})" if isinstance(part, And | Or) else filter_to_text(part)
-            for part in where.parts
-        )
-    if not isinstance(where, Not):
-        return _condition_text(where)
-    part = where.part
-    if isinstance(part, Equals):
-        return f"{_name_text(part.name)} != {_value_text(part.value)}"
-    if isinstance(part, In):
-        return f"{_name_text(part.name)} not in {_values_text(part)}"
-    return (
-        f"not ({filter_to_text(part)})"
-        if isinstance(part, And | Or)
-        else (f"not {filter_to_text(part)}")
-    )
-
-
-_LINKS = {And: " and ", Or: " or "}
-
-
-def _condition_text(where: Condition) -> str:
-    name = _name_text(where.name)
-    if isinstance(where, Equals):
-        return f"{name} = {_value_text(where.value)}"
-    if isinstance(where, In):
-        return f"{name} in {_values_text(where)}"
-    limits = [(_OPERATORS[limit], _value_text(value)) for limit, value in where.limits]
-    if len(limits) == 1:
-        return f"{name} {limits[0][0]} {limits[0][1]}"
-    (lower, low), (upper, high) = limits
-    return f"{low} {_TURNED[lower]} {name} {upper} {high}"
-
-
-def _name_text(name: str) -> str:
-    if _BARE.fullmatch(name) and name not in _KEYWORDS:
-        return name
-    return "`" + name.replace("`", "``") + "`"
-
-
-def _value_text(value: AttributeValue) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if not isinstance(value, str):
-        return repr(value)
-    for plain, escaped in (
-        ("\\", r"\\"),
-        ('"', r"\""),
-        *((c, f"\\{e}") for e, c in _ESCAPED.items()),
-    ):
-        value = value.replace(plain, escaped)
-    return f'"{value}"'
-
-
-def _values_text(where: In) -> str:
-    return f"({', '.join(_value_text(value) for value in where.values)})"
 
 
 @v_args(inline=True)

@@ -7,7 +7,7 @@ equals no number. Text is compared by code points.
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from embedder.errors import FilterError
 from embedder.types import AttributeValue
@@ -25,8 +25,7 @@ _ABOVE: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
+class _Size(NamedTuple):
     """How large a filter is: levels, conditions, and values compared with."""
 
     depth: int
@@ -167,18 +166,14 @@ class Range(_Condition):
         return f"{self.limits[0][1]!r:.80}"
 
 
+@dataclass(frozen=True, slots=True)
 class _Branch:
     """Several filters, at least two."""
 
-    __slots__ = ()
     parts: "tuple[Filter, ...]"
+    size: _Size = field(init=False, repr=False, compare=False)
 
-    def check(self, schema: Schema) -> None:
-        """Raises: FilterError for an attribute that is unknown or of another kind."""
-        for part in self.parts:
-            part.check(schema)
-
-    def _set_size(self) -> None:
+    def __post_init__(self) -> None:
         if len(self.parts) < 2:
             raise FilterError(
                 f"{type(self).__name__} has {len(self.parts)} parts. Join at least two filters, or "
@@ -186,31 +181,26 @@ class _Branch:
             )
         object.__setattr__(self, "size", _joined(*(part.size for part in self.parts)))
 
+    def check(self, schema: Schema) -> None:
+        """Raises: FilterError for an attribute that is unknown or of another kind."""
+        for part in self.parts:
+            part.check(schema)
 
-@dataclass(frozen=True, slots=True)
+
 class And(_Branch):
     """All parts fit."""
 
-    parts: "tuple[Filter, ...]"
-    size: _Size = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._set_size()
+    __slots__ = ()
 
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
         """Whether an item with these attributes fits."""
         return all(part.matches(attributes) for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
 class Or(_Branch):
     """At least one part fits."""
 
-    parts: "tuple[Filter, ...]"
-    size: _Size = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        self._set_size()
+    __slots__ = ()
 
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
         """Whether an item with these attributes fits."""
@@ -250,21 +240,17 @@ def check_grouped(name: object, schema: Schema) -> None:
 
 
 def _joined(*sizes: _Size) -> _Size:
-    return _checked_size(
-        _Size(
-            1 + max(size.depth for size in sizes),
-            sum(size.conditions for size in sizes),
-            sum(size.values for size in sizes),
-        )
-    )
+    depths, conditions, values = zip(*sizes, strict=True)
+    return _checked_size(_Size(1 + max(depths), sum(conditions), sum(values)))
 
 
 def _checked_size(size: _Size) -> _Size:
-    for number, limit, what in (
-        (size.depth, MAX_DEPTH, "levels of and, or, not"),
-        (size.conditions, MAX_CONDITIONS, "conditions"),
-        (size.values, MAX_VALUES, "values"),
-    ):
+    limits = (
+        (MAX_DEPTH, "levels of and, or, not"),
+        (MAX_CONDITIONS, "conditions"),
+        (MAX_VALUES, "values"),
+    )
+    for number, (limit, what) in zip(size, limits, strict=True):
         if number > limit:
             raise FilterError(
                 f"The filter has {number:,} {what}, the limit is {limit:,}. Split it into several "

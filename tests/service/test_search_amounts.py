@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service import queries
+from indexer.filters.tree import In, Range
 from tests.service.market import picture, post, start_market, text_of
 from tests.service.test_api import assert_problem
 
@@ -63,12 +63,12 @@ def test_a_long_filter_is_digested_once_and_off_the_event_loop(
 ) -> None:
     threads = []
 
-    def spy(where: Any) -> str:
+    def spy(where: In | Range) -> str:
         threads.append(threading.current_thread().name)
-        return original(where)
+        return where.name
 
-    original = queries.filter_to_text
-    monkeypatch.setattr(queries, "filter_to_text", spy)
+    for condition in (In, Range):
+        monkeypatch.setattr(condition, "__repr__", spy)
     where = {"colour": {"in": [f"x{n}" for n in range(5_000)]}}
     for body in (
         {"images": images(1), "filter": where},

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -269,38 +270,37 @@ gallery.close()
 """
 
 
-@contextmanager
-def writers(path: Path, count: int = 1) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Processes that remove the key of a line "-key", and add twenty items for one without "-"."""
-    command = [sys.executable, "-c", WRITER, str(path)]
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                subprocess.Popen(
-                    command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1
-                )
-            )
-            for _ in range(count)
-        ]
+class Writer:
+    """A process that changes a gallery: it removes the key of "-key", and adds 20 items for "a"."""
 
+    def __init__(self, path: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
 
-def ask(writer: "subprocess.Popen[str]", line: str) -> None:
-    assert writer.stdin is not None
-    print(line, file=writer.stdin, flush=True)
+    def ask(self, line: str) -> None:
+        print(line, file=self._process.stdin, flush=True)
 
+    def done(self) -> bool:
+        return self._process.stdout.readline() == "done\n"
 
-def done(writer: "subprocess.Popen[str]") -> bool:
-    assert writer.stdout is not None
-    return writer.stdout.readline() == "done\n"
+    def end(self) -> None:
+        with self._process:
+            self._process.stdin.close()
 
 
 def test_processes_take_turns(gallery: Gallery, tmp_path: Path) -> None:
-    with writers(tmp_path / "gallery", 3) as processes:
-        for process, name in zip(processes, "abc", strict=True):
-            ask(process, name)
-        assert all(map(done, processes))
-    assert {*keys(gallery)} == {f"{name}-{n}" for name in "abc" for n in range(20)}
-    assert gallery.ids().tolist() == [*range(1, 61)]
+    writers = {name: Writer(tmp_path / "gallery") for name in "ab"}
+    for name, writer in writers.items():
+        writer.ask(name)
+    assert all(writer.done() for writer in writers.values())
+    for writer in writers.values():
+        writer.end()
+    assert {*keys(gallery)} == {f"{name}-{n}" for name in "ab" for n in range(20)}
+    assert gallery.ids().tolist() == [*range(1, 41)]
 
 
 def test_a_write_that_waits_too_long_is_told_so(
@@ -433,13 +433,14 @@ def test_a_folder_that_cannot_be_written_is_read_and_follows_changes(shown: Path
         reader = Gallery.open(shown)
         assert keys(reader) == [f"key{n}" for n in range(5)]
     assert [*catalogue(shown).parent.iterdir()] == before
-    with writers(shown) as [writer]:
-        for number in (0, 1):
-            ask(writer, f"-key{number}")
-            assert done(writer)
-            with unwritable(shown):
-                assert keys(reader) == [f"key{n}" for n in range(number + 1, 5)]
-                assert reader.size == 4 - number
+    writer = Writer(shown)
+    for number in (0, 1):
+        writer.ask(f"-key{number}")
+        assert writer.done()
+        with unwritable(shown):
+            assert keys(reader) == [f"key{n}" for n in range(number + 1, 5)]
+            assert reader.size == 4 - number
+    writer.end()
     with unwritable(shown):
         assert keys(reader) == ["key2", "key3", "key4"]
     reader.close()
@@ -449,17 +450,18 @@ def test_a_connection_from_before_a_change_is_not_used_again(shown: Path) -> Non
     """Of a reader without locks that was in a search when the file changed."""
     with unwritable(shown):
         reader = Gallery.open(shown)
-    with writers(shown) as [writer]:
+    writer = Writer(shown)
 
-        def change() -> None:
-            ask(writer, "-key0")
-            assert done(writer)
-            assert reader.size == 4
+    def change() -> None:
+        writer.ask("-key0")
+        assert writer.done()
+        assert reader.size == 4
 
-        with unwritable(shown):
-            [hits] = reader.search(UNIT[None], 9, SearchOptions(checkpoint=change))
-            assert {hit.key for hit in hits} >= {f"key{n}" for n in range(1, 5)}
-            assert keys(reader) == [f"key{n}" for n in range(1, 5)]
+    with unwritable(shown):
+        [hits] = reader.search(UNIT[None], 9, SearchOptions(checkpoint=change))
+        assert {hit.key for hit in hits} >= {f"key{n}" for n in range(1, 5)}
+        assert keys(reader) == [f"key{n}" for n in range(1, 5)]
+    writer.end()
     reader.close()
 
 
@@ -480,18 +482,25 @@ def changed(path: Path, *statements: str) -> None:
             assert abs(connection.execute(statement).rowcount) == 1
 
 
-@pytest.fixture
-def sample(gallery: Gallery, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gallery with something of everything, closed."""
-    vectors = units(400)
+    path = tmp_path_factory.mktemp("made") / "gallery"
+    gallery = Gallery.create(path, name="g", bundle_id=BUNDLE, dim=DIM)
     gallery.add(
         entry(f"key-{n}", vector, {"colour": ("red", "blue")[n % 2], "price": n / 7, "stock": n})
-        for n, vector in enumerate(vectors)
+        for n, vector in enumerate(units(400))
     )
     gallery.remove(f"key-{n}" for n in range(0, 400, 40))
     gallery.update({f"key-{n}": {"price": n} for n in range(1, 40)})
     gallery.close()
-    return tmp_path / "gallery"
+    return path
+
+
+@pytest.fixture
+def sample(made: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return shutil.copytree(made, tmp_path / "sample")
 
 
 @pytest.mark.parametrize(

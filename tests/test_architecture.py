@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,31 @@ def test_a_folder_has_at_most_twelve_modules(room: str) -> None:
     folders = Counter(path.parent for path in (ROOT / room).rglob("*.py") if path.stem[0] != "_")
     crowded = {str(folder): count for folder, count in folders.items() if count > 12}
     assert not crowded
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """Where a test uses a name of the project that begins with one underscore, as "line: name"."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    foreign = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.split(".")[0] not in (*ROOMS, "tests")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ROOMS:
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in {"self", *foreign}:
+            found = [node.attr]
+        else:
+            continue
+        for name in found:
+            if name.startswith("_") and not name.startswith("__"):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
+
+
+def test_tests_of_the_indexer_use_no_private_name() -> None:
+    files = sorted((ROOT / "tests" / "indexer").rglob("*.py"))
+    found = [name for path in files for name in private_names(path)]
+    assert not found, "Say it through a public name:\n" + "\n".join(found)

@@ -26,11 +26,9 @@ from pathlib import Path
 import numpy as np
 
 from indexer.filters.text import parse_filter
-from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import GalleryManifest
 from indexer.gallery import Gallery
-from indexer.ingest.generation import publish_generation
-from indexer.types import Entry, SearchOptions
+from indexer.ingest.build import import_gallery
+from indexer.types import Dump, Entry, SearchOptions
 
 DIM = 8
 TARGET_MS = 20.0
@@ -75,11 +73,8 @@ def entries(count: int) -> Iterator[Entry]:
 
 def make(path: Path, count: int) -> None:
     """The gallery, published as a build does it."""
-    folder = GalleryFolder(path)
-    with folder.locked():
-        publish_generation(
-            folder, GalleryManifest(name="g", bundle_id="0" * 64, dim=DIM), entries(count)
-        )
+    facts = {"name": "g", "bundle_id": "0" * 64}
+    import_gallery(Dump(facts, DIM, count, lambda: entries(count)), path)
 
 
 def timed(work: Callable[[], object]) -> float:

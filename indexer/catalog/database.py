@@ -12,10 +12,15 @@ from embedder.errors import GalleryCorruptError, GalleryError
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.schema import (
     BUSY_S,
+    FIRST_STATE,
+    INDEXES,
+    NEW_FILE,
     RESTORE,
+    TABLES,
     check_schema,
     error_code,
     read_error,
+    seal,
     write_error,
 )
 from indexer.catalog.write import CatalogWriter
@@ -38,6 +43,19 @@ class Catalog:
         self._idle: _Idle = deque()
         self._closed = False
         self._log_limit = _KEEP_LOG_BYTES
+
+    @classmethod
+    def create(cls, path: Path, dim: int) -> None:
+        """Make the new, empty file for vectors of length `dim`. Raises: GalleryWriteError."""
+        try:
+            connection = sqlite3.connect(path, isolation_level=None)
+            with contextlib.closing(connection):
+                connection.executescript(NEW_FILE + TABLES + INDEXES)
+                connection.execute(FIRST_STATE, (dim, 0, 0, 0))
+                seal(connection)
+                connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.Error as error:
+            raise write_error(path, error) from error
 
     @classmethod
     def open(cls, path: Path, *, writable: bool = False) -> "Catalog":

@@ -4,7 +4,6 @@ A test that needs a name of this list knows more than a user does; when a room i
 where its tests are mended.
 """
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,7 +76,6 @@ __all__ = [
     "addresses",
     "adopt",
     "backup",
-    "bulk_load",
     "compare",
     "contents_of",
     "embedding_key",
@@ -95,14 +93,6 @@ __all__ = [
     "write_segment",
     "write_vectors",
 ]
-
-
-def bulk_load(path: Path, dim: int, entries: Sequence[Entry]) -> None:
-    """A catalogue of these entries, as one write."""
-    Catalog.create(path, dim)
-    opened = contextlib.closing(Catalog.open(path, writable=True))
-    with opened as catalog, catalog.writing() as writer:
-        writer.add(entries)
 
 
 def publish_generation(path: Path, manifest: GalleryManifest, entries: Sequence[Entry]) -> str:

@@ -10,10 +10,10 @@ from clustered import clustered_batches
 from gallery_make import K, Setting, segment_folder
 from gallery_truth import Positions, recall
 
+from embedder.machine import core_count
 from embedder.types import Embeddings
 from indexer.gallery import Gallery
 from indexer.index.faiss import parameters
-from indexer.index.machine import core_count
 from indexer.index.segment import IDS, INDEX, VECTORS, read_manifest
 
 FIRST_NUMBER = 1

@@ -9,8 +9,8 @@ import numpy as np
 from gallery_contest import Contestant
 from gallery_report import Report, Target
 
+from embedder.machine import core_count
 from embedder.types import Embeddings
-from indexer.index.machine import core_count
 
 BATCH = 256
 ROUNDS = 11

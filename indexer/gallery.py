@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from embedder.durable import hold, reach
 from embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
@@ -30,7 +31,6 @@ from indexer.catalog.entries import checked_keys
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.write import CatalogWriter
 from indexer.filters.tree import Filter
-from indexer.folder.durable import hold, reach
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import REPORT, SHORT, GalleryManifest, read_manifest, write_manifest
 from indexer.index.plan import IndexSettings

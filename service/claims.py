@@ -12,13 +12,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from embedder.durable import make_folder, rename, sync
 from embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.folder.durable import make_folder, rename, sync
 from indexer.folder.layout import GalleryFolder
 
 _LOCK = "LOCK"

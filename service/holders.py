@@ -6,8 +6,8 @@ from pathlib import Path
 
 import structlog
 
+from embedder.durable import in_use
 from embedder.errors import GalleryBusyError, GalleryNotFoundError, KinlensError
-from indexer.folder.durable import in_use
 from indexer.folder.layout import GalleryFolder
 from indexer.gallery import contents_held
 from service.claims import Claims

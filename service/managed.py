@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from embedder.durable import make_folder
 from embedder.errors import (
     BundleNotFoundError,
     GalleryConflictError,
@@ -15,7 +16,6 @@ from embedder.errors import (
     InvalidParameterError,
     StateMissingError,
 )
-from indexer.folder.durable import make_folder
 from indexer.folder.layout import GalleryFolder, discard, is_stage
 from indexer.folder.manifest import checked_name
 from indexer.gallery import Gallery

@@ -10,10 +10,10 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from embedder.errors import InvalidParameterError
+from embedder.machine import core_count
 from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
 from indexer.folder.manifest import checked_name
-from indexer.index.machine import core_count
 from service.remote import check_url
 from service.security.address import parse_network
 from service.security.keys import Scope

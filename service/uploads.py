@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
+from embedder.durable import make_folder, rename, sync
 from embedder.errors import GalleryCorruptError, GalleryWriteError, ItemNotFoundError
-from indexer.folder.durable import make_folder, rename, sync
 
 Held = Callable[[Collection[str]], Collection[str]]
 """Which of these contents some item has."""

@@ -4,10 +4,10 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
+from embedder.durable import rename, sync
 from embedder.errors import InvalidParameterError
 from embedder.types import Embeddings
 from indexer.catalog.database import Catalog
-from indexer.folder.durable import rename, sync
 from indexer.folder.layout import GalleryFolder, disk_errors_explained, staged
 from indexer.index.plan import check_target
 from indexer.index.segment import MANIFEST, Segment, write_manifest

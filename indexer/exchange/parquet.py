@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from embedder.durable import rename
 from embedder.errors import EngineUnavailableError, GalleryBusyError, GalleryWriteError, SourceError
 from embedder.types import AttributeValue, Embeddings
-from indexer.folder.durable import rename
 from indexer.types import Dump, Entry, Progress, VectorStore
 
 VECTOR = "vector"

@@ -27,6 +27,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from embedder.bundle import sha256_of
+from embedder.durable import hold, in_use, make_folder, rename, sync_tree
 from embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
@@ -35,7 +36,6 @@ from embedder.errors import (
 )
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import State
-from indexer.folder.durable import hold, in_use, make_folder, rename, sync_tree
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import MANIFEST, SHORT, GalleryManifest, read_manifest, write_manifest
 from indexer.folder.manifest import REPORT as BUILD_REPORT

@@ -18,14 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from embedder.errors import (
-    GalleryBusyError,
-    GalleryCorruptError,
-    GalleryError,
-    GalleryNotFoundError,
-    GalleryWriteError,
-)
-from indexer.folder.durable import (
+from embedder.durable import (
     exclusive,
     hold,
     holder,
@@ -35,6 +28,13 @@ from indexer.folder.durable import (
     shared,
     sync,
     sync_tree,
+)
+from embedder.errors import (
+    GalleryBusyError,
+    GalleryCorruptError,
+    GalleryError,
+    GalleryNotFoundError,
+    GalleryWriteError,
 )
 from indexer.folder.manifest import MANIFEST, SHORT
 

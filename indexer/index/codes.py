@@ -6,11 +6,11 @@ import faiss
 import numpy as np
 from faiss.class_wrappers import add_to_referenced_objects
 
+from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError
+from embedder.machine import core_count
 from embedder.types import Embeddings
-from indexer.folder.durable import FileFacts, HashedFile
 from indexer.index.gpu import build_cagra, reason_of
-from indexer.index.machine import core_count
 from indexer.index.plan import (
     COARSE_HNSW_FROM,
     COARSE_M,

@@ -10,12 +10,12 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from embedder.durable import FileFacts
 from embedder.errors import InvalidParameterError
+from embedder.machine import core_count
 from embedder.types import Embeddings
-from indexer.folder.durable import FileFacts
 from indexer.index.codes import build_codes, flat_over, grow, read_codes, searched_by, write_codes
 from indexer.index.gpu import MAX_K, GpuIndex
-from indexer.index.machine import core_count
 from indexer.index.plan import COARSE_HNSW_FROM, IndexKind, Plan
 from indexer.types import Ids, Progress, Scores
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from embedder.errors import PlanError
+from embedder.machine import core_count
+from embedder.machine import memory_mb as machine_memory_mb
 from indexer.index.gpu import gpu_memory_mb, why_no_gpu
-from indexer.index.machine import core_count
-from indexer.index.machine import memory_mb as machine_memory_mb
 
 _MIB = 2**20
 

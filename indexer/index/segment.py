@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embedder.bundle import sha256_of
+from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError
 from embedder.types import Embeddings
-from indexer.folder.durable import FileFacts, HashedFile
 from indexer.index.faiss import Effort, SegmentIndex
 from indexer.index.plan import IndexKind, IndexSettings, Plan, plan_index
 from indexer.index.tune import Tuned, tune

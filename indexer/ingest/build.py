@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from embedder.durable import rename
 from embedder.errors import (
     GalleryCorruptError,
     GalleryError,
@@ -23,7 +24,6 @@ from embedder.errors import (
     InvalidParameterError,
 )
 from embedder.session import Embedder
-from indexer.folder.durable import rename
 from indexer.folder.layout import GalleryFolder, discard, disk_errors_explained
 from indexer.folder.manifest import (
     REPORT,

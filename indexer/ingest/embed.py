@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import GalleryError, ImageError, SourceError
+from embedder.machine import core_count
 from embedder.preprocess import ImageLimits, read_header
 from embedder.session import Embedder
-from indexer.index.machine import core_count
 from indexer.ingest.sources import ANY_SIZE, Record, Source, check_names
 
 Known = Callable[[Sequence[str]], Collection[str]]

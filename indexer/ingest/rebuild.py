@@ -8,6 +8,7 @@ from time import perf_counter
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from embedder.durable import sync_tree
 from embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
@@ -17,7 +18,6 @@ from embedder.errors import (
 from embedder.session import Embedder
 from indexer.catalog.database import Catalog
 from indexer.folder.backup import backup
-from indexer.folder.durable import sync_tree
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import SHORT, GalleryManifest, read_manifest, write_manifest
 from indexer.gallery import Gallery

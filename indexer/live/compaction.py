@@ -10,10 +10,10 @@ from time import perf_counter
 
 from pydantic import BaseModel, ConfigDict
 
+from embedder.durable import exclusive, holder, in_use, reach, rename, sync_tree
 from embedder.errors import GalleryBusyError, GalleryError, KinlensError
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import State
-from indexer.folder.durable import exclusive, holder, in_use, reach, rename, sync_tree
 from indexer.folder.layout import discard, disk_errors_explained, is_stage, staged
 from indexer.index.plan import IndexSettings
 from indexer.index.segment import SegmentManifest, write_segment, write_vectors

@@ -6,8 +6,8 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from embedder.machine import core_count
 from embedder.types import Embeddings
-from indexer.index.machine import core_count
 from indexer.types import Ids, Scores
 
 _FIRST_CAPACITY = 256

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from embedder.durable import hold
 from embedder.errors import GalleryCorruptError
 from embedder.types import Embeddings
 from indexer.catalog.read import CatalogView, State
-from indexer.folder.durable import hold
 from indexer.index.faiss import Effort
 from indexer.index.segment import Segment
 from indexer.live.delta import Delta

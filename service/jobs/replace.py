@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from embedder.bundle import Bundle
+from embedder.durable import make_folder, rename, sync_tree
 from embedder.session import Embedder
 from indexer.checks.compare import compare
 from indexer.folder.backup import backup_bytes
-from indexer.folder.durable import make_folder, rename, sync_tree
 from indexer.folder.layout import staged
 from indexer.gallery import Gallery
 from indexer.ingest.embed import Failure

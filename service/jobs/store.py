@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from embedder.durable import make_folder
 from embedder.errors import JobConflictError, JobNotFoundError, StateError
-from indexer.folder.durable import make_folder
 from service.jobs.record import ACTIVE, ENDED, HEAVY, TOTAL, Job, Kind, State
 
 _BUSY_S = 10.0

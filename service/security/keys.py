@@ -14,8 +14,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from embedder.durable import exclusive, make_folder, rename, sync
 from embedder.errors import InvalidParameterError, StateError
-from indexer.folder.durable import exclusive, make_folder, rename, sync
 
 Scope = Literal["search", "write", "admin"]
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from embedder.durable import set_fault_hook
 from embedder.errors import GalleryBusyError
 from embedder.types import AttributeValue, Embeddings
 from indexer.filters.tree import Range
-from indexer.folder.durable import set_fault_hook
 from indexer.gallery import Gallery
 from indexer.ingest.build import import_gallery
 from indexer.types import Dump, Entry, SearchOptions

@@ -17,7 +17,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from indexer.ingest.rebuild import adopt
-from indexer.folder.durable import set_fault_hook
+from embedder.durable import set_fault_hook
 from tests.indexer.rebuilds import content
 
 target, source = Path(sys.argv[1]), Path(sys.argv[2])

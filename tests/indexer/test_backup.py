@@ -236,7 +236,7 @@ def test_a_segment_that_lacks_a_file_is_refused_by_its_name(
 TUNED = """
 import os, signal, sys
 import numpy as np
-from indexer.folder.durable import set_fault_hook
+from embedder.durable import set_fault_hook
 from indexer.checks.retune import tune_gallery
 
 def hook(point):
@@ -419,7 +419,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from indexer.folder.backup import backup, restore
-from indexer.folder.durable import set_fault_hook
+from embedder.durable import set_fault_hook
 from tests.indexer.test_backup import keys
 
 shop, saved = Path(sys.argv[1]), Path(sys.argv[2])

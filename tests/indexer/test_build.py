@@ -252,7 +252,7 @@ from pathlib import Path
 import os
 from embedder.fake import FakeEmbedder
 from indexer.ingest.build import BuildSettings, build_gallery
-from indexer.folder.durable import set_fault_hook
+from embedder.durable import set_fault_hook
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.sources import folder_source
 

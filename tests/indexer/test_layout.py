@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from embedder.durable import hold, in_use
 from embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
@@ -18,7 +19,6 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.folder.durable import hold, in_use
 from indexer.folder.layout import disk_errors_explained
 from indexer.gallery import Gallery
 from tests.indexer.conftest import as_nobody

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import PlanError
+from embedder.machine import memory_mb
 from indexer.index import plan as plans
-from indexer.index.machine import memory_mb
 from indexer.index.plan import IndexSettings, Plan, lists_for
 from tests.indexer.vectors import clumped
 from tests.support.seams import SegmentIndex, plan_index

@@ -50,7 +50,7 @@ MUTATIONS = {
         ("tests/service/test_processes.py", "-k", "both_processes"),
     ),
     "fsync": Mutation(
-        "indexer/folder/durable.py",
+        "embedder/durable.py",
         "        os.fsync(descriptor)\n",
         "        pass\n",
         ("tests/test_power_loss.py",),

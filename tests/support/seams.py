@@ -7,13 +7,13 @@ where its tests are mended.
 from collections.abc import Sequence
 from pathlib import Path
 
+from embedder.durable import set_fault_hook
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import CatalogView, State
 from indexer.checks.compare import compare
 from indexer.commands import options
 from indexer.exchange.milvus import MilvusStore
 from indexer.folder.backup import backup, read_backup
-from indexer.folder.durable import set_fault_hook
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import GalleryManifest
 from indexer.index.faiss import Effort, SegmentIndex

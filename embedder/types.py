@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,13 @@ ItemId = int
 
 AttributeValue = str | int | float | bool
 """What an attribute of an item can be."""
+
+
+AttributeKind = Literal["text", "number", "boolean"]
+"""What the values of an attribute are; whole and decimal numbers are of one kind."""
+
+SHORT = 12
+"""Hex digits of an id that are shown and used as names."""
 
 
 @dataclass(frozen=True, slots=True)

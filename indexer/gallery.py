@@ -24,7 +24,7 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import AttributeValue, Embeddings, Hit, ItemId
+from embedder.types import SHORT, AttributeValue, Embeddings, Hit, ItemId
 from indexer.catalog.attributes import Schema
 from indexer.catalog.database import Catalog
 from indexer.catalog.entries import checked_keys
@@ -32,7 +32,7 @@ from indexer.catalog.read import CatalogView, State
 from indexer.catalog.write import CatalogWriter
 from indexer.filters.tree import Filter
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import REPORT, SHORT, GalleryManifest, read_manifest, write_manifest
+from indexer.folder.manifest import REPORT, GalleryManifest, read_manifest, write_manifest
 from indexer.index.plan import IndexSettings
 from indexer.index.segment import SegmentManifest
 from indexer.index.segment import read_manifest as read_segment_manifest

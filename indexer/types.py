@@ -1,5 +1,6 @@
 """What every engine of a gallery can do: the FAISS gallery and the one on Milvus."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.types import AttributeValue, Embeddings, Hit, ItemId
-from indexer.catalog.attributes import AttributeKind, Schema
+from embedder.errors import InvalidParameterError
+from embedder.types import AttributeKind, AttributeValue, Embeddings, Hit, ItemId
+from indexer.catalog.attributes import Schema
 from indexer.filters.tree import Filter
 
 Ids = NDArray[np.int64]
@@ -23,6 +25,12 @@ Progress = Callable[[int], None]
 
 GroupScore = Literal["best", "mean"]
 """What a group is ranked by: its best item, or the mean over all its items."""
+
+
+GALLERY_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+"""What the name of a gallery looks like, since it stands in addresses."""
+
+_CANCELLED = 1e-3  # a combination of likes and dislikes that is shorter has no direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,3 +312,38 @@ class VectorStore(Protocol):
 
     def close(self) -> None:
         """Let go of files and memory."""
+
+
+def checked_name(name: str) -> str:
+    """`name` itself, if it can stand in the address of a gallery.
+
+    Raises: InvalidParameterError.
+    """
+    if not re.fullmatch(GALLERY_NAME, name):
+        raise InvalidParameterError(
+            f"The gallery name {name!r} cannot stand in an address. Give up to 64 letters, "
+            "digits, '.', '_' or '-' with --name, beginning with a letter or digit."
+        )
+    return name
+
+
+def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:
+    """One unit vector (D,) near `liked` (P, D) and far from `disliked` (N, D), N may be 0.
+
+    Rocchio's rule with equal weights: the mean of the liked, moved away from the mean of the
+    disliked by their difference. Raises: InvalidParameterError if nothing is liked, or if likes
+    and dislikes cancel.
+    """
+    if not len(liked):
+        raise InvalidParameterError("No liked items. Give at least one key of a liked item.")
+    target = liked.mean(axis=0, dtype=np.float64)
+    if len(disliked):
+        target = 2 * target - disliked.mean(axis=0, dtype=np.float64)
+    norm = np.linalg.norm(target)
+    if norm < _CANCELLED:
+        raise InvalidParameterError(
+            f"{len(liked)} liked and {len(disliked)} disliked items cancel each other: their "
+            f"combination has length {norm:.1g}. Leave some of them out."
+        )
+    combined: Embeddings = (target / norm).astype(np.float32)
+    return combined

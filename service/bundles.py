@@ -8,7 +8,7 @@ from embedder.bundle import MANIFEST, Bundle
 from embedder.errors import BundleNotFoundError
 from embedder.preprocess import ImageLimits
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
-from indexer.folder.manifest import SHORT
+from embedder.types import SHORT
 from service.settings import Settings
 
 _FOLDER_DIGITS = 16

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import ItemNotFoundError
 from embedder.types import Embeddings, Hit
-from indexer.live.ranking import combined_query
-from indexer.types import Group, SearchOptions, go_on
+from indexer.types import Group, SearchOptions, combined_query, go_on
 from service.payloads import Shown, encode_results
 from service.queries import Query
 from service.thresholds import UNREACHABLE

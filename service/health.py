@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from embedder.errors import GalleryNotFoundError
-from indexer.folder.manifest import SHORT
+from embedder.types import SHORT
 from service.decoding.decoder import Decoder
 from service.flight import SingleFlight
 from service.loading import look_at

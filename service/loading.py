@@ -13,7 +13,7 @@ from embedder.errors import (
     GalleryNotFoundError,
     KinlensError,
 )
-from indexer.folder.manifest import SHORT
+from embedder.types import SHORT
 from indexer.gallery import Gallery as Indexed
 from service.failures import Failures
 from service.models import Model, Models

@@ -17,8 +17,8 @@ from embedder.errors import (
     StateMissingError,
 )
 from indexer.folder.layout import GalleryFolder, discard, is_stage
-from indexer.folder.manifest import checked_name
 from indexer.gallery import Gallery
+from indexer.types import checked_name
 from service.jobs.manager import JobManager
 from service.jobs.record import ACTIVE, Job
 from service.models import Model, Models

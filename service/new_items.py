@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError, KinlensError
-from embedder.types import AttributeValue
-from indexer.catalog.attributes import AttributeKind
+from embedder.types import AttributeKind, AttributeValue
 from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
 from indexer.types import Entry, Item
 from service.types import Gallery

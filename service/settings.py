@@ -13,7 +13,7 @@ from embedder.errors import InvalidParameterError
 from embedder.machine import core_count
 from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
-from indexer.folder.manifest import checked_name
+from indexer.types import checked_name
 from service.remote import check_url
 from service.security.address import parse_network
 from service.security.keys import Scope

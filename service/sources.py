@@ -5,8 +5,9 @@ from pathlib import Path
 
 from embedder.errors import GalleryNotFoundError, InvalidParameterError
 from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import checked_name, read_manifest
+from indexer.folder.manifest import read_manifest
 from indexer.gallery import Gallery as IndexedGallery
+from indexer.types import checked_name
 from service.settings import Settings, split_gallery
 
 

@@ -3,12 +3,8 @@
 import math
 import re
 from collections.abc import Mapping
-from typing import Literal
 
-from embedder.types import AttributeValue
-
-AttributeKind = Literal["text", "number", "boolean"]
-"""What the values of an attribute are; whole and decimal numbers are of one kind."""
+from embedder.types import AttributeKind, AttributeValue
 
 Schema = Mapping[str, AttributeKind]
 """The attributes of a gallery: name -> kind."""

@@ -8,14 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError
-from embedder.types import AttributeValue, Embeddings
-from indexer.catalog.attributes import (
-    MAX_TEXT,
-    AttributeKind,
-    check_name,
-    checked_kind,
-    is_printable,
-)
+from embedder.types import AttributeKind, AttributeValue, Embeddings
+from indexer.catalog.attributes import MAX_TEXT, check_name, checked_kind, is_printable
 from indexer.types import Entry, Item
 
 MAX_KEY = 1024

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.types import AttributeValue, Embeddings, ItemId
-from indexer.catalog.attributes import AttributeKind, Schema, is_printable
+from embedder.types import AttributeKind, AttributeValue, Embeddings, ItemId
+from indexer.catalog.attributes import Schema, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key
 from indexer.catalog.schema import NAMES, STATE, damaged, item_checksum, row_checksum
 from indexer.filters.sql import condition_sql, fitting, restored, stored

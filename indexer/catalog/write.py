@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from embedder.errors import InvalidParameterError, ItemNotFoundError
-from embedder.types import AttributeValue, Embeddings, ItemId
-from indexer.catalog.attributes import AttributeKind
+from embedder.types import AttributeKind, AttributeValue, Embeddings, ItemId
 from indexer.catalog.entries import checked_vectors, learn_kinds, with_stored
 from indexer.catalog.read import CatalogView
 from indexer.catalog.schema import (

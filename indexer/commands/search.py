@@ -24,8 +24,7 @@ from indexer.commands.options import (
 )
 from indexer.commands.vectors import read_vectors, vector_of
 from indexer.filters.text import parse_filter
-from indexer.live.ranking import combined_query
-from indexer.types import Grouping, GroupScore, SearchOptions, VectorStore
+from indexer.types import Grouping, GroupScore, SearchOptions, VectorStore, combined_query
 
 app = typer.Typer()
 

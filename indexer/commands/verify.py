@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from embedder.types import SHORT
 from indexer.checks.retune import tune_gallery
 from indexer.checks.verify import (
     VerifyReport,
@@ -26,7 +27,6 @@ from indexer.commands.options import (
     RecallOption,
 )
 from indexer.commands.vectors import read_vectors
-from indexer.folder.manifest import SHORT
 
 app = typer.Typer()
 

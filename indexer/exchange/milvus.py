@@ -30,8 +30,8 @@ from embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
-from embedder.types import AttributeValue, Embeddings, Hit, ItemId
-from indexer.catalog.attributes import AttributeKind, Schema
+from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, Hit, ItemId
+from indexer.catalog.attributes import Schema
 from indexer.catalog.entries import checked_keys, checked_vectors, learn_kinds, with_stored
 from indexer.exchange.milvus_collection import (
     ENTRY,
@@ -52,18 +52,10 @@ from indexer.exchange.milvus_collection import (
 )
 from indexer.exchange.milvus_filters import literal
 from indexer.filters.tree import Filter, In, check_grouped
-from indexer.folder.manifest import SHORT
 from indexer.gallery import GalleryFacts
 from indexer.ingest.pictures import ItemImage, item_image
 from indexer.live.grouping import Members, best_groups, contents_of
-from indexer.live.ranking import (
-    Candidate,
-    Fetch,
-    best_hits,
-    check_options,
-    check_search,
-    combined_query,
-)
+from indexer.live.ranking import Candidate, Fetch, best_hits, check_options, check_search
 from indexer.types import (
     MAX_COUNTED_VALUES,
     AttributeFacts,
@@ -75,6 +67,7 @@ from indexer.types import (
     Progress,
     SearchOptions,
     Written,
+    combined_query,
 )
 
 Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from embedder.errors import FilterError
-from embedder.types import AttributeValue
-from indexer.catalog.attributes import AttributeKind, Schema, check_name, checked_kind, kind_of
+from embedder.types import AttributeKind, AttributeValue
+from indexer.catalog.attributes import Schema, check_name, checked_kind, kind_of
 
 MAX_DEPTH = 64
 MAX_CONDITIONS = 1000

@@ -34,10 +34,11 @@ from embedder.errors import (
     GalleryError,
     GalleryNotFoundError,
 )
+from embedder.types import SHORT
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import State
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import MANIFEST, SHORT, GalleryManifest, read_manifest, write_manifest
+from indexer.folder.manifest import MANIFEST, GalleryManifest, read_manifest, write_manifest
 from indexer.folder.manifest import REPORT as BUILD_REPORT
 from indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from indexer.index.segment import check_file

@@ -36,7 +36,8 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.folder.manifest import MANIFEST, SHORT
+from embedder.types import SHORT
+from indexer.folder.manifest import MANIFEST
 
 _CURRENT = "CURRENT"
 _LOCK = "LOCK"

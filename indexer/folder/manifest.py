@@ -10,7 +10,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from embedder.errors import GalleryCorruptError, InvalidParameterError
+from embedder.errors import GalleryCorruptError
+from embedder.types import SHORT
+from indexer.types import GALLERY_NAME
 
 MANIFEST = "manifest.json"
 """The file that makes a folder a generation."""
@@ -18,12 +20,7 @@ MANIFEST = "manifest.json"
 REPORT = "report.json"
 """How a generation was built, in a file beside its manifest."""
 
-SHORT = 12
-"""Hex digits of an id that are shown and used as names."""
-
 SCHEMA_VERSION = 2
-
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 
 
 class GalleryManifest(BaseModel):
@@ -33,7 +30,7 @@ class GalleryManifest(BaseModel):
 
     schema_version: Literal[2] = 2
     uid: str = Field(pattern=r"^[0-9a-f]{32}$", default_factory=lambda: uuid.uuid4().hex)
-    name: str = Field(pattern=f"^{_NAME}$")
+    name: str = Field(pattern=f"^{GALLERY_NAME}$")
     bundle_id: str = Field(min_length=1)
     dim: int = Field(ge=1)
     created_at: str = Field(
@@ -102,19 +99,6 @@ def _refuse_other_schema(path: Path, content: object) -> None:
             f"{path} has schema {found}, this version of Kinlens reads {SCHEMA_VERSION}. Use the "
             "version of Kinlens that wrote it, or a newer one."
         )
-
-
-def checked_name(name: str) -> str:
-    """`name` itself, if it can stand in the address of a gallery.
-
-    Raises: InvalidParameterError.
-    """
-    if not re.fullmatch(_NAME, name):
-        raise InvalidParameterError(
-            f"The gallery name {name!r} cannot stand in an address. Give up to 64 letters, "
-            "digits, '.', '_' or '-' with --name, beginning with a letter or digit."
-        )
-    return name
 
 
 def name_of(folder: Path) -> str:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import BundleMismatchError, InvalidParameterError, SourceError
 from embedder.session import Embedder
+from embedder.types import SHORT
 from indexer.catalog.entries import merged
-from indexer.folder.manifest import SHORT
 from indexer.gallery import Gallery
 from indexer.ingest.embed import (
     Batch,

@@ -28,7 +28,6 @@ from indexer.folder.layout import GalleryFolder, discard, disk_errors_explained
 from indexer.folder.manifest import (
     REPORT,
     GalleryManifest,
-    checked_name,
     name_of,
     read_manifest,
     write_manifest,
@@ -38,7 +37,7 @@ from indexer.index.plan import IndexSettings, Plan, plan_index
 from indexer.ingest.add import Ingest, Rest
 from indexer.ingest.embed import EmbedSettings, Failure, refuse_unreadable
 from indexer.ingest.sources import Source, check_attributes
-from indexer.types import Dump, Progress
+from indexer.types import Dump, Progress, checked_name
 
 _CHUNK = 4096
 _ROW_BYTES = 500  # an item in the catalogue, without its vector

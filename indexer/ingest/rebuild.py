@@ -16,10 +16,11 @@ from embedder.errors import (
     SourceError,
 )
 from embedder.session import Embedder
+from embedder.types import SHORT
 from indexer.catalog.database import Catalog
 from indexer.folder.backup import backup
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import SHORT, GalleryManifest, read_manifest, write_manifest
+from indexer.folder.manifest import GalleryManifest, read_manifest, write_manifest
 from indexer.gallery import Gallery
 from indexer.ingest.add import Ingest
 from indexer.ingest.embed import EmbedSettings, Failure

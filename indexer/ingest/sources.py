@@ -15,8 +15,8 @@ import numpy as np
 
 from embedder.errors import ImageTooManyBytesError, SourceError
 from embedder.preprocess import ImageLimits
-from embedder.types import AttributeValue
-from indexer.catalog.attributes import AttributeKind, Schema, is_printable
+from embedder.types import AttributeKind, AttributeValue
+from indexer.catalog.attributes import Schema, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
 
 KINDS: tuple[AttributeKind, ...] = get_args(AttributeKind)

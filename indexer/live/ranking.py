@@ -137,28 +137,6 @@ def hit(candidate: Candidate) -> Hit:
     return Hit(candidate.id, candidate.key, candidate.score, candidate.attributes)
 
 
-def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:
-    """One unit vector (D,) near `liked` (P, D) and far from `disliked` (N, D), N may be 0.
-
-    Rocchio's rule with equal weights: the mean of the liked, moved away from the mean of the
-    disliked by their difference. Raises: InvalidParameterError if nothing is liked, or if likes
-    and dislikes cancel.
-    """
-    if not len(liked):
-        raise InvalidParameterError("No liked items. Give at least one key of a liked item.")
-    target = liked.mean(axis=0, dtype=np.float64)
-    if len(disliked):
-        target = 2 * target - disliked.mean(axis=0, dtype=np.float64)
-    norm = np.linalg.norm(target)
-    if norm < NORM_TOLERANCE:
-        raise InvalidParameterError(
-            f"{len(liked)} liked and {len(disliked)} disliked items cancel each other: their "
-            f"combination has length {norm:.1g}. Leave some of them out."
-        )
-    combined: Embeddings = (target / norm).astype(np.float32)
-    return combined
-
-
 def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) -> Embeddings:
     """`queries` as C-ordered float32 (Q, dim), once they and the numbers are in range.
 

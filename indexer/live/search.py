@@ -12,10 +12,10 @@ from indexer.catalog.read import CatalogView
 from indexer.filters.tree import Filter, In, check_grouped
 from indexer.live.filter_cache import among_ids
 from indexer.live.grouping import Members, best_groups, contents_of
-from indexer.live.ranking import Candidate, Fetch, best_hits, combined_query
+from indexer.live.ranking import Candidate, Fetch, best_hits
 from indexer.live.snapshot import Among, Bits
 from indexer.live.state import Reading
-from indexer.types import Group, Grouping, Ids, Item, Scores, SearchOptions
+from indexer.types import Group, Grouping, Ids, Item, Scores, SearchOptions, combined_query
 
 _NO_IDS: Ids = np.empty(0, np.int64)
 _MASKS = 64  # of values, kept for the other queries of a search

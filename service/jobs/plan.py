@@ -18,8 +18,9 @@ from embedder.errors import (
     JobConflictError,
 )
 from embedder.manifest import AskedPrecision
+from embedder.types import SHORT
 from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import SHORT, read_manifest
+from indexer.folder.manifest import read_manifest
 from service.bundles import id_of
 from service.jobs.folders import JobFolders
 from service.jobs.params import RebuildParams, SwapParams, TrainParams, checked

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from embedder.errors import InvalidParameterError
-from indexer.live.ranking import check_search, combined_query
-from indexer.types import SearchOptions
+from indexer.live.ranking import check_search
+from indexer.types import SearchOptions, combined_query
 
 
 def unit(*values: float) -> np.ndarray:

@@ -4,6 +4,8 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +17,7 @@ Hook = Callable[[str], None]
 """Called with the name of a step, before and after it; it may raise or end the process."""
 
 _hooks: list[Hook] = []
+_STAGE = ".stage-"
 
 
 def set_fault_hook(hook: Hook | None) -> None:
@@ -64,6 +67,21 @@ def rename(source: Path, target: Path, step: str) -> None:
     source.replace(target)
     reach(f"{step}: after rename")
     sync(target.parent, step)
+
+
+def write_whole(path: Path, data: bytes, step: str) -> None:
+    """Put `data` into `path` for good, readable by this user alone: who reads it finds the old
+    content or the new. Raises: OSError.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=_STAGE, dir=path.parent)
+    stage = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        sync(stage, step)
+        rename(stage, path, step)
+    finally:
+        stage.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -118,6 +136,38 @@ def in_use(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+@contextlib.contextmanager
+def staged(parent: Path, prefix: str = _STAGE) -> Iterator[Path]:
+    """An empty folder below `parent` to write aside in, marked as in use; gone afterwards unless
+    it was renamed. What interrupted writes left under this prefix goes first. Raises: OSError.
+    """
+    for folder in parent.iterdir():
+        with contextlib.suppress(OSError):  # somebody else removes it
+            if folder.name.startswith(prefix) and not in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+    stage = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    descriptor = hold(stage)
+    try:
+        stage.chmod(0o755)
+        yield stage
+    finally:
+        os.close(descriptor)
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def is_stage(folder: Path) -> bool:
+    """Whether this is what an interrupted write left over."""
+    return folder.name.startswith(_STAGE)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that nobody needs; a removal that is cut short is ended by the next write."""
+    with contextlib.suppress(OSError):
+        if not is_stage(folder):
+            folder = folder.rename(folder.with_name(f"{_STAGE}{folder.name}"))
+        shutil.rmtree(folder)
 
 
 class FileFacts(BaseModel):

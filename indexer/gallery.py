@@ -15,19 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from embedder.durable import hold, reach
+from embedder.durable import discard, hold, reach
 from embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
     GalleryCorruptError,
     GalleryError,
+    GalleryNotFoundError,
+    GalleryWriteError,
     ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import SHORT, AttributeValue, Embeddings, Hit, ItemId
+from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, Hit, ItemId
 from indexer.catalog.attributes import Schema
-from indexer.catalog.database import Catalog
-from indexer.catalog.entries import checked_keys
+from indexer.catalog.database import Catalog, catalog_view
+from indexer.catalog.entries import check_key, checked_keys, learn_kinds
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.write import CatalogWriter
 from indexer.filters.tree import Filter
@@ -580,8 +582,7 @@ class Gallery:
     @contextlib.contextmanager
     def _own_view(self) -> Iterator[CatalogView]:
         """For generators: they may be left half way, or run while their thread searches."""
-        opened = contextlib.closing(Catalog.open(self._generation / CATALOG))
-        with opened as catalog, catalog.reading() as view:
+        with catalog_view(self._generation / CATALOG) as view:
             yield view
 
 
@@ -614,9 +615,77 @@ def contents_held(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
 
     Raises: GalleryNotFoundError, GalleryCorruptError.
     """
-    opened = contextlib.closing(Catalog.open(GalleryFolder(folder).current() / CATALOG))
-    with opened as catalog, catalog.reading() as view:
+    with catalog_view(GalleryFolder(folder).current() / CATALOG) as view:
         return set(view.content(sha256s))
+
+
+def current_generation(folder: Path | str) -> str | None:
+    """The name of the generation of the gallery in `folder`; None where there is no gallery."""
+    return GalleryFolder(folder).current_name()
+
+
+def current_manifest(folder: Path | str) -> GalleryManifest:
+    """What stays as it is of the gallery in `folder`; its index is not opened.
+
+    Raises: GalleryNotFoundError, GalleryCorruptError.
+    """
+    return read_manifest(GalleryFolder(folder).current())
+
+
+def keeps_generation(folder: Path | str, names: Iterable[str]) -> bool:
+    """Whether one of these generations still lies in the gallery, be it the current one or not."""
+    return not GalleryFolder(folder).generations().isdisjoint(names)
+
+
+def is_being_replaced(folder: Path | str) -> bool:
+    """Whether somebody is writing another generation of the gallery at this moment."""
+    return GalleryFolder(folder).is_staging()
+
+
+def delete_gallery(folder: Path | str) -> None:
+    """Delete a gallery with all that is in its folder.
+
+    Raises: GalleryNotFoundError, GalleryBusyError while a build runs in it, GalleryWriteError.
+    """
+    gallery = GalleryFolder(folder)
+    if gallery.current_name() is None:
+        raise GalleryNotFoundError(f"Gallery {gallery.path.name!r} has just been deleted.")
+    with gallery.locked():
+        discard(gallery.path)
+    if gallery.path.exists():
+        raise GalleryWriteError(
+            f"Gallery {gallery.path.name!r} cannot be deleted. Check the permissions of its folder."
+        )
+
+
+def copy_bytes(folder: Path | str) -> int:
+    """How many bytes a copy of the gallery has, unless it changes meanwhile.
+
+    Raises: GalleryNotFoundError, GalleryCorruptError.
+    """
+    generation = GalleryFolder(folder).current()
+    with catalog_view(generation / CATALOG) as view:
+        segment = view.state().segment
+        # Not the size of the file: what came last may stand in its log alone.
+        pages, page_bytes = (
+            int(view.connection.execute(f"PRAGMA {name}").fetchone()[0])
+            for name in ("page_count", "page_size")
+        )
+    size = pages * page_bytes
+    files = [] if segment is None else (generation / SEGMENTS / segment).glob("*")
+    with contextlib.suppress(FileNotFoundError):  # a compaction has replaced it meanwhile
+        size += sum(file.stat().st_size for file in files)
+    return size
+
+
+def check_item(
+    key: str, attributes: Mapping[str, AttributeValue], kinds: dict[str, AttributeKind]
+) -> None:
+    """Refuse what no gallery stores, before anybody embeds its image; attributes are compared with
+    `kinds`, as of `Gallery.schema`, to which new ones are added. Raises: InvalidParameterError.
+    """
+    check_key(key)
+    learn_kinds(kinds, key, attributes)
 
 
 def _is_readable(states: States) -> bool:

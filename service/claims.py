@@ -12,17 +12,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from embedder.durable import make_folder, rename, sync
+from embedder.durable import make_folder, sync, write_whole
 from embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.folder.layout import GalleryFolder
+from indexer.gallery import current_generation, keeps_generation
 
 _LOCK = "LOCK"
-_STAGE = ".stage"
 _STEP = "claim"
 _DIGITS = 32
 
@@ -59,7 +58,7 @@ class Claims:
         Raises: GalleryBusyError if it is not there now.
         """
         with self._locked():
-            generation = GalleryFolder(gallery).current_name()
+            generation = current_generation(gallery)
             if generation is None:
                 raise GalleryBusyError(
                     f"The gallery {gallery.name} is not there at this moment; nothing was stored. "
@@ -108,7 +107,7 @@ class Claims:
         """The gallery of a record; None if it was being deleted and is gone by now."""
         claim = self._read(file)
         folder = self._state / claim.path
-        current = GalleryFolder(folder).current_name()
+        current = current_generation(folder)
         if current is None and claim.ending and folder.parent.is_dir():
             self._remove(file)
             return None
@@ -152,10 +151,7 @@ class Claims:
             ) from error
 
     def _write(self, file: Path, claim: Claim) -> None:
-        stage = self._root / _STAGE
-        stage.write_text(claim.model_dump_json() + "\n", encoding="utf-8")
-        sync(stage, _STEP)
-        rename(stage, file, _STEP)
+        write_whole(file, claim.model_dump_json().encode() + b"\n", _STEP)
 
     def _remove(self, file: Path) -> None:
         file.unlink(missing_ok=True)
@@ -180,9 +176,8 @@ class Claims:
 
 def _is_same(claim: Claim, folder: Path, current: str) -> bool:
     """Whether the gallery in `folder` is the one recorded; the state folder needs no proof."""
-    if claim.managed or current in claim.generations:
-        return True
-    return any((folder / "versions" / one).is_dir() for one in claim.generations)
+    known = claim.managed or current in claim.generations
+    return known or keeps_generation(folder, claim.generations)
 
 
 def _digest(claim: Claim) -> str:

@@ -1,15 +1,12 @@
 """Who has a content: asked before an upload is thrown away, so whoever may have it is believed."""
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import structlog
 
-from embedder.durable import in_use
 from embedder.errors import GalleryBusyError, GalleryNotFoundError, KinlensError
-from indexer.folder.layout import GalleryFolder
-from indexer.gallery import contents_held
+from indexer.gallery import contents_held, current_generation, is_being_replaced
 from service.claims import Claims
 from service.registry import Served
 
@@ -73,10 +70,11 @@ class Holders:
             if served.path and not served.managed and served.path not in current:
                 claimed.append(served.path)
         for folder in kept:
-            if GalleryFolder(folder).current_name() is not None:
+            if current_generation(folder) is not None:
                 claimed.append(folder)
         for folder in {*claimed, *current}:
-            _refuse_copying(folder)
+            if is_being_replaced(folder):  # by a copy of another gallery, perhaps
+                raise GalleryBusyError(f"The gallery {folder.name} is being replaced.")
         for folder in dict.fromkeys(claimed):
             if folder not in current:
                 yield folder
@@ -85,23 +83,15 @@ class Holders:
 def _is_current(served: Served) -> bool:
     """Raises: GalleryNotFoundError if a given one is away."""
     assert served.path is not None
-    generation = GalleryFolder(served.path).current_name()
+    generation = current_generation(served.path)
     if generation is None and not served.managed:
         raise GalleryNotFoundError(f"The gallery {served.name} is away at this moment.")
     return generation == served.gallery.generation
 
 
-def _refuse_copying(gallery: Path) -> None:
-    """Raises: GalleryBusyError while a copy of another gallery is on its way into this one."""
-    for folder in _folders(gallery / "versions", staged=True):
-        with contextlib.suppress(FileNotFoundError):
-            if in_use(folder):
-                raise GalleryBusyError(f"The gallery {gallery.name} is being replaced.")
-
-
-def _folders(parent: Path, *, staged: bool = False) -> list[Path]:
-    """The folders below `parent`, one level deep, or those `staged`; none if it is not there."""
+def _folders(parent: Path) -> list[Path]:
+    """The folders below `parent`, one level deep; none if it is not there."""
     try:
-        return [entry for entry in parent.iterdir() if entry.name.startswith(".") == staged]
+        return [entry for entry in parent.iterdir() if not entry.name.startswith(".")]
     except (FileNotFoundError, NotADirectoryError):
         return []

@@ -7,17 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from embedder.durable import make_folder
+from embedder.durable import discard, is_stage, make_folder
 from embedder.errors import (
     BundleNotFoundError,
     GalleryConflictError,
-    GalleryNotFoundError,
     GalleryWriteError,
     InvalidParameterError,
     StateMissingError,
 )
-from indexer.folder.layout import GalleryFolder, discard, is_stage
-from indexer.gallery import Gallery
+from indexer.gallery import Gallery, current_generation, delete_gallery
 from indexer.types import checked_name
 from service.jobs.manager import JobManager
 from service.jobs.record import ACTIVE, Job
@@ -105,7 +103,7 @@ class ManagedGalleries:
                     f"Job {job.id} ({job.kind}) works with gallery {name!r}. Wait until it has "
                     f"ended, or end it: POST /jobs/{job.id}/cancel."
                 )
-        self._writes.end(path, lambda: _delete(path))
+        self._writes.end(path, lambda: delete_gallery(path))
 
     async def _model(self, bundle_id: str | None) -> Model:
         if bundle_id is None:
@@ -174,24 +172,12 @@ def _locked(folder: Path, work: Callable[[], T]) -> T:
 
 
 def _create(folder: Path, name: str, model: Model) -> None:
-    if GalleryFolder(folder / name).current_name() is not None:
+    if current_generation(folder / name) is not None:
         raise _taken(name)
     made = Gallery.create(
         folder / name, name=name, bundle_id=model.bundle_id, dim=model.dim, source="uploads"
     )
     made.close()
-
-
-def _delete(path: Path) -> None:
-    gallery = GalleryFolder(path)
-    if gallery.current_name() is None:
-        raise GalleryNotFoundError(f"Gallery {path.name!r} has just been deleted.")
-    with gallery.locked():
-        discard(path)
-    if path.exists():
-        raise GalleryWriteError(
-            f"Gallery {path.name!r} cannot be deleted. Check the permissions of its folder."
-        )
 
 
 def _taken(name: str) -> GalleryConflictError:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError, KinlensError
 from embedder.types import AttributeKind, AttributeValue
-from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
+from indexer.gallery import check_item as check_stored
 from indexer.types import Entry, Item
 from service.types import Gallery
 
@@ -97,17 +97,12 @@ def check_item(item: NewItem, seen: Collection[str], kinds: dict[str, AttributeK
 
     Raises: InvalidParameterError naming the key, or the attribute, and the limit.
     """
-    if not is_key(item.key):
-        raise InvalidParameterError(
-            f"{item.key!r:.200} is not a key, which has 1 to {MAX_KEY:,} printable characters and "
-            "no part '..'. Choose another one."
-        )
     if item.key in seen:
         raise InvalidParameterError(
             f"The key {item.key!r:.200} is in the request twice. Send each item once."
         )
     check_count(item.key, item.attributes)
-    learn_kinds(kinds, item.key, item.attributes)
+    check_stored(item.key, item.attributes, kinds)
 
 
 def check_count(key: str, attributes: Collection[str]) -> None:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embedder.errors import GalleryNotFoundError, InvalidParameterError
-from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import read_manifest
 from indexer.gallery import Gallery as IndexedGallery
+from indexer.gallery import current_generation, current_manifest
 from indexer.types import checked_name
 from service.settings import Settings, split_gallery
 
@@ -38,7 +37,7 @@ class Sources:
         self._given: dict[str, Path] = {}
         for entry in settings.galleries:
             name, path = split_gallery(entry)
-            name = name or read_manifest(GalleryFolder(path).current()).name
+            name = name or current_manifest(path).name
             if name in self._given:
                 raise GalleryNotFoundError(
                     f"Two galleries are called {name!r}. Give one of them another name: "
@@ -57,7 +56,7 @@ class Sources:
         return places
 
     def _place(self, name: str, path: Path, *, managed: bool) -> Place:
-        current = GalleryFolder(path).current_name()
+        current = current_generation(path)
         return Place(name, path, managed, current, self._roots.get(name))
 
     def _managed_folders(self) -> list[Path]:

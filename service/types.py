@@ -4,8 +4,7 @@ from typing import Protocol
 
 from embedder.types import ItemId
 from indexer.gallery import GalleryFacts
-from indexer.index.plan import IndexSettings
-from indexer.types import Progress, VectorStore
+from indexer.types import VectorStore
 
 
 class ItemImage(Protocol):
@@ -28,12 +27,3 @@ class Gallery(VectorStore, Protocol):
 
     def facts(self) -> GalleryFacts:
         """What is in the gallery now."""
-
-    def compact(
-        self,
-        settings: IndexSettings | None = None,
-        *,
-        wait: bool = False,
-        on_progress: Progress | None = None,
-    ) -> object:
-        """Make a new segment of all items; searches and changes go on. Raises: PlanError."""

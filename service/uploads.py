@@ -9,11 +9,10 @@ import fcntl
 import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from embedder.durable import make_folder, rename, sync
+from embedder.durable import make_folder, sync, write_whole
 from embedder.errors import GalleryCorruptError, GalleryWriteError, ItemNotFoundError
 
 Held = Callable[[Collection[str]], Collection[str]]
@@ -43,7 +42,7 @@ class Uploads:
             if path.is_file():
                 sync(path.parent, "upload")  # another thread may be about to
             else:
-                _write(path, data)
+                write_whole(path, data, "upload")
         except OSError as error:
             raise GalleryWriteError(
                 f"An upload cannot be kept below {self.root}: {error.strerror or error}. Check the "
@@ -136,15 +135,3 @@ class Uploads:
     def _path(self, sha256: str) -> Path:
         assert _SHA256.fullmatch(sha256), "not a sha256"
         return self.root / sha256[:_SHARD] / sha256
-
-
-def _write(path: Path, data: bytes) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=_STAGE, dir=path.parent)
-    stage = Path(name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        sync(stage, "upload")
-        rename(stage, path, "upload")
-    finally:
-        stage.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from embedder.errors import (
 )
 from embedder.types import ItemId
 from indexer.filters.tree import Filter
-from indexer.folder.layout import GalleryFolder
+from indexer.gallery import current_generation
 from service import storing
 from service.claims import Claims
 from service.holders import Holders
@@ -249,7 +249,7 @@ class Writes:
 
 def _generation_of(served: Served) -> str:
     """The one on the disk now."""
-    current = None if served.path is None else GalleryFolder(served.path).current_name()
+    current = None if served.path is None else current_generation(served.path)
     return current or served.gallery.generation
 
 

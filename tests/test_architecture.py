@@ -27,6 +27,14 @@ ONLY_IN = {
     "pymilvus": {"indexer"},
     "pyarrow": {"indexer"},
 }
+FACADE = (
+    "indexer.gallery",
+    "indexer.types",
+    "indexer.filters.",
+    "indexer.ingest.",
+    "indexer.checks.",
+)
+"""What the service may see of the indexer."""
 
 
 def modules() -> dict[str, Path]:
@@ -58,6 +66,15 @@ def test_rooms_import_only_in_the_allowed_direction() -> None:
         rooms = {imported.split(".")[0] for imported in imports(path)} & set(ROOMS)
         wrong = rooms - ALLOWED[room] - {room}
         assert not wrong, f"{path} imports {wrong}"
+
+
+def test_the_service_sees_the_facade_of_the_indexer_alone() -> None:
+    known = modules()
+    inner = {name for name in known if name.startswith("indexer.") and not name.startswith(FACADE)}
+    for name, path in known.items():
+        if name.startswith("service."):
+            wrong = imports(path) & inner
+            assert not wrong, f"{path} imports {wrong}"
 
 
 @pytest.mark.parametrize("package", ONLY_IN)

@@ -213,6 +213,16 @@ class Catalog:
             before.pop().close()
 
 
+@contextlib.contextmanager
+def catalog_view(path: Path) -> Iterator[CatalogView]:
+    """One state of the catalogue at `path`, opened for this look alone.
+
+    Raises: as `Catalog.open` and `Catalog.reading`.
+    """
+    with contextlib.closing(Catalog.open(path)) as catalog, catalog.reading() as view:
+        yield view
+
+
 _Stamp = tuple[int, ...]
 
 

@@ -47,7 +47,7 @@ def checked_vectors(entries: Sequence[Entry], dim: int) -> Embeddings:
     """
     seen: set[str] = set()
     for entry in entries:
-        _check_key(entry.key)
+        check_key(entry.key)
         if entry.key in seen:
             raise InvalidParameterError(
                 f"Key {entry.key!r} is there twice. Give each item a key of its own."
@@ -132,7 +132,8 @@ def learn_kinds(
             )
 
 
-def _check_key(key: object) -> None:
+def check_key(key: object) -> None:
+    """Raises: InvalidParameterError for what `is_key` does not take."""
     if not _is_text(key, is_key):
         raise InvalidParameterError(
             f"{key!r:.200} is not a key, which has 1 to {MAX_KEY} printable characters and no part "

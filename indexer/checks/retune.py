@@ -1,14 +1,13 @@
 """Search parameters of a gallery, chosen for the queries of its users."""
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 
-from embedder.durable import rename, sync
+from embedder.durable import rename, staged, sync
 from embedder.errors import InvalidParameterError
 from embedder.types import Embeddings
-from indexer.catalog.database import Catalog
-from indexer.folder.layout import GalleryFolder, disk_errors_explained, staged
+from indexer.catalog.database import catalog_view
+from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.index.plan import check_target
 from indexer.index.segment import MANIFEST, Segment, write_manifest
 from indexer.index.tune import Tuned, tune
@@ -57,8 +56,8 @@ def _check_count(queries: int) -> None:
 
 
 def _segment_of(generation: Path) -> str:
-    with contextlib.closing(Catalog.open(generation / CATALOG)) as catalog:
-        segment = catalog.state().segment
+    with catalog_view(generation / CATALOG) as view:
+        segment = view.state().segment
     if segment is None:
         raise InvalidParameterError(
             f"The gallery {generation.parent.parent} has no index yet, so there is nothing to "

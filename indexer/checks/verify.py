@@ -1,6 +1,5 @@
 """Check a gallery: its files, that every item finds itself, that a search finds its neighbours."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from embedder.errors import GalleryCorruptError, ImageError, SourceError
 from embedder.session import Embedder
 from embedder.types import Embeddings
-from indexer.catalog.database import Catalog
+from indexer.catalog.database import Catalog, catalog_view
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import read_manifest
 from indexer.gallery import Gallery
@@ -63,8 +62,8 @@ def check_files(path: Path | str) -> None:
 
 def size_of(path: Path | str) -> int:
     """Number of items, whatever the state of the index. Raises: GalleryError."""
-    with contextlib.closing(Catalog.open(GalleryFolder(path).current() / CATALOG)) as catalog:
-        return catalog.state().size
+    with catalog_view(GalleryFolder(path).current() / CATALOG) as view:
+        return view.state().size
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,20 +12,21 @@ gallery/
 import contextlib
 import os
 import re
-import shutil
 import sqlite3
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from embedder.durable import (
+    discard,
     exclusive,
     hold,
     holder,
     in_use,
+    is_stage,
     make_folder,
     rename,
     shared,
+    staged,
     sync,
     sync_tree,
 )
@@ -45,10 +46,8 @@ _WRITE = "WRITE"
 _TURN = "TURN"
 _WORK = "work.sqlite"  # of a build by an earlier version; the next one removes it
 _VERSIONS = "versions"
-_STAGE = ".stage-"
 _DRAFT = ".draft-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
-_STAGE_NAME = re.compile(rf"{re.escape(_STAGE)}[0-9a-z_]+")
 _OWN_NAMES = {
     *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS),
     *(f"{_WORK}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
@@ -84,6 +83,20 @@ class GalleryFolder:
             return (self.path / _CURRENT).read_text(encoding="utf-8", errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def generations(self) -> set[str]:
+        """The names of the generations that lie here: the current one, and older ones."""
+        return {folder.name for folder in self._entries() if _is_generation(folder)}
+
+    def is_staging(self) -> bool:
+        """Whether somebody is writing another generation at this moment."""
+        for folder in self._entries():
+            if not is_stage(folder) and not folder.name.startswith(_DRAFT):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if in_use(folder):
+                    return True
+        return False
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -146,15 +159,9 @@ class GalleryFolder:
         with self.aside() as stage:
             yield stage
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[Path]:
-        """An empty folder beside the generations; what interrupted builds left over goes first."""
-        for folder in self._versions.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # somebody else removes it
-                if is_stage(folder) and not in_use(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
-        with staged(self._versions) as stage:
-            yield stage
+    def aside(self) -> contextlib.AbstractContextManager[Path]:
+        """An empty folder beside the generations."""
+        return staged(self._versions)
 
     @contextlib.contextmanager
     def draft(self, bundle_id: str) -> Iterator["GalleryFolder"]:
@@ -170,7 +177,12 @@ class GalleryFolder:
                 rename(left, home, "draft")  # the publication was cut short
         self._drop_published(draft)
         self._prune_others()
-        yield draft
+        make_folder(draft.path, "draft")
+        descriptor = hold(draft.path)
+        try:
+            yield draft
+        finally:
+            os.close(descriptor)
         self._drop_published(draft)
         for file in self.path.glob(f"{_WORK}*"):
             file.unlink()
@@ -183,7 +195,7 @@ class GalleryFolder:
         """Remove every generation but the current one, unless somebody has it open."""
         current = self.current_name()
         # Where CURRENT is damaged or gone, any generation may be the one to go back to.
-        if current in {folder.name for folder in self._generations()}:
+        if current in self.generations():
             self._prune(keep={current})
 
     def publish(self, stage: Path, name: str) -> Path:
@@ -193,7 +205,6 @@ class GalleryFolder:
         """
         previous = self.current_name()
         target = self._versions / name
-        stage.chmod(0o755)
         sync_tree(stage, "generation")
         rename(stage, target, "generation")
         self._switch(name)
@@ -207,12 +218,15 @@ class GalleryFolder:
         rename(temporary, self.path / _CURRENT, "current")
 
     def _prune(self, keep: set[str | None]) -> None:
-        for folder in self._generations():
+        for folder in filter(_is_generation, self._entries()):
             if folder.name not in keep and not in_use(folder):
                 discard(folder)
 
-    def _generations(self) -> list[Path]:
-        return [folder for folder in self._versions.iterdir() if _is_generation(folder)]
+    def _entries(self) -> list[Path]:
+        try:
+            return list(self._versions.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def _absence(self) -> str:
         if any(self._versions.glob(f"{_DRAFT}*")):
@@ -238,39 +252,10 @@ class GalleryFolder:
             yield from (entry for entry in self.path.iterdir() if entry.name not in _OWN_NAMES)
         elif self.path.exists():
             yield self.path
-        if self._versions.is_dir():
-            for entry in self._versions.iterdir():
-                is_aside = is_stage(entry) or entry.name.startswith(_DRAFT)
-                if not (is_aside or _GENERATION_NAME.fullmatch(entry.name)):
-                    yield entry
-
-
-@contextlib.contextmanager
-def staged(parent: Path) -> Iterator[Path]:
-    """An empty folder below `parent` to write aside in, marked as in use; gone afterwards unless
-    it was renamed.
-    """
-    stage = Path(tempfile.mkdtemp(prefix=_STAGE, dir=parent))
-    descriptor = hold(stage)
-    try:
-        yield stage
-    finally:
-        os.close(descriptor)
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def is_stage(folder: Path) -> bool:
-    """Whether this is what an interrupted write left over."""
-    return _STAGE_NAME.fullmatch(folder.name) is not None
-
-
-def discard(folder: Path) -> None:
-    """Remove a folder that nobody needs; a removal that is cut short is ended by the next write."""
-    with contextlib.suppress(OSError):
-        if not is_stage(folder):
-            name = folder.name.lstrip(".").replace("-", "_")
-            folder = folder.rename(folder.with_name(f"{_STAGE}{name}"))
-        shutil.rmtree(folder)
+        for entry in self._entries():
+            is_aside = is_stage(entry) or entry.name.startswith(_DRAFT)
+            if not is_aside and not _GENERATION_NAME.fullmatch(entry.name):
+                yield entry
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from embedder.durable import rename
+from embedder.durable import discard, rename
 from embedder.errors import (
     GalleryCorruptError,
     GalleryError,
@@ -24,7 +24,7 @@ from embedder.errors import (
     InvalidParameterError,
 )
 from embedder.session import Embedder
-from indexer.folder.layout import GalleryFolder, discard, disk_errors_explained
+from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import (
     REPORT,
     GalleryManifest,
@@ -231,9 +231,10 @@ def _opened(place: GalleryFolder, manifest: GalleryManifest) -> Gallery:
         if (gallery.bundle_id, gallery.dim) == (manifest.bundle_id, manifest.dim):
             return gallery
         gallery.close()
-    except (GalleryNotFoundError, GalleryCorruptError):
+        discard(place.path)
+    except GalleryNotFoundError:
         pass
-    if place.path.exists():
+    except GalleryCorruptError:
         discard(place.path)
     return _created(place.path, manifest)
 

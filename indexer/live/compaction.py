@@ -10,11 +10,21 @@ from time import perf_counter
 
 from pydantic import BaseModel, ConfigDict
 
-from embedder.durable import exclusive, holder, in_use, reach, rename, sync_tree
+from embedder.durable import (
+    discard,
+    exclusive,
+    holder,
+    in_use,
+    is_stage,
+    reach,
+    rename,
+    staged,
+    sync_tree,
+)
 from embedder.errors import GalleryBusyError, GalleryError, KinlensError
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import State
-from indexer.folder.layout import discard, disk_errors_explained, is_stage, staged
+from indexer.folder.layout import disk_errors_explained
 from indexer.index.plan import IndexSettings
 from indexer.index.segment import SegmentManifest, write_segment, write_vectors
 from indexer.types import Progress
@@ -135,7 +145,6 @@ def _write(
                 return state, None, None
             vectors = write_vectors(stage, ids, view.iter_vectors(), settings)
         manifest = write_segment(stage, state.seq, vectors, settings, on_progress)
-        stage.chmod(0o755)
         sync_tree(stage, "segment")
         name = f"{state.seq:012d}-{os.urandom(4).hex()}"
         rename(stage, segments / name, "segment")

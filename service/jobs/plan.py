@@ -19,8 +19,7 @@ from embedder.errors import (
 )
 from embedder.manifest import AskedPrecision
 from embedder.types import SHORT
-from indexer.folder.layout import GalleryFolder
-from indexer.folder.manifest import read_manifest
+from indexer.gallery import current_manifest
 from service.bundles import id_of
 from service.jobs.folders import JobFolders
 from service.jobs.params import RebuildParams, SwapParams, TrainParams, checked
@@ -202,7 +201,7 @@ def _weights(params: TrainParams, place: Place, settings: Settings) -> Path | No
     """The file or bundle that a training starts from, if it has one by name."""
     name = params.overrides.get("model.weights", "imagenet")
     if name == "current":
-        bundle_id = read_manifest(GalleryFolder(place.path).current()).bundle_id
+        bundle_id = current_manifest(place.path).bundle_id
         return bundle_folder(bundle_id, settings).resolve()
     files = training_weights(settings)
     cure = "Name it in KINLENS_TRAINING_WEIGHTS wherever jobs are taken and done, as NAME=PATH."

@@ -7,12 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from embedder.bundle import Bundle
-from embedder.durable import make_folder, rename, sync_tree
+from embedder.durable import make_folder, rename, staged, sync_tree
 from embedder.session import Embedder
 from indexer.checks.compare import compare
-from indexer.folder.backup import backup_bytes
-from indexer.folder.layout import staged
-from indexer.gallery import Gallery
+from indexer.gallery import Gallery, copy_bytes
 from indexer.ingest.embed import Failure
 from indexer.ingest.rebuild import Follower, missing_since, rebuild, swap_in
 from indexer.types import Progress
@@ -178,7 +176,7 @@ def _swap(
     known: Set[int],
 ) -> None:
     """`known` are the numbers of the items that may be missing beside the part `max_missing`."""
-    copy = context.steps.enter("put in place", start, 0.99, backup_bytes(candidate))
+    copy = context.steps.enter("put in place", start, 0.99, copy_bytes(candidate))
     try:
         manifest = swap_in(
             follower,

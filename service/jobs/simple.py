@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from indexer.folder.backup import backup_bytes
-from indexer.gallery import Gallery
+from indexer.gallery import Gallery, copy_bytes
 from indexer.ingest.rebuild import adopt
 from service.jobs.context import Context
 from service.jobs.params import DeleteParams, SwapParams, filter_of
@@ -56,7 +55,7 @@ def swap_gallery(context: Context) -> None:
     )
     source.close()
     target.close()
-    copy = context.steps.enter("put in place", 0.0, 0.99, backup_bytes(other))
+    copy = context.steps.enter("put in place", 0.0, 0.99, copy_bytes(other))
     calls = 0
 
     def commit(_: Path) -> None:

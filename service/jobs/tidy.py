@@ -5,9 +5,9 @@ import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from embedder.durable import discard, is_stage
 from embedder.errors import JobNotFoundError, KinlensError
-from indexer.folder.layout import GalleryFolder, discard, is_stage
-from indexer.folder.manifest import read_manifest
+from indexer.gallery import current_manifest
 from service.bundles import id_of
 from service.jobs.folders import JobFolders
 from service.jobs.record import ACTIVE, Job
@@ -71,7 +71,7 @@ def _used_bundles(state: Path, settings: Settings) -> set[str | None] | None:
     used = set() if settings.bundle is None else {id_of(settings.bundle)}
     try:
         for path in paths:
-            used.add(read_manifest(GalleryFolder(path).current()).bundle_id)
+            used.add(current_manifest(path).bundle_id)
     except KinlensError:
         return None
     return used

@@ -3,10 +3,8 @@
 import contextlib
 import hashlib
 import hmac
-import os
 import re
 import secrets
-import tempfile
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from embedder.durable import exclusive, make_folder, rename, sync
+from embedder.durable import exclusive, make_folder, write_whole
 from embedder.errors import InvalidParameterError, StateError
 
 Scope = Literal["search", "write", "admin"]
@@ -191,16 +189,7 @@ class KeyStore:
     def _write(self, keys: Iterable[Key]) -> None:
         content = _KeyFile(keys=tuple(keys)).model_dump_json(indent=2)
         try:
-            # mkstemp makes the file with mode 0600.
-            descriptor, name = tempfile.mkstemp(prefix=".keys-", dir=self.path.parent)
-            staged = Path(name)
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    file.write(content)
-                sync(staged, _STEP)
-                rename(staged, self.path, _STEP)
-            finally:
-                staged.unlink(missing_ok=True)
+            write_whole(self.path, content.encode(), _STEP)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 

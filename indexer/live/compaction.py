@@ -22,7 +22,7 @@ from embedder.durable import (
     sync_tree,
 )
 from embedder.errors import GalleryBusyError, GalleryError, KinlensError
-from indexer.catalog.database import Catalog
+from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.read import State
 from indexer.folder.layout import disk_errors_explained
 from indexer.index.plan import IndexSettings
@@ -93,24 +93,33 @@ def compact(
             return CompactReport(segment=None, manifest=None, elapsed_s=0.0)
         segments = generation / SEGMENTS
         segments.mkdir(exist_ok=True)
-        _clear(segments, catalog.state().segment)
-        state, name, manifest = _write(segments, catalog, settings, on_progress)
-        reach("adopt: before commit")
-        with catalog.writing() as writer:
-            writer.adopt_segment(name, state.seq)
-        reach("adopt: after commit")
-        _clear(segments, name)
+        collect(generation)
+        with staged(segments) as stage:  # which marks it as in use until the catalogue names it
+            state, manifest = _write(stage, catalog, settings, on_progress)
+            name = None
+            if manifest is not None:
+                name = f"{state.seq:012d}-{os.urandom(4).hex()}"
+                sync_tree(stage, "segment")
+                rename(stage, segments / name, "segment")
+            reach("adopt: before commit")
+            with catalog.writing() as writer:
+                writer.adopt_segment(name, state.seq)
+            reach("adopt: after commit")
+        collect(generation)
     return CompactReport(segment=name, manifest=manifest, elapsed_s=perf_counter() - started)
 
 
 def collect(generation: Path) -> None:
-    """Remove segments that nobody reads any more, unless a compaction runs, which will do so."""
-    with (
-        contextlib.suppress(OSError, GalleryError),
-        alone(generation, wait=False),
-        contextlib.closing(Catalog.open(generation / CATALOG)) as catalog,
-    ):
-        _clear(generation / SEGMENTS, catalog.state().segment)
+    """Remove segments that nobody reads any more, also while a compaction runs."""
+    with contextlib.suppress(OSError, GalleryError):
+        folders = [one for one in (generation / SEGMENTS).iterdir() if not is_stage(one)]
+        idle = [folder for folder in folders if not in_use(folder)]
+        # Looked up afterwards: what a compaction has let go of by now is current, or was.
+        with catalog_view(generation / CATALOG) as view:
+            current = view.state().segment
+        for folder in idle:
+            if folder.name != current:
+                discard(folder)
 
 
 @contextlib.contextmanager
@@ -133,29 +142,17 @@ def alone(generation: Path, wait: bool) -> Iterator[None]:
 
 
 def _write(
-    segments: Path, catalog: Catalog, settings: IndexSettings, on_progress: Progress | None
-) -> tuple[State, str | None, SegmentManifest | None]:
-    """The new segment under its name, on the disk, but not yet used by anyone."""
-    with staged(segments) as stage:
-        # The transaction ends before the long work: as long as it lasts, the log only grows.
-        with catalog.reading() as view:
-            state = view.state()
-            ids = view.live_ids()
-            if not len(ids):
-                return state, None, None
-            vectors = write_vectors(stage, ids, view.iter_vectors(), settings)
-        manifest = write_segment(stage, state.seq, vectors, settings, on_progress)
-        sync_tree(stage, "segment")
-        name = f"{state.seq:012d}-{os.urandom(4).hex()}"
-        rename(stage, segments / name, "segment")
-    return state, name, manifest
-
-
-def _clear(segments: Path, current: str | None) -> None:
-    """Remove what interrupted compactions left over, and segments that nobody reads any more."""
-    for folder in segments.iterdir():
-        if is_stage(folder) or (folder.name != current and not in_use(folder)):
-            discard(folder)
+    stage: Path, catalog: Catalog, settings: IndexSettings, on_progress: Progress | None
+) -> tuple[State, SegmentManifest | None]:
+    """A segment of one state of the catalogue; None if that is empty."""
+    # The transaction ends before the long work: as long as it lasts, the log only grows.
+    with catalog.reading() as view:
+        state = view.state()
+        ids = view.live_ids()
+        if not len(ids):
+            return state, None
+        vectors = write_vectors(stage, ids, view.iter_vectors(), settings)
+    return state, write_segment(stage, state.seq, vectors, settings, on_progress)
 
 
 class BackgroundCompaction:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embedder import durable
 from embedder.errors import (
     GalleryBusyError,
     GalleryCorruptError,
@@ -20,9 +21,9 @@ from embedder.errors import (
     InvalidParameterError,
 )
 from indexer.filters.tree import Range
-from indexer.folder import durable
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
+from indexer.live import compaction
 from indexer.types import SearchOptions
 from tests.indexer.conftest import as_nobody, small_files
 from tests.indexer.crasher import BUNDLE, DIM, entry, vector
@@ -158,6 +159,7 @@ def checked(path: Path) -> None:
 READS_AND_WRITES = """
 import sys
 from indexer.gallery import Gallery
+from indexer.live import compaction
 from tests.indexer.crasher import entry
 gallery = Gallery.open(sys.argv[1])
 gallery.add([entry("other", "other", 1)])
@@ -316,3 +318,37 @@ def test_a_build_refuses_writes_and_a_write_does_not_harm_it(path: Path) -> None
         gallery.remove(["k1"])
     check(gallery)
     gallery.close()
+
+
+def test_old_segments_are_removed_without_a_word_to_compactions(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that lets go of a segment must not make a compaction believe that another runs."""
+    generation = GalleryFolder(path).current()
+    looked: list[Path] = []
+
+    def in_use(folder: Path) -> bool:
+        with compaction.alone(generation, wait=False):
+            looked.append(folder)
+        return durable.in_use(folder)
+
+    monkeypatch.setattr(compaction, "in_use", in_use)
+    compaction.collect(generation)
+    assert looked == [segment(path)]
+
+
+@pytest.mark.parametrize("moment", ["segment: after rename", "adopt: before commit"])
+def test_a_new_segment_stays_although_nobody_reads_it_yet(path: Path, moment: str) -> None:
+    def collecting(point: str) -> None:
+        if point == moment:
+            compaction.collect(GalleryFolder(path).current())
+
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        durable.set_fault_hook(collecting)
+        try:
+            gallery.compact()
+        finally:
+            durable.set_fault_hook(None)
+        check(gallery)
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        check(gallery)

@@ -136,8 +136,8 @@ def check_key(key: object) -> None:
     """Raises: InvalidParameterError for what `is_key` does not take."""
     if not _is_text(key, is_key):
         raise InvalidParameterError(
-            f"{key!r:.200} is not a key, which has 1 to {MAX_KEY:,} printable characters and no part "
-            "'..'. Choose another one."
+            f"{key!r:.200} is not a key, which has 1 to {MAX_KEY:,} printable characters and no "
+            "part '..'. Choose another one."
         )
 
 

@@ -7,8 +7,8 @@ from pydantic import BaseModel, ConfigDict
 
 from embedder.types import AttributeValue
 from indexer.folder.layout import GalleryFolder
+from indexer.folder.manifest import read_report
 from indexer.gallery import Gallery
-from indexer.ingest.build import read_report
 from indexer.types import VectorStore
 
 

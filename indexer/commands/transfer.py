@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel, ConfigDict
 
-from embedder.errors import GalleryNotFoundError
 from indexer.commands import stores
 from indexer.commands.console import errors_shown, out, print_json, progress
 from indexer.commands.options import (
@@ -22,8 +21,8 @@ from indexer.commands.options import (
 )
 from indexer.exchange.parquet import export_gallery
 from indexer.folder.backup import backup as write_backup
-from indexer.folder.backup import backup_bytes
 from indexer.folder.backup import restore as restore_backup
+from indexer.gallery import copy_bytes
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import ImportReport, import_gallery
 from indexer.types import Dump
@@ -111,14 +110,14 @@ def backup(
 ) -> None:
     """Copy a gallery as it is at one moment, while it is searched and changed."""
     with errors_shown():
-        with progress(backup_bytes(gallery), "Copying", "bytes") as advance:
+        with progress(copy_bytes(gallery), "Copying", "bytes") as advance:
             report = write_backup(gallery, folder, advance)
         if json:
             print_json(report)
         else:
             out.print(
                 f"Backup {folder} of {report.name}: {report.items:,} items, "
-                f"{report.total_bytes / 1e6:,.1f} MB."
+                f"{report.bytes / 1e6:,.1f} MB."
             )
 
 
@@ -133,7 +132,7 @@ def restore(
 ) -> None:
     """Make the gallery of a backup the current one; every file is checked first."""
     with errors_shown():
-        with progress(_size(source), "Copying", "bytes") as advance:
+        with progress(copy_bytes(source), "Copying", "bytes") as advance:
             manifest = restore_backup(source, gallery, replace=replace, on_progress=advance)
         report = RestoreReport(name=manifest.name, generation=manifest.generation)
         if json:
@@ -154,11 +153,3 @@ def _imported_into(address: str, dump: Dump) -> ImportReport:
             items=store.size,
             generation=store.generation,
         )
-
-
-def _size(folder: Path) -> int:
-    if not folder.is_dir():
-        raise GalleryNotFoundError(
-            f"There is no backup {folder}. Give the folder that `kinlens-index backup` wrote."
-        )
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -6,7 +6,7 @@ import re
 import uuid
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -99,6 +99,18 @@ def _refuse_other_schema(path: Path, content: object) -> None:
             f"{path} has schema {found}, this version of Kinlens reads {SCHEMA_VERSION}. Use the "
             "version of Kinlens that wrote it, or a newer one."
         )
+
+
+def read_report(generation: Path) -> dict[str, Any]:
+    """How a generation was made; empty if it grew from nothing. Raises: GalleryCorruptError."""
+    path = generation / REPORT
+    try:
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise GalleryCorruptError(
+            f"{path} cannot be read: {error}. Restore a backup: kinlens-index restore."
+        ) from error
+    return report
 
 
 def name_of(folder: Path) -> str:

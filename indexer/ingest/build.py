@@ -5,14 +5,12 @@ it, and the same call goes on with it; nothing of it is held in memory.
 """
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -276,18 +274,6 @@ def planned(count: int, dim: int, settings: IndexSettings) -> Plan:
 def needed_mb(plan: Plan) -> float:
     """Space that a build takes, in MiB: catalogue and index."""
     return plan.disk_mb + plan.n * (4 * plan.dim + _ROW_BYTES) / 2**20
-
-
-def read_report(generation: Path) -> dict[str, Any]:
-    """How a generation was made; empty if it grew from nothing. Raises: GalleryCorruptError."""
-    path = generation / REPORT
-    try:
-        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise GalleryCorruptError(
-            f"{path} cannot be read: {error}. Restore a backup: kinlens-index restore."
-        ) from error
-    return report
 
 
 def _report(work: Ingest, elapsed_s: float) -> BuildReport:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,11 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.folder.backup import backup_bytes, restore
-from indexer.gallery import Gallery
+from indexer.folder.backup import restore
+from indexer.gallery import Gallery, copy_bytes, current_generation
 from indexer.types import Entry
 from tests.indexer.conftest import small_files
-from tests.support.seams import backup, read_backup, set_fault_hook
+from tests.support.seams import backup, set_fault_hook
 
 DIM = 8
 ROOT = Path(__file__).parents[2]
@@ -107,13 +106,9 @@ def test_a_backup_opens_as_a_gallery_and_is_the_same(shop: Path, tmp_path: Path)
     report = backup(shop, tmp_path / "saved")
     assert content(tmp_path / "saved") == content(shop)
     assert (report.name, report.items) == ("shop", 200)
-    assert {Path(name).name for name in report.files} == {
-        *("catalog.sqlite", "manifest.json", "report.json"),
-        *(path.name for path in shop.glob("versions/*/segments/*/*")),
-    }
     assert report.source_generation == generation(shop).name
     assert report.generation == generation(tmp_path / "saved").name != generation(shop).name
-    assert read_backup(tmp_path / "saved") == report
+    assert json.loads((tmp_path / "saved" / "backup.json").read_text()) == report.model_dump()
 
 
 def test_a_restored_gallery_is_the_same_in_a_generation_of_its_own(
@@ -217,8 +212,11 @@ def test_only_what_belongs_to_a_segment_is_copied(shop: Path, tmp_path: Path) ->
     (segment,) = shop.glob("versions/*/segments/*")
     (segment / "tmp").mkdir()
     (segment / "notes.txt").write_text("foreign")
-    report = backup(shop, tmp_path / "saved")
-    assert not [name for name in report.files if "tmp" in name or "notes" in name]
+    backup(shop, tmp_path / "saved")
+    (copy,) = (tmp_path / "saved").glob("versions/*/segments/*")
+    assert {path.name for path in segment.iterdir()} - {path.name for path in copy.iterdir()} == {
+        *("tmp", "notes.txt")
+    }
     assert content(tmp_path / "saved") == content(shop)
 
 
@@ -285,18 +283,18 @@ def test_progress_counts_about_what_was_foretold(shop: Path, tmp_path: Path) -> 
     copied: list[int] = []
     report = backup(shop, tmp_path / "saved", copied.append)
     assert all(count >= 0 for count in copied)
-    assert sum(copied) == pytest.approx(report.total_bytes, rel=0.1)
-    assert backup_bytes(shop) == sum(copied)
+    assert sum(copied) == pytest.approx(report.bytes, rel=0.1)
+    assert copy_bytes(shop) == sum(copied)
     copied.clear()
     restore(tmp_path / "saved", tmp_path / "back", on_progress=copied.append)
-    assert sum(copied) == pytest.approx(report.total_bytes, rel=0.1)
+    assert sum(copied) == pytest.approx(report.bytes, rel=0.1)
 
 
 def test_progress_counts_what_stands_in_the_log_alone(shop: Path, tmp_path: Path) -> None:
     gallery, copied = Gallery.open(shop), list[int]()
     try:
         gallery.add([entry(f"many {n}", text=f"{n}" * 100) for n in range(500)])
-        expected = backup_bytes(shop)
+        expected = copy_bytes(shop)
         backup(shop, tmp_path / "saved", copied.append)
     finally:
         gallery.close()
@@ -308,7 +306,7 @@ def damage(file: Path, how: str) -> None:
     if how == "missing":
         file.unlink()
     elif how == "truncated":
-        file.write_bytes(data[:-1])
+        file.write_bytes(data[: len(data) // 2])
     else:
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
@@ -328,52 +326,28 @@ def test_a_damaged_backup_is_refused_by_the_name_of_the_file_and_nothing_is_touc
         restore(saved, shop, replace=True)
     with pytest.raises(GalleryCorruptError):
         restore(saved, saved.parent / "nowhere")
-    assert not (saved.parent / "nowhere").exists()
+    assert current_generation(saved.parent / "nowhere") is None
     assert content(shop) == before
 
 
-def edit_report(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    report = json.loads((saved / "backup.json").read_text())
-    change(report)
-    (saved / "backup.json").write_text(json.dumps(report))
-
-
-def test_a_catalogue_that_was_damaged_before_the_backup_is_refused(
-    saved: Path, tmp_path: Path
-) -> None:
-    """Its hash fits, but SQLite finds that it does not hold together."""
+def test_a_catalogue_that_does_not_hold_together_is_refused(saved: Path, tmp_path: Path) -> None:
     file = generation(saved) / "catalog.sqlite"
     data = bytearray(file.read_bytes())
     page = 16_384
     data[2 * page : 3 * page] = data[3 * page : 4 * page]
     file.write_bytes(data)
-
-    def stamp(report: dict[str, Any]) -> None:
-        report["files"]["catalog.sqlite"]["sha256"] = hashlib.sha256(data).hexdigest()
-
-    edit_report(saved, stamp)
-    with pytest.raises(GalleryCorruptError, match=r"catalog\.sqlite is damaged"):
+    with pytest.raises(GalleryCorruptError, match=r"catalog\.sqlite"):
         restore(saved, tmp_path / "back")
-    assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda report: report.update(schema_version=9),
-        lambda report: report.pop("files"),
-        lambda report: report["files"].pop("catalog.sqlite"),
-        lambda report: report["files"].update({"../../x": {"bytes": 1, "sha256": "0"}}),
-        lambda report: report["files"].update({"/etc/hostname": {"bytes": 1, "sha256": "0"}}),
-        lambda report: report.update(generation="0" * 12),
-    ],
-)
-def test_a_report_that_does_not_fit_is_refused(
-    saved: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+def test_a_backup_that_was_opened_and_changed_is_restored_as_it_is_now(
+    saved: Path, tmp_path: Path
 ) -> None:
-    edit_report(saved, change)
-    with pytest.raises(GalleryCorruptError, match=r"backup\.json"):
-        restore(saved, tmp_path / "back")
+    gallery = Gallery.open(saved)
+    gallery.add([entry("new")])
+    restore(saved, tmp_path / "back")
+    gallery.close()
+    assert "new" in keys(tmp_path / "back")
 
 
 def test_what_is_no_backup_is_refused(shop: Path, tmp_path: Path) -> None:

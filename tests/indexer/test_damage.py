@@ -21,13 +21,14 @@ from embedder.errors import (
     InvalidParameterError,
 )
 from indexer.filters.tree import Range
+from indexer.folder.backup import restore
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.live import compaction
 from indexer.types import SearchOptions
 from tests.indexer.conftest import as_nobody, small_files
 from tests.indexer.crasher import BUNDLE, DIM, entry, vector
-from tests.support.seams import Catalog, GalleryFolder, backup, read_backup
+from tests.support.seams import Catalog, GalleryFolder, backup
 
 COUNT = 300
 
@@ -167,13 +168,13 @@ gallery.close()
 """
 
 
-def test_a_backup_that_is_open_as_a_gallery_keeps_its_locks_while_it_is_checked(
+def test_a_backup_that_is_open_as_a_gallery_keeps_its_locks_while_it_is_restored(
     path: Path, tmp_path: Path
 ) -> None:
     backup(path, tmp_path / "saved")
     gallery = Gallery.open(tmp_path / "saved")
     gallery.add([entry("one", "one", 1)])
-    read_backup(tmp_path / "saved")
+    restore(tmp_path / "saved", tmp_path / "back")
     command = [sys.executable, "-c", READS_AND_WRITES, str(tmp_path / "saved")]
     subprocess.run(command, check=True)
     log = GalleryFolder(tmp_path / "saved").current() / "catalog.sqlite-wal"

@@ -13,7 +13,7 @@ from indexer.catalog.read import CatalogView, State
 from indexer.checks.compare import compare
 from indexer.commands import options
 from indexer.exchange.milvus import MilvusStore
-from indexer.folder.backup import backup, read_backup
+from indexer.folder.backup import backup
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import GalleryManifest
 from indexer.index.faiss import Effort, SegmentIndex
@@ -84,7 +84,6 @@ __all__ = [
     "options",
     "plan_index",
     "publish_generation",
-    "read_backup",
     "recall_at",
     "required_scope",
     "run_worker",

@@ -20,6 +20,10 @@ Ids = NDArray[np.int64]
 Scores = NDArray[np.float32]
 """Cosine similarities in [-1, 1], shape (Q, k)."""
 
+SAME_SCORE = 1e-5
+"""Scores this close count as equal: two vectors of one image differ by rounding, on another device
+a little more, and which of two equal items is found does not matter."""
+
 Progress = Callable[[int], None]
 """Told how much more is done since the last call: images, items or bytes."""
 

@@ -19,21 +19,21 @@ from indexer.ingest.pictures import source_bytes
 from indexer.live.compaction import CATALOG, SEGMENTS
 from indexer.live.ranking import check_search
 from indexer.live.snapshot import open_segment
-from indexer.types import Ids, Item, Progress, Scores, SearchOptions
+from indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
 
 K = 10
 """Neighbours that are looked for."""
 
 _EXACT = SearchOptions(exact=True)
-_EQUAL = 1e-5  # scores this close count as equal: which of two equal items is found does not matter
 
 EXHAUSTIVE_UP_TO = 10_000
 """Larger galleries are sampled unless another number is asked for."""
 
 _SAMPLE = 1_000
-_CHUNK = 1_024
+CHUNK = 4_096
+"""Items that are searched for at a time."""
+
 _IMAGES = 64  # embedded at a time
-_SAME_SCORE = 1e-5  # two vectors of one image differ by rounding, on another device a little more
 _SAME_IMAGE = 0.999
 
 
@@ -100,7 +100,7 @@ def _part_found(found: Scores, truth: Scores, queries: int) -> Recall:
     if not truth.size:
         return Recall(1.0, queries, truth.shape[1])
     worst = np.where(np.isfinite(truth), truth, np.inf).min(axis=1, keepdims=True)
-    hits = int(((found >= worst - _EQUAL) & np.isfinite(found)).sum())
+    hits = int(((found >= worst - SAME_SCORE) & np.isfinite(found)).sum())
     return Recall(min(1.0, hits / int(np.isfinite(truth).sum())), queries, truth.shape[1])
 
 
@@ -180,8 +180,8 @@ def verify_gallery(
         ids = sampled(gallery.ids(), settings.sample)
         problems: list[Problem] = []
         checked = 0
-        for start in range(0, len(ids), _CHUNK):
-            chunk = ids[start : start + _CHUNK].tolist()
+        for start in range(0, len(ids), CHUNK):
+            chunk = ids[start : start + CHUNK].tolist()
             items, vectors = gallery.items_at(chunk)
             problems += _check(gallery, items, vectors, embedder)
             checked += len(items)
@@ -265,13 +265,13 @@ def _not_first(
             score, own_score = hits[0].score, float(own_scores[row])
             found, vector = stored[hits[0].id]
             expected = float(queries[row] @ vector)
-            if abs(score - expected) > _SAME_SCORE:
+            if abs(score - expected) > SAME_SCORE:
                 faults[row] = (
                     f"The index compares it with {found.key!r} as {score:.6f}, but the stored "
                     f"vectors give {expected:.6f}. Make the index again: kinlens-index compact "
                     "GALLERY --rebuild."
                 )
-            elif abs(score - own_score) > _SAME_SCORE and found.sha256 != item.sha256:
+            elif abs(score - own_score) > SAME_SCORE and found.sha256 != item.sha256:
                 # neither itself, nor a copy, nor one with an equal vector
                 faults[row] = (
                     f"It finds {found.key!r} ({score:.6f}) in place of itself ({own_score:.6f})."

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from embedder.session import Embedder
+from indexer.catalog.attributes import Schema
 from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, out, print_failures, print_json, progress
 from indexer.commands.options import (
@@ -23,21 +24,26 @@ from indexer.commands.options import (
     StoreArgument,
     WorkersOption,
 )
-from indexer.commands.sources import (
-    CsvOption,
-    ImagesArgument,
-    SplitOption,
-    further_source,
-    new_source,
-)
 from indexer.folder.layout import GalleryFolder
 from indexer.index.plan import IndexSettings
 from indexer.ingest.add import AddReport, add_source, check_image_root
 from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, planned
 from indexer.ingest.embed import EmbedSettings
-from indexer.ingest.sources import Source
+from indexer.ingest.sources import Source, csv_source, folder_source, split_source
 
 app = typer.Typer()
+
+ImagesArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="IMAGES", help="Folder of images; paths in a list start from it."),
+]
+CsvOption = Annotated[
+    Path | None,
+    typer.Option(help="CSV list: columns key, path and attributes, such as colour,price:number."),
+]
+SplitOption = Annotated[
+    Path | None, typer.Option(help="Data set list: lines of relative/path.jpg, class, ...")
+]
 
 
 @app.command(
@@ -69,7 +75,7 @@ def build(
     if images and root:
         raise typer.BadParameter("Give IMAGES or --root, not both: they mean the same.")
     with errors_shown():
-        source = new_source(images or root, csv, split)
+        source = _new_source(images or root, csv, split)
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision)
         where = options.index_device(device, embedder, allow_cpu_fallback)
         plan = IndexSettings(index or "auto", memory_mb, where, target_recall or TARGET_RECALL)
@@ -105,12 +111,50 @@ def add(
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision)
         with stores.opened(gallery, image_root=image_root) as store:
             check_image_root(store)
-            source = further_source(images, csv, split, store.image_root, store.schema())
+            source = _further_source(images, csv, split, store.image_root, store.schema())
             settings = EmbedSettings(batch_size, workers)
             with progress(source.count, "Embedding", "images") as advance:
                 report = add_source(store, source, embedder, settings, advance)
             _print_add(report, store.size, gallery, json)
             stores.compact_if_due(store, no_compact)
+
+
+def _new_source(images: Path | None, csv: Path | None, split: Path | None) -> Source:
+    """What a new gallery is built from. Raises: SourceError; wrong usage."""
+    _refuse_both(csv, split)
+    if csv:
+        return csv_source(csv, images)
+    if split:
+        return split_source(split, images)
+    if images is None:
+        raise typer.BadParameter("Give the folder IMAGES, or a list with --csv or --split.")
+    return folder_source(images)
+
+
+def _further_source(
+    images: Path | None, csv: Path | None, split: Path | None, root: Path, kinds: Schema
+) -> Source:
+    """What is added to a gallery whose images are below `root`: there, all paths start from it.
+
+    Raises: SourceError; wrong usage.
+    """
+    _refuse_both(csv, split)
+    if images is not None and (csv or split):
+        raise typer.BadParameter(
+            "Give IMAGES or a list, not both: paths of a list start from the gallery's image root."
+        )
+    if images is None and not (csv or split):
+        raise typer.BadParameter("Give the folder IMAGES, or a list with --csv or --split.")
+    if csv:
+        return csv_source(csv, root, kinds)
+    if split:
+        return split_source(split, root)
+    return folder_source(images or root, root)
+
+
+def _refuse_both(csv: Path | None, split: Path | None) -> None:
+    if csv and split:
+        raise typer.BadParameter("Give --csv or --split, not both.")
 
 
 def _print_plan(source: Source, embedder: Embedder, settings: IndexSettings, json: bool) -> None:

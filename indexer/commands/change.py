@@ -1,11 +1,11 @@
 """kinlens-index update, remove: change what is in a gallery."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import InvalidParameterError, SourceError
 from embedder.types import AttributeValue
@@ -23,19 +23,17 @@ KeysArgument = Annotated[
 ]
 
 
-class Updated(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Updated:
     """How many of the named items differ now."""
-
-    model_config = ConfigDict(frozen=True)
 
     named: int
     changed: int
 
 
-class Removed(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Removed:
     """How many items fitted; with --dry-run they are still there. `unknown` keys were not."""
-
-    model_config = ConfigDict(frozen=True)
 
     removed: int
     dry_run: bool

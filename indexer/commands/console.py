@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 import typer
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -101,9 +101,9 @@ class _Speed(ProgressColumn):
         return Text(f"{task.speed or task.completed / elapsed_s:.1f} {self._unit}/s")
 
 
-def print_json(report: BaseModel) -> None:
-    """One JSON object on stdout."""
-    out.print(report.model_dump_json(indent=2))
+def print_json(report: object) -> None:
+    """A model or a dataclass as one JSON object on stdout."""
+    out.print(TypeAdapter(type(report)).dump_json(report, indent=2).decode())
 
 
 def print_failures(failures: tuple[Failure, ...], found: int, rest: str) -> None:

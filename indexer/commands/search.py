@@ -1,18 +1,16 @@
 """kinlens-index search, show: ask a gallery."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import ItemNotFoundError
-from embedder.types import AttributeValue, Embeddings
+from embedder.types import Embeddings, Hit
 from indexer.commands import options, stores
-from indexer.commands.answers import Found, group_shown, hits_shown, print_found
 from indexer.commands.console import errors_shown, out, print_json, shown
 from indexer.commands.options import (
     DeviceOption,
@@ -22,24 +20,20 @@ from indexer.commands.options import (
     StoreArgument,
     WhereOption,
 )
-from indexer.commands.vectors import read_vectors, vector_of
 from indexer.filters.text import parse_filter
-from indexer.types import Grouping, GroupScore, SearchOptions, VectorStore, combined_query
+from indexer.types import Group, Grouping, GroupScore, SearchOptions, VectorStore, combined_query
 
 app = typer.Typer()
 
 
-class Shown(BaseModel):
-    """A stored item."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answers to all queries, in their order: `hits`, or `groups` if these were asked for."""
 
-    model_config = ConfigDict(frozen=True)
-
-    id: int
-    key: str
-    path: str
-    sha256: str
-    format: str
-    attributes: Mapping[str, AttributeValue]
+    gallery: str
+    version: str
+    hits: Sequence[Sequence[Hit]] | None = None
+    groups: Sequence[Sequence[Group]] | None = None
 
 
 @app.command(
@@ -103,10 +97,13 @@ def search(
             if like:
                 found = _found_like(store, like, unlike or [], k, wanted, grouping)
             elif image and embedder:
-                found = _found(store, vector_of(image, embedder), k, wanted, grouping)
+                found = _found(store, options.vector_of(image, embedder), k, wanted, grouping)
             else:
-                found = _found(store, read_vectors(vector or Path()), k, wanted, grouping)
-        print_found(found, json)
+                found = _found(store, options.read_vectors(vector or Path()), k, wanted, grouping)
+        if json:
+            print_json(found)
+        else:
+            _print_found(found)
 
 
 @app.command(epilog="Example: kinlens-index show shop/gallery shoes/red.jpg")
@@ -123,18 +120,10 @@ def show(
                 f"The gallery {gallery} has no item with the key {key!r}. Keys are compared letter "
                 "by letter; a folder gives its images their relative paths as keys."
             )
-    facts = Shown(
-        id=item.id,
-        key=item.key,
-        path=item.path,
-        sha256=item.sha256,
-        format=item.format,
-        attributes=item.attributes,
-    )
     if json:
-        print_json(facts)
+        print_json(item)
         return
-    for name, value in facts.model_dump().items():
+    for name, value in asdict(item).items():
         out.print(f"{name:10} {shown(value) if name == 'attributes' else value}")
 
 
@@ -161,13 +150,10 @@ def _found(
     grouping: Grouping | None,
 ) -> Found:
     if grouping is None:
-        hits = tuple(map(hits_shown, store.search(queries, k, wanted)))
-        return Found(gallery=store.name, version=store.version, hits=hits)
-    groups = tuple(
-        tuple(map(group_shown, answer))
-        for answer in store.search_groups(queries, k, grouping, wanted)
-    )
-    return Found(gallery=store.name, version=store.version, groups=groups)
+        hits = store.search(queries, k, wanted)
+        return Found(store.name, store.version, hits=hits)
+    groups = store.search_groups(queries, k, grouping, wanted)
+    return Found(store.name, store.version, groups=groups)
 
 
 def _found_like(
@@ -179,8 +165,8 @@ def _found_like(
     grouping: Grouping | None,
 ) -> Found:
     if grouping is None:
-        hits = (hits_shown(store.search_like(like, unlike, k, wanted)),)
-        return Found(gallery=store.name, version=store.version, hits=hits)
+        hits = store.search_like(like, unlike, k, wanted)
+        return Found(store.name, store.version, hits=[hits])
     liked, disliked = _vectors(store, like), _vectors(store, unlike)
     known = store.stored([*like, *unlike]).values()
     wanted = replace(wanted, exclude=frozenset(item.id for item in known))
@@ -190,3 +176,24 @@ def _found_like(
 def _vectors(store: VectorStore, keys: Sequence[str]) -> Embeddings:
     rows = [entry.vector for entry in store.entries(keys)]
     return np.stack(rows) if rows else np.empty((0, store.dim), np.float32)
+
+
+def _print_found(found: Found) -> None:
+    """One line an item."""
+    answers: Sequence[Sequence[Hit | Group]] = found.groups or found.hits or ()
+    for number, answer in enumerate(answers):
+        if len(answers) > 1:
+            out.print(f"Query {number}:")
+        if not answer:
+            out.print("Nothing fits.")
+        for part in answer:
+            if isinstance(part, Hit):
+                _print_hit(part)
+                continue
+            out.print(f"{part.score:.4f}  {'(no value)' if part.value is None else part.value}")
+            for hit in part.hits:
+                _print_hit(hit, "    ")
+
+
+def _print_hit(hit: Hit, indent: str = "") -> None:
+    out.print(f"{indent}{hit.score:.4f}  {hit.key}  {shown(hit.attributes)}".rstrip())

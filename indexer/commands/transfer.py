@@ -1,11 +1,11 @@
 """kinlens-index export, import, backup, restore: galleries on their way."""
 
 import contextlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import BaseModel, ConfigDict
 
 from indexer.commands import stores
 from indexer.commands.console import errors_shown, out, print_json, progress
@@ -30,19 +30,17 @@ from indexer.types import Dump
 app = typer.Typer()
 
 
-class ExportReport(BaseModel):
+@dataclass(frozen=True, slots=True)
+class ExportReport:
     """How many items went into which file."""
-
-    model_config = ConfigDict(frozen=True)
 
     file: str
     items: int
 
 
-class RestoreReport(BaseModel):
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
     """What is current in the folder now."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     generation: str

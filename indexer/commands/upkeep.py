@@ -1,10 +1,9 @@
 """kinlens-index compact, plan, stats: what a gallery costs, and keeping it fast."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, get_args
 
 import typer
-from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import PlanError
 from indexer.checks.stats import StoreStats, gallery_stats, store_stats
@@ -29,10 +28,9 @@ app = typer.Typer()
 _TABLES = ("formats", "attributes")
 
 
-class PlanShown(BaseModel):
+@dataclass(frozen=True, slots=True)
+class PlanShown:
     """What an index costs, or why it cannot be made."""
-
-    model_config = ConfigDict(frozen=True)
 
     kind: str
     refused: str | None = None
@@ -45,10 +43,9 @@ class PlanShown(BaseModel):
     reason: str | None = None
 
 
-class Plans(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Plans:
     """The index for `n` vectors of length `dim`; with --all one for each kind."""
-
-    model_config = ConfigDict(frozen=True)
 
     n: int
     dim: int
@@ -194,4 +191,6 @@ def _row(n: int, dim: int, kind: str, settings: IndexSettings) -> PlanShown:
 
 def _shown_plan(plan: Plan) -> PlanShown:
     facts = asdict(plan)
-    return PlanShown(**{name: facts[name] for name in PlanShown.model_fields if name in facts})
+    return PlanShown(
+        **{one.name: facts[one.name] for one in fields(PlanShown) if one.name in facts}
+    )

@@ -26,7 +26,6 @@ from indexer.commands.options import (
     PrecisionOption,
     RecallOption,
 )
-from indexer.commands.vectors import read_vectors
 
 app = typer.Typer()
 
@@ -67,7 +66,7 @@ def verify(
         embedder = (
             options.open_embedder(bundle, device, allow_cpu_fallback, precision) if bundle else None
         )
-        vectors = None if queries is None else read_vectors(queries)
+        vectors = None if queries is None else options.read_vectors(queries)
         if tune and vectors is not None:
             check_files(gallery)
             tune_gallery(gallery, vectors, target_recall)

@@ -73,8 +73,10 @@ from indexer.types import (
 Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]
 """The levels of Milvus, as its documentation defines them."""
 
+EXACT_BELOW = 200_000
+"""Items of a gallery that needs no clusters."""
+
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
-_EXACT_BELOW = 200_000  # items
 _SAMPLE = 10_000
 _SCHEMA_S = 60.0  # the swap of an alias waits for what else the server does
 _LEFT_OVER = timedelta(days=1)
@@ -512,7 +514,7 @@ def _fill(made: Collection, entries: Iterable[Entry], on_progress: Progress | No
     if len(np.unique(np.frombuffer(keys, np.int64))) < count:
         raise InvalidParameterError("A key is there twice. Give each item a key of its own.")
     made.learn(kinds)
-    made.make_index(0 if count < _EXACT_BELOW else 4 * math.isqrt(count))
+    made.make_index(0 if count < EXACT_BELOW else 4 * math.isqrt(count))
 
 
 def _attribute_facts(

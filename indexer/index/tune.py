@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from embedder.errors import RecallError
 from embedder.types import Embeddings
 from indexer.index.faiss import TUNED_AT, Effort, SegmentIndex
-from indexer.types import Ids, Scores
+from indexer.types import SAME_SCORE, Ids, Scores
 
-_EQUAL = 1e-5
-"""Scores this close count as equal: which of two equal items is found does not matter."""
 
 _MAX_SEARCH = 4096
 _SCAN_QUERIES = 100
@@ -98,7 +96,7 @@ class _Measure:
         started = perf_counter()
         scores, _ = self._index.search(self._queries, self._k, effort)
         seconds = perf_counter() - started
-        recalls = (scores >= self._worst - _EQUAL).mean(axis=1) if scores.size else np.ones(1)
+        recalls = (scores >= self._worst - SAME_SCORE).mean(axis=1) if scores.size else np.ones(1)
         recall = float(recalls.mean())
         self.seen.append(Tuned(effort, recall))
         return _Tried(self.seen[-1], seconds, recall >= _aim(self._target, recalls))

@@ -134,7 +134,7 @@ def test_a_generation_of_another_bundle_is_not_searched_by_who_opened_the_old_on
 def test_a_large_gallery_gets_an_index_that_is_exact_on_demand(
     milvus_server: MilvusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.exchange.milvus._EXACT_BELOW", 100)
+    monkeypatch.setattr("indexer.exchange.milvus.EXACT_BELOW", 100)
     entries = shop(2000)  # below 1,024 rows Milvus makes no index
     store = published(milvus_server, "large", entries)
     (collection,) = collections(milvus_server, "large")

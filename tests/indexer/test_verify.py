@@ -202,7 +202,7 @@ def test_a_sample_is_the_same_each_time_and_within_the_gallery(built: Path) -> N
 def test_items_that_are_removed_while_they_are_checked_are_no_problem(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.checks.verify._CHUNK", 64)
+    monkeypatch.setattr("indexer.checks.verify.CHUNK", 64)
     other = Gallery.open(large)
 
     def remove_all(count: int) -> None:

@@ -19,6 +19,11 @@ from indexer.index.gpu import MAX_K, GpuIndex
 from indexer.index.plan import COARSE_HNSW_FROM, IndexKind, Plan
 from indexer.types import Ids, Progress, Scores
 
+# Of many queries FAISS compares blocks, and its threads meet after each: with blocks of 1,024 by
+# 16,384, 64 MB, they wait less than half as long as with its own of 4,096 by 1,024.
+faiss.cvar.distance_compute_blas_query_bs = 1_024
+faiss.cvar.distance_compute_blas_database_bs = 16_384
+
 Bits = NDArray[np.uint8]
 """A set of positions as a little-endian bitmap."""
 

@@ -13,7 +13,6 @@ from embedder.types import Embeddings
 from indexer.index.faiss import TUNED_AT, Effort, SegmentIndex
 from indexer.types import SAME_SCORE, Ids, Scores
 
-
 _MAX_SEARCH = 4096
 _SCAN_QUERIES = 100
 _FASTER = 0.9  # a greater k_factor must save this much

@@ -10,6 +10,7 @@ gallery/
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import sqlite3
@@ -169,7 +170,8 @@ class GalleryFolder:
 
         It is gone afterwards if its generation was published.
         """
-        draft = GalleryFolder(self._versions / f"{_DRAFT}{bundle_id[:SHORT]}")
+        digest = hashlib.sha256(bundle_id.encode()).hexdigest()  # the id may come from a file
+        draft = GalleryFolder(self._versions / f"{_DRAFT}{digest[:SHORT]}")
         name = draft.current_name()
         if name is not None and name != self.current_name():
             left, home = self._versions / name, draft._versions / name

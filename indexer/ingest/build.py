@@ -107,11 +107,12 @@ def build_gallery(
             _check_space(folder.path, needed_mb(plan))
         with _draft(folder, manifest) as draft:
             _fit_attributes(draft, source)
-            work = Ingest(draft.gallery, source, embedder, rest=Rest(draft.gallery))
+            rest = Rest(draft.gallery)
+            work = Ingest(draft.gallery, source, embedder, rest=rest)
             work.run(settings.embed, on_progress)
             refuse_unreadable(source, work.found, work.failures)
             report = _report(work, perf_counter() - started)
-            generation = draft.publish(work.rest, settings.index, report, on_indexed)
+            generation = draft.publish(rest, settings.index, report, on_indexed)
     return report.model_copy(update={"generation": generation})
 
 
@@ -156,12 +157,15 @@ def import_gallery(
     )
     folder = GalleryFolder(out)
     with folder.locked(), _draft(folder, manifest) as draft:
-        rest, entries = Rest(draft.gallery), dump.entries()
-        while part := list(islice(entries, _CHUNK)):
-            rest.keep(draft.gallery.stored([entry.key for entry in part]).values())
-            draft.gallery.add(part)
-            if on_progress is not None:
-                on_progress(len(part))
+        was_begun = draft.gallery.size > 0
+        try:
+            rest = _filled(draft.gallery, dump, on_progress)
+        except InvalidParameterError:
+            if not was_begun:
+                raise
+            # What an import of something else has left may be what it does not fit to.
+            draft.begin_anew()
+            rest = _filled(draft.gallery, dump, None)
         report = ImportReport(
             name=manifest.name,
             bundle_id=manifest.bundle_id,
@@ -173,6 +177,16 @@ def import_gallery(
     return report.model_copy(update={"generation": generation})
 
 
+def _filled(gallery: Gallery, dump: Dump, on_progress: Progress | None) -> Rest:
+    rest, entries = Rest(gallery), dump.entries()
+    while part := list(islice(entries, _CHUNK)):
+        rest.keep(gallery.stored([entry.key for entry in part]).values())
+        gallery.add(part)
+        if on_progress is not None:
+            on_progress(len(part))
+    return rest
+
+
 @dataclass(slots=True)
 class _Draft:
     """`gallery` is what will be the next generation of `folder`, under `manifest`."""
@@ -182,16 +196,21 @@ class _Draft:
     manifest: GalleryManifest
     gallery: Gallery
 
+    def begin_anew(self) -> None:
+        """Drop what an earlier run has made."""
+        self.gallery.close()
+        discard(self.place.path)
+        self.gallery = _created(self.place.path, self.manifest)
+
     def publish(
         self,
-        rest: Rest | None,
+        rest: Rest,
         settings: IndexSettings,
         report: BaseModel,
         on_progress: Progress | None,
     ) -> str:
         """The name of the generation. Raises: PlanError, RecallError, GalleryWriteError."""
-        if rest is not None:
-            rest.remove()
+        rest.remove()
         self.gallery.compact(settings, wait=True, on_progress=on_progress)
         self.gallery.close()
         # What was written is read back before anyone else sees it.

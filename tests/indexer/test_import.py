@@ -86,6 +86,14 @@ def test_an_import_that_was_stopped_goes_on_and_leaves_nothing_of_another(tmp_pa
     assert not draft.exists()
 
 
+def test_kinds_of_attributes_of_a_stopped_import_bind_nobody(tmp_path: Path) -> None:
+    texts = [replace(entry, attributes={"price": "low"}) for entry in entries()]
+    with pytest.raises(InvalidParameterError):
+        import_gallery(dump([*texts, replace(texts[0], key="")]), tmp_path / "shop")
+    import_gallery(dump(entries()), tmp_path / "shop")
+    assert {entry[0] for entry in content(tmp_path / "shop")} == {e.key for e in entries()}
+
+
 @pytest.mark.parametrize("distance", [1, 4500])
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_key_twice_is_named_and_changes_nothing(

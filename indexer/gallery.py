@@ -97,7 +97,7 @@ class Gallery:
 
     Implements `indexer.types.VectorStore`. A change is durable when its call returns, and every
     search that begins afterwards sees it. Item numbers are never given to another content, so they
-    hold as long as the generation. Thread safe.
+    hold as long as the generation, which is named by 12 hex digits. Thread safe.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Gallery:
         with contextlib.ExitStack() as held:
             held.callback(os.close, hold(generation))
             self.manifest = read_manifest(generation)
+            self.generation = self.manifest.generation
             _check_bundle(folder.path, self.manifest, expected_bundle_id)
             self._catalog = Catalog.open(generation / CATALOG)
             held.callback(self._catalog.close)
@@ -191,11 +192,6 @@ class Gallery:
     def name(self) -> str:
         """The name in addresses."""
         return self.manifest.name
-
-    @property
-    def generation(self) -> str:
-        """The name of this generation: 12 hex digits that a rebuild changes."""
-        return self.manifest.generation
 
     @property
     def version(self) -> str:

@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 from embedder.types import AttributeKind, AttributeValue, Embeddings, ItemId
 from indexer.catalog.attributes import Schema, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key
-from indexer.catalog.schema import NAMES, STATE, damaged, item_checksum, row_checksum
-from indexer.filters.sql import condition_sql, fitting, restored, stored
+from indexer.catalog.schema import (
+    NAMES,
+    STATE,
+    damaged,
+    item_checksum,
+    restored,
+    row_checksum,
+    stored,
+)
+from indexer.filters.sql import condition_sql, fitting
 from indexer.filters.tree import And, Condition, Filter
 from indexer.types import MAX_COUNTED_VALUES, AttributeFacts, Ids, Item
 

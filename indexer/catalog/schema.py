@@ -16,7 +16,7 @@ from embedder.errors import (
     GalleryError,
     GalleryWriteError,
 )
-from embedder.types import ItemId
+from embedder.types import AttributeValue, ItemId
 
 SCHEMA_VERSION = 3
 _SAME_TABLES = 2
@@ -104,6 +104,16 @@ _WRITE_CURES = {
     sqlite3.SQLITE_CANTOPEN: "Give this user the right to write in its folder",
     sqlite3.SQLITE_BUSY: f"Another process has been writing for {BUSY_S:g} s: try again later",
 }
+
+
+def stored(value: AttributeValue) -> str | int | float | bytes:
+    """A value as the table of attributes has it: a boolean is a byte, which equals no number."""
+    return bytes((value,)) if isinstance(value, bool) else value
+
+
+def restored(value: str | int | float | bytes) -> AttributeValue:
+    """The value that `stored` has made this of."""
+    return bool(value[0]) if isinstance(value, bytes) else value
 
 
 def seal(connection: sqlite3.Connection) -> None:

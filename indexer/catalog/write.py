@@ -13,9 +13,9 @@ from indexer.catalog.schema import (
     SCHEMA_VERSION,
     item_checksum,
     seal,
+    stored,
     vector_checksum,
 )
-from indexer.filters.sql import stored
 from indexer.types import Entry, Ids, Item, Written
 
 AttributeRow = tuple[int, str | int | float | bytes, ItemId]

@@ -10,21 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.types import AttributeValue
+from indexer.catalog.schema import stored
 from indexer.filters.tree import And, Condition, Equals, Filter, In, Not, Or
 
 _Ids = NDArray[np.int64]
 _OPERATORS = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}
-
-
-def stored(value: AttributeValue) -> str | int | float | bytes:
-    """A value as the table of attributes has it: a boolean is a byte, which equals no number."""
-    return bytes((value,)) if isinstance(value, bool) else value
-
-
-def restored(value: str | int | float | bytes) -> AttributeValue:
-    """The value that `stored` has made this of."""
-    return bool(value[0]) if isinstance(value, bytes) else value
 
 
 def condition_sql(where: Condition, what: str, at_most: int = -1) -> tuple[Any, ...]:

@@ -55,14 +55,16 @@ from indexer.filters.tree import Filter, In, check_grouped
 from indexer.folder.manifest import SHORT
 from indexer.gallery import GalleryFacts
 from indexer.ingest.pictures import ItemImage, item_image
-from indexer.live.grouping import Members, best_groups, contents_of
 from indexer.live.ranking import (
     Candidate,
     Fetch,
+    Members,
+    best_groups,
     best_hits,
     check_options,
     check_search,
     combined_query,
+    contents_of,
 )
 from indexer.types import (
     MAX_COUNTED_VALUES,
@@ -410,7 +412,7 @@ class MilvusStore:
 
 
 class _Groups:
-    """`indexer.live.grouping.GroupSource` of one search.
+    """`indexer.live.ranking.GroupSource` of one search.
 
     Inside and outside of groups every cluster is searched: fewer answers mean that there are no
     more.

@@ -11,8 +11,15 @@ from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.catalog.read import CatalogView
 from indexer.filters.tree import Filter, In, check_grouped
 from indexer.live.filter_cache import among_ids
-from indexer.live.grouping import Members, best_groups, contents_of
-from indexer.live.ranking import Candidate, Fetch, best_hits, combined_query
+from indexer.live.ranking import (
+    Candidate,
+    Fetch,
+    Members,
+    best_groups,
+    best_hits,
+    combined_query,
+    contents_of,
+)
 from indexer.live.snapshot import Among, Bits
 from indexer.live.state import Reading
 from indexer.types import Group, Grouping, Ids, Item, Scores, SearchOptions
@@ -101,7 +108,7 @@ def _check_fit(candidates: Iterable[Candidate], where: Filter | None) -> None:
 
 
 class _Groups:
-    """`indexer.live.grouping.GroupSource` of one state; what is read of a value is read once.
+    """`indexer.live.ranking.GroupSource` of one state; what is read of a value is read once.
 
     Filters on single values stay out of the cache of filters: they would push out those of users.
     """

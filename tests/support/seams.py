@@ -23,7 +23,7 @@ from indexer.ingest.embed import EmbedSettings, WorkFile
 from indexer.ingest.generation import publish_generation
 from indexer.ingest.importing import import_gallery
 from indexer.ingest.rebuild import adopt
-from indexer.live.grouping import Members, contents_of
+from indexer.live.ranking import Members, contents_of
 from service.batching import MicroBatcher
 from service.cache import Cache, Lookup, LruCache, embedding_key
 from service.decoding.inline import InlineDecoder

@@ -7,9 +7,9 @@ import typer
 
 from embedder.manifest import AskedPrecision
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
-from indexer.index.plan import IndexKind, IndexSettings
+from indexer.index.kinds import Device, IndexKind
+from indexer.index.plan import IndexSettings
 
-Device = Literal["cpu", "cuda"]
 Index = Literal["auto", IndexKind]
 
 GalleryArgument = Annotated[Path, typer.Argument(metavar="GALLERY", help="Folder of the gallery.")]

@@ -17,7 +17,7 @@ from embedder.errors import GalleryCorruptError
 from embedder.types import Embeddings
 from indexer.catalog.read import CatalogView, State
 from indexer.folder.durable import hold
-from indexer.index.faiss import Effort
+from indexer.index.kinds import Effort
 from indexer.index.segment import Segment
 from indexer.live.delta import Delta
 from indexer.types import Ids, Scores

@@ -156,8 +156,6 @@ def test_a_single_query_runs_on_one_thread() -> None:
     faiss.omp_set_num_threads(4)
     built("flat", unit(3)).search(unit(1), 1, Effort(0))
     assert faiss.omp_get_max_threads() == 1
-    built("flat", unit(3)).search(unit(9), 1, Effort(0), threads=3)
-    assert faiss.omp_get_max_threads() == 3
 
 
 def test_searches_at_once_with_different_parameters_give_the_same_answers(
@@ -272,12 +270,12 @@ def test_lists_that_are_found_through_a_graph_answer_as_well(
     gallery: Embeddings,
     queries: Embeddings,
 ) -> None:
-    for module in ("codes", "faiss"):
-        monkeypatch.setattr(f"indexer.index.{module}.COARSE_HNSW_FROM", 16)
+    monkeypatch.setattr("indexer.index.kinds.COARSE_HNSW_FROM", 16)
     index = built(kind, gallery)
     index.save(tmp_path / "index")
     opened = SegmentIndex.open(index.kind, gallery, tmp_path / "index")
-    assert isinstance(faiss.downcast_index(opened._codes.quantizer), faiss.IndexHNSW)
+    codes = faiss.read_index(str(tmp_path / "index"))
+    assert isinstance(faiss.downcast_index(codes.quantizer), faiss.IndexHNSW)
     found = opened.search(queries, 10, EFFORTS[kind])[1]
     assert recall_at(found, opened.exact(queries, 10)[1]) >= 0.97
     every = opened.search(queries[:3], N, EFFORTS[kind])[1]

@@ -7,7 +7,8 @@ import pytest
 from embedder.types import Embeddings
 from indexer.index import faiss as faiss_engine
 from indexer.index import faiss as faiss_search
-from indexer.index.faiss import count_of, parameters, positions_in, scaled
+from indexer.index.faiss import count_of, positions_in
+from indexer.index.kinds import KINDS, scaled
 from tests.indexer.vectors import bitmap, clumped, unit
 from tests.support.seams import Effort, SegmentIndex, plan_index, recall_at, tune
 
@@ -99,7 +100,7 @@ def test_a_bitmap_with_every_bit_set_finds_as_no_filter_does(index: SegmentIndex
 def test_exact_compares_with_more_positions_than_fit_one_chunk(
     monkeypatch: pytest.MonkeyPatch, gallery: Embeddings
 ) -> None:
-    monkeypatch.setattr("indexer.index.faiss._CHUNK", 100)
+    monkeypatch.setattr("indexer.index.faiss.CHUNK", 100)
     index = SegmentIndex.build(plan_index(N, DIM), gallery)
     chosen = np.random.default_rng(0).permutation(N)[:730]
     queries = unit(5, DIM, seed=8)
@@ -156,7 +157,7 @@ def test_an_effort_without_bound_is_no_more_than_the_greatest(
     found = index.search(queries, 3, Effort(99_999_999_999_999, 64))
     assert recall_at(found[1], index.exact(queries, 3)[1]) == 1.0
     assert scaled(99_999_999_999_999, 10, N) == scaled(10, 10**9, N) == N
-    parameters("hnsw", index._codes, Effort(99_999_999_999_999), 10, None)
+    KINDS["hnsw"].search_parameters(0, N, Effort(99_999_999_999_999), 10)
 
 
 @pytest.mark.parametrize("share", [None, 0.5])
@@ -168,7 +169,7 @@ def test_queries_are_taken_in_parts_that_memory_holds(
     allowed = None if share is None else bitmap(np.random.default_rng(0).random(N) < share)
     whole = index.search(queries, 20, effort, allowed)
     spy.calls.clear()
-    monkeypatch.setattr(faiss_search, "_CHUNK_BYTES", 12 * 4 * 300)
+    monkeypatch.setattr(faiss_search, "CHUNK_BYTES", 12 * 4 * 300)
     parts = index.search(queries, 20, effort, allowed)
     assert (whole[1] == parts[1]).all()
     assert len(spy.calls) > 1
@@ -187,7 +188,7 @@ def test_a_query_whose_surroundings_are_excluded_looks_further_before_it_looks_e
     def nowhere_else(*_: object) -> None:
         raise AssertionError("everything was searched")
 
-    monkeypatch.setattr(index, "_hardest", nowhere_else)
+    monkeypatch.setattr(index, "_probe_all_lists", nowhere_else)
     found = index.search(query, 10, Effort(16, 4), bitmap(allowed))
     assert allowed[found[1]].all()
     assert [k for _, k in spy.calls] in ([31, 248], [31])

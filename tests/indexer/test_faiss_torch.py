@@ -7,7 +7,7 @@ CODE = """
 import faiss.contrib.torch_utils
 import numpy as np
 from indexer.index.faiss import SegmentIndex
-from indexer.index.faiss import Effort
+from indexer.index.kinds import Effort
 from indexer.index.plan import plan_index
 vectors = np.random.default_rng(0).standard_normal((2000, 16)).astype(np.float32)
 vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)

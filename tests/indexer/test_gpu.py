@@ -17,7 +17,7 @@ from indexer.types import Ids, Scores
 from tests.indexer.vectors import bitmap, clumped, unit
 from tests.support.seams import (
     Effort,
-    Owner,
+    GpuThread,
     Segment,
     SegmentIndex,
     plan_index,
@@ -182,7 +182,7 @@ def test_the_memory_is_free_when_nobody_has_the_index_any_more(
         engines.append(weakref.ref(engine))
         return engine
 
-    owner = Owner(make)
+    owner = GpuThread(make)
     monkeypatch.setattr(GpuIndex, "flat", lambda vectors: GpuIndex(owner))
     index = SegmentIndex.open("flat", unit(2000), None, "cuda")
     if has_searched:

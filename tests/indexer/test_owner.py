@@ -9,9 +9,9 @@ import pytest
 
 from embedder.errors import EngineUnavailableError
 from embedder.types import Embeddings
-from indexer.index import gpu as owners
+from indexer.index import gpu
 from indexer.types import Ids, Scores
-from tests.support.seams import Owner
+from tests.support.seams import GpuThread
 
 DIM = 4
 
@@ -51,7 +51,7 @@ def engine() -> FakeEngine:
 
 
 def test_everything_runs_in_one_thread_that_is_not_the_callers(engine: FakeEngine) -> None:
-    owner = Owner(engine.make)
+    owner = GpuThread(engine.make)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: owner.search(rows(n), 3, 5), range(50)))
     owner.close()
@@ -60,7 +60,7 @@ def test_everything_runs_in_one_thread_that_is_not_the_callers(engine: FakeEngin
 
 
 def test_every_caller_gets_his_own_rows(engine: FakeEngine) -> None:
-    owner = Owner(engine.make)
+    owner = GpuThread(engine.make)
     asked = [[100 * n + i for i in range(n % 4)] for n in range(60)]
 
     def ask(values: list[int]) -> list[list[int]]:
@@ -74,7 +74,7 @@ def test_every_caller_gets_his_own_rows(engine: FakeEngine) -> None:
 
 
 def held_up(
-    engine: FakeEngine, owner: Owner, requests: list[tuple[Embeddings, int, int]]
+    engine: FakeEngine, owner: GpuThread, requests: list[tuple[Embeddings, int, int]]
 ) -> list[object]:
     """The answers (or errors) of requests that all came in while the engine was busy."""
     engine.gate.clear()
@@ -90,14 +90,14 @@ def held_up(
 
 
 def test_what_waits_is_answered_in_one_batch(engine: FakeEngine) -> None:
-    owner = Owner(engine.make)
+    owner = GpuThread(engine.make)
     held_up(engine, owner, [(rows(n, n), 3, 5) for n in range(10)])
     assert engine.batches == [(1, 1, 1), (20, 3, 5)]
     owner.close()
 
 
 def test_requests_with_other_parameters_are_not_mixed(engine: FakeEngine) -> None:
-    owner = Owner(engine.make)
+    owner = GpuThread(engine.make)
     asked = [(rows(1), 3, 5), (rows(2), 4, 5), (rows(3), 3, 6), (rows(4), 3, 5)]
     held_up(engine, owner, asked)
     assert sorted(engine.batches[1:]) == [(1, 3, 6), (1, 4, 5), (2, 3, 5)]
@@ -105,15 +105,15 @@ def test_requests_with_other_parameters_are_not_mixed(engine: FakeEngine) -> Non
 
 
 def test_a_batch_ends_at_its_limit(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owners, "MAX_ROWS", 4)
-    owner = Owner(engine.make)
+    monkeypatch.setattr(gpu, "MAX_ROWS", 4)
+    owner = GpuThread(engine.make)
     held_up(engine, owner, [(rows(1, 2, 3), 3, 5)] * 4)
     assert [count for count, *_ in engine.batches[1:]] == [6, 6]
     owner.close()
 
 
 def test_an_error_reaches_those_who_asked_for_it_and_nobody_else(engine: FakeEngine) -> None:
-    owner = Owner(engine.make)
+    owner = GpuThread(engine.make)
     bad, good = held_up(engine, owner, [(rows(1), 2, 13), (rows(2), 2, 5)])
     assert isinstance(bad, RuntimeError)
     assert isinstance(good, tuple)
@@ -126,11 +126,11 @@ def test_an_engine_that_cannot_be_made_is_an_error_at_once() -> None:
         raise RuntimeError("no GPU memory")
 
     with pytest.raises(RuntimeError, match="no GPU memory"):
-        Owner(make)
+        GpuThread(make)
 
 
 def test_closing_answers_what_waits_and_refuses_what_comes_later(engine: FakeEngine) -> None:
-    owner = Owner(engine.make)
+    owner = GpuThread(engine.make)
     engine.gate.clear()
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(owner.search, rows(0), 1, 1)

@@ -6,8 +6,9 @@ import pytest
 
 from embedder.errors import PlanError
 from indexer.index import plan as plans
+from indexer.index.kinds import lists_for
 from indexer.index.machine import memory_mb
-from indexer.index.plan import IndexSettings, Plan, lists_for
+from indexer.index.plan import IndexSettings, Plan
 from tests.indexer.vectors import clumped
 from tests.support.seams import SegmentIndex, plan_index
 

@@ -14,8 +14,9 @@ from indexer.folder.backup import backup, read_backup
 from indexer.folder.durable import set_fault_hook
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import GalleryManifest
-from indexer.index.faiss import Effort, SegmentIndex
-from indexer.index.gpu import Owner
+from indexer.index.faiss import SegmentIndex
+from indexer.index.gpu import GpuThread
+from indexer.index.kinds import Effort
 from indexer.index.plan import plan_index
 from indexer.index.segment import Segment, write_segment, write_vectors
 from indexer.index.tune import recall_at, tune
@@ -52,6 +53,7 @@ __all__ = [
     "Failures",
     "GalleryFolder",
     "GalleryManifest",
+    "GpuThread",
     "InlineDecoder",
     "Job",
     "JobManager",
@@ -62,7 +64,6 @@ __all__ = [
     "Members",
     "MicroBatcher",
     "MilvusStore",
-    "Owner",
     "Place",
     "RateLimits",
     "RedisStore",

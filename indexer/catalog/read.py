@@ -70,6 +70,14 @@ class State(NamedTuple):
     segment_seq: int
 
 
+class Row(NamedTuple):
+    """What a search shows of an item."""
+
+    key: str
+    attributes: Mapping[str, AttributeValue]
+    sha256: str
+
+
 class CatalogView:
     """Everything in one view is of one state. It cannot be used after its block has ended.
 
@@ -98,11 +106,18 @@ class CatalogView:
     def get(self, ids: Sequence[ItemId] | Ids) -> dict[ItemId, Item]:
         """The items with these numbers; unknown numbers are left out."""
         found = {item.id: item for item in self._items(self._all(_ITEMS, _json_ids(ids)))}
-        if len(found) < len(ids):
-            missing = [number for number in ids if number not in found]
-            [(number,)] = self._all(_HAS_VECTOR, _json_ids(missing))
-            if number is not None:
-                raise damaged(self.connection, f"item {number} has a vector and no row")
+        self._check_missing(ids, found)
+        return found
+
+    def rows(self, ids: Sequence[ItemId]) -> dict[ItemId, Row]:
+        """What a search shows of the items with these numbers; unknown numbers are left out."""
+        rows = self._all(_ITEMS, str(ids))
+        attributes = self._attributes_of(rows)
+        found = {
+            number: Row(key, values, sha256.hex())
+            for (number, key, _, sha256, *_), values in zip(rows, attributes, strict=True)
+        }
+        self._check_missing(ids, found)
         return found
 
     def known(self, ids: Sequence[ItemId] | Ids) -> list[Item]:
@@ -308,16 +323,29 @@ class CatalogView:
         return rows
 
     def _items(self, rows: Sequence[tuple[Any, ...]]) -> list[Item]:
-        for row in rows:
-            self._is_whole(row)
-        # One text is parsed twice as fast as many.
-        attributes = json.loads(f"[{','.join([row[5] for row in rows])}]")
         return [
             Item(number, key, path, sha256.hex(), values, format_)
             for (number, key, path, sha256, format_, _, _), values in zip(
-                rows, attributes, strict=True
+                rows, self._attributes_of(rows), strict=True
             )
         ]
+
+    def _check_missing(self, ids: Sequence[ItemId] | Ids, found: Mapping[ItemId, object]) -> None:
+        if len(found) < len(ids):
+            missing = [number for number in ids if number not in found]
+            [(number,)] = self._all(_HAS_VECTOR, _json_ids(missing))
+            if number is not None:
+                raise damaged(self.connection, f"item {number} has a vector and no row")
+
+    def _attributes_of(self, rows: Sequence[tuple[Any, ...]]) -> list[dict[str, AttributeValue]]:
+        """Of rows that are whole."""
+        for row in rows:
+            self._is_whole(row)
+        # One text is parsed twice as fast as many.
+        found: list[dict[str, AttributeValue]] = json.loads(
+            f"[{','.join([row[5] for row in rows])}]"
+        )
+        return found
 
     def _is_whole(self, row: tuple[Any, ...]) -> bool:
         """True. Raises: GalleryCorruptError if the row does not fit its checksum."""

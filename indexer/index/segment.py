@@ -158,10 +158,14 @@ def _brief(error: Exception) -> str:
 
 
 class Segment:
-    """An open segment: `index` by position, `ids` (N,) the item number of each position."""
+    """An open segment: `index` by position, `ids` (N,) the item number of each position.
+
+    `tuned` is the effort that reached the target.
+    """
 
     def __init__(self, manifest: SegmentManifest, index: SegmentIndex, ids: Ids) -> None:
         self.manifest = manifest
+        self.tuned = manifest.tuned
         self.index = index
         self.ids = ids
 

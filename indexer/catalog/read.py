@@ -70,12 +70,10 @@ class State(NamedTuple):
     segment_seq: int
 
 
-class Row(NamedTuple):
-    """What a search shows of an item."""
+Attributes = Mapping[str, AttributeValue]
 
-    key: str
-    attributes: Mapping[str, AttributeValue]
-    sha256: str
+Row = tuple[str, Attributes, bytes]
+"""What a search needs of an item: key, attributes, sha256."""
 
 
 class CatalogView:
@@ -110,12 +108,11 @@ class CatalogView:
         return found
 
     def rows(self, ids: Sequence[ItemId]) -> dict[ItemId, Row]:
-        """What a search shows of the items with these numbers; unknown numbers are left out."""
+        """What a search needs of the items with these numbers; unknown numbers are left out."""
         rows = self._all(_ITEMS, str(ids))
         attributes = self._attributes_of(rows)
-        found = {
-            number: Row(key, values, sha256.hex())
-            for (number, key, _, sha256, *_), values in zip(rows, attributes, strict=True)
+        found: dict[ItemId, Row] = {
+            row[0]: (row[1], own, row[3]) for row, own in zip(rows, attributes, strict=True)
         }
         self._check_missing(ids, found)
         return found

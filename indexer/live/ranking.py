@@ -82,29 +82,18 @@ class Pool:
 
 
 def best_hits(fetch: Fetch, rows: int, k: int, options: SearchOptions) -> list[list[Hit]]:
-    """`best_candidates` as answers."""
-    return [[hit(c) for c in best] for best in best_candidates(fetch, rows, k, options)]
-
-
-def best_candidates(
-    fetch: Fetch, rows: int, k: int, options: SearchOptions
-) -> list[Sequence[Candidate]]:
     """The `k` best items of each of `rows` queries after `options.offset`, best first.
 
     Obeys `min_score`, `offset`, `distinct` and `exclude` of the options; the rest is up to `fetch`.
-    Of the candidates it looks at number and score alone, and at the content if `distinct`.
     """
     reach = options.offset + k
 
-    def settled(_row: int, pool: Pool) -> Sequence[Candidate] | None:
-        kept = pool.candidates
-        if options.min_score is not None:
-            kept = [c for c in kept if c.score >= options.min_score]
-        if options.exclude or options.distinct:
-            kept = list(remaining(kept, options))
+    def settled(_row: int, pool: Pool) -> list[Hit] | None:
+        allowed = (c for c in pool.candidates if reaches(c.score, options.min_score))
+        kept = list(remaining(allowed, options))
         if len(kept) < reach and not pool.holds_all(options.min_score):
             return None
-        return kept[options.offset : reach]
+        return [hit(c) for c in kept[options.offset : reach]]
 
     return settle(fetch, rows, first_count(reach, options), settled)
 

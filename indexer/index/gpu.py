@@ -68,6 +68,11 @@ class GpuThread:
             self._requests.put(request)
         return request.answer.result()
 
+    @property
+    def waiting(self) -> int:
+        """Searches that nobody has begun to answer."""
+        return self._requests.qsize()
+
     def close(self) -> None:
         """Answer what waits, then let the engine go."""
         self.end()

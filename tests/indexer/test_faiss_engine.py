@@ -1,5 +1,7 @@
 """Search by a segment's index: right, deterministic, full precision, and careful with its file."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -280,3 +282,28 @@ def test_lists_that_are_found_through_a_graph_answer_as_well(
     assert recall_at(found, opened.exact(queries, 10)[1]) >= 0.97
     every = opened.search(queries[:3], N, EFFORTS[kind])[1]
     assert (np.sort(every, axis=1) == np.arange(N)).all()
+
+
+TORCH_HAS_CHANGED_FAISS = """
+import faiss.contrib.torch_utils
+import numpy as np
+from indexer.index.faiss import SegmentIndex
+from indexer.index.kinds import Effort
+from indexer.index.plan import plan_index
+vectors = np.random.default_rng(0).standard_normal((2000, 16)).astype(np.float32)
+vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+for kind in ("flat", "fp16", "hnsw", "ivf-pq"):
+    plan = plan_index(2000, 16, kind=kind)
+    index = SegmentIndex.build(plan, vectors)
+    scores, positions = index.search(vectors[:30], 1, Effort(64, 8))
+    assert (positions[:, 0] == np.arange(30)).mean() > 0.9, kind
+    index.exact(vectors[:30], 5)
+print("same answers")
+"""
+
+
+def test_an_index_answers_where_a_library_for_metric_learning_has_changed_faiss() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH_HAS_CHANGED_FAISS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "same answers"

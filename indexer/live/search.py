@@ -115,20 +115,14 @@ def _plain_hits(
     """
     options.checkpoint()
     reach = options.offset + k
-    scores, ids = _nearest(now, queries, reach + 1, options, mask)
-    if scores.shape[1] > reach:
-        is_tied = (scores[:, reach - 1] <= scores[:, reach]) & (ids[:, reach] >= 0)
-        if np.count_nonzero(is_tied):
-            return None
     least = -math.inf if options.min_score is None else options.min_score
-    shown = [
-        [(i, score) for i, score in zip(*row, strict=True) if i >= 0 and score >= least]
-        for row in zip(
-            ids[:, options.offset : reach].tolist(),
-            scores[:, options.offset : reach].tolist(),
-            strict=True,
-        )
-    ]
+    scores, ids = _nearest(now, queries, reach + 1, options, mask)
+    shown: list[list[tuple[ItemId, float]]] = []
+    for numbers, own in zip(ids.tolist(), scores.tolist(), strict=True):
+        if len(own) > reach and own[reach - 1] <= own[reach] and numbers[reach] >= 0:
+            return None
+        ranked = zip(numbers[options.offset : reach], own[options.offset : reach], strict=True)
+        shown.append([(i, score) for i, score in ranked if i >= 0 and score >= least])
     known = _rows(now, {i for row in shown for i, _ in row}, options)
     return [[Hit(i, known[i][0], score, known[i][1]) for i, score in row] for row in shown]
 
@@ -182,7 +176,7 @@ def _rows(
     now: ReadTransaction, ids: Collection[ItemId], options: SearchOptions
 ) -> dict[ItemId, Row]:
     """What the catalogue has on items that fit the filter. Raises: GalleryCorruptError."""
-    wanted = sorted(ids)
+    wanted = list(ids)
     found: dict[ItemId, Row] = {}
     for start in range(0, len(wanted), _BLOCK):
         if start:

@@ -13,7 +13,7 @@ from gallery_truth import Positions, recall
 from embedder.machine import core_count
 from embedder.types import Embeddings
 from indexer.gallery import Gallery
-from indexer.index.faiss import parameters
+from indexer.index.kinds import KINDS
 from indexer.index.segment import IDS, INDEX, VECTORS, read_manifest
 
 FIRST_NUMBER = 1
@@ -68,7 +68,9 @@ def of_faiss(setting: Setting, queries: Embeddings, truth: Positions) -> Contest
     if INDEX in manifest.files:
         codes = faiss.read_index(str(folder / INDEX))
         index = faiss.IndexRefine(codes, index)
-    asked = parameters(manifest.kind, codes, manifest.tuned, K, None)
+    nlist = getattr(codes, "nlist", 0)
+    kind = KINDS[manifest.kind]
+    asked = kind.search_parameters(nlist, manifest.size, manifest.tuned, K)
     positions = np.load(folder / IDS) - FIRST_NUMBER
     found = positions[index.search(queries, K, params=asked)[1]]
     return Contestant(

@@ -21,8 +21,9 @@ import numpy as np
 from clustered import clustered
 
 from embedder.types import Embeddings
-from indexer.index.faiss import Effort, SegmentIndex
+from indexer.index.faiss import SegmentIndex
 from indexer.index.gpu import gpu_memory_mb, why_no_gpu
+from indexer.index.kinds import Effort
 from indexer.index.plan import plan_index
 from indexer.index.tune import recall_at, tune
 from indexer.types import Ids

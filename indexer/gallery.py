@@ -39,7 +39,6 @@ from indexer.index.plan import IndexSettings
 from indexer.index.segment import SegmentManifest
 from indexer.index.segment import read_manifest as read_segment_manifest
 from indexer.ingest.pictures import ItemImage, item_image
-from indexer.live import search as searching
 from indexer.live.compaction import (
     CATALOG,
     SEGMENTS,
@@ -48,8 +47,8 @@ from indexer.live.compaction import (
     compact,
     due,
 )
-from indexer.live.ranking import check_options, check_search
-from indexer.live.state import States
+from indexer.live.search import Searcher, numbers_of
+from indexer.live.snapshot import SnapshotKeeper
 from indexer.types import (
     AttributeFacts,
     Entry,
@@ -64,7 +63,6 @@ from indexer.types import (
     Written,
 )
 
-_DEFAULTS = SearchOptions()
 _PAGE = 1000
 _REMOVED_AT_ONCE = 10_000
 
@@ -120,9 +118,10 @@ class Gallery:
             self._catalog = Catalog.open(generation / CATALOG)
             held.callback(self._catalog.close)
             _check_dim(generation, self.manifest, self._catalog)
-            self._states = States(self._catalog, generation, device, verify_hashes)
-            held.callback(self._states.forget)
+            self._snapshots = SnapshotKeeper(self._catalog, generation, device, verify_hashes)
+            held.callback(self._snapshots.forget)
             self._close = weakref.finalize(self, held.pop_all().close)
+        self._searcher = Searcher(self._snapshots, self.dim)
         self._image_root = image_root or Path(self.manifest.source_root)
         self._facts: tuple[int, tuple[AttributeFacts, ...]] = (-1, ())
         self._segment_size: tuple[str | None, int] = (None, 0)
@@ -225,8 +224,9 @@ class Gallery:
 
     def facts(self) -> GalleryFacts:
         """What is in the gallery now."""
-        with self._states.reading() as reading:
-            snapshot, state = reading.snapshot, reading.state
+        with self._snapshots.reading() as reading:
+            snapshot = reading.snapshot
+            state = snapshot.state
             segment = None if snapshot.segment is None else snapshot.segment.manifest
             known = self.manifest.model_dump(
                 include={"name", "bundle_id", "dim", "created_at", "source", "source_root"}
@@ -303,7 +303,7 @@ class Gallery:
     def entries(self, keys: Sequence[str]) -> list[Entry]:
         """Items with their vectors, in the order asked for. Raises: ItemNotFoundError."""
         with self._catalog.reading() as view:
-            numbers = searching.numbers_of(view, keys)
+            numbers = numbers_of(view, keys)
             return _entries(view.known(numbers), view.vectors(numbers))
 
     def scan(self, batch_size: int = _PAGE) -> Iterator[list[Entry]]:
@@ -344,13 +344,7 @@ class Gallery:
         Without the rows of the items, so `where`, `exact` and `effort` alone of the options count.
         Raises: InvalidParameterError, FilterError.
         """
-        options = options or _DEFAULTS
-        queries = check_search(k, options, self.dim, queries)
-        if options.where is not None:
-            with self._states.reading() as reading:
-                return searching.nearest(reading, queries, k, options)
-        snapshot = self._states.newest()
-        return snapshot.nearest(queries, k, exact=options.exact, effort=options.effort)
+        return self._searcher.nearest(queries, k, options)
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
@@ -359,10 +353,7 @@ class Gallery:
 
         Raises: InvalidParameterError, FilterError, GalleryCorruptError.
         """
-        options = options or _DEFAULTS
-        queries = check_search(k, options, self.dim, queries)
-        with self._states.reading() as reading:
-            return searching.search(reading, queries, k, options)
+        return self._searcher.search(queries, k, options)
 
     def search_groups(
         self,
@@ -375,10 +366,7 @@ class Gallery:
 
         Raises: as `search`.
         """
-        options = options or _DEFAULTS
-        queries = check_search(k, options, self.dim, queries)
-        with self._states.reading() as reading:
-            return searching.search_groups(reading, queries, k, grouping, options)
+        return self._searcher.search_groups(queries, k, grouping, options)
 
     def search_like(
         self,
@@ -390,10 +378,7 @@ class Gallery:
         """The `k` items most like the items with keys `liked` and least like `disliked`, without
         these. Raises: ItemNotFoundError, InvalidParameterError, FilterError.
         """
-        options = options or _DEFAULTS
-        check_options(k, options)
-        with self._states.reading() as reading:
-            return searching.search_like(reading, liked, disliked, k, options)
+        return self._searcher.search_like(liked, disliked, k, options)
 
     def image(self, item_id: ItemId) -> ItemImage:
         """The indexed bytes of an item, read from the image root; BMP and TIFF become JPEG.
@@ -546,17 +531,17 @@ class Gallery:
         several processes that open the gallery, the first one does it.
         """
         try:
-            with self._states.reading():
+            with self._snapshots.reading():
                 return
         except GalleryCorruptError as damage:
             try:
-                unless = functools.partial(_is_readable, self._states)
+                unless = functools.partial(_is_readable, self._snapshots)
                 compact(self._generation, self.index_settings(), wait=True, unless=unless)
             except GalleryError as failure:
                 damage.add_note(f"It could not be made again by itself: {failure}")
                 self.close()
                 raise damage from failure
-        with self._states.reading():
+        with self._snapshots.reading():
             return
 
     def _due(self, view: CatalogView, state: State) -> str | None:
@@ -684,9 +669,9 @@ def check_item(
     learn_kinds(kinds, key, attributes)
 
 
-def _is_readable(states: States) -> bool:
+def _is_readable(snapshots: SnapshotKeeper) -> bool:
     try:
-        with states.reading():
+        with snapshots.reading():
             return True
     except GalleryCorruptError:
         return False

@@ -16,7 +16,9 @@ MAX_KEY = 1024
 NORM_TOLERANCE = 1e-3
 """A vector whose norm differs more from 1 is refused."""
 
-_ROUNDING = 1e-6  # of a norm; a vector that differs more is divided by it, others stay as they are
+ROUNDING = 1e-6
+"""A vector whose norm differs more from 1 is divided by it; others keep every bit."""
+
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -71,7 +73,7 @@ def norms_of(vectors: Embeddings) -> NDArray[np.float64]:
 
 def normalised(vectors: Embeddings, norms: NDArray[np.float64]) -> Embeddings:
     """Vectors (N, D) divided by their norms; those of norm 1 but for a rounding keep every bit."""
-    off = np.abs(norms - 1) > _ROUNDING
+    off = np.abs(norms - 1) > ROUNDING
     if not off.any():
         return vectors
     unit = vectors.copy()

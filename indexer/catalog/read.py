@@ -1,5 +1,6 @@
 """One state of a catalogue, read inside one transaction."""
 
+import functools
 import json
 import sqlite3
 import zlib
@@ -56,6 +57,8 @@ _PREFIXED = """
 SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_key WHERE key BETWEEN ? AND ?
 """
 _LAST_KEY = "\U0010ffff" * MAX_KEY
+_DECODE = json.JSONDecoder().raw_decode  # json.loads without its questions
+_AS_VARIABLES = 50  # numbers that SQLite is given one by one: faster than as JSON
 _VALUES_OF = "value FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)"
 _FREQUENT = """
 SELECT value, count(*) AS items FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)
@@ -78,6 +81,12 @@ class State(NamedTuple):
     size: int
     segment: str | None
     segment_seq: int
+
+
+Attributes = Mapping[str, AttributeValue]
+
+Row = tuple[str, Attributes, bytes]
+"""What a search needs of an item: key, attributes, sha256."""
 
 
 class CatalogView:
@@ -108,6 +117,15 @@ class CatalogView:
     def get(self, ids: Sequence[ItemId] | Ids) -> dict[ItemId, Item]:
         """The items with these numbers; unknown numbers are left out."""
         return {item.id: item for item in self._items(self._all(_ITEMS, _json_ids(ids)))}
+
+    def rows(self, ids: Sequence[ItemId]) -> dict[ItemId, Row]:
+        """What a search needs of the items with these numbers; unknown numbers are left out."""
+        if 0 < len(ids) <= _AS_VARIABLES:
+            rows = self._all(f"{_ITEM} WHERE id IN ({'?,' * (len(ids) - 1)}?)", *ids)
+        else:
+            rows = self._all(_ITEMS, str(ids))
+        attributes = self._attributes_of(rows)
+        return {row[0]: (row[1], own, row[3]) for row, own in zip(rows, attributes, strict=True)}
 
     def known(self, ids: Sequence[ItemId] | Ids) -> list[Item]:
         """The items with these numbers, in this order. Raises: GalleryCorruptError for a number
@@ -298,7 +316,7 @@ class CatalogView:
 
     def _state(self) -> tuple[Any, ...]:
         row: tuple[Any, ...] | None = self.connection.execute(STATE).fetchone()
-        if row is None or row_checksum(row[:-1]) != row[-1]:
+        if row is None or not _is_whole_state(row):
             raise damaged(self.connection, "its state does not fit its checksum")
         return row
 
@@ -309,16 +327,22 @@ class CatalogView:
         return rows
 
     def _items(self, rows: Sequence[tuple[Any, ...]]) -> list[Item]:
-        for row in rows:
-            self._is_whole(row)
-        # One text is parsed twice as fast as many.
-        attributes = json.loads(f"[{','.join([row[5] for row in rows])}]")
         return [
             Item(number, key, path, sha256.hex(), values, format_)
             for (number, key, path, sha256, format_, _, _), values in zip(
-                rows, attributes, strict=True
+                rows, self._attributes_of(rows), strict=True
             )
         ]
+
+    def _attributes_of(self, rows: Sequence[tuple[Any, ...]]) -> list[dict[str, AttributeValue]]:
+        """Of rows that are whole."""
+        for row in rows:
+            self._is_whole(row)
+        # One text is parsed twice as fast as many.
+        found: tuple[list[dict[str, AttributeValue]], int] = _DECODE(
+            f"[{','.join([row[5] for row in rows])}]"
+        )
+        return found[0]
 
     def _is_whole(self, row: tuple[Any, ...]) -> bool:
         """True. Raises: GalleryCorruptError if the row does not fit its checksum."""
@@ -370,6 +394,12 @@ class CatalogView:
             raise damaged(self.connection, what)
         data: NDArray[np.float32] = np.frombuffer(bytearray().join(vectors), dtype=np.float32)
         return np.array(numbers, dtype=np.int64), data.reshape(len(rows), -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_whole_state(row: tuple[Any, ...]) -> bool:
+    """Remembered, for every search asks, and nearly always of the row that the last one read."""
+    return row_checksum(row[:-1]) == int(row[-1])
 
 
 def _json_ids(ids: Sequence[ItemId] | Ids) -> str:

@@ -11,10 +11,10 @@ from embedder.errors import ImageError, InvalidParameterError, SourceError
 from embedder.manifest import AskedPrecision
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
 from embedder.types import Embeddings
-from indexer.index.plan import IndexKind, IndexSettings
+from indexer.index.kinds import Device, IndexKind
+from indexer.index.plan import IndexSettings
 from indexer.ingest.sources import ANY_SIZE, read_image
 
-Device = Literal["cpu", "cuda"]
 Index = Literal["auto", IndexKind]
 
 GalleryArgument = Annotated[Path, typer.Argument(metavar="GALLERY", help="Folder of the gallery.")]

@@ -19,7 +19,8 @@ from indexer.commands.options import (
     StoreArgument,
 )
 from indexer.gallery import Gallery
-from indexer.index.plan import IndexKind, IndexSettings, Plan
+from indexer.index.kinds import IndexKind
+from indexer.index.plan import IndexSettings, Plan
 from indexer.ingest.build import planned
 from indexer.live.compaction import CompactReport
 

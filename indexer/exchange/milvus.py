@@ -54,8 +54,16 @@ from indexer.exchange.milvus_filters import literal
 from indexer.filters.tree import Filter, In, check_grouped
 from indexer.gallery import GalleryFacts
 from indexer.ingest.pictures import ItemImage, item_image
-from indexer.live.grouping import Members, best_groups, contents_of
-from indexer.live.ranking import Candidate, Fetch, best_hits, check_options, check_search
+from indexer.live.ranking import (
+    Candidate,
+    Fetch,
+    Members,
+    best_groups,
+    best_hits,
+    check_options,
+    check_search,
+    contents_of,
+)
 from indexer.types import (
     MAX_COUNTED_VALUES,
     AttributeFacts,
@@ -405,7 +413,7 @@ class MilvusStore:
 
 
 class _Groups:
-    """`indexer.live.grouping.GroupSource` of one search.
+    """`indexer.live.ranking.GroupSource` of one search.
 
     Inside and outside of groups every cluster is searched: fewer answers mean that there are no
     more.

@@ -38,7 +38,7 @@ class _Request:
     answer: "Future[Answer]" = field(default_factory=Future)
 
 
-class Owner:
+class GpuThread:
     """Makes the engine in its own thread; every search runs there, as many at once as wait."""
 
     def __init__(self, make: Callable[[], Search]) -> None:
@@ -48,7 +48,7 @@ class Owner:
         self._is_closed = False
         ready: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(make, ready), name="gpu-owner", daemon=True
+            target=self._run, args=(make, ready), name="gpu", daemon=True
         )
         self._thread.start()
         ready.result()
@@ -67,6 +67,11 @@ class Owner:
                 )
             self._requests.put(request)
         return request.answer.result()
+
+    @property
+    def waiting(self) -> int:
+        """Searches that nobody has begun to answer."""
+        return self._requests.qsize()
 
     def close(self) -> None:
         """Answer what waits, then let the engine go."""
@@ -177,23 +182,23 @@ class GpuIndex:
     The memory of the GPU is free again soon after the last reference is gone.
     """
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    def __init__(self, thread: GpuThread) -> None:
+        self._gpu = thread
         # Not by joining, since any thread may drop the last reference; and not at exit, when the
         # thread would meet a CUDA that is going away.
-        weakref.finalize(self, owner.end).atexit = False
+        weakref.finalize(self, thread.end).atexit = False
 
     @classmethod
     def flat(cls, vectors: Embeddings) -> "GpuIndex":
         """Compare with all vectors (N, D). Raises: ProviderError."""
         require_gpu()
-        return cls(Owner(partial(_flat_search, vectors)))
+        return cls(GpuThread(partial(_flat_search, vectors)))
 
     @classmethod
     def cagra(cls, graph: faiss.IndexHNSWCagra) -> "GpuIndex":
         """Search the graph that `build_cagra` made, with its vectors. Raises: ProviderError."""
         require_gpu()
-        return cls(Owner(partial(_cagra_search, graph)))
+        return cls(GpuThread(partial(_cagra_search, graph)))
 
     def search(self, queries: Embeddings, k: int, effort: int) -> tuple[Scores, Ids]:
         """Up to MAX_K answers for each query (Q, D); `effort` is itopk_size.
@@ -201,7 +206,7 @@ class GpuIndex:
         Raises: ProviderError if the GPU fails; EngineUnavailableError after `close`.
         """
         try:
-            return self._owner.search(queries, k, effort)
+            return self._gpu.search(queries, k, effort)
         except RuntimeError as error:
             raise ProviderError(
                 f"The GPU could not answer: {reason_of(error)}. See nvidia-smi for its memory "
@@ -210,7 +215,7 @@ class GpuIndex:
 
     def close(self) -> None:
         """Free the memory of the GPU, once the searches that wait are answered."""
-        self._owner.close()
+        self._gpu.close()
 
 
 def build_cagra(vectors: Embeddings, parameters: Mapping[str, int]) -> faiss.IndexHNSWCagra:

@@ -1,169 +1,32 @@
 """Which index a gallery gets: by number of vectors, dimension, memory and device.
 
-Nothing is built here. `auto` takes the first of these that fits the memory:
-
-    cpu   flat     up to FLAT_BYTES of vectors: a scan of all answers in about 10 ms
-          fp16     up to twice that: half the bytes, the same time, scores still exact
-          hnsw     up to HNSW_MAX: a graph over 8-bit codes
-          ivf-pq   above: lists of 4-bit product codes (FastScan)
-    cuda  flat     up to GPU_FLAT_BYTES
-          cagra    above: a graph built and searched on the GPU
-
-All but flat are followed by a comparison with the full-precision vectors, which stay on the disk,
-mapped into memory.
+Nothing is built here. `auto` takes the first kind that fits the memory, from the one that suits so
+many vectors to ever smaller ones (`indexer.index.kinds`).
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 from embedder.errors import PlanError
 from embedder.machine import core_count
 from embedder.machine import memory_mb as machine_memory_mb
 from indexer.index.gpu import gpu_memory_mb, why_no_gpu
+from indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
 
 _MIB = 2**20
-
-HNSW_M = 32
-HNSW_EF_CONSTRUCTION = 80
-PQ_BITS = 4
-COARSE_HNSW_FROM = 16_384
-"""From so many lists on, a graph finds the nearest ones."""
-COARSE_M = 32
-TRAIN_PER_LIST = 64
-KMEANS_ROUNDS = 8
-CAGRA_DEGREE = 64
-
 _BASE_BUILD_MB = 100.0  # batches on their way from the catalogue to the file, held-out queries
-
-# Seconds of one core, measured on an AMD EPYC of family 26 with AVX-512: CPU time of a build with
-# two threads, 50k to 300k clustered vectors of 128 and 512 dimensions; HNSW at m 32, ef 80.
-_HNSW_S = 9e-6
-_PRODUCTS_PER_S = 45e9
-_GRAPH_ASSIGN_S = 40e-6
-_ENCODE_S = 4e-6
 _WRITE_BYTES_PER_S = 200e6
-_CAGRA_S = 5e-5  # of the GPU, not measured yet
-_TUNE_QUERIES = 1000
-
-IndexKind = Literal["flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq", "cagra"]
-Device = Literal["cpu", "cuda"]
 
 MAX_DIM = 8192
 MAX_N = 2**31 - 1
 """FAISS counts the nodes of a graph and the entries of a list in 32 bits."""
 
-FLAT_BYTES = 200e6
-FP16_BYTES = 2 * FLAT_BYTES
-HNSW_MAX = 500_000
-"""Lists of codes answer sooner and are smaller: at 200,000 x 128 IVF-PQ took 232 us (p50) and 51
-bytes a vector, HNSW 775 us and 400 bytes; at 1 million HNSW was built in 510 s and needed efSearch
-352."""
-GPU_FLAT_BYTES = 2e9
 EXACT_TARGET = 0.9995
 """From this target on only an exact index will do."""
 
-IVF_POINTS_PER_LIST = 39
-"""What FAISS asks for at least to train a centroid."""
-PQ_MIN = 16 * IVF_POINTS_PER_LIST
-
 MEMORY_PART = 0.8
 """Of the machine's memory; the rest is for the process itself and its neighbours."""
-
-_CPU_KINDS: tuple[IndexKind, ...] = ("flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq")
-_CUDA_KINDS: tuple[IndexKind, ...] = ("flat", "cagra")
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """MiB and minutes; see Plan."""
-
-    memory_mb: float
-    mapped_mb: float
-    disk_mb: float
-    build_memory_mb: float
-    build_minutes: float
-
-
-def default_parameters(kind: str, n: int, dim: int) -> dict[str, int]:
-    """What the index is built with."""
-    if kind == "hnsw":
-        return {"m": HNSW_M, "ef_construction": HNSW_EF_CONSTRUCTION}
-    if kind == "ivf-pq":
-        return {"nlist": lists_for(n), "pq_m": dim // 2}
-    if kind == "ivf-rabitq":
-        return {"nlist": lists_for(n)}
-    if kind == "cagra":
-        return {"graph_degree": CAGRA_DEGREE, "intermediate_graph_degree": 2 * CAGRA_DEGREE}
-    return {}
-
-
-def lists_for(n: int) -> int:
-    """Inverted lists: 4 sqrt(n) to the next power of two, few enough to train; then in steps."""
-    if n > 10_000_000:
-        return 65_536
-    if n >= 1_000_000:
-        return 16_384
-    return int(min(2 ** round(math.log2(4 * math.sqrt(n))), max(1, n // 39)))
-
-
-def costs_of(kind: str, n: int, dim: int, parameters: Mapping[str, int], cores: int) -> Costs:
-    """The costs of an index of `n` vectors of length `dim`."""
-    full = 4.0 * n * dim
-    codes = _code_bytes(kind, n, dim, parameters)
-    resident = full if kind == "flat" else codes + full * (kind == "cagra")
-    rows = TRAIN_PER_LIST * parameters.get("nlist", 0)
-    sample = 4.0 * dim * rows if rows < n else 0.0  # all vectors are read where they are mapped
-    build = codes + sample + (full if kind == "cagra" else 0)
-    return Costs(
-        memory_mb=resident / _MIB,
-        mapped_mb=full / _MIB,
-        disk_mb=(full + codes + 8.0 * n) / _MIB,
-        build_memory_mb=build / _MIB + _BASE_BUILD_MB,
-        build_minutes=_build_s(kind, n, dim, parameters, cores) / 60,
-    )
-
-
-def _code_bytes(kind: str, n: int, dim: int, parameters: Mapping[str, int]) -> float:
-    if kind == "fp16":
-        return 2.0 * n * dim
-    if kind == "hnsw":
-        return n * (dim + _graph_bytes(parameters["m"]))
-    if kind == "cagra":
-        return n * (4.0 * parameters["graph_degree"] + 12)
-    if kind in ("ivf-pq", "ivf-rabitq"):
-        nlist = parameters["nlist"]
-        code = parameters["pq_m"] * PQ_BITS / 8 if kind == "ivf-pq" else dim / 8 + 8
-        # FastScan keeps codes in blocks of 32, so half a block a list is empty.
-        stored = (n + 16 * nlist) * code + 8 * n
-        graph = _graph_bytes(COARSE_M) if nlist >= COARSE_HNSW_FROM else 0
-        return stored + nlist * (4 * dim + graph)
-    return 0.0
-
-
-def _graph_bytes(m: int) -> float:
-    """Of a node: 2 m neighbours below, m on each of the few levels above, offset and level."""
-    return 8 * m + 4 * m / (m - 1) + 12
-
-
-def _build_s(kind: str, n: int, dim: int, parameters: Mapping[str, int], cores: int) -> float:
-    written = 4.0 * n * dim / _WRITE_BYTES_PER_S
-    truth = 2.0 * n * dim * _TUNE_QUERIES / _PRODUCTS_PER_S
-    wider = 1 + dim / 1500
-    if kind == "hnsw":
-        effort = parameters["m"] * parameters["ef_construction"] / (32 * 80)
-        return written + (truth + n * _HNSW_S * math.log2(n + 1) * wider * effort) / cores
-    if kind == "cagra":
-        return written + n * _CAGRA_S
-    if "nlist" not in parameters:
-        return written
-    nlist = parameters["nlist"]
-    assign = 2.0 * nlist * dim / _PRODUCTS_PER_S
-    if nlist >= COARSE_HNSW_FROM:
-        assign = _GRAPH_ASSIGN_S * wider
-    train = min(n, TRAIN_PER_LIST * nlist) * assign * KMEANS_ROUNDS
-    return written + (truth + train + n * (assign + _ENCODE_S)) / cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +71,7 @@ class Plan:
     def lines(self) -> list[str]:
         """The plan for people, a fact a line."""
         parameters = ", ".join(f"{name} {value:,}" for name, value in self.parameters.items())
-        is_known = self.kind in ("flat", "fp16")
+        is_known = KINDS[self.kind].is_scan
         facts = {
             "index": f"{self.kind} on {self.device}" + f" ({parameters})" * bool(parameters),
             "vectors": f"{self.n:,} x {self.dim}",
@@ -241,16 +104,16 @@ def plan_index(
     _check_device(device)
     budget = _budget_mb(memory_mb, device)
     cores = cores or core_count()
-    if kind != "auto":
-        chosen = _named(kind, device)
-        check_target(chosen, target_recall)
-        if problem := _problem(chosen, n, dim):
-            raise PlanError(problem)
-        plan = _plan(chosen, n, dim, device, cores, target_recall, "asked for with --index")
-        if not _fits(plan, budget):
-            raise PlanError(_too_big(plan, budget))
-        return plan
-    return _first_that_fits(n, dim, device, cores, target_recall, budget)
+    if kind == "auto":
+        return _first_that_fits(n, dim, device, cores, target_recall, budget)
+    chosen = _named(kind, device)
+    check_target(chosen.name, target_recall)
+    if problem := chosen.problem(n, dim):
+        raise PlanError(problem)
+    plan = _plan(chosen, n, dim, device, cores, target_recall, "asked for with --index")
+    if not _fits(plan, budget):
+        raise PlanError(_too_big(plan, budget))
+    return plan
 
 
 def check_target(kind: IndexKind, target_recall: float) -> None:
@@ -260,7 +123,7 @@ def check_target(kind: IndexKind, target_recall: float) -> None:
             f"A target recall of {target_recall} cannot be reached: it lies above 0 and goes up "
             "to 1. Change --target-recall."
         )
-    if kind != "flat" and target_recall >= EXACT_TARGET:
+    if KINDS[kind].least_recall < 1 and target_recall >= EXACT_TARGET:
         raise PlanError(
             f"The index {kind} is approximate, and a target recall of {target_recall} needs an "
             f"exact one. Choose --index flat, or a --target-recall below {EXACT_TARGET}."
@@ -271,9 +134,8 @@ def _first_that_fits(
     n: int, dim: int, device: str, cores: int, target_recall: float, budget: float
 ) -> Plan:
     refused: list[Plan] = []
-    candidates = _preferred(n, dim, device, target_recall)
-    for kind, reason in candidates:
-        if _problem(kind, n, dim):
+    for kind, reason in _preferred(n, dim, device, target_recall):
+        if kind.problem(n, dim):
             continue
         if refused:
             needs = ", ".join(f"{plan.kind} needs {_mb(_peak(plan))}" for plan in refused)
@@ -285,45 +147,32 @@ def _first_that_fits(
     raise PlanError(_too_big(min(refused, key=_peak), budget))
 
 
-def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tuple[IndexKind, str]]:
-    """Kinds from the one that suits best to ever smaller ones."""
-    size = 4.0 * n * dim
-    if device == "cuda":
-        order: list[tuple[IndexKind, str]] = [
-            ("flat", f"{_mb(size / 2**20)} of vectors are few enough to compare with all"),
-            ("cagra", f"{_mb(size / 2**20)} of vectors are too many to compare with all"),
-        ]
-        return order[:1] if size <= GPU_FLAT_BYTES or target_recall >= EXACT_TARGET else order[1:]
-    order = [
-        ("flat", f"{_mb(size / 2**20)} of vectors: a scan of all answers in about 10 ms"),
-        ("fp16", f"{_mb(size / 2**20)} of vectors: a scan at half precision takes about 10 ms"),
-        ("hnsw", f"{n:,} vectors are too many for a scan of all, and few enough for a graph"),
-        ("ivf-pq", f"{n:,} vectors are too many for a graph"),
-        ("ivf-rabitq", "the smallest index"),
-    ]
+def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tuple[Kind, str]]:
+    """Kinds from the one that suits best to ever smaller ones, and why."""
     if target_recall >= EXACT_TARGET:
-        kind, _ = order[0]
-        return [(kind, f"a target recall of {target_recall} needs an exact index")]
-    limits = (size <= FLAT_BYTES, size <= FP16_BYTES, n <= HNSW_MAX, True)
-    return order[limits.index(True) :]
+        return [(kinds_on(device)[0], f"a target recall of {target_recall} needs an exact index")]
+    kinds = kinds_on(device)
+    first = next(place for place, kind in enumerate(kinds) if kind.suits(n, dim, device))
+    return [(kind, kind.reason(n, dim)) for kind in kinds[first:]]
 
 
 def _plan(
-    kind: IndexKind, n: int, dim: int, device: str, cores: int, target_recall: float, reason: str
+    kind: Kind, n: int, dim: int, device: str, cores: int, target_recall: float, reason: str
 ) -> Plan:
-    parameters = default_parameters(kind, n, dim)
-    costs: Costs = costs_of(kind, n, dim, parameters, cores)
-    expected = {"flat": 1.0, "fp16": max(0.999, target_recall)}.get(kind, target_recall)
+    parameters = kind.parameters(n, dim)
+    full = 4.0 * n * dim
+    written_s = full / _WRITE_BYTES_PER_S
+    expected = max(kind.least_recall, target_recall)
     return Plan(
-        kind=kind,
+        kind=kind.name,
         n=n,
         dim=dim,
         device=device,
-        memory_mb=costs.memory_mb,
-        mapped_mb=costs.mapped_mb,
-        disk_mb=costs.disk_mb,
-        build_memory_mb=costs.build_memory_mb,
-        build_minutes=costs.build_minutes,
+        memory_mb=kind.memory_bytes(n, dim, parameters) / _MIB,
+        mapped_mb=full / _MIB,
+        disk_mb=(full + kind.code_bytes(n, dim, parameters) + 8.0 * n) / _MIB,
+        build_memory_mb=kind.build_bytes(n, dim, parameters) / _MIB + _BASE_BUILD_MB,
+        build_minutes=(written_s + kind.build_s(n, dim, parameters, cores)) / 60,
         expected_recall=expected,
         reason=reason,
         parameters=parameters,
@@ -355,33 +204,18 @@ def _check_device(device: str) -> None:
         raise PlanError(f"{why} Or choose --device cpu.")
 
 
-def _named(kind: str, device: str) -> IndexKind:
-    kinds = _CUDA_KINDS if device == "cuda" else _CPU_KINDS
-    for known in kinds:
-        if kind == known:
+def _named(kind: str, device: str) -> Kind:
+    names = [known.name for known in kinds_on(device)]
+    for known in KINDS.values():
+        if kind == known.name and device in known.devices:
             return known
-    if kind in get_args(IndexKind):
+    if kind in KINDS:
         other = "cpu" if device == "cuda" else "cuda"
         raise PlanError(
             f"The index {kind} is not made on {device}. Choose --device {other}, or --index auto, "
-            f"{', '.join(kinds)}."
+            f"{', '.join(names)}."
         )
-    raise PlanError(f"There is no index {kind!r}. Choose --index auto, {', '.join(kinds)}.")
-
-
-def _problem(kind: IndexKind, n: int, dim: int) -> str | None:
-    """Why these vectors cannot have this kind, whatever the memory."""
-    if kind in ("ivf-pq", "ivf-rabitq") and n < PQ_MIN:
-        return (
-            f"{n:,} vectors are too few to train the index {kind}: it needs {PQ_MIN:,} or more. "
-            "Choose --index flat or hnsw."
-        )
-    if kind == "ivf-pq" and dim % 2:
-        return (
-            f"The index ivf-pq cuts a vector into pairs of numbers, but {dim} is odd. "
-            "Choose --index ivf-rabitq or hnsw."
-        )
-    return None
+    raise PlanError(f"There is no index {kind!r}. Choose --index auto, {', '.join(names)}.")
 
 
 def _budget_mb(memory_mb: float | None, device: str) -> float:
@@ -399,7 +233,9 @@ def _fits(plan: Plan, budget: float) -> bool:
 
 
 def _too_big(plan: Plan, budget: float) -> str:
-    smaller = "" if plan.kind == "ivf-rabitq" else ", choose a smaller one with --index"
+    smaller = (
+        "" if plan.kind == kinds_on(plan.device)[-1].name else ", choose a smaller one with --index"
+    )
     return (
         f"The index {plan.kind} for {plan.n:,} vectors of length {plan.dim} needs {plan.needs}, "
         f"but there are only {_mb(budget)} of memory. Raise --memory-mb if the machine has "

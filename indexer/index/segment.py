@@ -27,8 +27,9 @@ from embedder.bundle import sha256_of
 from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError
 from embedder.types import Embeddings
-from indexer.index.faiss import Effort, SegmentIndex
-from indexer.index.plan import IndexKind, IndexSettings, Plan, plan_index
+from indexer.index.faiss import SegmentIndex
+from indexer.index.kinds import KINDS, Effort, IndexKind
+from indexer.index.plan import IndexSettings, Plan, plan_index
 from indexer.index.tune import Tuned, tune
 from indexer.types import Ids, Progress
 
@@ -101,7 +102,7 @@ def read_manifest(folder: Path) -> SegmentManifest:
             f"{path} is not a segment manifest that this version of Kinlens can read: "
             f"{_brief(error)}. {_CURE}"
         ) from error
-    expected = {VECTORS, IDS} | ({INDEX} if manifest.kind != "flat" else set())
+    expected = {VECTORS, IDS} | ({INDEX} if KINDS[manifest.kind].faiss_class else set())
     if manifest.files.keys() != expected:
         raise GalleryCorruptError(
             f"{path} lists the files {sorted(manifest.files)}, an index of kind {manifest.kind} "
@@ -157,10 +158,14 @@ def _brief(error: Exception) -> str:
 
 
 class Segment:
-    """An open segment: `index` by position, `ids` (N,) the item number of each position."""
+    """An open segment: `index` by position, `ids` (N,) the item number of each position.
+
+    `tuned` is the effort that reached the target.
+    """
 
     def __init__(self, manifest: SegmentManifest, index: SegmentIndex, ids: Ids) -> None:
         self.manifest = manifest
+        self.tuned = manifest.tuned
         self.index = index
         self.ids = ids
 
@@ -250,7 +255,7 @@ def write_segment(
     vectors = mapped(folder / VECTORS, np.float32, (plan.n, plan.dim))
     target = settings.target_recall
     index, tuned = _indexed(plan, vectors, written.held_out, target, on_progress)
-    if plan.kind != "flat":
+    if KINDS[plan.kind].faiss_class:
         files[INDEX] = index.save(folder / INDEX)
     index.close()
     manifest = SegmentManifest(

@@ -1,7 +1,6 @@
 """The least effort with which an index finds enough of the true neighbours."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -10,20 +9,12 @@ from numpy.typing import NDArray
 
 from embedder.errors import RecallError
 from embedder.types import Embeddings
-from indexer.index.faiss import TUNED_AT, Effort, SegmentIndex
+from indexer.index.faiss import SegmentIndex
+from indexer.index.kinds import KINDS, TUNED_AT, Effort
 from indexer.types import SAME_SCORE, Ids, Scores
 
-_MAX_SEARCH = 4096
 _SCAN_QUERIES = 100
 _FASTER = 0.9  # a greater k_factor must save this much
-_K_FACTORS = {
-    "flat": (1,),
-    "cagra": (1,),
-    "fp16": (2, 4, 8),
-    "hnsw": (2, 4, 8),
-    "ivf-pq": (4, 8, 16, 32, 64),
-    "ivf-rabitq": (8, 16, 32, 64, 128),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +41,14 @@ def tune(index: SegmentIndex, queries: Embeddings, target: float, k: int = TUNED
 
     Raises: RecallError.
     """
-    if index.kind in ("flat", "fp16"):
+    kind = KINDS[index.kind]
+    if kind.is_scan:
         queries = queries[:_SCAN_QUERIES]
     measure = _Measure(index, queries, min(k, index.size), target)
     best: Tuned | None = None
     fastest = math.inf
-    for k_factor in _K_FACTORS[index.kind]:
-        found = _smallest(measure, k_factor, _values(index))
+    for k_factor in kind.k_factors:
+        found = _smallest(measure, k_factor, kind.efforts(index.size, index.nlist))
         if found is None:
             continue
         if found.seconds >= _FASTER * fastest:
@@ -119,21 +111,6 @@ def _smallest(measure: _Measure, k_factor: int, values: list[int]) -> _Tried | N
         else:
             low = middle
     return found
-
-
-def _values(index: SegmentIndex) -> list[int]:
-    """Doubling efforts, up to the greatest that makes sense."""
-    if index.kind in ("flat", "fp16"):
-        return [0]
-    most = index.nlist or min(_MAX_SEARCH, max(16, index.size))
-    return list(_doubling(1 if index.nlist else 16, most))
-
-
-def _doubling(first: int, last: int) -> Iterator[int]:
-    while first < last:
-        yield first
-        first *= 2
-    yield last
 
 
 def _aim(target: float, recalls: NDArray[np.float64]) -> float:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from embedder.types import AttributeValue
 from indexer.catalog.read import CatalogView
 from indexer.filters.tree import Filter
-from indexer.live.snapshot import Among, Bits, Snapshot, clear_bits, set_bits
+from indexer.index.kinds import Bits
+from indexer.live.snapshot import FilterMask, Snapshot, clear_bits, set_bits
 from indexer.types import Ids
 
 _MAX_FILTERS = 64
@@ -33,8 +34,8 @@ class _Known:
     segment: Bits
     delta: Ids
 
-    def among(self, snapshot: Snapshot) -> Among:
-        return Among(self.segment, np.isin(snapshot.delta.ids, self.delta))
+    def mask(self, snapshot: Snapshot) -> FilterMask:
+        return FilterMask(self.segment, np.isin(snapshot.delta.ids, self.delta))
 
 
 class FilterCache:
@@ -44,7 +45,7 @@ class FilterCache:
         self._known: OrderedDict[Filter, _Known] = OrderedDict()
         self._lock = threading.Lock()
 
-    def among(self, view: CatalogView, snapshot: Snapshot, where: Filter) -> Among:
+    def mask(self, view: CatalogView, snapshot: Snapshot, where: Filter) -> FilterMask:
         """The items of `snapshot`, which is the state of `view`, that fit. Raises: FilterError."""
         with self._lock:
             known = self._known.get(where)
@@ -59,16 +60,16 @@ class FilterCache:
                 self._known.move_to_end(where)
             while len(self._known) > _MAX_FILTERS:
                 self._known.popitem(last=False)
-        return fresh.among(snapshot)
+        return fresh.mask(snapshot)
 
     def _fresh(
         self, known: _Known | None, view: CatalogView, snapshot: Snapshot, where: Filter
     ) -> _Known:
-        if known is None or known.segment_name != snapshot.segment_name:
+        if known is None or known.segment_name != snapshot.state.segment:
             return _asked(view, snapshot, where)
-        if known.seq == snapshot.seq:
+        if known.seq == snapshot.state.seq:
             return known
-        if known.seq > snapshot.seq:
+        if known.seq > snapshot.state.seq:
             return _asked(view, snapshot, where)
         changes = view.attributes_since(known.seq, _MAX_CHANGES + 1)
         if len(changes) > _MAX_CHANGES:
@@ -76,9 +77,9 @@ class FilterCache:
         return _carried(known, changes, snapshot, where)
 
 
-def among_ids(snapshot: Snapshot, ids: Ids) -> Among:
+def mask_of(snapshot: Snapshot, ids: Ids) -> FilterMask:
     """The items of `snapshot` with these numbers."""
-    return _known_of(snapshot, ids).among(snapshot)
+    return _known_of(snapshot, ids).mask(snapshot)
 
 
 def _asked(view: CatalogView, snapshot: Snapshot, where: Filter) -> _Known:
@@ -89,7 +90,7 @@ def _known_of(snapshot: Snapshot, ids: Ids) -> _Known:
     bits = np.zeros_like(snapshot.dead)
     positions = _positions(snapshot, ids)
     set_bits(bits, positions[positions >= 0])
-    return _Known(snapshot.seq, snapshot.segment_name, bits, ids[positions < 0])
+    return _Known(snapshot.state.seq, snapshot.state.segment, bits, ids[positions < 0])
 
 
 def _carried(known: _Known, changes: _Changes, snapshot: Snapshot, where: Filter) -> _Known:
@@ -101,7 +102,7 @@ def _carried(known: _Known, changes: _Changes, snapshot: Snapshot, where: Filter
     set_bits(bits, positions[(positions >= 0) & fits])
     others = known.delta[~np.isin(known.delta, changed)]
     delta = np.concatenate([others, changed[(positions < 0) & fits]])
-    return _Known(snapshot.seq, snapshot.segment_name, bits, delta)
+    return _Known(snapshot.state.seq, snapshot.state.segment, bits, delta)
 
 
 def _positions(snapshot: Snapshot, ids: Ids) -> NDArray[np.int64]:

@@ -1,6 +1,7 @@
-"""Answers a search from one state: vectors from the snapshot, rows from the catalogue."""
+"""Answers searches from one state: vectors from the snapshot, rows from the catalogue."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,53 +9,121 @@ from numpy.typing import NDArray
 
 from embedder.errors import GalleryCorruptError, ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
-from indexer.catalog.read import CatalogView
+from indexer.catalog.read import Attributes, CatalogView, Row
 from indexer.filters.tree import Filter, In, check_grouped
-from indexer.live.filter_cache import among_ids
-from indexer.live.grouping import Members, best_groups, contents_of
-from indexer.live.ranking import Candidate, Fetch, best_hits
-from indexer.live.snapshot import Among, Bits
-from indexer.live.state import Reading
-from indexer.types import Group, Grouping, Ids, Item, Scores, SearchOptions, combined_query
+from indexer.index.kinds import Bits
+from indexer.live.filter_cache import FilterCache, mask_of
+from indexer.live.ranking import (
+    Candidate,
+    Fetch,
+    Members,
+    best_groups,
+    best_hits,
+    check_options,
+    check_search,
+    contents_of,
+)
+from indexer.live.snapshot import FilterMask, ReadTransaction, SnapshotKeeper
+from indexer.types import Group, Grouping, Ids, Scores, SearchOptions, combined_query
 
+_DEFAULTS = SearchOptions()
 _NO_IDS: Ids = np.empty(0, np.int64)
 _MASKS = 64  # of values, kept for the other queries of a search
 _BLOCK = 4096  # items whose rows or vectors are read at a time
 
 
-def nearest(
-    reading: Reading, queries: Embeddings, k: int, options: SearchOptions
-) -> tuple[Scores, Ids]:
-    """Scores and numbers of the best items, shape (Q, at most k); number -1 where fewer.
+class Searcher:
+    """The searches of `indexer.gallery.Gallery`, where they are described."""
 
-    Of the options only `where`, `exact` and `effort` count. Raises: FilterError.
+    def __init__(self, keeper: SnapshotKeeper, dim: int) -> None:
+        self._keeper = keeper
+        self._dim = dim
+        self._filters = FilterCache()
+
+    def nearest(
+        self, queries: Embeddings, k: int, options: SearchOptions | None
+    ) -> tuple[Scores, Ids]:
+        options = options or _DEFAULTS
+        queries = check_search(k, options, self._dim, queries)
+        if options.where is not None:
+            with self._keeper.reading() as now:
+                return _nearest(now, queries, k, options, self._mask(now, options))
+        snapshot = self._keeper.newest()
+        return snapshot.nearest(queries, k, exact=options.exact, effort=options.effort)
+
+    def search(self, queries: Embeddings, k: int, options: SearchOptions | None) -> list[list[Hit]]:
+        options = options or _DEFAULTS
+        queries = check_search(k, options, self._dim, queries)
+        with self._keeper.reading() as now:
+            return self._hits(now, queries, k, options)
+
+    def search_groups(
+        self, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions | None
+    ) -> list[list[Group]]:
+        options = options or _DEFAULTS
+        queries = check_search(k, options, self._dim, queries)
+        with self._keeper.reading() as now:
+            if now.snapshot.size:
+                check_grouped(grouping.by, now.view.schema())
+            source = _Groups(now, queries, grouping.by, options, self._mask(now, options))
+            return best_groups(source, len(queries), k, grouping, options)
+
+    def search_like(
+        self,
+        liked: Sequence[str],
+        disliked: Sequence[str],
+        k: int,
+        options: SearchOptions | None,
+    ) -> list[Hit]:
+        options = options or _DEFAULTS
+        check_options(k, options)
+        with self._keeper.reading() as now:
+            chosen = numbers_of(now.view, [*liked, *disliked])
+            vectors = now.view.vectors(chosen)
+            query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
+            others = replace(options, exclude=options.exclude | set(chosen))
+            [hits] = self._hits(now, query[np.newaxis], k, others)
+            return hits
+
+    def _mask(self, now: ReadTransaction, options: SearchOptions) -> FilterMask | None:
+        """What a filter leaves. Raises: FilterError."""
+        if options.where is None:
+            return None
+        return self._filters.mask(now.view, now.snapshot, options.where)
+
+    def _hits(
+        self, now: ReadTransaction, queries: Embeddings, k: int, options: SearchOptions
+    ) -> list[list[Hit]]:
+        mask = self._mask(now, options)
+        if not options.distinct and not options.exclude:
+            hits = _plain_hits(now, queries, k, options, mask)
+            if hits is not None:
+                return hits
+        return best_hits(_fetch(now, queries, options, mask), len(queries), k, options)
+
+
+def _plain_hits(
+    now: ReadTransaction,
+    queries: Embeddings,
+    k: int,
+    options: SearchOptions,
+    mask: FilterMask | None,
+) -> list[list[Hit]] | None:
+    """As `best_hits` where every item counts for itself, in half the time; None for a tie at the
+    cut. The index has ranked the items, and rows are read of those that are shown.
     """
-    return _nearest(reading, queries, k, options, reading.among(options.where))
-
-
-def _nearest(
-    reading: Reading, queries: Embeddings, k: int, options: SearchOptions, among: Among | None
-) -> tuple[Scores, Ids]:
-    k = min(k, reading.state.size)
-    return reading.snapshot.nearest(queries, k, among, exact=options.exact, effort=options.effort)
-
-
-def search(
-    reading: Reading, queries: Embeddings, k: int, options: SearchOptions
-) -> list[list[Hit]]:
-    """The hits of each query. Raises: FilterError."""
-    fetch = _fetch(reading, queries, options, reading.among(options.where))
-    return best_hits(fetch, len(queries), k, options)
-
-
-def search_groups(
-    reading: Reading, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions
-) -> list[list[Group]]:
-    """The groups of each query. Raises: FilterError, InvalidParameterError."""
-    if reading.state.size:
-        check_grouped(grouping.by, reading.view.schema())
-    source = _Groups(reading, queries, grouping.by, options)
-    return best_groups(source, len(queries), k, grouping, options)
+    options.checkpoint()
+    reach = options.offset + k
+    least = -math.inf if options.min_score is None else options.min_score
+    scores, ids = _nearest(now, queries, reach + 1, options, mask)
+    shown: list[list[tuple[ItemId, float]]] = []
+    for numbers, own in zip(ids.tolist(), scores.tolist(), strict=True):
+        if len(own) > reach and own[reach - 1] <= own[reach] and numbers[reach] >= 0:
+            return None
+        ranked = zip(numbers[options.offset : reach], own[options.offset : reach], strict=True)
+        shown.append([(i, score) for i, score in ranked if i >= 0 and score >= least])
+    known = _rows(now, {i for row in shown for i, _ in row}, options)
+    return [[Hit(i, known[i][0], score, known[i][1]) for i, score in row] for row in shown]
 
 
 def numbers_of(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:
@@ -69,55 +138,93 @@ def numbers_of(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:
     return [found[key] for key in keys]
 
 
+def _nearest(
+    now: ReadTransaction,
+    queries: Embeddings,
+    k: int,
+    options: SearchOptions,
+    mask: FilterMask | None,
+) -> tuple[Scores, Ids]:
+    k = min(k, now.snapshot.size)
+    return now.snapshot.nearest(queries, k, mask, exact=options.exact, effort=options.effort)
+
+
 def _fetch(
-    reading: Reading, queries: Embeddings, options: SearchOptions, among: Among | None
+    now: ReadTransaction, queries: Embeddings, options: SearchOptions, mask: FilterMask | None
 ) -> Fetch:
     def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
         options.checkpoint()
         asked = queries if len(rows) == len(queries) else queries[list(rows)]
-        scores, ids = _nearest(reading, asked, n, options, among)
-        known = _candidates(reading, np.unique(ids), options)
-        _check_fit(known.values(), options.where)
+        scores, ids = _nearest(now, asked, n, options, mask)
+        known = _rows(now, set(ids[ids >= 0].tolist()), options)
         return [
-            [
-                _scored(known[number], score)
-                for number, score in zip(*row, strict=True)
-                if number >= 0
-            ]
+            [_candidate(i, score, *known[i]) for i, score in zip(*row, strict=True) if i >= 0]
             for row in zip(ids.tolist(), scores.tolist(), strict=True)
         ]
 
     return fetch
 
 
-def _check_fit(candidates: Iterable[Candidate], where: Filter | None) -> None:
+def _candidate(
+    number: ItemId, score: float, key: str, attributes: Attributes, sha256: bytes
+) -> Candidate:
+    return Candidate(number, key, score, attributes, sha256.hex())
+
+
+def _rows(
+    now: ReadTransaction, ids: Collection[ItemId], options: SearchOptions
+) -> dict[ItemId, Row]:
+    """What the catalogue has on items that fit the filter. Raises: GalleryCorruptError."""
+    wanted = list(ids)
+    found: dict[ItemId, Row] = {}
+    for start in range(0, len(wanted), _BLOCK):
+        if start:
+            options.checkpoint()
+        found |= now.view.rows(wanted[start : start + _BLOCK])
+    if len(found) < len(wanted):
+        missing = next(number for number in wanted if number not in found)
+        raise GalleryCorruptError(
+            f"Item {missing} is in the index but not in the catalogue. Make the index again: "
+            "kinlens-index compact GALLERY --rebuild."
+        )
+    if options.where is not None:
+        _check_fit(found, options.where)
+    return found
+
+
+def _check_fit(found: Mapping[ItemId, Row], where: Filter) -> None:
     """What the index of attributes says is what the items say. Raises: GalleryCorruptError."""
-    for candidate in candidates:
-        if where is not None and not where.matches(candidate.attributes):
+    for number, (_, attributes, _) in found.items():
+        if not where.matches(attributes):
             raise GalleryCorruptError(
-                f"The catalogue is damaged: item {candidate.id} is listed under attributes that it "
-                "does not have. Restore a backup: kinlens-index restore."
+                f"The catalogue is damaged: item {number} is listed under attributes that it does "
+                "not have. Restore a backup: kinlens-index restore."
             )
 
 
 class _Groups:
-    """`indexer.live.grouping.GroupSource` of one state; what is read of a value is read once.
+    """`indexer.live.ranking.GroupSource` of one state; what is read of a value is read once.
 
     Filters on single values stay out of the cache of filters: they would push out those of users.
     """
 
     def __init__(
-        self, reading: Reading, queries: Embeddings, by: str, options: SearchOptions
+        self,
+        now: ReadTransaction,
+        queries: Embeddings,
+        by: str,
+        options: SearchOptions,
+        mask: FilterMask | None,
     ) -> None:
-        self._reading, self._queries, self._by, self._options = reading, queries, by, options
-        self._among = reading.among(options.where)
-        self.fetch = _fetch(reading, queries, options, self._among)
-        self._of_values: dict[tuple[AttributeValue, ...], Among] = {}
+        self._now, self._queries, self._by, self._options = now, queries, by, options
+        self._mask = mask
+        self.fetch = _fetch(now, queries, options, mask)
+        self._of_values: dict[tuple[AttributeValue, ...], FilterMask] = {}
         self._ids: dict[AttributeValue, Ids] = {}
 
     def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
         if not values:
-            return self._best(row, n, self._among)
+            return self._best(row, n, self._mask)
         same = self._with(tuple(values))
         return self._best(row, n, self._left(~same.segment, ~same.delta))
 
@@ -129,7 +236,7 @@ class _Groups:
         self._options.checkpoint()
         new = [value for value in values if value not in self._ids]
         if new:
-            self._ids.update(self._reading.view.grouped(self._by, new))
+            self._ids.update(self._now.view.grouped(self._by, new))
         for value in values:
             ids = self._ids.get(value, _NO_IDS)
             for start in range(0, len(ids), _BLOCK):
@@ -138,67 +245,28 @@ class _Groups:
 
     def _scored_members(self, row: int, value: AttributeValue, ids: Ids) -> Members:
         """Scores from the vectors of the index; the rows are read only for their contents."""
-        ids, vectors = self._reading.snapshot.vectors(ids, self._among)
+        ids, vectors = self._now.snapshot.vectors(ids, self._mask)
         scores = np.clip(vectors @ self._queries[row], -1, 1).astype(np.float64)
         if not self._options.distinct:
             return Members(value, ids, scores)
-        known = _candidates(self._reading, ids, self._options)
-        contents = contents_of([known[number].sha256 for number in ids.tolist()])
+        known = _rows(self._now, ids.tolist(), self._options)
+        contents = contents_of([known[number][2].hex() for number in ids.tolist()])
         return Members(value, ids, scores, contents)
 
-    def _with(self, values: tuple[AttributeValue, ...]) -> Among:
+    def _with(self, values: tuple[AttributeValue, ...]) -> FilterMask:
         if values not in self._of_values:
             if len(self._of_values) >= _MASKS:
                 self._of_values.clear()
-            ids = self._reading.view.matching(In(self._by, values))
-            self._of_values[values] = among_ids(self._reading.snapshot, ids)
+            ids = self._now.view.matching(In(self._by, values))
+            self._of_values[values] = mask_of(self._now.snapshot, ids)
         return self._of_values[values]
 
-    def _left(self, segment: Bits, delta: NDArray[np.bool_]) -> Among:
-        if self._among is None:
-            return Among(segment, delta)
-        return Among(segment & self._among.segment, delta & self._among.delta)
+    def _left(self, segment: Bits, delta: NDArray[np.bool_]) -> FilterMask:
+        if self._mask is None:
+            return FilterMask(segment, delta)
+        return FilterMask(segment & self._mask.segment, delta & self._mask.delta)
 
-    def _best(self, row: int, n: int, among: Among | None) -> list[Candidate]:
+    def _best(self, row: int, n: int, mask: FilterMask | None) -> list[Candidate]:
         query = self._queries[row : row + 1]
-        [best] = _fetch(self._reading, query, self._options, among)([0], n)
+        [best] = _fetch(self._now, query, self._options, mask)([0], n)
         return best
-
-
-def _candidates(reading: Reading, ids: Ids, options: SearchOptions) -> dict[ItemId, Candidate]:
-    """Rows of the catalogue, without a score yet."""
-    wanted = ids[ids >= 0].tolist()
-    items: dict[ItemId, Item] = {}
-    for start in range(0, len(wanted), _BLOCK):
-        options.checkpoint()
-        items |= reading.view.get(wanted[start : start + _BLOCK])
-    if len(items) < len(wanted):
-        missing = next(number for number in wanted if number not in items)
-        raise GalleryCorruptError(
-            f"Item {missing} is in the index but not in the catalogue. Make the index again: "
-            "kinlens-index compact GALLERY --rebuild."
-        )
-    return {
-        number: Candidate(number, item.key, 0.0, item.attributes, item.sha256)
-        for number, item in items.items()
-    }
-
-
-def _scored(candidate: Candidate, score: float) -> Candidate:
-    return Candidate(candidate.id, candidate.key, score, candidate.attributes, candidate.sha256)
-
-
-def search_like(
-    reading: Reading,
-    liked: Sequence[str],
-    disliked: Sequence[str],
-    k: int,
-    options: SearchOptions,
-) -> list[Hit]:
-    """The hits of a query made of items. Raises: ItemNotFoundError, InvalidParameterError."""
-    chosen = numbers_of(reading.view, [*liked, *disliked])
-    vectors = reading.view.vectors(chosen)
-    query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
-    others = replace(options, exclude=options.exclude | set(chosen))
-    [hits] = search(reading, query[np.newaxis], k, others)
-    return hits

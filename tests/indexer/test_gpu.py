@@ -1,7 +1,10 @@
 """Search on the GPU: refused by name without one; the answers of the CPU with one."""
 
 import gc
+import threading
 import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import faiss
@@ -17,7 +20,7 @@ from indexer.types import Ids, Scores
 from tests.indexer.vectors import bitmap, clumped, unit
 from tests.support.seams import (
     Effort,
-    Owner,
+    GpuThread,
     Segment,
     SegmentIndex,
     plan_index,
@@ -163,36 +166,161 @@ def test_a_gpu_has_memory(gallery: Embeddings) -> None:
     assert gpu_memory_mb() > 1000
 
 
-class Engine:
-    """Stands for an index in the memory of a GPU."""
+class FakeEngine:
+    """Answers with what was asked; can be held up, and fails for an effort of 13."""
 
-    def __call__(self, queries: Embeddings, k: int, effort: int) -> tuple[Scores, Ids]:
-        shape = (len(queries), k)
-        return np.zeros(shape, np.float32), np.tile(np.arange(k), (len(queries), 1))
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+        self.batches: list[tuple[int, int, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_busy = threading.Event()
+
+    def make(self) -> Callable[[Embeddings, int, int], tuple[Scores, Ids]]:
+        self.threads.add(threading.get_ident())
+        return self.search
+
+    def search(self, queries: Embeddings, k: int, effort: int) -> tuple[Scores, Ids]:
+        self.threads.add(threading.get_ident())
+        self.batches.append((len(queries), k, effort))
+        self.is_busy.set()
+        self.gate.wait()
+        if effort == 13:
+            raise RuntimeError("out of memory")
+        first = queries[:, :1].astype(np.int64)
+        return np.full((len(queries), k), effort, np.float32), first + np.arange(k)
+
+
+def rows(*values: int) -> Embeddings:
+    return np.full((len(values), 4), np.array(values)[:, None], np.float32)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def thread(engine: FakeEngine) -> Iterator[GpuThread]:
+    thread = GpuThread(engine.make)
+    yield thread
+    thread.close()
+
+
+def test_everything_runs_in_one_thread_that_is_not_the_callers(
+    engine: FakeEngine, thread: GpuThread
+) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: thread.search(rows(n), 3, 5), range(50)))
+    thread.close()
+    assert len(engine.threads) == 1
+    assert threading.get_ident() not in engine.threads
+
+
+def test_every_caller_gets_his_own_rows(engine: FakeEngine, thread: GpuThread) -> None:
+    asked = [[100 * n + i for i in range(n % 4)] for n in range(60)]
+
+    def ask(values: list[int]) -> list[list[int]]:
+        found: list[list[int]] = thread.search(rows(*values), 1 + len(values), 5)[1].tolist()
+        return found
+
+    with ThreadPoolExecutor(16) as pool:
+        for values, found in zip(asked, pool.map(ask, asked), strict=True):
+            assert found == [[value + j for j in range(1 + len(values))] for value in values]
+
+
+def held_up(
+    engine: FakeEngine, thread: GpuThread, requests: list[tuple[Embeddings, int, int]]
+) -> list[object]:
+    """The answers (or errors) of requests that all came in while the engine was busy."""
+    engine.gate.clear()
+    with ThreadPoolExecutor(len(requests) + 1) as pool:
+        first = pool.submit(thread.search, rows(0), 1, 1)
+        engine.is_busy.wait()
+        waiting = [pool.submit(thread.search, *request) for request in requests]
+        while thread.waiting < len(requests):
+            threading.Event().wait(0.001)
+        engine.gate.set()
+        first.result()
+        return [future.exception() or future.result() for future in waiting]
+
+
+def test_what_waits_is_answered_in_one_batch(engine: FakeEngine, thread: GpuThread) -> None:
+    held_up(engine, thread, [(rows(n, n), 3, 5) for n in range(10)])
+    assert engine.batches == [(1, 1, 1), (20, 3, 5)]
+
+
+def test_requests_with_other_parameters_are_not_mixed(
+    engine: FakeEngine, thread: GpuThread
+) -> None:
+    asked = [(rows(1), 3, 5), (rows(2), 4, 5), (rows(3), 3, 6), (rows(4), 3, 5)]
+    held_up(engine, thread, asked)
+    assert sorted(engine.batches[1:]) == [(1, 3, 6), (1, 4, 5), (2, 3, 5)]
+
+
+def test_a_batch_ends_at_its_limit(
+    engine: FakeEngine, thread: GpuThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "MAX_ROWS", 4)
+    held_up(engine, thread, [(rows(1, 2, 3), 3, 5)] * 4)
+    assert [count for count, *_ in engine.batches[1:]] == [6, 6]
+
+
+def test_an_error_reaches_those_who_asked_for_it_and_nobody_else(
+    engine: FakeEngine, thread: GpuThread
+) -> None:
+    bad, good = held_up(engine, thread, [(rows(1), 2, 13), (rows(2), 2, 5)])
+    assert isinstance(bad, RuntimeError)
+    assert isinstance(good, tuple)
+    assert thread.search(rows(9), 1, 5)[1].tolist() == [[9]]
+
+
+def test_an_engine_that_cannot_be_made_is_an_error_at_once() -> None:
+    def make() -> Callable[[Embeddings, int, int], tuple[Scores, Ids]]:
+        raise RuntimeError("no GPU memory")
+
+    with pytest.raises(RuntimeError, match="no GPU memory"):
+        GpuThread(make)
+
+
+def test_closing_answers_what_waits_and_refuses_what_comes_later(
+    engine: FakeEngine, thread: GpuThread
+) -> None:
+    engine.gate.clear()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(thread.search, rows(0), 1, 1)
+        engine.is_busy.wait()
+        waiting = pool.submit(thread.search, rows(5), 2, 5)
+        while not thread.waiting:
+            threading.Event().wait(0.001)
+        closing = pool.submit(thread.close)
+        engine.gate.set()
+        closing.result()
+        first.result()
+        assert waiting.result()[1].tolist() == [[5, 6]]
+    with pytest.raises(EngineUnavailableError, match="closed"):
+        thread.search(rows(1), 1, 1)
+    thread.close()
 
 
 @pytest.mark.parametrize("has_searched", [False, True])
 def test_the_memory_is_free_when_nobody_has_the_index_any_more(
     monkeypatch: pytest.MonkeyPatch, has_searched: bool
 ) -> None:
-    engines: list[weakref.ref[Engine]] = []
-
-    def make() -> Engine:
-        engine = Engine()
-        engines.append(weakref.ref(engine))
-        return engine
-
-    owner = Owner(make)
-    monkeypatch.setattr(GpuIndex, "flat", lambda vectors: GpuIndex(owner))
+    engine = FakeEngine()
+    memory = weakref.ref(engine)
+    thread = GpuThread(engine.make)
+    del engine
+    monkeypatch.setattr(GpuIndex, "flat", lambda vectors: GpuIndex(thread))
     index = SegmentIndex.open("flat", unit(2000), None, "cuda")
     if has_searched:
         index.search(unit(3, seed=1), 5, Effort(0))
     gc.collect()
-    assert engines[0]() is not None
+    assert memory() is not None
     del index
     gc.collect()
-    owner._thread.join(60)
-    assert not owner._thread.is_alive()
-    assert engines[0]() is None
     with pytest.raises(EngineUnavailableError):
-        owner.search(unit(1), 1, 0)
+        thread.search(unit(1), 1, 0)
+    thread.close()
+    gc.collect()
+    assert memory() is None

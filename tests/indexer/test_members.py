@@ -10,7 +10,7 @@ import pytest
 
 from indexer.filters.tree import Range
 from indexer.gallery import Gallery
-from indexer.live.grouping import mean_of
+from indexer.live.ranking import mean_of
 from indexer.types import Entry, Grouping, SearchOptions
 from tests.support.seams import CatalogView, Members, contents_of
 

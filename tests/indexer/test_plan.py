@@ -7,7 +7,8 @@ import pytest
 from embedder.errors import PlanError
 from embedder.machine import memory_mb
 from indexer.index import plan as plans
-from indexer.index.plan import IndexSettings, Plan, lists_for
+from indexer.index.kinds import lists_for
+from indexer.index.plan import IndexSettings, Plan
 from tests.indexer.vectors import clumped
 from tests.support.seams import SegmentIndex, plan_index
 

@@ -8,8 +8,7 @@ import pytest
 
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Hit, ItemId
-from indexer.live.grouping import best_groups
-from indexer.live.ranking import Candidate, best_hits, rank
+from indexer.live.ranking import Candidate, best_groups, best_hits, rank
 from indexer.types import Group, Grouping, SearchOptions
 from tests.support.seams import Members, contents_of
 

@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 def test_a_missed_recall_is_refused(
     tmp_path: Path, vectors: Embeddings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.index.tune._K_FACTORS", {"ivf-rabitq": (1,)})
+    monkeypatch.setattr("indexer.index.kinds.IvfRabitq.k_factors", (1,))
     with pytest.raises(RecallError, match="--target-recall"):
         written(tmp_path / "s", vectors, IndexSettings(kind="ivf-rabitq", target_recall=0.99))
 

@@ -84,7 +84,7 @@ def test_a_missed_target_is_refused_with_what_was_reached() -> None:
 
 
 def test_a_real_index_that_is_too_coarse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("indexer.index.tune._K_FACTORS", {"ivf-rabitq": (1,)})
+    monkeypatch.setattr("indexer.index.kinds.IvfRabitq.k_factors", (1,))
     index = index_of("ivf-rabitq", unit(3000, 16))
     with pytest.raises(RecallError, match=r"ivf-rabitq finds 0\.\d{4}.*--index"):
         tune(index, unit(100, 16, seed=1), 0.98)

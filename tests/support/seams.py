@@ -16,15 +16,16 @@ from indexer.exchange.milvus import MilvusStore
 from indexer.folder.backup import backup
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import GalleryManifest
-from indexer.index.faiss import Effort, SegmentIndex
-from indexer.index.gpu import Owner
+from indexer.index.faiss import SegmentIndex
+from indexer.index.gpu import GpuThread
+from indexer.index.kinds import Effort
 from indexer.index.plan import plan_index
 from indexer.index.segment import Segment, write_segment, write_vectors
 from indexer.index.tune import recall_at, tune
 from indexer.ingest.build import import_gallery
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.rebuild import adopt
-from indexer.live.grouping import Members, contents_of
+from indexer.live.ranking import Members, contents_of
 from indexer.types import Dump, Entry
 from service.batching import MicroBatcher
 from service.cache import Cache, Lookup, LruCache, embedding_key
@@ -54,6 +55,7 @@ __all__ = [
     "Failures",
     "GalleryFolder",
     "GalleryManifest",
+    "GpuThread",
     "InlineDecoder",
     "Job",
     "JobManager",
@@ -64,7 +66,6 @@ __all__ = [
     "Members",
     "MicroBatcher",
     "MilvusStore",
-    "Owner",
     "Place",
     "RateLimits",
     "RedisStore",

@@ -27,7 +27,7 @@ SHORT = 12
 """Hex digits of an id that are shown and used as names."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, making the ten of a search would take a tenth of its own time
 class Hit:
     """One answer of a search: an item and its cosine similarity to the query, in [-1, 1]."""
 

@@ -5,11 +5,13 @@ write-ahead log: readers see one state each and are never kept waiting, writers 
 import contextlib
 import sqlite3
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from embedder.errors import GalleryCorruptError, GalleryError
-from indexer.catalog.read import CatalogView, State
+from embedder.types import ItemId
+from indexer.catalog.read import CatalogView, Row, State
 from indexer.catalog.schema import (
     BUSY_S,
     FIRST_STATE,
@@ -28,6 +30,8 @@ from indexer.catalog.write import CatalogWriter
 _CACHE_KIB = 8192
 _KEEP_LOG_BYTES = 64 * 1024 * 1024
 _Idle = deque[sqlite3.Connection]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _CHECKPOINT_S = 1.0  # how long a write that finds the log long waits for searches to end
 
@@ -99,9 +103,19 @@ class Catalog:
 
         Raises: as `reading`.
         """
+        return self._one(CatalogView.state)
+
+    def rows(self, ids: Sequence[ItemId], seq: int) -> dict[ItemId, Row] | None:
+        """As that of a view, without one. Raises: as `reading`."""
+        return self._one(CatalogView.rows, ids, seq)
+
+    def _one(
+        self, read: Callable[Concatenate[CatalogView, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """What one statement reads, which needs no transaction."""
         connection, idle = self._take()
         try:
-            return CatalogView(connection).state()
+            return read(CatalogView(connection), *args, **kwargs)
         except sqlite3.Error as error:
             raise read_error(self.path, error) from error
         finally:

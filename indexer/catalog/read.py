@@ -28,6 +28,9 @@ from indexer.types import MAX_COUNTED_VALUES, AttributeFacts, Ids, Item
 
 # With its crc, an item is read whole: what an index says alone is not checked.
 _ITEM = "SELECT id, key, path, sha256, format, attributes, crc FROM items"
+_ROWS = """
+SELECT id, key, path, sha256, format, attributes, crc, (SELECT seq FROM state) FROM items
+WHERE id IN """
 _ITEMS = f"{_ITEM} WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608 (two constants)
 _BY_KEY = f"{_ITEM} WHERE key IN (SELECT value FROM json_each(?))"  # noqa: S608
 _BY_CONTENT = f"{_ITEM} WHERE sha256 = ? ORDER BY id LIMIT 1"
@@ -118,12 +121,17 @@ class CatalogView:
         """The items with these numbers; unknown numbers are left out."""
         return {item.id: item for item in self._items(self._all(_ITEMS, _json_ids(ids)))}
 
-    def rows(self, ids: Sequence[ItemId]) -> dict[ItemId, Row]:
-        """What a search needs of the items with these numbers; unknown numbers are left out."""
-        if 0 < len(ids) <= _AS_VARIABLES:
-            rows = self._all(f"{_ITEM} WHERE id IN ({'?,' * (len(ids) - 1)}?)", *ids)
+    def rows(self, ids: Sequence[ItemId], seq: int) -> dict[ItemId, Row] | None:
+        """What a search needs of the items with these numbers; unknown numbers are left out. It
+        is one statement, so it needs no transaction; None if the catalogue is not at `seq`, or
+        there is none of them.
+        """
+        if len(ids) <= _AS_VARIABLES:
+            rows = self._all(f"{_ROWS}({','.join('?' * len(ids))})", *ids)
         else:
-            rows = self._all(_ITEMS, str(ids))
+            rows = self._all(f"{_ROWS}(SELECT value FROM json_each(?))", str(ids))  # noqa: S608
+        if not rows or rows[0][7] != seq:
+            return None
         attributes = self._attributes_of(rows)
         return {row[0]: (row[1], own, row[3]) for row, own in zip(rows, attributes, strict=True)}
 

@@ -70,42 +70,23 @@ class JobTimeoutError(JobError):
 
 
 class ProblemError(ClientError):
-    """A problem that the service told; `retry_after_s` if it said when to ask again."""
+    """A problem that the service told.
+
+    `detail` says what was wrong, the limit and the cure, `type` is a URN that names the cause,
+    `faults` are the parameters that do not fit, `request_id` is that of the service's log, and
+    `retry_after_s` is there if the service said when to ask again.
+    """
 
     def __init__(self, problem: Problem, retry_after_s: float | None = None) -> None:
         super().__init__(f"{problem.status} {problem.title}: {problem.detail}")
         self.problem = problem
         self.retry_after_s = retry_after_s
-
-    @property
-    def status(self) -> int:
-        """The HTTP status."""
-        return self.problem.status
-
-    @property
-    def type(self) -> str:
-        """The problem type, a URN that names the cause."""
-        return self.problem.type
-
-    @property
-    def title(self) -> str:
-        """The cause in a few words."""
-        return self.problem.title
-
-    @property
-    def detail(self) -> str:
-        """What was wrong, the limit and the cure."""
-        return self.problem.detail
-
-    @property
-    def request_id(self) -> str:
-        """Under which the service has the request in its log."""
-        return self.problem.request_id
-
-    @property
-    def faults(self) -> Sequence[Fault]:
-        """The parameters that do not fit."""
-        return self.problem.errors or ()
+        self.status = problem.status
+        self.type = problem.type
+        self.title = problem.title
+        self.detail = problem.detail
+        self.request_id = problem.request_id
+        self.faults: Sequence[Fault] = problem.errors or ()
 
 
 class BadRequestError(ProblemError):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import mypy.api
 import pytest
 
 from service.client import AsyncKinlens, JobFailedError, JobTimeoutError, Kinlens, NewItem, Query
@@ -145,8 +146,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def note(seconds: float) -> None:
         waits.append(seconds)
 
-    monkeypatch.setattr("service.client_transport.sleep", waits.append)
-    monkeypatch.setattr("service.client_transport.async_sleep", note)
+    monkeypatch.setattr("service.client.sleep", waits.append)
+    monkeypatch.setattr("service.client.async_sleep", note)
     return waits
 
 
@@ -179,6 +180,57 @@ def test_both_clients_have_the_same_methods_with_examples() -> None:
         ), name
         assert "Example: `" in (one[name].__doc__ or ""), name
         assert "Example: `" in (other[name].__doc__ or ""), name
+
+
+USER = """
+from collections.abc import AsyncIterator, Iterator
+from typing import assert_type
+
+from service.client import AsyncKinlens, Kinlens, NewItem
+from service.schemas.galleries import ItemModel, PutAnswer
+from service.schemas.jobs import JobModel
+from service.schemas.search import SearchAnswer
+
+
+def in_a_thread(client: Kinlens) -> None:
+    assert_type(client.search("a.jpg", k=5, filter={"n": 1}), SearchAnswer)
+    assert_type(client.put_many("g", [NewItem("a", b"")], per_request=9), PutAnswer)
+    assert_type(client.each_item("g", filter="n = 1"), Iterator[ItemModel])
+    assert_type(client.wait("job", timeout_s=9), JobModel)
+    assert_type(client.image("g", 1), bytes)
+    assert_type([Kinlens.job(client, "a")], list[JobModel])
+    client.search("a.jpg", k="5")  # type: ignore[arg-type]
+    client.search("a.jpg", limit=5)  # type: ignore[call-arg]
+    client.item("g", "1")  # type: ignore[arg-type]
+    client.put("g", "k")  # type: ignore[call-arg]
+    client.nothing()  # type: ignore[attr-defined]
+    Kinlens(retries="2")  # type: ignore[arg-type]
+
+
+async def in_a_loop(client: AsyncKinlens) -> None:
+    assert_type(await client.search("a.jpg", k=5, filter={"n": 1}), SearchAnswer)
+    assert_type(await client.put_many("g", [NewItem("a", b"")], per_request=9), PutAnswer)
+    assert_type(client.each_item("g", filter="n = 1"), AsyncIterator[ItemModel])
+    assert_type(await client.wait("job", timeout_s=9), JobModel)
+    assert_type(await client.image("g", 1), bytes)
+    assert_type([await AsyncKinlens.job(client, "a")], list[JobModel])
+    client.search("a.jpg").hits  # type: ignore[attr-defined]
+    await client.search("a.jpg", k="5")  # type: ignore[arg-type]
+    await client.put("g", "k")  # type: ignore[call-arg]
+
+
+class Shop(Kinlens):
+    def job(self, job_id: str) -> JobModel:
+        return super().job(job_id)
+"""
+
+
+def test_a_type_checker_knows_arguments_and_answers_of_both_clients(tmp_path) -> None:
+    file = tmp_path / "user.py"
+    file.write_text(USER)
+    options = ["--strict", "--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=silent"]
+    told, failures, status = mypy.api.run([*options, str(file)])
+    assert (status, failures) == (0, ""), told
 
 
 def test_importing_the_client_loads_no_server_no_index_and_no_model() -> None:

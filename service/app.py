@@ -101,11 +101,11 @@ def _lifespan(runtime: Runtime, guard: Guard, tracing: Tracing) -> Lifespan[Fast
 def _add_page(app: FastAPI) -> None:
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> FileResponse:
-        return FileResponse(_UI / "index.html")
+        return FileResponse(_UI / "search" / "index.html")
 
     @app.api_route("/admin", methods=["GET", "HEAD"], include_in_schema=False)
     async def admin() -> FileResponse:
-        return FileResponse(_UI / "admin.html")
+        return FileResponse(_UI / "admin" / "index.html")
 
     app.mount("/ui", StaticFiles(directory=_UI))
 

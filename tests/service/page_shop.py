@@ -160,7 +160,7 @@ class Shop:
     def app(self) -> Starlette:
         item = "/galleries/{name}/items/{number:int}"
         routes = [
-            Route("/", lambda _: FileResponse(UI / "index.html")),
+            Route("/", lambda _: FileResponse(UI / "search" / "index.html")),
             Route("/favicon.ico", lambda _: Response()),  # of pages that are not the page
             Route("/live", lambda _: JSONResponse({"status": "live"})),
             Route("/samples", lambda _: JSONResponse({"samples": []})),

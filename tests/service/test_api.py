@@ -348,7 +348,7 @@ def test_an_unexpected_error_is_a_500_that_shows_nothing_of_its_inside(
 
 
 def test_every_answer_has_the_security_headers_and_a_request_id(running_service) -> None:
-    for path in ("/", "/ui/app.js", "/live", "/docs", "/nowhere", "/galleries"):
+    for path in ("/", "/ui/search/app.js", "/live", "/docs", "/nowhere", "/galleries"):
         headers = running_service.client.get(path).headers
         assert headers["content-security-policy"].startswith("default-src 'self'; img-src 'self'")
         assert "unsafe" not in headers["content-security-policy"]
@@ -370,7 +370,7 @@ def test_a_request_id_of_the_client_is_kept_only_if_it_is_plain(running_service)
 def test_the_page_its_files_and_its_docs_are_served(running_service) -> None:
     assert "<html" in running_service.client.get("/").text
     assert running_service.client.head("/").status_code == 200
-    script = running_service.client.get("/ui/app.js")
+    script = running_service.client.get("/ui/search/app.js")
     assert "javascript" in script.headers["content-type"]
     docs = running_service.client.get("/docs").text
     assert "POST /search" in docs

@@ -38,7 +38,9 @@ def test_the_names_of_this_machine_are_answered(running_service, host: str) -> N
         "*",
     ],
 )
-@pytest.mark.parametrize("path", ["/galleries", "/", "/ui/app.js", "/openapi.json", "/nowhere"])
+@pytest.mark.parametrize(
+    "path", ["/galleries", "/", "/ui/search/app.js", "/openapi.json", "/nowhere"]
+)
 def test_any_other_host_is_a_400_that_shows_nothing_else(
     running_service, host: str, path: str
 ) -> None:

@@ -215,7 +215,7 @@ def test_markup_in_keys_and_attributes_stays_text(page: Page) -> None:
 
 def answer_with(page: Page, hits: list[dict[str, Any]]) -> None:
     """Replaces the service's answer; each hit is shown with the page's own icon."""
-    plain = {"attributes": {}, "image": "/ui/icon.svg", "probability": None}
+    plain = {"attributes": {}, "image": "/ui/shared/icon.svg", "probability": None}
     filled = [{"id": n} | plain | hit for n, hit in enumerate(hits)]
     answer = {"gallery": "", "hits": filled, "timings_ms": {"total": 1.5}, "cached": False}
     page.route("**/search", lambda route: route.fulfill(json=answer))

@@ -1,4 +1,4 @@
-"""The page's files, read without a browser: content security, hooks and contrast."""
+"""The files of both pages, read without a browser: what they load, hooks, labels and contrast."""
 
 import re
 from html.parser import HTMLParser
@@ -10,8 +10,8 @@ import pytest
 import service
 
 UI = Path(service.__file__).parent / "ui"
-SCRIPTS = sorted(path for path in UI.glob("*.js") if not path.name.startswith("admin"))
-STYLES = sorted(path for path in UI.glob("*.css") if not path.name.startswith("admin"))
+SCRIPTS = sorted(UI.rglob("*.js"))
+STYLES = sorted(UI.rglob("*.css"))
 TEXT_PAIRS = [
     ("text", "ground"),
     ("text", "surface"),
@@ -41,11 +41,12 @@ MAX_LINES = 300
 class Page(HTMLParser):
     """Collects every start tag with its attributes, and the text inside scripts and styles."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
+        self.name = name
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.inline: list[str] = []
-        self.feed((UI / "index.html").read_text(encoding="utf-8"))
+        self.feed((UI / name / "index.html").read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -58,12 +59,16 @@ class Page(HTMLParser):
         return [value for _, attrs in self.tags if (value := attrs.get(attribute)) is not None]
 
 
-@pytest.fixture(scope="module")
-def page() -> Page:
-    return Page()
+@pytest.fixture(scope="module", params=["search", "admin"])
+def page(request: pytest.FixtureRequest) -> Page:
+    return Page(request.param)
 
 
-def test_the_page_has_no_inline_script_or_style(page: Page) -> None:
+def short(path: Path) -> str:
+    return path.relative_to(UI).as_posix()
+
+
+def test_a_page_has_no_inline_script_or_style(page: Page) -> None:
     names = {name for _, attrs in page.tags for name in attrs}
     assert page.inline == []
     assert "style" not in names
@@ -71,24 +76,31 @@ def test_the_page_has_no_inline_script_or_style(page: Page) -> None:
 
 
 def test_every_resource_is_a_local_file_that_exists(page: Page) -> None:
-    links = [link for link in page.values("src") + page.values("href") if link.startswith("/ui/")]
-    others = set(page.values("src") + page.values("href")) - set(links)
-    assert links
-    assert all((UI / link.removeprefix("/ui/")).is_file() for link in links)
-    assert others == {"/", "/admin", "/docs", "#results"}
+    links = set(page.values("src") + page.values("href"))
+    files = {link for link in links if link.startswith("/ui/")}
+    assert files
+    assert all((UI / link.removeprefix("/ui/")).is_file() for link in files)
+    assert all(link.startswith("#") or link in ("/", "/admin", "/docs") for link in links - files)
 
 
-def test_every_imported_module_exists() -> None:
-    imports = [
-        name for path in SCRIPTS for name in re.findall(r'from "/ui/(.+?)"', path.read_text())
-    ]
-    assert imports
-    assert all((UI / name).is_file() for name in imports)
+@pytest.mark.parametrize("path", SCRIPTS, ids=short)
+def test_every_imported_module_and_name_exists_in_its_folder_or_the_shared_one(path: Path) -> None:
+    lines = [line for line in path.read_text().splitlines() if line.startswith("import")]
+    for line in lines:
+        found = re.fullmatch(r'import (?:\{(.+?)\}|\* as \w+) from "/ui/((\w+)/.+?)";', line)
+        assert found, line
+        names, file, folder = found.groups()
+        assert folder in (path.parent.name, "shared"), line
+        source = (UI / file).read_text(encoding="utf-8")
+        exported = set(re.findall(r"export (?:async )?(?:const|let|function|class) (\w+)", source))
+        assert {name.strip() for name in (names or "").split(",") if name.strip()} <= exported, line
 
 
 def test_ids_are_unique_and_every_id_that_a_script_uses_exists(page: Page) -> None:
     ids = page.values("id")
-    source = "".join(path.read_text(encoding="utf-8") for path in SCRIPTS)
+    shared = [UI / "shared" / name for name in ("alerts.js", "dom.js")]
+    paths = [*(UI / page.name).glob("*.js"), *shared]
+    source = "".join(path.read_text(encoding="utf-8") for path in paths)
     used = {a or b for a, b in re.findall(r'\b(?:ui|elements)(?:\.(\w+)|\["([\w-]+)"\])', source)}
     assert len(ids) == len(set(ids))
     assert used
@@ -96,13 +108,14 @@ def test_ids_are_unique_and_every_id_that_a_script_uses_exists(page: Page) -> No
 
 
 def test_every_field_has_a_label(page: Page) -> None:
-    fields = [attrs for tag, attrs in page.tags if tag in ("select", "input")]
-    visible = {attrs["id"] for attrs in fields if attrs.get("type") != "file"}
-    assert visible == {"gallery", "k", "group", "min-score", "key"}
-    assert visible <= set(page.values("for"))
+    fields = [attrs for tag, attrs in page.tags if tag in ("select", "input", "textarea")]
+    seen = [attrs for attrs in fields if attrs.get("type") != "file"]
+    unnamed = {attrs["id"] for attrs in seen if "aria-label" not in attrs}
+    assert unnamed
+    assert unnamed <= set(page.values("for"))
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SCRIPTS, ids=short)
 def test_no_script_writes_markup_or_evaluates_text(path: Path) -> None:
     forbidden = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|https?:"
@@ -111,18 +124,20 @@ def test_no_script_writes_markup_or_evaluates_text(path: Path) -> None:
     assert re.findall(forbidden, text) == []
 
 
-@pytest.mark.parametrize("path", STYLES, ids=lambda path: path.name)
-def test_no_style_loads_anything(path: Path) -> None:
-    assert re.findall(r"url\(|@import|https?:", path.read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("path", STYLES, ids=short)
+def test_no_style_loads_anything_and_those_of_admin_have_no_colour_of_their_own(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"url\(|@import|https?:", text) == []
+    assert path.parent.name != "admin" or not re.findall(r"#[0-9a-f]{6}", text)
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS, *STYLES], ids=lambda path: path.name)
-def test_files_of_the_page_stay_short(path: Path) -> None:
+@pytest.mark.parametrize("path", [*SCRIPTS, *STYLES, *UI.rglob("*.html")], ids=short)
+def test_files_of_a_page_stay_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
 
 
 def schemes() -> dict[str, dict[str, str]]:
-    css = (UI / "base.css").read_text(encoding="utf-8")
+    css = (UI / "shared" / "base.css").read_text(encoding="utf-8")
     light_block, dark_block = re.findall(r"^:root[^{]*\{(.*?)\}", css, re.DOTALL | re.MULTILINE)
     light = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", light_block))
     dark = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", dark_block))

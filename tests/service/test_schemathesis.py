@@ -148,7 +148,12 @@ ODD: dict[str, tuple[str, list[str], bytes, set[int]]] = {
     "a header that is no ASCII": (SEARCH, [FORM, "X-Odd: \xff\xfe"], form(), GOOD | BAD),
     "a request id of another line": (SEARCH, [FORM, "X-Request-Id: a\r\n b"], form(), GOOD | BAD),
     "a key that is no ASCII": (SEARCH, [FORM, "X-API-Key: \xff"], form(), {401, 429} | BAD),
-    "ranges": ("GET /ui/icon.svg HTTP/1.1", ["Range: bytes=9-1,-5,a"], b"", {200, 206, 400, 416}),
+    "ranges": (
+        "GET /ui/shared/icon.svg HTTP/1.1",
+        ["Range: bytes=9-1,-5,a"],
+        b"",
+        {200, 206, 400, 416},
+    ),
     "an address of 100 KB": (f"GET /{'x' * 100_000} HTTP/1.1", [], b"", {404, 414} | BAD),
     "half a percent": ("GET /galleries/%f/items HTTP/1.1", [], b"", {404} | BAD),
     "no UTF-8": ("GET /galleries/%ff%fe HTTP/1.1", [], b"", {404} | BAD),

@@ -63,7 +63,7 @@ def test_no_spelling_of_a_closed_address_is_open(closed: Running) -> None:
     assert closed.runtime.registry.names() == []
 
 
-@pytest.mark.parametrize("target", ["/jobs%0A", "/live%0A", "/ui/app.js%00", "/%7F"])
+@pytest.mark.parametrize("target", ["/jobs%0A", "/live%0A", "/ui/search/app.js%00", "/%7F"])
 def test_a_control_character_in_an_address_is_400_and_named(closed: Running, target: str) -> None:
     status, body = ask(closed, "GET", target)
     assert status == 400

@@ -161,7 +161,7 @@ def test_a_service_refuses_an_address_above_its_rate_and_says_when_to_come_back(
     problem = found[3].json()
     assert problem["type"] == "urn:kinlens:problem:rate-limited"
     assert "this address" in problem["detail"]
-    for path in ("/live", "/ready", "/metrics", "/", "/ui/icon.svg"):
+    for path in ("/live", "/ready", "/metrics", "/", "/ui/shared/icon.svg"):
         answer = service.client.get(path)
         assert answer.status_code == 200
         assert "ratelimit-limit" not in answer.headers

@@ -1,14 +1,14 @@
 // Adding items: pictures that are dropped or picked, their keys and attributes, what became of each.
 
-import { AttributeEditor } from "/ui/admin-attributes.js";
-import { editAttributes, knownAttributes } from "/ui/admin-edit.js";
-import { sendAll } from "/ui/admin-send.js";
-import { chosen } from "/ui/admin-state.js";
-import { close } from "/ui/admin-work.js";
-import { problemOf } from "/ui/alerts.js";
-import { announce, element, ui } from "/ui/dom.js";
-import { plural } from "/ui/format.js";
-import { pictureOf } from "/ui/pictures.js";
+import { AttributeEditor } from "/ui/admin/attributes.js";
+import { editAttributes, knownAttributes } from "/ui/admin/edit.js";
+import { sendAll } from "/ui/admin/send.js";
+import { chosen } from "/ui/admin/state.js";
+import { close } from "/ui/admin/work.js";
+import { problemOf } from "/ui/shared/alerts.js";
+import { announce, element, ui } from "/ui/shared/dom.js";
+import { plural } from "/ui/shared/format.js";
+import { pictureOf } from "/ui/shared/pictures.js";
 
 const WORDS = {
   waiting: "Not sent yet",

@@ -1,6 +1,6 @@
 // What the admin page asks of the service, beyond what the search page asks.
 
-import { bodyOf, galleryPath, getJson, Problem, request, sendJson } from "/ui/api.js";
+import { bodyOf, galleryPath, getJson, Problem, request, sendJson } from "/ui/shared/api.js";
 
 const sent = async (method, url, content, signal) => bodyOf(await sendJson(method, url, content, signal));
 

@@ -1,20 +1,20 @@
 // The admin page: who may enter, which view is shown, which gallery it is about.
 
-import { startAdd, showAdd } from "/ui/admin-add.js";
-import { knock } from "/ui/admin-api.js";
-import { startConfirm } from "/ui/admin-confirm.js";
-import { startEdit } from "/ui/admin-edit.js";
-import { showGalleries, startGalleries } from "/ui/admin-galleries.js";
-import * as items from "/ui/admin-items.js";
-import { follow, showJob, startJobs } from "/ui/admin-jobs.js";
-import { isStarting, showStarts, startStarts } from "/ui/admin-starts.js";
-import { choose, chosen, loadGalleries, refreshSizes, state, whenGalleryChanges } from "/ui/admin-state.js";
-import * as status from "/ui/admin-status.js";
-import { close, failed, startWork } from "/ui/admin-work.js";
-import { hideError, problemOf, showProblem, startAlerts } from "/ui/alerts.js";
-import { element, startSkip, ui } from "/ui/dom.js";
-import { plural } from "/ui/format.js";
-import { getKey, setKey } from "/ui/key.js";
+import { startAdd, showAdd } from "/ui/admin/add.js";
+import { knock } from "/ui/admin/api.js";
+import { startConfirm } from "/ui/admin/confirm.js";
+import { startEdit } from "/ui/admin/edit.js";
+import { showGalleries, startGalleries } from "/ui/admin/galleries.js";
+import * as items from "/ui/admin/items.js";
+import { follow, showJob, startJobs } from "/ui/admin/jobs.js";
+import { isStarting, showStarts, startStarts } from "/ui/admin/starts.js";
+import { choose, chosen, loadGalleries, refreshSizes, state, whenGalleryChanges } from "/ui/admin/state.js";
+import * as status from "/ui/admin/status.js";
+import { close, failed, startWork } from "/ui/admin/work.js";
+import { hideError, problemOf, showProblem, startAlerts } from "/ui/shared/alerts.js";
+import { element, startSkip, ui } from "/ui/shared/dom.js";
+import { plural } from "/ui/shared/format.js";
+import { getKey, setKey } from "/ui/shared/key.js";
 
 const VIEWS = {
   items: items.load,

@@ -1,6 +1,6 @@
 // The attributes of an item as rows of name, kind and value, or as JSON.
 
-import { element, icon } from "/ui/dom.js";
+import { element, icon } from "/ui/shared/dom.js";
 
 const KINDS = [["text", "text"], ["number", "number"], ["boolean", "yes or no"]];
 const WORDS = { "add-row": "Add an attribute", json: "Edit as JSON", rows: "Edit as a list" };

@@ -1,6 +1,6 @@
 // Asks before something is lost.
 
-import { ui } from "/ui/dom.js";
+import { ui } from "/ui/shared/dom.js";
 
 let answer = null;
 let typed = "";

@@ -1,11 +1,11 @@
 // The dialog that edits the attributes of one item, or of one picture that waits to be added.
 
-import { patchItems } from "/ui/admin-api.js";
-import { AttributeEditor } from "/ui/admin-attributes.js";
-import { describeChosen, state } from "/ui/admin-state.js";
-import { busily, failureText } from "/ui/admin-work.js";
-import { ui } from "/ui/dom.js";
-import { pictureOf } from "/ui/pictures.js";
+import { patchItems } from "/ui/admin/api.js";
+import { AttributeEditor } from "/ui/admin/attributes.js";
+import { describeChosen, state } from "/ui/admin/state.js";
+import { busily, failureText } from "/ui/admin/work.js";
+import { ui } from "/ui/shared/dom.js";
+import { pictureOf } from "/ui/shared/pictures.js";
 
 let editor = null;
 let save = null;

@@ -1,13 +1,13 @@
 // Making and deleting galleries.
 
-import { createGallery, deleteGallery } from "/ui/admin-api.js";
-import { confirmed } from "/ui/admin-confirm.js";
-import { choose, knownModels, loadGalleries, state } from "/ui/admin-state.js";
-import { moment } from "/ui/admin-status.js";
-import { busily } from "/ui/admin-work.js";
-import { showNotice } from "/ui/alerts.js";
-import { element, ui } from "/ui/dom.js";
-import { plural } from "/ui/format.js";
+import { createGallery, deleteGallery } from "/ui/admin/api.js";
+import { confirmed } from "/ui/admin/confirm.js";
+import { choose, knownModels, loadGalleries, state } from "/ui/admin/state.js";
+import { moment } from "/ui/admin/status.js";
+import { busily } from "/ui/admin/work.js";
+import { showNotice } from "/ui/shared/alerts.js";
+import { element, ui } from "/ui/shared/dom.js";
+import { plural } from "/ui/shared/format.js";
 
 const SHORT = 12;
 

@@ -1,16 +1,16 @@
 // The items of a gallery, a page at a time: find, select, edit, delete.
 
-import { deleteItems } from "/ui/admin-api.js";
-import { confirmed } from "/ui/admin-confirm.js";
-import { editItem } from "/ui/admin-edit.js";
-import { state } from "/ui/admin-state.js";
-import { busily, failed } from "/ui/admin-work.js";
-import { showNotice } from "/ui/alerts.js";
-import { Problem, listItems } from "/ui/api.js";
-import { announce, element, ui } from "/ui/dom.js";
-import { plural, valueText } from "/ui/format.js";
-import { emptyView, toHash } from "/ui/link.js";
-import { pictureOf } from "/ui/pictures.js";
+import { deleteItems } from "/ui/admin/api.js";
+import { confirmed } from "/ui/admin/confirm.js";
+import { editItem } from "/ui/admin/edit.js";
+import { state } from "/ui/admin/state.js";
+import { busily, failed } from "/ui/admin/work.js";
+import { showNotice } from "/ui/shared/alerts.js";
+import { Problem, listItems } from "/ui/shared/api.js";
+import { announce, element, ui } from "/ui/shared/dom.js";
+import { plural, valueText } from "/ui/shared/format.js";
+import { emptyView, toHash } from "/ui/shared/link.js";
+import { pictureOf } from "/ui/shared/pictures.js";
 
 const PAGE = 50;
 const SHOWN_SELECTED = 3;

@@ -1,11 +1,11 @@
 // One job: how far it is, what it writes, what it found, and what can be done about it.
 
-import { changeJob, getLog } from "/ui/admin-api.js";
-import { confirmed } from "/ui/admin-confirm.js";
-import { reportNodes } from "/ui/admin-report.js";
-import { moment } from "/ui/admin-status.js";
-import { busily, failed } from "/ui/admin-work.js";
-import { definitions, element, ui } from "/ui/dom.js";
+import { changeJob, getLog } from "/ui/admin/api.js";
+import { confirmed } from "/ui/admin/confirm.js";
+import { reportNodes } from "/ui/admin/report.js";
+import { moment } from "/ui/admin/status.js";
+import { busily, failed } from "/ui/admin/work.js";
+import { definitions, element, ui } from "/ui/shared/dom.js";
 
 export const KINDS = {
   compact: "Compact",

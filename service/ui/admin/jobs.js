@@ -1,13 +1,13 @@
 // The jobs: listed, followed each second while one runs, and started.
 
-import { listJobs } from "/ui/admin-api.js";
-import { JobPanel, isActive, progressOf, stateBadge, stepText, STATES, titleOf } from "/ui/admin-job.js";
-import { withWaiting } from "/ui/admin-report.js";
-import { state } from "/ui/admin-state.js";
-import { problemOf } from "/ui/alerts.js";
-import { close } from "/ui/admin-work.js";
-import { announce, element, ui } from "/ui/dom.js";
-import { ago } from "/ui/format.js";
+import { listJobs } from "/ui/admin/api.js";
+import { JobPanel, isActive, progressOf, stateBadge, stepText, STATES, titleOf } from "/ui/admin/job.js";
+import { withWaiting } from "/ui/admin/report.js";
+import { state } from "/ui/admin/state.js";
+import { close } from "/ui/admin/work.js";
+import { problemOf } from "/ui/shared/alerts.js";
+import { announce, element, ui } from "/ui/shared/dom.js";
+import { ago } from "/ui/shared/format.js";
 
 const SHOWN = 50;
 const RUNNING_MS = 1000;

@@ -1,7 +1,7 @@
 // What a job found, as a table of old and new, and whether the new one was good enough.
 
-import { table } from "/ui/admin-status.js";
-import { element } from "/ui/dom.js";
+import { table } from "/ui/admin/status.js";
+import { element } from "/ui/shared/dom.js";
 
 const NONE = "not measured";
 const LISTED_FAILURES = 5;

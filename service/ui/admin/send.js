@@ -1,8 +1,8 @@
 // Sends pictures in small requests: several at once, so that each costs little, and few, so that
 // progress is seen and a refusal concerns few.
 
-import { putItems } from "/ui/admin-api.js";
-import { problemOf } from "/ui/alerts.js";
+import { putItems } from "/ui/admin/api.js";
+import { problemOf } from "/ui/shared/alerts.js";
 
 const MOST_FILES = 8;
 const MOST_BYTES = 8 * 2 ** 20;

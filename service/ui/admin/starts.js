@@ -1,11 +1,11 @@
 // The forms that start jobs, built from what the service knows of the chosen gallery.
 
-import { startJob } from "/ui/admin-api.js";
-import { AttributeEditor } from "/ui/admin-attributes.js";
-import { describeChosen, knownModels, state } from "/ui/admin-state.js";
-import { busily, failureText } from "/ui/admin-work.js";
-import { element, ui } from "/ui/dom.js";
-import { plural } from "/ui/format.js";
+import { startJob } from "/ui/admin/api.js";
+import { AttributeEditor } from "/ui/admin/attributes.js";
+import { describeChosen, knownModels, state } from "/ui/admin/state.js";
+import { busily, failureText } from "/ui/admin/work.js";
+import { element, ui } from "/ui/shared/dom.js";
+import { plural } from "/ui/shared/format.js";
 
 const SHORT = 12;
 const CLASS = "class";

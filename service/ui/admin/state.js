@@ -1,6 +1,6 @@
 // Which galleries there are, which one is chosen, and who wants to know when that changes.
 
-import { describeGallery, listGalleries } from "/ui/api.js";
+import { describeGallery, listGalleries } from "/ui/shared/api.js";
 
 const listeners = new Set();
 export const state = { galleries: [], name: "", noJobs: "" };

@@ -1,10 +1,10 @@
 // How the chosen gallery, its index and its model are, and whether the service is ready.
 
-import { getReady } from "/ui/admin-api.js";
-import { describeChosen, state } from "/ui/admin-state.js";
-import { failed } from "/ui/admin-work.js";
-import { definitions, element, ui } from "/ui/dom.js";
-import { percent, plural, valueText } from "/ui/format.js";
+import { getReady } from "/ui/admin/api.js";
+import { describeChosen, state } from "/ui/admin/state.js";
+import { failed } from "/ui/admin/work.js";
+import { definitions, element, ui } from "/ui/shared/dom.js";
+import { percent, plural, valueText } from "/ui/shared/format.js";
 
 const SHOWN_VALUES = 6;
 const KINDS = {

@@ -1,8 +1,8 @@
 // Work that can fail: the message, the way back to the key form, busy buttons.
 
-import { problemOf, showProblem } from "/ui/alerts.js";
-import { Problem } from "/ui/api.js";
-import { ui } from "/ui/dom.js";
+import { problemOf, showProblem } from "/ui/shared/alerts.js";
+import { Problem } from "/ui/shared/api.js";
+import { ui } from "/ui/shared/dom.js";
 
 let enter = () => {};
 

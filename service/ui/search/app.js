@@ -1,20 +1,20 @@
 // The search page: one search under way at most, one batch beside it, and a trail of answers.
 
-import { hideError, hideNotice, showNotice, showProblem, startAlerts } from "/ui/alerts.js";
-import { fetchImage, Problem } from "/ui/api.js";
-import { ask, checkedQuery, itemQuery, likesQuery, linkedQuery, renewed, sampleQuery, uploadQuery } from "/ui/ask.js";
-import { BatchRun } from "/ui/batch_run.js";
-import { startCamera } from "/ui/camera.js";
-import { walkWithArrows } from "/ui/cards.js";
-import { Cropper } from "/ui/crop.js";
-import { announce, debounced, keepFocus, startSkip, ui } from "/ui/dom.js";
-import { acceptImages } from "/ui/intake.js";
-import { fromHash, toHash } from "/ui/link.js";
-import { fileOf, remember, startRecent } from "/ui/recent.js";
-import * as results from "/ui/results.js";
-import { hideSamples, showSamples } from "/ui/samples.js";
-import * as settings from "/ui/settings.js";
-import * as trail from "/ui/trail.js";
+import { ask, checkedQuery, itemQuery, likesQuery, linkedQuery, renewed, sampleQuery, uploadQuery } from "/ui/search/ask.js";
+import { BatchRun } from "/ui/search/batch_run.js";
+import { startCamera } from "/ui/search/camera.js";
+import { walkWithArrows } from "/ui/search/cards.js";
+import { Cropper } from "/ui/search/crop.js";
+import { acceptImages } from "/ui/search/intake.js";
+import { fileOf, remember, startRecent } from "/ui/search/recent.js";
+import * as results from "/ui/search/results.js";
+import { hideSamples, showSamples } from "/ui/search/samples.js";
+import * as settings from "/ui/search/settings.js";
+import * as trail from "/ui/search/trail.js";
+import { hideError, hideNotice, showNotice, showProblem, startAlerts } from "/ui/shared/alerts.js";
+import { fetchImage, Problem } from "/ui/shared/api.js";
+import { announce, debounced, keepFocus, startSkip, ui } from "/ui/shared/dom.js";
+import { fromHash, toHash } from "/ui/shared/link.js";
 
 const UPLOAD_LINK = "This link was made with an uploaded picture, which stays in the browser it " +
   "was chosen in. Its settings are set; choose a picture to search with them.";

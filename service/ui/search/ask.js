@@ -6,7 +6,7 @@
 //   {kind: "sample", name, link, preview, crops}: a sample query of the service
 //   {kind: "likes", name, preview: "", crops: []}: liked items alone, from a link without its picture
 
-import { fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "/ui/api.js";
+import { fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "/ui/shared/api.js";
 
 export const GROUP_SIZE = 7;
 const FEW = 20;

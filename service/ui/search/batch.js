@@ -1,11 +1,11 @@
 // Many pictures at once: one row for each, a few searches at a time, every failure alone.
 
-import { Problem } from "/ui/api.js";
-import { problemOf } from "/ui/alerts.js";
-import { titleOf } from "/ui/cards.js";
-import { announce, element, ui } from "/ui/dom.js";
-import { percent, plural } from "/ui/format.js";
-import { pictureOf } from "/ui/pictures.js";
+import { titleOf } from "/ui/search/cards.js";
+import { problemOf } from "/ui/shared/alerts.js";
+import { Problem } from "/ui/shared/api.js";
+import { announce, element, ui } from "/ui/shared/dom.js";
+import { percent, plural } from "/ui/shared/format.js";
+import { pictureOf } from "/ui/shared/pictures.js";
 
 const AT_ONCE = 4;
 const SHOWN = 6;

@@ -1,12 +1,12 @@
 // The batch under way, one at most: its rows go on in the background while one of them is looked at.
 
-import { Problem } from "/ui/api.js";
-import { showNotice } from "/ui/alerts.js";
-import { ask, uploadQuery } from "/ui/ask.js";
-import { MAX_IMAGES, repaint, rowOf, runRows, showRows, showSummary } from "/ui/batch.js";
-import { keepFocus, ui } from "/ui/dom.js";
-import * as settings from "/ui/settings.js";
-import * as trail from "/ui/trail.js";
+import { ask, uploadQuery } from "/ui/search/ask.js";
+import { MAX_IMAGES, repaint, rowOf, runRows, showRows, showSummary } from "/ui/search/batch.js";
+import * as settings from "/ui/search/settings.js";
+import * as trail from "/ui/search/trail.js";
+import { showNotice } from "/ui/shared/alerts.js";
+import { Problem } from "/ui/shared/api.js";
+import { keepFocus, ui } from "/ui/shared/dom.js";
 
 const CANCELLED = new Problem("Cancelled", "This picture was not searched for.");
 

@@ -1,6 +1,6 @@
 // A live camera in a dialog; without one, the phone's own camera or a file takes its place.
 
-import { ui } from "/ui/dom.js";
+import { ui } from "/ui/shared/dom.js";
 
 const WIDEST_PX = 1920;
 const QUALITY = 0.92;

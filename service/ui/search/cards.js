@@ -1,9 +1,9 @@
 // Result cards: a picture to search with, its score, and what can be said about it.
 
-import { GROUP_SIZE } from "/ui/ask.js";
-import { definitions, element, icon } from "/ui/dom.js";
-import { percent, plural, splitKey, valueText } from "/ui/format.js";
-import { pictureOf } from "/ui/pictures.js";
+import { GROUP_SIZE } from "/ui/search/ask.js";
+import { definitions, element, icon } from "/ui/shared/dom.js";
+import { percent, plural, splitKey, valueText } from "/ui/shared/format.js";
+import { pictureOf } from "/ui/shared/pictures.js";
 
 const TITLE_NAMES = ["title", "name", "product", "product_name"];
 const SHOWN_FACTS = 3;

@@ -1,7 +1,7 @@
 // Boxes over the query picture, each [left, top, width, height] in fractions of it. Drawn, moved and
 // resized with mouse, pen, touch or the keyboard.
 
-import { element } from "/ui/dom.js";
+import { element } from "/ui/shared/dom.js";
 
 const SMALLEST = 0.04;
 const STEP = 0.02;

@@ -1,8 +1,8 @@
 // Filters built from what a gallery says about its attributes, in the service's JSON form:
 // {"colour": {"in": ["red"]}, "price": {">=": 5, "<=": 20}, "sale": true}.
 
-import { debounced, element } from "/ui/dom.js";
-import { valueText } from "/ui/format.js";
+import { debounced, element } from "/ui/shared/dom.js";
+import { valueText } from "/ui/shared/format.js";
 
 const SEARCHABLE_FROM = 10;
 const OPEN_AT_FIRST = 2;

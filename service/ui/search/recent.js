@@ -1,9 +1,9 @@
 // The last searches of this browser, with small pictures: kept here alone, bounded, easy to forget.
 
-import { element, ui } from "/ui/dom.js";
-import { ago } from "/ui/format.js";
-import { isShown } from "/ui/pictures.js";
-import { stored } from "/ui/storage.js";
+import { element, ui } from "/ui/shared/dom.js";
+import { ago } from "/ui/shared/format.js";
+import { isShown } from "/ui/shared/pictures.js";
+import { stored } from "/ui/shared/storage.js";
 
 const LIMIT = 24;
 const THUMB_PX = 224; // about what a model looks at: an upload can be searched with again

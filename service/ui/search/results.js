@@ -1,10 +1,10 @@
 // The answer on the page: cards or groups, what the minimum score leaves, the small print.
 
-import { card, groupCard, placeholders, titleOf } from "/ui/cards.js";
-import { announce, definitions, element, ui } from "/ui/dom.js";
-import { capitalized, milliseconds, percent, plural } from "/ui/format.js";
-import { showPicture } from "/ui/pictures.js";
-import * as settings from "/ui/settings.js";
+import { card, groupCard, placeholders, titleOf } from "/ui/search/cards.js";
+import * as settings from "/ui/search/settings.js";
+import { announce, definitions, element, ui } from "/ui/shared/dom.js";
+import { capitalized, milliseconds, percent, plural } from "/ui/shared/format.js";
+import { showPicture } from "/ui/shared/pictures.js";
 
 const PLACEHOLDERS = 12;
 const STAGES = ["decode", "embed", "search"];

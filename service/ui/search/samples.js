@@ -1,11 +1,11 @@
 // Something to begin with: the sample queries of the service, or else items of the gallery.
 
-import { listItems, listSamples } from "/ui/api.js";
-import { itemQuery, sampleQuery } from "/ui/ask.js";
-import { titleOf } from "/ui/cards.js";
-import { element, ui } from "/ui/dom.js";
-import { pictureOf } from "/ui/pictures.js";
-import * as settings from "/ui/settings.js";
+import { itemQuery, sampleQuery } from "/ui/search/ask.js";
+import { titleOf } from "/ui/search/cards.js";
+import * as settings from "/ui/search/settings.js";
+import { listItems, listSamples } from "/ui/shared/api.js";
+import { element, ui } from "/ui/shared/dom.js";
+import { pictureOf } from "/ui/shared/pictures.js";
 
 const SHOWN = 8;
 const LOOKED_AT = 120;

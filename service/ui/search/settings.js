@@ -1,12 +1,12 @@
 // The controls of a search: gallery, number of results, grouping, minimum score, filters, votes.
 // `view` (see link.js) is what is chosen now; the controls always show it.
 
-import { describeGallery, listGalleries } from "/ui/api.js";
-import { element, icon, ui } from "/ui/dom.js";
-import { FilterPanel, filterChips } from "/ui/filters.js";
-import { percent, plural, splitKey } from "/ui/format.js";
-import { emptyView } from "/ui/link.js";
-import { pictureOf } from "/ui/pictures.js";
+import { FilterPanel, filterChips } from "/ui/search/filters.js";
+import { describeGallery, listGalleries } from "/ui/shared/api.js";
+import { element, icon, ui } from "/ui/shared/dom.js";
+import { percent, plural, splitKey } from "/ui/shared/format.js";
+import { emptyView } from "/ui/shared/link.js";
+import { pictureOf } from "/ui/shared/pictures.js";
 
 const FRESH_MS = 30_000;
 const described = new Map(); // gallery name -> its description, or what little is known

@@ -1,8 +1,8 @@
 // Messages: what failed with its cure, the wait that the service asks for, the key it needs, notes.
 
-import { Problem } from "/ui/api.js";
-import { ui } from "/ui/dom.js";
-import { setKey } from "/ui/key.js";
+import { Problem } from "/ui/shared/api.js";
+import { ui } from "/ui/shared/dom.js";
+import { setKey } from "/ui/shared/key.js";
 
 const SECOND_MS = 1000;
 let counting = 0;

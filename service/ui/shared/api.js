@@ -1,6 +1,6 @@
 // The HTTP interface of the service: every failure is thrown as a Problem (RFC 9457).
 
-import { getKey } from "/ui/key.js";
+import { getKey } from "/ui/shared/key.js";
 
 export class Problem extends Error {
   constructor(title, detail, facts = {}) {

@@ -1,6 +1,6 @@
 // The API key of this tab: typed only when the service asks for one, forgotten with the tab.
 
-import { stored } from "/ui/storage.js";
+import { stored } from "/ui/shared/storage.js";
 
 const kept = stored("sessionStorage", "kinlens.key");
 

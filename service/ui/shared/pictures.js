@@ -1,7 +1,7 @@
 // Pictures of items. An <img> sends no API key, so with a key they are fetched when they come near.
 
-import { fetchImage } from "/ui/api.js";
-import { getKey } from "/ui/key.js";
+import { fetchImage } from "/ui/shared/api.js";
+import { getKey } from "/ui/shared/key.js";
 
 const NEAR = "400px";
 

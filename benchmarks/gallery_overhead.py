@@ -6,8 +6,8 @@
 `nearest` gives scores and numbers, as FAISS does; `search` fetches keys and attributes as well.
 Each round lets the three take turns over the same queries, in random order; a figure is the median
 over the rounds of a difference, or ratio, of medians. Single queries, which run on one thread, are
-timed by what that thread has worked, so that neighbours on the machine count less. "Undisturbed" are
-differences of the least round of each: what is left where neighbours do not empty the caches.
+timed by what that thread has worked, so that neighbours on the machine count less. "Undisturbed":
+the difference of the least rounds, which neighbours that empty the caches have spared.
 """
 
 import argparse

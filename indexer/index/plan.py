@@ -16,6 +16,7 @@ from indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
 
 _MIB = 2**20
 _BASE_BUILD_MB = 100.0  # batches on their way from the catalogue to the file, held-out queries
+_BUILD_ITEM_BYTES = 60  # measured by benchmarks/build_memory.py: keys and numbers of items
 _WRITE_BYTES_PER_S = 200e6
 
 MAX_DIM = 8192
@@ -171,7 +172,8 @@ def _plan(
         memory_mb=kind.memory_bytes(n, dim, parameters) / _MIB,
         mapped_mb=full / _MIB,
         disk_mb=(full + kind.code_bytes(n, dim, parameters) + 8.0 * n) / _MIB,
-        build_memory_mb=kind.build_bytes(n, dim, parameters) / _MIB + _BASE_BUILD_MB,
+        build_memory_mb=(kind.build_bytes(n, dim, parameters) + _BUILD_ITEM_BYTES * n) / _MIB
+        + _BASE_BUILD_MB,
         build_minutes=(written_s + kind.build_s(n, dim, parameters, cores)) / 60,
         expected_recall=expected,
         reason=reason,

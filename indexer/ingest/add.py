@@ -172,7 +172,7 @@ class Ingest:
         return vectors
 
     def _fail(self, outcome: Outcome, is_stored: bool) -> None:
-        if is_stored and self.rest is None:
+        if is_stored and self.owned is not None:
             outcome = replace(outcome, failure=f"{outcome.failure} {_STAYS}")
         self.failures.append(failure_of(outcome))
 

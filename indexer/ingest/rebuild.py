@@ -6,6 +6,7 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from embedder.durable import sync_tree
@@ -168,8 +169,10 @@ class Follower:
         gone = np.setdiff1d(before, live)
         fresh = np.union1d(np.setdiff1d(live, before), np.array(changed, np.int64))
         old = candidate.ids() if is_first else self._forget(np.union1d(gone, fresh))
-        for start in range(0, len(fresh), _CHUNK):
-            self._take(candidate, fresh[start : start + _CHUNK], on_progress)
+        pairs = [np.column_stack([self._ids, self._copies])]
+        pairs += [self._take(candidate, ids, on_progress) for ids in _in_parts(fresh)]
+        both = np.concatenate(pairs)
+        self._ids, self._copies = both[np.argsort(both[:, 0])].T
         # What an item was before may be what another one is now.
         for ids in _in_parts(np.setdiff1d(old, self._copies)):
             candidate.remove_items(ids.tolist())
@@ -185,7 +188,10 @@ class Follower:
         self._ids, self._copies = self._ids[~is_gone], self._copies[~is_gone]
         return copies
 
-    def _take(self, candidate: Gallery, ids: Ids, on_progress: Progress | None) -> None:
+    def _take(
+        self, candidate: Gallery, ids: Ids, on_progress: Progress | None
+    ) -> NDArray[np.int64]:
+        """The numbers (N, 2) of those of the items that are in both galleries now."""
         with self._catalog.reading() as view:
             items = {item.key: item for item in view.get(ids.tolist()).values()}
         source = Source(
@@ -201,11 +207,8 @@ class Follower:
         for failure in work.failures:
             self.failures[items.pop(failure.key).id] = failure
         copies = candidate.stored([*items])
-        numbers = sorted((item.id, copies[key].id) for key, item in items.items())
-        pairs = np.array(numbers, np.int64).reshape(-1, 2)
-        places = np.searchsorted(self._ids, pairs[:, 0])
-        self._ids = np.insert(self._ids, places, pairs[:, 0])
-        self._copies = np.insert(self._copies, places, pairs[:, 1])
+        pairs = [(item.id, copies[key].id) for key, item in items.items()]
+        return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def _record(item: Item) -> Record:

@@ -1,6 +1,8 @@
 """A small shop of pictures and a gallery of it."""
 
+import errno
 import hashlib
+import itertools
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from indexer.ingest.sources import Record, Source, folder_source
 from indexer.types import Entry
 from tests.indexer.milvus_server import milvus_server
 from tests.indexer.oracle import BUNDLE, DIM
-from tests.support.seams import options
+from tests.support.seams import options, set_fault_hook
 from tests.tiny import encoded, picture
 
 PICTURES = {
@@ -131,6 +133,55 @@ def failure(result: Result) -> str:
 def query(embedder: FakeEmbedder, file: Path) -> np.ndarray:
     """The vector (1, D) of an image file."""
     return FakeEmbedder.embed(embedder, embedder.preprocess(file.read_bytes())[None])
+
+
+def generation_of(gallery: Path) -> Path:
+    """The folder of its current generation."""
+    return gallery / "versions" / (gallery / "CURRENT").read_text().strip()
+
+
+def catalog_of(gallery: Path) -> Path:
+    return generation_of(gallery) / "catalog.sqlite"
+
+
+def segment_of(gallery: Path) -> Path:
+    """The folder of its one segment."""
+    [segment] = (generation_of(gallery) / "segments").iterdir()
+    return segment
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES: tuple[Callable[[Path], object], ...] = (truncated, flipped, Path.unlink)
+
+
+@contextmanager
+def faults(hook: Callable[[str], None]) -> Iterator[None]:
+    """Call this at every fault point."""
+    set_fault_hook(hook)
+    try:
+        yield
+    finally:
+        set_fault_hook(None)
+
+
+def fails_at(number: int) -> Callable[[str], None]:
+    """For `faults`: what a broken disk raises, at the point with this number and all later ones."""
+    points = itertools.count()
+
+    def hook(_: str) -> None:
+        if next(points) >= number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return hook
 
 
 @contextmanager

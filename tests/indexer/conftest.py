@@ -3,11 +3,13 @@
 import errno
 import hashlib
 import itertools
+import json
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +35,10 @@ PICTURES = {
     "hat/e.tiff": ("TIFF", 5),
     "f.gif": ("GIF", 6),
 }
+
+
+Run = Callable[..., Result]
+"""The command line with a fake model."""
 
 
 class CountingEmbedder(FakeEmbedder):
@@ -113,6 +119,12 @@ def entries_of() -> Callable[[np.ndarray], list[Entry]]:
         ]
 
     return make
+
+
+def printed(result: Result) -> Any:
+    """What --json printed."""
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def usage(result: Result) -> str:

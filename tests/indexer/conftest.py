@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import itertools
 import json
 import os
 import resource
@@ -185,12 +184,13 @@ def faults(hook: Callable[[str], None]) -> Iterator[None]:
         set_fault_hook(None)
 
 
-def fails_at(number: int) -> Callable[[str], None]:
-    """For `faults`: what a broken disk raises, at the point with this number and all later ones."""
-    points = itertools.count()
+def fails_at(number: int, seen: list[str] | None = None) -> Callable[[str], None]:
+    """For `faults`: a full disk from the point with this number on; `seen` gets all points."""
+    points = [] if seen is None else seen
 
-    def hook(_: str) -> None:
-        if next(points) >= number:
+    def hook(point: str) -> None:
+        points.append(point)
+        if len(points) > number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     return hook

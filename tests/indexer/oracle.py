@@ -16,8 +16,8 @@ DIM = 16
 COLOURS = ("red", "blue", 'gr"een\\')
 
 
-def units(count: int, seed: int = 0) -> np.ndarray:
-    vectors = np.random.default_rng(seed).normal(size=(count, DIM)).astype(np.float32)
+def units(count: int, seed: int = 0, dim: int = DIM) -> np.ndarray:
+    vectors = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 

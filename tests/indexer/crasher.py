@@ -8,10 +8,12 @@ straight to a file, which outlives `kill -9`. What is imported here is imported 
 import contextlib
 import dataclasses
 import hashlib
+import multiprocessing
 import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,9 @@ from indexer.types import Dump, Entry, SearchOptions
 DIM = 8
 KEYS = 60
 BUNDLE = "b" * 64
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["tests.indexer.crasher"])
 
 Model = dict[str, tuple[str, int]]
 """What is in the gallery: content and attribute `stock` by key."""
@@ -115,6 +120,19 @@ def change(path: Path, log: Path, seed: int, dies_at: int | None, last: Path) ->
         os.write(descriptor, f"begin {number}\n".encode())
         operation.run(gallery)
         os.write(descriptor, f"done {number}\n".encode())
+
+
+def obey(path: Path, orders: Connection) -> None:
+    """Remove the key of "-key", add 20 items for a name, and tell each time; until None."""
+    gallery = Gallery.open(path)
+    while (order := orders.recv()) is not None:
+        if order[0] == "-":
+            gallery.remove([order[1:]])
+        else:
+            for number in range(20):
+                gallery.add([entry(f"{order}-{number}", order, number)])
+        orders.send("done")
+    gallery.close()
 
 
 def compact(path: Path) -> None:

@@ -46,6 +46,7 @@ from tests.indexer.oracle import (
     assert_hits,
     entry,
     ids_of,
+    random_filter,
     same,
     shop,
     units,
@@ -643,20 +644,6 @@ def test_a_large_gallery_gets_an_index_that_is_exact_on_demand(
     store.close()
 
 
-def random_filter(draw: random.Random, values: dict[str, list[Any]], depth: int = 0) -> Filter:
-    if depth < 3 and draw.random() < 0.5:
-        parts = tuple(random_filter(draw, values, depth + 1) for _ in range(draw.randint(2, 3)))
-        return draw.choice([And(parts), Or(parts), Not(parts[0])])
-    name = draw.choice(list(values))
-    known = values[name]
-    if draw.random() < 0.3:
-        return In(name, tuple(draw.choices(known, k=draw.randint(1, 4))))
-    if draw.random() < 0.5 and name != "yes/no":
-        limit = draw.choice(["at_least", "above", "at_most", "below"])
-        return Range(name, **{limit: draw.choice(known)})
-    return Equals(name, draw.choice(known))
-
-
 @milvus_alone
 def test_the_server_reads_filters_as_python_does(store: MilvusStore) -> None:
     draw = random.Random(7)
@@ -685,7 +672,7 @@ def test_the_server_reads_filters_as_python_does(store: MilvusStore) -> None:
     store.add(entries)
     query = units(1, seed=9)
     for _ in range(150):
-        where = random_filter(draw, values)
+        where = random_filter(draw, values, 3)
         found = {hit.key for hit in store.search(query, 200, SearchOptions(where=where))[0]}
         assert found == {e.key for e in entries if where.matches(e.attributes)}, where
 

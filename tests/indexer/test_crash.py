@@ -3,7 +3,6 @@ there."""
 
 import contextlib
 import itertools
-import multiprocessing
 import shutil
 import signal
 import time
@@ -16,14 +15,11 @@ import pytest
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from tests.indexer import crasher
-from tests.indexer.crasher import BUNDLE, DIM, Model
+from tests.indexer.crasher import BUNDLE, DIM, Model, forks
 from tests.support.seams import set_fault_hook
 
 KILLS = 200
 SEED = 20_261_121
-
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["tests.indexer.crasher"])
 
 
 @pytest.fixture

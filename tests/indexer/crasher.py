@@ -183,16 +183,24 @@ def tune(place: Path) -> None:
 
 def contents(path: Path) -> Contents:
     """What each item is, by key; a search finds every item, and nothing else."""
-    gallery = Gallery.open(path, verify_hashes=True)
-    with contextlib.closing(gallery):
-        found = {
-            item.key: (item.sha256, item.attributes["stock"], item.vector.tobytes())
-            for batch in gallery.scan()
-            for item in batch
-        }
-        [hits] = gallery.search(vector("a query")[None], 1000)
+    with contextlib.closing(Gallery.open(path, verify_hashes=True)) as gallery:
+        return stored(gallery)
+
+
+def stored(gallery: Gallery) -> Contents:
+    """The same of an open gallery."""
+    found = {
+        item.key: (item.sha256, item.attributes["stock"], item.vector.tobytes())
+        for batch in gallery.scan()
+        for item in batch
+    }
+    query = vector("a query")
+    [hits] = gallery.search(query[None], 1000)
     assert {hit.key for hit in hits} == found.keys()
-    assert len(hits) == len(found)
+    assert len(hits) == len(found) == gallery.size
+    for hit in hits:
+        exact = float(np.frombuffer(found[hit.key][2], np.float32) @ query)
+        assert abs(hit.score - exact) < 1e-5
     return found
 
 
@@ -229,20 +237,11 @@ def possible(model: Model, log: Path, seed: int) -> list[Model]:
 
 def check(gallery: Gallery, models: list[Model]) -> Model:
     """Which of the models is in the gallery, in its catalogue, index and filters alike."""
-    found = {
-        item.key: (item.sha256, item.attributes["stock"], item.vector.tobytes())
-        for batch in gallery.scan()
-        for item in batch
-    }
+    found = stored(gallery)
     [model] = [model for model in models if found == expected(model)][:1] or [None]
     assert model is not None, f"{found.keys()} is none of {[m.keys() for m in models]}"
-    query = vector("a query")
-    [hits] = gallery.search(query[None], KEYS + 1)
-    assert {hit.key for hit in hits} == model.keys()
-    assert len(hits) == len(model) == gallery.size
-    for hit in hits:
-        assert abs(hit.score - float(vector(model[hit.key][0]) @ query)) < 1e-5
-    [cheap] = gallery.search(query[None], KEYS, SearchOptions(where=Range("stock", below=50)))
+    options = SearchOptions(where=Range("stock", below=50))
+    [cheap] = gallery.search(vector("a query")[None], KEYS, options)
     assert {hit.key for hit in cheap} == {key for key, value in model.items() if value[1] < 50}
     return model
 

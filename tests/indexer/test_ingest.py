@@ -156,28 +156,6 @@ def test_an_item_whose_file_cannot_be_read_any_more_stays_and_is_reported(
     assert (report.unchanged, gallery.size) == (5, 6)
 
 
-def test_each_batch_is_visible_to_others_as_soon_as_it_is_reported(
-    gallery: Gallery, built: Path, shop: Path, embedder: CountingEmbedder
-) -> None:
-    for number in range(8):
-        (shop / f"new{number}.png").write_bytes(encoded(picture(100 + number)))
-    seen: list[tuple[int, int]] = []
-    done = 0
-    other = Gallery.open(built)
-
-    def progress(count: int) -> None:
-        nonlocal done
-        done += count
-        seen.append((done, other.size))
-
-    source = folder_source(shop)
-    new = [record for record in source.records() if record.key.startswith("new")]
-    fresh = replace(source, records=lambda: iter(new))
-    add_source(gallery, fresh, embedder, EmbedSettings(2, 2), progress)
-    other.close()
-    assert seen == [(2, 8), (4, 10), (6, 12), (8, 14)]
-
-
 def test_content_that_another_process_removes_meanwhile_is_embedded_again(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,14 @@
 """A small shop of pictures and a gallery of it."""
 
+import errno
 import hashlib
+import json
 import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from indexer.ingest.sources import Record, Source, folder_source
 from indexer.types import Entry
 from tests.indexer.milvus_server import milvus_server
 from tests.indexer.oracle import BUNDLE, DIM
-from tests.support.seams import options
+from tests.support.seams import options, set_fault_hook
 from tests.tiny import encoded, picture
 
 PICTURES = {
@@ -31,6 +34,10 @@ PICTURES = {
     "hat/e.tiff": ("TIFF", 5),
     "f.gif": ("GIF", 6),
 }
+
+
+Run = Callable[..., Result]
+"""The command line with a fake model."""
 
 
 class CountingEmbedder(FakeEmbedder):
@@ -113,6 +120,12 @@ def entries_of() -> Callable[[np.ndarray], list[Entry]]:
     return make
 
 
+def printed(result: Result) -> Any:
+    """What --json printed."""
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
 def usage(result: Result) -> str:
     """The message of wrong usage, without its frame."""
     assert result.exit_code == 2
@@ -131,6 +144,56 @@ def failure(result: Result) -> str:
 def query(embedder: FakeEmbedder, file: Path) -> np.ndarray:
     """The vector (1, D) of an image file."""
     return FakeEmbedder.embed(embedder, embedder.preprocess(file.read_bytes())[None])
+
+
+def generation_of(gallery: Path) -> Path:
+    """The folder of its current generation."""
+    return gallery / "versions" / (gallery / "CURRENT").read_text().strip()
+
+
+def catalog_of(gallery: Path) -> Path:
+    return generation_of(gallery) / "catalog.sqlite"
+
+
+def segment_of(gallery: Path) -> Path:
+    """The folder of its one segment."""
+    [segment] = (generation_of(gallery) / "segments").iterdir()
+    return segment
+
+
+def truncated(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGES: tuple[Callable[[Path], object], ...] = (truncated, flipped, Path.unlink)
+
+
+@contextmanager
+def faults(hook: Callable[[str], None]) -> Iterator[None]:
+    """Call this at every fault point."""
+    set_fault_hook(hook)
+    try:
+        yield
+    finally:
+        set_fault_hook(None)
+
+
+def fails_at(number: int, seen: list[str] | None = None) -> Callable[[str], None]:
+    """For `faults`: a full disk from the point with this number on; `seen` gets all points."""
+    points = [] if seen is None else seen
+
+    def hook(point: str) -> None:
+        points.append(point)
+        if len(points) > number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return hook
 
 
 @contextmanager

@@ -8,10 +8,12 @@ straight to a file, which outlives `kill -9`. What is imported here is imported 
 import contextlib
 import dataclasses
 import hashlib
+import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +21,26 @@ import numpy as np
 from embedder.durable import set_fault_hook
 from embedder.errors import GalleryBusyError
 from embedder.types import AttributeValue, Embeddings
+from indexer.checks.retune import tune_gallery
 from indexer.filters.tree import Range
+from indexer.folder.backup import backup, restore
 from indexer.gallery import Gallery
 from indexer.ingest.build import import_gallery
+from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry, SearchOptions
 
 DIM = 8
 KEYS = 60
 BUNDLE = "b" * 64
 
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["tests.indexer.crasher"])
+
 Model = dict[str, tuple[str, int]]
 """What is in the gallery: content and attribute `stock` by key."""
+
+Contents = dict[str, tuple[str, AttributeValue, bytes]]
+"""The same as it is stored: sha256, attribute `stock` and vector by key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +122,19 @@ def change(path: Path, log: Path, seed: int, dies_at: int | None, last: Path) ->
         os.write(descriptor, f"done {number}\n".encode())
 
 
+def obey(path: Path, orders: Connection) -> None:
+    """Remove the key of "-key", add 20 items for a name, and tell each time; until None."""
+    gallery = Gallery.open(path)
+    while (order := orders.recv()) is not None:
+        if order[0] == "-":
+            gallery.remove([order[1:]])
+        else:
+            for number in range(20):
+                gallery.add([entry(f"{order}-{number}", order, number)])
+        orders.send("done")
+    gallery.close()
+
+
 def compact(path: Path) -> None:
     """Compact the gallery again and again, beside the process that changes it, until killed."""
     gallery = Gallery.open(path)
@@ -119,13 +143,65 @@ def compact(path: Path) -> None:
             gallery.compact(wait=True)
 
 
-def build(path: Path, keys: int, dies_at: int | None = None) -> None:
-    """Publish a generation with so many items, or die at this fault point on the way."""
-    if dies_at is not None:
-        set_fault_hook(Dies(dies_at))
+def dies_at(point: int, work: Callable[[Path], object], place: Path) -> None:
+    """Work, and die at this fault point on the way."""
+    set_fault_hook(Dies(point))
+    work(place)
+
+
+def build(path: Path, keys: int) -> None:
+    """Publish a generation with so many items."""
     entries = [entry(f"new-{n}", f"new content {n}", n) for n in range(keys)]
     facts = {"name": "g", "bundle_id": BUNDLE}
     import_gallery(Dump(facts, DIM, keys, lambda: iter(entries)), path)
+
+
+def rebuild(place: Path) -> None:
+    """A new generation of `target`."""
+    build(place / "target", 12)
+
+
+def adopt_source(place: Path) -> None:
+    """`target` becomes what `source` is."""
+    adopt(place / "target", place / "source")
+
+
+def save(place: Path, name: str = "other") -> None:
+    """A backup of `target`; that of name `saved` is of `source`."""
+    backup(place / ("source" if name == "saved" else "target"), place / name)
+
+
+def restore_saved(place: Path) -> None:
+    """`target` becomes what was saved."""
+    restore(place / "saved", place / "target", replace=True)
+
+
+def tune(place: Path) -> None:
+    """Other search parameters for `target`."""
+    tune_gallery(place / "target", np.tile(np.eye(DIM, dtype=np.float32), (13, 1)), 0.5)
+
+
+def contents(path: Path) -> Contents:
+    """What each item is, by key; a search finds every item, and nothing else."""
+    with contextlib.closing(Gallery.open(path, verify_hashes=True)) as gallery:
+        return stored(gallery)
+
+
+def stored(gallery: Gallery) -> Contents:
+    """The same of an open gallery."""
+    found = {
+        item.key: (item.sha256, item.attributes["stock"], item.vector.tobytes())
+        for batch in gallery.scan()
+        for item in batch
+    }
+    query = vector("a query")
+    [hits] = gallery.search(query[None], 1000)
+    assert {hit.key for hit in hits} == found.keys()
+    assert len(hits) == len(found) == gallery.size
+    for hit in hits:
+        exact = float(np.frombuffer(found[hit.key][2], np.float32) @ query)
+        assert abs(hit.score - exact) < 1e-5
+    return found
 
 
 class Dies:
@@ -161,24 +237,15 @@ def possible(model: Model, log: Path, seed: int) -> list[Model]:
 
 def check(gallery: Gallery, models: list[Model]) -> Model:
     """Which of the models is in the gallery, in its catalogue, index and filters alike."""
-    found = {
-        item.key: (item.sha256, item.attributes["stock"], item.vector.tobytes())
-        for batch in gallery.scan()
-        for item in batch
-    }
-    [model] = [model for model in models if found == _expected(model)][:1] or [None]
+    found = stored(gallery)
+    [model] = [model for model in models if found == expected(model)][:1] or [None]
     assert model is not None, f"{found.keys()} is none of {[m.keys() for m in models]}"
-    query = vector("a query")
-    [hits] = gallery.search(query[None], KEYS + 1)
-    assert {hit.key for hit in hits} == model.keys()
-    assert len(hits) == len(model) == gallery.size
-    for hit in hits:
-        assert abs(hit.score - float(vector(model[hit.key][0]) @ query)) < 1e-5
-    [cheap] = gallery.search(query[None], KEYS, SearchOptions(where=Range("stock", below=50)))
+    options = SearchOptions(where=Range("stock", below=50))
+    [cheap] = gallery.search(vector("a query")[None], KEYS, options)
     assert {hit.key for hit in cheap} == {key for key, value in model.items() if value[1] < 50}
     return model
 
 
-def _expected(model: Model) -> dict[str, tuple[str, AttributeValue, bytes]]:
+def expected(model: Model) -> Contents:
     items = (entry(key, *value) for key, value in model.items())
     return {i.key: (i.sha256, i.attributes["stock"], i.vector.tobytes()) for i in items}

@@ -157,9 +157,9 @@ def started_server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Mil
         server.kill()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def milvus_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MilvusServer]:
-    """One server for all tests; do not stop it."""
+    """One server for the tests of a module; do not stop it."""
     yield from started_server(request, tmp_path_factory.mktemp("milvus"))

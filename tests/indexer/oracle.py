@@ -2,13 +2,16 @@
 
 import hashlib
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from embedder.types import AttributeValue, Hit
+from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
 from indexer.types import Entry, Group, Grouping, SearchOptions, VectorStore
 
 BUNDLE = "b" * 64
@@ -16,8 +19,8 @@ DIM = 16
 COLOURS = ("red", "blue", 'gr"een\\')
 
 
-def units(count: int, seed: int = 0) -> np.ndarray:
-    vectors = np.random.default_rng(seed).normal(size=(count, DIM)).astype(np.float32)
+def units(count: int, seed: int = 0, dim: int = DIM) -> np.ndarray:
+    vectors = np.random.default_rng(seed).normal(size=(count, dim)).astype(np.float32)
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
@@ -50,6 +53,29 @@ def shop(count: int = 120, seed: int = 0) -> list[Entry]:
         if n % 10 == 9:  # a copy of an earlier item under another key
             entries[-1] = replace(entries[n // 2], key=f"key{n}")
     return entries
+
+
+def random_filter(
+    rng: random.Random, values: Mapping[str, Sequence[Any]], depth: int = 4
+) -> Filter:
+    """A filter on these attributes, each compared with values of its own."""
+    kind = rng.choice([And, Or, Not, None]) if depth else None
+    if kind is Not:
+        return Not(random_filter(rng, values, depth - 1))
+    if kind is not None:
+        parts = (random_filter(rng, values, depth - 1) for _ in range(rng.randint(2, 3)))
+        return kind(tuple(parts))
+    name = rng.choice([*values])
+    known = values[name]
+    match rng.choice(["equals", "in", "range"]):
+        case "in":
+            return In(name, tuple(rng.choices(known, k=rng.randint(1, 4))))
+        case "range" if not isinstance(known[0], bool):
+            limits = {rng.choice(["at_least", "above"]): rng.choice(known)}
+            if rng.random() < 0.5:
+                limits |= {rng.choice(["at_most", "below"]): rng.choice(known)}
+            return Range(name, **limits)
+    return Equals(name, rng.choice(known))
 
 
 def ids_of(store: VectorStore) -> dict[str, int]:

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,16 @@ from embedder.errors import (
 from indexer.folder.backup import restore
 from indexer.gallery import Gallery, copy_bytes, current_generation
 from indexer.types import Entry
-from tests.indexer.conftest import small_files
-from tests.support.seams import backup, set_fault_hook
+from tests.indexer.conftest import (
+    DAMAGES,
+    catalog_of,
+    flipped,
+    generation_of,
+    segment_of,
+    small_files,
+    truncated,
+)
+from tests.support.seams import backup
 
 DIM = 8
 ROOT = Path(__file__).parents[2]
@@ -50,37 +59,23 @@ def fill(path: Path, count: int = 200) -> Path:
 
 def content(path: Path) -> dict[str, Any]:
     """Everything that a gallery says of itself, but its generation."""
-    gallery = Gallery.open(path, verify_hashes=True)
-    try:
-        items = [
-            (item, [type(value) for value in item.attributes.values()]) for item in gallery.items()
-        ]
-        vectors = gallery.vectors([item.id for item, _ in items])
-        facts = gallery.facts().model_dump(exclude={"generation", "version"})
-        answers = gallery.search(QUERIES, 10_000)
+    with closing(Gallery.open(path, verify_hashes=True)) as gallery:
+        items = [*gallery.items()]
         return {
             "items": items,
-            "vectors": vectors.tobytes(),
-            "facts": facts,
-            "answers": answers,
+            "types": [[type(value) for value in item.attributes.values()] for item in items],
+            "vectors": gallery.vectors([item.id for item in items]).tobytes(),
+            "facts": gallery.facts().model_dump(exclude={"generation", "version"}),
+            "answers": gallery.search(QUERIES, 10_000),
         }
-    finally:
-        gallery.close()
 
 
 def keys(path: Path) -> set[str]:
-    gallery = Gallery.open(path)
-    try:
+    with closing(Gallery.open(path)) as gallery:
         found = {item.key for item in gallery.items()}
         [hits] = gallery.search(QUERIES[:1], 10_000)
-        assert {hit.key for hit in hits} == found
-        return found
-    finally:
-        gallery.close()
-
-
-def generation(path: Path) -> Path:
-    return path / "versions" / (path / "CURRENT").read_text().strip()
+    assert {hit.key for hit in hits} == found
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -102,12 +97,19 @@ def saved(filled: Path, tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+def repeated_page(file: Path) -> None:
+    """A catalogue whose pages are whole, and do not hold together."""
+    data, page = bytearray(file.read_bytes()), 16_384
+    data[2 * page : 3 * page] = data[3 * page : 4 * page]
+    file.write_bytes(data)
+
+
 def test_a_backup_opens_as_a_gallery_and_is_the_same(shop: Path, tmp_path: Path) -> None:
     report = backup(shop, tmp_path / "saved")
     assert content(tmp_path / "saved") == content(shop)
     assert (report.name, report.items) == ("shop", 200)
-    assert report.source_generation == generation(shop).name
-    assert report.generation == generation(tmp_path / "saved").name != generation(shop).name
+    assert report.source_generation == generation_of(shop).name
+    assert report.generation == generation_of(tmp_path / "saved").name != generation_of(shop).name
     assert json.loads((tmp_path / "saved" / "backup.json").read_text()) == report.model_dump()
 
 
@@ -117,16 +119,10 @@ def test_a_restored_gallery_is_the_same_in_a_generation_of_its_own(
     assert content(saved) == content(filled)  # to look into a backup does not spoil it
     manifests = [restore(saved, tmp_path / name) for name in ("one", "two")]
     assert content(tmp_path / "one") == content(tmp_path / "two") == content(filled)
-    names = {generation(path).name for path in (filled, saved, tmp_path / "one", tmp_path / "two")}
-    assert len(names) == 4
-    assert manifests[0].generation == generation(tmp_path / "one").name
-
-
-def test_versions_of_backup_and_gallery_differ_although_their_items_are_equal(
-    filled: Path, saved: Path
-) -> None:
-    galleries = [Gallery.open(filled), Gallery.open(saved)]
-    assert len({gallery.version for gallery in galleries}) == 2
+    assert manifests[0].generation == generation_of(tmp_path / "one").name
+    galleries = [Gallery.open(p) for p in (filled, saved, tmp_path / "one", tmp_path / "two")]
+    assert len({gallery.generation for gallery in galleries}) == 4
+    assert len({gallery.version for gallery in galleries}) == 4
     for gallery in galleries:
         gallery.close()
 
@@ -142,16 +138,6 @@ def test_what_is_changed_later_is_not_in_the_backup(shop: Path, tmp_path: Path) 
     assert keys(tmp_path / "saved") == before
     restore(tmp_path / "saved", shop, replace=True)
     assert keys(shop) == before
-
-
-def test_a_restored_gallery_can_be_changed_and_compacted(saved: Path, tmp_path: Path) -> None:
-    restore(saved, tmp_path / "back")
-    gallery = Gallery.open(tmp_path / "back")
-    gallery.add([entry("new")])
-    gallery.compact()
-    gallery.close()
-    assert "new" in keys(tmp_path / "back")
-    assert "new" not in keys(saved)
 
 
 def test_an_empty_gallery_can_be_saved_and_restored(tmp_path: Path) -> None:
@@ -208,75 +194,22 @@ def test_a_backup_taken_during_changes_is_one_state_with_all_that_was_acknowledg
     assert acks[-1] > 0
 
 
-def test_only_what_belongs_to_a_segment_is_copied(shop: Path, tmp_path: Path) -> None:
-    (segment,) = shop.glob("versions/*/segments/*")
+def test_only_what_belongs_to_a_segment_is_copied_and_nothing_may_be_missing(
+    shop: Path, tmp_path: Path
+) -> None:
+    segment = segment_of(shop)
     (segment / "tmp").mkdir()
     (segment / "notes.txt").write_text("foreign")
     backup(shop, tmp_path / "saved")
-    (copy,) = (tmp_path / "saved").glob("versions/*/segments/*")
-    assert {path.name for path in segment.iterdir()} - {path.name for path in copy.iterdir()} == {
-        *("tmp", "notes.txt")
-    }
+    own = {path.name for path in segment_of(tmp_path / "saved").iterdir()}
+    assert {path.name for path in segment.iterdir()} - own == {"tmp", "notes.txt"}
     assert content(tmp_path / "saved") == content(shop)
-
-
-@pytest.mark.parametrize("name", ["ids.npy", "segment.json"])
-def test_a_segment_that_lacks_a_file_is_refused_by_its_name(
-    shop: Path, tmp_path: Path, name: str
-) -> None:
-    (segment,) = shop.glob("versions/*/segments/*")
-    (segment / name).unlink()
-    with pytest.raises(GalleryCorruptError, match=rf"{segment / name}"):
-        backup(shop, tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
-
-
-TUNED = """
-import os, signal, sys
-import numpy as np
-from embedder.durable import set_fault_hook
-from indexer.checks.retune import tune_gallery
-
-def hook(point):
-    if point == sys.argv[2]:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-set_fault_hook(hook)
-tune_gallery(sys.argv[1], np.tile(np.eye(8, dtype=np.float32), (13, 1)), 0.5)
-"""
-
-
-@pytest.mark.parametrize("point", ["before sync of segment.json", "before rename", "after rename"])
-def test_a_tuning_killed_at_any_step_leaves_a_gallery_that_can_be_saved_and_compacted(
-    shop: Path, tmp_path: Path, point: str
-) -> None:
-    (segment,) = shop.glob("versions/*/segments/*")
-    before = {path.name for path in segment.iterdir()}
-    command = [sys.executable, "-c", TUNED, str(shop), f"tuning: {point}"]
-    assert subprocess.run(command, cwd=ROOT, check=False).returncode == -signal.SIGKILL
-    assert {path.name for path in segment.iterdir()} == before
-    backup(shop, tmp_path / "saved")
-    assert content(tmp_path / "saved") == content(shop)
-    gallery = Gallery.open(shop)
-    gallery.compact()
-    gallery.close()
-    (left,) = shop.glob("versions/*/segments/*")
-    assert left != segment
-
-
-def test_the_folders_above_a_new_backup_are_brought_to_the_disk(
-    filled: Path, tmp_path: Path
-) -> None:
-    synced: list[str] = []
-    set_fault_hook(lambda step: synced.append(step.rpartition("after sync of ")[2]))
-    try:
-        backup(filled, tmp_path / "daily" / "monday" / "saved")
-    finally:
-        set_fault_hook(None)
-    assert [name for name in synced if name in (tmp_path.name, "daily", "monday")] == [
-        *(tmp_path.name, "daily"),  # before anything is copied
-        "monday",
-    ]
+    for name in ("ids.npy", "segment.json"):
+        (segment / name).rename(tmp_path / name)
+        with pytest.raises(GalleryCorruptError, match=rf"{segment / name}"):
+            backup(shop, tmp_path / "other")
+        (tmp_path / name).rename(segment / name)
+    assert not (tmp_path / "other").exists()
 
 
 def test_progress_counts_about_what_was_foretold(shop: Path, tmp_path: Path) -> None:
@@ -288,39 +221,29 @@ def test_progress_counts_about_what_was_foretold(shop: Path, tmp_path: Path) -> 
     copied.clear()
     restore(tmp_path / "saved", tmp_path / "back", on_progress=copied.append)
     assert sum(copied) == pytest.approx(report.bytes, rel=0.1)
-
-
-def test_progress_counts_what_stands_in_the_log_alone(shop: Path, tmp_path: Path) -> None:
-    gallery, copied = Gallery.open(shop), list[int]()
-    try:
+    with closing(Gallery.open(shop)) as gallery:
         gallery.add([entry(f"many {n}", text=f"{n}" * 100) for n in range(500)])
-        expected = copy_bytes(shop)
-        backup(shop, tmp_path / "saved", copied.append)
-    finally:
-        gallery.close()
+        expected = copy_bytes(shop)  # most of it stands in the log alone
+        copied.clear()
+        backup(shop, tmp_path / "again", copied.append)
     assert sum(copied) == expected
 
 
-def damage(file: Path, how: str) -> None:
-    data = bytearray(file.read_bytes())
-    if how == "missing":
-        file.unlink()
-    elif how == "truncated":
-        file.write_bytes(data[: len(data) // 2])
-    else:
-        data[len(data) // 2] ^= 1
-        file.write_bytes(data)
-
-
-@pytest.mark.parametrize("how", ["changed", "truncated", "missing"])
 @pytest.mark.parametrize(
-    "name", ["catalog.sqlite", "manifest.json", "report.json", "vectors.npy", "ids.npy"]
+    ("name", "damage"),
+    [
+        *(("catalog.sqlite", damage) for damage in (*DAMAGES, repeated_page)),
+        *(("vectors.npy", damage) for damage in DAMAGES),
+        ("manifest.json", truncated),
+        ("report.json", Path.unlink),
+        ("ids.npy", flipped),
+    ],
 )
 def test_a_damaged_backup_is_refused_by_the_name_of_the_file_and_nothing_is_touched(
-    shop: Path, saved: Path, name: str, how: str
+    shop: Path, saved: Path, name: str, damage: Callable[[Path], object]
 ) -> None:
     (file,) = saved.rglob(name)
-    damage(file, how)
+    damage(file)
     before = content(shop)
     with pytest.raises(GalleryCorruptError, match=name.replace(".", r"\.")):
         restore(saved, shop, replace=True)
@@ -330,24 +253,30 @@ def test_a_damaged_backup_is_refused_by_the_name_of_the_file_and_nothing_is_touc
     assert content(shop) == before
 
 
-def test_a_catalogue_that_does_not_hold_together_is_refused(saved: Path, tmp_path: Path) -> None:
-    file = generation(saved) / "catalog.sqlite"
-    data = bytearray(file.read_bytes())
-    page = 16_384
-    data[2 * page : 3 * page] = data[3 * page : 4 * page]
-    file.write_bytes(data)
-    with pytest.raises(GalleryCorruptError, match=r"catalog\.sqlite"):
+def test_a_backup_may_be_open_and_changed_while_it_is_restored(saved: Path, tmp_path: Path) -> None:
+    """It keeps its locks meanwhile, so that another process loses nothing."""
+    with closing(Gallery.open(saved)) as gallery:
+        gallery.add([entry("one")])
         restore(saved, tmp_path / "back")
+        subprocess.run([sys.executable, "-c", ADDS, str(saved)], check=True, cwd=ROOT)
+        assert catalog_of(saved).with_name("catalog.sqlite-wal").stat().st_size > 0
+        gallery.add([entry("three")])
+    assert keys(saved) > {"one", "other", "three"}
+    assert "one" in keys(tmp_path / "back")
+    with closing(Gallery.open(tmp_path / "back")) as back:
+        back.compact()
+    assert "one" in keys(tmp_path / "back")
 
 
-def test_a_backup_that_was_opened_and_changed_is_restored_as_it_is_now(
-    saved: Path, tmp_path: Path
-) -> None:
-    gallery = Gallery.open(saved)
-    gallery.add([entry("new")])
-    restore(saved, tmp_path / "back")
-    gallery.close()
-    assert "new" in keys(tmp_path / "back")
+ADDS = """
+import sys
+from indexer.gallery import Gallery
+from tests.indexer.crasher import entry
+gallery = Gallery.open(sys.argv[1])
+gallery.update({"item 1": {"stock": 5}})
+gallery.add([entry("other", "other", 1)])
+gallery.close()
+"""
 
 
 def test_what_is_no_backup_is_refused(shop: Path, tmp_path: Path) -> None:
@@ -387,58 +316,3 @@ def test_a_full_disk_leaves_no_half_backup_and_the_old_gallery(
         restore(saved, shop, replace=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "shop"]
     assert content(shop) == before
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from indexer.folder.backup import backup, restore
-from embedder.durable import set_fault_hook
-from tests.indexer.test_backup import keys
-
-shop, saved = Path(sys.argv[1]), Path(sys.argv[2])
-
-def dies_at(point, work):
-    '''In a process of its own; whether it came that far.'''
-    child = os.fork()
-    if child == 0:
-        left = point
-        def hook(_):
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        set_fault_hook(hook)
-        work()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-old, new = keys(shop), keys(saved)
-point, seen = 0, []
-while dies_at(point, lambda: restore(saved, shop, replace=True)):
-    seen.append(keys(shop) == new)
-    assert keys(shop) in (old, new), point
-    point += 1
-assert keys(shop) == new
-assert seen == sorted(seen) and not seen[0] and seen[-1], seen
-
-point, other = 0, shop.parent / "other"
-while dies_at(point, lambda: backup(shop, other)):
-    if other.exists():  # under its name it is whole
-        assert keys(other) == new
-        other.rename(shop.parent / f"whole {point}")
-    point += 1
-assert keys(other) == new
-assert point > 5
-"""
-
-
-def test_a_restore_killed_at_any_step_leaves_the_old_gallery_or_the_new_one(
-    shop: Path, saved: Path
-) -> None:
-    gallery = Gallery.open(shop)
-    gallery.add([entry("new")])
-    gallery.close()
-    subprocess.run([sys.executable, "-c", KILLED, str(shop), str(saved)], cwd=ROOT, check=True)
-    left = [path.name for path in shop.parent.iterdir() if path.name.startswith(".")]
-    assert left == []  # the last backup took away what the killed ones left

@@ -1,21 +1,19 @@
-"""The commands verify, compact, plan and stats."""
+"""The commands verify, compact, plan, stats, export, import, backup and restore."""
 
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import Result
 
-from indexer.gallery import Gallery
+from indexer.gallery import Gallery, current_generation
 from indexer.index.plan import IndexSettings
-from tests.indexer.conftest import failure, usage
-from tests.support.seams import GalleryFolder
+from tests.indexer.conftest import Run, failure, flipped, printed, segment_of, usage
+from tests.indexer.oracle import units
 from tests.tiny import encoded, picture
-
-Run = Callable[..., Result]
 
 
 def test_verify_ends_with_zero_or_one(run: Run, built: Path, shop: Path) -> None:
@@ -31,25 +29,14 @@ def test_verify_ends_with_zero_or_one(run: Run, built: Path, shop: Path) -> None
     assert "2 of 2 checked items" in run("verify", built, "--sample", "2").stdout
 
 
-def test_stats_print_a_table_for_people(run: Run, built: Path) -> None:
-    result = run("stats", built)
-    assert result.exit_code == 0
-    assert re.search(r"^size +6$", result.stdout, re.MULTILINE)
-    assert re.search(r"^formats +BMP 1, GIF 1, JPEG 1", result.stdout, re.MULTILINE)
-
-
 def test_verify_reports_recall_and_ends_with_one_below_the_target(
     run: Run, tmp_path: Path, entries_of: Callable[[np.ndarray], list]
 ) -> None:
-    rng = np.random.default_rng(0)
-    rows = rng.standard_normal((1100, 16)).astype(np.float32)
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    path, queries = tmp_path / "large", tmp_path / "queries.npy"
+    path, queries, rows = tmp_path / "large", tmp_path / "queries.npy", units(1100)
     np.save(queries, rows[1000:])
-    gallery = Gallery.create(path, name="large", bundle_id="b", dim=16)
-    gallery.add(entries_of(rows[:1000]))
-    gallery.compact(IndexSettings(kind="hnsw", target_recall=0.5))
-    gallery.close()
+    with closing(Gallery.create(path, name="large", bundle_id="b", dim=16)) as gallery:
+        gallery.add(entries_of(rows[:1000]))
+        gallery.compact(IndexSettings(kind="hnsw", target_recall=0.5))
     ask = ("verify", path, "--queries", queries)
     good = run(*ask)
     assert good.exit_code == 0
@@ -70,17 +57,6 @@ def test_tuning_needs_queries_that_fit(run: Run, built: Path, tmp_path: Path) ->
         assert "6 of 6" not in result.stderr
 
 
-def test_a_damaged_gallery_fails_the_check_and_is_mended_by_compact(run: Run, built: Path) -> None:
-    [segment] = (GalleryFolder(built).current() / "segments").iterdir()
-    file = segment / "vectors.npy"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    assert "vectors.npy has sha256" in failure(run("verify", built))
-    assert run("compact", built, "--rebuild").exit_code == 0
-    assert run("verify", built).exit_code == 0
-
-
 def test_compact_takes_in_what_came_since_and_says_the_recall(
     run: Run, built: Path, shop: Path
 ) -> None:
@@ -89,20 +65,19 @@ def test_compact_takes_in_what_came_since_and_says_the_recall(
     run("add", built, shop, "--bundle", "b")
     result = run("compact", built)
     assert re.search(r"Index flat of 7 items in .* s, recall@10 1\.0000 \(target", result.stdout)
-    assert json.loads(run("stats", built, "--json").stdout)["delta"] == 0
-    report = json.loads(run("compact", built, "--index", "hnsw", "--json").stdout)
+    report = printed(run("compact", built, "--index", "hnsw", "--json"))
     assert (report["manifest"]["kind"], report["manifest"]["size"]) == ("hnsw", 7)
-    assert json.loads(run("compact", built, "--json").stdout)["segment"] is None
-    rebuilt = json.loads(run("compact", built, "--rebuild", "--json").stdout)
+    assert printed(run("compact", built, "--json"))["segment"] is None
+    flipped(segment_of(built) / "vectors.npy")
+    assert "vectors.npy has sha256" in failure(run("verify", built))
+    rebuilt = printed(run("compact", built, "--rebuild", "--json"))
     assert rebuilt["manifest"]["kind"] == "hnsw"
-    aimed = json.loads(run("compact", built, "--target-recall", "0.9", "--json").stdout)["manifest"]
+    assert run("verify", built).exit_code == 0
+    aimed = printed(run("compact", built, "--target-recall", "0.9", "--json"))["manifest"]
     assert (aimed["kind"], aimed["target_recall"]) == ("hnsw", 0.9)
-
-
-def test_a_compaction_that_does_not_fit_leaves_the_index(run: Run, built: Path) -> None:
     assert "--memory-mb" in failure(run("compact", built, "--memory-mb", "0.001"))
     assert "too few to train" in failure(run("compact", built, "--index", "ivf-pq"))
-    assert json.loads(run("stats", built, "--json").stdout)["index"] == "flat"
+    assert re.search(r"^index +hnsw$", run("stats", built).stdout, re.MULTILINE)
 
 
 def test_an_empty_gallery_is_compacted_to_nothing(run: Run, tmp_path: Path) -> None:
@@ -111,10 +86,16 @@ def test_an_empty_gallery_is_compacted_to_nothing(run: Run, tmp_path: Path) -> N
     assert (result.exit_code, result.stdout) == (0, "The gallery is empty, so it has no index.\n")
 
 
+def test_stats_print_a_table_for_people(run: Run, built: Path) -> None:
+    table = run("stats", built).stdout
+    assert re.search(r"^size +6$", table, re.MULTILINE)
+    assert re.search(r"^formats +BMP 1, GIF 1, JPEG 1", table, re.MULTILINE)
+
+
 def test_a_plan_is_made_without_a_gallery(run: Run) -> None:
     lines = run("plan", 300_000, 512, "--memory-mb", 4000).stdout.splitlines()
     assert lines[0].split()[:4] == ["index", "hnsw", "on", "cpu"]
-    plan = json.loads(run("plan", 1_000_000, 128, "--index", "flat", "--json").stdout)
+    plan = printed(run("plan", 1_000_000, 128, "--index", "flat", "--json"))
     assert (plan["n"], plan["dim"], plan["plans"][0]["kind"]) == (1_000_000, 128, "flat")
     assert "--memory-mb" in failure(run("plan", 1_000_000, 128, "--memory-mb", "10"))
     assert "0 vectors" in failure(run("plan", 0, 128))
@@ -128,10 +109,72 @@ def test_all_plans_are_compared_and_say_why_they_are_refused(run: Run) -> None:
     by_kind = {line.split()[0]: line for line in lines}
     assert re.search(r"\d MB +\d[\d,]* MB .* 0\.980$", by_kind["ivf-pq"])
     assert "not made on cpu" in by_kind["cagra"]
-    plans = json.loads(run("plan", 100, 8, "--all", "--json").stdout)["plans"]
+    plans = printed(run("plan", 100, 8, "--all", "--json"))["plans"]
     assert {plan["kind"]: plan["refused"] is None for plan in plans}["ivf-pq"] is False
 
 
-@pytest.mark.parametrize("option", ["--memory-mb", "--target-recall"])
-def test_numbers_out_of_range_end_with_two(run: Run, option: str) -> None:
-    assert option in usage(run("plan", 100, 8, option, "0"))
+# Export, import, backup, restore.
+
+
+def content(path: Path) -> list[tuple[object, ...]]:
+    with closing(Gallery.open(path)) as gallery:
+        entries = [entry for batch in gallery.scan() for entry in batch]
+    return [(e.key, e.sha256, e.path, e.format, e.attributes, e.vector.tobytes()) for e in entries]
+
+
+@pytest.fixture
+def changed(run: Run, built: Path) -> Path:
+    """The gallery of the shop with typed attributes and an item less."""
+    for arguments in (
+        ("update", built, "f.gif", "--set", "price:number=5", "--set", "sale:boolean=true"),
+        ("update", built, "cup/a.png", "--set", "price=7.5"),
+        ("remove", built, "hat/c.webp"),
+    ):
+        assert run(*arguments).exit_code == 0
+    return built
+
+
+def test_an_exported_gallery_is_imported_whole(
+    run: Run, changed: Path, tmp_path: Path, shop: Path
+) -> None:
+    pytest.importorskip("pyarrow", reason="export writes Parquet")
+    file, copy, new = tmp_path / "shop.parquet", tmp_path / "copy", tmp_path / "new"
+    assert run("export", changed, "--out", file).stdout == f"5 items in {file}.\n"
+    report = printed(run("import", file, "--out", copy, "--index", "hnsw", "--json"))
+    assert (report["name"], report["items"], report["dim"]) == ("gallery", 5, 32)
+    assert content(copy) == content(changed)
+    stats = printed(run("stats", copy, "--json"))
+    assert (stats["index"], stats["source_root"]) == ("hnsw", str(shop.resolve()))
+    assert run("verify", copy, "--bundle", "b").exit_code == 0
+    named = run("import", file, "--out", tmp_path / "other", "--name", "other")
+    assert "(other): 5 items imported" in named.stdout
+    run("remove", copy, "f.gif")
+    assert run("import", file, "--out", copy).exit_code == 0
+    assert content(copy) == content(changed)
+    (tmp_path / "cut.parquet").write_bytes(file.read_bytes()[:-100])
+    for arguments, message in (
+        ([tmp_path / "cut.parquet"], "cut.parquet"),
+        ([tmp_path], "No gallery"),
+        ([file, "--name", "a/b"], "cannot stand in an address"),
+        ([file, "--memory-mb", "0.001"], "--memory-mb"),
+    ):
+        assert message in failure(run("import", *arguments, "--out", new))
+        assert current_generation(new) is None
+
+
+def test_a_backup_brings_back_what_was_lost(run: Run, changed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "backup"
+    before = content(changed)
+    result = run("backup", changed, "--out", folder)
+    assert result.stdout.startswith(f"Backup {folder} of gallery: 5 items, ")
+    run("remove", changed, "f.gif", "cup/a.png")
+    assert "--replace" in failure(run("restore", folder, "--out", changed))
+    assert len(content(changed)) == 3
+    restored = printed(run("restore", folder, "--out", changed, "--replace", "--json"))
+    assert restored["name"] == "gallery"
+    assert content(changed) == before
+    assert "is there already" in failure(run("backup", changed, "--out", folder))
+    flipped(segment_of(folder) / "vectors.npy")
+    damaged = run("restore", folder, "--out", changed, "--replace")
+    assert "vectors.npy" in failure(damaged)
+    assert content(changed) == before

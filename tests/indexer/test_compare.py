@@ -12,33 +12,32 @@ from tests.support.seams import compare
 DIM = 16
 
 
-def gallery(path: Path, noise: float, classes: int = 10, each: int = 6) -> Gallery:
-    """`classes` clusters of `each` items; much noise mixes them up."""
+def gallery(path: Path, noise: float, each: int = 6) -> Gallery:
+    """Ten clusters of `each` items; much noise mixes them up."""
     made = Gallery.create(path, name="shop", bundle_id=f"{noise}", dim=DIM)
     rng = np.random.default_rng(0)
-    centres = rng.standard_normal((classes, DIM))
+    centres = rng.standard_normal((10, DIM))
     entries = []
-    for n in range(classes * each):
-        vector = centres[n % classes] + noise * rng.standard_normal(DIM)
+    for n in range(10 * each):
+        vector = centres[n % 10] + noise * rng.standard_normal(DIM)
         vector = (vector / np.linalg.norm(vector)).astype(np.float32)
-        entries.append(Entry(f"{n}", vector, f"{n:064x}", {"class": n % classes, "colour": f"{n}"}))
+        entries.append(Entry(f"{n}", vector, f"{n:064x}", {"class": n % 10, "colour": f"{n}"}))
     made.add(entries)
     made.compact()
     return made
 
 
-@pytest.fixture
-def good(tmp_path: Path) -> Gallery:
-    return gallery(tmp_path / "good", 0.01)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Gallery, Gallery]:
+    """A good model and a bad one; do not change them."""
+    folder = tmp_path_factory.mktemp("pair")
+    return gallery(folder / "good", 0.01), gallery(folder / "bad", 3.0)
 
 
-@pytest.fixture
-def bad(tmp_path: Path) -> Gallery:
-    return gallery(tmp_path / "bad", 3.0)
-
-
-def test_a_gallery_compared_with_itself_is_equal_and_overlaps_fully(good: Gallery) -> None:
-    found = compare(good, good, k=5)
+def test_a_gallery_compared_with_itself_is_equal_and_overlaps_fully(
+    pair: tuple[Gallery, Gallery],
+) -> None:
+    found = compare(pair[0], pair[0], k=5)
     assert found.overlap_at_k == 1
     assert found.old.recall_at_1 == found.new.recall_at_1 == found.old.recall_at_k == 1
     assert (found.queries, found.judged, found.old.items) == (60, 60, 60)
@@ -47,42 +46,35 @@ def test_a_gallery_compared_with_itself_is_equal_and_overlaps_fully(good: Galler
 
 
 def test_the_worse_model_has_the_lower_recall_and_other_answers(
-    good: Gallery, bad: Gallery
+    pair: tuple[Gallery, Gallery],
 ) -> None:
-    found = compare(good, bad, k=5)
+    found = compare(*pair, k=5)
     assert found.old.recall_at_1 == 1
     assert found.new.recall_at_1 is not None
-    assert found.new.recall_at_1 < 0.7
     assert found.new.recall_at_k is not None
+    assert found.new.recall_at_1 < 0.7
     assert found.new.recall_at_1 <= found.new.recall_at_k
     assert found.overlap_at_k is not None
     assert found.overlap_at_k < 0.8
     assert (found.old.bundle_id, found.new.bundle_id) == ("0.01", "3.0")
 
 
-def test_the_query_itself_is_no_answer(tmp_path: Path) -> None:
-    alone = gallery(tmp_path / "alone", 0.01, classes=10, each=1)
-    found = compare(alone, alone)
-    assert found.judged == 0  # nobody has another item of its class
-    assert found.old.recall_at_1 is None
-    assert found.overlap_at_k == 1
-
-
-def test_without_the_attribute_nothing_is_judged(good: Gallery, bad: Gallery) -> None:
-    found = compare(good, bad, "brand")
-    assert (found.judged, found.new.recall_at_1) == (0, None)
-    assert found.queries == 60
-    assert compare(good, bad, "colour").judged == 0
+@pytest.mark.parametrize("attribute", ["brand", "colour"])
+def test_without_others_of_its_class_nothing_is_judged(
+    pair: tuple[Gallery, Gallery], attribute: str
+) -> None:
+    """The query itself is no answer."""
+    found = compare(*pair, attribute)
+    assert (found.queries, found.judged, found.new.recall_at_1) == (60, 0, None)
 
 
 def test_a_sample_is_the_same_each_time_and_of_items_that_both_have(
-    good: Gallery, bad: Gallery
+    pair: tuple[Gallery, Gallery], tmp_path: Path
 ) -> None:
-    bad.remove([str(n) for n in range(30)])
-    found = compare(good, bad, sample=20)
+    fewer = gallery(tmp_path / "fewer", 2.0, each=3)
+    found, again = (compare(pair[0], fewer, sample=20) for _ in range(2))
     assert found.queries == 20
-    assert compare(good, bad, sample=1000).queries == 30
-    again = compare(good, bad, sample=20)
+    assert compare(pair[0], fewer, sample=1000).queries == 30
     assert again.new.recall_at_1 == found.new.recall_at_1
     assert again.overlap_at_k == found.overlap_at_k
 

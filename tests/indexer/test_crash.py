@@ -1,9 +1,12 @@
 """A process that changes a gallery is killed at any moment; an oracle outside knows what must be
 there."""
 
-import multiprocessing
+import contextlib
+import itertools
 import shutil
+import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +15,11 @@ import pytest
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from tests.indexer import crasher
-from tests.indexer.crasher import BUNDLE, DIM, Model
+from tests.indexer.crasher import BUNDLE, DIM, Model, forks
 from tests.support.seams import set_fault_hook
 
 KILLS = 200
 SEED = 20_261_121
-
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["tests.indexer.crasher"])
 
 
 @pytest.fixture
@@ -31,14 +31,6 @@ def folder(tmp_path: Path) -> Path:
     gallery.remove(["first"])
     gallery.close()
     return path
-
-
-def killed(target: object, *arguments: object) -> int | None:
-    """How a process ended that runs this function."""
-    process = forks.Process(target=target, args=arguments)
-    process.start()
-    process.join(60)
-    return process.exitcode
 
 
 def wait_for(log: Path, timeout_s: float = 30.0) -> None:
@@ -101,33 +93,84 @@ def points_of(path: Path) -> set[str]:
     return {crasher.named(point) for point in points}
 
 
-def test_a_build_that_dies_at_any_step_leaves_the_old_gallery_or_the_new_one(
-    folder: Path,
+# What a step was, does not matter to these: whoever looks finds the gallery of before or of after.
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Two galleries, a backup, and room for what a test makes of them."""
+    place = tmp_path / "place"
+    crasher.build(place / "target", 6)
+    with contextlib.closing(Gallery.open(place / "target")) as target:
+        target.remove(["new-3"])
+    crasher.build(place / "source", 9)
+    with contextlib.closing(Gallery.open(place / "source")) as source:
+        source.add([crasher.entry("later", "later", 1)])
+    crasher.save(place, "saved")
+    return place
+
+
+def dying(work: Callable[[Path], object], place: Path) -> Iterator[tuple[int, Path]]:
+    """A copy of `place` for each fault point of `work`, where a process died at that point."""
+    for point in itertools.count():
+        copy = Path(shutil.copytree(place, place.parent / "dying"))
+        process = forks.Process(target=crasher.dies_at, args=(point, work, copy))
+        process.start()
+        process.join(60)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        yield point, copy
+        shutil.rmtree(copy)
+    shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("work", [crasher.rebuild, crasher.adopt_source, crasher.restore_saved])
+def test_a_gallery_is_replaced_or_stays_although_the_process_dies_at_any_step(
+    place: Path, work: Callable[[Path], object]
 ) -> None:
-    first = Gallery.open(folder)
-    first.add([crasher.entry("old", "old content", 1)])
-    first.close()
-    steps: list[str] = []
-    scratch = folder.parent / "scratch"
-    (scratch / "versions").mkdir(parents=True)  # `folder` is there as well, so no step makes it
-    set_fault_hook(steps.append)
-    try:
-        crasher.build(scratch, 30)
-    finally:
-        set_fault_hook(None)
-    assert {step.split(":")[0] for step in steps} >= {"segment", "adopt", "generation", "current"}
-    seen = set()
-    for number in range(len(steps)):
-        place = folder.parent / f"dies-at-{number}"
-        shutil.copytree(folder, place)
-        assert killed(crasher.build, place, 30, number) == -9
-        gallery = Gallery.open(place)
-        keys = {item.key for item in gallery.items()}
-        gallery.close()
-        assert keys in ({"old"}, {f"new-{n}" for n in range(30)}), steps[number]
-        seen.add(len(keys))
-        if number % 4 == 0:
-            crasher.build(place, 30)  # what was left over is in nobody's way
-            assert not list((place / "versions").glob(".*"))
-        shutil.rmtree(place)
-    assert seen == {1, 30}
+    finished = Path(shutil.copytree(place, place.parent / "finished"))
+    work(finished)
+    old, new = (crasher.contents(folder / "target") for folder in (place, finished))
+    seen = []
+    for point, copy in dying(work, place):
+        found = crasher.contents(copy / "target")
+        assert found in (old, new), point
+        seen.append(found == new)
+        if point % 10 == 0:
+            work(copy)  # what was left over is in nobody's way
+            assert crasher.contents(copy / "target") == new
+            assert not list((copy / "target" / "versions").glob(".*"))
+    assert seen == sorted(seen)
+    assert not seen[0]
+    assert seen[-1]
+    assert len(seen) > 10
+
+
+def test_a_backup_that_dies_at_any_step_is_whole_or_not_there(place: Path) -> None:
+    whole = crasher.contents(place / "target")
+    seen = []
+    for _, copy in dying(crasher.save, place):
+        seen.append((copy / "other").exists())
+        if seen[-1]:
+            assert crasher.contents(copy / "other") == whole
+        else:
+            crasher.save(copy)
+            assert list(copy.glob(".*")) == []
+    assert seen == sorted(seen)
+    assert len(seen) > 5
+
+
+def test_a_tuning_that_dies_at_any_step_leaves_a_gallery_that_can_be_saved_and_compacted(
+    place: Path,
+) -> None:
+    before = crasher.contents(place / "target")
+    points = 0
+    for _, copy in dying(crasher.tune, place):
+        crasher.save(copy)
+        assert crasher.contents(copy / "other") == before
+        with contextlib.closing(Gallery.open(copy / "target")) as gallery:
+            gallery.compact()
+        assert crasher.contents(copy / "target") == before
+        points += 1
+    assert points >= 3

@@ -1,8 +1,10 @@
-"""Adding to a live gallery: only what changed is embedded, and nothing is lost by a kill."""
+"""Adding to a live gallery: only what changed is embedded, and nothing is lost by a kill; and the
+stream of images behind it: in order, all threads at work, memory bounded."""
 
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import indexer.ingest.add
 from embedder.errors import (
     BundleError,
     BundleMismatchError,
@@ -20,7 +21,8 @@ from embedder.errors import (
 from embedder.types import Images
 from indexer.gallery import Gallery
 from indexer.ingest.add import AddReport, add_source
-from indexer.ingest.sources import Record, csv_source, folder_source
+from indexer.ingest.embed import Batch, Outcome, embedded_batches
+from indexer.ingest.sources import Record, Source, csv_source, folder_source
 from indexer.types import Entry, Written
 from tests.indexer.conftest import PICTURES, CountingEmbedder, listed, query
 from tests.support.seams import EmbedSettings
@@ -50,51 +52,25 @@ def best(gallery: Gallery, embedder: CountingEmbedder, file: Path) -> str:
     return hits[0].key
 
 
-def test_new_images_are_found_and_old_ones_are_not_touched(
+def test_only_what_is_new_or_changed_is_embedded(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
+    version, before = gallery.version, gallery.stored([*PICTURES])
+    report = add(gallery, embedder)
+    assert (report.unchanged, report.embedded, gallery.version) == (6, 0, version)
     (shop / "hat" / "new.png").write_bytes(encoded(picture(99)))
-    numbers = {item.key: item.id for item in gallery.items()}
-    report = add(gallery, embedder)
-    assert (report.added, report.unchanged, report.embedded) == (1, 6, 1)
-    assert embedder.batches == [1]
-    assert best(gallery, embedder, shop / "hat" / "new.png") == "hat/new.png"
-    [item] = [item for item in gallery.items() if item.key == "hat/new.png"]
-    assert (item.path, item.format, item.attributes) == ("hat/new.png", "PNG", {"class": "hat"})
-    assert {key: gallery.stored([key])[key].id for key in numbers} == numbers
-
-
-def test_a_source_without_changes_is_not_embedded_and_changes_nothing(
-    gallery: Gallery, embedder: CountingEmbedder
-) -> None:
-    before = gallery.version
-    report = add(gallery, embedder)
-    assert (report.unchanged, report.embedded) == (6, 0)
-    assert embedder.batches == []
-    assert gallery.version == before
-
-
-def test_other_content_under_an_old_key_replaces_the_item(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
-) -> None:
-    old = gallery.stored(["f.gif"])["f.gif"]
-    (shop / "f.gif").write_bytes(encoded(picture(50), "GIF"))
-    report = add(gallery, embedder)
-    assert (report.replaced, report.unchanged, report.embedded) == (1, 5, 1)
-    new = gallery.stored(["f.gif"])["f.gif"]
-    assert new.id != old.id
-    assert best(gallery, embedder, shop / "f.gif") == "f.gif"
-    assert gallery.size == 6
-
-
-def test_content_that_is_known_under_another_key_is_not_embedded_again(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
-) -> None:
+    (shop / "cup" / "a.png").write_bytes(encoded(picture(50)))
     (shop / "copy.gif").write_bytes((shop / "f.gif").read_bytes())
     report = add(gallery, embedder)
-    assert (report.added, report.embedded) == (1, 0)
-    assert embedder.batches == []
-    [copy], [original] = gallery.entries(["copy.gif"]), gallery.entries(["f.gif"])
+    assert (report.added, report.replaced, report.unchanged, report.embedded) == (2, 1, 5, 2)
+    assert sum(embedder.batches) == 2
+    for key in ("hat/new.png", "cup/a.png"):
+        assert best(gallery, embedder, shop / key) == key
+    new = gallery.stored(["hat/new.png"])["hat/new.png"]
+    assert (new.path, new.format, new.attributes) == ("hat/new.png", "PNG", {"class": "hat"})
+    now = gallery.stored([*PICTURES])
+    assert {key for key in before if now[key].id != before[key].id} == {"cup/a.png"}
+    copy, original = gallery.entries(["copy.gif", "f.gif"])
     np.testing.assert_array_equal(copy.vector, original.vector)
 
 
@@ -166,17 +142,6 @@ def test_every_copy_in_every_batch_is_stored_with_the_same_vector(
     assert len({entry.vector.tobytes() for entry in entries}) == 1
 
 
-def test_every_copy_of_a_broken_image_is_reported(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
-) -> None:
-    for number in range(6):
-        (shop / f"bad{number}.jpg").write_text("not an image")
-    report = add(gallery, embedder, batch_size=1, workers=4)
-    assert [failure.key for failure in report.failures] == [f"bad{n}.jpg" for n in range(6)]
-    assert len({failure.reason for failure in report.failures}) == 1
-    assert gallery.size == 6
-
-
 def test_an_item_whose_file_cannot_be_read_any_more_stays_and_is_reported(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
@@ -191,28 +156,6 @@ def test_an_item_whose_file_cannot_be_read_any_more_stays_and_is_reported(
     assert (report.unchanged, gallery.size) == (5, 6)
 
 
-def test_each_batch_is_visible_to_others_as_soon_as_it_is_reported(
-    gallery: Gallery, built: Path, shop: Path, embedder: CountingEmbedder
-) -> None:
-    for number in range(8):
-        (shop / f"new{number}.png").write_bytes(encoded(picture(100 + number)))
-    seen: list[tuple[int, int]] = []
-    done = 0
-    other = Gallery.open(built)
-
-    def progress(count: int) -> None:
-        nonlocal done
-        done += count
-        seen.append((done, other.size))
-
-    source = folder_source(shop)
-    new = [record for record in source.records() if record.key.startswith("new")]
-    fresh = replace(source, records=lambda: iter(new))
-    add_source(gallery, fresh, embedder, EmbedSettings(2, 2), progress)
-    other.close()
-    assert seen == [(2, 8), (4, 10), (6, 12), (8, 14)]
-
-
 def test_content_that_another_process_removes_meanwhile_is_embedded_again(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,110 +166,159 @@ def test_content_that_another_process_removes_meanwhile_is_embedded_again(
     assert best(gallery, embedder, shop / "copy.gif") in {"copy.gif", "f.gif"}
 
 
-def test_a_source_without_one_readable_image_is_refused(
+def test_what_does_not_belong_to_the_gallery_is_refused_before_the_work(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
-    source = listed(gallery.image_root, Record("a", "gone.png"))
-    with pytest.raises(SourceError, match=r"None of the 1 images of the list can be read"):
-        add_source(gallery, source, embedder)
+    other, root = CountingEmbedder(bundle_id="c" * 64), gallery.image_root
+    kinds = Record("new", "f.gif", {"colour": "red"}), Record("other", "f.gif", {"class": 5})
+    for source, model, error, message in (
+        (listed(root, Record("a", "gone.png")), embedder, SourceError, "None of the 1 images of"),
+        (folder_source(shop / "hat"), embedder, SourceError, r"start from .*hat, .*--image-root"),
+        (folder_source(shop), other, BundleMismatchError, r"b{12}, not with c{12}"),
+        (listed(root, *kinds), embedder, InvalidParameterError, "'class' is a text, and 'other' h"),
+    ):
+        with pytest.raises(error, match=message):
+            add_source(gallery, source, model)
+    assert embedder.batches == other.batches == []
     assert gallery.size == 6
 
 
-def test_images_that_start_from_another_folder_are_refused_with_both_names(
+class Breaking(CountingEmbedder):
+    """Fails at the fifth batch."""
+
+    def embed(self, images: Images) -> np.ndarray:
+        if len(self.batches) == 4:
+            raise BundleError("The model gave vectors that are not finite numbers.")
+        return super().embed(images)
+
+
+def test_a_model_that_fails_ends_its_threads_and_keeps_what_was_finished(
     gallery: Gallery, shop: Path, embedder: CountingEmbedder
 ) -> None:
-    with pytest.raises(SourceError, match=r"start from .*hat, those of gallery .*--image-root"):
-        add_source(gallery, folder_source(shop / "hat"), embedder)
-    assert embedder.batches == []
-
-
-def test_another_bundle_is_refused_before_the_work(gallery: Gallery, shop: Path) -> None:
-    other = CountingEmbedder(bundle_id="c" * 64)
-    with pytest.raises(BundleMismatchError, match=r"b{12}, not with c{12}"):
-        add_source(gallery, folder_source(shop), other)
-    assert other.batches == []
-
-
-def test_an_attribute_of_another_type_is_refused_before_the_work(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
-) -> None:
-    records = (Record("new", "f.gif", {"colour": "red"}), Record("other", "f.gif", {"class": 5}))
-    source = listed(gallery.image_root, *records)
-    with pytest.raises(InvalidParameterError, match=r"'class' is a text, and 'other' has 5"):
-        add_source(gallery, source, embedder)
-    assert gallery.size == 6
-    assert embedder.batches == []
-
-
-def test_a_model_that_fails_keeps_what_was_finished(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
-) -> None:
-    class Breaking(CountingEmbedder):
-        def embed(self, images: Images) -> np.ndarray:
-            if len(self.batches) == 4:
-                raise BundleError("The model gave vectors that are not finite numbers.")
-            return super().embed(images)
-
     for number in range(10):
         (shop / f"a{number}.png").write_bytes(encoded(picture(100 + number)))
     with pytest.raises(BundleError, match="not finite"):
         add(gallery, Breaking(), batch_size=1, workers=1)
+    assert not [t for t in threading.enumerate() if t.name.startswith("embed")]
     assert gallery.size == 10
     assert add(gallery, embedder).added == 6
 
 
 CHILD = """
 import sys
-from pathlib import Path
 from embedder.fake import FakeEmbedder
 from indexer.ingest.embed import EmbedSettings
 from indexer.gallery import Gallery
 from indexer.ingest.sources import folder_source
 from indexer.ingest.add import add_source
 
-gallery = Gallery.open(sys.argv[1])
-done = 0
-def progress(count):
-    global done
-    done += count
-    print(done, flush=True)
-
+gallery, source = Gallery.open(sys.argv[1]), folder_source(sys.argv[2])
 embedder = FakeEmbedder(bundle_id="b" * 64, delay_s=0.02)
-add_source(gallery, folder_source(sys.argv[2]), embedder, EmbedSettings(1, 2), progress)
+add_source(gallery, source, embedder, EmbedSettings(1, 2), lambda n: print(n, flush=True))
 """
 
 
 def test_a_killed_add_keeps_its_batches_and_continues_with_the_same_call(
-    built: Path, shop: Path, embedder: CountingEmbedder
+    gallery: Gallery, built: Path, shop: Path, embedder: CountingEmbedder
 ) -> None:
     for number in range(100):
         (shop / f"{number:03d}.png").write_bytes(encoded(picture(100 + number)))
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(built), str(shop)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(indexer.ingest.add.__file__).parents[2],
-    )
-    with process:
+    command = [sys.executable, "-c", CHILD, str(built), str(shop)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        done = next(int(line) for line in process.stdout if int(line) >= 20)
+        done = 0
+        while done < 20:
+            done += int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
-    embedder.batches.clear()
-    gallery = Gallery.open(built)
     kept = gallery.size - 6
     assert kept >= done
     report = add(gallery, embedder)
     assert (report.added, report.unchanged) == (100 - kept, 6 + kept)
     assert sum(embedder.batches) == 100 - kept
     assert gallery.size == 106
-    gallery.close()
 
 
-def test_all_keys_of_the_shop_are_still_there_after_every_kind_of_change(
-    gallery: Gallery, shop: Path, embedder: CountingEmbedder
+# The stream of images that builds and additions take.
+
+
+def run(
+    source: Source, embedder: CountingEmbedder, *settings: int, known: set[str] | None = None
+) -> list[Batch]:
+    embed = EmbedSettings(*settings)
+    with embedded_batches(source, embedder, (known or set()).intersection, embed) as batches:
+        return [*batches]
+
+
+def outcomes_of(batches: list[Batch]) -> dict[str, Outcome]:
+    return {outcome.record.key: outcome for batch in batches for outcome in batch.outcomes}
+
+
+@pytest.mark.parametrize(("batch_size", "workers"), [(1, 1), (2, 3), (100, 2)])
+def test_outcomes_come_in_the_order_of_the_source_with_the_right_vectors(
+    shop: Path, embedder: CountingEmbedder, batch_size: int, workers: int
 ) -> None:
-    (shop / "f.gif").write_bytes(encoded(picture(50), "GIF"))
-    (shop / "cup" / "new.png").write_bytes(encoded(picture(51)))
-    (shop / "hat" / "bad.png").write_text("not an image")
-    add(gallery, embedder, batch_size=2, workers=3)
-    assert sorted(item.key for item in gallery.items()) == sorted([*PICTURES, "cup/new.png"])
+    batches = run(folder_source(shop), embedder, batch_size, workers)
+    outcomes = outcomes_of(batches)
+    vectors = {sha256: vector for batch in batches for sha256, vector in batch.vectors.items()}
+    assert [*outcomes] == sorted(PICTURES)
+    for key, outcome in outcomes.items():
+        assert outcome.format == PICTURES[key][0]
+        expected = query(embedder, shop / key)[0]
+        np.testing.assert_allclose(vectors[outcome.sha256], expected, atol=1e-5)
+    assert max(embedder.batches) <= batch_size
+
+
+def test_a_record_whose_content_is_known_by_its_hash_is_not_even_read(
+    shop: Path, embedder: CountingEmbedder
+) -> None:
+    gone = Record("gone", "gone.png", {}, "a" * 64, "PNG")
+    [outcome] = outcomes_of(run(listed(shop, gone), embedder, known={"a" * 64})).values()
+    assert (outcome.failure, outcome.sha256, outcome.format) == (None, "a" * 64, "PNG")
+    other = Record("other", "f.gif", {}, "a" * 64, "GIF")
+    [outcome] = outcomes_of(run(listed(shop, other), embedder)).values()
+    assert "was changed" in str(outcome.failure)
+
+
+def test_unreadable_images_have_their_reasons_and_stop_nobody(
+    shop: Path, embedder: CountingEmbedder
+) -> None:
+    cut = (shop / "cup" / "b.jpg").read_bytes()[:-200]
+    wrong = {"text": (b"not an image", "not an image"), "empty": (b"", "empty")}
+    wrong |= {f"cut{number}": (cut, "truncated") for number in range(6)}
+    for name, (content, _) in wrong.items():
+        (shop / f"{name}.png").write_bytes(content)
+    records = [*folder_source(shop).records(), Record("gone", "gone.png"), Record("l", "x" * 300)]
+    outcomes = outcomes_of(run(listed(shop, *records), embedder, 2, 2))
+    failures = {key: outcome.failure for key, outcome in outcomes.items() if outcome.failure}
+    assert failures.keys() == {"gone", "l", *(f"{name}.png" for name in wrong)}
+    for name, (_, reason) in wrong.items():
+        assert reason in failures[f"{name}.png"]
+    assert "missing" in failures["gone"]
+    assert failures["l"] == "File name too long"
+    small = outcomes_of(run(folder_source(shop), embedder, 32, 1, 10))
+    assert "the limit is 10" in str(small["f.gif"].failure)
+
+
+def test_all_workers_embed_at_once(shop: Path) -> None:
+    barrier = threading.Barrier(3, timeout=20)
+
+    class Meeting(CountingEmbedder):
+        def embed(self, images: Images) -> np.ndarray:
+            barrier.wait()
+            return super().embed(images)
+
+    assert len(outcomes_of(run(folder_source(shop), Meeting(), 1, 3))) == 6
+
+
+def test_only_a_bounded_number_of_batches_is_ahead_of_the_reader(
+    shop: Path, embedder: CountingEmbedder
+) -> None:
+    for number in range(34):
+        (shop / f"{number:03d}.png").write_bytes(encoded(picture(100 + number)))
+    ahead: list[int] = []
+    source, settings = folder_source(shop), EmbedSettings(batch_size=1, workers=2)
+    with embedded_batches(source, embedder, lambda _: (), settings) as batches:
+        for taken, _ in enumerate(batches, 1):
+            ahead.append(len(embedder.batches) - taken)
+    assert len(ahead) == 40
+    assert max(ahead) <= 2 * 2

@@ -20,8 +20,9 @@ from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.live import compaction
 from indexer.types import Entry, SearchOptions
+from tests.indexer.conftest import catalog_of, faults, generation_of
 from tests.indexer.oracle import DIM, units
-from tests.support.seams import CatalogView, GalleryFolder, State, set_fault_hook
+from tests.support.seams import CatalogView, State
 
 QUERY = units(1, 99)
 
@@ -34,11 +35,6 @@ def entries(names: range, seed: int = 0, **attributes: object) -> list[Entry]:
     ]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "gallery"
-
-
 def keys(gallery: Gallery, where: Filter | None = None) -> set[str]:
     """Every key that a search finds."""
     [hits] = gallery.search(QUERY, 10_000, SearchOptions(where=where))
@@ -46,9 +42,9 @@ def keys(gallery: Gallery, where: Filter | None = None) -> set[str]:
 
 
 def test_changes_by_one_gallery_are_seen_by_another_at_the_next_search(
-    gallery: Gallery, path: Path
+    gallery: Gallery, out: Path
 ) -> None:
-    other = Gallery.open(path)
+    other = Gallery.open(out)
     assert keys(other) == set()
     gallery.add(entries(range(10)))
     assert keys(other) == {f"k{n}" for n in range(10)}
@@ -63,7 +59,7 @@ def test_changes_by_one_gallery_are_seen_by_another_at_the_next_search(
         "import sys; from indexer.gallery import Gallery\n"
         "gallery = Gallery.open(sys.argv[1]); gallery.remove(['k0', 'k1']); gallery.close()"
     )
-    subprocess.run([sys.executable, "-c", code, path], check=True)
+    subprocess.run([sys.executable, "-c", code, out], check=True)
     assert keys(gallery) == {f"k{n}" for n in (2, 4, *range(5, 12))}
 
 
@@ -155,12 +151,12 @@ def test_removed_items_take_no_place_among_the_hits(gallery: Gallery, kind: str)
     }
 
 
-def test_old_segments_go_when_their_last_reader_has_left(gallery: Gallery, path: Path) -> None:
+def test_old_segments_go_when_their_last_reader_has_left(gallery: Gallery, out: Path) -> None:
     gallery.add(entries(range(30)))
     gallery.compact()
-    segments = GalleryFolder(path).current() / "segments"
+    segments = generation_of(out) / "segments"
     [first] = segments.iterdir()
-    reader = Gallery.open(path)
+    reader = Gallery.open(out)
     gallery.remove(["k0"])
     gallery.compact()
     assert "k0" not in keys(gallery)
@@ -177,10 +173,10 @@ def test_old_segments_go_when_their_last_reader_has_left(gallery: Gallery, path:
 
 
 def test_items_removed_before_the_first_segment_stay_away_from_a_reader_that_knew_them(
-    gallery: Gallery, path: Path
+    gallery: Gallery, out: Path
 ) -> None:
     gallery.add(entries(range(5)))
-    reader = Gallery.open(path)
+    reader = Gallery.open(out)
     assert len(keys(reader)) == 5
     gallery.remove(f"k{n}" for n in range(5))
     gallery.compact()  # of nothing, so there is no segment before and after
@@ -193,11 +189,11 @@ def test_items_removed_before_the_first_segment_stay_away_from_a_reader_that_kne
 
 @pytest.mark.parametrize("point", ["segment: before rename", "adopt: before commit"])
 def test_changes_made_during_a_compaction_are_neither_lost_nor_undone(
-    gallery: Gallery, path: Path, point: str
+    gallery: Gallery, out: Path, point: str
 ) -> None:
     gallery.add(entries(range(30)))
     gallery.compact()
-    reader = Gallery.open(path)
+    reader = Gallery.open(out)
     assert len(keys(reader)) == 30
     happened = []
 
@@ -209,14 +205,11 @@ def test_changes_made_during_a_compaction_are_neither_lost_nor_undone(
             gallery.add([dataclasses.replace(entries(range(2, 3), seed=9)[0], key="k2")])
             gallery.update({"k3": {"n": -3}})
 
-    set_fault_hook(change)
-    try:
+    with faults(change):
         gallery.compact()
-    finally:
-        set_fault_hook(None)
     assert happened
     expected = {f"k{n}" for n in range(35)} - {"k1", "k31"}
-    again = Gallery.open(path)
+    again = Gallery.open(out)
     for opened in (gallery, reader, again):
         assert keys(opened) == expected
         assert keys(opened, Equals("n", -3)) == {"k3"}
@@ -281,10 +274,10 @@ def test_a_failed_background_compaction_is_reported_and_the_gallery_answers(
 
 
 def test_a_second_compaction_is_refused_by_the_process_of_the_first(
-    gallery: Gallery, path: Path
+    gallery: Gallery, out: Path
 ) -> None:
     gallery.add(entries(range(10)))
-    generation = GalleryFolder(path).current()
+    generation = generation_of(out)
     with compaction.alone(generation, wait=False):
         with pytest.raises(GalleryBusyError, match=r"process \(\d+\) is compacting"):
             gallery.compact()
@@ -309,25 +302,6 @@ def test_a_gallery_may_be_searched_and_changed_while_it_is_scanned(gallery: Gall
     del unfinished
     gallery.compact()
     assert gallery.facts().tombstones == 0
-
-
-def test_an_open_gallery_answers_while_a_build_replaces_it_and_then_refuses_changes(
-    gallery: Gallery, path: Path
-) -> None:
-    gallery.add(entries(range(5)))
-    newer = Gallery.create(path, name="g", bundle_id="c", dim=DIM)
-    assert keys(gallery) == {f"k{n}" for n in range(5)}
-    with pytest.raises(GalleryBusyError, match=r"was replaced by a build.*Open it again"):
-        gallery.remove(["k1"])
-    assert gallery.size == 5
-    newer.close()
-
-
-def test_a_new_generation_has_another_version(gallery: Gallery, path: Path) -> None:
-    before = gallery.version
-    again = Gallery.create(path, name="g", bundle_id="b", dim=DIM)
-    assert again.version != before
-    again.close()
 
 
 def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
@@ -360,14 +334,14 @@ def test_closing_does_not_wait_for_a_compaction(
 
 
 def test_a_compaction_lets_go_of_the_catalogue_before_its_long_work(
-    gallery: Gallery, path: Path, monkeypatch: pytest.MonkeyPatch
+    gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the index is made, the log of the catalogue can be brought to its end."""
     gallery.add(entries(range(100)))
     busy: list[int] = []
 
     def look(*_: object) -> None:
-        with sqlite3.connect(GalleryFolder(path).current() / "catalog.sqlite") as connection:
+        with sqlite3.connect(catalog_of(out)) as connection:
             [(is_busy, _, _)] = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         connection.close()
         busy.append(is_busy)
@@ -390,11 +364,11 @@ def test_a_large_removal_is_made_in_steps(
 
 
 def test_losing_every_race_is_no_damage(
-    gallery: Gallery, path: Path, monkeypatch: pytest.MonkeyPatch
+    gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search whose transaction is always older than what others have seen goes on trying."""
     gallery.add(entries(range(10)))
-    other = Gallery.open(path)
+    other = Gallery.open(out)
     state = CatalogView.state
     tries = 0
 
@@ -415,7 +389,7 @@ def test_losing_every_race_is_no_damage(
 
 
 def test_a_removal_that_a_build_cuts_short_says_how_far_it_came(
-    gallery: Gallery, path: Path, monkeypatch: pytest.MonkeyPatch
+    gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("indexer.gallery._REMOVED_AT_ONCE", 7)
     gallery.add(entries(range(20)))
@@ -423,11 +397,13 @@ def test_a_removal_that_a_build_cuts_short_says_how_far_it_came(
 
     def replaced(step: str) -> None:
         if step == "write: after commit" and next(steps) == 1:
-            Gallery.create(path, name="g", bundle_id="b", dim=DIM).close()
+            Gallery.create(out, name="g", bundle_id="b", dim=DIM).close()
 
-    set_fault_hook(replaced)
-    try:
-        with pytest.raises(GalleryBusyError, match="14 of 20 items were removed"):
-            gallery.remove_where(Range("n", below=30))
-    finally:
-        set_fault_hook(None)
+    with (
+        faults(replaced),
+        pytest.raises(GalleryBusyError, match="14 of 20 items were removed"),
+    ):
+        gallery.remove_where(Range("n", below=30))
+    assert keys(gallery) == {f"k{n}" for n in range(14, 20)}  # what is open answers on
+    with pytest.raises(GalleryBusyError, match=r"was replaced by a build.*Open it again"):
+        gallery.remove(["k15"])

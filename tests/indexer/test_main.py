@@ -1,10 +1,8 @@
-"""The command line: what it prints, how it ends, and that it needs no torch."""
+"""The command line: usage, errors and help of every command, and a bundle that is real."""
 
 import functools
 import io
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,18 +16,74 @@ from embedder.bundle import Bundle
 from embedder.errors import ProviderError
 from embedder.manifest import AskedPrecision
 from embedder.session import OnnxEmbedder, SessionSettings
-from embedder.types import Images
 from indexer.__main__ import app
 from indexer.commands import console
-from tests.indexer.conftest import CountingEmbedder
+from tests.indexer.conftest import CountingEmbedder, Run, failure, usage
 from tests.support.seams import options
 
-Run = Callable[..., Result]
+COMMANDS = {
+    "build": "IMAGES --bundle b --out o",
+    "add": "gone IMAGES --bundle b",
+    "update": "gone key --unset name",
+    "remove": "gone key",
+    "search": "gone --like key",
+    "show": "gone key",
+    "verify": "gone",
+    "compact": "gone",
+    "plan": "",
+    "stats": "gone",
+    "export": "gone --out o",
+    "import": "gone --out o",
+    "backup": "gone --out o",
+    "restore": "gone --out o",
+}
 
-COMMANDS = [
-    *("build", "add", "update", "remove", "search", "show", "verify", "compact", "plan", "stats"),
-    *("export", "import", "backup", "restore"),
-]
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_with_an_example(run: Run, command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: kinlens-index {command} " in " ".join(result.stdout.split())
+
+
+def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> None:
+    places = {"gone": tmp_path / "gone", "IMAGES": tmp_path / "gone", "o": tmp_path / "out"}
+    for command, arguments in COMMANDS.items():
+        if arguments:
+            result = run(command, *(places.get(word, word) for word in arguments.split()))
+            assert str(tmp_path / "gone") in failure(result)
+            assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("build --csv a --split b --bundle b --out o", "Give --csv or --split, not both"),
+        ("build --bundle b --out o", "Give the folder IMAGES, or a list"),
+        ("build images --root other --bundle b --out o", "IMAGES or --root, not both"),
+        ("build images --batch-size 0 --bundle b --out o", "--batch-size"),
+        ("build images --device tpu --bundle b --out o", "tpu"),
+        ("add GALLERY --bundle b", "Give the folder IMAGES, or a list"),
+        ("add GALLERY images --csv list.csv --bundle b", "Give IMAGES or a list, not both"),
+        ("add GALLERY --csv a --split b --bundle b", "Give --csv or --split, not both"),
+        ("update GALLERY", "Give keys with --set or --unset"),
+        ("update GALLERY f.gif", "Give keys with --set or --unset"),
+        ("update GALLERY --set a=b", "Give keys with --set or --unset"),
+        ("update GALLERY f.gif --csv x", "not both"),
+        ("remove GALLERY", "Give keys, --where or --keys-from"),
+        ("remove GALLERY f.gif --where a=1", "one of them alone"),
+        ("search GALLERY", "Give --image, --vector or --like"),
+        ("search GALLERY --like a --vector b", "one of them alone"),
+        ("search GALLERY --image a", "--image needs --bundle"),
+        ("search GALLERY --vector a --unlike b", "--unlike needs at least one --like"),
+        ("search GALLERY --like a --group-score worst", "worst"),
+        ("plan 100 8 --memory-mb 0", "--memory-mb"),
+        ("plan 100 8 --target-recall 0", "--target-recall"),
+    ],
+)
+def test_wrong_usage_ends_with_two(run: Run, built: Path, arguments: str, message: str) -> None:
+    given = [built if word == "GALLERY" else word for word in arguments.split()]
+    assert message in usage(run(*given))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
@@ -70,29 +124,6 @@ def test_progress_shows_images_per_second_and_the_remaining_time(
     assert shown in " ".join(plain.splitlines()[-1].split())
 
 
-def test_an_error_is_one_line_without_a_traceback(run: Run, out: Path, tmp_path: Path) -> None:
-    for arguments in (
-        ("build", tmp_path / "gone", "--bundle", "b", "--out", out),
-        ("add", tmp_path / "gone", tmp_path, "--bundle", "b"),
-        ("update", tmp_path / "gone", "key", "--unset", "name"),
-        ("remove", tmp_path / "gone", "key"),
-        ("search", tmp_path / "gone", "--like", "key"),
-        ("show", tmp_path / "gone", "key"),
-        ("verify", tmp_path / "gone"),
-        ("compact", tmp_path / "gone"),
-        ("stats", tmp_path / "gone"),
-        ("export", tmp_path / "gone", "--out", out),
-        ("import", tmp_path / "gone", "--out", out),
-        ("backup", tmp_path / "gone", "--out", out),
-        ("restore", tmp_path / "gone", "--out", out),
-    ):
-        result = run(*arguments)
-        assert result.exit_code == 1
-        [line] = result.stderr.splitlines()
-        assert line.startswith("Error: ")
-        assert str(tmp_path / "gone") in line
-
-
 def test_a_device_that_is_not_there_is_an_error(
     run: Run, shop: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,87 +137,66 @@ def test_a_device_that_is_not_there_is_an_error(
     assert not out.exists()
 
 
-@pytest.mark.parametrize("command", ["build", "verify"])
-def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "Error: Not enough memory. Take a lower --batch-size"),
+        (KeyboardInterrupt(), "run the same command again"),
+    ],
+)
+def test_a_build_that_was_cut_short_says_what_to_do(
+    run: Run,
     shop: Path,
     out: Path,
-    tiny_bundle: Bundle,
+    embedder: CountingEmbedder,
     monkeypatch: pytest.MonkeyPatch,
-    command: str,
+    error: BaseException,
+    message: str,
 ) -> None:
-    model = OnnxEmbedder.open(tiny_bundle, SessionSettings())
-    monkeypatch.setattr(options, "open_embedder", lambda *arguments: model)
+    def failing(images: object) -> None:
+        raise error
 
-    def invoke(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-    build = ("build", shop, "--bundle", "b", "--out", out)
-    arguments = build if command == "build" else ("verify", out, "--bundle", "b")
-    if command == "verify":
-        assert invoke(*build).exit_code == 0
-    monkeypatch.setattr("embedder.session.run_plain", device_is_full)
-    result = invoke(*arguments)
+    monkeypatch.setattr(embedder, "embed", failing)
+    result = run("build", shop, "--bundle", "b", "--out", out)
     assert result.exit_code == 1
-    assert isinstance(result.exception, SystemExit)
-    assert result.stderr.splitlines()[-1].startswith("Error: The model ")
-    assert "Failed to allocate memory" in result.stderr
+    assert message in result.stderr
+    assert "was interrupted" in run("stats", out).stderr
+
+
+def invoke(*arguments: object) -> Result:
+    """With the model of the bundle that is named."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def device_is_full(*_: object) -> None:
     raise RuntimeException("Failed to allocate memory for requested buffer of size 42")
 
 
-def test_too_little_memory_is_one_line_without_a_traceback(
-    run: Run, shop: Path, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ["build", "verify"])
+def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
+    shop: Path, out: Path, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    def failing(images: Images) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(embedder, "embed", failing)
-    result = run("build", shop, "--bundle", "b", "--out", out)
-    assert result.exit_code == 1
-    assert "Error: Not enough memory. Take a lower --batch-size" in result.stderr
-
-
-def test_an_interrupted_build_says_how_to_continue(
-    run: Run, shop: Path, out: Path, embedder: CountingEmbedder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(images: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(embedder, "embed", interrupted)
-    result = run("build", shop, "--bundle", "b", "--out", out)
-    assert result.exit_code == 1
-    assert "run the same command again" in result.stderr
-    assert "was interrupted" in run("stats", out).stderr
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_help_with_an_example(run: Run, command: str) -> None:
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert f"Example: kinlens-index {command} " in " ".join(result.stdout.split())
+    model = OnnxEmbedder.open(tiny_bundle, SessionSettings())
+    monkeypatch.setattr(options, "open_embedder", lambda *arguments: model)
+    arguments: tuple[object, ...] = ("build", shop, "--bundle", "b", "--out", out)
+    if command == "verify":
+        assert invoke(*arguments).exit_code == 0
+        arguments = ("verify", out, "--bundle", "b")
+    monkeypatch.setattr("embedder.session.run_plain", device_is_full)
+    line = failure(invoke(*arguments))
+    assert line.startswith("Error: The model ")
+    assert "Failed to allocate memory" in line
 
 
 def test_a_real_bundle_builds_and_verifies_a_gallery(
     shop: Path, out: Path, tiny_bundle: Bundle, make_tiny_bundle: Callable[..., Bundle]
 ) -> None:
-    def invoke(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
     built = invoke("build", shop, "--bundle", tiny_bundle.path, "--out", out, "--workers", 2)
     assert built.exit_code == 0, built.output
     assert "Dimension 8" in built.stdout
     checked = invoke("verify", out, "--bundle", tiny_bundle.path)
     assert checked.exit_code == 0, checked.output
     other = make_tiny_bundle(seed=1)
-    refused = invoke("verify", out, "--bundle", other.path)
-    assert refused.exit_code == 1
-    assert tiny_bundle.bundle_id[:12] in refused.stderr
-    assert other.bundle_id[:12] in refused.stderr
-
-
-def test_the_indexer_loads_no_torch() -> None:
-    code = "import sys, indexer.__main__; sys.exit('torch' in sys.modules)"
-    root = Path(console.__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
+    refused = failure(invoke("verify", out, "--bundle", other.path))
+    assert tiny_bundle.bundle_id[:12] in refused
+    assert other.bundle_id[:12] in refused

@@ -1,10 +1,14 @@
-"""A gallery as a Parquet file: what goes in comes out, with every type, and damage is named."""
+"""A gallery as a Parquet file: what goes in comes out, with every type, and damage is named.
 
-import contextlib
+And the import of such entries: in one step, and resumed where it was stopped.
+"""
+
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from embedder.errors import (
     EngineUnavailableError,
     GalleryBusyError,
     GalleryWriteError,
+    InvalidParameterError,
     KinlensError,
     SourceError,
 )
@@ -22,8 +27,10 @@ from indexer.exchange import parquet as transfer
 from indexer.exchange.parquet import export_gallery, read_dump
 from indexer.filters.text import parse_filter
 from indexer.gallery import Gallery
-from indexer.types import Entry, Item, SearchOptions, VectorStore
-from tests.indexer.conftest import small_files
+from indexer.types import Dump, Entry, Item, SearchOptions, VectorStore
+from tests.indexer import oracle
+from tests.indexer.conftest import small_files, truncated
+from tests.indexer.oracle import ids_of
 from tests.support.seams import import_gallery
 
 pa = pytest.importorskip(
@@ -52,8 +59,7 @@ class MemoryStore:
 
 
 def vectors(count: int, seed: int = 0) -> np.ndarray:
-    rows = np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return oracle.units(count, seed, DIM)
 
 
 def made(count: int, **attributes: Sequence[Any]) -> list[Entry]:
@@ -94,30 +100,16 @@ def test_every_item_comes_back_with_the_types_of_its_attributes(file: Path) -> N
         colour=["red", "grün", "", None, "'\"\\\n"],
         stock=[1, 0, -(2**62), 2**62],
         price=[1.0, 0.1, -1e300, None],
+        size=[1, 1.0, 2**53 + 1, None, 0.5],
         sale=[True, False],
         only_once=[None] * 499 + ["here"],
     )
-    written(file, entries)
-    assert [typed(entry) for entry in read(file)] == [typed(entry) for entry in entries]
-
-
-def test_whole_and_decimal_numbers_under_one_name_stay_what_they_are(file: Path) -> None:
-    entries = made(9, size=[1, 1.0, 2**53 + 1, None, 0.5])
-    written(file, entries)
-    assert [typed(entry) for entry in read(file)] == [typed(entry) for entry in entries]
-
-
-def test_keys_paths_and_names_may_be_of_any_script(file: Path) -> None:
-    values = {"farbe/größe": "帽子", "a.b": "x", "attribute.c": "y", "vector": "z", "key": "k"}
-    entry = Entry("靴/ü 👞", vectors(1)[0], "a" * 64, values, "ordner/ü 👞.png", "PNG")
-    written(file, [entry])
-    assert [typed(found) for found in read(file)] == [typed(entry)]
-
-
-def test_an_empty_gallery_is_a_file_without_rows(file: Path) -> None:
-    assert export_gallery(MemoryStore([]), file, FACTS) == 0
-    dump = read_dump(file)
-    assert (dump.count, dump.dim, list(dump.entries())) == (0, DIM, [])
+    names = {"farbe/größe": "帽子", "a.b": "x", "attribute.c": "y", "vector": "z", "key": "k"}
+    entries += [replace(entries[0], key="靴/ü 👞", path="ordner/ü 👞.png", attributes=names)]
+    for written_ones in (entries, []):
+        written(file, written_ones)
+        assert [typed(entry) for entry in read(file)] == [typed(entry) for entry in written_ones]
+    assert (read_dump(file).count, read_dump(file).dim) == (0, DIM)
 
 
 def test_the_facts_come_back_and_any_parquet_tool_can_read_the_columns(file: Path) -> None:
@@ -136,23 +128,27 @@ def test_the_facts_come_back_and_any_parquet_tool_can_read_the_columns(file: Pat
     }
 
 
-def test_rows_come_in_groups_and_only_texts_are_compressed(file: Path) -> None:
-    written(file, made(25_000, size=[1, 0.5], colour=["red"]))
+def test_rows_come_in_groups_and_are_numbered_through_all_of_them(file: Path) -> None:
+    """Vectors, which no method makes smaller, are not compressed."""
+    counts: list[int] = []
+    export_gallery(
+        MemoryStore(made(25_000, size=[1, 0.5], colour=["red"])), file, FACTS, counts.append
+    )
+    assert sum(counts) == 25_000
     metadata = pq.ParquetFile(file).metadata
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     assert [group.num_rows for group in groups] == [10_000, 10_000, 5_000]
-    codecs = {}
-    for number in range(metadata.num_columns):
-        column = groups[0].column(number)
-        codecs[column.path_in_schema] = column.compression
+    columns = [groups[0].column(number) for number in range(metadata.num_columns)]
+    codecs = {column.path_in_schema: column.compression for column in columns}
     assert codecs.pop("vector.list.element") == "UNCOMPRESSED"
     assert set(codecs.values()) == {"ZSTD"}
-
-
-def test_progress_counts_every_item(file: Path) -> None:
-    counts: list[int] = []
-    export_gallery(MemoryStore(made(25_000)), file, FACTS, counts.append)
-    assert sum(counts) == 25_000
+    table = pq.read_table(file)
+    paths = table["path"].to_pylist()
+    paths[24_000] = None
+    number = table.schema.get_field_index("path")
+    pq.write_table(table.set_column(number, "path", pa.array(paths)), file)
+    with pytest.raises(SourceError, match=r"row 24,001 has no path"):
+        read(file)
 
 
 def test_a_new_kind_of_attribute_that_comes_during_the_export_is_told(file: Path) -> None:
@@ -168,68 +164,74 @@ def test_a_new_kind_of_attribute_that_comes_during_the_export_is_told(file: Path
     assert [entry.attributes["stock"] for entry in read(file)] == [1] * 5
 
 
-def test_an_export_that_fails_leaves_the_old_file_and_nothing_else(file: Path) -> None:
-    class Failing(MemoryStore):
-        def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
-            yield from super().scan(3)
-            raise KeyboardInterrupt
+class Failing(MemoryStore):
+    """Ends in the middle of its items."""
 
+    def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
+        yield from super().scan(3)
+        raise KeyboardInterrupt
+
+
+def test_an_export_that_fails_leaves_the_old_file_and_nothing_else(file: Path) -> None:
     before = written(file, made(2)).read_bytes()
     with pytest.raises(KeyboardInterrupt):
         export_gallery(Failing(made(9)), file, FACTS)
+    with small_files(20_000), pytest.raises(GalleryWriteError, match=r"shop\.parquet.*free space"):
+        written(file, made(5000))
     assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]
+    with pytest.raises(GalleryWriteError, match="nowhere"):
+        written(file.parent / "nowhere" / "shop.parquet", made(1))
+
+
+class Overtaken(MemoryStore):
+    """Another export to the file begins and ends first."""
+
+    file: Path
+
+    def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
+        written(self.file, made(1))
+        return super().scan(batch_size)
+
+
+def test_of_two_exports_to_one_file_at_the_same_time_the_later_one_stays(file: Path) -> None:
+    store = Overtaken(made(4))
+    store.file = file
+    export_gallery(store, file, FACTS)
+    assert len(read(file)) == 4
     assert list(file.parent.iterdir()) == [file]
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.indexer.test_transfer import FACTS, MemoryStore, made
+import numpy as np
 from indexer.exchange.parquet import export_gallery
+from indexer.types import Entry
 
-class Dying(MemoryStore):
+class Dying:
+    name, dim = "shop", 8
+
+    def items(self):
+        return iter(())
+
     def scan(self, batch_size=1000):
-        yield from super().scan(1000)
+        for start in range(0, 5000, 1000):
+            row = np.full(8, 8**-0.5, np.float32)
+            yield [Entry(f"{n}", row, "0" * 64, {}) for n in range(start, start + 1000)]
         os.kill(os.getpid(), signal.SIGKILL)
 
-export_gallery(Dying(made(5000)), Path(sys.argv[1]), FACTS)
+export_gallery(Dying(), Path(sys.argv[1]), {})
 """
 
 
 def test_a_killed_export_leaves_no_half_file_and_the_next_one_cleans_up(file: Path) -> None:
     before = written(file, made(2)).read_bytes()
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", KILLED, str(file)], cwd=root, check=False)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(file)], check=False)
     assert done.returncode == -signal.SIGKILL
     assert file.read_bytes() == before
     assert len(list(file.parent.iterdir())) == 2  # what the killed one had written aside
-    entries = made(3)
-    written(file, entries)
-    assert [typed(entry) for entry in read(file)] == [typed(entry) for entry in entries]
-    assert list(file.parent.iterdir()) == [file]
-
-
-def test_a_full_disk_is_said_in_one_sentence_and_leaves_the_old_file(file: Path) -> None:
-    before = written(file, made(2)).read_bytes()
-    with small_files(20_000), pytest.raises(GalleryWriteError, match=r"shop\.parquet.*free space"):
-        written(file, made(5000))
-    assert file.read_bytes() == before
-    assert list(file.parent.iterdir()) == [file]
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(GalleryWriteError, match="nowhere"):
-        written(tmp_path / "nowhere" / "shop.parquet", made(1))
-
-
-def test_of_two_exports_to_one_file_at_the_same_time_the_later_one_stays(file: Path) -> None:
-    class Nested(MemoryStore):
-        def scan(self, batch_size: int = 1000) -> Iterator[list[Entry]]:
-            written(file, made(1))
-            return super().scan(batch_size)
-
-    export_gallery(Nested(made(4)), file, FACTS)
-    assert len(read(file)) == 4
+    assert len(read(written(file, made(3)))) == 3
     assert list(file.parent.iterdir()) == [file]
 
 
@@ -272,10 +274,6 @@ def fixed(rows: list[Any], dim: int = DIM) -> Any:
 ROWS = [row.tolist() for row in vectors(4)]
 
 
-def test_the_control_of_the_damaged_files_is_fine(file: Path) -> None:
-    assert len(read(changed(file, vector=fixed(ROWS)))) == 4
-
-
 @pytest.mark.parametrize("name", ["key", "path", "format", "sha256", "vector"])
 def test_a_missing_column_is_named(file: Path, name: str) -> None:
     with pytest.raises(SourceError, match=f"no column {name}"):
@@ -315,28 +313,16 @@ def test_a_column_of_another_type_is_named(file: Path, name: str, values: Any, r
 def test_a_row_that_cannot_be_is_named_and_the_gallery_that_is_there_stays(
     tmp_path: Path, file: Path, name: str, values: Any, reason: str
 ) -> None:
-    with contextlib.closing(
-        Gallery.create(tmp_path / "shop", name="shop", bundle_id="b" * 64, dim=DIM)
-    ) as old:
-        old.add(varied(10))
+    import_gallery(dump(varied(10)), tmp_path / "shop")
     with pytest.raises(KinlensError, match=reason):
         import_gallery(read_dump(changed(file, **{name: values})), tmp_path / "shop")
-    with contextlib.closing(Gallery.open(tmp_path / "shop")) as again:
+    with closing(Gallery.open(tmp_path / "shop")) as again:
         assert by_key(again).keys() == {entry.key for entry in varied(10)}
-
-
-def test_rows_are_numbered_through_all_groups(file: Path) -> None:
-    table = pq.read_table(written(file, made(25_000)))
-    paths = table["path"].to_pylist()
-    paths[24_000] = None
-    number = table.schema.get_field_index("path")
-    pq.write_table(table.set_column(number, "path", pa.array(paths)), file)
-    with pytest.raises(SourceError, match=r"row 24,001 has no path"):
-        read(file)
 
 
 @pytest.mark.parametrize("fact", ["name", "bundle_id", "schema", "dim"])
 def test_a_missing_fact_is_named(file: Path, fact: str) -> None:
+    assert len(read(changed(file, vector=fixed(ROWS)))) == 4  # a file like this is read
     table = pq.read_table(written(file, made(2)))
     metadata = {k: v for k, v in table.schema.metadata.items() if k != f"kinlens.{fact}".encode()}
     pq.write_table(table.replace_schema_metadata(metadata), file)
@@ -344,32 +330,23 @@ def test_a_missing_fact_is_named(file: Path, fact: str) -> None:
         read_dump(file)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_truncated_file_is_refused(file: Path, share: float) -> None:
-    data = written(file, made(100)).read_bytes()
-    file.write_bytes(data[: int(share * len(data))])
-    with pytest.raises(SourceError, match=r"shop\.parquet is not a whole Parquet file"):
-        read_dump(file)
-
-
-def test_a_changed_byte_in_the_data_is_noticed(file: Path) -> None:
-    entries = made(100)
-    data = bytearray(written(file, entries).read_bytes())
-    place = data.index(entries[50].vector.tobytes())
-    data[place] ^= 1
-    file.write_bytes(data)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncated,
+        lambda file: file.write_bytes(
+            file.read_bytes().replace(vectors(100)[50].tobytes(), b"x" * 32)
+        ),
+        lambda file: file.write_text("key,path\n"),
+    ],
+)
+def test_a_damaged_file_is_refused(file: Path, damage: Callable[[Path], object]) -> None:
+    damage(written(file, made(100)))
     with pytest.raises(SourceError, match=r"shop\.parquet is not a whole Parquet file"):
         read(file)
-
-
-def test_something_else_than_a_parquet_file_is_refused(file: Path) -> None:
+    file.unlink()
     with pytest.raises(SourceError, match="is missing"):
         read_dump(file)
-    file.write_text("key,path\n")
-    with pytest.raises(SourceError, match="not a whole Parquet file"):
-        read_dump(file)
-    with pytest.raises(SourceError):
-        read_dump(file.parent)
 
 
 def test_without_pyarrow_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,88 +356,111 @@ def test_without_pyarrow_the_extra_is_named(file: Path, monkeypatch: pytest.Monk
     assert not file.exists()
 
 
-# Between engines.
+# Import.
 
 
 def varied(count: int) -> list[Entry]:
     """Items of three kinds of attributes; one key in ten is not ASCII, one in seven a copy."""
-    entries = []
+    entries: list[Entry] = []
     for number, vector in enumerate(vectors(count, seed=1)):
-        source = number - 1 if number % 7 == 3 else number
         values: dict[str, Any] = {"colour": ["red", "grün", "青"][number % 3], "stock": number % 50}
         values |= {"price": number / 4} if number % 2 else {"sale": number % 5 == 0}
         name = f"schuh/größe {number}" if number % 10 == 0 else f"shoe/{number}"
-        vector = entries[-1].vector if source != number else vector
-        sha256 = f"{source:064x}"
-        entries.append(Entry(name, vector, sha256, values, f"{number}.png", "PNG"))
+        made = Entry(name, vector, f"{number:064x}", values, f"{number}.png", "PNG")
+        if number % 7 == 3:
+            made = replace(made, vector=entries[-1].vector, sha256=entries[-1].sha256)
+        entries.append(made)
     return entries
+
+
+def dump(entries: Sequence[Entry]) -> Dump:
+    return Dump({"name": "shop", "bundle_id": "b" * 64}, DIM, len(entries), lambda: iter(entries))
 
 
 def by_key(store: VectorStore) -> dict[str, tuple[Any, ...]]:
     return {entry.key: typed(entry) for batch in store.scan() for entry in batch}
 
 
-def answers(store: VectorStore) -> list[dict[str, float]]:
-    """The scores of the best of each query, by content: which copy is shown, numbers decide."""
+def answers(store: VectorStore) -> list[Any]:
+    """By content, with scores: which copy is shown, numbers decide; and what fits a filter."""
     found = store.search(vectors(20, seed=2), 15, SearchOptions(exact=True, distinct=True))
     items = store.stored(sorted({hit.key for hits in found for hit in hits}))
-    return [{items[hit.key].sha256: hit.score for hit in hits} for hits in found]
-
-
-def assert_alike(some: list[dict[str, float]], others: list[dict[str, float]]) -> None:
-    """The same items; engines round the last digits of a score differently."""
-    for one, other in zip(some, others, strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
-
-
-def filtered(store: VectorStore) -> list[set[str]]:
     where = parse_filter('colour = "青" and stock < 30 and (sale = true or price >= 100)')
-    found = store.search(vectors(3, seed=3), 10_000, SearchOptions(where=where))
-    return [{hit.key for hit in hits} for hits in found]
-
-
-def imported(file: Path, out: Path) -> Gallery:
-    import_gallery(read_dump(file), out)
-    return Gallery.open(out)
+    fitting = store.search(vectors(3, seed=3), 10_000, SearchOptions(where=where))
+    return [
+        {items[hit.key].sha256: pytest.approx(hit.score, abs=1e-5) for hit in hits}
+        for hits in found
+    ] + [{hit.key for hit in hits} for hits in fitting]
 
 
 def test_an_exported_gallery_answers_alike_when_it_is_imported(tmp_path: Path, file: Path) -> None:
-    first = Gallery.create(tmp_path / "first", name="shop", bundle_id="b" * 64, dim=DIM)
-    first.add(varied(3_000))
-    first.compact()
-    first.remove([f"shoe/{number}" for number in range(1, 900)])
-    first.update({"shoe/1001": {"colour": None, "new": "x"}})
-    assert export_gallery(first, file, FACTS) == first.size
-    second = imported(file, tmp_path / "second")
-    assert (second.name, second.bundle_id, second.size) == ("shop", "b" * 64, first.size)
-    assert by_key(second) == by_key(first)
-    assert_alike(answers(second), answers(first))
-    assert filtered(second) == filtered(first)
-    first.close()
-    second.close()
+    with closing(
+        Gallery.create(tmp_path / "first", name="shop", bundle_id="b" * 64, dim=DIM)
+    ) as first:
+        first.add(varied(3_000))
+        first.compact()
+        first.remove([f"shoe/{number}" for number in range(1, 900)])
+        first.update({"shoe/1001": {"colour": None, "new": "x"}})
+        assert export_gallery(first, file, FACTS) == first.size
+        told: list[int] = []
+        report = import_gallery(read_dump(file), tmp_path / "second", on_progress=told.append)
+        assert (report.items, sum(told)) == (first.size, 2 * first.size)
+        with closing(Gallery.open(tmp_path / "second")) as second:
+            assert (second.name, second.bundle_id, second.size) == ("shop", "b" * 64, first.size)
+            assert by_key(second) == by_key(first)
+            assert answers(second) == answers(first)
 
 
-@pytest.mark.milvus
-def test_ten_thousand_items_go_to_milvus_and_back_unchanged(
-    tmp_path: Path, file: Path, request: pytest.FixtureRequest
+def test_an_import_that_was_stopped_goes_on_and_leaves_nothing_of_another(tmp_path: Path) -> None:
+    entries, out = made(5000), tmp_path / "shop"
+
+    def broken() -> Iterator[Entry]:
+        yield from [replace(entries[0], key="of another"), *entries[1:4500]]
+        raise KeyError("source")
+
+    with pytest.raises(KeyError):
+        import_gallery(replace(dump(entries), entries=broken), out)
+    [draft] = (out / "versions").iterdir()
+    with closing(Gallery.open(draft)) as begun:
+        numbers = ids_of(begun)
+    assert len(numbers) == 4096
+    import_gallery(dump(entries), out)
+    with closing(Gallery.open(out)) as gallery:
+        found = ids_of(gallery)
+    assert found.keys() == {entry.key for entry in entries}
+    kept = numbers.keys() & found.keys()
+    assert len(kept) == 4095
+    assert all(found[key] == numbers[key] for key in kept)  # they were not written again
+    assert not draft.exists()
+
+
+def test_kinds_of_attributes_of_a_stopped_import_bind_nobody(tmp_path: Path) -> None:
+    entries = [replace(entry, attributes={"price": 5}) for entry in made(10)]
+    texts = [replace(entry, attributes={"price": "low"}) for entry in made(4500)]
+    with pytest.raises(InvalidParameterError):
+        import_gallery(dump([*texts, replace(texts[0], key="")]), tmp_path / "shop")
+    import_gallery(dump(entries), tmp_path / "shop")
+    with closing(Gallery.open(tmp_path / "shop")) as gallery:
+        assert [item.attributes for item in gallery.items()] == [{"price": 5}] * 10
+
+
+@pytest.mark.parametrize("distance", [1, 4500])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_key_twice_is_named_and_changes_nothing(
+    tmp_path: Path, distance: int, is_resumed: bool
 ) -> None:
-    from tests.support.seams import MilvusStore
+    entries = made(5000)
+    if is_resumed:
+        with pytest.raises(InvalidParameterError):
+            import_gallery(dump([*entries, replace(entries[0], key="")]), tmp_path / "shop")
+    twins = [*entries[: 400 + distance], replace(entries[7], sha256="f" * 64)]
+    with pytest.raises(InvalidParameterError, match="Key 'key 7' is there twice"):
+        import_gallery(dump(twins), tmp_path / "shop")
+    assert not (tmp_path / "shop" / "CURRENT").exists()
 
-    server = request.getfixturevalue("milvus_server")
-    first = Gallery.create(tmp_path / "first", name="shop", bundle_id="b" * 64, dim=DIM)
-    first.add(varied(10_000))
-    export_gallery(first, file, FACTS)
-    entries = read_dump(file).entries()
-    store = MilvusStore.publish(server.uri, "travelling", entries, dim=DIM, bundle_id="b" * 64)
-    there, back = by_key(store), tmp_path / "back.parquet"
-    answered, left = answers(store), filtered(store)
-    assert export_gallery(store, back, FACTS) == 10_000
-    store.close()
-    second = imported(back, tmp_path / "second")
-    assert by_key(second) == there == by_key(first)
-    assert filtered(second) == left == filtered(first)
-    assert_alike(answers(second), answers(first))
-    assert_alike(answers(second), answered)
-    assert pq.read_schema(back).equals(pq.read_schema(file))
-    first.close()
-    second.close()
+
+def test_a_full_disk_is_named_and_the_work_is_kept(tmp_path: Path) -> None:
+    entries = made(5000, price=[1, 0.5])
+    with small_files(300_000), pytest.raises(GalleryWriteError, match=r"[Ff]ree"):
+        import_gallery(dump(entries), tmp_path / "shop")
+    assert import_gallery(dump(entries), tmp_path / "shop").items == 5000

@@ -1,7 +1,9 @@
-"""Verification: finds what is wrong and accepts what only looks alike."""
+"""Verification finds what is wrong and accepts what only looks alike; tuning; statistics."""
 
 import json
+import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from embedder.errors import (
     PlanError,
 )
 from indexer.checks.retune import tune_gallery
+from indexer.checks.stats import gallery_stats, store_stats
 from indexer.checks.verify import (
     VerifySettings,
     measured_recall,
@@ -26,47 +29,36 @@ from indexer.checks.verify import (
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import BuildReport
-from tests.indexer.conftest import CountingEmbedder
-from tests.support.seams import GalleryFolder
+from tests.indexer.conftest import (
+    CountingEmbedder,
+    catalog_of,
+    flipped,
+    generation_of,
+    segment_of,
+    truncated,
+)
+from tests.indexer.oracle import DIM, entry, units
 from tests.tiny import encoded, picture
 
 
-def segment_of(gallery: Path) -> Path:
-    """The folder of the one segment."""
-    [segment] = (GalleryFolder(gallery).current() / "segments").iterdir()
-    return segment
-
-
-def units(rng: np.random.Generator, count: int, dim: int = 16) -> np.ndarray:
-    rows = rng.standard_normal((count, dim)).astype(np.float32)
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
-
-
-@pytest.fixture
-def large(tmp_path: Path, entries_of: Callable[[np.ndarray], list]) -> Path:
-    """A gallery of 1,000 random vectors with an approximate index that has not to try hard."""
-    path = tmp_path / "large"
-    gallery = Gallery.create(path, name="large", bundle_id="b" * 64, dim=16)
-    gallery.add(entries_of(units(np.random.default_rng(0), 1000)))
-    gallery.compact(IndexSettings(kind="hnsw", target_recall=0.5))
-    gallery.close()
+@pytest.fixture(scope="module")
+def random_gallery(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,000 random vectors with an approximate index that has not to try hard; do not change."""
+    path = tmp_path_factory.mktemp("random") / "large"
+    with closing(Gallery.create(path, name="large", bundle_id="b" * 64, dim=DIM)) as gallery:
+        gallery.add(entry(f"item-{n}", vector) for n, vector in enumerate(units(1000)))
+        gallery.compact(IndexSettings(kind="hnsw", target_recall=0.5))
     return path
 
 
-@pytest.mark.parametrize("with_images", [False, True])
-def test_a_good_gallery_has_no_problems(
-    built: Path, embedder: CountingEmbedder, with_images: bool
-) -> None:
-    seen: list[int] = []
-    report = verify_gallery(built, embedder if with_images else None, on_progress=seen.append)
-    assert (report.size, report.checked, report.problems) == (6, 6, ())
-    assert report.from_images == with_images
-    assert (report.recall, report.index, report.is_good) == (1.0, "flat", True)
-    assert sum(seen) == 6
+@pytest.fixture
+def large(random_gallery: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(random_gallery, tmp_path / "large"))
 
 
 @pytest.mark.parametrize("with_images", [False, True])
-def test_copies_and_equal_pixels_in_other_files_are_no_problem(
+def test_a_good_gallery_has_no_problems_nor_have_copies_and_equal_pixels(
     shop: Path,
     build: Callable[[], BuildReport],
     out: Path,
@@ -76,8 +68,12 @@ def test_copies_and_equal_pixels_in_other_files_are_no_problem(
     (shop / "a-copy.gif").write_bytes((shop / "f.gif").read_bytes())
     (shop / "z.bmp").write_bytes(encoded(picture(1), "BMP"))
     build()
-    report = verify_gallery(out, embedder if with_images else None)
-    assert (report.checked, report.problems) == (8, ())
+    seen: list[int] = []
+    report = verify_gallery(out, embedder if with_images else None, on_progress=seen.append)
+    assert (report.size, report.checked, report.problems) == (8, 8, ())
+    assert report.from_images == with_images
+    assert (report.recall, report.index, report.is_good) == (1.0, "flat", True)
+    assert sum(seen) == 8
 
 
 def test_vectors_under_the_wrong_items_are_found_with_the_images_only(
@@ -132,71 +128,49 @@ def restamped(segment: Path, name: str, rows: np.ndarray) -> None:
     (segment / "segment.json").write_text(json.dumps(manifest))
 
 
-def test_images_that_are_gone_changed_or_damaged_are_named(
-    built: Path, shop: Path, embedder: CountingEmbedder
-) -> None:
-    (shop / "f.gif").unlink()
-    (shop / "cup" / "a.png").write_bytes(encoded(picture(77)))
-    report = verify_gallery(built, embedder)
-    assert {problem.key for problem in report.problems} == {"f.gif", "cup/a.png"}
-    assert verify_gallery(built).problems == ()
-
-
-def test_moved_images_are_found_below_their_new_root(
+def test_images_that_are_gone_changed_or_moved_are_named(
     built: Path, shop: Path, tmp_path: Path, embedder: CountingEmbedder
 ) -> None:
-    shop.rename(tmp_path / "moved")
+    moved = shop.rename(tmp_path / "moved")
     assert len(verify_gallery(built, embedder).problems) == 6
-    settings = VerifySettings(image_root=tmp_path / "moved")
+    settings = VerifySettings(image_root=moved)
     assert verify_gallery(built, embedder, settings).problems == ()
-
-
-def test_another_bundle_is_refused(built: Path) -> None:
+    (moved / "f.gif").unlink()
+    (moved / "cup" / "a.png").write_bytes(encoded(picture(77)))
+    report = verify_gallery(built, embedder, settings)
+    assert {problem.key for problem in report.problems} == {"f.gif", "cup/a.png"}
+    assert verify_gallery(built).problems == ()
     with pytest.raises(BundleMismatchError):
         verify_gallery(built, CountingEmbedder(bundle_id="c" * 64))
 
 
-@pytest.mark.parametrize("name", ["vectors.npy", "ids.npy"])
-def test_one_changed_byte_of_the_index_is_found_and_not_mended_in_silence(
-    built: Path, name: str
-) -> None:
-    file = segment_of(built) / name
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(
-        GalleryCorruptError, match=rf"{name} has sha256 .*compact GALLERY --rebuild"
+def test_damaged_files_are_found_and_not_mended_in_silence(built: Path) -> None:
+    for name, damage, message in (
+        ("vectors.npy", flipped, r"vectors\.npy has sha256 .*compact GALLERY --rebuild"),
+        ("ids.npy", flipped, r"ids\.npy has sha256 .*compact GALLERY --rebuild"),
+        ("vectors.npy", Path.unlink, r"compact GALLERY --rebuild"),
     ):
-        verify_gallery(built)
-    assert file.read_bytes() == data
-
-
-def test_an_index_that_is_gone_is_found(built: Path) -> None:
-    segment = segment_of(built)
-    segment.rename(built.parent / "elsewhere")
-    with pytest.raises(GalleryCorruptError, match=r"compact GALLERY --rebuild"):
-        verify_gallery(built)
-
-
-def test_a_damaged_catalogue_is_found(built: Path) -> None:
-    catalog = GalleryFolder(built).current() / "catalog.sqlite"
-    data = bytearray(catalog.read_bytes())
-    middle = len(data) // 2
-    data[middle : middle + 4096] = b"\xff" * 4096
-    catalog.write_bytes(data)
+        file = segment_of(built) / name
+        good = file.read_bytes()
+        damage(file)
+        with pytest.raises(GalleryCorruptError, match=message):
+            verify_gallery(built)
+        assert not file.exists() or file.read_bytes() != good
+        file.write_bytes(good)
+    assert verify_gallery(built).is_good
+    truncated(catalog_of(built))
     with pytest.raises(GalleryCorruptError):
         verify_gallery(built)
 
 
-def test_a_sample_is_the_same_each_time_and_within_the_gallery(built: Path) -> None:
+def test_a_sample_is_the_same_each_time_and_within_the_gallery(large: Path) -> None:
     ids = np.array([3, 5, 8])
     assert sampled(ids).tolist() == sampled(ids, 100).tolist() == [3, 5, 8]
     assert not len(sampled(ids[:0]))
-    many = np.arange(1_000_000)
-    sample = sampled(many).tolist()
-    assert sample == sampled(many).tolist() == sorted(set(sample))
+    sample = sampled(np.arange(1_000_000)).tolist()
+    assert sample == sampled(np.arange(1_000_000)).tolist() == sorted(set(sample))
     assert len(sample) == 1000
-    assert verify_gallery(built, settings=VerifySettings(sample=2)).checked == 2
+    assert verify_gallery(large, settings=VerifySettings(sample=2)).checked == 2
 
 
 def test_items_that_are_removed_while_they_are_checked_are_no_problem(
@@ -224,7 +198,7 @@ def test_recall_below_the_target_is_not_good(large: Path) -> None:
 
 
 def test_recall_agrees_with_a_comparison_by_hand(large: Path) -> None:
-    queries = units(np.random.default_rng(1), 50)
+    queries = units(50, 1)
     gallery = Gallery.open(large)
     ids = np.array([item.id for item in gallery.items()])
     matrix = gallery.vectors(ids.tolist())
@@ -237,20 +211,20 @@ def test_recall_agrees_with_a_comparison_by_hand(large: Path) -> None:
     gallery.close()
 
 
-def test_a_gallery_of_one_item_has_nothing_to_recall(
-    tmp_path: Path, entries_of: Callable[[np.ndarray], list]
-) -> None:
+def test_a_gallery_of_no_or_one_item_has_nothing_to_recall(tmp_path: Path) -> None:
     path = tmp_path / "one"
     gallery = Gallery.create(path, name="one", bundle_id="b", dim=16)
+    stats = gallery_stats(path)
+    assert (stats.size, stats.formats, stats.index, stats.recall) == (0, {}, "", None)
     assert verify_gallery(path).recall is None
-    gallery.add(entries_of(units(np.random.default_rng(0), 1)))
+    gallery.add([entry("item", units(1)[0])])
     gallery.close()
     report = verify_gallery(path)
     assert (report.checked, report.recall, report.is_good) == (1, None, True)
 
 
 def test_tuning_stores_parameters_that_reach_the_target_of_the_queries(large: Path) -> None:
-    queries = units(np.random.default_rng(1), 200)
+    queries = units(200, 1)
     settings = VerifySettings(queries=queries, target_recall=0.99)
     assert not verify_gallery(large, settings=settings).is_good
     tuned = tune_gallery(large, queries, 0.99)
@@ -258,37 +232,53 @@ def test_tuning_stores_parameters_that_reach_the_target_of_the_queries(large: Pa
     assert report.is_good
     assert report.recall == pytest.approx(tuned.recall, abs=0.005)
     assert verify_gallery(large).target_recall == 0.99
+    with closing(Gallery.open(large)) as gallery:
+        gallery.remove(["item-1"])
+        gallery.compact()
+        segment = gallery.facts().segment
+    assert segment is not None
+    assert (segment.kind, segment.target_recall) == ("hnsw", 0.99)
 
 
-def test_a_gallery_without_an_index_and_queries_that_do_not_fit_are_refused(
-    large: Path, tmp_path: Path
-) -> None:
-    Gallery.create(tmp_path / "empty", name="empty", bundle_id="b", dim=16).close()
-    queries = units(np.random.default_rng(1), 20)
+def test_what_cannot_be_tuned_is_refused(large: Path, tmp_path: Path) -> None:
+    Gallery.create(tmp_path / "empty", name="empty", bundle_id="b", dim=DIM).close()
+    queries = units(100, 1)
     with pytest.raises(InvalidParameterError, match=r"has no index yet.*kinlens-index compact"):
         tune_gallery(tmp_path / "empty", queries)
     with pytest.raises(InvalidParameterError, match=r"dimension 16"):
         tune_gallery(large, queries[:, :8])
     with pytest.raises(InvalidParameterError, match=r"dimension 16"):
         verify_gallery(large, settings=VerifySettings(queries=queries[:, :8]))
-
-
-def test_a_compaction_keeps_the_target_that_was_tuned_for(large: Path) -> None:
-    tune_gallery(large, units(np.random.default_rng(1), 200), 0.9)
-    gallery = Gallery.open(large)
-    gallery.compact()
-    segment = gallery.facts().segment
-    gallery.close()
-    assert segment is not None
-    assert (segment.kind, segment.target_recall) == ("hnsw", 0.9)
-    assert segment.recall >= 0.9
-
-
-def test_too_few_queries_and_targets_that_no_graph_promises_are_refused(large: Path) -> None:
-    queries = units(np.random.default_rng(1), 100)
     with pytest.raises(InvalidParameterError, match=r"99 queries are too few.*at least 100"):
         tune_gallery(large, queries[:99], 0.9)
     for target in (1.0, 0.0, -0.5, 2.0):
         with pytest.raises(PlanError, match="--target-recall"):
             tune_gallery(large, queries, target)
     assert verify_gallery(large).target_recall == 0.5
+
+
+# The facts about a gallery.
+
+
+def test_stats_count_what_was_indexed_and_what_was_changed_since(
+    shop: Path, build: Callable[[], BuildReport], out: Path
+) -> None:
+    (shop / "copy.gif").write_bytes((shop / "f.gif").read_bytes())
+    (shop / "text.jpg").write_text("not an image")
+    report = build()
+    stats = gallery_stats(out)
+    assert (stats.size, stats.distinct_images, stats.left_out) == (7, 6, 1)
+    assert stats.formats == {"BMP": 1, "GIF": 2, "JPEG": 1, "PNG": 1, "TIFF": 1, "WEBP": 1}
+    assert stats.attributes == {"class": 2}
+    assert (stats.name, stats.generation) == ("gallery", report.generation)
+    assert stats.source_root == str(shop.resolve())
+    assert (stats.index, stats.recall, stats.compaction_due) == ("flat", 1.0, None)
+    size_mb = sum(f.stat().st_size for f in generation_of(out).rglob("*") if f.is_file()) / 1e6
+    assert stats.disk_mb == pytest.approx(size_mb, abs=0.2)
+    with closing(Gallery.open(out)) as gallery:
+        gallery.update({"f.gif": {"price": 5, "sale": True}, "cup/a.png": {"price": 5.0}})
+        gallery.remove(["hat/c.webp"])
+        assert store_stats(gallery).attributes == {"class": 2, "price": 1, "sale": 1}
+        stats = gallery_stats(out)
+        assert (stats.size, stats.removed, stats.delta) == (6, 1, 0)
+        assert stats.version == gallery.version

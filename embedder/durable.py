@@ -138,15 +138,20 @@ def in_use(folder: Path) -> bool:
     return False
 
 
+def sweep(parent: Path, prefix: str = _STAGE) -> None:
+    """Remove what interrupted writes and removals left below `parent`. Raises: OSError."""
+    for folder in parent.iterdir():
+        with contextlib.suppress(OSError):  # somebody else removes it
+            if folder.name.startswith(prefix) and not in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def staged(parent: Path, prefix: str = _STAGE) -> Iterator[Path]:
     """An empty folder below `parent` to write aside in, marked as in use; gone afterwards unless
     it was renamed. What interrupted writes left under this prefix goes first. Raises: OSError.
     """
-    for folder in parent.iterdir():
-        with contextlib.suppress(OSError):  # somebody else removes it
-            if folder.name.startswith(prefix) and not in_use(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+    sweep(parent, prefix)
     stage = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     descriptor = hold(stage)
     try:
@@ -166,7 +171,8 @@ def discard(folder: Path) -> None:
     """Remove a folder that nobody needs; a removal that is cut short is ended by the next write."""
     with contextlib.suppress(OSError):
         if not is_stage(folder):
-            folder = folder.rename(folder.with_name(f"{_STAGE}{folder.name}"))
+            unique = f"{_STAGE}{folder.name}-{os.urandom(4).hex()}"
+            folder = folder.rename(folder.with_name(unique))
         shutil.rmtree(folder)
 
 

@@ -456,6 +456,14 @@ class Gallery:
                 ) from error
         return removed
 
+    def forget_unused_attributes(self) -> None:
+        """Forget attributes that no item has, and their kinds: for a gallery that nobody has seen.
+
+        Raises: GalleryWriteError, GalleryBusyError.
+        """
+        with self._writing() as writer:
+            writer.forget_unused_names()
+
     def compact(
         self,
         settings: IndexSettings | None = None,

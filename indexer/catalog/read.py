@@ -47,6 +47,9 @@ SELECT id, crc, vector FROM vectors WHERE id IN (
 _CHANGED = f"""
 {_ITEM} INDEXED BY items_by_change WHERE changed_seq > ? ORDER BY id LIMIT ?
 """
+_CHANGED_NUMBERS = """
+SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_change WHERE changed_seq > ?
+"""
 _REMOVED_IN_VAIN = """
 SELECT items.id FROM tombstones CROSS JOIN items ON items.id = tombstones.id
 WHERE tombstones.seq > ? LIMIT 1
@@ -199,6 +202,10 @@ class CatalogView:
         """How many items were removed since the segment was made."""
         [(count,)] = self._all("SELECT count(*) FROM tombstones")
         return int(count)
+
+    def changed_since(self, seq: int) -> Ids:
+        """The numbers of items added after the write `seq`, or with other attributes since."""
+        return self._ids(_CHANGED_NUMBERS, seq)
 
     def attributes_since(
         self, seq: int, limit: int = -1

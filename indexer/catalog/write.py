@@ -34,11 +34,9 @@ UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? 
 _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 
-_BATCH = 4096
-# Until it is whole nobody reads the file, and after a crash it is made again.
-_UNSAFE = "PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -65536;"
-_STAGE = "CREATE TEMP TABLE staged (name INTEGER, value ANY, item INTEGER) STRICT"
-_TWICE = "SELECT key FROM items GROUP BY key HAVING count(*) > 1 LIMIT 1"
+_FORGET = """
+DELETE FROM names WHERE NOT EXISTS (SELECT 1 FROM attributes WHERE attributes.name = names.id)
+"""
 
 
 class CatalogWriter(CatalogView):
@@ -133,6 +131,14 @@ class CatalogWriter(CatalogView):
             self.connection.execute(_GROW, (-len(items), -sum(item.id for item in items)))
             seal(self.connection)
         return len(items)
+
+    def forget_unused_names(self) -> None:
+        """Forget attributes that no item has, and their kinds: for a catalogue that nobody has
+        seen yet.
+        """
+        self._next_seq()
+        self.connection.execute(_FORGET)
+        seal(self.connection)
 
     def adopt_segment(self, name: str | None, seq: int) -> None:
         """From now on segment `name` holds the items live at `seq`, if there were any. This counts

@@ -6,7 +6,7 @@ gallery/
   WRITE                shared by writes, held alone while a build replaces the gallery
   TURN                 passed by a write on its way to WRITE, held by a build that waits for it
   versions/<name>/     a generation: what one build made, and every change since
-  versions/.draft-<bundle>/  a gallery in itself: what a build has made so far, kept after a kill
+  versions/.draft-<...>/     a gallery in itself: what a build has made so far, kept after a kill
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from embedder.durable import (
     rename,
     shared,
     staged,
+    sweep,
     sync,
     sync_tree,
 )
@@ -165,20 +166,22 @@ class GalleryFolder:
         return staged(self._versions)
 
     @contextlib.contextmanager
-    def draft(self, bundle_id: str) -> Iterator["GalleryFolder"]:
-        """Where a build with this bundle makes its gallery, and an interrupted one has begun to.
+    def draft(self, purpose: str) -> Iterator["GalleryFolder"]:
+        """Where a build makes its gallery; an interrupted one for the same purpose has begun to.
 
         It is gone afterwards if its generation was published.
         """
-        digest = hashlib.sha256(bundle_id.encode()).hexdigest()  # the id may come from a file
+        digest = hashlib.sha256(purpose.encode()).hexdigest()
         draft = GalleryFolder(self._versions / f"{_DRAFT}{digest[:SHORT]}")
         name = draft.current_name()
         if name is not None and name != self.current_name():
             left, home = self._versions / name, draft._versions / name
-            if left.is_dir() and home.parent.is_dir() and not home.exists():
-                rename(left, home, "draft")  # the publication was cut short
+            # The publication was cut short, unless another one came since and somebody reads this.
+            if home.parent.is_dir() and not home.exists() and left.is_dir() and not in_use(left):
+                rename(left, home, "draft")
         self._drop_published(draft)
         self._prune_others()
+        sweep(self._versions)
         make_folder(draft.path, "draft")
         descriptor = hold(draft.path)
         try:
@@ -191,6 +194,7 @@ class GalleryFolder:
 
     def _drop_published(self, draft: "GalleryFolder") -> None:
         if draft.path.exists() and draft.current_name() == self.current_name() is not None:
+            (draft.path / _CURRENT).unlink()  # first: what is left then is nobody's
             discard(draft.path)
 
     def _prune_others(self) -> None:

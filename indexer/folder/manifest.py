@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from embedder.durable import rename, sync
 from embedder.errors import GalleryCorruptError
 from embedder.types import SHORT
 from indexer.types import GALLERY_NAME
@@ -57,9 +58,15 @@ class GalleryManifest(BaseModel):
 
 
 def write_manifest(folder: Path, manifest: GalleryManifest) -> None:
-    """Write the manifest into a folder that nobody reads yet. Raises: OSError."""
+    """Write the manifest, whole or not at all, into a folder that nobody reads yet.
+
+    Raises: OSError.
+    """
     text = manifest.stamped().model_dump_json(indent=2) + "\n"
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    aside = folder / f".{MANIFEST}"
+    aside.write_text(text, encoding="utf-8")
+    sync(aside, "manifest")
+    rename(aside, folder / MANIFEST, "manifest")
 
 
 def read_manifest(folder: Path) -> GalleryManifest:

@@ -7,14 +7,15 @@ it, and the same call goes on with it; nothing of it is held in memory.
 import contextlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from embedder.durable import discard, rename
+from embedder.durable import discard
 from embedder.errors import (
     GalleryCorruptError,
     GalleryError,
@@ -38,6 +39,7 @@ from indexer.ingest.sources import Source, check_attributes
 from indexer.types import Dump, Progress, checked_name
 
 _CHUNK = 4096
+_SAME_VECTOR = 1e-6
 _ROW_BYTES = 500  # an item in the catalogue, without its vector
 
 
@@ -102,17 +104,19 @@ def build_gallery(
         source_root=str(source.root),
     )
     started = perf_counter()
-    with folder.locked():
+    with folder.locked(), _draft(folder, manifest, "build") as draft:
+        try:
+            check_attributes(source, draft.gallery.schema())
+        except InvalidParameterError:
+            _without_attributes(draft.gallery)
         with disk_errors_explained(folder.path):
-            _check_space(folder.path, needed_mb(plan))
-        with _draft(folder, manifest) as draft:
-            _fit_attributes(draft, source)
-            rest = Rest(draft.gallery)
-            work = Ingest(draft.gallery, source, embedder, rest=rest)
-            work.run(settings.embed, on_progress)
-            refuse_unreadable(source, work.found, work.failures)
-            report = _report(work, perf_counter() - started)
-            generation = draft.publish(rest, settings.index, report, on_indexed)
+            _check_space(folder.path, needed_mb(plan, draft.gallery.size))
+        rest = Rest(draft.gallery)
+        work = Ingest(draft.gallery, source, embedder, rest=rest)
+        work.run(settings.embed, on_progress)
+        refuse_unreadable(source, work.found, work.failures)
+        report = _report(work, perf_counter() - started)
+        generation = draft.publish(rest, settings.index, report, on_indexed)
     return report.model_copy(update={"generation": generation})
 
 
@@ -156,15 +160,15 @@ def import_gallery(
         source_root=facts.get("source_root", ""),
     )
     folder = GalleryFolder(out)
-    with folder.locked(), _draft(folder, manifest) as draft:
+    with folder.locked(), _draft(folder, manifest, "import") as draft:
         was_begun = draft.gallery.size > 0
         try:
             rest = _filled(draft.gallery, dump, on_progress)
         except InvalidParameterError:
             if not was_begun:
                 raise
-            # What an import of something else has left may be what it does not fit to.
-            draft.begin_anew()
+            # The kinds that an import of something else has left may be what it does not fit to.
+            _without_attributes(draft.gallery)
             rest = _filled(draft.gallery, dump, None)
         report = ImportReport(
             name=manifest.name,
@@ -180,7 +184,17 @@ def import_gallery(
 def _filled(gallery: Gallery, dump: Dump, on_progress: Progress | None) -> Rest:
     rest, entries = Rest(gallery), dump.entries()
     while part := list(islice(entries, _CHUNK)):
-        rest.keep(gallery.stored([entry.key for entry in part]).values())
+        stored = gallery.stored([entry.key for entry in part])
+        rest.keep(stored.values())
+        begun = [entry for entry in part if entry.key in stored]
+        before = gallery.entries([entry.key for entry in begun])
+        # What was begun may be an import of other vectors of the same contents.
+        gallery.remove(
+            entry.key
+            for entry, old in zip(begun, before, strict=True)
+            if np.shape(entry.vector) == old.vector.shape
+            and not np.allclose(entry.vector, old.vector, atol=_SAME_VECTOR)
+        )
         gallery.add(part)
         if on_progress is not None:
             on_progress(len(part))
@@ -196,12 +210,6 @@ class _Draft:
     manifest: GalleryManifest
     gallery: Gallery
 
-    def begin_anew(self) -> None:
-        """Drop what an earlier run has made."""
-        self.gallery.close()
-        discard(self.place.path)
-        self.gallery = _created(self.place.path, self.manifest)
-
     def publish(
         self,
         rest: Rest,
@@ -211,6 +219,7 @@ class _Draft:
     ) -> str:
         """The name of the generation. Raises: PlanError, RecallError, GalleryWriteError."""
         rest.remove()
+        self.gallery.forget_unused_attributes()
         self.gallery.compact(settings, wait=True, on_progress=on_progress)
         self.gallery.close()
         # What was written is read back before anyone else sees it.
@@ -225,11 +234,11 @@ class _Draft:
 
 
 @contextlib.contextmanager
-def _draft(folder: GalleryFolder, manifest: GalleryManifest) -> Iterator[_Draft]:
-    """The gallery that a build with this bundle has begun, or a new one."""
+def _draft(folder: GalleryFolder, manifest: GalleryManifest, way_in: str) -> Iterator[_Draft]:
+    """The gallery that was begun with this bundle by the same way in, or a new one."""
     with disk_errors_explained(folder.path):
         held = contextlib.ExitStack()
-        place = held.enter_context(folder.draft(manifest.bundle_id))
+        place = held.enter_context(folder.draft(f"{way_in} {manifest.bundle_id}"))
     with held:
         draft = _Draft(folder, place, manifest, _opened(place, manifest))
         try:
@@ -260,22 +269,12 @@ def _created(path: Path, manifest: GalleryManifest) -> Gallery:
     return Gallery.create(path, name=manifest.name, bundle_id=manifest.bundle_id, dim=manifest.dim)
 
 
-def _fit_attributes(draft: _Draft, source: Source) -> None:
-    """Drop what the run before said of attributes, where this source has other kinds."""
-    try:
-        check_attributes(source, draft.gallery.schema())
-        return
-    except InvalidParameterError:
-        pass
-    with draft.folder.aside() as stage:
-        plain = _created(stage / "draft", draft.manifest)
-        for entries in draft.gallery.scan():
-            plain.add([replace(entry, attributes={}) for entry in entries])
-        plain.close()
-        draft.gallery.close()
-        discard(draft.place.path)
-        rename(stage / "draft", draft.place.path, "draft")
-    draft.gallery = Gallery.open(draft.place.path, load_index=False)
+def _without_attributes(gallery: Gallery) -> None:
+    """Drop what an earlier run said of attributes, where this one has other kinds."""
+    items = gallery.items()
+    while part := list(islice(items, _CHUNK)):
+        gallery.update({item.key: dict.fromkeys(item.attributes) for item in part})
+    gallery.forget_unused_attributes()
 
 
 def planned(count: int, dim: int, settings: IndexSettings) -> Plan:
@@ -290,9 +289,9 @@ def planned(count: int, dim: int, settings: IndexSettings) -> Plan:
     )
 
 
-def needed_mb(plan: Plan) -> float:
-    """Space that a build takes, in MiB: catalogue and index."""
-    return plan.disk_mb + plan.n * (4 * plan.dim + _ROW_BYTES) / 2**20
+def needed_mb(plan: Plan, written: int = 0) -> float:
+    """Space that a build takes, in MiB: index, and catalogue but for items that are `written`."""
+    return plan.disk_mb + max(0, plan.n - written) * (4 * plan.dim + _ROW_BYTES) / 2**20
 
 
 def _report(work: Ingest, elapsed_s: float) -> BuildReport:

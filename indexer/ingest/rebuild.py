@@ -17,7 +17,6 @@ from embedder.errors import (
     SourceError,
 )
 from embedder.session import Embedder
-from embedder.types import SHORT
 from indexer.catalog.database import Catalog
 from indexer.folder.backup import backup
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
@@ -45,7 +44,6 @@ _SHOWN = 100
 def adopt(
     target: Path | str,
     source: Path | str,
-    expected_version: str | None = None,
     *,
     image_root: Path | str | None = None,
     catch_up: CatchUp | None = None,
@@ -59,14 +57,14 @@ def adopt(
     while nobody can change it. A kill at any moment leaves the old generation or the new one.
     Progress counts bytes.
 
-    Raises: GalleryNotFoundError, GalleryCorruptError; GalleryBusyError if the target is not, or no
-        longer, at `expected_version`, or a build runs; GalleryWriteError; what `catch_up` raises.
+    Raises: GalleryNotFoundError, GalleryCorruptError; GalleryBusyError if a build runs or has
+        replaced the target meanwhile; GalleryWriteError; what `catch_up` raises.
     """
     folder = GalleryFolder(target)
     with contextlib.ExitStack() as held:
         current = Gallery.open(folder.path, load_index=False)
         held.callback(current.close)
-        _refuse_other(folder, current, expected_version)
+        _refuse_other(folder, current)
         held.enter_context(disk_errors_explained(folder.path))
         stage = held.enter_context(folder.aside())
         copy = stage / "copy"
@@ -81,27 +79,18 @@ def adopt(
             catch_up(copy)
         sync_tree(made, "adopt")
         with folder.locked():
-            _refuse_other(folder, current, expected_version)
+            _refuse_other(folder, current)
             if catch_up is not None:
                 catch_up(copy)
             folder.publish(made, manifest.generation)
     return manifest
 
 
-def _refuse_other(folder: GalleryFolder, current: Gallery, expected_version: str | None) -> None:
+def _refuse_other(folder: GalleryFolder, current: Gallery) -> None:
     if folder.current_name() != current.generation:
         raise GalleryBusyError(
             f"The gallery {folder.path} was replaced by a build meanwhile; nothing was changed. "
             "Start again from what it is now."
-        )
-    if expected_version is None:
-        return
-    version = current.version
-    if version != expected_version:
-        raise GalleryBusyError(
-            f"The gallery {folder.path} is at version {version[:SHORT]}, not at "
-            f"{expected_version[:SHORT]}: it was changed meanwhile. Start again from what it is "
-            "now."
         )
 
 
@@ -159,15 +148,16 @@ class Follower:
                 f"The gallery {self.path} was replaced by a build since this began; nothing was "
                 "changed. Start again from what it is now."
             )
-        is_first = self._seq < 0
+        since, self._seq = self._seq, -1  # until this round is over
+        is_first = since < 0
         if is_first:  # also after one that was cut short
             self._ids, self._copies, self.failures = _NO_IDS, _NO_IDS, {}
         with self._catalog.reading() as view:
             seq, live = view.state().seq, view.live_ids()
-            changed = [] if is_first else [number for number, _ in view.attributes_since(self._seq)]
+            changed = _NO_IDS if is_first else view.changed_since(since)
         before = np.union1d(self._ids, np.array([*self.failures], np.int64))
         gone = np.setdiff1d(before, live)
-        fresh = np.union1d(np.setdiff1d(live, before), np.array(changed, np.int64))
+        fresh = np.union1d(np.setdiff1d(live, before), changed)
         old = candidate.ids() if is_first else self._forget(np.union1d(gone, fresh))
         pairs = [np.column_stack([self._ids, self._copies])]
         pairs += [self._take(candidate, ids, on_progress) for ids in _in_parts(fresh)]
@@ -178,6 +168,10 @@ class Follower:
             candidate.remove_items(ids.tolist())
         self._seq = seq
         return len(fresh) + len(gone)
+
+    def begin_anew(self) -> None:
+        """The next `catch_up` looks at everything: of a copy that lacks what was repeated."""
+        self._seq = -1
 
     def _forget(self, gone: Ids) -> Ids:
         """The numbers that these items had in the other gallery."""
@@ -332,7 +326,10 @@ def swap_in(
         if calls > 1 and before_publish is not None:
             before_publish()
 
-    return adopt(follower.path, candidate, catch_up=catch_up, on_progress=on_progress)
+    try:
+        return adopt(follower.path, candidate, catch_up=catch_up, on_progress=on_progress)
+    finally:
+        follower.begin_anew()  # the candidate itself is as it was
 
 
 def missing_since(follower: Follower, known: Set[int]) -> list[Failure]:

@@ -374,7 +374,7 @@ def csv_source(
     Raises: SourceError for a missing file, column, value or row, a value of another type, a
         repeated key, a path that leaves the root.
     """
-    file = Path(file)
+    file = _regular(file)
     base = existing_folder(file.parent if root is None else root)
 
     def records() -> Iterator[tuple[int, Record]]:
@@ -393,7 +393,7 @@ def split_source(file: Path | str, root: Path | str | None = None) -> Source:
 
     Raises: as `csv_source`.
     """
-    file = Path(file)
+    file = _regular(file)
     base = existing_folder(file.parent if root is None else root)
 
     def records() -> Iterator[tuple[int, Record]]:
@@ -461,6 +461,17 @@ def _relative(path: str, root: Path, place: str) -> str:
             "and name it as the root."
         )
     return relative
+
+
+def _regular(file: Path | str) -> Path:
+    """A list is read more than once. Raises: SourceError for a pipe and the like."""
+    file = Path(file)
+    if file.exists() and not file.is_file():
+        raise SourceError(
+            f"{file} is not a regular file, and a list is read more than once. Write it to a file "
+            "first."
+        )
+    return file
 
 
 def _listed_source(

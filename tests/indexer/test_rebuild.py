@@ -128,27 +128,6 @@ def test_the_target_takes_state_and_bundle_but_keeps_its_name_and_image_root(
     assert adopt(target, other, image_root="/pictures").source_root == "/pictures"
 
 
-def test_a_target_at_another_version_is_left_alone(
-    shop: Gallery, target: Path, other: Path
-) -> None:
-    seen = shop.version
-    shop.update({"item 1": {"stock": 99}})
-    before = content(target)
-    with pytest.raises(GalleryBusyError, match="changed meanwhile"):
-        adopt(target, other, seen)
-    assert content(target) == before
-
-    def change(_: Path) -> None:
-        shop.update({"item 1": {"stock": 100}})
-
-    with pytest.raises(GalleryBusyError, match="changed meanwhile"):
-        adopt(target, other, shop.version, catch_up=change)
-    assert shop.stored(["item 1"])["item 1"].attributes["stock"] == 100
-    assert current_generation(target) == shop.generation
-    adopt(target, other, shop.version)
-    assert content(target) == content(other)
-
-
 def test_nobody_changes_the_target_while_the_last_changes_are_repeated(
     shop: Gallery, target: Path, other: Path
 ) -> None:

@@ -210,20 +210,6 @@ def test_an_empty_gallery_has_a_name_and_answers_with_nothing(store: VectorStore
     assert store.remove(["key1"]) == 0
 
 
-def test_a_crowd_does_not_hide_other_groups(store: VectorStore) -> None:
-    target = units(1)[0]
-    near = target + 0.01 * units(150, seed=3)
-    near /= np.linalg.norm(near, axis=1, keepdims=True)
-    store.add([entry(f"crowd{n}", vector, {"sku": "crowd"}) for n, vector in enumerate(near)])
-    store.add(
-        [entry(f"far{n}", vector, {"sku": f"far{n}"}) for n, vector in enumerate(units(5, 4))]
-    )
-    (groups,) = store.search_groups(target[None], 4, Grouping("sku"))
-    assert len(groups) == 4
-    assert groups[0].value == "crowd"
-    assert len({group.value for group in groups}) == 4
-
-
 @pytest.mark.parametrize(("liked", "disliked"), [(["key5"], []), (["key1", "key2"], ["key3"])])
 def test_items_like_some_and_unlike_others(
     store: VectorStore, liked: list[str], disliked: list[str]

@@ -17,7 +17,7 @@ from indexer.index import gpu
 from indexer.index.gpu import GpuIndex, build_cagra, gpu_memory_mb, why_no_gpu
 from indexer.index.plan import IndexSettings
 from indexer.types import Ids, Scores
-from tests.indexer.vectors import bitmap, clumped, unit
+from tests.indexer.oracle import bitmap, clumped, units
 from tests.support.seams import (
     Effort,
     GpuThread,
@@ -36,7 +36,7 @@ def test_without_gpu_support_every_way_to_the_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
-    vectors = unit(100)
+    vectors = units(100)
     for ask in (
         lambda: GpuIndex.flat(vectors),
         lambda: GpuIndex.cagra(faiss.IndexHNSWCagra(16, 8, faiss.METRIC_INNER_PRODUCT)),
@@ -88,11 +88,11 @@ class FakeGpu:
 
 
 def test_what_a_gpu_cannot_answer_comes_from_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = unit(2000)
+    vectors = units(2000)
     fake = FakeGpu(2000)
     monkeypatch.setattr(GpuIndex, "flat", lambda vectors: fake)
     index = SegmentIndex.open("flat", vectors, None, "cuda")
-    queries = unit(3, seed=1)
+    queries = units(3, 1)
     assert index.search(queries, 5, Effort(0))[1].tolist() == [[0, 1, 2, 3, 4]] * 3
     assert fake.asked == [10]
     for allowed, k in ((None, gpu.MAX_K + 1), (bitmap(np.arange(2000) < 50), 5)):
@@ -112,7 +112,7 @@ def test_a_gpu_that_fails_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPat
             pass
 
     with pytest.raises(ProviderError, match=r"GPU could not answer: 'err == 0'.*nvidia-smi"):
-        GpuIndex(Broken()).search(unit(1), 1, 1)  # type: ignore[arg-type]
+        GpuIndex(Broken()).search(units(1), 1, 1)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -298,15 +298,15 @@ def test_the_memory_is_free_when_nobody_has_the_index_any_more(
     thread = GpuThread(engine.make)
     del engine
     monkeypatch.setattr(GpuIndex, "flat", lambda vectors: GpuIndex(thread))
-    index = SegmentIndex.open("flat", unit(2000), None, "cuda")
+    index = SegmentIndex.open("flat", units(2000), None, "cuda")
     if has_searched:
-        index.search(unit(3, seed=1), 5, Effort(0))
+        index.search(units(3, 1), 5, Effort(0))
     gc.collect()
     assert memory() is not None
     del index
     gc.collect()
     with pytest.raises(EngineUnavailableError):
-        thread.search(unit(1), 1, 0)
+        thread.search(units(1), 1, 0)
     thread.close()
     gc.collect()
     assert memory() is None

@@ -18,9 +18,9 @@ from embedder.types import Embeddings
 from indexer.index import faiss as engine
 from indexer.index import segment as segments
 from indexer.index.plan import IndexSettings
-from indexer.index.segment import HELD_OUT, SegmentManifest
+from indexer.index.segment import SegmentManifest
 from indexer.types import Ids, Scores
-from tests.indexer.vectors import bitmap, clumped, unit
+from tests.indexer.oracle import bitmap, clumped, units
 from tests.support.seams import (
     Effort,
     Segment,
@@ -144,17 +144,12 @@ def test_the_same_items_make_the_same_files_and_progress_adds_up(
 @pytest.mark.parametrize("count", [1, 2, 9, 63, 64, 65])
 @pytest.mark.parametrize("kind", ["auto", "fp16", "hnsw"])
 def test_small_segments_can_be_made(tmp_path: Path, count: int, kind: str) -> None:
-    vectors = unit(count)
+    vectors = units(count)
     manifest = written(tmp_path / "s", vectors, IndexSettings(kind=kind))
     segment = Segment.open(tmp_path / "s")
     assert manifest.held_out == (0 if count < 64 else 6)
     found = segment.index.search(vectors, 3, manifest.tuned)[1]
     assert recall_at(segment.ids[found[:, :1]], ids_for(count)[:, None]) >= 0.98
-
-
-def test_no_more_than_a_thousand_vectors_are_held_out(tmp_path: Path) -> None:
-    manifest = written(tmp_path / "s", unit(10 * HELD_OUT + 500, 4), IndexSettings())
-    assert manifest.held_out == HELD_OUT
 
 
 # What a search finds.
@@ -182,7 +177,7 @@ def test_answers_are_near_those_of_a_full_sort_with_the_scores_of_full_vectors(
 
 def bitmaps(vectors: Embeddings) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(5).random(N)
-    side = vectors @ unit(1, DIM, seed=3)[0]
+    side = vectors @ units(1, 3, DIM)[0]
     chosen = {
         "half": draw < 0.5,
         "one in twenty": draw < 0.05,
@@ -220,7 +215,7 @@ def test_exact_compares_with_more_positions_than_fit_one_chunk(
 ) -> None:
     monkeypatch.setattr(engine, "CHUNK", 100)
     chosen = np.random.default_rng(0).permutation(N)[:730]
-    queries = unit(5, DIM, seed=8)
+    queries = units(5, 8, DIM)
     scores, found = built("flat", vectors).exact(queries, 25, chosen)
     products = queries @ vectors[np.sort(chosen)].T
     order = np.argsort(-products, axis=1, kind="stable")[:, :25]
@@ -232,9 +227,9 @@ def test_exact_compares_with_more_positions_than_fit_one_chunk(
 def test_equal_scores_are_ordered_by_position(kind: str, vectors: Embeddings) -> None:
     copies = np.random.default_rng(2).permutation(N)[:40]
     copied = vectors.copy()
-    copied[copies] = unit(1, DIM, seed=77)
+    copied[copies] = units(1, 77, DIM)
     tied = built(kind, copied)
-    scores, found = tied.search(unit(1, DIM, seed=77), 60, Effort(4096, 64))
+    scores, found = tied.search(units(1, 77, DIM), 60, Effort(4096, 64))
     assert found[0, :40].tolist() == sorted(copies.tolist())
     assert (scores[0, 40:] < scores[0, 39]).all()
 
@@ -260,7 +255,7 @@ def test_an_answer_is_full_whatever_is_asked_for(segment: Segment, queries: Embe
 
 
 def test_scores_stay_within_minus_one_and_one() -> None:
-    vectors = unit(500, 512)
+    vectors = units(500, dim=512)
     scores, positions = built("flat", np.concatenate([vectors, -vectors])).search(
         vectors, 1000, Effort(0)
     )
@@ -373,7 +368,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def test_a_search_that_would_look_at_more_than_it_is_to_choose_from_compares(
     coded: SegmentIndex, asked: list[tuple[int, int]]
 ) -> None:
-    queries, some = unit(20, DIM, seed=2), np.arange(N) % 40 == 0
+    queries, some = units(20, 2, DIM), np.arange(N) % 40 == 0
     effort = Effort(16, 64)
     found = coded.search(queries, 70, effort, bitmap(some))
     assert (found[1] == coded.exact(queries, 70, np.flatnonzero(some))[1]).all()
@@ -427,18 +422,18 @@ class StepIndex:
 
 @pytest.mark.parametrize("enough", [1, 16, 17, 100, 1000, 4096])
 def test_no_much_smaller_effort_would_do(enough: int) -> None:
-    tuned = tune(StepIndex("hnsw", enough), unit(20), 0.9)  # type: ignore[arg-type]
+    tuned = tune(StepIndex("hnsw", enough), units(20), 0.9)  # type: ignore[arg-type]
     assert enough <= tuned.effort.value <= max(16, enough * 9 // 8 + 1)
 
 
 def test_a_greater_k_factor_is_tried_where_the_small_one_is_not_enough() -> None:
-    tuned = tune(StepIndex("ivf-pq", 8, k_factor=32), unit(20), 0.9)  # type: ignore[arg-type]
+    tuned = tune(StepIndex("ivf-pq", 8, k_factor=32), units(20), 0.9)  # type: ignore[arg-type]
     assert tuned.effort.value == 8
     assert tuned.effort.k_factor >= 32
 
 
 def test_neighbours_that_are_missed_together_do_not_count_as_many_measurements() -> None:
-    tuned = tune(StepIndex("hnsw", 64, missed=30), unit(120), 0.96)  # type: ignore[arg-type]
+    tuned = tune(StepIndex("hnsw", 64, missed=30), units(120), 0.96)  # type: ignore[arg-type]
     assert (tuned.effort.value > 32, tuned.recall) == (True, 1.0)
 
 
@@ -447,26 +442,26 @@ def test_a_missed_target_is_refused_with_what_was_reached(
 ) -> None:
     index = StepIndex("hnsw", 10**9)
     with pytest.raises(RecallError, match=r"hnsw finds 0\.0000.*target is 0\.95.*--target-recall"):
-        tune(index, unit(20), 0.95)  # type: ignore[arg-type]
+        tune(index, units(20), 0.95)  # type: ignore[arg-type]
     assert max(effort.value for effort in index.asked) == 4096
     monkeypatch.setattr("indexer.index.kinds.IvfRabitq.k_factors", (1,))
     with pytest.raises(RecallError, match=r"ivf-rabitq finds 0\.\d{4}.*--index"):
-        written(tmp_path / "s", unit(N), IndexSettings(kind="ivf-rabitq", target_recall=0.98))
+        written(tmp_path / "s", units(N), IndexSettings(kind="ivf-rabitq", target_recall=0.98))
 
 
 def test_equal_vectors_may_stand_for_each_other() -> None:
-    index = built("hnsw", np.repeat(unit(20), 100, axis=0))
-    assert tune(index, unit(20), 0.98).recall >= 0.98
+    index = built("hnsw", np.repeat(units(20), 100, axis=0))
+    assert tune(index, units(20), 0.98).recall >= 0.98
 
 
 # Damage. That a gallery makes a damaged segment again, says test_damage.py.
 
 
 def test_a_catalogue_whose_vectors_do_not_follow_its_list_is_refused(tmp_path: Path) -> None:
-    ids, vectors = ids_for(600), unit(600)
+    ids, vectors = ids_for(600), units(600)
     wrong = {
         "fewer": batches(ids[:599], vectors[:599]),
-        "more": batches(np.append(ids, 10**9), unit(601)),
+        "more": batches(np.append(ids, 10**9), units(601)),
         "other": batches(np.where(ids == ids[400], ids - 1, ids), vectors),
         "none": iter(()),
     }

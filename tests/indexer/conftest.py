@@ -1,7 +1,6 @@
 """A small shop of pictures and a gallery of it."""
 
 import errno
-import hashlib
 import json
 import os
 import resource
@@ -20,7 +19,6 @@ from indexer.__main__ import app
 from indexer.gallery import Gallery
 from indexer.ingest.build import BuildReport, build_gallery
 from indexer.ingest.sources import Record, Source, folder_source
-from indexer.types import Entry
 from tests.indexer.milvus_server import milvus_server
 from tests.indexer.oracle import BUNDLE, DIM
 from tests.support.seams import options, set_fault_hook
@@ -105,19 +103,6 @@ def run(monkeypatch: pytest.MonkeyPatch, embedder: CountingEmbedder) -> Callable
     """Run the command line with a fake model."""
     monkeypatch.setattr(options, "open_embedder", lambda *arguments: embedder)
     return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-@pytest.fixture
-def entries_of() -> Callable[[np.ndarray], list[Entry]]:
-    """Entries without images for the rows of an array, each with content of its own."""
-
-    def make(vectors: np.ndarray) -> list[Entry]:
-        return [
-            Entry(f"item-{n}", vector, hashlib.sha256(b"%d" % n).hexdigest())
-            for n, vector in enumerate(vectors)
-        ]
-
-    return make
 
 
 def printed(result: Result) -> Any:

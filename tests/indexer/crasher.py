@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -141,12 +141,6 @@ def compact(path: Path) -> None:
     while True:
         with contextlib.suppress(GalleryBusyError):
             gallery.compact(wait=True)
-
-
-def dies_at(point: int, work: Callable[[Path], object], place: Path) -> None:
-    """Work, and die at this fault point on the way."""
-    set_fault_hook(Dies(point))
-    work(place)
 
 
 def build(path: Path, keys: int) -> None:

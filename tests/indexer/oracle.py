@@ -24,6 +24,20 @@ def units(count: int, seed: int = 0, dim: int = DIM) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
+def clumped(count: int, dim: int = DIM, seed: int = 0) -> np.ndarray:
+    """Some fifty vectors around each of many centres, (count, dim), in random order."""
+    rng = np.random.default_rng(seed)
+    centres = units(max(2, count // 50), 1, dim)
+    rows = centres[rng.integers(0, len(centres), count)] + 0.15 * units(count, seed + 2, dim)
+    rows += 0.05 * rng.standard_normal(rows.shape).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def bitmap(chosen: np.ndarray) -> np.ndarray:
+    """A mask (N,) as a little-endian bitmap."""
+    return np.packbits(chosen, bitorder="little")
+
+
 def entry(
     key: str,
     vector: np.ndarray,

@@ -127,19 +127,6 @@ def test_a_restored_gallery_is_the_same_in_a_generation_of_its_own(
         gallery.close()
 
 
-def test_what_is_changed_later_is_not_in_the_backup(shop: Path, tmp_path: Path) -> None:
-    gallery = Gallery.open(shop)
-    backup(shop, tmp_path / "saved")
-    before = keys(shop)
-    gallery.add([entry("new")])
-    gallery.remove(["item 1"])
-    gallery.compact()
-    gallery.close()
-    assert keys(tmp_path / "saved") == before
-    restore(tmp_path / "saved", shop, replace=True)
-    assert keys(shop) == before
-
-
 def test_an_empty_gallery_can_be_saved_and_restored(tmp_path: Path) -> None:
     Gallery.create(tmp_path / "empty", name="empty", bundle_id="b", dim=DIM).close()
     assert backup(tmp_path / "empty", tmp_path / "saved").items == 0
@@ -297,13 +284,6 @@ def test_a_gallery_is_replaced_only_when_that_is_said(shop: Path, saved: Path) -
     assert "new" not in keys(shop)
     assert gallery.search(entry("new").vector[None], 1)[0][0].key == "new"  # what is open stays
     gallery.close()
-
-
-def test_a_backup_is_never_written_over_something(shop: Path, saved: Path) -> None:
-    before = sorted(saved.rglob("*"))
-    with pytest.raises(GalleryError, match="is there already"):
-        backup(shop, saved)
-    assert sorted(saved.rglob("*")) == before
 
 
 def test_a_full_disk_leaves_no_half_backup_and_the_old_gallery(

@@ -150,19 +150,6 @@ def test_a_name_with_control_characters_is_left_out_and_reported(shop: Path, bui
     ]
 
 
-def test_the_index_is_of_the_kind_that_was_asked_for(
-    shop: Path, out: Path, embedder: CountingEmbedder
-) -> None:
-    seen: list[int] = []
-    settings = BuildSettings(index=IndexSettings(kind="hnsw", target_recall=0.9))
-    build_gallery(folder_source(shop), embedder, out, settings, on_indexed=seen.append)
-    assert sum(seen) == 6
-    with closing(Gallery.open(out)) as gallery:
-        segment = gallery.facts().segment
-    assert segment is not None
-    assert (segment.kind, segment.target_recall) == ("hnsw", 0.9)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"), [(None, "my-shop-2"), ("shop.v2", "shop.v2"), ("a/b", ""), ("ä", "")]
 )
@@ -195,19 +182,6 @@ def test_what_cannot_be_built_is_refused_before_the_work(
     with pytest.raises(GalleryError, match=r"needs about .* MB in .*are free.*--out"):
         build_gallery(folder_source(shop), embedder, out)
     assert embedder.batches == []
-
-
-def test_a_second_build_at_the_same_time_is_refused(built: Path, build: Build, shop: Path) -> None:
-    refused = []
-
-    def second_build(count: int) -> None:
-        with pytest.raises(GalleryError, match=r"Another build \(process \d+\) is writing"):
-            build()
-        refused.append(count)
-
-    build_gallery(folder_source(shop), FakeEmbedder(), built, on_progress=second_build)
-    assert len(refused) == 1
-    Gallery.open(built, expected_bundle_id="fake").close()
 
 
 # What a build that was stopped had done.

@@ -119,9 +119,6 @@ def test_files_that_are_no_vectors_or_images_are_refused_by_name(
     ("arguments", "message"),
     [
         (["-k", "0"], "k = 0 is not a whole number of at least 1"),
-        (["--offset", "-1"], "offset = -1"),
-        (["--min-score", "2"], "min_score = 2.0 is outside -1..1"),
-        (["--effort", "0"], "effort = 0"),
         (["--where", "color = 'red'"], "no attribute 'color'. Known are 'class'"),
         (["--where", "class ="], "ends at position 7. Expected a value"),
         (["--group-by", "color"], "no attribute 'color' to group by. Known are 'class'"),

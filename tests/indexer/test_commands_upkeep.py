@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from indexer.gallery import Gallery, current_generation
 from indexer.index.plan import IndexSettings
 from tests.indexer.conftest import Run, failure, flipped, printed, segment_of, usage
-from tests.indexer.oracle import units
+from tests.indexer.oracle import entry, units
 from tests.tiny import encoded, picture
 
 
@@ -29,13 +28,11 @@ def test_verify_ends_with_zero_or_one(run: Run, built: Path, shop: Path) -> None
     assert "2 of 2 checked items" in run("verify", built, "--sample", "2").stdout
 
 
-def test_verify_reports_recall_and_ends_with_one_below_the_target(
-    run: Run, tmp_path: Path, entries_of: Callable[[np.ndarray], list]
-) -> None:
+def test_verify_reports_recall_and_ends_with_one_below_the_target(run: Run, tmp_path: Path) -> None:
     path, queries, rows = tmp_path / "large", tmp_path / "queries.npy", units(1100)
     np.save(queries, rows[1000:])
     with closing(Gallery.create(path, name="large", bundle_id="b", dim=16)) as gallery:
-        gallery.add(entries_of(rows[:1000]))
+        gallery.add(entry(f"item-{n}", row) for n, row in enumerate(rows[:1000]))
         gallery.compact(IndexSettings(kind="hnsw", target_recall=0.5))
     ask = ("verify", path, "--queries", queries)
     good = run(*ask)

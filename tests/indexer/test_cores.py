@@ -1,4 +1,4 @@
-"""The number of cores: what this process may use, not what the machine has."""
+"""Cores and memory: what this process may use, not what the machine has."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from embedder import machine as cores
-from embedder.machine import core_count
+from embedder.machine import core_count, memory_mb
 from tests.support.seams import Effort, EmbedSettings, SegmentIndex
 
 
@@ -74,3 +74,14 @@ def test_the_share_of_time_of_a_container_counts_rounded_up(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert core_count(tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_container_with_less_memory_is_heeded(tmp_path: Path, name: str) -> None:
+    whole = memory_mb(tmp_path)
+    assert whole > 1
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(f"{2**20}\n")
+    assert memory_mb(tmp_path) == 1
+    (tmp_path / name).write_text("max\n")
+    assert memory_mb(tmp_path) == whole

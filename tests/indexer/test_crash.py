@@ -2,9 +2,8 @@
 there."""
 
 import contextlib
-import itertools
 import shutil
-import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from tests.indexer import crasher
+from tests.indexer.conftest import faults
 from tests.indexer.crasher import BUNDLE, DIM, Model, forks
-from tests.support.seams import set_fault_hook
 
 KILLS = 200
 SEED = 20_261_121
@@ -82,14 +81,9 @@ def test_no_acknowledged_change_is_lost_in_200_kills_and_nothing_removed_returns
 def points_of(path: Path) -> set[str]:
     """Every fault point of changes and compactions."""
     points: list[str] = []
-    gallery = Gallery.open(path)
-    set_fault_hook(points.append)
-    try:
+    with contextlib.closing(Gallery.open(path)) as gallery, faults(points.append):
         gallery.add([crasher.entry("last", "last", 1)])
         gallery.compact(IndexSettings(kind="flat"))
-    finally:
-        set_fault_hook(None)
-    gallery.close()
     return {crasher.named(point) for point in points}
 
 
@@ -111,18 +105,20 @@ def place(tmp_path: Path) -> Path:
 
 
 def dying(work: Callable[[Path], object], place: Path) -> Iterator[tuple[int, Path]]:
-    """A copy of `place` for each fault point of `work`, where a process died at that point."""
-    for point in itertools.count():
-        copy = Path(shutil.copytree(place, place.parent / "dying"))
-        process = forks.Process(target=crasher.dies_at, args=(point, work, copy))
-        process.start()
-        process.join(60)
-        if process.exitcode == 0:
-            break
-        assert process.exitcode == -signal.SIGKILL
-        yield point, copy
-        shutil.rmtree(copy)
-    shutil.rmtree(copy)
+    """`place` as a kill at each fault point of `work` leaves it: as other processes see it then.
+
+    Another process copies it, since SQLite loses its locks where its own one closes the file.
+    """
+    running = Path(shutil.copytree(place, place.parent / "running"))
+    copies: list[Path] = []
+
+    def copy(_: str) -> None:
+        copies.append(place.parent / f"died at {len(copies)}")
+        subprocess.run(["cp", "-a", running, copies[-1]], check=True)
+
+    with faults(copy):
+        work(running)
+    yield from enumerate(copies)
 
 
 @pytest.mark.parametrize("work", [crasher.rebuild, crasher.adopt_source, crasher.restore_saved])

@@ -50,19 +50,6 @@ def test_a_gallery_of_images_tells_what_it_is_and_each_finds_itself(
         assert [hit.key for hit in alone] == [hit.key for hit in hits]
 
 
-def test_threads_search_and_read_images_at_once(
-    opened: Gallery, shop: Path, embedder: CountingEmbedder
-) -> None:
-    vectors = {key: query(embedder, shop / key) for key in PICTURES}
-
-    def check(key: str) -> bool:
-        hit = opened.search(vectors[key], 2)[0][0]
-        return hit.key == key and len(opened.image(hit.id).data) > 0
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(check, list(PICTURES) * 20))
-
-
 def test_images_come_as_the_bytes_that_were_indexed_or_as_jpeg_for_browsers(
     built: Path, shop: Path, tmp_path: Path
 ) -> None:

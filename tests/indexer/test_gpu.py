@@ -17,7 +17,7 @@ from indexer.index import gpu
 from indexer.index.gpu import GpuIndex, build_cagra, gpu_memory_mb, why_no_gpu
 from indexer.index.plan import IndexSettings
 from indexer.types import Ids, Scores
-from tests.indexer.vectors import bitmap, clumped, unit
+from tests.indexer.oracle import bitmap, clumped, units
 from tests.support.seams import (
     Effort,
     GpuThread,
@@ -36,7 +36,7 @@ def test_without_gpu_support_every_way_to_the_gpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
-    vectors = unit(100)
+    vectors = units(100)
     for ask in (
         lambda: GpuIndex.flat(vectors),
         lambda: GpuIndex.cagra(faiss.IndexHNSWCagra(16, 8, faiss.METRIC_INNER_PRODUCT)),
@@ -71,16 +71,6 @@ def test_the_reason_names_what_is_missing(
             gpu.require_gpu()
 
 
-def test_a_segment_is_not_opened_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    if why_no_gpu() is None:
-        pytest.skip("this machine has a GPU")
-    vectors, ids = unit(100), np.arange(100)
-    written = write_vectors(tmp_path, ids, [(ids, vectors)], IndexSettings())
-    write_segment(tmp_path, 1, written, IndexSettings())
-    with pytest.raises(ProviderError, match="Or search on the CPU"):
-        Segment.open(tmp_path, device="cuda")
-
-
 class FakeGpu:
     """Stands for a GpuIndex; answers with all positions from 0 on."""
 
@@ -98,11 +88,11 @@ class FakeGpu:
 
 
 def test_what_a_gpu_cannot_answer_comes_from_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    vectors = unit(2000)
+    vectors = units(2000)
     fake = FakeGpu(2000)
     monkeypatch.setattr(GpuIndex, "flat", lambda vectors: fake)
     index = SegmentIndex.open("flat", vectors, None, "cuda")
-    queries = unit(3, seed=1)
+    queries = units(3, 1)
     assert index.search(queries, 5, Effort(0))[1].tolist() == [[0, 1, 2, 3, 4]] * 3
     assert fake.asked == [10]
     for allowed, k in ((None, gpu.MAX_K + 1), (bitmap(np.arange(2000) < 50), 5)):
@@ -122,7 +112,7 @@ def test_a_gpu_that_fails_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPat
             pass
 
     with pytest.raises(ProviderError, match=r"GPU could not answer: 'err == 0'.*nvidia-smi"):
-        GpuIndex(Broken()).search(unit(1), 1, 1)  # type: ignore[arg-type]
+        GpuIndex(Broken()).search(units(1), 1, 1)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +125,7 @@ def gallery() -> Embeddings:
 @pytest.mark.gpu
 def test_flat_on_the_gpu_answers_as_on_the_cpu(gallery: Embeddings) -> None:
     queries = clumped(200, DIM, seed=9)
+    assert gpu_memory_mb() > 1000
     index = SegmentIndex.build(plan_index(N, DIM, device="cuda", kind="flat"), gallery)
     found, truth = index.search(queries, 10, Effort(0)), index.exact(queries, 10)
     assert recall_at(found[1], truth[1]) >= 0.999
@@ -159,11 +150,6 @@ def test_cagra_is_built_tuned_saved_and_answers_on_both(
             assert recall_at(found[1], truth[1]) >= 0.95, device
             np.testing.assert_allclose(found[0][:, 0], truth[0][:, 0], atol=1e-4)
         segment.close()
-
-
-@pytest.mark.gpu
-def test_a_gpu_has_memory(gallery: Embeddings) -> None:
-    assert gpu_memory_mb() > 1000
 
 
 class FakeEngine:
@@ -207,17 +193,9 @@ def thread(engine: FakeEngine) -> Iterator[GpuThread]:
     thread.close()
 
 
-def test_everything_runs_in_one_thread_that_is_not_the_callers(
+def test_every_caller_gets_his_own_rows_from_one_thread_that_is_not_the_callers(
     engine: FakeEngine, thread: GpuThread
 ) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda n: thread.search(rows(n), 3, 5), range(50)))
-    thread.close()
-    assert len(engine.threads) == 1
-    assert threading.get_ident() not in engine.threads
-
-
-def test_every_caller_gets_his_own_rows(engine: FakeEngine, thread: GpuThread) -> None:
     asked = [[100 * n + i for i in range(n % 4)] for n in range(60)]
 
     def ask(values: list[int]) -> list[list[int]]:
@@ -227,6 +205,8 @@ def test_every_caller_gets_his_own_rows(engine: FakeEngine, thread: GpuThread) -
     with ThreadPoolExecutor(16) as pool:
         for values, found in zip(asked, pool.map(ask, asked), strict=True):
             assert found == [[value + j for j in range(1 + len(values))] for value in values]
+    assert len(engine.threads) == 1
+    assert threading.get_ident() not in engine.threads
 
 
 def held_up(
@@ -245,25 +225,31 @@ def held_up(
         return [future.exception() or future.result() for future in waiting]
 
 
-def test_what_waits_is_answered_in_one_batch(engine: FakeEngine, thread: GpuThread) -> None:
-    held_up(engine, thread, [(rows(n, n), 3, 5) for n in range(10)])
-    assert engine.batches == [(1, 1, 1), (20, 3, 5)]
-
-
-def test_requests_with_other_parameters_are_not_mixed(
-    engine: FakeEngine, thread: GpuThread
+@pytest.mark.parametrize(
+    ("asked", "most_rows", "batches"),
+    [
+        ([(rows(n, n), 3, 5) for n in range(10)], 1000, [(20, 3, 5)]),
+        (
+            [(rows(1), 3, 5), (rows(2), 4, 5), (rows(3), 3, 6), (rows(4), 3, 5)],
+            1000,
+            [(1, 3, 6), (1, 4, 5), (2, 3, 5)],
+        ),
+        ([(rows(1, 2, 3), 3, 5)] * 4, 4, [(6, 3, 5), (6, 3, 5)]),
+    ],
+    ids=["alike", "of other parameters", "many"],
+)
+def test_what_waits_is_answered_in_batches_of_equal_parameters_up_to_a_limit(
+    engine: FakeEngine,
+    thread: GpuThread,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: list[tuple[Embeddings, int, int]],
+    most_rows: int,
+    batches: list[tuple[int, int, int]],
 ) -> None:
-    asked = [(rows(1), 3, 5), (rows(2), 4, 5), (rows(3), 3, 6), (rows(4), 3, 5)]
+    monkeypatch.setattr(gpu, "MAX_ROWS", most_rows)
     held_up(engine, thread, asked)
-    assert sorted(engine.batches[1:]) == [(1, 3, 6), (1, 4, 5), (2, 3, 5)]
-
-
-def test_a_batch_ends_at_its_limit(
-    engine: FakeEngine, thread: GpuThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "MAX_ROWS", 4)
-    held_up(engine, thread, [(rows(1, 2, 3), 3, 5)] * 4)
-    assert [count for count, *_ in engine.batches[1:]] == [6, 6]
+    assert engine.batches[0] == (1, 1, 1)
+    assert sorted(engine.batches[1:]) == batches
 
 
 def test_an_error_reaches_those_who_asked_for_it_and_nobody_else(
@@ -312,15 +298,15 @@ def test_the_memory_is_free_when_nobody_has_the_index_any_more(
     thread = GpuThread(engine.make)
     del engine
     monkeypatch.setattr(GpuIndex, "flat", lambda vectors: GpuIndex(thread))
-    index = SegmentIndex.open("flat", unit(2000), None, "cuda")
+    index = SegmentIndex.open("flat", units(2000), None, "cuda")
     if has_searched:
-        index.search(unit(3, seed=1), 5, Effort(0))
+        index.search(units(3, 1), 5, Effort(0))
     gc.collect()
     assert memory() is not None
     del index
     gc.collect()
     with pytest.raises(EngineUnavailableError):
-        thread.search(unit(1), 1, 0)
+        thread.search(units(1), 1, 0)
     thread.close()
     gc.collect()
     assert memory() is None

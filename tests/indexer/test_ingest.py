@@ -1,9 +1,6 @@
-"""Adding to a live gallery: only what changed is embedded, and nothing is lost by a kill; and the
+"""Adding to a live gallery: only what changed is embedded, and what is finished stays; and the
 stream of images behind it: in order, all threads at work, memory bounded."""
 
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -204,40 +201,6 @@ def test_a_model_that_fails_ends_its_threads_and_keeps_what_was_finished(
     assert add(gallery, embedder).added == 6
 
 
-CHILD = """
-import sys
-from embedder.fake import FakeEmbedder
-from indexer.ingest.embed import EmbedSettings
-from indexer.gallery import Gallery
-from indexer.ingest.sources import folder_source
-from indexer.ingest.add import add_source
-
-gallery, source = Gallery.open(sys.argv[1]), folder_source(sys.argv[2])
-embedder = FakeEmbedder(bundle_id="b" * 64, delay_s=0.02)
-add_source(gallery, source, embedder, EmbedSettings(1, 2), lambda n: print(n, flush=True))
-"""
-
-
-def test_a_killed_add_keeps_its_batches_and_continues_with_the_same_call(
-    gallery: Gallery, built: Path, shop: Path, embedder: CountingEmbedder
-) -> None:
-    for number in range(100):
-        (shop / f"{number:03d}.png").write_bytes(encoded(picture(100 + number)))
-    command = [sys.executable, "-c", CHILD, str(built), str(shop)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        done = 0
-        while done < 20:
-            done += int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-    kept = gallery.size - 6
-    assert kept >= done
-    report = add(gallery, embedder)
-    assert (report.added, report.unchanged) == (100 - kept, 6 + kept)
-    assert sum(embedder.batches) == 100 - kept
-    assert gallery.size == 106
-
-
 # The stream of images that builds and additions take.
 
 
@@ -251,21 +214,6 @@ def run(
 
 def outcomes_of(batches: list[Batch]) -> dict[str, Outcome]:
     return {outcome.record.key: outcome for batch in batches for outcome in batch.outcomes}
-
-
-@pytest.mark.parametrize(("batch_size", "workers"), [(1, 1), (2, 3), (100, 2)])
-def test_outcomes_come_in_the_order_of_the_source_with_the_right_vectors(
-    shop: Path, embedder: CountingEmbedder, batch_size: int, workers: int
-) -> None:
-    batches = run(folder_source(shop), embedder, batch_size, workers)
-    outcomes = outcomes_of(batches)
-    vectors = {sha256: vector for batch in batches for sha256, vector in batch.vectors.items()}
-    assert [*outcomes] == sorted(PICTURES)
-    for key, outcome in outcomes.items():
-        assert outcome.format == PICTURES[key][0]
-        expected = query(embedder, shop / key)[0]
-        np.testing.assert_allclose(vectors[outcome.sha256], expected, atol=1e-5)
-    assert max(embedder.batches) <= batch_size
 
 
 def test_a_record_whose_content_is_known_by_its_hash_is_not_even_read(

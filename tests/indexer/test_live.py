@@ -351,18 +351,6 @@ def test_a_compaction_lets_go_of_the_catalogue_before_its_long_work(
     assert not any(busy)
 
 
-def test_a_large_removal_is_made_in_steps(
-    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("indexer.gallery._REMOVED_AT_ONCE", 7)
-    gallery.add(entries(range(50)))
-    before = gallery.facts().version
-    assert gallery.remove_where(Range("n", below=30)) == 30
-    assert keys(gallery) == {f"k{n}" for n in range(30, 50)}
-    assert gallery.facts().version != before
-    assert gallery.remove_where(Range("n", below=30)) == 0
-
-
 def test_losing_every_race_is_no_damage(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +376,7 @@ def test_losing_every_race_is_no_damage(
     other.close()
 
 
-def test_a_removal_that_a_build_cuts_short_says_how_far_it_came(
+def test_a_removal_in_steps_that_a_build_cuts_short_says_how_far_it_came(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("indexer.gallery._REMOVED_AT_ONCE", 7)

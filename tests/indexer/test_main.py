@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 
 from embedder.bundle import Bundle
 from embedder.errors import ProviderError
-from embedder.manifest import AskedPrecision
 from embedder.session import OnnxEmbedder, SessionSettings
 from indexer.__main__ import app
 from indexer.commands import console
@@ -84,15 +83,6 @@ def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> N
 def test_wrong_usage_ends_with_two(run: Run, built: Path, arguments: str, message: str) -> None:
     given = [built if word == "GALLERY" else word for word in arguments.split()]
     assert message in usage(run(*given))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "auto"])
-def test_the_bundle_opens_in_the_precision_asked_for(
-    tiny_bundle: Bundle, precision: AskedPrecision
-) -> None:
-    embedder = options.open_embedder(tiny_bundle.path, "cpu", False, precision)
-    reason = {"fp32": "asked for", "auto": "the bundle has no int8"}[precision]
-    assert (embedder.precision, embedder.precision_reason) == ("fp32", reason)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

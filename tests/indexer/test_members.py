@@ -1,8 +1,7 @@
-"""Means of large groups: exact, in little memory, and ended as soon as nobody waits."""
+"""Large groups: their means are exact, take little memory, and end as soon as nobody waits."""
 
 import math
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,9 +9,8 @@ import pytest
 
 from indexer.filters.tree import Range
 from indexer.gallery import Gallery
-from indexer.live.ranking import mean_of
 from indexer.types import Entry, Grouping, SearchOptions
-from tests.support.seams import CatalogView, Members, contents_of
+from tests.support.seams import CatalogView
 
 COUNT, DIM = 20_000, 32
 MEAN = Grouping("class", "mean")
@@ -25,7 +23,12 @@ def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     vectors = np.random.default_rng(0).standard_normal((COUNT, DIM)).astype("f4")
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     entries = [
-        Entry(f"k{n}", v, f"{n % 15_000:064x}", {"class": "shoes", "price": n})
+        Entry(
+            f"k{n}",
+            v,
+            f"{n % 15_000:064x}",
+            {"class": "shoes", "price": n, "tenth": n % 10, "pair": n // 2},
+        )
         for n, v in enumerate(vectors)
     ]
     made.add(entries[: COUNT * 3 // 4])
@@ -35,9 +38,15 @@ def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     return made
 
 
-def expected(gallery: Gallery, query: np.ndarray, kept: Callable[[Entry], bool]) -> float:
-    entries = [e for part in gallery.scan() for e in part if kept(e)]
-    return math.fsum(float(np.clip(e.vector @ query, -1, 1)) for e in entries) / len(entries)
+def expected(gallery: Gallery, query: np.ndarray, options: SearchOptions) -> tuple[str, float]:
+    """The best item and the mean of all that fit, of copies the best alone."""
+    scores: dict[str, tuple[float, str]] = {}
+    for e in (e for part in gallery.scan() for e in part):
+        if options.where is None or options.where.matches(e.attributes):
+            found = float(np.clip(e.vector @ query, -1, 1)), e.key
+            same = e.sha256 if options.distinct else e.key
+            scores[same] = max(scores.get(same, found), found)
+    return max(scores.values())[1], math.fsum(s for s, _ in scores.values()) / len(scores)
 
 
 def query_of(gallery: Gallery) -> np.ndarray:
@@ -45,36 +54,42 @@ def query_of(gallery: Gallery) -> np.ndarray:
     return np.asarray(entry.vector)
 
 
+@pytest.mark.parametrize("where", [None, Range("price", at_least=150, below=19_000)])
+@pytest.mark.parametrize("distinct", [False, True])
 def test_a_mean_is_over_segment_and_delta_without_the_removed_and_the_unfit(
-    gallery: Gallery,
+    gallery: Gallery, where: Range | None, distinct: bool
 ) -> None:
-    query = query_of(gallery)
-    for where in (None, Range("price", at_least=150, below=19_000)):
-        [[group]] = gallery.search_groups(query[None], 5, MEAN, SearchOptions(where=where))
-        found = expected(gallery, query, lambda e, w=where: w is None or w.matches(e.attributes))
-        assert group.score == pytest.approx(found, abs=1e-6)
-        assert [hit.key for hit in group.hits] == (["k7"] if where is None else [best(gallery)])
+    query, options = query_of(gallery), SearchOptions(where=where, distinct=distinct)
+    [[group]] = gallery.search_groups(query[None], 5, MEAN, options)
+    key, mean = expected(gallery, query, options)
+    assert group.score == pytest.approx(mean, abs=1e-6)
+    assert [hit.key for hit in group.hits] == [key]
 
 
-def best(gallery: Gallery) -> str:
-    where = Range("price", at_least=150, below=19_000)
-    [[hit]] = gallery.search(query_of(gallery)[None], 1, SearchOptions(where=where, exact=True))
-    return hit.key
-
-
-def test_a_mean_reads_no_row_of_what_is_not_shown(
-    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("grouping", "k", "rows"),
+    [
+        (MEAN, 5, 100),  # a mean reads no row of what is not shown
+        (Grouping("tenth", size=3), 5, 100),  # as many of a group as it shows
+        (Grouping("tenth", "mean", size=3), 10, 150),
+        (Grouping("pair", "mean"), 5, 1000),  # a group that cannot win is not opened
+        (Grouping("tenth"), 50, 1000),  # groups that are not there are not sought in every item
+    ],
+)
+def test_groups_read_few_rows(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch, grouping: Grouping, k: int, rows: int
 ) -> None:
     read: list[int] = []
-    get = CatalogView.get
+    rows_of = CatalogView.rows
 
-    def counted(self: CatalogView, ids):
+    def counted(self: CatalogView, ids, seq):
         read.append(len(ids))
-        return get(self, ids)
+        return rows_of(self, ids, seq)
 
-    monkeypatch.setattr(CatalogView, "get", counted)
-    gallery.search_groups(query_of(gallery)[None], 5, MEAN)
-    assert sum(read) < 100
+    monkeypatch.setattr(CatalogView, "rows", counted)
+    [groups] = gallery.search_groups(query_of(gallery)[None], k, grouping)
+    assert groups
+    assert 0 < sum(read) < rows
 
 
 def test_a_mean_needs_less_memory_than_the_vectors_of_the_group(gallery: Gallery) -> None:
@@ -114,20 +129,3 @@ def test_a_search_ends_at_the_first_checkpoint_that_raises(
         with pytest.raises(OverError):
             gallery.search_groups(query, 5, grouping, options)
         assert calls == last + 1
-
-
-def members(scores: list[float], contents: list[int]) -> Members:
-    ids = np.arange(len(scores), dtype=np.int64)
-    return Members("a", ids, np.array(scores), contents_of([f"{c:064x}" for c in contents]))
-
-
-def test_copies_count_once_with_their_best_score_across_blocks() -> None:
-    blocks = [members([0.5, 0.25], [1, 2]), members([0.75, 0.0], [1, 3])]
-    assert mean_of(blocks, SearchOptions(distinct=True)) == (0.75 + 0.25 + 0.0) / 3
-    assert mean_of(blocks, SearchOptions()) == (0.5 + 0.25 + 0.75 + 0.0) / 4
-
-
-def test_known_scores_stay_and_the_excluded_go() -> None:
-    found = members([0.5, 0.25, 0.1], [1, 2, 3])
-    left = found.left({1: 0.26, 9: 0.9}, SearchOptions(exclude=frozenset({0})))
-    assert (left.ids.tolist(), left.scores.tolist()) == ([1, 2], [0.26, 0.1])

@@ -175,16 +175,6 @@ def test_every_item_gets_a_vector_of_the_new_model_and_keeps_the_rest(
         assert gallery.facts().delta == 0
 
 
-def test_equal_contents_are_embedded_once(
-    shop: Gallery, target: Path, made: Path, pictures: Pictures
-) -> None:
-    shop.add([pictures.entry(f"copy {n}", 3) for n in range(3)])
-    with closing(Follower(target, NEW, pictures.read, EmbedSettings(4, 1))) as follower:
-        report = rebuild(follower, made)
-    assert (report.items, report.embedded) == (43, 40)
-    assert content(made) == content(target)
-
-
 def test_items_whose_picture_is_gone_are_listed_and_a_limit_decides(
     follower: Follower, target: Path, made: Path, pictures: Pictures
 ) -> None:

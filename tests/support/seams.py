@@ -25,7 +25,6 @@ from indexer.index.tune import recall_at, tune
 from indexer.ingest.build import import_gallery
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.rebuild import adopt
-from indexer.live.ranking import Members, contents_of
 from indexer.types import Dump, Entry
 from service.batching import MicroBatcher
 from service.cache import Cache, Lookup, LruCache, embedding_key
@@ -63,7 +62,6 @@ __all__ = [
     "KeyStore",
     "Lookup",
     "LruCache",
-    "Members",
     "MicroBatcher",
     "MilvusStore",
     "Place",
@@ -78,7 +76,6 @@ __all__ = [
     "adopt",
     "backup",
     "compare",
-    "contents_of",
     "embedding_key",
     "import_gallery",
     "listen",

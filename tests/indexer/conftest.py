@@ -19,8 +19,8 @@ from indexer.__main__ import app
 from indexer.gallery import Gallery
 from indexer.ingest.build import BuildReport, build_gallery
 from indexer.ingest.sources import Record, Source, folder_source
-from tests.indexer.milvus_server import milvus_server
 from tests.indexer.oracle import BUNDLE, DIM
+from tests.support.milvus_server import milvus_server
 from tests.support.seams import options, set_fault_hook
 from tests.tiny import encoded, picture
 

@@ -38,7 +38,6 @@ from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
 from indexer.gallery import Gallery
 from indexer.types import Entry, Grouping, GroupScore, SearchOptions, VectorStore, Written
 from tests.indexer.conftest import Run, failure, printed
-from tests.indexer.milvus_server import MilvusServer, started_server
 from tests.indexer.oracle import (
     BUNDLE,
     DIM,
@@ -52,6 +51,7 @@ from tests.indexer.oracle import (
     shop,
     units,
 )
+from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import MilvusStore
 from tests.tiny import encoded, picture
 

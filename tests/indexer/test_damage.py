@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embedder import durable
 from embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
 from indexer.checks.verify import check_files
 from indexer.filters.tree import Range
@@ -187,6 +188,22 @@ def test_a_folder_that_may_not_be_written_or_read(path: Path) -> None:
             Gallery.open(folder)
         for part in parts:
             part.chmod(0o755)
+
+
+def test_old_segments_are_removed_without_a_word_to_compactions(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that lets go of a segment must not make a compaction believe that another runs."""
+    looked: list[Path] = []
+
+    def in_use(folder: Path) -> bool:
+        with compaction.alone(generation_of(path), wait=False):
+            looked.append(folder)
+        return durable.in_use(folder)
+
+    monkeypatch.setattr(compaction, "in_use", in_use)
+    compaction.collect(generation_of(path))
+    assert looked == [segment_of(path)]
 
 
 @pytest.mark.parametrize("moment", ["segment: after rename", "adopt: before commit"])

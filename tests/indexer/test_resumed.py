@@ -15,9 +15,9 @@ from indexer.ingest.rebuild import Follower, rebuild, swap_in
 from indexer.ingest.sources import csv_source, folder_source
 from indexer.types import Dump, Entry
 from tests.indexer.conftest import CountingEmbedder, faults, query
+from tests.indexer.oracle import units
 from tests.indexer.test_rebuild import NEW, Pictures, content
 from tests.indexer.test_rebuild import pictures as pictures
-from tests.indexer.vectors import unit
 from tests.support.seams import import_gallery
 from tests.tiny import encoded, picture
 
@@ -46,7 +46,7 @@ def dump(entries: Sequence[Entry]) -> Dump:
 def test_an_import_takes_no_vector_of_another_that_was_stopped(
     tmp_path: Path, entries_of: Callable[[np.ndarray], list[Entry]]
 ) -> None:
-    first, second = (entries_of(unit(5000, 8, seed)) for seed in (1, 2))
+    first, second = (entries_of(units(5000, seed, dim=8)) for seed in (1, 2))
     with pytest.raises(InvalidParameterError):
         import_gallery(dump([*first, replace(first[0], key="")]), tmp_path / "shop")
     import_gallery(dump(second), tmp_path / "shop")

@@ -43,10 +43,11 @@ def dump(entries: Sequence[Entry]) -> Dump:
     return Dump(facts, 8, len(entries), lambda: iter(entries))
 
 
-def test_an_import_takes_no_vector_of_another_that_was_stopped(
-    tmp_path: Path, entries_of: Callable[[np.ndarray], list[Entry]]
-) -> None:
-    first, second = (entries_of(units(5000, seed, dim=8)) for seed in (1, 2))
+def test_an_import_takes_no_vector_of_another_that_was_stopped(tmp_path: Path) -> None:
+    first, second = (
+        [Entry(f"k{n}", row, f"{n:064x}") for n, row in enumerate(units(5000, seed, dim=8))]
+        for seed in (1, 2)
+    )
     with pytest.raises(InvalidParameterError):
         import_gallery(dump([*first, replace(first[0], key="")]), tmp_path / "shop")
     import_gallery(dump(second), tmp_path / "shop")

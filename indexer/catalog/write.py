@@ -18,14 +18,14 @@ from indexer.catalog.schema import (
 )
 from indexer.types import Entry, Ids, Item, Written
 
-AttributeRow = tuple[int, str | int | float | bytes, ItemId]
+_AttributeRow = tuple[int, str | int | float | bytes, ItemId]
 """The number of a name, a value, and the number of an item."""
 
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
 
-INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, ?)"
+_INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, ?)"
 _INSERT_ATTRIBUTE = "INSERT INTO attributes VALUES (?, ?, ?)"
 _DELETE_ATTRIBUTE = "DELETE FROM attributes WHERE name = ? AND value = ? AND item = ?"
 _UPDATE_ITEM = """
@@ -162,14 +162,14 @@ class CatalogWriter(CatalogView):
         rows = self._all("SELECT seq FROM sqlite_sequence WHERE name = 'items'")
         first = rows[0][0] + 1 if rows else 1
         numbered = [*enumerate(entries, first)]
-        self._many(INSERT_ITEM, [item_row(number, e, seq) for number, e in numbered])
-        self._many(INSERT_VECTOR, vector_rows(first, vectors))
+        self._many(_INSERT_ITEM, [_item_row(number, e, seq) for number, e in numbered])
+        self._many(_INSERT_VECTOR, _vector_rows(first, vectors))
         self._index({number: entry.attributes for number, entry in numbered})
         numbers = sum(number for number, _ in numbered)
         self.connection.execute(_GROW, (len(entries), numbers))
 
     def _set(self, item: Item, attributes: Attributes, path: str, format_: str) -> None:
-        text = attributes_text(attributes)
+        text = _attributes_text(attributes)
         content = bytes.fromhex(item.sha256)
         crc = item_checksum(item.id, item.key, path, content, format_, text)
         row = (path, format_, text, self._next_seq(), crc, item.id)
@@ -178,10 +178,10 @@ class CatalogWriter(CatalogView):
         self._index({item.id: attributes})
 
     def _index(self, items: Mapping[ItemId, Attributes]) -> None:
-        self._many(_INSERT_ATTRIBUTE, attribute_rows(self._numbers, items))
+        self._many(_INSERT_ATTRIBUTE, _attribute_rows(self._numbers, items))
 
     def _unindex(self, items: Mapping[ItemId, Attributes]) -> None:
-        self._many(_DELETE_ATTRIBUTE, attribute_rows(self._numbers, items))
+        self._many(_DELETE_ATTRIBUTE, _attribute_rows(self._numbers, items))
 
     def _learn(self, kinds: Mapping[str, AttributeKind]) -> None:
         """Store the names that are new."""
@@ -206,23 +206,23 @@ class CatalogWriter(CatalogView):
         self.connection.executemany(sql, rows)
 
 
-def item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:
+def _item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:
     """The row of a new item."""
     content = bytes.fromhex(entry.sha256)
-    attributes = attributes_text(entry.attributes)
+    attributes = _attributes_text(entry.attributes)
     crc = item_checksum(number, entry.key, entry.path, content, entry.format, attributes)
     return (number, entry.key, entry.path, content, entry.format, attributes, seq, seq, crc)
 
 
-def vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, bytes]]:
+def _vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, bytes]]:
     """The rows of the vectors (N, D) of new items, whose numbers begin with `first`."""
     rows = enumerate((vector.tobytes() for vector in vectors), first)
     return [(number, vector_checksum(number, data), data) for number, data in rows]
 
 
-def attribute_rows(
+def _attribute_rows(
     numbers: Mapping[str, int], items: Mapping[ItemId, Attributes]
-) -> list[AttributeRow]:
+) -> list[_AttributeRow]:
     """The rows of items in the table of attributes; `numbers` are those of the names."""
     return [
         (numbers[name], stored(value), item)
@@ -231,7 +231,7 @@ def attribute_rows(
     ]
 
 
-def attributes_text(attributes: Attributes) -> str:
+def _attributes_text(attributes: Attributes) -> str:
     """Attributes as JSON."""
     return _ENCODER.encode(dict(attributes))
 

@@ -25,7 +25,7 @@ from indexer.ingest.embed import (
     refuse_unreadable,
 )
 from indexer.ingest.sources import Source, check_attributes
-from indexer.types import Entry, Item, Progress, VectorStore, Written
+from indexer.types import Entry, Ids, Item, Progress, VectorStore, Written
 
 _STAYS = "The gallery keeps what it has under this key."
 _CHANGED = "The file was changed while it was read. Run the same command again."
@@ -214,9 +214,13 @@ class Rest:
 
     def remove(self) -> None:
         """Remove what was not named. Raises: GalleryWriteError."""
-        ids = self._ids[~self._is_named].tolist()
-        for start in range(0, len(ids), _REMOVED_AT_ONCE):
-            self._gallery.remove_items(ids[start : start + _REMOVED_AT_ONCE])
+        remove_in_parts(self._gallery, self._ids[~self._is_named])
+
+
+def remove_in_parts(gallery: Gallery, ids: Ids) -> None:
+    """Remove items by number, some at a time. Raises: GalleryWriteError."""
+    for start in range(0, len(ids), _REMOVED_AT_ONCE):
+        gallery.remove_items(ids[start : start + _REMOVED_AT_ONCE].tolist())
 
 
 def _entry(outcome: Outcome, vector: NDArray[np.float32]) -> Entry:

@@ -186,15 +186,15 @@ def _filled(gallery: Gallery, dump: Dump, on_progress: Progress | None) -> Rest:
     while part := list(islice(entries, _CHUNK)):
         stored = gallery.stored([entry.key for entry in part])
         rest.keep(stored.values())
-        begun = [entry for entry in part if entry.key in stored]
-        before = gallery.entries([entry.key for entry in begun])
-        # What was begun may be an import of other vectors of the same contents.
-        gallery.remove(
-            entry.key
-            for entry, old in zip(begun, before, strict=True)
-            if np.shape(entry.vector) == old.vector.shape
-            and not np.allclose(entry.vector, old.vector, atol=_SAME_VECTOR)
-        )
+        if stored:  # perhaps by an import of other vectors of the same contents
+            begun = [entry for entry in part if entry.key in stored]
+            before = gallery.entries([entry.key for entry in begun])
+            gallery.remove(
+                entry.key
+                for entry, old in zip(begun, before, strict=True)
+                if np.shape(entry.vector) == old.vector.shape
+                and not np.allclose(entry.vector, old.vector, atol=_SAME_VECTOR)
+            )
         gallery.add(part)
         if on_progress is not None:
             on_progress(len(part))

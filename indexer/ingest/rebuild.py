@@ -1,7 +1,7 @@
 """Rebuild: a gallery made again with another model, beside the old one, which stays in use."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from time import perf_counter
 
@@ -22,7 +22,7 @@ from indexer.folder.backup import backup
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import GalleryManifest, read_manifest, write_manifest
 from indexer.gallery import Gallery
-from indexer.ingest.add import Ingest
+from indexer.ingest.add import Ingest, remove_in_parts
 from indexer.ingest.embed import EmbedSettings, Failure
 from indexer.ingest.sources import Record, Source
 from indexer.live.compaction import CATALOG
@@ -160,12 +160,13 @@ class Follower:
         fresh = np.union1d(np.setdiff1d(live, before), changed)
         old = candidate.ids() if is_first else self._forget(np.union1d(gone, fresh))
         pairs = [np.column_stack([self._ids, self._copies])]
-        pairs += [self._take(candidate, ids, on_progress) for ids in _in_parts(fresh)]
+        for start in range(0, len(fresh), _CHUNK):
+            some = fresh[start : start + _CHUNK]
+            pairs += [self._take(candidate, some, on_progress)]
         both = np.concatenate(pairs)
         self._ids, self._copies = both[np.argsort(both[:, 0])].T
         # What an item was before may be what another one is now.
-        for ids in _in_parts(np.setdiff1d(old, self._copies)):
-            candidate.remove_items(ids.tolist())
+        remove_in_parts(candidate, np.setdiff1d(old, self._copies))
         self._seq = seq
         return len(fresh) + len(gone)
 
@@ -207,11 +208,6 @@ class Follower:
 
 def _record(item: Item) -> Record:
     return Record(item.key, item.path, item.attributes, item.sha256, item.format)
-
-
-def _in_parts(ids: Ids) -> Iterator[Ids]:
-    for start in range(0, len(ids), _CHUNK):
-        yield ids[start : start + _CHUNK]
 
 
 class RebuildReport(BaseModel):

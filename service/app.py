@@ -15,19 +15,19 @@ from starlette.types import Lifespan
 
 from embedder.errors import KinlensError
 from embedder.session import Embedder
-from service.api import build_router
-from service.cache import Cache
-from service.metrics_shared import kept_fresh
-from service.middleware import AllowedHosts, RequestContext, SecurityHeaders
-from service.openapi import install_openapi
+from service.api.router import build_router
+from service.galleries.types import Gallery
+from service.http.guard import Guard, build_guard
+from service.http.middleware import AllowedHosts, RequestContext, SecurityHeaders
+from service.http.openapi import install_openapi
+from service.http.scopes import check_covered
+from service.http.templates import Templates
+from service.observe.metrics_shared import kept_fresh
+from service.observe.tracing import Tracing, open_tracing
 from service.problems import from_http, from_kinlens, from_validation
 from service.runtime import Runtime, build_runtime
-from service.security.access import check_covered
-from service.security.guard import Guard, build_guard
-from service.security.templates import Templates
+from service.search.cache import Cache
 from service.settings import Settings
-from service.tracing import Tracing, open_tracing
-from service.types import Gallery
 
 _UI = Path(__file__).parent / "ui"
 

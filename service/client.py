@@ -42,6 +42,20 @@ from urllib.parse import urlencode
 import httpx
 
 from embedder.types import AttributeValue
+from service.api.gallery_models import (
+    Galleries,
+    GalleryDetail,
+    GalleryModel,
+    ItemModel,
+    ItemPage,
+    PatchAnswer,
+    PutAnswer,
+    RemoveAnswer,
+)
+from service.api.job_models import JobLog, JobModel, Jobs
+from service.api.operation_models import Live, Ready
+from service.api.sample_models import SamplesAnswer
+from service.api.search_models import BatchAnswer, SearchAnswer
 from service.client_calls import (
     MAX_ITEMS,
     Attributes,
@@ -75,20 +89,6 @@ from service.client_errors import (
     JobTimeoutError,
     ProblemError,
 )
-from service.schemas.galleries import (
-    Galleries,
-    GalleryDetail,
-    GalleryModel,
-    ItemModel,
-    ItemPage,
-    PatchAnswer,
-    PutAnswer,
-    RemoveAnswer,
-)
-from service.schemas.jobs import JobLog, JobModel, Jobs
-from service.schemas.operations import Live, Ready
-from service.schemas.samples import SamplesAnswer
-from service.schemas.search import BatchAnswer, SearchAnswer
 
 __all__ = [
     "AnswerError",

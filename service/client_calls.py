@@ -14,6 +14,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from embedder.types import AttributeValue
+from service.api.gallery_models import ItemModel, ItemPage, PutAnswer, PutResult
+from service.api.problem_models import Problem
 from service.client_errors import (
     AnswerError,
     ArgumentError,
@@ -22,8 +24,6 @@ from service.client_errors import (
     ProblemError,
     problem_error,
 )
-from service.schemas.galleries import ItemModel, ItemPage, PutAnswer, PutResult
-from service.schemas.problems import Problem
 
 T = TypeVar("T")
 

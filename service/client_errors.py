@@ -25,8 +25,8 @@ ClientError
 
 from collections.abc import Sequence
 
-from service.schemas.jobs import JobModel
-from service.schemas.problems import Fault, Problem
+from service.api.job_models import JobModel
+from service.api.problem_models import Fault, Problem
 
 
 class ClientError(Exception):

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from embedder import errors
 from embedder.errors import KinlensError, OverloadedError, RateLimitedError
-from service.methods import methods_at
+from service.http.methods import methods_at
 
 MEDIA_TYPE = "application/problem+json"
 INTERNAL_TEXT = "Something failed inside the service. Its log has the cause under this request_id."

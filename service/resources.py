@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from embedder.session import Embedder
-from service.bundles import Bundles, OneBundle
-from service.cache import Cache, LruCache
-from service.failures import Failures
-from service.loading import Loader, refuse_nothing
-from service.models import Connect, Models
-from service.registry import Registry
-from service.remote import RedisStore
+from service.galleries.bundles import Bundles, OneBundle
+from service.galleries.failures import Failures
+from service.galleries.loading import Loader, refuse_nothing
+from service.galleries.locations import Sources, open_place
+from service.galleries.registry import Registry
+from service.galleries.types import Gallery
+from service.search.cache import Cache, LruCache
+from service.search.model import Connect, Models
+from service.search.redis_cache import RedisStore
 from service.settings import Settings
-from service.sources import Sources, open_place
-from service.types import Gallery
 
 _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": ()}
 

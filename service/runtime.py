@@ -7,28 +7,28 @@ from dataclasses import dataclass
 import structlog
 
 from embedder.session import Embedder
-from service.batching import MicroBatcher
-from service.cache import Cache
-from service.decoding.decoder import Decoder, create_decoder
-from service.encoding import Encoder
-from service.failures import Failures
-from service.health import Health
+from service.access.keys import KeyStore, open_keys
+from service.galleries.failures import Failures
+from service.galleries.managed import ManagedGalleries, create_changes
+from service.galleries.registry import Registry
+from service.galleries.renditions import Renditions
+from service.galleries.types import Gallery
+from service.galleries.uploads import Uploads
+from service.galleries.writes import Writes
 from service.jobs.manager import JobManager, open_jobs
-from service.managed import ManagedGalleries, create_changes
-from service.metrics import Metrics
-from service.models import Connect, Models
-from service.observing import Observer, publish
-from service.pools import BoundedPool
-from service.registry import Registry
-from service.renditions import Renditions
+from service.observe.health import Health
+from service.observe.metrics import Metrics
+from service.observe.observer import Observer, publish
 from service.resources import create_cache, missing_image_roots, open_registry
-from service.sampling import RecallSampler
-from service.search import SearchService, Timeouts
-from service.security.keys import KeyStore, open_keys
+from service.search.batching import MicroBatcher
+from service.search.cache import Cache
+from service.search.decoder import Decoder, create_decoder
+from service.search.encoding import Encoder
+from service.search.model import Connect, Models
+from service.search.pools import BoundedPool
+from service.search.recall import RecallSampler
+from service.search.use_case import SearchService, Timeouts
 from service.settings import Settings
-from service.types import Gallery
-from service.uploads import Uploads
-from service.writes import Writes
 
 _WRITERS = 2  # a catalogue has one writer at a time; the other one prepares
 _FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once; each is short

@@ -14,10 +14,10 @@ from embedder.machine import core_count
 from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
 from indexer.types import checked_name
-from service.remote import check_url
-from service.security.address import parse_network
-from service.security.keys import Scope
-from service.security.rates import parse_rates
+from service.access.address import parse_network
+from service.access.keys import Scope
+from service.access.rates import parse_rates
+from service.search.redis_cache import check_url
 
 ANY_HOST = "*"
 START_WORDS = ("imagenet", "none", "current")

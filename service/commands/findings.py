@@ -13,13 +13,13 @@ from redis.backoff import NoBackoff
 
 from embedder.errors import KinlensError
 from indexer.gallery import Gallery
-from service.bundles import Bundles
+from service.access.keys import open_keys
+from service.galleries.bundles import Bundles
+from service.galleries.locations import Place, Sources
+from service.http.exposure import exposures
+from service.http.server import listen
 from service.resources import missing_image_roots
-from service.security.exposure import exposures
-from service.security.keys import open_keys
-from service.server import listen
 from service.settings import Settings
-from service.sources import Place, Sources
 
 Verdict = Literal["ok", "warning", "fault"]
 

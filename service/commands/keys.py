@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from embedder.errors import InvalidParameterError, KinlensError
+from service.access.keys import SCOPES, KeyStore, Scope, open_keys
 from service.commands import options
-from service.security.keys import SCOPES, KeyStore, Scope, open_keys
 
 app = typer.Typer(no_args_is_help=True, help="Make API keys, list them, end them.")
 

@@ -8,11 +8,11 @@ import typer
 from embedder.errors import KinlensError
 from service.app import create_app
 from service.commands import options
-from service.logs import configure_logs
-from service.processes import address_of, serve_processes
+from service.http.exposure import exposures
+from service.http.processes import address_of, serve_processes
+from service.http.server import listen, serve_on
+from service.observe.logs import configure_logs
 from service.resources import missing_image_roots
-from service.security.exposure import exposures
-from service.server import listen, serve_on
 from service.settings import Settings
 
 

@@ -7,7 +7,7 @@ import typer
 
 from embedder.errors import KinlensError
 from service.commands import options
-from service.logs import configure_logs
+from service.observe.logs import configure_logs
 
 Once = Annotated[bool, typer.Option("--once", help="End when no job waits.")]
 

@@ -10,13 +10,13 @@ from indexer.gallery import Gallery
 from indexer.ingest.rebuild import ReadImage
 from indexer.ingest.sources import ANY_SIZE, Record, read_image
 from indexer.types import Item
+from service.galleries.uploads import Uploads
 from service.jobs.folders import JobFolders
 from service.jobs.params import Params
 from service.jobs.plan import Plan
 from service.jobs.record import Job
 from service.jobs.steps import Steps
 from service.jobs.store import JobStore
-from service.uploads import Uploads
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from embedder.errors import (
 from embedder.manifest import AskedPrecision
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
-from service.bundles import id_of
+from service.galleries.bundles import id_of
+from service.galleries.locations import Place, Sources
 from service.jobs.folders import JobFolders
 from service.jobs.params import RebuildParams, SwapParams, TrainParams, checked
 from service.jobs.record import Job
 from service.settings import START_WORDS, Settings, split_gallery
-from service.sources import Place, Sources
 
 BUNDLE_DIGITS = 16
 """Of the id of a bundle, in the name of its folder in the state folder."""

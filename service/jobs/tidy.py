@@ -8,12 +8,12 @@ from pathlib import Path
 from embedder.durable import discard, is_stage
 from embedder.errors import JobNotFoundError, KinlensError
 from indexer.gallery import current_manifest
-from service.bundles import id_of
+from service.galleries.bundles import id_of
+from service.galleries.locations import Sources
 from service.jobs.folders import JobFolders
 from service.jobs.record import ACTIVE, Job
 from service.jobs.store import JobStore
 from service.settings import Settings
-from service.sources import Sources
 
 KEPT_JOBS = 200
 """The newest jobs, which are kept however old they are."""

@@ -21,7 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 import service
-from service.middleware import SecurityHeaders
+from service.http.middleware import SecurityHeaders
 
 UI = Path(service.__file__).parent / "ui"
 COLOURS = {"red": (200, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 200)}

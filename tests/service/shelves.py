@@ -13,12 +13,12 @@ from embedder.fake import FakeEmbedder
 from embedder.session import Embedder
 from indexer.gallery import Gallery
 from indexer.types import Entry
-from service.encoding import Encoder
-from service.loading import Loader
-from service.models import Models
-from service.registry import Registry
+from service.galleries.loading import Loader
+from service.galleries.locations import open_place
+from service.galleries.registry import Registry
+from service.search.encoding import Encoder
+from service.search.model import Models
 from service.settings import Settings
-from service.sources import open_place
 from tests.support.seams import (
     Cache,
     Failures,

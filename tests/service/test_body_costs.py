@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.routes import json_bodies
-from service.schemas.galleries import MAX_KEYS
+from service.api.gallery_models import MAX_KEYS
+from service.http import json_bodies
 from tests.service.market import picture, start_market, text_of
 from tests.service.test_api import assert_problem
 

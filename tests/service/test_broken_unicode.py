@@ -8,7 +8,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from embedder.errors import FilterError
-from service.logs import _mask_line
+from service.observe.logs import _mask_line
 from service.problems import INVALID, described, problem
 from tests.service.market import picture, start_market, text_of
 

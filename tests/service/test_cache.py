@@ -11,8 +11,8 @@ import pytest
 
 from embedder.types import Hit
 from indexer.types import Group
-from service.cache import answer_key
-from service.payloads import (
+from service.search.cache import answer_key
+from service.search.payloads import (
     Shown,
     checked_results,
     decode_vector,

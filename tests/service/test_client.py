@@ -15,6 +15,7 @@ import httpx
 import mypy.api
 import pytest
 
+from service.api.job_models import JobModel
 from service.client import AsyncKinlens, JobFailedError, JobTimeoutError, Kinlens, NewItem, Query
 from service.client_errors import (
     AnswerError,
@@ -34,7 +35,6 @@ from service.client_errors import (
     UnavailableError,
     UnsupportedError,
 )
-from service.schemas.jobs import JobModel
 from tests.service.shops import Shop, start_shop
 from tests.tiny import encoded, picture
 
@@ -187,9 +187,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import assert_type
 
 from service.client import AsyncKinlens, Kinlens, NewItem
-from service.schemas.galleries import ItemModel, PutAnswer
-from service.schemas.jobs import JobModel
-from service.schemas.search import SearchAnswer
+from service.api.gallery_models import ItemModel, PutAnswer
+from service.api.job_models import JobModel
+from service.api.search_models import SearchAnswer
 
 
 def in_a_thread(client: Kinlens) -> None:

@@ -20,8 +20,8 @@ from PIL import Image
 from embedder import errors
 from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits, preprocess
-from service.decoding.decoder import Decoder, create_decoder
-from service.decoding.wire import REFUSED, pack_error, unpack_error
+from service.search.decode_wire import REFUSED, pack_error, unpack_error
+from service.search.decoder import Decoder, create_decoder
 from service.settings import Settings
 from tests.support.seams import DecodePool, InlineDecoder
 from tests.tiny import encoded, picture
@@ -328,7 +328,7 @@ def test_a_process_that_ends_at_its_start_fails_every_call(monkeypatch) -> None:
 
 def test_two_hundred_kills_leave_no_zombie_and_no_file_descriptor(monkeypatch) -> None:
     """Most are killed while they start, which is quick; some in the middle of an image."""
-    monkeypatch.setattr("service.decoding.pool._LAST_RETRY_S", 0.0)
+    monkeypatch.setattr("service.search.decode_pool._LAST_RETRY_S", 0.0)
 
     async def check() -> None:
         before, others = len(list(FDS.iterdir())), children()
@@ -363,7 +363,7 @@ import asyncio, sys
 sys.path.insert(0, sys.argv[1])
 from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits
-from service.decoding.pool import DecodePool
+from service.search.decode_pool import DecodePool
 
 async def main():
     pool = DecodePool(2, 8, 1024, 2.0)
@@ -434,7 +434,7 @@ def test_a_process_has_no_secrets_no_listening_socket_and_no_file_of_the_service
 def test_a_process_loads_nothing_that_it_does_not_need() -> None:
     code = """
     import sys
-    import service.decoding.worker
+    import service.search.decode_worker
     heavy = ("fastapi", "uvicorn", "onnxruntime", "faiss", "torch", "redis", "structlog", "indexer")
     print([name for name in heavy if name in sys.modules])
     """

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from service.flight import SingleFlight
+from service.search.single_flight import SingleFlight
 
 
 class Work:

@@ -11,7 +11,7 @@ import pytest
 from embedder.errors import GalleryBusyError, GalleryCorruptError, GalleryNotFoundError
 from embedder.fake import FakeEmbedder
 from indexer.gallery import Gallery
-from service.claims import Claims
+from service.galleries.claims import Claims
 from tests.service.shops import Shop, assert_problem, start_shop
 from tests.support.seams import JobStore, adopt
 from tests.tiny import encoded, picture

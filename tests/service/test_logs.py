@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import structlog
 
-from service.logs import masked
+from service.observe.logs import masked
 from tests.service.conftest import Running
 
 ROOT = Path(__file__).parents[2]
 SAY = """
 import asyncio, logging, sys, warnings
 import structlog, uvicorn
-from service.logs import configure_logs
+from service.observe.logs import configure_logs
 
 configure_logs(sys.argv[1])
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ import pytest
 
 from embedder.errors import DeadlineExceededError, GalleryError
 from embedder.fake import FakeEmbedder
-from service.lookout import PER_SECOND, Lookout
+from service.galleries.lookout import PER_SECOND, Lookout
 from tests.service.shops import assert_problem, start_shop
 from tests.tiny import encoded, picture
 

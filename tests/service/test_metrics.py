@@ -6,7 +6,7 @@ from pathlib import Path
 import structlog
 
 from service.jobs.record import ACTIVE, ENDED
-from service.metrics import CONTENT_TYPE
+from service.observe.metrics import CONTENT_TYPE
 from tests.support.seams import JobStore, KeyStore
 
 DOCS = Path(__file__).parents[2] / "docs"

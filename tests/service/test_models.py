@@ -15,7 +15,7 @@ from embedder.bundle import Bundle
 from embedder.errors import BundleCorruptError, BundleNotFoundError, SearchError
 from embedder.fake import FakeEmbedder
 from embedder.types import Embeddings, Images
-from service.bundles import Bundles, OneBundle
+from service.galleries.bundles import Bundles, OneBundle
 from service.settings import Settings
 from tests.embedder.bundles import CALIBRATION, write_full_bundle
 from tests.service.shelves import Shelf, make_gallery, serving

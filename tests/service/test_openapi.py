@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from service import problems
+from service.api.problem_models import Problem
+from service.api.search_models import BatchAnswer, SearchAnswer
 from service.problems import KINDS, Kind
-from service.schemas.problems import Problem
-from service.schemas.search import BatchAnswer, SearchAnswer
 from tests.golden.contract import CONTRACT, contract_now
 
 API = Path(__file__).parents[2] / "docs" / "api.md"

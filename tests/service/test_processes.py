@@ -22,8 +22,8 @@ import httpx
 import pytest
 
 from embedder.bundle import Bundle
-from service import processes
-from service.processes import address_of
+from service.http import processes
+from service.http.processes import address_of
 from tests.tiny import encoded, picture
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from typing import Any
 
 from indexer.filters.text import parse_filter
 from indexer.types import Grouping
-from service.queries import Query, views_of
+from service.search.query import Query, views_of
 
 IMAGE, OTHER = b"one image", b"another image"
 QUERY = Query(views_of(IMAGE), positives=("a", "b"), negatives=("c",))

@@ -16,7 +16,7 @@ import pytest
 import redis
 import structlog
 
-from service.remote import WaitBudget, request_budget
+from service.search.redis_cache import WaitBudget, request_budget
 from tests.service.conftest import render
 from tests.support.seams import RateLimits, RedisStore, SharedCounts
 from tests.tiny import encoded

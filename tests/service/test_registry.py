@@ -393,7 +393,7 @@ def test_what_fails_again_is_tried_after_a_pause_that_doubles_up_to_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("service.failures.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("service.galleries.failures.time.monotonic", lambda: now[0])
     failures = Failures()
     place = Place("shop", Path("shop"), managed=False, generation="a" * 12)
     pauses = []

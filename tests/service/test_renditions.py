@@ -21,8 +21,8 @@ from embedder.fake import FakeEmbedder
 from embedder.preprocess import MAX_SIDE_PX, ImageLimits, render_jpeg
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
-from service.renditions import SIDES_PX, Renditions
-from service.routes.pictures import Size
+from service.api.pictures import Size
+from service.galleries.renditions import SIDES_PX, Renditions
 from tests.service.shops import Shop, assert_problem, start_shop
 from tests.support.seams import DecodePool, InlineDecoder
 from tests.tiny import TINY, encoded, picture

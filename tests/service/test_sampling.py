@@ -11,7 +11,7 @@ import pytest
 
 from embedder.types import Hit
 from indexer.types import SearchOptions
-from service.sampling import recall
+from service.search.recall import recall
 from tests.service.conftest import WAIT_S, FakeGallery
 
 

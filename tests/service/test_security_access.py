@@ -13,9 +13,9 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from service.security.access import check_covered
-from service.security.authorize import Authorize
-from service.security.templates import Templates
+from service.http.authorize import Authorize
+from service.http.scopes import check_covered
+from service.http.templates import Templates
 from tests.support.seams import Addresses, KeyStore, RateLimits, addresses, required_scope
 
 FREE, SEARCH, WRITE, ADMIN = None, "search", "write", "admin"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.security.address import parse_network
+from service.access.address import parse_network
 from tests.support.seams import Addresses
 
 

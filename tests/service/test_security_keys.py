@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from embedder.errors import InvalidParameterError, StateError
-from service.security import keys
-from service.security.keys import allowed, open_keys
+from service.access import keys
+from service.access.keys import allowed, open_keys
 from tests.support.seams import KeyStore
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from service.security.bounds import FORM_BYTES, Bounds
-from service.security.places import Places
+from service.http.bounds import FORM_BYTES, Bounds
+from service.http.places import Places
 
 IMAGE, BATCH, KEYS, PLAIN = 5 * 2**20, 40 * 2**20, 2**20, 16 * 2**10
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import structlog
 
-from service.security.rates import Verdict, parse_rates
+from service.access.rates import Verdict, parse_rates
 from tests.support.seams import KeyStore, RateLimits, SharedCounts
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.05
 OTHER_PROCESS = """
 import asyncio, sys
-from service.security.rates import RateLimits, SharedCounts
+from service.access.rates import RateLimits, SharedCounts
 
 async def main(url):
     shared = SharedCounts(url, timeout_s=10.0, retry_s=0.1, connections=2)

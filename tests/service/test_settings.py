@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from service.security.exposure import exposures
+from service.http.exposure import exposures
 from service.settings import Settings, split_gallery
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> No
 
 
 def test_the_environment_is_not_read_at_import(monkeypatch) -> None:
-    code = "import service.__main__, service.app, service.api; print('imported')"
+    code = "import service.__main__, service.app, service.api.router; print('imported')"
     environment = {"KINLENS_PORT": "no number", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -16,8 +16,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from service.app import create_app
-from service.connections import guarded
-from service.server import build_server
+from service.http.connections import guarded
+from service.http.server import build_server
 from service.settings import Settings
 
 WAIT_S = 20.0
@@ -177,7 +177,7 @@ def test_idle_connections_above_the_limit_make_room_for_others(serve_with, until
 def test_a_connection_that_is_being_answered_is_not_closed_to_make_room(
     serve, embedder, pictures, until, monkeypatch
 ) -> None:
-    monkeypatch.setattr("service.server._connection_limit", lambda: 3)
+    monkeypatch.setattr("service.http.server._connection_limit", lambda: 3)
     served = serve()
     embedder.gate.clear()
     answers: list[int] = []

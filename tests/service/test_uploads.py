@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import GalleryCorruptError, GalleryWriteError, ItemNotFoundError
-from service.uploads import Uploads
+from service.galleries.uploads import Uploads
 from tests.support.seams import set_fault_hook
 
 WAIT_S = 20.0

@@ -26,22 +26,22 @@ from indexer.ingest.build import import_gallery
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry
-from service.batching import MicroBatcher
-from service.cache import Cache, Lookup, LruCache, embedding_key
-from service.decoding.inline import InlineDecoder
-from service.decoding.pool import DecodePool
-from service.failures import Failures
+from service.access.address import Addresses
+from service.access.keys import KeyStore
+from service.access.rates import RateLimits, SharedCounts
+from service.galleries.failures import Failures
+from service.galleries.locations import Place, Sources
+from service.http.scopes import addresses, required_scope
+from service.http.server import listen
 from service.jobs.manager import JobManager
 from service.jobs.record import Job
 from service.jobs.store import JobStore
 from service.jobs.work import run_worker
-from service.remote import RedisStore
-from service.security.access import addresses, required_scope
-from service.security.address import Addresses
-from service.security.keys import KeyStore
-from service.security.rates import RateLimits, SharedCounts
-from service.server import listen
-from service.sources import Place, Sources
+from service.search.batching import MicroBatcher
+from service.search.cache import Cache, Lookup, LruCache, embedding_key
+from service.search.decode_pool import DecodePool
+from service.search.inline import InlineDecoder
+from service.search.redis_cache import RedisStore
 
 __all__ = [
     "Addresses",

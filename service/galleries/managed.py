@@ -1,0 +1,186 @@
+"""Galleries that the service makes and deletes itself, in the folder of its state."""
+
+import asyncio
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from embedder.durable import discard, is_stage, make_folder
+from embedder.errors import (
+    BundleNotFoundError,
+    GalleryConflictError,
+    GalleryWriteError,
+    InvalidParameterError,
+    StateMissingError,
+)
+from indexer.gallery import Gallery, current_generation, delete_gallery
+from indexer.types import checked_name
+from service.galleries.locations import managed_folder
+from service.galleries.registry import Registry
+from service.galleries.uploads import Uploads
+from service.galleries.writes import Writes
+from service.jobs.manager import JobManager
+from service.jobs.record import ACTIVE, Job
+from service.search.model import Model, Models
+from service.search.pools import BoundedPool
+from service.settings import Settings
+
+T = TypeVar("T")
+Changes = tuple[Uploads | None, Writes, "ManagedGalleries"]
+_LOCK = ".lock"
+_SHOWN = 64
+_ALL_JOBS = 10_000
+_COPYING = ("swap", "rebuild", "train")
+"""Jobs that publish a copy of what a gallery had when they began."""
+
+
+class ManagedGalleries:
+    """Makes and deletes galleries; every process of the service sees it at its next look."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        models: Models,
+        writes: Writes,
+        folder: Path | None,
+        pool: BoundedPool,
+        jobs: JobManager | None,
+        limit_s: float,
+    ) -> None:
+        """`limit_s` is how long a look at the disk may take after a change."""
+        self._registry = registry
+        self._models = models
+        self._writes = writes
+        self._folder = folder
+        self._pool = pool
+        self._jobs = jobs
+        self._limit_s = limit_s
+        self._changing = asyncio.Lock()
+
+    async def create(self, name: str, bundle_id: str | None) -> None:
+        """Make an empty gallery and serve it.
+
+        Raises: StateMissingError, InvalidParameterError for a name that fits in no link or a bundle
+            that is unknown, GalleryConflictError for a name that is taken, GalleryWriteError;
+            DeadlineExceededError if it was made but could not be served in time.
+        """
+        folder = self._checked_folder()
+        checked_name(name)
+        async with self._changing:
+            if name in self._registry.names():
+                raise _taken(name)
+            model = await self._model(bundle_id)
+            await self._pool.run(lambda: _locked(folder, lambda: _create(folder, name, model)))
+            await self._registry.look(self._limit_s)
+
+    async def delete(self, name: str) -> None:
+        """Delete a gallery with its items, and the uploads that no other gallery has.
+
+        Raises: StateMissingError, GalleryNotFoundError, GalleryConflictError for one that the
+            service did not make or a job works with, GalleryBusyError while a build runs in it;
+            DeadlineExceededError if it was deleted but the others could not be looked at in time.
+        """
+        await self._registry.know(name)
+        async with self._changing:
+            with self._registry.lease(name) as served:
+                path = served.path if served.managed else None
+            if path is None:
+                raise GalleryConflictError(
+                    f"Gallery {name[:_SHOWN]!r} was not made by this service, which leaves its "
+                    "files alone. Take it out of the settings (--gallery) and delete its folder."
+                )
+            folder = self._checked_folder()
+            await self._pool.run(lambda: _locked(folder, lambda: self._delete(name, path)))
+            await self._registry.look(self._limit_s)
+        await self._writes.sweep()
+
+    def _delete(self, name: str, path: Path) -> None:
+        for job in [] if self._jobs is None else active_jobs(self._jobs):
+            if name in (job.gallery, job.params.get("with")):
+                raise GalleryConflictError(
+                    f"Job {job.id} ({job.kind}) works with gallery {name!r}. Wait until it has "
+                    f"ended, or end it: POST /jobs/{job.id}/cancel."
+                )
+        self._writes.end(path, lambda: delete_gallery(path))
+
+    async def _model(self, bundle_id: str | None) -> Model:
+        if bundle_id is None:
+            return self._registry.model
+        try:
+            return await self._models.get(bundle_id)
+        except BundleNotFoundError as error:
+            raise InvalidParameterError(
+                f"bundle_id = {bundle_id[:_SHOWN]!r} is unknown to this service. Put the bundle "
+                "into the folder bundles of its state, or leave bundle_id away."
+            ) from error
+
+    def _checked_folder(self) -> Path:
+        if self._folder is None:
+            raise StateMissingError(
+                "The service has no folder to keep galleries in. Start it with --state DIR."
+            )
+        return self._folder
+
+
+def create_changes(
+    settings: Settings,
+    registry: Registry,
+    models: Models,
+    pool: BoundedPool,
+    jobs: JobManager | None,
+) -> Changes:
+    """What changes items and galleries, with the folder of the settings for what it keeps."""
+    state = settings.state
+    limit_s = settings.request_timeout_ms / 1e3
+    uploads = None if state is None else Uploads(state / "uploads")
+    writes = Writes(
+        *(registry, uploads, state, pool, limit_s),
+        is_copying=lambda: jobs is not None and _is_copying(jobs),
+    )
+    folder = managed_folder(state)
+    managed = ManagedGalleries(registry, models, writes, folder, pool, jobs, limit_s)
+    return uploads, writes, managed
+
+
+def active_jobs(jobs: JobManager) -> list[Job]:
+    """Those that wait or run; it blocks. Raises: StateError."""
+    return [job for state in ACTIVE for job in jobs.list(state, _ALL_JOBS)]
+
+
+def _is_copying(jobs: JobManager) -> bool:
+    return any(job.kind in _COPYING for job in active_jobs(jobs))
+
+
+def _locked(folder: Path, work: Callable[[], T]) -> T:
+    """Only one process makes or deletes galleries at a time. Raises: GalleryWriteError."""
+    try:
+        make_folder(folder, "galleries")
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise GalleryWriteError(
+            f"The galleries in {folder} cannot be changed: {error.strerror}. Check its permissions."
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for left in filter(is_stage, folder.iterdir()):  # of a deletion that was cut short
+            discard(left)
+        return work()
+    finally:
+        os.close(descriptor)
+
+
+def _create(folder: Path, name: str, model: Model) -> None:
+    if current_generation(folder / name) is not None:
+        raise _taken(name)
+    made = Gallery.create(
+        folder / name, name=name, bundle_id=model.bundle_id, dim=model.dim, source="uploads"
+    )
+    made.close()
+
+
+def _taken(name: str) -> GalleryConflictError:
+    return GalleryConflictError(
+        f"There is a gallery {name!r} already. Choose another name, or delete it first."
+    )

@@ -1,0 +1,100 @@
+"""What the metrics tell about models and galleries, read when they are asked for."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+
+from embedder.errors import KinlensError
+from service.galleries.registry import Registry, Served
+from service.jobs.record import State
+from service.observe.metrics import Metrics
+from service.search.cache import Cache
+from service.search.decoder import Decoder
+from service.search.model import Models
+from service.search.pools import BoundedPool
+
+
+class Observer:
+    """Publishes what is served now; what is no longer served goes to 0."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        registry: Registry,
+        models: Models,
+        pool: BoundedPool,
+        timeout_s: float,
+        jobs: Callable[[], Mapping[State, int]] | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._registry = registry
+        self._models = models
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._jobs = jobs
+        self._providers: set[tuple[str, str]] = set()
+        self._generations: dict[str, str] = {}
+
+    async def observe(self) -> None:
+        """Publish models, jobs and galleries; what cannot be read stays as it was."""
+        self._observe_models()
+        with contextlib.suppress(KinlensError, TimeoutError):
+            await self._observe_jobs()
+        names = self._registry.names()
+        for name in self._generations.keys() - names:
+            self._forget(name)
+        for name in names:
+            with contextlib.suppress(KinlensError, TimeoutError), self._registry.lease(name) as own:
+                await self._observe_gallery(own)
+
+    def _observe_models(self) -> None:
+        running = {(model.provider, model.bundle_id) for model in self._models.running()}
+        for provider, bundle_id in self._providers - running:
+            self._metrics.provider.labels(provider, bundle_id).set(0)
+        for provider, bundle_id in running:
+            self._metrics.describe(provider, bundle_id)
+        self._providers = running
+
+    async def _observe_jobs(self) -> None:
+        if self._jobs is not None:
+            async with asyncio.timeout(self._timeout_s):
+                self._metrics.observe_jobs(await self._pool.run(self._jobs, urgent=True))
+
+    async def _observe_gallery(self, served: Served) -> None:
+        name, gallery = served.name, served.gallery
+        async with asyncio.timeout(self._timeout_s):
+            size = await self._pool.run(lambda: gallery.size, urgent=True)
+        if self._generations.get(name, gallery.generation) != gallery.generation:
+            self._forget(name)
+        self._generations[name] = gallery.generation
+        self._metrics.observe_gallery(name, gallery.generation, size, gallery.created_at)
+
+    def _forget(self, name: str) -> None:
+        self._metrics.gallery_items.labels(name, self._generations.pop(name)).set(0)
+
+
+def publish(metrics: Metrics, models: Models, decoding: Decoder, cache: Cache) -> None:
+    """The values that are read whenever the metrics are."""
+    metrics.gauge("kinlens_queue_depth", "Images that wait for a model.", lambda: models.depth)
+    metrics.gauge(
+        "kinlens_decode_queue_depth", "Images that wait to be decoded.", lambda: decoding.waiting
+    )
+    metrics.gauge(
+        "kinlens_worker_alive", "1 while images are accepted.", lambda: models.alive, "livemin"
+    )
+    metrics.gauge(
+        "kinlens_worker_restarts", "Workers of models that were restarted.", lambda: models.restarts
+    )
+    metrics.gauge(
+        "kinlens_decoder_restarts",
+        "Processes that decode and were replaced.",
+        lambda: decoding.restarts,
+    )
+    metrics.gauge(
+        "kinlens_decoder_kills",
+        "Processes that decode and were ended for time or memory.",
+        lambda: decoding.kills,
+    )
+    metrics.gauge(
+        "kinlens_redis_up", "1 while Redis answers.", lambda: cache.remote_state == "up", "livemin"
+    )

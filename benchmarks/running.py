@@ -49,14 +49,14 @@ def started(command: Sequence[Path | str], url: str, every_s: float = 0.1) -> It
     """The URL of a service whose /ready answers; it is ended afterwards."""
     process = subprocess.Popen(command)
     try:
-        _wait(f"{url}/ready", process, every_s)
+        wait_ready(f"{url}/ready", process, every_s)
         yield url
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=30)
 
 
-def _wait(address: str, process: "subprocess.Popen[bytes]", every_s: float) -> None:
+def wait_ready(address: str, process: "subprocess.Popen[bytes]", every_s: float) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):

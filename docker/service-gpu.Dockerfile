@@ -31,7 +31,6 @@ ENV PATH=/opt/kinlens/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     KINLENS_DEVICE=cuda \
-    KINLENS_EMBED_WORKERS=1 \
     KINLENS_HOST=0.0.0.0 \
     KINLENS_PORT=8000 \
     KINLENS_STATE=/state

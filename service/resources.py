@@ -1,7 +1,7 @@
 """What the settings name and the service is put together from: bundles, galleries, the cache."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from embedder.session import Embedder
@@ -12,7 +12,7 @@ from service.galleries.locations import Sources, open_place
 from service.galleries.registry import Registry
 from service.galleries.types import Gallery
 from service.search.cache import Cache, LruCache
-from service.search.model import Connect, Models
+from service.search.model import Encoder, Models
 from service.search.redis_cache import RedisStore
 from service.settings import Settings
 
@@ -21,7 +21,7 @@ _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": ()}
 
 def open_registry(
     settings: Settings,
-    connect: Connect,
+    connect: Callable[[Embedder], Encoder],
     failures: Failures,
     embedder: Embedder | None,
     galleries: Mapping[str, Gallery] | None,
@@ -72,6 +72,5 @@ def create_cache(settings: Settings) -> Cache:
         retry_s=settings.redis_retry_ms / 1e3,
         ttl_s=settings.redis_ttl_s,
         max_value_bytes=settings.redis_max_value_bytes,
-        connections=settings.redis_connections,
     )
     return Cache(local, remote)

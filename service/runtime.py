@@ -1,11 +1,13 @@
 """Everything a running service consists of, built once and handed to the routes."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import structlog
 
+from embedder.errors import DeadlineExceededError
 from embedder.session import Embedder
 from service.access.keys import KeyStore, open_keys
 from service.galleries.failures import Failures
@@ -20,18 +22,35 @@ from service.observe.health import Health
 from service.observe.metrics import Metrics
 from service.observe.observer import Observer, publish
 from service.resources import create_cache, missing_image_roots, open_registry
-from service.search.batching import MicroBatcher
 from service.search.cache import Cache
-from service.search.decoder import Decoder, create_decoder
-from service.search.encoding import Encoder
-from service.search.model import Connect, Models
-from service.search.pools import BoundedPool
+from service.search.decoder import create_decoder
+from service.search.lanes import Lanes
+from service.search.model import Batcher, Encoder, Models
+from service.search.pipeline import Pipeline
 from service.search.recall import RecallSampler
-from service.search.use_case import SearchService, Timeouts
 from service.settings import Settings
+from service.threads import BoundedPool
 
+_PATIENCE = 4
 _WRITERS = 2  # a catalogue has one writer at a time; the other one prepares
 _FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once; each is short
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A gallery at one moment."""
+
+    version: str
+    size: int
+
+
+def _state(gallery: Gallery) -> State:
+    """Both of one moment, unless the gallery changes all the time."""
+    for _ in range(_PATIENCE):
+        version, size = gallery.version, gallery.size
+        if gallery.version == version:
+            break
+    return State(version, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +63,10 @@ class Runtime:
     metrics: Metrics
     cache: Cache
     pools: Mapping[str, BoundedPool]
-    decoding: Decoder
+    lanes: Lanes
     renditions: Renditions
-    searching: SearchService
+    searching: Pipeline
+    sampler: RecallSampler
     health: Health
     observer: Observer
     keys: KeyStore | None
@@ -65,15 +85,10 @@ class Runtime:
         """That of the first gallery."""
         return self.registry.model.embedder
 
-    @property
-    def batcher(self) -> MicroBatcher:
-        """That of the first gallery."""
-        return self.registry.model.batcher
-
     async def start(self) -> None:
         """Connect the cache, warm the models up, serve the galleries and keep them fresh."""
-        await self.decoding.start()
-        await self.cache.start()
+        await self.lanes.start()
+        await asyncio.to_thread(self.cache.start)
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
         self.writes.start()
         if self.jobs is not None:
@@ -89,19 +104,37 @@ class Runtime:
         for warning in missing_image_roots(self.galleries):
             structlog.get_logger().warning("image root is missing", detail=warning)
 
+    async def state(self, gallery: Gallery) -> State:
+        """Version and size of a gallery at one moment.
+
+        Raises: DeadlineExceededError, OverloadedError, GalleryError.
+        """
+        limit_s = self.settings.request_timeout_ms / 1e3
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self.pools["lookup"].run(lambda: _state(gallery))
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"The gallery took longer than {limit_s:g} s, which is the limit. "
+                "Try again in a second."
+            ) from error
+
     async def observe(self) -> None:
         """Publish models and galleries in the metrics."""
         await self.observer.observe()
 
     async def stop(self) -> None:
         """Stop the workers, disconnect, let go of the threads; one that hangs is left behind."""
-        if self.jobs is not None:
-            await asyncio.to_thread(self.jobs.close)
-        await self.writes.stop()
-        await self.registry.stop()
-        await self.decoding.close()
-        await self.cache.close()
-        await asyncio.gather(*(asyncio.to_thread(pool.close) for pool in self.pools.values()))
+        async with AsyncExitStack() as ending:  # each is tried, whatever becomes of the others
+            for pool in self.pools.values():
+                ending.push_async_callback(asyncio.to_thread, pool.close)
+            ending.push_async_callback(asyncio.to_thread, self.cache.close)
+            ending.push_async_callback(self.lanes.close)
+            ending.push_async_callback(asyncio.to_thread, self.sampler.close)
+            ending.push_async_callback(self.registry.stop)
+            ending.push_async_callback(self.writes.stop)
+            if self.jobs is not None:
+                ending.push_async_callback(asyncio.to_thread, self.jobs.close)
 
 
 def build_runtime(
@@ -117,18 +150,24 @@ def build_runtime(
     metrics = Metrics()
     cache = cache or create_cache(settings)
     cache.observe(metrics.observe_lookup)
+    limit_s = settings.request_timeout_ms / 1e3
     pools = _create_pools(settings)
-    decoding = create_decoder(settings)
+    lanes = _create_lanes(settings)
     failures = Failures(lambda name: metrics.reload_failures.labels(name).inc())
-    connect = _connector(settings, cache, decoding, metrics)
+    connect = _connector(settings, cache, lanes, metrics)
     registry, models = open_registry(settings, connect, failures, embedder, galleries)
-    publish(metrics, models, decoding, cache)
+    publish(metrics, lanes, cache)
     jobs = open_jobs(settings)
     observer = Observer(
-        *(metrics, registry, models, pools["lookup"], settings.search_timeout_ms / 1e3),
+        metrics,
+        registry,
+        models,
+        pools["lookup"],
+        limit_s,
         jobs=None if jobs is None else jobs.counts,
     )
     uploads, writes, managed = create_changes(settings, registry, models, pools["write"], jobs)
+    sampler = RecallSampler(registry, metrics, settings.recall_sample)
     return Runtime(
         settings=settings,
         registry=registry,
@@ -136,10 +175,11 @@ def build_runtime(
         metrics=metrics,
         cache=cache,
         pools=pools,
-        decoding=decoding,
-        renditions=_create_renditions(settings, decoding),
-        searching=_create_search(settings, registry, cache, pools, metrics),
-        health=Health(registry, models, decoding, pools["lookup"], settings.ready_timeout_ms / 1e3),
+        lanes=lanes,
+        renditions=_create_renditions(settings, lanes),
+        searching=Pipeline(registry, lanes, cache, metrics, sampler, limit_s),
+        sampler=sampler,
+        health=Health(registry, models, pools["lookup"], settings.ready_timeout_ms / 1e3),
         observer=observer,
         keys=open_keys(settings.state),
         uploads=uploads,
@@ -149,50 +189,39 @@ def build_runtime(
     )
 
 
-def _create_search(
-    settings: Settings,
-    registry: Registry,
-    cache: Cache,
-    pools: Mapping[str, BoundedPool],
-    metrics: Metrics,
-) -> SearchService:
-    timeouts = Timeouts(settings.request_timeout_ms / 1e3, settings.search_timeout_ms / 1e3)
-    sampler = RecallSampler(registry, pools["recall"], metrics, settings.recall_sample)
-    return SearchService(
-        *(registry, cache, pools["search"], pools["lookup"], timeouts, metrics),
-        crowd=max(1, settings.queue_size // 2),
-        sampler=sampler,
-    )
+def _create_lanes(settings: Settings) -> Lanes:
+    limits = settings.decode_isolation, settings.decode_memory_mb, settings.decode_timeout_ms / 1e3
+    return Lanes([create_decoder(*limits) for _ in range(settings.lanes)], settings.queue_size)
 
 
-def _create_renditions(settings: Settings, decoding: Decoder) -> Renditions:
-    at_once = max(1, settings.decode_workers // 2)
+def _create_renditions(settings: Settings, lanes: Lanes) -> Renditions:
+    at_once = max(1, settings.lanes // 2)
     waiting = _FILES_PER_SEARCH * settings.queue_size
     limit_s = settings.request_timeout_ms / 1e3
-    return Renditions(decoding, settings.image_limits(), at_once, waiting, limit_s)
+    return Renditions(lanes, settings.image_limits(), at_once, waiting, limit_s)
 
 
 def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
-    waiting = settings.queue_size
+    waiting = _FILES_PER_SEARCH * settings.queue_size
     return {
-        "search": BoundedPool("search", settings.search_workers, waiting),
-        "lookup": BoundedPool("lookup", settings.search_workers, _FILES_PER_SEARCH * waiting),
-        "write": BoundedPool("write", _WRITERS, waiting),
-        "recall": BoundedPool("recall", 1, 1),
-        "file": BoundedPool("file", settings.decode_workers, _FILES_PER_SEARCH * waiting),
+        "lookup": BoundedPool("lookup", settings.lanes, waiting),
+        "write": BoundedPool("write", _WRITERS, settings.queue_size),
+        "file": BoundedPool("file", settings.lanes, waiting),
     }
 
 
-def _connector(settings: Settings, cache: Cache, decoding: Decoder, metrics: Metrics) -> Connect:
-    def connect(embedder: Embedder) -> tuple[MicroBatcher, Encoder]:
-        batcher = MicroBatcher(
-            embedder.embed,
-            batch_size=settings.images_at_once(),
-            queue_size=settings.queue_size,
-            workers=settings.embed_workers,
-            on_batch=metrics.batch_size.observe,
-            on_wait=metrics.observe_queue,
+def _connector(
+    settings: Settings, cache: Cache, lanes: Lanes, metrics: Metrics
+) -> Callable[[Embedder], Encoder]:
+    at_once = 1 if settings.device == "cuda" else settings.lanes
+
+    def connect(embedder: Embedder) -> Encoder:
+        batcher = Batcher(
+            lambda images: embedder.embed(images),
+            settings.images_at_once(),
+            at_once,
+            metrics.batch_size.observe,
         )
-        return batcher, Encoder(embedder, cache, decoding, batcher)
+        return Encoder(embedder, cache, lanes, batcher)
 
     return connect

@@ -25,7 +25,6 @@ START_WORDS = ("imagenet", "none", "current")
 
 _CPU_BATCH = 2
 _GPU_BATCH = 32
-_PER_CORE = ("embed_workers", "decode_workers", "search_workers")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
@@ -75,12 +74,10 @@ class Settings(BaseSettings):
 
     batch_size: int = Field(default=0, ge=0)
     queue_size: int = Field(default=64, ge=1)
-    embed_workers: int = Field(default_factory=core_count, ge=1)
-    decode_workers: int = Field(default_factory=core_count, ge=1)
+    lanes: int = Field(default_factory=core_count, ge=1)
     decode_isolation: bool = True
     decode_memory_mb: int = Field(default=1024, ge=256)
     decode_timeout_ms: int = Field(default=5_000, ge=1)
-    search_workers: int = Field(default_factory=core_count, ge=1)
     recall_sample: int = Field(default=1_000, ge=0)
     reload_interval_ms: int = Field(default=1_000, ge=10)
 
@@ -91,7 +88,6 @@ class Settings(BaseSettings):
     otlp_endpoint: str | None = None
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
-    search_timeout_ms: int = Field(default=5_000, ge=1)
     body_timeout_ms: int = Field(default=30_000, ge=1)
     ready_timeout_ms: int = Field(default=5_000, ge=1)
     shutdown_timeout_s: int = Field(default=5, ge=1)
@@ -112,7 +108,7 @@ class Settings(BaseSettings):
         if not workers.isdecimal() or int(workers) < 1:
             return given  # the field itself refuses it
         share = max(1, core_count() // int(workers))
-        return dict.fromkeys(_PER_CORE, share) | given
+        return {"lanes": share} | given
 
     @field_validator(
         "galleries",

@@ -90,7 +90,7 @@ def _add_changing(router: APIRouter, runtime: Runtime) -> None:
 async def _listed(runtime: Runtime, name: str) -> GalleryModel:
     with runtime.registry.lease(name) as served:
         gallery = served.gallery
-        state = await runtime.searching.state(gallery)
+        state = await runtime.state(gallery)
         return GalleryModel(
             name=name,
             version=state.version,

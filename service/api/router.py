@@ -66,7 +66,7 @@ def _ready(runtime: Runtime, readiness: Readiness) -> Ready:
         precision_reason=runtime.embedder.precision_reason,
         bundle_id=runtime.registry.model.bundle_id,
         galleries=readiness.versions,
-        queue_depth=runtime.models.depth,
+        queue_depth=runtime.lanes.waiting,
         redis=runtime.cache.remote_state,
         checks=readiness.checks,
         last_error=readiness.last_error,

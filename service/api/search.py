@@ -32,7 +32,7 @@ from service.problems import (
     request_id_of,
 )
 from service.runtime import Runtime
-from service.search.answering import Answer
+from service.search.answer import Answer
 from service.search.query import SearchLimits
 from service.settings import Settings
 

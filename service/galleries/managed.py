@@ -24,8 +24,8 @@ from service.galleries.writes import Writes
 from service.jobs.manager import JobManager
 from service.jobs.record import ACTIVE, Job
 from service.search.model import Model, Models
-from service.search.pools import BoundedPool
 from service.settings import Settings
+from service.threads import BoundedPool
 
 T = TypeVar("T")
 Changes = tuple[Uploads | None, Writes, "ManagedGalleries"]

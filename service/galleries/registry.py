@@ -28,7 +28,7 @@ from service.galleries.locations import Place, is_name
 from service.galleries.lookout import Lookout
 from service.galleries.types import Gallery
 from service.search.model import Model, Models
-from service.search.pools import DaemonThreads
+from service.threads import DaemonThreads
 
 T = TypeVar("T")
 _SHOWN_NAME = 64

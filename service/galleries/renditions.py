@@ -18,7 +18,7 @@ from embedder.errors import (
 from embedder.preprocess import MAX_SIDE_PX, ImageLimits
 from indexer.ingest.sources import ANY_SIZE
 from service.search.cache import LruCache
-from service.search.decoder import Decoder
+from service.search.lanes import Lanes
 from service.search.single_flight import SingleFlight
 
 SIDES_PX = (160, 320, 640)
@@ -36,10 +36,10 @@ class Renditions:
     """
 
     def __init__(
-        self, decoder: Decoder, limits: ImageLimits, at_once: int, waiting: int, limit_s: float
+        self, lanes: Lanes, limits: ImageLimits, at_once: int, waiting: int, limit_s: float
     ) -> None:
         """`limits` are those of uploads; bytes do not count, since the file is here already."""
-        self._decoder = decoder
+        self._lanes = lanes
         self._limits = replace(limits, max_bytes=ANY_SIZE.max_bytes)
         self._places = asyncio.Semaphore(at_once)
         self._most = at_once + waiting
@@ -88,7 +88,7 @@ class Renditions:
         try:
             async with self._places:
                 data = await read()
-                made = await self._decoder.render(data, self._limits, side_px)
+                made = await self._lanes.render(data, self._limits, side_px)
         except ImageCostError as error:
             self._costly[key] = time.monotonic() + _PAUSE_S
             raise _too_costly() from error

@@ -33,7 +33,7 @@ from service.galleries.storing import Changed, Changes, Put
 from service.galleries.uploads import Uploads
 from service.galleries.versions import check_generation
 from service.search.model import Model
-from service.search.pools import BoundedPool
+from service.threads import BoundedPool
 
 T = TypeVar("T")
 _EMBEDDED_AT_ONCE = 16  # of all puts together: searches find a place in the queue of the model
@@ -256,6 +256,6 @@ def _generation_of(served: Served) -> str:
 async def _encoded(model: Model, draft: Draft) -> NDArray[np.float32]:
     while True:
         try:
-            return (await model.encoder.encode(draft.item.data, draft.sha256)).vector
+            return await model.encoder.encode(draft.item.data, draft.sha256)
         except OverloadedError:
             await asyncio.sleep(_PATIENCE_S)

@@ -11,10 +11,9 @@ from embedder.errors import GalleryNotFoundError
 from embedder.types import SHORT
 from service.galleries.loading import look_at
 from service.galleries.registry import Registry, Served
-from service.search.decoder import Decoder
 from service.search.model import Model, Models
-from service.search.pools import BoundedPool
 from service.search.single_flight import SingleFlight
+from service.threads import BoundedPool
 
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
@@ -48,7 +47,6 @@ class Health:
 
     registry: Registry
     models: Models
-    decoding: Decoder
     pool: BoundedPool
     timeout_s: float
     last_error: str | None = None
@@ -63,13 +61,9 @@ class Health:
         versions: dict[str, str] = {}
         tolerated: set[str] = set()
         models = self.models.running()
-        if not self.decoding.workers_alive:
-            checks["decoding"] = f"nothing decodes images: {self.decoding.last_failure}"
         fit = set()
         for model in models:
             suffix = "" if len(models) == 1 else f" {model.bundle_id[:SHORT]}"
-            checks[f"worker{suffix}"], is_alive = _worker(model)
-            tolerated |= {f"worker{suffix}"} if is_alive else set()
             checks[f"model{suffix}"] = verdict = await self._check_model(model)
             fit |= {model.bundle_id} if verdict == _OK else set()
         for name in self.registry.names():
@@ -94,11 +88,11 @@ class Health:
     async def _check_model(self, model: Model) -> str:
         try:
             async with asyncio.timeout(self.timeout_s):
-                encoded = await model.encoder.infer(model.known_image, urgent=True)
+                vector = await model.encoder.infer(model.known_image)
         except Exception as error:
             # Any failure at all makes the service unready; the class says enough to the outside.
             return self._verdict(error)
-        cosine = float(encoded.vector @ model.known_vector)
+        cosine = float(vector @ model.known_vector)
         ok = cosine >= _MIN_COSINE
         return _OK if ok else f"the known image gives another vector: {cosine:.4f}"
 
@@ -119,14 +113,3 @@ class Health:
             return f"no result within {self.timeout_s:g} s"
         structlog.get_logger().error("readiness check failed", exc_info=error)
         return f"failed with {type(error).__name__}"
-
-
-def _worker(model: Model) -> tuple[str, bool]:
-    """The verdict about its workers, and whether one is alive."""
-    batcher = model.batcher
-    if not batcher.alive:
-        return f"the worker has stopped: {batcher.last_failure}; it is started again", False
-    if batcher.restarts:
-        times = "1 time" if batcher.restarts == 1 else f"{batcher.restarts} times"
-        return f"worker restarted {times}, last: {batcher.last_failure}", True
-    return _OK, True

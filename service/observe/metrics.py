@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from service.jobs.record import State
 from service.observe.metrics_shared import RESTARTS, GaugeMode, Readings, render
-from service.search.cache import Kind, Level
+from service.search.cache import CacheKind, Level
 
 Stage = Literal["cache", "decode", "queue", "embed", "search", "total"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -61,10 +61,6 @@ class Metrics:
         """Measure a stage of a search."""
         self._stages[stage].observe(seconds)
 
-    def observe_queue(self, seconds: float) -> None:
-        """Measure how long an image waited for the model."""
-        self.observe_stage("queue", seconds)
-
     def observe_gallery(self, name: str, generation: str, size: int, created_at: str) -> None:
         """Publish what a gallery is now; `created_at` is ISO 8601."""
         self.gallery_items.labels(name, generation).set(size)
@@ -80,7 +76,7 @@ class Metrics:
         for state, count in counts.items():
             self.jobs.labels(state).set(count)
 
-    def observe_lookup(self, kind: Kind, level: Level) -> None:
+    def observe_lookup(self, kind: CacheKind, level: Level) -> None:
         """Count a cache lookup."""
         self.cache_lookups.labels(kind, level).inc()
 

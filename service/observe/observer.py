@@ -9,9 +9,9 @@ from service.galleries.registry import Registry, Served
 from service.jobs.record import State
 from service.observe.metrics import Metrics
 from service.search.cache import Cache
-from service.search.decoder import Decoder
+from service.search.lanes import Lanes
 from service.search.model import Models
-from service.search.pools import BoundedPool
+from service.threads import BoundedPool
 
 
 class Observer:
@@ -73,27 +73,18 @@ class Observer:
         self._metrics.gallery_items.labels(name, self._generations.pop(name)).set(0)
 
 
-def publish(metrics: Metrics, models: Models, decoding: Decoder, cache: Cache) -> None:
+def publish(metrics: Metrics, lanes: Lanes, cache: Cache) -> None:
     """The values that are read whenever the metrics are."""
-    metrics.gauge("kinlens_queue_depth", "Images that wait for a model.", lambda: models.depth)
-    metrics.gauge(
-        "kinlens_decode_queue_depth", "Images that wait to be decoded.", lambda: decoding.waiting
-    )
-    metrics.gauge(
-        "kinlens_worker_alive", "1 while images are accepted.", lambda: models.alive, "livemin"
-    )
-    metrics.gauge(
-        "kinlens_worker_restarts", "Workers of models that were restarted.", lambda: models.restarts
-    )
+    metrics.gauge("kinlens_queue_depth", "Searches that wait for a lane.", lambda: lanes.waiting)
     metrics.gauge(
         "kinlens_decoder_restarts",
         "Processes that decode and were replaced.",
-        lambda: decoding.restarts,
+        lambda: lanes.restarts,
     )
     metrics.gauge(
         "kinlens_decoder_kills",
         "Processes that decode and were ended for time or memory.",
-        lambda: decoding.kills,
+        lambda: lanes.kills,
     )
     metrics.gauge(
         "kinlens_redis_up", "1 while Redis answers.", lambda: cache.remote_state == "up", "livemin"

@@ -126,18 +126,12 @@ def span(name: str) -> contextlib.AbstractContextManager[object]:
     return _NOTHING if tracer is None else _span(tracer, name)
 
 
-def record_wait(waiting: str, working: str, since_ns: int, taken_ns: int | None) -> None:
-    """Two spans, for the time until something was taken from a queue, and from then until now.
-
-    Times are nanoseconds since 1970; None: it was never taken.
-    """
+def record_wait(name: str, waited_s: float) -> None:
+    """A span called `name` that ends now, for the time that a request waited before it."""
     tracer = _tracer.get()
-    if tracer is None:
-        return
-    now_ns = time.time_ns()
-    tracer.start_span(waiting, start_time=since_ns).end(taken_ns or now_ns)
-    if taken_ns is not None:
-        tracer.start_span(working, start_time=taken_ns).end(now_ns)
+    if tracer is not None:
+        now_ns = time.time_ns()
+        tracer.start_span(name, start_time=now_ns - int(waited_s * 1e9)).end(now_ns)
 
 
 @contextlib.contextmanager

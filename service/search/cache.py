@@ -1,46 +1,36 @@
 """Two levels of cache: in this process and, if there is one, Redis. It can only ever save work.
 
-Keys hold everything that the value depends on, so nothing needs to be flushed:
+Keys hold what the value depends on, and an answer begins with the version of the gallery that it
+is about, so nothing needs to be flushed:
 
     embeddings   bundle_id + precision + sha256 of the bytes + box
-    answers      bundle_id + precision + gallery + its generation and version + digest of the query
+    answers      bundle_id + precision + gallery + its generation + digest of the query
 """
 
-import asyncio
+import hashlib
+import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
 
 from embedder.manifest import Precision
 from embedder.preprocess import Box
 from service.observe.tracing import span
-from service.search.payloads import seal, unseal
+from service.search.redis_cache import RedisStore
 
 T = TypeVar("T")
-Kind = Literal["embedding", "answer"]
+CacheKind = Literal["embedding", "answer"]
 Level = Literal["local", "redis", "miss", "invalid"]
 
-_PREFIX = "kinlens:2"
-_MAX_PENDING_WRITES = 64
-
-
-class RemoteStore(Protocol):
-    """The shared level. No call raises; `get` gives None for what it cannot answer in time."""
-
-    @property
-    def state(self) -> str: ...
-
-    def begin(self) -> None: ...
-
-    async def get(self, keys: Sequence[str]) -> list[bytes | None]: ...
-
-    async def set(self, key: str, value: bytes) -> None: ...
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
+_PREFIX = "kinlens:3"
+_SEAL_BYTES = 16
+_UNIT_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +40,7 @@ class Lookup(Generic[T]):
     Both raise ValueError for a payload that is not accepted.
     """
 
-    kind: Kind
+    kind: CacheKind
     key: str
     decode: Callable[[bytes], T]
     accept: Callable[[bytes], T] | None = None
@@ -64,6 +54,7 @@ class LruCache:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._values: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -75,23 +66,24 @@ class LruCache:
 
     def get(self, key: str) -> bytes | None:
         """The value, which becomes the most recently used."""
-        value = self._values.get(key)
-        if value is not None:
-            self._values.move_to_end(key)
-        return value
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+            return value
 
     def set(self, key: str, value: bytes) -> None:
         """Keep a value, at the expense of older ones; one above the bound is not kept."""
-        self.remove(key)
-        if len(key) + len(value) > self._max_bytes:
-            return
-        self._values[key] = value
-        self._bytes += len(key) + len(value)
-        while len(self._values) > self._max_entries or self._bytes > self._max_bytes:
-            self.remove(next(iter(self._values)))
+        with self._lock:
+            self._remove(key)
+            if len(key) + len(value) > self._max_bytes:
+                return
+            self._values[key] = value
+            self._bytes += len(key) + len(value)
+            while len(self._values) > self._max_entries or self._bytes > self._max_bytes:
+                self._remove(next(iter(self._values)))
 
-    def remove(self, key: str) -> None:
-        """Forget a value."""
+    def _remove(self, key: str) -> None:
         value = self._values.pop(key, None)
         if value is not None:
             self._bytes -= len(key) + len(value)
@@ -100,11 +92,10 @@ class LruCache:
 class Cache:
     """Looks in `local` first, then in `remote`; a value that does not decode counts as missing."""
 
-    def __init__(self, local: LruCache, remote: RemoteStore | None = None) -> None:
+    def __init__(self, local: LruCache, remote: RedisStore | None = None) -> None:
         self._local = local
         self._remote = remote
-        self._writes: set[asyncio.Task[None]] = set()
-        self._observe: Callable[[Kind, Level], None] = lambda _kind, _level: None
+        self._observe: Callable[[CacheKind, Level], None] = lambda _kind, _level: None
 
     @property
     def remote_state(self) -> str:
@@ -114,43 +105,41 @@ class Cache:
     @property
     def pending_writes(self) -> int:
         """Values on their way to the remote level."""
-        return len(self._writes)
+        return 0 if self._remote is None else self._remote.pending_writes
 
-    def observe(self, callback: Callable[[Kind, Level], None]) -> None:
+    def observe(self, callback: Callable[[CacheKind, Level], None]) -> None:
         """Call back with kind and level at each lookup."""
         self._observe = callback
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Connect; a remote level that is away is no error."""
         if self._remote is not None:
-            await self._remote.start()
+            self._remote.start()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Finish what is being written, and disconnect."""
-        await asyncio.gather(*self._writes)
         if self._remote is not None:
-            await self._remote.close()
+            self._remote.close()
 
-    def begin(self) -> None:
-        """A request begins; its lookups, also in tasks that it makes, wait no longer than one."""
-        if self._remote is not None:
-            self._remote.begin()
+    def has(self, key: str) -> bool:
+        """Whether this process has a value."""
+        return self._local.get(key) is not None
+
+    def get(self, lookup: Lookup[T]) -> T | None:
+        """The decoded value, or None."""
+        [value] = self.get_all([lookup])
+        found: T | None = value
+        return found
 
     def get_local(self, lookup: Lookup[T]) -> T | None:
         """The decoded value if this process has it; what it has not is not counted as missing."""
         payload = self._local.get(lookup.key)
-        if payload is None:
-            return None
-        self._observe(lookup.kind, "local")
-        return lookup.decode(payload)
+        value = None if payload is None else _decoded(lookup.decode, payload)
+        if value is not None:
+            self._observe(lookup.kind, "local")
+        return value
 
-    async def get(self, lookup: Lookup[T]) -> T | None:
-        """The decoded value, or None."""
-        [value] = await self.get_all([lookup])
-        found: T | None = value
-        return found
-
-    async def get_all(self, lookups: Sequence[Lookup[Any]]) -> list[Any]:
+    def get_all(self, lookups: Sequence[Lookup[Any]]) -> list[Any]:
         """The decoded value of each, or None; all that is missing here costs one remote call."""
         values = [self.get_local(lookup) for lookup in lookups]
         missing = [place for place, value in enumerate(values) if value is None]
@@ -158,7 +147,7 @@ class Cache:
             return values
         keys = [lookups[place].key for place in missing]
         with span("cache"):
-            sealed = [None] * len(keys) if self._remote is None else await self._remote.get(keys)
+            sealed = [None] * len(keys) if self._remote is None else self._remote.get(keys)
         for place, found in zip(missing, sealed, strict=True):
             values[place] = self._unsealed(lookups[place], found)
         return values
@@ -166,10 +155,8 @@ class Cache:
     def set(self, key: str, payload: bytes) -> None:
         """Keep a value in both levels; nobody waits for the remote one."""
         self._local.set(key, payload)
-        if self._remote is not None and len(self._writes) < _MAX_PENDING_WRITES:
-            write = asyncio.create_task(self._remote.set(key, seal(key, payload)))
-            self._writes.add(write)
-            write.add_done_callback(self._writes.discard)
+        if self._remote is not None:
+            self._remote.set(key, seal(key, payload))
 
     def _unsealed(self, lookup: Lookup[T], sealed: bytes | None) -> T | None:
         if sealed is None:
@@ -186,6 +173,13 @@ class Cache:
         return value
 
 
+def _decoded(decode: Callable[[bytes], T], payload: bytes) -> T | None:
+    try:
+        return decode(payload)
+    except ValueError:
+        return None
+
+
 def embedding_key(bundle_id: str, precision: Precision, digest: str, box: Box | None) -> str:
     """Key of the vector of an image, or of its part in `box`."""
     part = "" if box is None else ",".join(map(repr, box))
@@ -193,13 +187,46 @@ def embedding_key(bundle_id: str, precision: Precision, digest: str, box: Box | 
 
 
 def answer_key(
-    bundle_id: str,
-    precision: Precision,
-    gallery: str,
-    generation: str,
-    version: str,
-    digest: str,
+    bundle_id: str, precision: Precision, gallery: str, generation: str, digest: str
 ) -> str:
-    """Key of the answer to a query in one version of a gallery."""
+    """Key of the answer to a query in a gallery."""
     name = quote(gallery, safe="")
-    return f"{_PREFIX}:a:{bundle_id}:{precision}:{name}:{generation}:{version}:{digest}"
+    return f"{_PREFIX}:a:{bundle_id}:{precision}:{name}:{generation}:{digest}"
+
+
+def seal(key: str, payload: bytes) -> bytes:
+    """Put a digest over key and payload in front, so that a value fits only under its own key."""
+    return _digest(key, payload) + payload
+
+
+def unseal(key: str, sealed: bytes) -> bytes:
+    """The payload of `seal`. Raises: ValueError if it was not made for this key, or was changed."""
+    digest, payload = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
+    if digest != _digest(key, payload):
+        raise ValueError("the value does not fit its seal")
+    return payload
+
+
+def encode_vector(vector: NDArray[np.float32]) -> bytes:
+    """A vector (D,) as little-endian float32."""
+    return vector.astype("<f4").tobytes()
+
+
+def decode_vector(payload: bytes, dim: int) -> NDArray[np.float32]:
+    """The vector (D,) of `encode_vector`.
+
+    Raises: ValueError unless of length `dim` and unit norm.
+    """
+    if len(payload) != 4 * dim:
+        raise ValueError(f"{len(payload)} bytes are not a vector of length {dim}")
+    vector = np.frombuffer(payload, dtype="<f4").astype(np.float32)
+    if not math.isclose(float(np.linalg.norm(vector)), 1.0, abs_tol=_UNIT_TOLERANCE):
+        raise ValueError("the vector is not of unit norm")
+    return vector
+
+
+def _digest(key: str, payload: bytes) -> bytes:
+    digest = hashlib.blake2b(key.encode(), digest_size=_SEAL_BYTES)
+    digest.update(b"\0")
+    digest.update(payload)
+    return digest.digest()

@@ -1,16 +1,23 @@
-"""A decoding process: reads images from its standard input, a socket, and answers with pixels.
+"""A decoding process, and the bytes that it exchanges with the service over one socket.
 
-It ends when the service closes the socket or dies; in the middle of an image at the latest when
-its alarm goes off, which no decoder can hold up. It imports nothing that it does not need.
+request: lengths of order and image, order (JSON: spec, limits, box; or limits, side), image
+reply:   status, length of the content, content (pixels, a JPEG, or JSON: class name and text of an
+         error)
+
+Nothing that a decoding process sends is executed or unpickled. The process ends when the service
+closes the socket or dies; in the middle of an image at the latest when its alarm goes off, which
+no decoder can hold up. It imports nothing that it does not need.
 """
 
+import json
 import os
-import resource
 import signal
 import socket
+import struct
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 
 from PIL import (
     BmpImagePlugin,
@@ -22,19 +29,10 @@ from PIL import (
     WebPImagePlugin,
 )
 
-from embedder.preprocess import preprocess, render_jpeg
-from service.search.decode_wire import (
-    DONE,
-    ENDING,
-    READY,
-    REFUSED,
-    REPLY,
-    REQUEST,
-    Order,
-    Rendering,
-    pack_error,
-    unpack_order,
-)
+from embedder import errors
+from embedder.errors import ImageError, InvalidParameterError
+from embedder.manifest import Preprocessing
+from embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
 
 PLUGINS = (
     BmpImagePlugin,
@@ -47,7 +45,65 @@ PLUGINS = (
 )
 """Loaded now; Pillow would load those of all its formats with the first image."""
 
+REQUEST = struct.Struct("<II")
+REPLY = struct.Struct("<BxxxI")
+DONE, REFUSED, ENDING, READY = range(4)
+"""Status of a reply; after ENDING the process ends, since it may be out of memory."""
+
+ERROR_BYTES = 4096
+_TEXT_CHARACTERS = 500
+_KNOWN_ORDERS = 64
 _MIB = 2**20
+
+Order = tuple[Preprocessing, ImageLimits, Box | None]
+Rendering = tuple[ImageLimits, int]
+"""A JPEG is asked for: limits, longest side in pixels."""
+
+
+@lru_cache(_KNOWN_ORDERS)
+def pack_order(spec: Preprocessing, limits: ImageLimits, box: Box | None) -> bytes:
+    """How an image is to be decoded, as JSON."""
+    sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
+    order = {"spec": spec.model_dump(), "limits": sizes, "box": box}
+    return json.dumps(order).encode()
+
+
+@lru_cache(_KNOWN_ORDERS)
+def pack_rendering(limits: ImageLimits, side_px: int) -> bytes:
+    """How an image is to become a JPEG, as JSON."""
+    sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
+    return json.dumps({"limits": sizes, "side": side_px}).encode()
+
+
+@lru_cache(_KNOWN_ORDERS)
+def unpack_order(packed: bytes) -> Order | Rendering:
+    """The order of `pack_order` or `pack_rendering`."""
+    order = json.loads(packed)
+    if "side" in order:
+        return ImageLimits(*order["limits"]), int(order["side"])
+    box = order["box"]
+    return (
+        Preprocessing(**order["spec"]),
+        ImageLimits(*order["limits"]),
+        None if box is None else (box[0], box[1], box[2], box[3]),
+    )
+
+
+def pack_error(error: Exception) -> bytes:
+    """Class name and text of an error, at most ERROR_BYTES."""
+    return json.dumps([type(error).__name__, str(error)[:_TEXT_CHARACTERS]]).encode()
+
+
+def unpack_error(packed: bytes) -> Exception:
+    """The error of `pack_error`; one that is no fault of an image or its box is a RuntimeError.
+
+    Raises: ValueError, TypeError if it is damaged.
+    """
+    name, text = json.loads(packed)
+    cls = getattr(errors, str(name), None)
+    if isinstance(cls, type) and issubclass(cls, ImageError | InvalidParameterError):
+        return cls(str(text))
+    return RuntimeError(f"{name}: {text}")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -66,6 +122,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def _limit(memory_bytes: int) -> None:
     """No more memory than this, no core dumps, no files."""
+    import resource  # not on Windows, where the service decodes in its own threads
+
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CORE, 0),

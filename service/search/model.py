@@ -1,7 +1,11 @@
-"""The models that are served: for each bundle one session, one queue and one encoder."""
+"""The models that are served: a session for each bundle, and the way from images to vectors."""
 
 import asyncio
-from collections.abc import Callable, Collection
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,13 +13,181 @@ import structlog
 from numpy.typing import NDArray
 
 from embedder.calibration import Calibration
+from embedder.errors import BundleError, SearchError
 from embedder.session import Embedder
-from service.search.batching import MicroBatcher
-from service.search.encoding import Encoder
+from embedder.types import Embeddings, Images
+from service.observe.tracing import span
+from service.search.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
+from service.search.decoder import Decoder
+from service.search.lanes import Lanes
+from service.search.query import View
 from service.search.single_flight import SingleFlight
 
-Connect = Callable[[Embedder], tuple[MicroBatcher, Encoder]]
-"""Gives an embedder the queue before it and the encoder before that; neither is started."""
+Vector = NDArray[np.float32]
+
+
+class Batcher:
+    """Calls `embed` for several threads, at most `at_once` times at the same time.
+
+    A thread that finds all calls taken waits; whoever comes next takes what waits, up to
+    `batch_size` images, in one call. A call that fails is repeated for each of its callers, so
+    that only the bad image fails. `on_batch` is told the size of each call.
+    """
+
+    def __init__(
+        self,
+        embed: Callable[[Images], Embeddings],
+        batch_size: int,
+        at_once: int,
+        on_batch: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._embed = embed
+        self._batch_size = batch_size
+        self._on_batch = on_batch
+        self._calls = threading.Semaphore(at_once)
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Images, Future[Embeddings]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Callers that wait."""
+        return len(self._waiting)
+
+    def embed(self, images: Images) -> Embeddings:
+        """The vectors (N, D) of images (N, 3, S, S).
+
+        Raises: BundleError, SearchError, whatever `embed` raises.
+        """
+        step = self._batch_size
+        parts = [self._part(images[n : n + step]) for n in range(0, len(images), step)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _part(self, images: Images) -> Embeddings:
+        mine: Future[Embeddings] = Future()
+        with self._lock:
+            self._waiting.append((images, mine))
+        with self._calls:
+            while not mine.done() and (batch := self._take()):
+                self._run(batch)
+        return mine.result()
+
+    def _take(self) -> list[tuple[Images, Future[Embeddings]]]:
+        batch = []
+        with self._lock:
+            room = self._batch_size
+            while self._waiting and len(self._waiting[0][0]) <= room:
+                batch.append(self._waiting.popleft())
+                room -= len(batch[-1][0])
+        return batch
+
+    def _run(self, batch: Sequence[tuple[Images, Future[Embeddings]]]) -> None:
+        try:
+            vectors = self._checked([images for images, _ in batch])
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0][1].set_exception(error)
+                return
+            for each in batch:
+                self._run([each])
+        except BaseException as error:
+            # Let through, SystemExit and its like would end more than this search.
+            for _, future in batch:
+                future.set_exception(SearchError(f"The model ended with {type(error).__name__}."))
+        else:
+            start = 0
+            for images, future in batch:
+                future.set_result(vectors[start : start + len(images)])
+                start += len(images)
+
+    def _checked(self, parts: list[Images]) -> Embeddings:
+        images = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self._on_batch(len(images))
+        vectors = self._embed(images)
+        if len(vectors) != len(images):
+            raise BundleError(
+                f"The model gave {len(vectors)} vectors for {len(images)} images. "
+                "Export it again with a free batch dimension."
+            )
+        return vectors
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Vectors (N, D), and the milliseconds that decoding and the model took."""
+
+    vectors: Embeddings
+    decode_ms: float = 0.0
+    embed_ms: float = 0.0
+
+
+class Encoder:
+    """Turns images into vectors: decoded in a lane's process, embedded there, and cached."""
+
+    def __init__(self, embedder: Embedder, cache: Cache, lanes: Lanes, batcher: Batcher) -> None:
+        self._embedder = embedder
+        self._cache = cache
+        self._lanes = lanes
+        self._batcher = batcher
+
+    def lookup(self, view: View) -> Lookup[Vector]:
+        """Where a cache may have the vector of `view`."""
+        embedder, dim = self._embedder, self._embedder.dim
+        key = embedding_key(embedder.bundle_id, embedder.precision, view.digest, view.box)
+        return Lookup("embedding", key, lambda value: decode_vector(value, dim))
+
+    def decode(self, decoder: Decoder, view: View) -> NDArray[np.uint8]:
+        """Its pixels (3, S, S). Raises: ImageError, InvalidParameterError, SearchError."""
+        embedder = self._embedder
+        return decoder.decode(view.data, embedder.preprocessing, embedder.limits, view.box)
+
+    def compute(
+        self,
+        decoder: Decoder,
+        views: Sequence[View],
+        decode: Callable[[Decoder, View], NDArray[np.uint8]] | None = None,
+    ) -> Encoded:
+        """The vectors of `views`, at least one, in this thread; a cache gets them.
+
+        Raises: ImageError, SearchError, BundleError.
+        """
+        started = time.perf_counter()
+        with span("decode"):
+            images = np.stack([(decode or self.decode)(decoder, view) for view in views])
+        decoded = time.perf_counter()
+        with span("embed"):
+            vectors = self._batcher.embed(images)
+        embedded = time.perf_counter()
+        for view, vector in zip(views, vectors, strict=True):
+            self._cache.set(self.lookup(view).key, encode_vector(vector))
+        return Encoded(vectors, (decoded - started) * 1e3, (embedded - decoded) * 1e3)
+
+    async def encode(self, data: bytes, digest: str) -> Vector:
+        """The vector (D,) of the image `data`, whose sha256 is `digest`, once a lane is free.
+
+        Of calls at the same time no more than there are lanes are worked on.
+
+        Raises: ImageError, SearchError, BundleError.
+        """
+        view = View(data, digest)
+
+        def work(decoder: Decoder) -> Vector:
+            vector = self._cache.get(self.lookup(view))
+            if vector is None:
+                vector = self.compute(decoder, [view]).vectors[0]
+            return vector
+
+        async with self._lanes.crowd:
+            return await self._lanes.run(work, patient=True)
+
+    async def infer(self, data: bytes) -> Vector:
+        """The vector (D,) of an image without any cache and ahead of all that waits."""
+
+        def work(decoder: Decoder) -> Vector:
+            image = self.decode(decoder, View(data, ""))
+            vector: Vector = self._batcher.embed(image[np.newaxis])[0]
+            return vector
+
+        return await self._lanes.run(work, urgent=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,10 +195,9 @@ class Model:
     """A bundle that runs, and the image that it is checked with: its vector at the warm-up (D,)."""
 
     embedder: Embedder
-    batcher: MicroBatcher
     encoder: Encoder
     known_image: bytes = field(repr=False)
-    known_vector: NDArray[np.float32] = field(repr=False)
+    known_vector: Vector = field(repr=False)
 
     @property
     def bundle_id(self) -> str:
@@ -55,9 +226,11 @@ class Model:
 
 
 class Models:
-    """Opens a model when a gallery needs it, and stops it when none does any more."""
+    """Opens a model when a gallery needs it, and lets go of it when none does any more."""
 
-    def __init__(self, find: Callable[[str], Embedder], connect: Connect) -> None:
+    def __init__(
+        self, find: Callable[[str], Embedder], connect: Callable[[Embedder], Encoder]
+    ) -> None:
         """`find` opens the embedder of a bundle; it may block. Raises: BundleError."""
         self._find = find
         self._connect = connect
@@ -69,21 +242,6 @@ class Models:
         """Every model that has been started."""
         return list(self._models.values())
 
-    @property
-    def depth(self) -> int:
-        """Images that wait for any model."""
-        return sum(model.batcher.depth for model in self._models.values())
-
-    @property
-    def alive(self) -> bool:
-        """Whether every model accepts images."""
-        return bool(self._models) and all(m.batcher.alive for m in self._models.values())
-
-    @property
-    def restarts(self) -> int:
-        """How many workers were started again, of the models that run."""
-        return sum(model.batcher.restarts for model in self._models.values())
-
     def open(self, bundle_id: str) -> Embedder:
         """Open the embedder of a bundle before the event loop runs; `get` starts it.
 
@@ -94,7 +252,7 @@ class Models:
         return self._opened[bundle_id]
 
     async def get(self, bundle_id: str) -> Model:
-        """The model of a bundle, started and warm; it stays as long as a gallery uses it.
+        """The model of a bundle, warm; it stays as long as a gallery uses it.
 
         Raises: BundleNotFoundError, BundleError.
         """
@@ -102,26 +260,18 @@ class Models:
         return model or await self._flights.run(bundle_id, lambda: self._start(bundle_id))
 
     async def keep(self, bundle_ids: Collection[str]) -> None:
-        """Stop every other model and let go of its memory."""
-        dropped = [model for name, model in self._models.items() if name not in bundle_ids]
+        """Let go of every other model and its memory, once the last search in it has ended."""
+        for bundle_id in self._models.keys() - set(bundle_ids):
+            structlog.get_logger().info("model stopped", bundle_id=bundle_id)
         self._models = {n: model for n, model in self._models.items() if n in bundle_ids}
-        for model in dropped:
-            await model.batcher.stop()
-            structlog.get_logger().info("model stopped", bundle_id=model.bundle_id)
 
     async def _start(self, bundle_id: str) -> Model:
         embedder = self._opened.pop(bundle_id, None)
         if embedder is None:
             embedder = await asyncio.to_thread(self._find, bundle_id)
-        batcher, encoder = self._connect(embedder)
-        batcher.start()
-        try:
-            image = embedder.known_images()[0]
-            known = await encoder.infer(image, urgent=True)
-        except BaseException:
-            await batcher.stop()
-            raise
-        model = Model(embedder, batcher, encoder, image, known.vector)
+        encoder = self._connect(embedder)
+        image = embedder.known_images()[0]
+        model = Model(embedder, encoder, image, await encoder.infer(image))
         self._models[bundle_id] = model
         structlog.get_logger().info(
             "model started",

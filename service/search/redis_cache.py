@@ -2,40 +2,49 @@
 
 import asyncio
 import contextlib
+import functools
+import queue
 import re
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 import structlog
-from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
-from redis.asyncio.retry import Retry
+from redis import ConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool as AsyncConnectionPool
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
 
 from service.observe.log_throttle import Repeats
 
 T = TypeVar("T")
 _FIRST_PROBE_S = 0.1
+_CLOSE_S = 1.0
+_MAX_PENDING_WRITES = 64
 _DATABASE = re.compile(r"/?\d*")
 FAIR_SHARE = 0.5  # of the timeout: Redis that had less is not to blame for its silence
 
 
 class WaitBudget:
-    """How long one request may still wait for Redis, in all; waits at the same time count once."""
+    """How long one request may still wait for Redis, in all."""
 
     def __init__(self, total_s: float) -> None:
-        self._left_s = total_s
-        self._waiting = 0
-        self._since = 0.0
+        self.left_s = total_s
 
-    @property
-    def left_s(self) -> float:
-        """Seconds that are left, at least 0."""
-        running = time.monotonic() - self._since if self._waiting else 0.0
-        return max(0.0, self._left_s - running)
+    @contextlib.contextmanager
+    def spend(self) -> Iterator[None]:
+        """What this block takes is gone."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.left_s = max(0.0, self.left_s - (time.monotonic() - started))
 
     @contextlib.asynccontextmanager
     async def wait(self) -> AsyncIterator[None]:
@@ -43,17 +52,9 @@ class WaitBudget:
 
         Raises: TimeoutError at its end.
         """
-        left_s = self.left_s
-        if not self._waiting:
-            self._since = time.monotonic()
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(left_s):
+        with self.spend():
+            async with asyncio.timeout(self.left_s):
                 yield
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._left_s -= time.monotonic() - self._since
 
 
 _BUDGET: ContextVar[WaitBudget | None] = ContextVar("kinlens_redis_budget", default=None)
@@ -74,7 +75,7 @@ def check_url(url: str) -> None:
     Raises: ValueError.
     """
     try:
-        ConnectionPool.from_url(url).make_connection()  # type: ignore[no-untyped-call]
+        ConnectionPool.from_url(url).make_connection()
         parts = urlsplit(url)
         fits = parts.scheme == "unix" or bool(_DATABASE.fullmatch(parts.path))
     except (TypeError, ValueError):
@@ -86,128 +87,123 @@ def check_url(url: str) -> None:
         )
 
 
-def bounded_pool(url: str, timeout_s: float, connections: int) -> BlockingConnectionPool:
+def bounded_pool(url: str, timeout_s: float, connections: int) -> AsyncConnectionPool:
     """So many connections; each wait for one, and each call on one, ends after `timeout_s`."""
-    return BlockingConnectionPool.from_url(
+    return AsyncConnectionPool.from_url(
         url,
         max_connections=connections,
         timeout=timeout_s,
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
+        retry=AsyncRetry(NoBackoff(), 0),
         protocol=2,
     )
 
 
 class RedisStore:
-    """Values in Redis under `ttl_s`; what it cannot answer in time is None.
+    """Values in Redis under `ttl_s`; what it cannot answer in time is None. Any thread may call.
 
-    All reads of one request together wait at most `timeout_s`, for a free connection and for the
-    answers; see `WaitBudget`. The first call that fails opens the breaker: later ones return at
-    once, while a task of its own asks every `retry_s` whether Redis is back. Waiting for a free
-    connection opens nothing.
+    All reads of one request together wait at most `timeout_s`; see `WaitBudget`. The first call
+    that fails opens the breaker: later ones return at once, while a thread of its own asks every
+    `retry_s` whether Redis is back. The same thread writes, so that nobody waits for that.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        timeout_s: float,
-        retry_s: float,
-        ttl_s: int,
-        max_value_bytes: int,
-        connections: int,
+        self, url: str, *, timeout_s: float, retry_s: float, ttl_s: int, max_value_bytes: int
     ) -> None:
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._ttl_s = ttl_s
         self._max_value_bytes = max_value_bytes
-        # One connection more, for the probe.
-        self._client = Redis.from_pool(bounded_pool(url, timeout_s, connections + 1))
-        self._slots = asyncio.Semaphore(connections)
-        self._recovery: asyncio.Task[None] | None = None
+        self._pool = ConnectionPool.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            driver_info=None,  # nothing is said before the first question
+        )
+        self._client = Redis(connection_pool=self._pool)
+        self._writes: queue.Queue[tuple[str, bytes] | None] = queue.Queue(_MAX_PENDING_WRITES)
+        self._is_down = False
+        self._ended = threading.Event()
         self._outages = Repeats()
         self._is_told = False
+        self._thread = threading.Thread(target=self._serve, name="kinlens-redis", daemon=True)
 
     @property
     def state(self) -> str:
         """`up` or `down`."""
-        return "up" if self._recovery is None else "down"
+        return "down" if self._is_down else "up"
 
-    async def start(self) -> None:
+    @property
+    def pending_writes(self) -> int:
+        """Values on their way."""
+        return self._writes.unfinished_tasks
+
+    def start(self) -> None:
         """Ask once; if there is no answer, go on without and keep asking."""
-        await self._call(self._ping, WaitBudget(self._timeout_s))
+        self._call(self._client.ping)
+        self._thread.start()
 
-    async def close(self) -> None:
-        """Stop asking and disconnect."""
-        if self._recovery is not None:
-            self._recovery.cancel()
-            await asyncio.gather(self._recovery, return_exceptions=True)
-        await self._client.aclose()
+    def close(self) -> None:
+        """Write what waits, if Redis answers, and disconnect."""
+        self._ended.set()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+        self._client.close()
+        self._pool.disconnect()
 
-    def begin(self) -> None:
-        """A request begins: the tasks that it makes share one budget."""
-        request_budget(self._timeout_s)
-
-    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+    def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """The value of each key, if Redis has it and answers in time; one round trip."""
-
-        async def read() -> list[bytes | None]:
-            values = await self._client.mget(keys)
-            return [value if isinstance(value, bytes) else None for value in values]
-
-        found = await self._call(read, request_budget(self._timeout_s))
+        budget = request_budget(self._timeout_s)
+        given_s = budget.left_s
+        if self._is_down or not given_s:
+            return [None] * len(keys)
+        with budget.spend():
+            found = self._call(
+                lambda: self._read(keys, given_s), is_fair=given_s >= FAIR_SHARE * self._timeout_s
+            )
         return [None] * len(keys) if found is None else found
 
-    async def set(self, key: str, value: bytes) -> None:
-        """Store a value, unless it is too large or Redis is away; no request waits for it."""
-        if len(value) > self._max_value_bytes:
-            return
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value soon, unless it is too large, too many wait, or Redis is away."""
+        if len(value) <= self._max_value_bytes and not self._is_down:
+            with contextlib.suppress(queue.Full):
+                self._writes.put_nowait((key, value))
 
-        async def write() -> None:
-            await self._client.set(key, value, ex=self._ttl_s)
-
-        await self._call(write, WaitBudget(self._timeout_s))
-
-    async def _ping(self) -> None:
-        async with asyncio.timeout(self._timeout_s):
-            await self._client.ping()
-
-    async def _call(self, operation: Callable[[], Awaitable[T]], budget: WaitBudget) -> T | None:
-        if self.state == "down" or not budget.left_s or not await self._enter(budget):
-            return None
-        given_s = budget.left_s
+    def _read(self, keys: Sequence[str], limit_s: float) -> list[bytes | None]:
+        connection = self._pool.get_connection()
         try:
-            if self.state == "down":
-                return None
-            async with budget.wait():
-                return await operation()
+            connection.send_command("MGET", *keys)  # type: ignore[no-untyped-call]
+            values = connection.read_response(timeout=limit_s)
+        finally:
+            self._pool.release(connection)
+        return [value if isinstance(value, bytes) else None for value in values]
+
+    def _call(self, operation: Callable[[], T], *, is_fair: bool = True) -> T | None:
+        """What it gives; None if Redis refuses, or fails, which opens the breaker if `is_fair`."""
+        try:
+            return operation()
         except ResponseError as error:
             # Redis is there and said no: another type under the key, out of memory.
             structlog.get_logger().debug("redis refused", error=type(error).__name__)
-        except TimeoutError as error:
-            if given_s >= FAIR_SHARE * self._timeout_s:
+        except RedisTimeoutError as error:
+            if is_fair:
                 self._open_breaker(error)
         except Exception as error:
             # Whatever the client raises, the request goes on without this level.
             self._open_breaker(error)
-        finally:
-            self._slots.release()
         return None
 
-    async def _enter(self, budget: WaitBudget) -> bool:
-        try:
-            async with budget.wait():
-                return await self._slots.acquire()
-        except TimeoutError:
-            return False
-
     def _open_breaker(self, error: Exception) -> None:
-        if self._recovery is None:
+        if not self._is_down:
+            self._is_down = True
             self._outages.add()
             self._is_told = False
             self._tell(error)
-            self._recovery = asyncio.create_task(self._recover())
+            self._wake()
 
     def _tell(self, error: Exception) -> None:
         """Log an outage once, unless another was logged a moment ago; it is counted then."""
@@ -217,17 +213,32 @@ class RedisStore:
             name = type(error).__name__
             structlog.get_logger().warning("redis is away", error=name, times=times)
 
-    async def _recover(self) -> None:
+    def _wake(self) -> None:
+        with contextlib.suppress(queue.Full):  # then there is something to wake up for
+            self._writes.put_nowait(None)
+
+    def _serve(self) -> None:
+        while not self._is_down or self._came_back():
+            item = self._writes.get()
+            if item is not None:
+                key, value = item
+                self._call(functools.partial(self._client.set, key, value, ex=self._ttl_s))
+            self._writes.task_done()
+            if self._ended.is_set() and self._writes.empty():
+                return
+
+    def _came_back(self) -> bool:
+        """Ask again and again; False if the store was closed meanwhile."""
         delay_s = min(_FIRST_PROBE_S, self._retry_s)
-        while True:
-            await asyncio.sleep(delay_s)
+        while not self._ended.wait(delay_s):
             try:
-                await self._ping()
+                self._client.ping()
             except Exception as error:
                 self._tell(error)
                 delay_s = min(2 * delay_s, self._retry_s)
             else:
                 if self._is_told:
                     structlog.get_logger().info("redis is back")
-                self._recovery = None
-                return
+                self._is_down = False
+                return True
+        return False

@@ -45,10 +45,8 @@ from tests.tiny import encoded, picture
 CREATED_AT = "2026-01-01T00:00:00+00:00"
 WAIT_S = 20.0
 DEFAULTS: dict[str, Any] = {
-    "embed_workers": 1,
-    "decode_workers": 2,
+    "lanes": 2,
     "decode_isolation": False,
-    "search_workers": 2,
 }
 
 

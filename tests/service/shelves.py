@@ -16,15 +16,15 @@ from indexer.types import Entry
 from service.galleries.loading import Loader
 from service.galleries.locations import open_place
 from service.galleries.registry import Registry
-from service.search.encoding import Encoder
-from service.search.model import Models
+from service.search.model import Encoder, Models
 from service.settings import Settings
 from tests.support.seams import (
+    Batcher,
     Cache,
     Failures,
     InlineDecoder,
+    Lanes,
     LruCache,
-    MicroBatcher,
     Place,
     Sources,
 )
@@ -63,7 +63,7 @@ class Shelf:
         self.closed: list[str] = []
         self.found: list[str] = []
         self.failures = Failures()
-        self.decoder = InlineDecoder(2, 64)
+        self.lanes = Lanes([InlineDecoder(), InlineDecoder()], 64)
         self.bundles: dict[str, Embedder] = bundles or {"fake": FakeEmbedder()}
         self.models = Models(self._find, self._connect)
         self.cache = Cache(LruCache(100, 2**20))
@@ -84,9 +84,9 @@ class Shelf:
             raise BundleNotFoundError(f"no bundle {bundle_id}")
         return self.bundles[bundle_id]
 
-    def _connect(self, embedder: Embedder) -> tuple[MicroBatcher, Encoder]:
-        batcher = MicroBatcher(embedder.embed, batch_size=4, queue_size=64, workers=1)
-        return batcher, Encoder(embedder, self.cache, self.decoder, batcher)
+    def _connect(self, embedder: Embedder) -> Encoder:
+        batcher = Batcher(lambda images: embedder.embed(images), batch_size=4, at_once=1)
+        return Encoder(embedder, self.cache, self.lanes, batcher)
 
     def _open(self, place: Place) -> Gallery:
         gallery = open_place(place)
@@ -107,11 +107,11 @@ async def serving(
 ) -> AsyncIterator[Shelf]:
     """A shelf that is served until the end of the block; by default it looks only when told."""
     shelf = Shelf(settings, **bundles)
-    await shelf.decoder.start()
+    await shelf.lanes.start()
     await shelf.registry.start(interval_s)
     try:
         yield shelf
     finally:
         await shelf.registry.stop()
-        await shelf.decoder.close()
+        await shelf.lanes.close()
         assert sorted(shelf.closed) == sorted(one.generation for one in shelf.opened)

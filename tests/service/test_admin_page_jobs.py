@@ -29,9 +29,7 @@ def shop(
         *(tmp_path_factory.mktemp("jobs"), tiny_bundle, make_tiny_bundle(seed=1)),
         reload_interval_ms=50,
         decode_isolation=False,
-        decode_workers=1,
-        embed_workers=1,
-        search_workers=1,
+        lanes=1,
         request_timeout_ms=60_000,
     )
     made.build("other")

@@ -22,7 +22,7 @@ def test_readiness_reports_what_is_served(running_service) -> None:
     assert (answer["precision"], answer["precision_reason"]) == ("fp32", "asked for")
     assert answer["bundle_id"] == "fake"
     assert list(answer["galleries"]) == ["shop"]
-    assert answer["checks"] == {"worker": "ok", "model": "ok", "gallery shop": "ok"}
+    assert answer["checks"] == {"model": "ok", "gallery shop": "ok"}
     assert answer["redis"] == "off"
     assert answer["queue_depth"] == 0
     assert answer["last_error"] is None
@@ -40,33 +40,20 @@ def test_readiness_really_embeds_and_searches_every_gallery(
     assert (gallery.searches, other.searches) == (2, 2)
 
 
-def test_a_dead_worker_turns_readiness_red_until_it_was_started_again(
-    start_service, pictures, monkeypatch, until
+def test_a_model_that_wants_to_exit_costs_its_search_alone(
+    start_service, embedder, pictures, monkeypatch
 ) -> None:
     def die(_: Any) -> Any:
         raise SystemExit(1)
 
     service = start_service()
-    batcher = service.runtime.batcher
-    assert service.client.get("/ready").status_code == 200
-    batcher._pause_s = 1.0
     with monkeypatch.context() as patch:
-        patch.setattr(batcher, "_embed", die)
+        patch.setattr(embedder, "embed", die)
         response = service.search(pictures[0])
     assert response.status_code == 503
     assert response.json()["type"] == "urn:kinlens:problem:search-unavailable"
     assert int(response.headers["retry-after"]) >= 1
-    ready = service.client.get("/ready")
-    assert ready.status_code == 503
-    assert ready.json()["status"] == "not ready"
-    assert "stopped: SystemExit" in ready.json()["checks"]["worker"]
-    assert "worker" in ready.json()["last_error"]
-    assert service.metric("kinlens_worker_alive") == 0
-    assert service.client.get("/live").status_code == 200
-    until(lambda: batcher.alive)
-    again = service.client.get("/ready")
-    assert (again.status_code, again.json()["status"]) == (200, "ready")
-    assert again.json()["checks"]["worker"].startswith("worker restarted 1 time, last: SystemExit")
+    assert service.client.get("/ready").status_code == 200
     assert service.search(pictures[0]).status_code == 200
 
 
@@ -84,11 +71,11 @@ def test_a_model_that_hangs_turns_readiness_red_and_green_again(start_service, e
 
 
 def test_a_model_that_gives_other_vectors_than_at_the_start_turns_readiness_red(
-    start_service, monkeypatch
+    start_service, embedder, monkeypatch
 ) -> None:
     service = start_service()
-    embed = service.runtime.batcher._embed
-    monkeypatch.setattr(service.runtime.batcher, "_embed", lambda images: -embed(images))
+    embed = embedder.embed
+    monkeypatch.setattr(embedder, "embed", lambda images: -embed(images))
     response = service.client.get("/ready")
     assert response.status_code == 503
     assert "another vector: -1.0000" in response.json()["checks"]["model"]
@@ -114,7 +101,7 @@ def test_a_gallery_that_fails_is_named_and_the_others_are_still_checked(
 def test_readiness_stays_green_when_the_queue_is_full(
     start_service, embedder, pictures, until
 ) -> None:
-    service = start_service(queue_size=1, batch_size=1, decode_workers=1)
+    service = start_service(queue_size=1, lanes=1)
     embedder.gate.clear()
     before = len(embedder.batches)
     results: list[int] = []
@@ -126,11 +113,11 @@ def test_readiness_stays_green_when_the_queue_is_full(
     clients[0].start()
     until(lambda: len(embedder.batches) > before)
     clients[1].start()
-    until(lambda: service.runtime.batcher.depth == 1)
+    until(lambda: service.runtime.lanes.waiting == 1)
     check: list[int] = []
     probe = threading.Thread(target=lambda: check.append(service.client.get("/ready").status_code))
     probe.start()
-    until(lambda: service.runtime.batcher.depth == 2)
+    until(lambda: service.runtime.lanes.waiting == 2)
     embedder.gate.set()
     for thread in (*clients, probe):
         thread.join()
@@ -143,15 +130,15 @@ def test_readiness_does_not_wait_behind_a_long_queue_of_a_slow_model(
 ) -> None:
     slow = type(embedder)(delay_s=0.05)
     limits = {"ready_timeout_ms": 3_000, "request_timeout_ms": 60_000}
-    service = start_service(embedder=slow, queue_size=80, batch_size=1, **limits)
+    service = start_service(embedder=slow, queue_size=80, lanes=1, **limits)
     uploads = [pictures[0] + number.to_bytes(4, "big") for number in range(80)]
     slow.gate.clear()
     with ThreadPoolExecutor(80) as clients:
         answers = [clients.submit(service.search, upload) for upload in uploads]
-        until(lambda: service.runtime.batcher.depth == 79)
+        until(lambda: service.runtime.lanes.waiting == 79)
         slow.gate.set()
         ready = service.client.get("/ready")
-        assert service.runtime.batcher.depth > 0, "the check waited for the queue"
+        assert service.runtime.lanes.waiting > 0, "the check waited for the queue"
         assert ready.status_code == 200, ready.text
         assert [answer.result().status_code for answer in answers] == [200] * 80
 
@@ -177,7 +164,7 @@ def test_a_service_with_a_state_folder_is_ready_without_a_gallery(tmp_path, pict
     service = run(create_app(settings, FakeEmbedder(), {}))
     ready = service.client.get("/ready")
     assert (ready.status_code, ready.json()["galleries"]) == (200, {})
-    assert ready.json()["checks"] == {"worker": "ok", "model": "ok"}
+    assert ready.json()["checks"] == {"model": "ok"}
     refused = service.search(pictures[0])
     assert refused.status_code == 404
     assert "POST /galleries" in refused.json()["detail"]

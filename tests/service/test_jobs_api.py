@@ -56,11 +56,8 @@ def shop(tmp_path: Path, make_tiny_bundle: Callable[..., Bundle], tiny_bundle: B
         anonymous_scopes=("admin",),
         reload_interval_ms=50,
         decode_isolation=False,
-        decode_workers=1,
-        embed_workers=1,
-        search_workers=1,
+        lanes=1,
         request_timeout_ms=60_000,
-        search_timeout_ms=60_000,
     )
 
 

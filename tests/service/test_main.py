@@ -311,7 +311,7 @@ def test_what_was_accepted_is_finished_and_nothing_new_is_taken(
     tiny_bundle: Bundle, tiny_gallery: Path, ending: signal.Signals
 ) -> None:
     paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
-    limits = {"KINLENS_SHUTDOWN_TIMEOUT_S": "30", "KINLENS_EMBED_WORKERS": "8"}
+    limits = {"KINLENS_SHUTDOWN_TIMEOUT_S": "30", "KINLENS_LANES": "8"}
     with started(["-c", SLOW], *paths, **limits) as service, ThreadPoolExecutor(8) as clients:
         address = ("127.0.0.1", int(service.url.rsplit(":", 1)[1]))
 

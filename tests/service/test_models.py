@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from embedder.bundle import Bundle
-from embedder.errors import BundleCorruptError, BundleNotFoundError, SearchError
+from embedder.errors import BundleCorruptError, BundleNotFoundError
 from embedder.fake import FakeEmbedder
 from embedder.types import Embeddings, Images
 from service.galleries.bundles import Bundles, OneBundle
@@ -97,13 +97,10 @@ def test_a_swap_to_another_bundle_starts_its_model_and_stops_the_old_one(tmp_pat
             await shelf.registry.refresh()
             old = served.model
             assert running(shelf) == ["one", "two"]
-            vector = await old.batcher.submit(old.embedder.preprocess(old.known_image))
+            vector = await old.encoder.infer(old.known_image)
             assert np.allclose(vector, old.known_vector)
         await shelf.registry.refresh()
         assert running(shelf) == ["two"]
-        assert not old.batcher.alive
-        with pytest.raises(SearchError):
-            await old.batcher.submit(old.embedder.preprocess(old.known_image))
         assert shelf.keys() == {"new"}
 
     run(

@@ -247,7 +247,7 @@ def test_a_picture_that_takes_too_long_is_503_and_so_are_those_behind_it(
     start_service, gallery, pictures, until, monkeypatch
 ) -> None:
     held = threading.Event()
-    service = start_service(request_timeout_ms=300, decode_workers=1)
+    service = start_service(request_timeout_ms=300, lanes=1)
     monkeypatch.setattr(gallery, "image", lambda _: held.wait(WAIT_S))
     for number in range(2):
         response = service.client.get(f"/galleries/shop/items/{number}/image")

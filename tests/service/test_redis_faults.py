@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import signal
 import socket
@@ -16,7 +17,6 @@ import pytest
 import redis
 import structlog
 
-from service.search.redis_cache import WaitBudget, request_budget
 from tests.service.conftest import render
 from tests.support.seams import RateLimits, RedisStore, SharedCounts
 from tests.tiny import encoded
@@ -82,7 +82,7 @@ def proxy(redis_server) -> Iterator[SlowProxy]:
 
 def store(url: str, **options: Any) -> RedisStore:
     defaults = {"timeout_s": TIMEOUT_S, "retry_s": 0.1, "ttl_s": 60, "max_value_bytes": 10**6}
-    return RedisStore(url, **(defaults | {"connections": 2} | options))
+    return RedisStore(url, **(defaults | options))
 
 
 @contextmanager
@@ -201,65 +201,23 @@ def test_a_full_redis_refuses_to_store_and_is_no_outage(
         until(lambda: client.dbsize() > 0)
 
 
-def test_all_lookups_of_one_request_share_its_time(redis_server, proxy) -> None:
-    async def main() -> None:
-        shared = store(proxy.url)
-        await shared.start()
-        await shared.set("key", b"value")
+def test_all_lookups_of_one_request_share_its_time(redis_server, proxy, until) -> None:
+    shared = store(proxy.url)
+    shared.start()
+    shared.set("key", b"value")
+    until(lambda: shared.pending_writes == 0)
+
+    def request() -> None:
         proxy.delay_s = 0.6 * TIMEOUT_S
         started = time.monotonic()
-        found = [await shared.get(["key"]) for _ in range(12)]
+        found = [shared.get(["key"]) for _ in range(12)]
         waited = time.monotonic() - started
         assert found == [[b"value"]] + [[None]] * 11
         assert waited < 6 * proxy.delay_s
         assert shared.state == "up"  # it answers, if one lets it
-        await shared.close()
 
-    asyncio.run(main())
-
-
-def test_tasks_of_one_request_share_its_budget_and_other_requests_do_not() -> None:
-    async def other_request() -> WaitBudget:
-        return request_budget(1.0)
-
-    async def main() -> None:
-        own = request_budget(1.0)
-        assert request_budget(1.0) is own
-        assert await asyncio.create_task(other_request()) is own
-
-    async def requests() -> list[WaitBudget]:
-        return [await asyncio.create_task(other_request()) for _ in range(2)]
-
-    asyncio.run(main())
-    one, other = asyncio.run(requests())
-    assert one is not other
-
-
-def test_waits_at_the_same_time_count_once() -> None:
-    async def main() -> None:
-        budget = WaitBudget(60.0)
-
-        async def wait() -> None:
-            async with budget.wait():
-                await asyncio.sleep(0.05)
-
-        started = time.monotonic()
-        await asyncio.gather(*(wait() for _ in range(20)))
-        assert 60.0 - budget.left_s <= time.monotonic() - started
-
-    asyncio.run(main())
-
-
-def test_a_spent_budget_ends_a_wait_at_once() -> None:
-    async def main() -> None:
-        budget = WaitBudget(0.01)
-        for _ in range(3):
-            with pytest.raises(TimeoutError):
-                async with budget.wait():
-                    await asyncio.sleep(10)
-        assert budget.left_s == 0
-
-    asyncio.run(main())
+    contextvars.Context().run(request)
+    shared.close()
 
 
 async def both(url: str, count: int = 1) -> tuple[float, float, float]:
@@ -267,20 +225,21 @@ async def both(url: str, count: int = 1) -> tuple[float, float, float]:
     timings = []
     shared = SharedCounts(url, timeout_s=TIMEOUT_S, retry_s=0.01, connections=2)
     limits, cache = RateLimits({"key": "9/hour;99/hour"}, shared), store(url, retry_s=0.01)
+    cache.start()
 
     async def request() -> None:
         started = time.monotonic()
         await limits.hit("key", "till")
         counted = time.monotonic()
-        await cache.get(["one"])
-        await cache.get(["other"])
+        cache.get(["one"])
+        cache.get(["other"])
         timings.append((counted - started, time.monotonic() - counted, time.monotonic() - started))
 
     for _ in range(count):
         await asyncio.create_task(request())
         await asyncio.sleep(0.05)
     await limits.close()
-    await cache.close()
+    cache.close()
     return max(timings, key=lambda timing: timing[-1])
 
 
@@ -311,16 +270,15 @@ def test_all_rates_of_a_caller_are_one_round_trip(proxy: SlowProxy) -> None:
     assert asyncio.run(main()) < 2 * 0.5
 
 
-def test_a_flapping_redis_is_told_once_a_while_and_so_is_its_return(redis_server) -> None:
-    async def main() -> None:
-        shared = store(redis_server.url, retry_s=0.01)
-        await shared.start()
-        for _ in range(6):
-            shared._open_breaker(TimeoutError())
-            while shared.state == "down":
-                await asyncio.sleep(0.01)
-        await shared.close()
-
+def test_a_flapping_redis_is_told_once_a_while_and_so_is_its_return(proxy, until) -> None:
     with structlog.testing.capture_logs() as events:
-        asyncio.run(main())
+        shared = store(proxy.url, retry_s=0.01, timeout_s=0.05)
+        shared.start()
+        for _ in range(6):
+            proxy.delay_s = 0.5
+            contextvars.Context().run(shared.get, ["key"])
+            assert shared.state == "down"
+            proxy.delay_s = 0.0
+            until(lambda: shared.state == "up")
+        shared.close()
     assert [event["event"] for event in events] == ["redis is away", "redis is back"]

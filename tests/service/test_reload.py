@@ -232,7 +232,10 @@ def test_a_start_opens_each_bundle_and_each_gallery_once(
 
 
 def test_two_models_are_served_side_by_side_and_checked_by_name(
-    shop: Shop, bundles: list[Bundle], until: Callable[[Callable[[], bool]], None]
+    shop: Shop,
+    bundles: list[Bundle],
+    until: Callable[[Callable[[], bool]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = (bundle.bundle_id for bundle in bundles)
     managed = shop.folder.parent / "state" / "galleries" / "hats"
@@ -243,11 +246,7 @@ def test_two_models_are_served_side_by_side_and_checked_by_name(
     ready = client.get("/ready")
     assert ready.status_code == 200
     assert set(ready.json()["checks"]) == {
-        *(
-            f"{part} {bundle_id[:12]}"
-            for part in ("worker", "model")
-            for bundle_id in (first, second)
-        ),
+        *(f"model {bundle_id[:12]}" for bundle_id in (first, second)),
         "gallery shop",
         "gallery hats",
     }
@@ -257,8 +256,9 @@ def test_two_models_are_served_side_by_side_and_checked_by_name(
             assert answer["bundle_id"] == bundle_id
             assert answer["hits"][0]["key"] == f"{number}.png"
             assert answer["hits"][0]["score"] > 0.999
-    batcher = shop.service.runtime.batcher  # that of the first gallery
-    batcher._embed = lambda images: -shop.embedders[first].embed(images)
+    served = shop.service.runtime.registry.model.embedder  # that of the first gallery
+    embed = served.embed
+    monkeypatch.setattr(served, "embed", lambda images: -embed(images))
     checks = client.get("/ready").json()["checks"]
     assert "another vector" in checks[f"model {first[:12]}"]
     assert checks["gallery shop"] == "not searched, since the model failed"

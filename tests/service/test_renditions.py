@@ -24,7 +24,7 @@ from indexer.ingest.sources import folder_source
 from service.api.pictures import Size
 from service.galleries.renditions import SIDES_PX, Renditions
 from tests.service.shops import Shop, assert_problem, start_shop
-from tests.support.seams import DecodePool, InlineDecoder
+from tests.support.seams import InlineDecoder, ProcessDecoder
 from tests.tiny import TINY, encoded, picture
 
 LIMITS = ImageLimits()
@@ -67,34 +67,28 @@ def test_a_picture_shows_what_the_original_shows_upright_on_white() -> None:
 
 @pytest.mark.parametrize("isolated", [True, False])
 def test_a_decoder_renders_and_refuses_between_images_to_embed(isolated: bool) -> None:
-    async def use() -> None:
-        decoder = DecodePool(1, 8, 1024, WAIT_S) if isolated else InlineDecoder(1, 8)
-        await decoder.start()
-        try:
-            large = encoded(picture(2, (3000, 1000)), "TIFF")
-            assert (await decoder.decode(large, TINY, LIMITS)).shape == (3, 16, 16)
-            assert opened(await decoder.render(large, LIMITS)).size[0] == MAX_SIDE_PX
-            assert opened(await decoder.render(large, LIMITS, 160)).size[0] == 160
-            with pytest.raises(CorruptImageError):
-                await decoder.render(large[:-5000], LIMITS)
-            with pytest.raises(ImageTooLargeError):
-                await decoder.render(large, ImageLimits(max_megapixels=1.0))
-        finally:
-            await decoder.close()
-
-    asyncio.run(use())
+    decoder = ProcessDecoder(1024, WAIT_S) if isolated else InlineDecoder()
+    large = encoded(picture(2, (3000, 1000)), "TIFF")
+    assert decoder.decode(large, TINY, LIMITS).shape == (3, 16, 16)
+    assert opened(decoder.render(large, LIMITS)).size[0] == MAX_SIDE_PX
+    assert opened(decoder.render(large, LIMITS, 160)).size[0] == 160
+    with pytest.raises(CorruptImageError):
+        decoder.render(large[:-5000], LIMITS)
+    with pytest.raises(ImageTooLargeError):
+        decoder.render(large, ImageLimits(max_megapixels=1.0))
+    decoder.close()
 
 
 def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypatch) -> None:
-    shop = start_shop(tmp_path, decode_isolation=True, decode_workers=1)
+    shop = start_shop(tmp_path, decode_isolation=True, lanes=1)
     made: list[int] = []
-    render = shop.running.runtime.decoding.render
+    render = shop.running.runtime.lanes.render
 
     async def counted(*arguments: Any) -> bytes:
         made.append(1)
         return await render(*arguments)
 
-    monkeypatch.setattr(shop.running.runtime.decoding, "render", counted)
+    monkeypatch.setattr(shop.running.runtime.lanes, "render", counted)
     for module in ("embedder.preprocess", "indexer.ingest.pictures"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
     link = link_of(shop, encoded(picture(3, (3000, 40)), "TIFF"))

@@ -11,7 +11,7 @@ import pytest
 
 from embedder.types import Hit
 from indexer.types import SearchOptions
-from service.search.recall import recall
+from service.search.recall import recall_of
 from tests.service.conftest import WAIT_S, FakeGallery
 
 
@@ -75,7 +75,7 @@ def test_what_looks_at_every_item_anyway_is_not_measured(
     gallery.kind = kind
     for data in pictures[:4]:
         service.search(data)
-    until(lambda: not service.runtime.searching._answerer._sampler.is_running)
+    until(lambda: not service.runtime.sampler.is_running)
     gallery.kind = "hnsw"
     service.search(pictures[4])
     until(lambda: sampled(service) > 0)
@@ -92,7 +92,7 @@ def test_zero_measures_nothing(start_service, gallery, pictures) -> None:
 def test_searches_go_on_while_one_is_measured_and_only_one_is(
     start_service, gallery, pictures, until
 ) -> None:
-    service = start_service(recall_sample=1, search_workers=1)
+    service = start_service(recall_sample=1, lanes=1)
     gallery.gate.clear()
     for data in pictures:
         assert service.search(data).status_code == 200
@@ -121,7 +121,7 @@ def hits(*scores: float) -> list[Hit]:
 
 def test_recall_is_the_share_of_the_true_best_and_equals_count_as_equal() -> None:
     exact = hits(0.9, 0.8, 0.8, 0.7)
-    assert recall(exact, exact) == 1.0
-    assert recall([], exact) == 0.0
-    assert recall(hits(0.9, 0.8, 0.6, 0.5), exact) == 0.5
-    assert recall(hits(0.9, 0.8, 0.7, 0.7), exact) == 1.0
+    assert recall_of(exact, exact) == 1.0
+    assert recall_of([], exact) == 0.0
+    assert recall_of(hits(0.9, 0.8, 0.6, 0.5), exact) == 0.5
+    assert recall_of(hits(0.9, 0.8, 0.7, 0.7), exact) == 1.0

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -46,23 +45,6 @@ def test_a_truncated_image_among_31_good_ones_fails_alone(start_service, picture
     assert statuses(response) == [200] * 13 + [422] + [200] * 18
     problem = response.json()["answers"][13]["problem"]
     assert problem["type"] == "urn:kinlens:problem:corrupt-image"
-
-
-def test_the_images_of_a_batch_are_embedded_together(start_service, embedder, until) -> None:
-    service = start_service(batch_size=16)
-    before = len(embedder.batches)
-    queries = [query(encoded(render(seed)), k=1) for seed in range(200, 232)]
-    embedder.gate.clear()
-    with ThreadPoolExecutor(1) as caller:
-        answering = caller.submit(post, service, {"queries": queries}, BATCH)
-        try:
-            # The first call takes what is there and is held; all the rest comes to wait behind it.
-            until(lambda: sum(embedder.batches[before:]) + service.runtime.batcher.depth == 32)
-        finally:
-            embedder.gate.set()
-    assert statuses(answering.result()) == [200] * 32
-    first, *others = embedder.batches[before:]
-    assert others == [size for size in (16, 16 - first) if size]
 
 
 def test_every_query_is_answered_as_it_would_be_alone(market) -> None:
@@ -182,7 +164,7 @@ def test_a_form_without_or_with_too_many_images_is_refused_as_a_whole(market) ->
 def test_a_full_batch_leaves_room_for_a_single_search(
     start_service, embedder, pictures, until
 ) -> None:
-    service = start_service(queue_size=8, batch_size=1)
+    service = start_service(queue_size=1, lanes=2)
     embedder.gate.clear()
     queries = [query(encoded(render(seed)), k=1) for seed in range(300, 364)]
     responses: list[Any] = []
@@ -191,11 +173,11 @@ def test_a_full_batch_leaves_room_for_a_single_search(
     )
     worker.start()
     try:
-        until(lambda: service.runtime.batcher.depth >= 3)
+        until(lambda: len(embedder.batches) >= 2)
         alone: list[Any] = []
         other = threading.Thread(target=lambda: alone.append(service.search(pictures[0], k=1)))
         other.start()
-        until(lambda: service.runtime.batcher.depth >= 4)
+        until(lambda: service.runtime.lanes.waiting == 1)
     finally:
         embedder.gate.set()
         worker.join()

@@ -33,7 +33,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
         for n, v in enumerate(vectors)
     )
     gallery.close()
-    limits = {"search_timeout_ms": int(LIMIT_S * 1e3), "search_workers": 2}
+    limits = {"request_timeout_ms": int(LIMIT_S * 1e3), "lanes": 2}
     served = start_shop(state, embedder, create=False, **limits)
     yield served
     served.close()

@@ -121,7 +121,7 @@ def test_importing_the_service_loads_no_torch() -> None:
         ("decode_memory_mb", 100),
         ("max_concurrent_uploads", 0),
         ("shutdown_timeout_s", 0),
-        ("embed_workers", 0),
+        ("lanes", 0),
         ("unknown", 1),
     ],
 )
@@ -234,11 +234,11 @@ def test_processes_share_the_cores_unless_told_otherwise(
 ) -> None:
     monkeypatch.setattr("service.settings.core_count", lambda: 8)
     monkeypatch.setenv("KINLENS_WORKERS", workers)
-    monkeypatch.setenv("KINLENS_DECODE_WORKERS", "5")
     settings = Settings()
-    assert (settings.embed_workers, settings.search_workers) == (share, share)
-    assert settings.decode_workers == 5
-    assert Settings(workers=2).embed_workers == 4
+    assert settings.lanes == share
+    assert Settings(workers=2).lanes == 4
+    monkeypatch.setenv("KINLENS_LANES", "5")
+    assert Settings().lanes == 5
     with pytest.raises(ValueError, match="1 validation error") as refused:
         Settings(workers=0)
     assert "workers" in str(refused.value)

@@ -64,7 +64,7 @@ def serve(embedder: Any, gallery: Any) -> Iterator[Callable[..., Served]]:
     with ExitStack() as stack:
 
         def start(**options: Any) -> Served:
-            settings = Settings(embed_workers=1, decode_workers=2, search_workers=2, **options)
+            settings = Settings(lanes=2, **options)
             app = create_app(settings, embedder, {"shop": gallery})
             return Served(build_server(app, settings), stack)
 

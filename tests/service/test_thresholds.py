@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from embedder.errors import InvalidParameterError
-from service.search.thresholds import UNREACHABLE, least_score, score_of
+from service.search.answer import UNREACHABLE, least_score, score_of
 from tests.service.market import CALIBRATION
 
 

@@ -37,18 +37,18 @@ from service.jobs.manager import JobManager
 from service.jobs.record import Job
 from service.jobs.store import JobStore
 from service.jobs.work import run_worker
-from service.search.batching import MicroBatcher
 from service.search.cache import Cache, Lookup, LruCache, embedding_key
-from service.search.decode_pool import DecodePool
-from service.search.inline import InlineDecoder
+from service.search.decoder import InlineDecoder, ProcessDecoder
+from service.search.lanes import Lanes
+from service.search.model import Batcher
 from service.search.redis_cache import RedisStore
 
 __all__ = [
     "Addresses",
+    "Batcher",
     "Cache",
     "Catalog",
     "CatalogView",
-    "DecodePool",
     "Effort",
     "EmbedSettings",
     "Failures",
@@ -60,11 +60,12 @@ __all__ = [
     "JobManager",
     "JobStore",
     "KeyStore",
+    "Lanes",
     "Lookup",
     "LruCache",
-    "MicroBatcher",
     "MilvusStore",
     "Place",
+    "ProcessDecoder",
     "RateLimits",
     "RedisStore",
     "Segment",

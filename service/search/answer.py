@@ -1,8 +1,7 @@
-"""Cached values as bytes: plain numbers and JSON, sealed to their key, checked when read."""
+"""An answer: its results as JSON, what a cache keeps of it, and from scores to probabilities."""
 
-import hashlib
+import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -14,12 +13,40 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
 from embedder.calibration import Calibration
+from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Hit
 from indexer.types import Group
+from service.search.query import Query
 
 _VERSION_DIGITS = 12
-_SEAL_BYTES = 16
-_UNIT_TOLERANCE = 1e-2
+UNREACHABLE = 2.0
+"""A least score that no cosine similarity reaches."""
+
+_STEPS = 256  # halves towards 0 reach the smallest float32
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Milliseconds in each stage; 0 for one that a cache made unnecessary."""
+
+    decode: float = 0.0
+    embed: float = 0.0
+    search: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Results as a JSON object, and where they come from; `min_score` is the effective one."""
+
+    bundle_id: str
+    gallery: str
+    gallery_version: str
+    query: Query
+    min_score: float | None
+    results: bytes
+    cached: bool
+    stages: Stages
 
 
 class _StoredHit(BaseModel):
@@ -52,7 +79,7 @@ class _StoredResults(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class HitRenderer:
     """How the items of a gallery are shown: what their links begin and end with, the calibration
     of its model for a gallery of its size, and how many better ones are left out.
     """
@@ -65,7 +92,7 @@ class Shown:
     @classmethod
     def of(
         cls, name: str, generation: str, calibration: Calibration | None, offset: int = 0
-    ) -> "Shown":
+    ) -> "HitRenderer":
         """For gallery `name`; a link holds for one generation."""
         items = f"/galleries/{quote(name, safe='')}/items/"
         return cls(items, f"/image?version={generation[:_VERSION_DIGITS]}", calibration, offset)
@@ -138,39 +165,8 @@ def _reaches(probability: float | None, least: float) -> bool:
     return probability is not None and probability >= least
 
 
-def seal(key: str, payload: bytes) -> bytes:
-    """Put a digest over key and payload in front, so that a value fits only under its own key."""
-    return _digest(key, payload) + payload
-
-
-def unseal(key: str, sealed: bytes) -> bytes:
-    """The payload of `seal`. Raises: ValueError if it was not made for this key, or was changed."""
-    digest, payload = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
-    if digest != _digest(key, payload):
-        raise ValueError("the value does not fit its seal")
-    return payload
-
-
-def encode_vector(vector: NDArray[np.float32]) -> bytes:
-    """A vector (D,) as little-endian float32."""
-    return vector.astype("<f4").tobytes()
-
-
-def decode_vector(payload: bytes, dim: int) -> NDArray[np.float32]:
-    """The vector (D,) of `encode_vector`.
-
-    Raises: ValueError unless of length `dim` and unit norm.
-    """
-    if len(payload) != 4 * dim:
-        raise ValueError(f"{len(payload)} bytes are not a vector of length {dim}")
-    vector = np.frombuffer(payload, dtype="<f4").astype(np.float32)
-    if not math.isclose(float(np.linalg.norm(vector)), 1.0, abs_tol=_UNIT_TOLERANCE):
-        raise ValueError("the vector is not of unit norm")
-    return vector
-
-
 def encode_results(
-    shown: Shown, hits: Sequence[Hit], groups: Sequence[Group] | None, *, match: bool
+    renderer: HitRenderer, hits: Sequence[Hit], groups: Sequence[Group] | None, *, match: bool
 ) -> bytes:
     """The part of an answer that a cache keeps, as a JSON object in its final form."""
     count = len(hits) if groups is None else len(groups)
@@ -178,13 +174,13 @@ def encode_results(
         {
             "count": count,
             "match": match,
-            "hits": shown.hits(hits),
-            "groups": None if groups is None else shown.groups(groups),
+            "hits": renderer.hits(hits),
+            "groups": None if groups is None else renderer.groups(groups),
         }
     )
 
 
-def checked_results(payload: bytes, k: int, shown: Shown) -> bytes:
+def checked_results(payload: bytes, k: int, renderer: HitRenderer) -> bytes:
     """The payload of `encode_results`, once it is one that may be sent.
 
     Raises: ValueError unless at most `k`, best first and complete, with links into the gallery.
@@ -198,13 +194,58 @@ def checked_results(payload: bytes, k: int, shown: Shown) -> bytes:
     if any(a.score < b.score for a, b in itertools.pairwise(ranked)):
         raise ValueError("the results are out of order")
     for hit in (*stored.hits, *(hit for group in stored.groups or () for hit in group.hits)):
-        if hit.image != f"{shown.prefix}{hit.id}{shown.suffix}":
+        if hit.image != f"{renderer.prefix}{hit.id}{renderer.suffix}":
             raise ValueError("a link leads elsewhere")
     return payload
 
 
-def _digest(key: str, payload: bytes) -> bytes:
-    digest = hashlib.blake2b(key.encode(), digest_size=_SEAL_BYTES)
-    digest.update(b"\0")
-    digest.update(payload)
-    return digest.digest()
+def least_score(
+    min_score: float | None,
+    min_probability: float | None,
+    calibration: Calibration | None,
+    no_calibration: str | None = None,
+) -> float | None:
+    """The score that the best hit needs for both, or None if any will do.
+
+    Args:
+        calibration: for the gallery as large as it is.
+        no_calibration: why there is none.
+
+    Raises: InvalidParameterError for a probability without a calibration.
+    """
+    if min_probability is None:
+        return min_score
+    if calibration is None:
+        reason = "" if no_calibration is None else f" ({no_calibration.rstrip('.')})"
+        raise InvalidParameterError(
+            f"min_probability = {min_probability:g} needs a calibration, and the model of this "
+            f"gallery has none{reason}. Send min_score, or export the model again with held-out "
+            "classes."
+        )
+    likely = score_of(calibration, min_probability)
+    if likely is None or min_score is None:
+        return min_score if likely is None else likely
+    return max(min_score, likely)
+
+
+@functools.lru_cache(maxsize=1024)
+def score_of(calibration: Calibration, probability: float) -> float | None:
+    """The least float32 in [-1, 1] whose probability is at least `probability` as the best hit.
+
+    None if even -1 has it, UNREACHABLE if not even 1 does.
+    """
+
+    def fits(score: np.float32) -> bool:
+        return bool(calibration.probability(np.array(score)) >= probability)
+
+    low, high = np.float32(-1), np.float32(1)
+    if fits(low):
+        return None
+    if not fits(high):
+        return UNREACHABLE
+    for _ in range(_STEPS):
+        middle = np.float32((float(low) + float(high)) / 2)
+        if middle in (low, high):
+            break
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return float(high)

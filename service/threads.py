@@ -1,6 +1,7 @@
-"""Threads for calls that block: what waits is bounded, and a call that hangs holds up no exit."""
+"""Threads for work that blocks: what waits is bounded, and work that hangs holds up no exit."""
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections import OrderedDict
@@ -34,12 +35,15 @@ class DaemonThreads:
         return len(self._waiting)
 
     def submit(self, work: Callable[[], T], *, urgent: bool = False) -> Future[T]:
-        """Let a thread call `work`; cancelling the future takes back what has not started."""
+        """Let a thread call `work` in the context of this call; cancelling the future takes back
+        what has not started.
+        """
         future: Future[T] = Future()
+        context = contextvars.copy_context()
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"the {self._name} threads have been closed")
-            self._waiting[future] = work
+            self._waiting[future] = lambda: context.run(work)
             if urgent:
                 self._waiting.move_to_end(future, last=False)
             if len(self._threads) < self._count:
@@ -106,13 +110,14 @@ class BoundedPool:
         """Calls that wait for a thread."""
         return self._threads.waiting
 
-    async def run(self, work: Callable[[], T], *, urgent: bool = False) -> T:
-        """Call `work` in a thread; an `urgent` call is never refused and goes first.
+    async def run(self, work: Callable[[], T], *, urgent: bool = False, patient: bool = False) -> T:
+        """Call `work` in a thread. An `urgent` call goes first; neither it nor a `patient` one is
+        ever refused, so whoever makes them bounds how many there are.
 
         Raises: OverloadedError when no place is free.
         """
-        if urgent:
-            return await asyncio.wrap_future(self._threads.submit(work, urgent=True))
+        if urgent or patient:
+            return await asyncio.wrap_future(self._threads.submit(work, urgent=urgent))
         if not self._places.acquire(blocking=False):
             raise OverloadedError(
                 f"{self._limit} requests are in the {self._name} stage, which is its limit. "

@@ -1,0 +1,359 @@
+"""The path of a query, from top to bottom: queries in, ranked results out. It knows no HTTP.
+
+event loop: lease of gallery and model ──► lane (one thread):
+    cached? ─► decode ─► embed ─► search in the gallery ─► JSON ─► cache
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.calibration import Calibration
+from embedder.errors import DeadlineExceededError, ImageError, KinlensError
+from embedder.types import Embeddings, Hit
+from indexer.types import Group, SearchOptions, combined_query
+from service.galleries.registry import Registry, Served
+from service.galleries.types import Gallery
+from service.galleries.versions import check_generation
+from service.observe.metrics import Metrics
+from service.observe.tracing import record_wait, span
+from service.search.answer import (
+    UNREACHABLE,
+    Answer,
+    HitRenderer,
+    Stages,
+    checked_results,
+    encode_results,
+    least_score,
+)
+from service.search.cache import Cache, Lookup, answer_key
+from service.search.decoder import Decoder
+from service.search.lanes import Lanes
+from service.search.model import Vector
+from service.search.query import Query, View
+from service.search.recall import Measurable, RecallSampler
+
+_VERSION_BYTES = 64
+_NOTHING: Embeddings = np.empty((0, 0), dtype=np.float32)
+
+
+class Abandoned:
+    """Whether nobody waits for a search any more. It runs in a thread, which nobody can end from
+    outside; so it asks between pieces of its work, and gives thread and memory back soon.
+    """
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+
+    def end(self) -> None:
+        """After the time limit, or when the client has gone."""
+        self._over.set()
+
+    def check(self) -> None:
+        """Raises: DeadlineExceededError once nobody waits."""
+        if self._over.is_set():
+            raise DeadlineExceededError(
+                "Nobody waits for this search any more; the rest of it was left out."
+            )
+
+
+class Pipeline:
+    """Answers queries in the galleries of `registry`, each within `limit_s` seconds."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        lanes: Lanes,
+        cache: Cache,
+        metrics: Metrics,
+        sampler: RecallSampler,
+        limit_s: float,
+    ) -> None:
+        self._registry = registry
+        self._lanes = lanes
+        self._cache = cache
+        self._metrics = metrics
+        self._sampler = sampler
+        self._limit_s = limit_s
+
+    async def search(self, query: Query) -> Answer:
+        """Answer one query.
+
+        Raises: ImageError, GalleryError, SearchError, OverloadedError, DeadlineExceededError.
+        """
+        await self._registry.know(query.gallery)
+        with self._metrics.in_flight.track_inprogress(), self._registry.lease(query.gallery) as own:
+            try:
+                async with asyncio.timeout(self._limit_s):
+                    return await self._in_a_lane(own, query)
+            except TimeoutError as error:
+                raise self._too_late() from error
+
+    async def search_all(self, queries: Sequence[Query | Exception]) -> list[Answer | Exception]:
+        """Answer queries at the same time, each by itself: what fails is an error in its place,
+        and an error among the queries is its own outcome.
+
+        Queries of one gallery are answered by one pair of gallery and model.
+        """
+        names = {query.gallery for query in queries if isinstance(query, Query)}
+        await asyncio.gather(*(self._registry.know(name) for name in names))
+        with self._metrics.in_flight.track_inprogress(), ExitStack() as leases:
+            served = {name: self._leased(name, leases) for name in names}
+            tasks = [asyncio.create_task(self._outcome(query, served)) for query in queries]
+            try:
+                await asyncio.wait(tasks, timeout=self._limit_s)
+                return [task.result() if task.done() else self._too_late() for task in tasks]
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _outcome(
+        self, query: Query | Exception, served: dict[str | None, Served | KinlensError]
+    ) -> Answer | Exception:
+        if isinstance(query, Exception):
+            return query
+        own = served[query.gallery]
+        if isinstance(own, KinlensError):
+            return own
+        try:
+            async with self._lanes.crowd:
+                return await self._in_a_lane(own, query, patient=True)
+        except Exception as error:
+            # Also what nobody foresaw: the other queries are answered all the same.
+            return error
+
+    def _leased(self, name: str | None, leases: ExitStack) -> Served | KinlensError:
+        try:
+            return leases.enter_context(self._registry.lease(name))
+        except KinlensError as error:
+            return error
+
+    async def _in_a_lane(self, served: Served, query: Query, *, patient: bool = False) -> Answer:
+        abandoned, started = Abandoned(), time.perf_counter()
+        # A filter may be long, and to name such a query takes long: it waits for its turn.
+        is_at_hand = query.where is None and self._cache.has(_key(served, query))
+        try:
+            return await self._lanes.run(
+                lambda decoder: self._answer(decoder, served, query, abandoned, started),
+                urgent=is_at_hand and not patient,
+                patient=patient,
+            )
+        finally:
+            abandoned.end()
+
+    def _answer(
+        self,
+        decoder: Decoder,
+        served: Served,
+        query: Query,
+        abandoned: Abandoned,
+        started: float,
+    ) -> Answer:
+        """The whole work for a query, in a lane."""
+        abandoned.check()
+        waited_s = time.perf_counter() - started
+        self._metrics.observe_stage("queue", waited_s)
+        record_wait("queue", waited_s)
+        gallery, model = served.gallery, served.model
+        version = gallery.version
+        calibration = _calibration(served)
+        min_score = least_score(
+            query.min_score, query.min_probability, calibration, model.no_calibration
+        )
+        renderer = HitRenderer.of(served.name, gallery.generation, calibration, query.offset)
+        key = _key(served, query)
+        results, known = self._cached(served, query, key, version, renderer)
+        stages, is_cached = Stages(), results is not None
+        if results is None:
+            vectors, stages = self._vectors(decoder, served, query, known, abandoned)
+            before = time.perf_counter()
+            with span("search"):
+                found = find(served, query, vectors, min_score, renderer, abandoned)
+            results = encode_results(renderer, found.hits, found.groups, match=found.match)
+            stages = replace(stages, search=_ms_since(before))
+            if gallery.version == version:  # otherwise they may be from a later one
+                self._cache.set(key, version.encode() + results)
+            self._sampler.offer(served.name, query.k, found.measurable(version))
+        stages = replace(stages, total=_ms_since(started))
+        self._observe(stages)
+        return Answer(
+            model.bundle_id, served.name, version, query, min_score, results, is_cached, stages
+        )
+
+    def _cached(
+        self, served: Served, query: Query, key: str, version: str, renderer: HitRenderer
+    ) -> tuple[bytes | None, list[Vector | None]]:
+        """The results, and the vector of each view, as far as a cache has them."""
+        started = time.perf_counter()
+
+        def current(payload: bytes) -> bytes:
+            if payload[:_VERSION_BYTES] != version.encode():
+                raise ValueError("the answer is about another version of the gallery")
+            return payload[_VERSION_BYTES:]
+
+        def accept(payload: bytes) -> bytes:
+            return checked_results(current(payload), query.k, renderer)
+
+        answers = Lookup("answer", key, current, accept)
+        results = self._cache.get_local(answers)
+        if results is not None:
+            return results, []
+        lookups = [served.model.encoder.lookup(view) for view in query.views]
+        results, *vectors = self._cache.get_all([answers, *lookups])
+        self._metrics.observe_stage("cache", time.perf_counter() - started)
+        return results, vectors
+
+    def _vectors(
+        self,
+        decoder: Decoder,
+        served: Served,
+        query: Query,
+        known: Sequence[Vector | None],
+        abandoned: Abandoned,
+    ) -> tuple[list[Vector], Stages]:
+        """The vector of every view: those that no cache had are decoded and embedded together."""
+        encoder = served.model.encoder
+        several = len({view.digest for view in query.views}) > 1
+
+        def decode(decoder: Decoder, view: View) -> NDArray[np.uint8]:
+            abandoned.check()
+            try:
+                return encoder.decode(decoder, view)
+            except ImageError as error:
+                if several:
+                    raise type(error)(f"Image {view.number}: {error}") from error
+                raise
+
+        missing = [view for view, vector in zip(query.views, known, strict=True) if vector is None]
+        if not missing:
+            return [vector for vector in known if vector is not None], Stages()
+        made = encoder.compute(decoder, missing, decode)
+        rest = iter(made.vectors)
+        vectors = [next(rest) if vector is None else vector for vector in known]
+        return vectors, Stages(made.decode_ms, made.embed_ms)
+
+    def _observe(self, stages: Stages) -> None:
+        for stage in ("decode", "embed", "search", "total"):
+            if milliseconds := getattr(stages, stage):
+                self._metrics.observe_stage(stage, milliseconds / 1e3)
+
+    def _too_late(self) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"The search took longer than {self._limit_s:g} s, which is the limit. "
+            "Ask for fewer results or try again in a second."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search found; `groups` is None unless they were asked for.
+
+    match: whether anything fits, also on an earlier page.
+    vector, options, ranked: what was asked for and all that was found, for who asks again.
+    """
+
+    hits: Sequence[Hit]
+    groups: Sequence[Group] | None
+    match: bool
+    vector: Vector
+    options: SearchOptions
+    ranked: Sequence[Hit] | None
+
+    def measurable(self, version: str) -> Measurable | None:
+        """The search as it can be run again; None for groups, and where nothing can match."""
+        if self.ranked is None:
+            return None
+        return Measurable(self.vector, self.options, self.ranked, version)
+
+
+def find(
+    served: Served,
+    query: Query,
+    vectors: Sequence[Vector],
+    min_score: float | None,
+    renderer: HitRenderer,
+    abandoned: Abandoned,
+) -> Found:
+    """The hits or groups of `query`, whose views have these `vectors`, with at least `min_score`.
+
+    Of these, the ones as likely as `query.min_probability`: further down it needs more than
+    `min_score`, which is that of the best hit.
+
+    Raises: GalleryError, ItemNotFoundError, InvalidParameterError, FilterError.
+    """
+    abandoned.check()
+    gallery = served.gallery
+    vector, exclude = _target(served, query, vectors)
+    options = SearchOptions(
+        where=query.where,
+        min_score=min_score,
+        offset=query.offset,
+        distinct=query.distinct,
+        exclude=exclude,
+        exact=query.exact,
+    )
+    if min_score == UNREACHABLE:
+        return Found([], None if query.grouping is None else [], False, vector[0], options, None)
+    asked = replace(options, checkpoint=abandoned.check)  # not kept: it ends with this search
+    ranked, groups = _search(gallery, query, vector, query.k, asked)
+    hits = ranked
+    if query.min_probability is not None:
+        hits = renderer.likely(hits, query.min_probability)
+        groups = groups and renderer.likely_groups(groups, query.min_probability)
+    match = bool(hits or groups)
+    if not match and query.offset:  # past the end of what matches?
+        match = any(_search(gallery, query, vector, 1, replace(asked, offset=0)))
+    return Found(hits, groups, match, vector[0], options, ranked if groups is None else None)
+
+
+def _search(
+    gallery: Gallery, query: Query, vector: Embeddings, k: int, options: SearchOptions
+) -> tuple[list[Hit], list[Group] | None]:
+    if query.grouping is None:
+        [hits] = gallery.search(vector, k, options)
+        return hits, None
+    [groups] = gallery.search_groups(vector, k, query.grouping, options)
+    return [], groups
+
+
+def _target(
+    served: Served, query: Query, vectors: Sequence[Vector]
+) -> tuple[Embeddings, frozenset[int]]:
+    """The vector (1, D) to search with, and the items that are no answer."""
+    gallery, positives = served.gallery, query.positives
+    if query.like is not None:
+        check_generation(served.name, gallery.generation, query.generation)
+        positives = (gallery.item(query.like).key, *positives)
+    if not positives and not query.negatives:
+        if len(vectors) == 1:
+            return np.ascontiguousarray(vectors[0][np.newaxis]), frozenset()
+        return combined_query(np.stack(vectors), _NOTHING)[np.newaxis], frozenset()
+    keys = [*positives, *query.negatives]
+    stored = [entry.vector for entry in gallery.entries(keys)]
+    liked = np.stack([*vectors, *stored[: len(positives)]])
+    disliked = np.asarray(stored[len(positives) :], dtype=np.float32)
+    exclude = frozenset(item.id for item in gallery.stored(keys).values())
+    return combined_query(liked, disliked)[np.newaxis], exclude
+
+
+def _key(served: Served, query: Query) -> str:
+    model, gallery = served.model, served.gallery
+    precision = model.embedder.precision
+    return answer_key(model.bundle_id, precision, served.name, gallery.generation, query.digest)
+
+
+def _calibration(served: Served) -> Calibration | None:
+    """That of the model, for the gallery as large as it is now."""
+    calibration = served.model.calibration
+    return calibration and calibration.for_gallery(served.gallery.size)
+
+
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1e3

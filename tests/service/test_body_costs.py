@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.gallery_models import MAX_KEYS
+from service.api.items import MAX_KEYS
 from service.http import json_bodies
 from tests.service.market import picture, start_market, text_of
 from tests.service.test_api import assert_problem

@@ -296,6 +296,21 @@ def test_a_similar_search_knows_its_item_its_gallery_and_its_version(market) -> 
         assert_problem(refused, 422, "invalid-parameter")
 
 
+@pytest.mark.parametrize("version", ["latest", "0123", "A" * 12, "0" * 65])
+def test_what_is_no_version_is_the_same_error_for_a_similar_search_and_a_picture(
+    market, version: str
+) -> None:
+    answers = [
+        assert_problem(
+            market.client.get(f"/galleries/shop/items/1/{what}", params={"version": version}),
+            *(422, "invalid-parameter"),
+        )
+        for what in ("similar", "image")
+    ]
+    assert answers[0]["errors"] == answers[1]["errors"]
+    assert answers[0]["errors"][0]["name"] == "version"
+
+
 def test_equal_contents_count_once_if_only_distinct_ones_do(tmp_path) -> None:
     shop = start_market(tmp_path)
     try:

@@ -6,7 +6,8 @@
 
 Answers are the models of `service.api.models`, failures the tree of `service.client_errors`. Each
 call is written once, as a coroutine. `AsyncKinlens` has it as it is. `Kinlens` runs it to its end:
-there it never stops half-way, since what it awaits (an answer or a pause) is waited for in place.
+there it never stops half-way, since what it awaits (an answer, a pause) is waited for in the
+thread.
 """
 
 import functools

@@ -28,7 +28,7 @@ from service.api.models import (
 from service.galleries.registry import Served
 from service.galleries.versions import VERSION_PATTERN, VERSION_TEXT
 from service.http.openapi import problems
-from service.problems import KINDS
+from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS, UNSUPPORTED_MEDIA
 from service.runtime import Runtime
 
 T = TypeVar("T")
@@ -50,6 +50,17 @@ CHANGE_FAILURES = (
     KINDS[errors.GalleryConflictError],
     KINDS[errors.StateMissingError],
     KINDS[errors.GalleryBusyError],
+)
+
+BODY_FAILURES = (BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
+IMAGE_FAILURES = (
+    KINDS[errors.EmptyImageError],
+    KINDS[errors.ImageTooManyBytesError],
+    KINDS[errors.ImageTooLargeError],
+    KINDS[errors.ImageCostError],
+    KINDS[errors.UnsupportedFormatError],
+    KINDS[errors.CorruptImageError],
+    KINDS[errors.BundleError],
 )
 
 ItemId = Annotated[int, Path(ge=0, le=2**63 - 1)]

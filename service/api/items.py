@@ -21,8 +21,10 @@ from service.api.fields import (
     where_of,
 )
 from service.api.galleries import (
+    BODY_FAILURES,
     CHANGE_FAILURES,
     FAILURES,
+    IMAGE_FAILURES,
     ItemId,
     Service,
     Version,
@@ -52,15 +54,7 @@ from service.http.json_bodies import (
     read_model,
 )
 from service.http.openapi import problems
-from service.problems import (
-    BAD_REQUEST,
-    BODY_TOO_LARGE,
-    BODY_TOO_SLOW,
-    KINDS,
-    UNSUPPORTED_MEDIA,
-    described,
-    request_id_of,
-)
+from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime
 
 MAX_KEYS = 10_000
@@ -73,16 +67,7 @@ _SHOWN = 80
 _FORM = "multipart/form-data"
 _FILTER = KINDS[errors.FilterError]
 _UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
-_WRITES = (*CHANGE_FAILURES, BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
-_IMAGES = (
-    KINDS[errors.EmptyImageError],
-    KINDS[errors.ImageTooManyBytesError],
-    KINDS[errors.ImageTooLargeError],
-    KINDS[errors.ImageCostError],
-    KINDS[errors.UnsupportedFormatError],
-    KINDS[errors.CorruptImageError],
-    KINDS[errors.BundleError],
-)
+_WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
 
 
 def _plain_values(value: Any) -> Any:
@@ -222,7 +207,7 @@ async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
 
 @router.put(
     "",
-    responses=problems(*_WRITES, *_IMAGES),
+    responses=problems(*_WRITES, *IMAGE_FAILURES),
     summary="Put items",
     openapi_extra={"requestBody": {"required": True, "content": _PUT_CONTENT}},
 )

@@ -49,7 +49,12 @@ async def _manager_of(request: Request) -> JobManager:
     return manager
 
 
+async def _principal_of(request: Request) -> str:
+    return str(getattr(request.state, "principal", "anonymous"))
+
+
 Manager = Annotated[JobManager, Depends(_manager_of)]
+Principal = Annotated[str, Depends(_principal_of)]
 router = APIRouter(tags=["jobs"])
 
 
@@ -68,34 +73,34 @@ class TrainRequest(TrainParams):
 
 
 @router.post("/jobs/train", **_START, summary="Train a model")
-def train(manager: Manager, body: TrainRequest, request: Request, response: Response) -> JobModel:
+def train(manager: Manager, body: TrainRequest, by: Principal, response: Response) -> JobModel:
     """Train, export, rebuild the gallery beside the old one, compare, and swap if it passes."""
     params = body.model_dump(mode="json", by_alias=True, exclude={"gallery"})
-    return _accepted(manager.start("train", body.gallery, params, _principal(request)), response)
+    return _accepted(manager.start("train", body.gallery, params, by), response)
 
 
 @router.post("/galleries/{name}/rebuild", **_START, summary="Change the model")
 def rebuild(
-    manager: Manager, name: GalleryName, body: RebuildParams, request: Request, response: Response
+    manager: Manager, name: GalleryName, body: RebuildParams, by: Principal, response: Response
 ) -> JobModel:
     """Make the gallery again with another bundle, compare, and swap if it passes."""
     params = body.model_dump(mode="json")
-    return _accepted(manager.start("rebuild", name, params, _principal(request)), response)
+    return _accepted(manager.start("rebuild", name, params, by), response)
 
 
 @router.post("/galleries/{name}/swap", **_START, summary="Swap in a gallery")
 def swap(
-    manager: Manager, name: GalleryName, body: SwapRequest, request: Request, response: Response
+    manager: Manager, name: GalleryName, body: SwapRequest, by: Principal, response: Response
 ) -> JobModel:
     """The state of another gallery becomes the next generation of this one."""
     params = {"with": body.other}
-    return _accepted(manager.start("swap", name, params, _principal(request)), response)
+    return _accepted(manager.start("swap", name, params, by), response)
 
 
 @router.post("/galleries/{name}/compact", **_START, summary="Compact the index")
-def compact(manager: Manager, name: GalleryName, request: Request, response: Response) -> JobModel:
+def compact(manager: Manager, name: GalleryName, by: Principal, response: Response) -> JobModel:
     """Make the index anew, without what was removed."""
-    return _accepted(manager.start("compact", name, {}, _principal(request)), response)
+    return _accepted(manager.start("compact", name, {}, by), response)
 
 
 @router.get("/jobs", responses=problems(*_STATE), summary="List jobs")
@@ -128,21 +133,15 @@ def cancel(manager: Manager, job_id: JobId, response: Response) -> JobModel:
 
 
 @router.post("/jobs/{job_id}/swap", name="swap", **_CHANGE, summary="Swap in a candidate")
-def swap_candidate(
-    manager: Manager, job_id: JobId, request: Request, response: Response
-) -> JobModel:
+def swap_candidate(manager: Manager, job_id: JobId, by: Principal, response: Response) -> JobModel:
     """Put the gallery that a job made in place, whatever its gate said."""
-    return _accepted(manager.swap(job_id, _principal(request)), response)
+    return _accepted(manager.swap(job_id, by), response)
 
 
 @router.post("/jobs/{job_id}/resume", **_CHANGE, summary="Resume a training")
 def resume(manager: Manager, job_id: JobId, response: Response) -> JobModel:
     """Let a training that failed or was cancelled go on from its last finished epoch."""
     return _accepted(manager.resume(job_id), response)
-
-
-def _principal(request: Request) -> str:
-    return str(getattr(request.state, "principal", "anonymous"))
 
 
 def _accepted(job: Job, response: Response) -> JobModel:

@@ -3,7 +3,7 @@
 Forms, JSON and bare images are read by `service.api.search_request`, so FastAPI does not know them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 
 from embedder import errors
 from service.api.fields import inlined
-from service.api.galleries import FAILURES, ItemId, Version
+from service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
 from service.api.models import BatchAnswer, SearchAnswer, Timings
 from service.api.search_request import (
     FORM,
@@ -28,15 +28,7 @@ from service.api.search_request import (
 from service.http.disconnect import ClientGoneError, while_connected
 from service.http.json_bodies import JSON
 from service.http.openapi import problems
-from service.problems import (
-    BAD_REQUEST,
-    BODY_TOO_LARGE,
-    BODY_TOO_SLOW,
-    KINDS,
-    UNSUPPORTED_MEDIA,
-    described,
-    request_id_of,
-)
+from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime
 from service.search.answering import Answer
 from service.search.query import SearchLimits
@@ -45,59 +37,31 @@ from service.settings import Settings
 _CLIENT_GONE = 499
 _HEADERS = {"Cache-Control": "no-store"}
 _SIMILAR = (*FAILURES, KINDS[errors.ItemNotFoundError], KINDS[errors.FilterError])
-_BODY = (BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
-_SEARCH = (
-    *_SIMILAR,
-    *_BODY,
-    KINDS[errors.EmptyImageError],
-    KINDS[errors.ImageTooManyBytesError],
-    KINDS[errors.ImageTooLargeError],
-    KINDS[errors.UnsupportedFormatError],
-    KINDS[errors.CorruptImageError],
-    KINDS[errors.ImageCostError],
-    KINDS[errors.SearchError],
-    KINDS[errors.BundleError],
-)
+_SEARCH = (*_SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.SearchError])
 _PNG = (  # red and blue, 8 x 8 px
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
     "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
 )
 _IMAGES = [{"data": _PNG}]
 _REQUESTS = {
-    "image": {"images": _IMAGES, "k": 5},
-    "crops": {"images": [{"data": _PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}], "k": 5},
+    "image": {"value": {"images": _IMAGES, "k": 5}},
+    "crops": {"value": {"images": [{"data": _PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]}},
     "filter and groups": {
-        "images": _IMAGES,
-        "min_score": 0.5,
-        "filter": {"colour": "red", "price": {"<": 20}},
-        "group_by": "product",
-        "group_size": 3,
+        "value": {
+            "images": _IMAGES,
+            "min_score": 0.5,
+            "filter": {"colour": "red", "price": {"<": 20}},
+            "group_by": "product",
+            "group_size": 3,
+        }
     },
-    "like and unlike": {"positives": ["shoes/0017.jpg"], "negatives": ["boots/0004.jpg"]},
+    "like and unlike": {
+        "value": {"positives": ["shoes/0017.jpg"], "negatives": ["boots/0004.jpg"]}
+    },
 }
-_BATCHES = {"two": {"queries": [{"images": _IMAGES, "k": 5}, {"images": _IMAGES, "k": 9}]}}
-_HIT = {
-    "id": 17,
-    "key": "shoes/0017.jpg",
-    "score": 0.9312,
-    "probability": 0.97,
-    "attributes": {"class": "shoes", "price": 59.9, "sale": True},
-    "image": "/galleries/shop/items/17/image?version=51c7a90be2f4",
+_BATCHES = {
+    "two": {"value": {"queries": [{"images": _IMAGES, "k": 5}, {"positives": ["shoes/0017.jpg"]}]}}
 }
-_ANSWER = {
-    "bundle_id": "3f1c" + "0" * 60,
-    "gallery": "shop",
-    "gallery_version": "9b2e" + "0" * 60,
-    "k": 20,
-    "offset": 0,
-    "count": 1,
-    "cached": False,
-    "match": True,
-    "min_score": 0.71,
-    "hits": [_HIT],
-    "timings_ms": {"decode": 3.1, "embed": 11.8, "search": 0.4, "total": 15.9},
-}
-_GROUP = {"value": "shoes", "score": 0.9312, "probability": 0.97, "hits": [_HIT]}
 _FILE = {"type": "string", "format": "binary"}
 _CROP_TEXT = "left,top,width,height as fractions of the upright image; for each image."
 _CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
@@ -111,11 +75,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         "/search",
         response_model=SearchAnswer | BatchAnswer,
         responses={
-            200: _answers(
-                "What was found; with combine=separate an answer for each image and crop.",
-                hits=_ANSWER,
-                groups={**_ANSWER, "hits": [], "groups": [_GROUP]},
-            ),
+            200: {"description": "What was found; with combine=separate for each image and crop."},
             **problems(*_SEARCH),
         },
         openapi_extra=_search_docs(limits),
@@ -141,7 +101,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         response_model=BatchAnswer,
         responses={
             200: {"description": "An outcome for each query, in their order."},
-            **problems(*_BODY, KINDS[errors.InvalidParameterError]),
+            **problems(*BODY_FAILURES, KINDS[errors.InvalidParameterError]),
         },
         openapi_extra=_batch_docs(limits),
         summary="Several searches at once",
@@ -162,7 +122,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         "/galleries/{name}/items/{item_id}/similar",
         response_model=SearchAnswer,
         responses={
-            200: _answers("What is similar, without the item itself.", hits=_ANSWER),
+            200: {"description": "What is similar, without the item itself."},
             **problems(*_SIMILAR),
         },
         openapi_extra={"parameters": _parameters(SearchFields, limits)},
@@ -236,7 +196,7 @@ def _timings(answer: Answer) -> dict[str, float]:
 def _search_docs(limits: SearchLimits) -> dict[str, Any]:
     content = {
         FORM: {"schema": _form(limits, limits.max_images)},
-        JSON: {"schema": _schema(SearchRequest, limits), **_examples(_REQUESTS)},
+        JSON: {"schema": _schema(SearchRequest, limits), "examples": _REQUESTS},
         RAW: {"schema": _FILE},
         IMAGE: {"schema": _FILE},
     }
@@ -263,16 +223,8 @@ def _batch_docs(limits: SearchLimits) -> dict[str, Any]:
         "additionalProperties": False,
     }
     form = _form(limits, limits.max_queries) | {"required": ["image"]}
-    content = {JSON: {"schema": schema, **_examples(_BATCHES)}, FORM: {"schema": form}}
+    content = {JSON: {"schema": schema, "examples": _BATCHES}, FORM: {"schema": form}}
     return {"requestBody": {"required": True, "content": content}}
-
-
-def _answers(description: str, **examples: Any) -> dict[str, Any]:
-    return {"description": description, "content": {JSON: _examples(examples)}}
-
-
-def _examples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"examples": {name: {"value": value} for name, value in values.items()}}
 
 
 def _schema(model: type[SearchFields], limits: SearchLimits) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from embedder.preprocess import Box, check_box
 from indexer.types import Grouping, GroupScore
 from service.api.fields import Strict, at_most, base64_content, custom_error, shown, where_of
 from service.http.faults import checked, fault
-from service.http.forms import Part, parse_form
+from service.http.forms import parse_form
 from service.http.json_bodies import INLINE_BYTES, JSON, media_type_of, off_loop, parse_object
 from service.search.query import Combine, Query, SearchLimits, views_of
 
@@ -29,10 +29,11 @@ T = TypeVar("T")
 Pairs = Sequence[tuple[str, str]]
 
 FORM, RAW, IMAGE = "multipart/form-data", "application/octet-stream", "image/*"
-_INLINE_IMAGE = 256 * 2**10  # what is quicker to read at once than to hand to a thread
+_INLINE_IMAGE = 256 * 2**10
 _INLINE_PARTS = 16
 _LISTS = {"positive": "positives", "negative": "negatives"}
 _LISTED = ("images", *_LISTS.values())  # names that only JSON has
+_VIEWS = "images and crops"
 _MAX_KEYS = 256
 _CORNERS = 4
 _SHOWN = 80
@@ -43,31 +44,20 @@ def _limits(info: ValidationInfo) -> SearchLimits:
     return info.context if isinstance(info.context, SearchLimits) else SearchLimits()
 
 
-def _number(low: float, high: float) -> Callable[[Any, ValidationInfo], Any]:
-    """A validator for numbers from `low` to `high`, or None; NaN is none."""
+def _number(low: float, high: float | None = None) -> Callable[[Any, ValidationInfo], Any]:
+    """A validator for numbers from `low` to `high`, or None; NaN is none.
+
+    Without `high` they are whole, up to the limit for hits.
+    """
 
     def check(value: Any, info: ValidationInfo) -> float | None:
         if value is None:
             return None
-        number = _float(value)
-        if not low <= number <= high:
-            raise _out_of_range(info.field_name, value, f"a number from {low:g} to {high:g}")
-        return number
-
-    return check
-
-
-def _whole(low: int) -> Callable[[Any, ValidationInfo], Any]:
-    """A validator for whole numbers from `low` to the limit for hits, or None."""
-
-    def check(value: Any, info: ValidationInfo) -> int | None:
-        if value is None:
-            return None
-        number, high = _float(value), _limits(info).max_k
-        if not (low <= number <= high and number.is_integer()):
-            expected = f"a whole number from {low:,} to {high:,}"
-            raise _out_of_range(info.field_name, value, expected)
-        return int(number)
+        number, most = _float(value), _limits(info).max_k if high is None else high
+        if low <= number <= most and (high is not None or number.is_integer()):
+            return number
+        kind = "a whole number" if high is None else "a number"
+        raise _out_of_range(info.field_name, value, f"{kind} from {low:,} to {most:,}")
 
     return check
 
@@ -127,6 +117,7 @@ _DATA_SCHEMA: dict[str, Any] = {
     "description": "The content of an image file as base64, also as a data: URL. Addresses are "
     "refused: nothing is loaded from elsewhere.",
 }
+_Natural = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_number(1))]
 _Keys = Annotated[
     list[str],
     Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True),
@@ -148,14 +139,10 @@ class ImageInput(Strict):
 class SearchFields(Strict):
     """How to search and what to show; it is checked with its `SearchLimits` as context."""
 
-    k: Annotated[
-        Annotated[int, Field(ge=1)] | None,
-        BeforeValidator(_whole(1)),
-        Field(description="How many hits, or groups, at most."),
-    ] = None
+    k: Annotated[_Natural, Field(description="How many hits, or groups, at most.")] = None
     offset: Annotated[
         Annotated[int, Field(ge=0)] | None,
-        BeforeValidator(_whole(0)),
+        BeforeValidator(_number(0)),
         Field(description="Leave out that many of the best."),
     ] = None
     min_score: Annotated[
@@ -183,9 +170,7 @@ class SearchFields(Strict):
         GroupScore, Field(description="Rank groups by their best item or by the mean of all.")
     ] = "best"
     group_size: Annotated[
-        Annotated[int, Field(ge=1)] | None,
-        BeforeValidator(_whole(1)),
-        Field(description="How many items of each group; default 1."),
+        _Natural, Field(description="How many items of each group; default 1.")
     ] = None
     distinct: Annotated[bool, Field(description="Of items with equal content only the best.")] = (
         False
@@ -248,7 +233,7 @@ class SearchRequest(SearchFields):
 
     def query(self, limits: SearchLimits) -> Query:
         """The same as a query. Raises: FilterError, InvalidParameterError."""
-        _check_views(sum(max(1, len(image.crops)) for image in self.images), limits)
+        _check(_VIEWS, sum(max(1, len(image.crops)) for image in self.images), limits.max_views)
         return replace(
             super().query(limits),
             views=tuple(
@@ -300,14 +285,15 @@ async def _read(
         raise HTTPException(
             415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {', '.join(readers)}."
         )
-    short = len(request.url.query) <= INLINE_BYTES and _is_short(body, kind)
+    short = len(body) + len(request.url.query) <= INLINE_BYTES or (
+        # an image that is quicker to read at once than to hand to a thread
+        kind != JSON
+        and len(body) <= _INLINE_IMAGE
+        and len(request.url.query) <= INLINE_BYTES
+        and b"filter" not in body
+        and body.count(b"\n--") <= _INLINE_PARTS
+    )
     return await off_loop(lambda: reader(request, body, limits), short=short)
-
-
-def _is_short(body: bytes, kind: str) -> bool:
-    if len(body) <= INLINE_BYTES or kind == JSON or len(body) > _INLINE_IMAGE:
-        return len(body) <= INLINE_BYTES
-    return kind != FORM or (b"filter" not in body and body.count(b"\n--") <= _INLINE_PARTS)
 
 
 def _from_form(request: Request, body: bytes, limits: SearchLimits) -> Query | list[Query]:
@@ -344,7 +330,7 @@ def _batch_from_json(_: Request, body: bytes, limits: SearchLimits) -> list[Quer
         raise fault(
             "queries", 'queries is missing or no list of searches; send {"queries": [{…}]}.'
         )
-    _check_queries(len(raw), limits)
+    _check("queries", len(raw), limits.max_queries)
     queries = [_one_of_batch(value, limits) for value in raw]
     _check_amounts([query for query in queries if isinstance(query, Query)], limits)
     return queries
@@ -370,7 +356,7 @@ def _batch_from_form(
     images, pairs = _form(request, body)
     if not images:
         raise _nothing_asked()
-    _check_queries(len(images), limits)
+    _check("queries", len(images), limits.max_queries)
     search = _with_images(pairs, images[:1], limits)
     shared, crops = search.query(limits), search.images[0].crops
     queries = [shared.with_views(views_of(data, crops)) for data in images]
@@ -382,26 +368,24 @@ def _batch_from_form(
 
 def _form(request: Request, body: bytes) -> tuple[list[bytes], list[tuple[str, str]]]:
     """The images, and the other fields."""
-    parts = parse_form(body, request.headers["content-type"])
-    images = [_file(part) for part in parts if part.name == "image"]
-    return images, [(part.name, _text(part)) for part in parts if part.name != "image"]
-
-
-def _file(part: Part) -> bytes:
-    if not part.is_file:
-        raise fault(
-            "image",
-            "image is a text; send the content of an image file, with a file name. Nothing is "
-            "loaded from addresses or paths.",
-        )
-    return part.data
-
-
-def _text(part: Part) -> str:
-    if part.is_file:
+    images, pairs = [], []
+    for part in parse_form(body, request.headers["content-type"]):
         name = part.name[:_SHOWN]
-        raise fault(name, f"{name} = a file is no value of it; send a text without a file name.")
-    return part.text
+        if part.name == "image" and not part.is_file:
+            raise fault(
+                "image",
+                "image is a text; send the content of an image file, with a file name. Nothing is "
+                "loaded from addresses or paths.",
+            )
+        if part.name == "image":
+            images.append(part.data)
+        elif part.is_file:
+            raise fault(
+                name, f"{name} = a file is no value of it; send a text without a file name."
+            )
+        else:
+            pairs.append((part.name, part.text))
+    return images, pairs
 
 
 def _fields(pairs: Pairs) -> dict[str, Any]:
@@ -447,28 +431,16 @@ def _nothing_asked() -> RequestValidationError:
 
 
 def _check_amounts(queries: Sequence[Query], limits: SearchLimits) -> None:
-    """What queries that one request asks for may have in all. Raises: InvalidParameterError."""
-    _check_queries(len(queries), limits)
-    _check_views(sum(len(query.views) for query in queries), limits)
+    """What queries of one request ask for in all. Raises: InvalidParameterError."""
+    _check("queries", len(queries), limits.max_queries)
+    _check(_VIEWS, sum(len(query.views) for query in queries), limits.max_views)
     hits = sum(query.k * (query.grouping.size if query.grouping else 1) for query in queries)
-    if hits > limits.max_batch_hits:
+    _check("hits", hits, limits.max_batch_hits)
+
+
+def _check(what: str, count: int, limit: int) -> None:
+    if count > limit:
         raise InvalidParameterError(
-            f"The queries ask for up to {hits:,} hits in all; the limit of a request is "
-            f"{limits.max_batch_hits:,}. Lower k, or send several requests."
-        )
-
-
-def _check_queries(count: int, limits: SearchLimits) -> None:
-    if count > limits.max_queries:
-        raise InvalidParameterError(
-            f"{count:,} queries are more than a request may have, which is "
-            f"{limits.max_queries:,}. Send several requests."
-        )
-
-
-def _check_views(count: int, limits: SearchLimits) -> None:
-    if count > limits.max_views:
-        raise InvalidParameterError(
-            f"The request looks for {count:,} images and crops in all; the limit is "
-            f"{limits.max_views:,}. Send fewer crops, or several requests."
+            f"The request asks for {count:,} {what} in all; the limit is {limit:,}. Ask for less, "
+            "or send several requests."
         )

@@ -160,7 +160,7 @@ def test_a_form_asks_for_each_image_with_the_same_fields(market) -> None:
         ({"queries": []}, "queries is missing"),
         ({"queries": {}}, "queries is missing"),
         ({"queries": [{}], "k": 3}, "queries is missing"),
-        ({"queries": [{}] * 65}, "65 queries are more"),
+        ({"queries": [{}] * 65}, "65 queries in all"),
         ({"queries": [{"positives": ["a"], "k": 10_000}] * 11}, "110,000 hits"),
     ],
 )

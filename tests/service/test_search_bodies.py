@@ -204,7 +204,7 @@ def test_a_smaller_limit_of_the_settings_is_in_the_message_and_in_the_document(t
         answer = post(shop.running, {"images": [{"data": GOOD}] * 3})
         assert "limit of 2" in assert_problem(answer, 422, "invalid-parameter")["detail"]
         batch = post(shop.running, {"queries": [{"images": [{"data": GOOD}]}] * 4}, "/search/batch")
-        assert "which is 3" in assert_problem(batch, 422, "invalid-parameter")["detail"]
+        assert "limit is 3" in assert_problem(batch, 422, "invalid-parameter")["detail"]
         paths = shop.client.get("/openapi.json").json()["paths"]
         content = paths["/search"]["post"]["requestBody"]["content"]
         schema = content["application/json"]["schema"]["properties"]

@@ -4,7 +4,6 @@ import base64
 import binascii
 import re
 import reprlib
-from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -36,19 +35,6 @@ class Strict(BaseModel):
             return value
         unknown = [name for name in value if name not in cls.model_fields][:_UNKNOWN_KEPT]
         return {name: value[name] for name in (*cls.model_fields, *unknown) if name in value}
-
-
-def at_most(what: str, limit: int) -> Callable[[Any], Any]:
-    """A validator that counts a list or an object before anything looks at what is in it."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > limit:
-            raise custom_error(
-                f"{len(value):,} {what} are more than the limit of {limit:,}; send fewer."
-            )
-        return value
-
-    return check
 
 
 def base64_content(value: Any) -> bytes:

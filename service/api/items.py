@@ -13,7 +13,6 @@ from embedder.types import AttributeValue
 from indexer.types import Item
 from service.api.fields import (
     Strict,
-    at_most,
     base64_content,
     custom_error,
     inlined,
@@ -70,30 +69,19 @@ _UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
 _WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
 
 
-def _plain_values(value: Any) -> Any:
-    """A validator of attributes that ends at the first one that cannot be."""
-    for name, attribute in value.items() if isinstance(value, dict) else ():
-        if not isinstance(attribute, str | int | float | None):
-            raise custom_error(
-                f"attribute {name[:_SHOWN]!r} = {shown(attribute)} is not a text, a number or "
-                "true/false; send one of these."
-            )
-    return value
+def _plain(value: Any) -> Any:
+    """A validator of the value of an attribute; what pydantic says of each kind would be long."""
+    if isinstance(value, str | int | float | None):
+        return value
+    raise custom_error(f"{shown(value)} is not a text, a number or true/false; send one of these.")
 
 
-def _plain_changes(value: Any) -> Any:
-    """As `_plain_values`, for the attributes of many items."""
-    for key, attributes in value.items() if isinstance(value, dict) else ():
-        if not isinstance(attributes, dict):
-            raise custom_error(
-                f"the changes of item {key[:_SHOWN]!r} = {shown(attributes)} are no object; send "
-                '{"price": 49.9}.'
-            )
-        _plain_values(attributes)
-    return value
-
-
-_Attributes = Annotated[dict[str, AttributeValue], BeforeValidator(_plain_values)]
+_Attributes = Annotated[
+    dict[str, Annotated[AttributeValue, BeforeValidator(_plain)]], Field(fail_fast=True)
+]
+_Changes = Annotated[
+    dict[str, Annotated[AttributeValue | None, BeforeValidator(_plain)]], Field(fail_fast=True)
+]
 _ATTRIBUTES: TypeAdapter[dict[str, AttributeValue]] = TypeAdapter(_Attributes)
 
 
@@ -121,20 +109,16 @@ class PatchItems(Strict):
     )
 
     changes: Annotated[
-        dict[str, dict[str, AttributeValue | None]],
-        BeforeValidator(_plain_changes),
-        Field(min_length=1, max_length=MAX_KEYS),
-        BeforeValidator(at_most("items", MAX_KEYS)),
+        dict[str, _Changes], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)
     ]
 
 
 class RemoveItems(Strict):
     """Which items to remove: those with these keys, or those that fit the filter."""
 
-    keys: Annotated[
-        Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)] | None,
-        BeforeValidator(at_most("keys", MAX_KEYS)),
-    ] = None
+    keys: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)] | None = (
+        None
+    )
     filter: Annotated[
         str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
     ] = None

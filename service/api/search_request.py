@@ -19,7 +19,7 @@ from pydantic import (
 from embedder.errors import InvalidParameterError, KinlensError
 from embedder.preprocess import Box, check_box
 from indexer.types import Grouping, GroupScore
-from service.api.fields import Strict, at_most, base64_content, custom_error, shown, where_of
+from service.api.fields import Strict, base64_content, custom_error, shown, where_of
 from service.http.faults import checked, fault
 from service.http.forms import parse_form
 from service.http.json_bodies import INLINE_BYTES, JSON, media_type_of, off_loop, parse_object
@@ -74,8 +74,17 @@ def _out_of_range(name: str | None, value: Any, expected: str) -> Exception:
 
 
 def _few(what: str, bound: str) -> Callable[[Any, ValidationInfo], Any]:
-    """As `at_most`, up to the field `bound` of the limits."""
-    return lambda value, info: at_most(what, getattr(_limits(info), bound))(value)
+    """A validator of a list that is no longer than the field `bound` of the limits."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        limit = getattr(_limits(info), bound)
+        if isinstance(value, list) and len(value) > limit:
+            raise custom_error(
+                f"{len(value):,} {what} are more than the limit of {limit:,}; send fewer."
+            )
+        return value
+
+    return check
 
 
 def _box(value: Any) -> Box:
@@ -118,11 +127,7 @@ _DATA_SCHEMA: dict[str, Any] = {
     "refused: nothing is loaded from elsewhere.",
 }
 _Natural = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_number(1))]
-_Keys = Annotated[
-    list[str],
-    Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True),
-    BeforeValidator(at_most("keys", _MAX_KEYS)),
-]
+_Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
 
 
 class ImageInput(Strict):

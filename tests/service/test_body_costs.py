@@ -11,7 +11,7 @@ import pytest
 from service.api.items import MAX_KEYS
 from service.http import json_bodies
 from tests.service.market import picture, start_market, text_of
-from tests.service.test_api import assert_problem
+from tests.service.shops import assert_problem
 
 ITEMS = "/galleries/shop/items"
 GOOD = text_of(picture(4))

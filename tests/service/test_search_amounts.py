@@ -8,7 +8,7 @@ import pytest
 
 from indexer.filters.tree import In, Range
 from tests.service.market import picture, post, start_market, text_of
-from tests.service.test_api import assert_problem
+from tests.service.shops import assert_problem
 
 IMAGE = {"data": text_of(picture(1))}
 CROPS = [[0, 0, 1, 0.5 + n / 100] for n in range(16)]

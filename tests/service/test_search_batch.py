@@ -9,7 +9,7 @@ import pytest
 
 from tests.service.conftest import FakeGallery, render
 from tests.service.market import keys, picture, post, start_market, text_of
-from tests.service.test_api import assert_problem
+from tests.service.shops import assert_problem
 from tests.tiny import encoded
 
 BATCH = "/search/batch"

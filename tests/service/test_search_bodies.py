@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.service.market import found, keys, picture, post, start_market, text_of
-from tests.service.test_api import assert_problem
+from tests.service.shops import assert_problem
 
 GOOD = text_of(picture(4))
 

@@ -19,7 +19,6 @@ _UNKNOWN_KEPT = 5
 _SHOWN_CHARACTERS = 40
 _LARGEST_SHOWN = 10**18
 _HEAD = 256
-_ADDRESS = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:/")
 _DATA_URL = re.compile(r"\s*data:[^,]{0,200};base64,", re.IGNORECASE)
 
 
@@ -44,17 +43,13 @@ def base64_content(value: Any) -> bytes:
     if not isinstance(value, str):
         raise custom_error("data is no text; send the content of an image file as base64.")
     start = _DATA_URL.match(value[:_HEAD])
-    if start is None and _ADDRESS.match(value[:_HEAD]):
-        raise custom_error(
-            f"data = {shown(value.strip())!r} is an address, and this service loads nothing from "
-            "addresses; send the content of the image file as base64."
-        )
     try:
         return base64.b64decode(value if start is None else value[start.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise custom_error(
-            f"data is not base64 ({error}); encode the content of an image file with the standard "
-            "alphabet and padding, without line breaks, alone or after data:image/...;base64,"
+            f"data = {shown(value)!r} is not base64 ({error}); encode the content of an image file "
+            "with the standard alphabet and padding, without line breaks, alone or after "
+            "data:image/...;base64, Nothing is loaded from addresses."
         ) from error
 
 

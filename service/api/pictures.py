@@ -10,6 +10,7 @@ from indexer.ingest.pictures import is_shown, item_bytes, shown
 from indexer.types import Item
 from service.api.galleries import FAILURES, ItemId, Version, leased, read_from_disk
 from service.api.models import SampleModel, SamplesAnswer
+from service.galleries.registry import Served
 from service.galleries.renditions import SIDES_PX
 from service.galleries.samples import MAX_SAMPLES, Samples
 from service.galleries.types import Gallery, ItemImage
@@ -64,7 +65,7 @@ def build_router(runtime: Runtime) -> APIRouter:
                 # It may have been removed.
                 await read_from_disk(runtime, "the picture", lambda: gallery.item(item_id))
                 return Response(status_code=304, headers=headers)
-            data, media_type = await _picture(runtime, gallery, item_id, size)
+            data, media_type = await _picture(runtime, served, item_id, size)
         return Response(data, media_type=media_type, headers=headers)
 
     @router.get("/samples", responses=problems(), summary="List the sample queries")
@@ -91,9 +92,10 @@ def build_router(runtime: Runtime) -> APIRouter:
 
 
 async def _picture(
-    runtime: Runtime, gallery: Gallery, item_id: int, size: int | None
+    runtime: Runtime, served: Served, item_id: int, size: int | None
 ) -> tuple[bytes, str]:
     """The picture of an item and its media type. What is decoded is decoded elsewhere."""
+    gallery = served.gallery
 
     def find() -> tuple[Item, ItemImage | None]:
         item = gallery.item(item_id)
@@ -109,7 +111,7 @@ async def _picture(
             runtime, "the picture", lambda: _bytes(gallery, item, runtime.uploads)
         )
 
-    key = f"{gallery.generation}-{item_id}"
+    key = f"{served.name}/{gallery.generation}-{item_id}"  # a copied folder has its generation too
     return await runtime.renditions.get(key, read, size), "image/jpeg"
 
 

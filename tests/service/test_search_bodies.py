@@ -90,10 +90,10 @@ def test_a_data_url_is_base64_too(market) -> None:
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ("http://169.254.169.254/latest", "is an address"),
-        ("https://shop.example/a.png", "is an address"),
-        ("file:///etc/passwd", "is an address"),
-        ("  FTP://x/a.png", "is an address"),
+        ("http://169.254.169.254/latest", "loaded from addresses"),
+        ("https://shop.example/a.png", "loaded from addresses"),
+        ("file:///etc/passwd", "loaded from addresses"),
+        ("  FTP://x/a.png", "loaded from addresses"),
         ("data:image/png,abc", "not base64"),
         ("/etc/passwd!", "not base64"),
         (GOOD + "\n", "not base64"),

@@ -15,7 +15,8 @@ from starlette.types import Lifespan
 
 from embedder.errors import KinlensError
 from embedder.session import Embedder
-from service.api.router import build_router
+from service.api import galleries as gallery_routes
+from service.api import items, jobs, operations, pictures, search
 from service.galleries.types import Gallery
 from service.http.guard import Guard, build_guard
 from service.http.middleware import AllowedHosts, RequestContext, SecurityHeaders
@@ -64,7 +65,15 @@ def create_app(
         },
     )
     app.state.runtime = runtime
-    app.include_router(build_router(runtime))
+    for router in (
+        search.build_router(runtime),
+        gallery_routes.router,
+        items.router,
+        pictures.build_router(runtime),
+        jobs.router,
+        operations.router,
+    ):
+        app.include_router(router)
     _add_page(app)
     check_covered(app.routes)
     served.learn(app.routes)

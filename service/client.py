@@ -4,9 +4,10 @@
         for hit in client.search("shoe.jpg", k=5).hits:
             print(hit.key, hit.score)
 
-Answers are the models of `service.schemas`, failures the tree of `service.client_errors`. Each call
-is written once, as a coroutine. `AsyncKinlens` has it as it is. `Kinlens` runs it to its end: there
-it never stops half-way, since what it awaits (an answer, a pause) is waited for in the thread.
+Answers are the models of `service.api.models`, failures the tree of `service.client_errors`. Each
+call is written once, as a coroutine. `AsyncKinlens` has it as it is. `Kinlens` runs it to its end:
+there it never stops half-way, since what it awaits (an answer, a pause) is waited for in the
+thread.
 """
 
 import functools
@@ -42,20 +43,24 @@ from urllib.parse import urlencode
 import httpx
 
 from embedder.types import AttributeValue
-from service.api.gallery_models import (
+from service.api.models import (
+    BatchAnswer,
     Galleries,
     GalleryDetail,
     GalleryModel,
     ItemModel,
     ItemPage,
+    JobLog,
+    JobModel,
+    Jobs,
+    Live,
     PatchAnswer,
     PutAnswer,
+    Ready,
     RemoveAnswer,
+    SamplesAnswer,
+    SearchAnswer,
 )
-from service.api.job_models import JobLog, JobModel, Jobs
-from service.api.operation_models import Live, Ready
-from service.api.sample_models import SamplesAnswer
-from service.api.search_models import BatchAnswer, SearchAnswer
 from service.client_calls import (
     MAX_ITEMS,
     Attributes,

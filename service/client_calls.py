@@ -14,8 +14,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from embedder.types import AttributeValue
-from service.api.gallery_models import ItemModel, ItemPage, PutAnswer, PutResult
-from service.api.problem_models import Problem
+from service.api.models import ItemModel, ItemPage, Problem, PutAnswer, PutResult
 from service.client_errors import (
     AnswerError,
     ArgumentError,

@@ -25,8 +25,7 @@ ClientError
 
 from collections.abc import Sequence
 
-from service.api.job_models import JobModel
-from service.api.problem_models import Fault, Problem
+from service.api.models import Fault, JobModel, Problem
 
 
 class ClientError(Exception):

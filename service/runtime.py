@@ -156,7 +156,6 @@ def build_runtime(
     failures = Failures(lambda name: metrics.reload_failures.labels(name).inc())
     connect = _connector(settings, cache, lanes, metrics)
     registry, models = open_registry(settings, connect, failures, embedder, galleries)
-    publish(metrics, lanes, cache)
     jobs = open_jobs(settings)
     observer = Observer(
         metrics,
@@ -167,6 +166,8 @@ def build_runtime(
         jobs=None if jobs is None else jobs.counts,
     )
     uploads, writes, managed = create_changes(settings, registry, models, pools["write"], jobs)
+    health = Health(registry, models, pools["lookup"], settings.ready_timeout_ms / 1e3)
+    publish(metrics, lanes, cache, health)
     sampler = RecallSampler(registry, metrics, settings.recall_sample)
     return Runtime(
         settings=settings,
@@ -179,7 +180,7 @@ def build_runtime(
         renditions=_create_renditions(settings, lanes),
         searching=Pipeline(registry, lanes, cache, metrics, sampler, limit_s),
         sampler=sampler,
-        health=Health(registry, models, pools["lookup"], settings.ready_timeout_ms / 1e3),
+        health=health,
         observer=observer,
         keys=open_keys(settings.state),
         uploads=uploads,

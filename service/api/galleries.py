@@ -1,17 +1,21 @@
-"""The life of galleries over HTTP: list, describe, create, delete."""
+"""Galleries over HTTP: list, describe, create, delete; and what all routes of a gallery share."""
 
+import asyncio
 import os
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from typing import Annotated, TypeVar
 
 import numpy as np
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from pydantic import BaseModel, ConfigDict
 
 from embedder import errors
 from embedder.calibration import Calibration
 from indexer.gallery import GalleryFacts
 from indexer.types import AttributeFacts
-from service.api.gallery_models import (
+from service.api.models import (
     AttributeCount,
     AttributeModel,
     CalibrationModel,
@@ -19,93 +23,153 @@ from service.api.gallery_models import (
     GalleryDetail,
     GalleryModel,
     IndexModel,
-    NewGallery,
     ThresholdModel,
 )
-from service.api.reading import FAILURES, LOOK_FAILURES, look
 from service.galleries.registry import Served
+from service.galleries.versions import VERSION_PATTERN, VERSION_TEXT
 from service.http.openapi import problems
-from service.problems import KINDS
+from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS, UNSUPPORTED_MEDIA
 from service.runtime import Runtime
 
-_CHANGES = (
+T = TypeVar("T")
+
+_READING = (
+    KINDS[errors.OverloadedError],
+    KINDS[errors.DeadlineExceededError],
+    KINDS[errors.GalleryError],
+)
+FAILURES = (
+    KINDS[errors.GalleryNotFoundError],
+    KINDS[errors.InvalidParameterError],
+    *_READING,
+)
+"""What whatever is asked of a gallery can be answered with."""
+
+CHANGE_FAILURES = (
+    *FAILURES,
     KINDS[errors.GalleryConflictError],
     KINDS[errors.StateMissingError],
     KINDS[errors.GalleryBusyError],
 )
 
+BODY_FAILURES = (BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
+IMAGE_FAILURES = (
+    KINDS[errors.EmptyImageError],
+    KINDS[errors.ImageTooManyBytesError],
+    KINDS[errors.ImageTooLargeError],
+    KINDS[errors.ImageCostError],
+    KINDS[errors.UnsupportedFormatError],
+    KINDS[errors.CorruptImageError],
+    KINDS[errors.BundleError],
+)
 
-def build_router(runtime: Runtime) -> APIRouter:
-    """The routes of galleries."""
-    router = APIRouter()
-    _add_reading(router, runtime)
-    _add_changing(router, runtime)
-    return router
+ItemId = Annotated[int, Path(ge=0, le=2**63 - 1)]
+Version = Annotated[str | None, Query(pattern=VERSION_PATTERN, description=VERSION_TEXT)]
 
 
-def _add_reading(router: APIRouter, runtime: Runtime) -> None:
-    @router.get("/galleries", responses=problems(*LOOK_FAILURES), summary="List the galleries")
-    async def galleries() -> Galleries:
-        """Every gallery as it is now; the first is the default of a search."""
-        listed = [await _listed(runtime, name) for name in runtime.registry.names()]
-        return Galleries(bundle_id=runtime.registry.model.bundle_id, galleries=listed)
+async def _runtime_of(request: Request) -> Runtime:
+    runtime: Runtime = request.app.state.runtime
+    return runtime
 
-    @router.get(
-        "/galleries/{name}",
-        responses=problems(*FAILURES),
-        summary="Describe a gallery",
-    )
-    async def gallery(name: str) -> GalleryDetail:
-        """A gallery with its attributes, for filters; its index; the calibration of its bundle."""
-        await runtime.registry.know(name)
-        listed = await _listed(runtime, name)
+
+Service = Annotated[Runtime, Depends(_runtime_of)]
+"""The parts of the service that a route belongs to."""
+
+router = APIRouter()
+
+
+class NewGallery(BaseModel):
+    """A gallery to be made, without items; by default for the bundle of the first gallery."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    bundle_id: str | None = None
+
+
+@router.get("/galleries", responses=problems(*_READING), summary="List the galleries")
+async def galleries(runtime: Service) -> Galleries:
+    """Every gallery as it is now; the first is the default of a search."""
+    listed = []
+    for name in runtime.registry.names():
         with runtime.registry.lease(name) as served:
-            return await look(runtime, "the gallery", lambda: _detail(served, listed))
+            listed.append(await _listed(runtime, served))
+    return Galleries(bundle_id=runtime.registry.model.bundle_id, galleries=listed)
 
 
-def _add_changing(router: APIRouter, runtime: Runtime) -> None:
-    @router.post(
-        "/galleries",
-        status_code=201,
-        responses=problems(*FAILURES, *_CHANGES),
-        summary="Create a gallery",
-    )
-    async def create(new: NewGallery, response: Response) -> GalleryModel:
-        """An empty gallery, searchable at once, to which items can be added."""
-        await runtime.managed.create(new.name, new.bundle_id)
-        response.headers["Location"] = f"/galleries/{new.name}"
-        return await _listed(runtime, new.name)
-
-    @router.delete(
-        "/galleries/{name}",
-        status_code=204,
-        responses=problems(*FAILURES, *_CHANGES),
-        summary="Delete a gallery",
-    )
-    async def delete(name: str) -> None:
-        """The gallery with its items and their uploaded pictures; only one created here."""
-        await runtime.managed.delete(name)
+@router.get("/galleries/{name}", responses=problems(*FAILURES), summary="Describe a gallery")
+async def gallery(runtime: Service, name: str) -> GalleryDetail:
+    """A gallery with its attributes, for filters; its index; the calibration of its bundle."""
+    async with leased(runtime, name) as served:
+        listed = await _listed(runtime, served)
+        return await read_from_disk(runtime, "the gallery", lambda: _detail(served, listed))
 
 
-async def _listed(runtime: Runtime, name: str) -> GalleryModel:
+@router.post(
+    "/galleries",
+    status_code=201,
+    responses=problems(*CHANGE_FAILURES),
+    summary="Create a gallery",
+)
+async def create(runtime: Service, new: NewGallery, response: Response) -> GalleryModel:
+    """An empty gallery, searchable at once, to which items can be added."""
+    await runtime.managed.create(new.name, new.bundle_id)
+    response.headers["Location"] = f"/galleries/{new.name}"
+    with runtime.registry.lease(new.name) as served:
+        return await _listed(runtime, served)
+
+
+@router.delete(
+    "/galleries/{name}",
+    status_code=204,
+    responses=problems(*CHANGE_FAILURES),
+    summary="Delete a gallery",
+)
+async def delete(runtime: Service, name: str) -> None:
+    """The gallery with its items and their uploaded pictures; only one created here."""
+    await runtime.managed.delete(name)
+
+
+@asynccontextmanager
+async def leased(runtime: Runtime, name: str) -> AsyncIterator[Served]:
+    """A gallery and its model for as long as the block lasts. Raises: GalleryNotFoundError."""
+    await runtime.registry.know(name)
     with runtime.registry.lease(name) as served:
-        gallery = served.gallery
-        state = await runtime.state(gallery)
-        return GalleryModel(
-            name=name,
-            version=state.version,
-            generation=gallery.generation,
-            bundle_id=gallery.bundle_id,
-            size=state.size,
-            dim=gallery.dim,
-            created_at=gallery.created_at,
-            managed=served.managed,
-            writable=runtime.uploads is not None and _may_write(served.path),
-        )
+        yield served
 
 
-def _may_write(path: Path | None) -> bool:
-    return path is None or os.access(path, os.W_OK)
+async def read_from_disk(runtime: Runtime, what: str, work: Callable[[], T]) -> T:
+    """What `work` returns, in a thread. Raises: DeadlineExceededError, OverloadedError."""
+    limit_s = runtime.settings.request_timeout_ms / 1e3
+    try:
+        async with asyncio.timeout(limit_s):
+            return await runtime.pools["file"].run(work)
+    except TimeoutError as error:
+        raise errors.DeadlineExceededError(
+            f"Reading {what} took longer than {limit_s:g} s, which is the limit. "
+            "Try again in a second."
+        ) from error
+
+
+async def _listed(runtime: Runtime, served: Served) -> GalleryModel:
+    gallery = served.gallery
+    state = await runtime.state(gallery)
+    return GalleryModel(
+        name=served.name,
+        version=state.version,
+        generation=gallery.generation,
+        bundle_id=gallery.bundle_id,
+        size=state.size,
+        dim=gallery.dim,
+        created_at=gallery.created_at,
+        managed=served.managed,
+        writable=runtime.uploads is not None
+        and await read_from_disk(runtime, "the gallery", lambda: _is_writable(served)),
+    )
+
+
+def _is_writable(served: Served) -> bool:
+    return served.path is None or os.access(served.path, os.W_OK)
 
 
 def _detail(served: Served, listed: GalleryModel) -> GalleryDetail:
@@ -113,7 +177,7 @@ def _detail(served: Served, listed: GalleryModel) -> GalleryDetail:
     known = listed.model_dump() | {"version": facts.version, "size": facts.size}
     return GalleryDetail(
         **known,
-        attributes=_attributes(served.gallery.attribute_facts()),
+        attributes=[_attribute(one) for one in served.gallery.attribute_facts()],
         index=_index(facts),
         calibration=_calibration(served.model.calibration, facts.size),
         no_calibration=served.model.no_calibration,
@@ -122,33 +186,22 @@ def _detail(served: Served, listed: GalleryModel) -> GalleryDetail:
     )
 
 
-def _attributes(facts: Sequence[AttributeFacts]) -> list[AttributeModel]:
-    return [
-        AttributeModel(
-            name=one.name,
-            kind=one.kind,
-            values=None
-            if one.values is None
-            else [AttributeCount(value=value, count=count) for value, count in one.values],
-            minimum=one.minimum,
-            maximum=one.maximum,
-        )
-        for one in facts
-    ]
+def _attribute(facts: AttributeFacts) -> AttributeModel:
+    counts = facts.values
+    values = counts and [AttributeCount(value=value, count=count) for value, count in counts]
+    return AttributeModel(**asdict(facts) | {"values": values})
 
 
 def _index(facts: GalleryFacts) -> IndexModel:
     segment = facts.segment
+    of_segment = ("kind", "recall", "target_recall", "created_at")
     return IndexModel(
-        kind=None if segment is None else segment.kind,
         segment_items=0 if segment is None else segment.size,
         delta=facts.delta,
         tombstones=facts.tombstones,
         compaction_due=facts.compaction_due,
-        recall=None if segment is None else segment.recall,
-        target_recall=None if segment is None else segment.target_recall,
         parameters={} if segment is None else segment.parameters,
-        created_at=None if segment is None else segment.created_at,
+        **{name: getattr(segment, name, None) for name in of_segment},
     )
 
 
@@ -156,19 +209,12 @@ def _calibration(calibration: Calibration | None, size: int) -> CalibrationModel
     if calibration is None:
         return None
     calibration = calibration.for_gallery(size)
-    scores = np.array([threshold.search_score for threshold in calibration.thresholds])
-    probabilities = calibration.probability(scores).tolist()
-    return CalibrationModel(
-        slope=calibration.slope,
-        intercept=calibration.intercept,
-        rank_slope=calibration.rank_slope,
-        tail_slope=calibration.tail_slope,
-        thresholds=[
-            ThresholdModel(
-                false_matches=threshold.false_matches,
-                search_score=threshold.search_score,
-                probability=probability,
-            )
-            for threshold, probability in zip(calibration.thresholds, probabilities, strict=True)
-        ],
-    )
+    thresholds = [
+        ThresholdModel(
+            false_matches=threshold.false_matches,
+            search_score=threshold.search_score,
+            probability=float(calibration.probability(np.array(threshold.search_score))),
+        )
+        for threshold in calibration.thresholds
+    ]
+    return CalibrationModel(**calibration.model_dump() | {"thresholds": thresholds})

@@ -1,251 +1,372 @@
-"""The items of galleries over HTTP: list, put, patch, delete."""
+"""The items of galleries over HTTP: list, put, patch, remove."""
 
-from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
+from urllib.parse import quote
 
-from fastapi import APIRouter, Path, Request
-from fastapi import Query as Parameter
-from pydantic import BeforeValidator
+from fastapi import APIRouter, HTTPException, Query, Request
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from embedder import errors
 from embedder.errors import InvalidParameterError
-from indexer.types import Page
-from service.api.gallery_models import (
-    MAX_KEYS,
+from embedder.types import AttributeValue
+from indexer.types import Item
+from service.api.fields import (
+    Strict,
+    base64_content,
+    custom_error,
+    inlined,
+    shown,
+    where_of,
+)
+from service.api.galleries import (
+    BODY_FAILURES,
+    CHANGE_FAILURES,
+    FAILURES,
+    IMAGE_FAILURES,
+    ItemId,
+    Service,
+    Version,
+    leased,
+    read_from_disk,
+)
+from service.api.models import (
     ItemModel,
     ItemPage,
     PatchAnswer,
-    PatchItems,
+    Problem,
     PutAnswer,
     PutResult,
     RemoveAnswer,
-    RemoveItems,
 )
-from service.api.item_bodies import PUT_BODY, new_items
-from service.api.parameters import whole_number
-from service.api.problem_models import Problem
-from service.api.reading import FAILURES, MAX_ID, item_model, look, where_of
-from service.galleries.items import Outcome
-from service.galleries.registry import Served
-from service.galleries.storing import Put
-from service.galleries.versions import VERSION_PATTERN, VERSION_TEXT
-from service.http.json_bodies import body_docs, read_model
+from service.galleries.items import NewItem, Outcome
+from service.galleries.types import Gallery
+from service.galleries.versions import VERSION_DIGITS
+from service.http.faults import checked
+from service.http.forms import Part, parse_form
+from service.http.json_bodies import (
+    JSON,
+    body_docs,
+    media_type_of,
+    parse_json,
+    parse_object,
+    read_model,
+)
 from service.http.openapi import problems
-from service.problems import (
-    BAD_REQUEST,
-    BODY_TOO_LARGE,
-    BODY_TOO_SLOW,
-    KINDS,
-    UNSUPPORTED_MEDIA,
-    described,
-    request_id_of,
-)
+from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime
+
+MAX_KEYS = 10_000
+"""Items that one request may patch or remove by key."""
 
 _MAX_LISTED = 200
 _MAX_OFFSET = 10**9
 _MAX_PREFIX = 1024
-_ID = Annotated[int, Path(ge=0, le=MAX_ID)]
+_SHOWN = 80
+_FORM = "multipart/form-data"
 _FILTER = KINDS[errors.FilterError]
 _UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
-_WRITES = (
-    *FAILURES,
-    *(BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA),
-    KINDS[errors.GalleryConflictError],
-    KINDS[errors.StateMissingError],
-    KINDS[errors.GalleryBusyError],
+_WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
+
+
+def _plain(value: Any) -> Any:
+    """A validator of the value of an attribute; what pydantic says of each kind would be long."""
+    if isinstance(value, str | int | float | None):
+        return value
+    raise custom_error(f"{shown(value)} is not a text, a number or true/false; send one of these.")
+
+
+_Attributes = Annotated[
+    dict[str, Annotated[AttributeValue, BeforeValidator(_plain)]], Field(fail_fast=True)
+]
+_Changes = Annotated[
+    dict[str, Annotated[AttributeValue | None, BeforeValidator(_plain)]], Field(fail_fast=True)
+]
+_ATTRIBUTES: TypeAdapter[dict[str, AttributeValue]] = TypeAdapter(_Attributes)
+
+
+class NewItemModel(Strict):
+    """An item to be put: its key, its image as base64, and all of its attributes."""
+
+    key: str
+    data: Annotated[str, Field(description="The image file, base64.")]
+    attributes: Annotated[_Attributes, Field(default_factory=dict)]
+
+
+class PutItems(Strict):
+    """Items to be put; one with the key of a stored item takes its place."""
+
+    items: Annotated[list[NewItemModel], Field(fail_fast=True, min_length=1)]
+
+
+class PatchItems(Strict):
+    """Attributes to change, by key; null takes one away, those not named stay."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"changes": {"shoes/0017.jpg": {"price": 49.9, "sale": None}}}]
+        }
+    )
+
+    changes: Annotated[
+        dict[str, _Changes], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)
+    ]
+
+
+class RemoveItems(Strict):
+    """Which items to remove: those with these keys, or those that fit the filter."""
+
+    keys: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)] | None = (
+        None
+    )
+    filter: Annotated[
+        str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
+    ] = None
+
+
+def _parts(of: dict[str, str], description: str) -> dict[str, Any]:
+    return {"type": "array", "items": {"type": "string", **of}, "description": description}
+
+
+_PUT_FORM = {
+    "type": "object",
+    "required": ["image", "key"],
+    "properties": {
+        "image": _parts({"format": "binary"}, "The image files, one for each item."),
+        "key": _parts({}, "The key of each image, in the same order."),
+        "attributes": _parts({}, "For each image a JSON object; or none at all."),
+    },
+}
+_PUT_CONTENT = {
+    _FORM: {"schema": _PUT_FORM, "encoding": {"attributes": {"contentType": JSON}}},
+    JSON: {"schema": inlined(PutItems)},
+}
+
+router = APIRouter(prefix="/galleries/{name}/items")
+
+
+@router.get("", responses=problems(*FAILURES, _FILTER), summary="List items")
+async def items(
+    runtime: Service,
+    name: str,
+    offset: Annotated[int, Query(ge=0, le=_MAX_OFFSET)] = 0,
+    limit: Annotated[int, Query(ge=1, le=_MAX_LISTED)] = 50,
+    where: Annotated[
+        str | None, Query(alias="filter", description="As in a search: text or JSON.")
+    ] = None,
+    key_prefix: Annotated[str, Query(max_length=_MAX_PREFIX)] = "",
+    after: Annotated[
+        int | None, Query(ge=0, le=2**63 - 1, description="Only items with higher numbers.")
+    ] = None,
+) -> ItemPage:
+    """Items in the order of their numbers, new ones last.
+
+    To read all while some are added and removed, send the last number of a page as `after`.
+    """
+    async with leased(runtime, name) as served:
+        gallery = served.gallery
+
+        def read() -> ItemPage:
+            above = -1 if after is None else after
+            page = gallery.page(offset, limit, where_of(where), key_prefix, above)
+            return ItemPage(
+                total=page.total,
+                offset=offset,
+                items=[_item(name, gallery, item) for item in page.items],
+                last=page.last,
+                generation=gallery.generation,
+            )
+
+        return await read_from_disk(runtime, "the items", read)
+
+
+@router.get("/{item_id}", responses=problems(*FAILURES, _UNKNOWN_ITEM), summary="Describe an item")
+async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
+    """What is known of one item."""
+    async with leased(runtime, name) as served:
+        gallery = served.gallery
+        found = await read_from_disk(runtime, "the item", lambda: gallery.item(item_id))
+        return _item(name, gallery, found)
+
+
+@router.put(
+    "",
+    responses=problems(*_WRITES, *IMAGE_FAILURES),
+    summary="Put items",
+    openapi_extra={"requestBody": {"required": True, "content": _PUT_CONTENT}},
 )
-_IMAGES = (
-    KINDS[errors.EmptyImageError],
-    KINDS[errors.ImageTooManyBytesError],
-    KINDS[errors.ImageTooLargeError],
-    KINDS[errors.ImageCostError],
-    KINDS[errors.UnsupportedFormatError],
-    KINDS[errors.CorruptImageError],
-    KINDS[errors.BundleError],
-)
+async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
+    """Add items, or replace those with the same keys; a bad image fails alone.
 
-
-def build_router(runtime: Runtime) -> APIRouter:
-    """The routes of items."""
-    router = APIRouter(prefix="/galleries/{name}/items")
-    _add_listing(router, runtime)
-    _add_reading(router, runtime)
-    _add_putting(router, runtime)
-    _add_removing(router, runtime)
-    _add_removing_one(router, runtime)
-    return router
-
-
-def _add_listing(router: APIRouter, runtime: Runtime) -> None:
-    @router.get("", responses=problems(*FAILURES, _FILTER), summary="List items")
-    async def items(
-        name: str,
-        offset: Annotated[
-            int,
-            Parameter(ge=0, le=_MAX_OFFSET),
-            BeforeValidator(whole_number("offset", 0, _MAX_OFFSET)),
-        ] = 0,
-        limit: Annotated[
-            int,
-            Parameter(ge=1, le=_MAX_LISTED),
-            BeforeValidator(whole_number("limit", 1, _MAX_LISTED)),
-        ] = 50,
-        where: Annotated[
-            str | None, Parameter(alias="filter", description="As in a search: text or JSON.")
-        ] = None,
-        key_prefix: Annotated[str, Parameter(max_length=_MAX_PREFIX)] = "",
-        after: Annotated[
-            int | None,
-            Parameter(ge=0, le=MAX_ID, description="Only items with higher numbers."),
-            BeforeValidator(whole_number("after", 0, MAX_ID)),
-        ] = None,
-    ) -> ItemPage:
-        """Items in the order of their numbers, new ones last.
-
-        To read all while some are added and removed, send the last number of a page as `after`.
-        """
-        await runtime.registry.know(name)
-        with runtime.registry.lease(name) as served:
-            gallery = served.gallery
-
-            def read() -> ItemPage:
-                above = -1 if after is None else after
-                page = gallery.page(offset, limit, where_of(where), key_prefix, above)
-                return _item_page(served, page, offset)
-
-            return await look(runtime, "the items", read)
-
-
-def _add_reading(router: APIRouter, runtime: Runtime) -> None:
-    @router.get(
-        "/{item_id}", responses=problems(*FAILURES, _UNKNOWN_ITEM), summary="Describe an item"
-    )
-    async def item(name: str, item_id: _ID) -> ItemModel:
-        """What is known of one item."""
-        await runtime.registry.know(name)
-        with runtime.registry.lease(name) as served:
-            gallery = served.gallery
-            found = await look(runtime, "the item", lambda: gallery.item(item_id))
-            return item_model(name, gallery, found)
-
-
-def _add_putting(router: APIRouter, runtime: Runtime) -> None:
-    @router.put(
-        "",
-        responses=problems(*_WRITES, *_IMAGES),
-        summary="Put items",
-        openapi_extra=PUT_BODY,
-    )
-    async def put(name: str, request: Request) -> PutAnswer:
-        """Add items, or replace those with the same keys; a bad image fails alone.
-
-        The same key and content again is `unchanged`. Searches find an item when this returns. If a
-        single item was sent and failed, the answer is its problem.
-        """
-        await runtime.registry.know(name)
-        with runtime.registry.lease(name):
-            pass  # an unknown gallery is told before the body is read
-        items = await new_items(request, runtime)
-        done = await runtime.writes.put(name, items)
-        if len(items) == 1 and done.outcomes[0].error is not None:
-            raise done.outcomes[0].error
-        return _put_answer(done, request)
-
-    @router.patch(
-        "",
-        responses=problems(*_WRITES, _UNKNOWN_ITEM),
-        summary="Change attributes",
-        openapi_extra=body_docs(PatchItems),
-    )
-    async def patch(name: str, request: Request) -> PatchAnswer:
-        """Change attributes of items by key, all or none."""
-        sent = await read_model(request, PatchItems)
-        await runtime.registry.know(name)
-        changed = await runtime.writes.patch(name, sent.changes)
-        return PatchAnswer(changed=changed.count, version=changed.version)
-
-
-def _add_removing(router: APIRouter, runtime: Runtime) -> None:
-    @router.delete("", responses=problems(*_WRITES), summary="Remove items by key")
-    async def remove(
-        name: str, key: Annotated[list[str], Parameter(min_length=1, max_length=MAX_KEYS)]
-    ) -> RemoveAnswer:
-        """Remove items; unknown keys are not counted."""
-        await runtime.registry.know(name)
-        removed = await runtime.writes.remove(name, key)
-        return RemoveAnswer(removed=removed.count, version=removed.version)
-
-    @router.post(
-        "/delete",
-        responses=problems(*_WRITES, _FILTER),
-        summary="Remove many items",
-        openapi_extra=body_docs(RemoveItems),
-    )
-    async def remove_many(name: str, request: Request) -> RemoveAnswer:
-        """Remove the items with these keys, or all that fit a filter."""
-        items = await read_model(request, RemoveItems)
-        if (items.keys is None) == (items.filter is None):
-            raise InvalidParameterError("Send either keys or filter, and not both.")
-        await runtime.registry.know(name)
-        if items.keys is not None:
-            removed = await runtime.writes.remove(name, items.keys)
-        else:
-            where = await look(runtime, "the filter", lambda: where_of(items.filter))
-            if where is None:
-                raise errors.FilterError("The filter is empty. To remove all items, send keys.")
-            removed = await runtime.writes.remove_where(name, where)
-        return RemoveAnswer(removed=removed.count, version=removed.version)
-
-
-def _add_removing_one(router: APIRouter, runtime: Runtime) -> None:
-    @router.delete(
-        "/{item_id}", responses=problems(*_WRITES, _UNKNOWN_ITEM), summary="Remove an item"
-    )
-    async def remove_item(
-        name: str,
-        item_id: _ID,
-        version: Annotated[
-            str | None, Parameter(pattern=VERSION_PATTERN, description=VERSION_TEXT)
-        ] = None,
-    ) -> RemoveAnswer:
-        """Remove one item by its number; in another generation that is the number of another."""
-        await runtime.registry.know(name)
-        removed = await runtime.writes.remove_item(name, item_id, version)
-        return RemoveAnswer(removed=removed.count, version=removed.version)
-
-
-def _item_page(served: Served, page: Page, offset: int) -> ItemPage:
-    return ItemPage(
-        total=page.total,
-        offset=offset,
-        items=[item_model(served.name, served.gallery, item) for item in page.items],
-        last=page.last,
-        generation=served.gallery.generation,
-    )
-
-
-def _put_answer(done: Put, request: Request) -> PutAnswer:
+    The same key and content again is `unchanged`. Searches find an item when this returns. If a
+    single item was sent and failed, the answer is its problem.
+    """
+    async with leased(runtime, name):
+        pass  # an unknown gallery is told before the body is read
+    done = await runtime.writes.put(name, await _new_items(request, runtime))
+    if len(done.outcomes) == 1 and done.outcomes[0].error is not None:
+        raise done.outcomes[0].error
     return PutAnswer(
         added=done.count("added"),
         replaced=done.count("replaced"),
         updated=done.count("updated"),
         unchanged=done.count("unchanged"),
         failed=done.count("failed"),
-        items=_results(done.outcomes, request_id_of(request.scope), request.url.path),
+        items=[_result(outcome, request) for outcome in done.outcomes],
         version=done.version,
     )
 
 
-def _results(outcomes: Sequence[Outcome], request_id: str, instance: str) -> list[PutResult]:
-    return [
-        PutResult(
-            key=outcome.key,
-            status=outcome.status,
-            id=outcome.id,
-            problem=None
-            if outcome.error is None
-            else Problem(**described(outcome.error, request_id=request_id, instance=instance)),
+@router.patch(
+    "",
+    responses=problems(*_WRITES, _UNKNOWN_ITEM),
+    summary="Change attributes",
+    openapi_extra=body_docs(PatchItems),
+)
+async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
+    """Change attributes of items by key, all or none."""
+    sent = await read_model(request, PatchItems)
+    await runtime.registry.know(name)
+    changed = await runtime.writes.patch(name, sent.changes)
+    return PatchAnswer(changed=changed.count, version=changed.version)
+
+
+@router.delete("", responses=problems(*_WRITES), summary="Remove items by key")
+async def remove(
+    runtime: Service,
+    name: str,
+    key: Annotated[list[str], Query(min_length=1, max_length=MAX_KEYS)],
+) -> RemoveAnswer:
+    """Remove items; unknown keys are not counted."""
+    await runtime.registry.know(name)
+    removed = await runtime.writes.remove(name, key)
+    return RemoveAnswer(removed=removed.count, version=removed.version)
+
+
+@router.post(
+    "/delete",
+    responses=problems(*_WRITES, _FILTER),
+    summary="Remove many items",
+    openapi_extra=body_docs(RemoveItems),
+)
+async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAnswer:
+    """Remove the items with these keys, or all that fit a filter."""
+    sent = await read_model(request, RemoveItems)
+    if (sent.keys is None) == (sent.filter is None):
+        raise InvalidParameterError("Send either keys or filter, and not both.")
+    await runtime.registry.know(name)
+    if sent.keys is not None:
+        removed = await runtime.writes.remove(name, sent.keys)
+    else:
+        where = await read_from_disk(runtime, "the filter", lambda: where_of(sent.filter))
+        if where is None:
+            raise errors.FilterError("The filter is empty. To remove all items, send keys.")
+        removed = await runtime.writes.remove_where(name, where)
+    return RemoveAnswer(removed=removed.count, version=removed.version)
+
+
+@router.delete("/{item_id}", responses=problems(*_WRITES, _UNKNOWN_ITEM), summary="Remove an item")
+async def remove_item(
+    runtime: Service, name: str, item_id: ItemId, version: Version = None
+) -> RemoveAnswer:
+    """Remove one item by its number; in another generation that is the number of another."""
+    await runtime.registry.know(name)
+    removed = await runtime.writes.remove_item(name, item_id, version)
+    return RemoveAnswer(removed=removed.count, version=removed.version)
+
+
+def _item(name: str, gallery: Gallery, item: Item) -> ItemModel:
+    version = gallery.generation[:VERSION_DIGITS]
+    return ItemModel(
+        id=item.id,
+        key=item.key,
+        attributes=dict(item.attributes),
+        sha256=item.sha256,
+        image=f"/galleries/{quote(name, safe='')}/items/{item.id}/image?version={version}",
+    )
+
+
+def _result(outcome: Outcome, request: Request) -> PutResult:
+    problem, error = None, outcome.error
+    if error is not None:
+        request_id, instance = request_id_of(request.scope), request.url.path
+        problem = Problem(**described(error, request_id=request_id, instance=instance))
+    return PutResult(key=outcome.key, status=outcome.status, id=outcome.id, problem=problem)
+
+
+async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
+    """The items in a request.
+
+    Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
+    """
+    kind, limit = media_type_of(request), runtime.settings.max_items_per_request
+    if kind not in (_FORM, JSON):
+        raise HTTPException(
+            415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {_FORM} or {JSON}."
         )
-        for outcome in outcomes
+    body = await request.body()
+    if kind == JSON:
+        return await runtime.pools["write"].run(lambda: _from_json(body, limit))
+    content_type = request.headers["content-type"]
+    return await runtime.pools["write"].run(lambda: _from_form(body, content_type, limit))
+
+
+def _from_form(body: bytes, content_type: str, limit: int) -> list[NewItem]:
+    named: dict[str, list[Part]] = {"image": [], "key": [], "attributes": []}
+    for part in parse_form(body, content_type):
+        if part.name not in named:
+            raise InvalidParameterError(
+                f"The form has a field {part.name[:_SHOWN]!r}; send image, key and attributes."
+            )
+        if part.name != "image" and part.is_file:
+            raise InvalidParameterError(f"{part.name} was sent as a file; send it as a text.")
+        named[part.name].append(part)
+    images, keys, texts = named.values()
+    _check_count(len(images), limit)
+    if len(keys) != len(images) or len(texts) not in (0, len(images)):
+        raise InvalidParameterError(
+            f"The form has {len(images)} images, {len(keys)} keys and {len(texts)} attributes; "
+            "send one key for each image, and attributes for each or for none."
+        )
+    attributes = [part.text for part in texts] or ["{}"] * len(images)
+    return [
+        _with_attributes(key.text, image.data, text)
+        for image, key, text in zip(images, keys, attributes, strict=True)
     ]
+
+
+def _with_attributes(key: str, data: bytes, text: str) -> NewItem:
+    try:
+        return NewItem(key, data, _ATTRIBUTES.validate_python(parse_json(text.encode() or b"{}")))
+    except ValidationError as error:
+        reason = error.errors(include_url=False, include_context=False, include_input=False)[0][
+            "msg"
+        ]
+    except (ValueError, InvalidParameterError) as error:
+        reason = str(error)
+    fault = InvalidParameterError(
+        f"attributes of item {key!r:.200}: {reason}; send a JSON object of texts, numbers and "
+        "true/false."
+    )
+    return NewItem(key, data, error=fault)
+
+
+def _from_json(body: bytes, limit: int) -> list[NewItem]:
+    payload = parse_object(body)
+    if isinstance(payload.get("items"), list):
+        _check_count(len(payload["items"]), limit)
+    return [_decoded(item) for item in checked(PutItems, payload, None).items]
+
+
+def _decoded(item: NewItemModel) -> NewItem:
+    try:
+        return NewItem(item.key, base64_content(item.data), item.attributes)
+    except PydanticCustomError as error:
+        return NewItem(item.key, b"", item.attributes, InvalidParameterError(error.message()))
+
+
+def _check_count(count: int, limit: int) -> None:
+    if not 1 <= count <= limit:
+        raise InvalidParameterError(
+            f"The request has {count:,} items; send from 1 to {limit:,} at once."
+        )

@@ -1,94 +1,117 @@
-"""The pictures of items over HTTP."""
+"""Pictures over HTTP: those of items, and the samples to try a search with."""
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Request, Response
-from fastapi import Query as Parameter
+from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BeforeValidator
 
 from embedder import errors
 from indexer.ingest.pictures import is_shown, item_bytes, shown
 from indexer.types import Item
-from service.api.reading import FAILURES, MAX_ID, look
+from service.api.galleries import FAILURES, ItemId, Version, leased, read_from_disk
+from service.api.models import SampleModel, SamplesAnswer
+from service.galleries.registry import Served
 from service.galleries.renditions import SIDES_PX
+from service.galleries.samples import MAX_SAMPLES, Samples
 from service.galleries.types import Gallery, ItemImage
 from service.galleries.uploads import Uploads
-from service.galleries.versions import VERSION_PATTERN, VERSION_TEXT, check_generation
+from service.galleries.versions import check_generation
 from service.http.openapi import problems
-from service.problems import KINDS
+from service.problems import INVALID, KINDS
 from service.runtime import Runtime
 
+Size = Literal[160, 320, 640]
+
+_UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
+_PICTURE = {"content": {"image/*": {}}, "description": "The picture."}
 _SIZE_TEXT = (
     f"A JPEG of at most so many pixels a side, one of {', '.join(map(str, SIDES_PX))}; default: "
     "the picture as it is, BMP and TIFF as a JPEG."
 )
 
-Size = Literal[160, 320, 640]
-_Size = Annotated[
-    Size | None,
-    BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text)),
-    Parameter(description=_SIZE_TEXT),
-]
-
 
 def build_router(runtime: Runtime) -> APIRouter:
-    """The route of pictures."""
-    router = APIRouter()
+    """The routes of pictures; the settings name the folder of samples."""
+    router, samples = APIRouter(), Samples(runtime.settings.samples)
 
     @router.get(
         "/galleries/{name}/items/{item_id}/image",
         response_class=Response,
         responses={
-            200: {"content": {"image/*": {}}, "description": "The picture."},
+            200: _PICTURE,
             304: {"description": "Unchanged since the given ETag."},
-            **problems(*FAILURES, KINDS[errors.ItemNotFoundError]),
+            **problems(*FAILURES, _UNKNOWN_ITEM),
         },
         summary="The picture of an item",
     )
     async def item_image(
         request: Request,
         name: str,
-        item_id: Annotated[int, Path(ge=0, le=MAX_ID)],
-        version: Annotated[
-            str | None, Parameter(pattern=VERSION_PATTERN, description=VERSION_TEXT)
+        item_id: ItemId,
+        version: Version = None,
+        size: Annotated[
+            Size | None,
+            BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text)),
+            Query(description=_SIZE_TEXT),
         ] = None,
-        size: _Size = None,
     ) -> Response:
         """The picture as a browser can show it; items are found by number only."""
-        await runtime.registry.know(name)
-        with runtime.registry.lease(name) as served:
+        async with leased(runtime, name) as served:
             gallery = served.gallery
             check_generation(name, gallery.generation, version)
             etag = f'"{gallery.generation}-{item_id}{f"-{size}" if size else ""}"'
             headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
             if etag in request.headers.get("if-none-match", ""):
                 # It may have been removed.
-                await look(runtime, "the picture", lambda: gallery.item(item_id))
+                await read_from_disk(runtime, "the picture", lambda: gallery.item(item_id))
                 return Response(status_code=304, headers=headers)
-            data, media_type = await _picture(runtime, gallery, item_id, size)
+            data, media_type = await _picture(runtime, served, item_id, size)
         return Response(data, media_type=media_type, headers=headers)
+
+    @router.get("/samples", responses=problems(), summary="List the sample queries")
+    async def list_samples() -> SamplesAnswer:
+        """Pictures to try a search with; none unless the operator chose a folder of them."""
+        listed = [
+            SampleModel(name=sample.name, image=f"/samples/{number}")
+            for number, sample in enumerate(samples.all())
+        ]
+        return SamplesAnswer(samples=listed)
+
+    @router.get(
+        "/samples/{number}",
+        response_class=Response,
+        responses={200: _PICTURE, **problems(_UNKNOWN_ITEM, INVALID)},
+        summary="A sample query",
+    )
+    def sample(number: Annotated[int, Path(ge=0, le=MAX_SAMPLES)]) -> Response:
+        """The picture of a sample query."""
+        media_type = samples.get(number).media_type
+        return Response(samples.read(number), media_type=media_type)
 
     return router
 
 
 async def _picture(
-    runtime: Runtime, gallery: Gallery, item_id: int, size: int | None
+    runtime: Runtime, served: Served, item_id: int, size: int | None
 ) -> tuple[bytes, str]:
     """The picture of an item and its media type. What is decoded is decoded elsewhere."""
+    gallery = served.gallery
 
     def find() -> tuple[Item, ItemImage | None]:
         item = gallery.item(item_id)
         as_it_is = size is None and is_shown(item.format)
         return item, _stored(gallery, item, runtime.uploads) if as_it_is else None
 
-    item, picture = await look(runtime, "the picture", find)
+    item, picture = await read_from_disk(runtime, "the picture", find)
     if picture is not None:
         return picture.data, picture.media_type
 
     async def read() -> bytes:
-        return await look(runtime, "the picture", lambda: _bytes(gallery, item, runtime.uploads))
+        return await read_from_disk(
+            runtime, "the picture", lambda: _bytes(gallery, item, runtime.uploads)
+        )
 
-    key = f"{gallery.generation}-{item_id}"
+    key = f"{served.name}/{gallery.generation}-{item_id}"  # a copied folder has its generation too
     return await runtime.renditions.get(key, read, size), "image/jpeg"
 
 

@@ -1,96 +1,84 @@
-"""Searches over HTTP."""
+"""Searches over HTTP: the routes, and what the OpenAPI document says of what they read themselves.
+
+Forms, JSON and bare images are read by `service.api.search_request`, so FastAPI does not know them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Any
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 
 from embedder import errors
-from service.api.reading import MAX_ID
-from service.api.search_bodies import read_batch, read_fields, read_search
-from service.api.search_docs import (
-    ANSWER_DOCS,
-    BATCH_DOCS,
-    SIMILAR_DOCS,
-    batch_docs,
-    search_docs,
-    similar_docs,
+from service.api.fields import inlined
+from service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
+from service.api.models import BatchAnswer, SearchAnswer, Timings
+from service.api.search_request import (
+    FORM,
+    IMAGE,
+    RAW,
+    SearchFields,
+    SearchRequest,
+    read_batch,
+    read_fields,
+    read_search,
 )
-from service.api.search_models import BatchAnswer, SearchAnswer
 from service.http.disconnect import ClientGoneError, while_connected
+from service.http.json_bodies import JSON
 from service.http.openapi import problems
-from service.problems import (
-    BAD_REQUEST,
-    BODY_TOO_LARGE,
-    BODY_TOO_SLOW,
-    KINDS,
-    UNSUPPORTED_MEDIA,
-    described,
-    request_id_of,
-)
+from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime
 from service.search.answer import Answer
 from service.search.query import SearchLimits
 from service.settings import Settings
 
 _CLIENT_GONE = 499
-_MAX_VIEWS = SearchLimits().max_views
 _HEADERS = {"Cache-Control": "no-store"}
-_WITHOUT_IMAGE = (
-    KINDS[errors.GalleryNotFoundError],
-    KINDS[errors.ItemNotFoundError],
-    KINDS[errors.InvalidParameterError],
-    KINDS[errors.FilterError],
-    KINDS[errors.OverloadedError],
-    KINDS[errors.DeadlineExceededError],
-    KINDS[errors.GalleryError],
+_SIMILAR = (*FAILURES, KINDS[errors.ItemNotFoundError], KINDS[errors.FilterError])
+_SEARCH = (*_SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.SearchError])
+_PNG = (  # red and blue, 8 x 8 px
+    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
+    "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
 )
-_BODY = (BAD_REQUEST, BODY_TOO_SLOW, BODY_TOO_LARGE, UNSUPPORTED_MEDIA)
-_WITH_IMAGE = (
-    *_WITHOUT_IMAGE,
-    *_BODY,
-    KINDS[errors.EmptyImageError],
-    KINDS[errors.ImageTooManyBytesError],
-    KINDS[errors.ImageTooLargeError],
-    KINDS[errors.UnsupportedFormatError],
-    KINDS[errors.CorruptImageError],
-    KINDS[errors.ImageCostError],
-    KINDS[errors.SearchError],
-    KINDS[errors.BundleError],
-)
-
-
-def limits_of(settings: Settings) -> SearchLimits:
-    """What a search may ask for under these settings."""
-    return SearchLimits(
-        default_k=settings.default_k,
-        max_k=settings.max_k,
-        max_images=settings.max_images,
-        max_crops=settings.max_crops,
-        max_queries=settings.max_batch_queries,
-        max_views=max(_MAX_VIEWS, settings.max_images, settings.max_batch_queries),
-    )
+_IMAGES = [{"data": _PNG}]
+_REQUESTS = {
+    "image": {"value": {"images": _IMAGES, "k": 5}},
+    "crops": {"value": {"images": [{"data": _PNG, "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}]}},
+    "filter and groups": {
+        "value": {
+            "images": _IMAGES,
+            "min_score": 0.5,
+            "filter": {"colour": "red", "price": {"<": 20}},
+            "group_by": "product",
+            "group_size": 3,
+        }
+    },
+    "like and unlike": {
+        "value": {"positives": ["shoes/0017.jpg"], "negatives": ["boots/0004.jpg"]}
+    },
+}
+_BATCHES = {
+    "two": {"value": {"queries": [{"images": _IMAGES, "k": 5}, {"positives": ["shoes/0017.jpg"]}]}}
+}
+_FILE = {"type": "string", "format": "binary"}
+_CROP_TEXT = "left,top,width,height as fractions of the upright image; for each image."
+_CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
 
 
 def build_router(runtime: Runtime) -> APIRouter:
-    """The routes of searches."""
-    router = APIRouter()
-    limits = limits_of(runtime.settings)
-    _add_search(router, runtime, limits)
-    _add_batch(router, runtime, limits)
-    _add_similar(router, runtime, limits)
-    return router
+    """The routes of searches; the settings of this service are their limits."""
+    router, limits = APIRouter(), _limits_of(runtime.settings)
 
-
-def _add_search(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> None:
     @router.post(
         "/search",
         response_model=SearchAnswer | BatchAnswer,
-        responses={**ANSWER_DOCS, **problems(*_WITH_IMAGE)},
-        openapi_extra=search_docs(limits),
+        responses={
+            200: {"description": "What was found; with combine=separate for each image and crop."},
+            **problems(*_SEARCH),
+        },
+        openapi_extra=_search_docs(limits),
         summary="Search with images or items",
     )
     async def search(request: Request) -> Response:
@@ -101,21 +89,21 @@ def _add_search(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> No
         """
         try:
             asked = await read_search(request, limits)
-            if asked.separate:
-                work = runtime.searching.search_all(asked.queries)
-                return _batch_response(await while_connected(request, work), request)
-            work_one = runtime.searching.search(asked.queries[0])
-            return _response(await while_connected(request, work_one))
+            if isinstance(asked, list):
+                answers = await while_connected(request, runtime.searching.search_all(asked))
+                return _batch_response(answers, request)
+            return _response(await while_connected(request, runtime.searching.search(asked)))
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=_CLIENT_GONE)
 
-
-def _add_batch(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> None:
     @router.post(
         "/search/batch",
         response_model=BatchAnswer,
-        responses={**BATCH_DOCS, **problems(*_BODY, KINDS[errors.InvalidParameterError])},
-        openapi_extra=batch_docs(limits),
+        responses={
+            200: {"description": "An outcome for each query, in their order."},
+            **problems(*BODY_FAILURES, KINDS[errors.InvalidParameterError]),
+        },
+        openapi_extra=_batch_docs(limits),
         summary="Several searches at once",
     )
     async def search_batch(request: Request) -> Response:
@@ -125,42 +113,56 @@ def _add_batch(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> Non
         """
         try:
             queries = await read_batch(request, limits)
-            work = runtime.searching.search_all(queries)
-            return _batch_response(await while_connected(request, work), request)
+            answers = await while_connected(request, runtime.searching.search_all(queries))
+            return _batch_response(answers, request)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=_CLIENT_GONE)
 
-
-def _add_similar(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> None:
     @router.get(
         "/galleries/{name}/items/{item_id}/similar",
         response_model=SearchAnswer,
-        responses={**SIMILAR_DOCS, **problems(*_WITHOUT_IMAGE)},
-        openapi_extra=similar_docs(limits),
+        responses={
+            200: {"description": "What is similar, without the item itself."},
+            **problems(*_SIMILAR),
+        },
+        openapi_extra={"parameters": _parameters(SearchFields, limits)},
         summary="Search with an item",
     )
     async def similar(
-        request: Request, name: str, item_id: Annotated[int, Path(ge=0, le=MAX_ID)]
+        request: Request, name: str, item_id: ItemId, version: Version = None
     ) -> Response:
         """The items that look most like this one, without it, best first."""
-        fields = [pair for pair in request.query_params.multi_items() if pair[0] != "version"]
-        query = replace(await read_fields(fields, limits), gallery=name, like=item_id)
-        query = replace(query, generation=request.query_params.get("version"))
+        pairs = [pair for pair in request.query_params.multi_items() if pair[0] != "version"]
+        query = await read_fields(pairs, limits)
+        query = replace(query, gallery=name, like=item_id, generation=version)
         try:
             return _response(await while_connected(request, runtime.searching.search(query)))
         except ClientGoneError:
             return Response(status_code=_CLIENT_GONE)
 
+    return router
+
+
+def _limits_of(settings: Settings) -> SearchLimits:
+    return SearchLimits(
+        default_k=settings.default_k,
+        max_k=settings.max_k,
+        max_images=settings.max_images,
+        max_crops=settings.max_crops,
+        max_queries=settings.max_batch_queries,
+        max_views=max(SearchLimits().max_views, settings.max_images, settings.max_batch_queries),
+    )
+
 
 def _response(answer: Answer) -> Response:
-    stages = ", ".join(f"{stage};dur={ms:.3f}" for stage, ms in _timings(answer).items())
+    stages = ", ".join(f"{stage};dur={ms}" for stage, ms in _timings(answer).items())
     headers = {**_HEADERS, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
-    return Response(_json(answer), headers=headers, media_type="application/json")
+    return Response(_json(answer), headers=headers, media_type=JSON)
 
 
 def _batch_response(answers: Sequence[Answer | Exception], request: Request) -> Response:
     body = b",".join(_outcome(answer, request) for answer in answers)
-    return Response(b'{"answers":[' + body + b"]}", headers=_HEADERS, media_type="application/json")
+    return Response(b'{"answers":[' + body + b"]}", headers=_HEADERS, media_type=JSON)
 
 
 def _outcome(answer: Answer | Exception, request: Request) -> bytes:
@@ -188,10 +190,94 @@ def _json(answer: Answer) -> bytes:
 
 
 def _timings(answer: Answer) -> dict[str, float]:
-    stages = answer.stages
-    return {
-        "decode": round(stages.decode, 3),
-        "embed": round(stages.embed, 3),
-        "search": round(stages.search, 3),
-        "total": round(stages.total, 3),
+    return {name: round(getattr(answer.stages, name), 3) for name in Timings.model_fields}
+
+
+def _search_docs(limits: SearchLimits) -> dict[str, Any]:
+    content = {
+        FORM: {"schema": _form(limits, limits.max_images)},
+        JSON: {"schema": _schema(SearchRequest, limits), "examples": _REQUESTS},
+        RAW: {"schema": _FILE},
+        IMAGE: {"schema": _FILE},
     }
+    return {
+        "parameters": _parameters(SearchRequest, limits),
+        "requestBody": {"required": True, "content": content},
+    }
+
+
+def _batch_docs(limits: SearchLimits) -> dict[str, Any]:
+    queries = {
+        "title": "Queries",
+        "type": "array",
+        "items": _schema(SearchRequest, limits),
+        "minItems": 1,
+        "maxItems": limits.max_queries,
+    }
+    schema = {
+        "title": "BatchRequest",
+        "description": "Several searches; each is checked and answered by itself.",
+        "type": "object",
+        "properties": {"queries": queries},
+        "required": ["queries"],
+        "additionalProperties": False,
+    }
+    form = _form(limits, limits.max_queries) | {"required": ["image"]}
+    content = {JSON: {"schema": schema, "examples": _BATCHES}, FORM: {"schema": form}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _schema(model: type[SearchFields], limits: SearchLimits) -> dict[str, Any]:
+    """The JSON schema of a request with the limits of this service."""
+    schema = inlined(model)
+    fields = schema["properties"]
+    for name in ("k", "offset", "group_size"):
+        fields[name]["anyOf"][0]["maximum"] = limits.max_k
+    fields["k"]["default"] = limits.default_k
+    if "images" in fields:
+        fields["images"]["maxItems"] = limits.max_images
+        fields["images"]["items"]["properties"]["crops"]["maxItems"] = limits.max_crops
+    return schema
+
+
+def _text_fields(model: type[SearchFields], limits: SearchLimits) -> dict[str, Any]:
+    """The schema of each field as it is written in a form or a query string: never null."""
+    fields = _schema(model, limits)["properties"]
+    texts = {}
+    for name, schema in fields.items():
+        choice = schema.pop("anyOf", [{}])[0]  # a text, if it may be one; null comes last
+        default = schema.pop("default", None)
+        known = {} if default is None else {"default": default}
+        texts[name.removesuffix("s")] = {**choice, **schema, **known}  # one of positives at a time
+    if texts.pop("image", None):
+        crops = {"type": "array", "items": _CROP, "maxItems": limits.max_crops}
+        texts["crop"] = {**crops, "description": _CROP_TEXT}
+    return texts
+
+
+def _form(limits: SearchLimits, max_images: int) -> dict[str, Any]:
+    image = {
+        "type": "array",
+        "items": _FILE,
+        "maxItems": max_images,
+        "description": "JPEG, PNG, WebP, BMP, TIFF or GIF; each a part of its own.",
+    }
+    return {
+        "type": "object",
+        "properties": {"image": image, **_text_fields(SearchRequest, limits)},
+        "additionalProperties": False,
+    }
+
+
+def _parameters(model: type[SearchFields], limits: SearchLimits) -> list[dict[str, Any]]:
+    """The same fields as a query string."""
+    return [
+        {
+            "name": name,
+            "in": "query",
+            "required": False,
+            "description": schema.pop("description"),
+            "schema": {key: value for key, value in schema.items() if key != "title"},
+        }
+        for name, schema in _text_fields(model, limits).items()
+    ]

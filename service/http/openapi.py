@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from embedder import errors
-from service.api.problem_models import Fault, Problem
+from service.api.models import Fault, Problem
 from service.http.schemes import PROBLEMS as SECURITY_PROBLEMS
 from service.http.schemes import add_security
 from service.problems import (

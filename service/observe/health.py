@@ -50,6 +50,7 @@ class Health:
     pool: BoundedPool
     timeout_s: float
     last_error: str | None = None
+    passed: bool = True
     _flights: SingleFlight[Readiness] = field(default_factory=SingleFlight)
 
     async def check(self) -> Readiness:
@@ -83,7 +84,9 @@ class Health:
         if faults:
             self.last_error = "; ".join(faults)
             structlog.get_logger().error("readiness checks failed", checks=checks)
-        return Readiness(checks, versions, self.last_error, tolerated)
+        readiness = Readiness(checks, versions, self.last_error, tolerated)
+        self.passed = readiness.ready
+        return readiness
 
     async def _check_model(self, model: Model) -> str:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from embedder.errors import KinlensError
 from service.galleries.registry import Registry, Served
 from service.jobs.record import State
+from service.observe.health import Health
 from service.observe.metrics import Metrics
 from service.search.cache import Cache
 from service.search.lanes import Lanes
@@ -73,7 +74,7 @@ class Observer:
         self._metrics.gallery_items.labels(name, self._generations.pop(name)).set(0)
 
 
-def publish(metrics: Metrics, lanes: Lanes, cache: Cache) -> None:
+def publish(metrics: Metrics, lanes: Lanes, cache: Cache, health: Health) -> None:
     """The values that are read whenever the metrics are."""
     metrics.gauge("kinlens_queue_depth", "Searches that wait for a lane.", lambda: lanes.waiting)
     metrics.gauge(
@@ -85,6 +86,12 @@ def publish(metrics: Metrics, lanes: Lanes, cache: Cache) -> None:
         "kinlens_decoder_kills",
         "Processes that decode and were ended for time or memory.",
         lambda: lanes.kills,
+    )
+    metrics.gauge(
+        "kinlens_ready",
+        "1 while the last check of readiness passed.",
+        lambda: health.passed,
+        "livemin",
     )
     metrics.gauge(
         "kinlens_redis_up", "1 while Redis answers.", lambda: cache.remote_state == "up", "livemin"

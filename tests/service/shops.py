@@ -81,4 +81,6 @@ def assert_problem(response: httpx.Response, status: int, slug: str) -> dict[str
     assert response.headers["content-type"] == PROBLEM
     problem: dict[str, Any] = response.json()
     assert problem["type"] == f"urn:kinlens:problem:{slug}"
+    assert problem["status"] == status
+    assert problem["request_id"] == response.headers["x-request-id"]
     return problem

@@ -1,6 +1,8 @@
 """The life of galleries: made, described, filled, deleted with every picture; what is refused."""
 
 import hashlib
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -245,3 +247,26 @@ def test_the_galleries_of_a_service_that_was_given_them_are_listed(start_service
     [listed] = service.client.get("/galleries").json()["galleries"]
     assert isinstance(gallery, FakeGallery)
     assert (listed["name"], listed["managed"], listed["size"]) == ("shop", False, 12)
+
+
+@pytest.mark.parametrize("path", ["/galleries", "/galleries/shop"])
+def test_a_folder_that_does_not_answer_holds_up_nobody_else(
+    shop, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a mount whose server is gone."""
+    asked, answer, access = threading.Event(), threading.Event(), os.access
+
+    def slow(folder: Path, mode: int) -> bool:
+        asked.set()
+        assert answer.wait(20)
+        return access(folder, mode)
+
+    monkeypatch.setattr(os, "access", slow)
+    with ThreadPoolExecutor(1) as caller:
+        described = caller.submit(shop.client.get, path)
+        try:
+            assert asked.wait(20)
+            assert shop.client.get("/live", timeout=5).status_code == 200
+        finally:
+            answer.set()
+        assert described.result().status_code == 200

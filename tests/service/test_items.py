@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from indexer.gallery import Gallery
-from service.api.gallery_models import MAX_KEYS
+from service.api.items import MAX_KEYS
 from service.galleries.items import MAX_ATTRIBUTES
 from tests.service.conftest import GatedEmbedder
 from tests.service.shops import Shop, assert_problem, base64_of, start_shop

@@ -48,6 +48,7 @@ def test_stages_batches_and_what_is_served_are_published(start_service, pictures
         assert service.metric("kinlens_stage_seconds_count", stage=stage) == 1
     assert service.metric("kinlens_batch_size_count") == 2  # the warm-up and the search
     assert service.metric("kinlens_queue_depth") == 0
+    assert service.metric("kinlens_ready") == 1
     response = service.client.get("/metrics")
     assert response.headers["content-type"] == CONTENT_TYPE
     assert 'kinlens_provider_info{bundle_id="fake",provider="FakeExecutionProvider"} 1.0' in (

@@ -18,7 +18,7 @@ from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
 from service.app import create_app
 from service.settings import Settings
-from tests.service.conftest import Running, run
+from tests.service.conftest import FakeGallery, Running, run
 from tests.service.shops import start_shop
 from tests.tiny import encoded, picture
 
@@ -347,3 +347,17 @@ def test_an_upload_that_is_gone_is_404_and_comes_back_when_it_is_put_again(tmp_p
     assert shop.put({"k": data})["unchanged"] == 1
     assert shop.client.get(link).content == data
     shop.close()
+
+
+def test_galleries_of_one_generation_show_each_its_own_pictures(
+    start_service, embedder, pictures
+) -> None:
+    """As a folder has that was copied, and changed since."""
+    shown = {"a": pictures[:2], "b": pictures[2:4]}
+    galleries = {name: FakeGallery(embedder, own, name) for name, own in shown.items()}
+    service = start_service(galleries=galleries)
+    small = [
+        service.client.get(f"/galleries/{name}/items/0/image", params={"size": 160}).content
+        for name in shown
+    ]
+    assert small[0] != small[1]

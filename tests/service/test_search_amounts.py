@@ -8,7 +8,7 @@ import pytest
 
 from indexer.filters.tree import In, Range
 from tests.service.market import picture, post, start_market, text_of
-from tests.service.test_api import assert_problem
+from tests.service.shops import assert_problem
 
 IMAGE = {"data": text_of(picture(1))}
 CROPS = [[0, 0, 1, 0.5 + n / 100] for n in range(16)]
@@ -31,7 +31,7 @@ def refusal(response: Any) -> str:
 
 def test_apart_there_are_as_many_queries_and_hits_as_in_a_batch(market) -> None:
     body: dict[str, Any] = {"images": images(5, 13), "combine": "separate"}
-    assert "65 queries are more than a request may have, which is 64" in refusal(post(market, body))
+    assert "65 queries in all; the limit is 64" in refusal(post(market, body))
     body["images"] = images(4, 16)
     assert "128,000 hits in all" in refusal(post(market, body | {"k": 2_000}))
     grouped = {"k": 100, "group_by": "colour", "group_size": 20}
@@ -48,7 +48,9 @@ def test_all_views_of_a_request_count_together(market) -> None:
         post(market, {"images": images(17, 16)})
     )
     queries = [{"images": images(8, 16), "k": 1}] * 3
-    assert "384 images and crops" in refusal(post(market, {"queries": queries}, "/search/batch"))
+    assert "384 images and crops in all" in refusal(
+        post(market, {"queries": queries}, "/search/batch")
+    )
     queries = [{"images": images(17, 16)}, {"images": images(1), "k": 1}]
     answers = post(market, {"queries": queries}, "/search/batch").json()["answers"]
     assert [answer["status"] for answer in answers] == [422, 200]

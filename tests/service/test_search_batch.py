@@ -8,7 +8,7 @@ import pytest
 
 from tests.service.conftest import FakeGallery, render
 from tests.service.market import keys, picture, post, start_market, text_of
-from tests.service.test_api import assert_problem
+from tests.service.shops import assert_problem
 from tests.tiny import encoded
 
 BATCH = "/search/batch"
@@ -142,7 +142,7 @@ def test_a_form_asks_for_each_image_with_the_same_fields(market) -> None:
         ({"queries": []}, "queries is missing"),
         ({"queries": {}}, "queries is missing"),
         ({"queries": [{}], "k": 3}, "queries is missing"),
-        ({"queries": [{}] * 65}, "65 queries are more"),
+        ({"queries": [{}] * 65}, "65 queries in all"),
         ({"queries": [{"positives": ["a"], "k": 10_000}] * 11}, "110,000 hits"),
     ],
 )

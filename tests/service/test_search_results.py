@@ -20,7 +20,7 @@ from tests.service.market import (
     start_market,
     text_of,
 )
-from tests.service.test_api import assert_problem
+from tests.service.shops import assert_problem
 from tests.tiny import encoded
 
 
@@ -68,24 +68,6 @@ def test_nothing_that_reaches_min_score_is_an_explicit_no_match(market) -> None:
     assert answer["groups"] is None
 
 
-def test_every_hit_carries_the_probability_of_its_score(market) -> None:
-    hits = found(market, picture(3), k=COUNT)["hits"]
-    for hit in hits:
-        assert hit["probability"] == pytest.approx(
-            float(CALIBRATION.probability(np.array(hit["score"]))), abs=1e-12
-        )
-
-
-def test_min_probability_keeps_exactly_the_hits_that_are_that_likely(market) -> None:
-    hits = found(market, picture(3), k=COUNT)["hits"]
-    for cut in range(1, COUNT):
-        least = hits[cut - 1]["probability"]
-        answer = found(market, picture(3), k=COUNT, min_probability=least)
-        assert keys(answer) == [hit["key"] for hit in hits[:cut]]
-        assert answer["min_score"] == pytest.approx(hits[cut - 1]["score"], abs=1e-6)
-    assert len(found(market, picture(3), k=COUNT, min_probability=0)["hits"]) == COUNT
-
-
 def test_of_min_score_and_min_probability_the_stricter_counts(market) -> None:
     both = found(market, picture(3), min_score=0.1, min_probability=0.999)
     assert both["min_score"] > 0.8
@@ -126,6 +108,13 @@ def ranked(tmp_path_factory):
 
 
 RANKED = CALIBRATION.model_copy(update={"rank_slope": 1.0, "tail_slope": 0.5, "size_slope": 0.5})
+
+
+def test_the_least_probability_is_told_as_the_score_that_has_it(market) -> None:
+    hit = found(market, picture(3), k=COUNT)["hits"][4]
+    answer = found(market, picture(3), k=COUNT, min_probability=hit["probability"])
+    assert answer["hits"][-1] == hit
+    assert answer["min_score"] == pytest.approx(hit["score"], abs=1e-6)
 
 
 def test_probabilities_know_the_rank_and_the_size_of_the_gallery(ranked) -> None:
@@ -259,7 +248,7 @@ def test_unknown_keys_and_likes_that_cancel_are_refused_with_the_reason(market) 
     assert cancelled.status_code == 200  # twice the liked less the disliked is the liked
     many = post(market, {"positives": [f"{n}" for n in range(257)]})
     problem = assert_problem(many, 422, "invalid-parameter")
-    assert "257 keys are more than the limit of 256" in problem["detail"]
+    assert "at most 256 items" in problem["detail"]
     assert problem["errors"][0]["name"] == "positives"
 
 
@@ -294,6 +283,21 @@ def test_a_similar_search_knows_its_item_its_gallery_and_its_version(market) -> 
     for params in ({"k": 0}, {"gallery": "shop"}, {"image": "x"}, {"positive": "a"}):
         refused = market.client.get(path, params=params)
         assert_problem(refused, 422, "invalid-parameter")
+
+
+@pytest.mark.parametrize("version", ["latest", "0123", "A" * 12, "0" * 65])
+def test_what_is_no_version_is_the_same_error_for_a_similar_search_and_a_picture(
+    market, version: str
+) -> None:
+    answers = [
+        assert_problem(
+            market.client.get(f"/galleries/shop/items/1/{what}", params={"version": version}),
+            *(422, "invalid-parameter"),
+        )
+        for what in ("similar", "image")
+    ]
+    assert answers[0]["errors"] == answers[1]["errors"]
+    assert answers[0]["errors"][0]["name"] == "version"
 
 
 def test_equal_contents_count_once_if_only_distinct_ones_do(tmp_path) -> None:

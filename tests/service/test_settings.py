@@ -54,7 +54,7 @@ def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> No
 
 
 def test_the_environment_is_not_read_at_import(monkeypatch) -> None:
-    code = "import service.__main__, service.app, service.api.router; print('imported')"
+    code = "import service.__main__, service.app, service.api.operations; print('imported')"
     environment = {"KINLENS_PORT": "no number", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True

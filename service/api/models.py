@@ -1,0 +1,338 @@
+"""What the service answers, as JSON. The client reads these too, so little else is imported."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from embedder.types import AttributeValue
+from service.jobs.record import Kind, State
+
+Probability = Annotated[
+    float | None,
+    Field(ge=0, le=1, description="That it is right, if the model is calibrated."),
+]
+
+
+class Fault(BaseModel):
+    """A parameter that does not fit."""
+
+    name: str
+    message: str
+
+
+class Problem(BaseModel):
+    """An error as RFC 9457 problem details."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str | None = None
+    request_id: str
+    errors: list[Fault] | None = None
+
+
+class HitModel(BaseModel):
+    """An item of the gallery and its cosine similarity to the query."""
+
+    id: int
+    key: str
+    score: float
+    probability: Probability = None
+    attributes: dict[str, AttributeValue]
+    image: Annotated[
+        str, Field(description="Address of the item's picture, good until the gallery is rebuilt.")
+    ]
+
+
+class GroupModel(BaseModel):
+    """Items with the same value of an attribute, best first; null for an item without it."""
+
+    value: AttributeValue | None
+    score: float
+    probability: Probability = None
+    hits: list[HitModel]
+
+
+class Timings(BaseModel):
+    """Milliseconds in each stage; 0 for a stage that a cache made unnecessary.
+
+    Of several images the slowest counts.
+    """
+
+    decode: float
+    embed: float
+    search: float
+    total: float
+
+
+class SearchAnswer(BaseModel):
+    """Hits or groups, best first, and the model and gallery version that they come from.
+
+    Of a gallery that changes during the search, `gallery_version` is the version at its beginning,
+    and the hits are from that one or a later one.
+    """
+
+    bundle_id: str
+    gallery: str
+    gallery_version: str
+    k: int
+    offset: int
+    count: Annotated[int, Field(description="How many hits, or groups, are in this answer.")]
+    cached: Annotated[bool, Field(description="Whether the whole answer came from a cache.")]
+    match: Annotated[
+        bool, Field(description="Whether anything passed; false says: there is no match.")
+    ]
+    min_score: Annotated[
+        float | None,
+        Field(
+            description="The score that hits had to reach, also for min_probability; above 1: "
+            "no score is likely enough."
+        ),
+    ] = None
+    hits: list[HitModel]
+    groups: Annotated[
+        list[GroupModel] | None, Field(description="With group_by, in place of hits.")
+    ] = None
+    timings_ms: Timings
+
+
+class Outcome(BaseModel):
+    """What became of one query of several: its answer or its problem."""
+
+    status: int
+    answer: SearchAnswer | None = None
+    problem: Problem | None = None
+
+
+class BatchAnswer(BaseModel):
+    """One outcome for each query, in their order."""
+
+    answers: list[Outcome]
+
+
+class GalleryModel(BaseModel):
+    """A gallery that can be searched."""
+
+    name: str
+    version: Annotated[str, Field(description="Changes with every change of an item.")]
+    generation: Annotated[
+        str, Field(description="Changes when the gallery is rebuilt; item numbers are good for it.")
+    ]
+    bundle_id: str
+    size: int
+    dim: int
+    created_at: str
+    managed: Annotated[bool, Field(description="Made by the service, which may delete it.")] = False
+    writable: Annotated[bool, Field(description="Whether items can be put here.")] = False
+
+
+class Galleries(BaseModel):
+    """All galleries; the first is the default of a search."""
+
+    bundle_id: str
+    galleries: list[GalleryModel]
+
+
+class AttributeCount(BaseModel):
+    """A value of an attribute, and how many items have it."""
+
+    value: AttributeValue
+    count: int
+
+
+class AttributeModel(BaseModel):
+    """An attribute that items have had: what a filter of it can be made of.
+
+    `values` are the most frequent ones; null for numbers of which there are too many. `minimum` and
+    `maximum` are of numbers.
+    """
+
+    name: str
+    kind: Literal["text", "number", "boolean"]
+    values: list[AttributeCount] | None
+    minimum: float | None
+    maximum: float | None
+
+
+class IndexModel(BaseModel):
+    """The index of a gallery: `delta` items came after it, `tombstones` of it were removed.
+
+    `kind` is null while there is none; `recall` at 10 was measured when it was made.
+    """
+
+    kind: str | None
+    segment_items: int
+    delta: int
+    tombstones: int
+    compaction_due: str | None
+    recall: float | None
+    target_recall: float | None
+    parameters: dict[str, int]
+    created_at: str | None
+
+
+class ThresholdModel(BaseModel):
+    """From `search_score` on, a wrong best hit is as rare as `false_matches`.
+
+    `probability`: that a best hit with this score is right.
+    """
+
+    false_matches: float
+    search_score: float
+    probability: float
+
+
+class CalibrationModel(BaseModel):
+    """P(same class | score, rank) = 1 / (1 + exp(-(slope * score + intercept - rank_slope *
+    ln(rank) - tail_slope * ln((rank + 20) / 21)))), for the gallery as large as it is now; rank 1
+    is the best hit, of which both last terms are 0.
+    """
+
+    slope: float
+    intercept: float
+    rank_slope: float = 0.0
+    tail_slope: float = 0.0
+    thresholds: list[ThresholdModel]
+
+
+class GalleryDetail(GalleryModel):
+    """A gallery with its attributes, its index and the calibration of its bundle."""
+
+    attributes: list[AttributeModel]
+    index: IndexModel
+    calibration: CalibrationModel | None
+    no_calibration: Annotated[
+        str | None, Field(description="Why the model has no calibration.")
+    ] = None
+    provider: str
+    image_root_missing: bool
+
+
+class ItemModel(BaseModel):
+    """An item; `image` is the address of its picture, good until the gallery is rebuilt."""
+
+    id: int
+    key: str
+    attributes: dict[str, AttributeValue]
+    sha256: str
+    image: str
+
+
+class ItemPage(BaseModel):
+    """Items from place `offset` on, of `total` that fit, in the order of their numbers."""
+
+    total: int
+    offset: int
+    items: list[ItemModel]
+    last: Annotated[int | None, Field(description="The highest number of an item that fits.")] = (
+        None
+    )
+    generation: Annotated[
+        str | None, Field(description="That the numbers are of; in another they are of others.")
+    ] = None
+
+
+class PutResult(BaseModel):
+    """What became of one item; `id` is its number, `problem` says why it failed."""
+
+    key: str
+    status: Literal["added", "replaced", "updated", "unchanged", "failed"]
+    id: int | None
+    problem: Problem | None
+
+
+class PutAnswer(BaseModel):
+    """What became of each item, in the order sent, and the version of the gallery afterwards."""
+
+    added: int
+    replaced: int
+    updated: int
+    unchanged: int
+    failed: int
+    items: list[PutResult]
+    version: str
+
+
+class PatchAnswer(BaseModel):
+    """How many items differ now."""
+
+    changed: int
+    version: str
+
+
+class RemoveAnswer(BaseModel):
+    """How many items were removed; unknown keys are not counted."""
+
+    removed: int
+    version: str
+
+
+class JobModel(BaseModel):
+    """Long work on a gallery."""
+
+    id: str
+    kind: Kind
+    gallery: str
+    state: State
+    step: Annotated[str, Field(description="What it does now.")]
+    done: Annotated[int, Field(description="Of `total`; never goes back.")]
+    total: int | None
+    created_at: str
+    started_at: str | None
+    ended_at: str | None
+    by: Annotated[str, Field(description="The key that started it.")]
+    params: dict[str, Any]
+    error: Annotated[str | None, Field(description="Why it failed, and what to do.")]
+    report: Annotated[
+        dict[str, Any] | None,
+        Field(description="What it found: old and new gallery, overlap, gate, whether swapped."),
+    ]
+
+
+class Jobs(BaseModel):
+    """Jobs, newest first."""
+
+    jobs: list[JobModel]
+
+
+class JobLog(BaseModel):
+    """A part of what a job has written; ask again from `next_offset`."""
+
+    offset: int
+    next_offset: int
+    text: str
+
+
+class SampleModel(BaseModel):
+    """A picture to try a search with."""
+
+    name: str
+    image: Annotated[str, Field(description="Address of the picture.")]
+
+
+class SamplesAnswer(BaseModel):
+    """All sample queries."""
+
+    samples: list[SampleModel]
+
+
+class Live(BaseModel):
+    """The process answers."""
+
+    status: Literal["live"] = "live"
+
+
+class Ready(BaseModel):
+    """What is served, by what, and the verdict of each check: `ok` or what is wrong."""
+
+    status: Literal["ready", "not ready"]
+    provider: str
+    precision: str | None = None
+    precision_reason: str | None = None
+    bundle_id: str
+    galleries: dict[str, str]
+    queue_depth: int
+    redis: Literal["off", "up", "down"]
+    checks: dict[str, str]
+    last_error: str | None

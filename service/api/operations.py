@@ -1,0 +1,55 @@
+"""What operators ask of the service: is it there, can it answer, its metrics, its documentation."""
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from service.api.galleries import Service
+from service.api.models import Live, Ready
+from service.http.openapi import problems, render_docs
+from service.observe.metrics import CONTENT_TYPE
+
+router = APIRouter()
+
+
+@router.get("/live", responses=problems(), summary="Is the process there")
+async def live() -> Live:
+    """Answers as long as the process does."""
+    return Live()
+
+
+@router.get(
+    "/ready",
+    response_model=Ready,
+    responses={**problems(), 503: {"model": Ready, "description": "A check failed."}},
+    summary="Can it answer searches",
+)
+async def ready(runtime: Service) -> JSONResponse:
+    """Embeds a known image and searches every gallery with it."""
+    readiness = await runtime.health.check()
+    content = Ready(
+        status="ready" if readiness.ready else "not ready",
+        provider=runtime.registry.model.provider,
+        precision=runtime.embedder.precision,
+        precision_reason=runtime.embedder.precision_reason,
+        bundle_id=runtime.registry.model.bundle_id,
+        galleries=readiness.versions,
+        queue_depth=runtime.lanes.waiting,
+        redis=runtime.cache.remote_state,
+        checks=readiness.checks,
+        last_error=readiness.last_error,
+    )
+    return JSONResponse(content.model_dump(), 200 if readiness.ready else 503)
+
+
+@router.get(
+    "/metrics", response_class=Response, responses=problems(), summary="Metrics for Prometheus"
+)
+async def metrics(runtime: Service) -> Response:
+    """Counters, histograms and gauges in the text format of Prometheus."""
+    await runtime.observe()
+    return Response(runtime.metrics.render(), media_type=CONTENT_TYPE)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    return HTMLResponse(render_docs(request.app.openapi()))

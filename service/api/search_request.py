@@ -1,0 +1,451 @@
+"""A search as it is sent, a form, JSON or a bare image, made into queries."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Self, TypeVar
+
+from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
+
+from embedder.errors import InvalidParameterError, KinlensError
+from embedder.preprocess import Box, check_box
+from indexer.types import Grouping, GroupScore
+from service.api.fields import Strict, base64_content, custom_error, shown, where_of
+from service.http.faults import checked, fault
+from service.http.forms import parse_form
+from service.http.json_bodies import INLINE_BYTES, JSON, media_type_of, off_loop, parse_object
+from service.search.query import Combine, Query, SearchLimits, views_of
+
+T = TypeVar("T")
+Pairs = Sequence[tuple[str, str]]
+
+FORM, RAW, IMAGE = "multipart/form-data", "application/octet-stream", "image/*"
+_INLINE_IMAGE = 256 * 2**10
+_INLINE_PARTS = 16
+_LISTS = {"positive": "positives", "negative": "negatives"}
+_LISTED = ("images", *_LISTS.values())  # names that only JSON has
+_VIEWS = "images and crops"
+_MAX_KEYS = 256
+_CORNERS = 4
+_SHOWN = 80
+
+
+def _limits(info: ValidationInfo) -> SearchLimits:
+    """The limits that a request is checked against; the default ones without a context."""
+    return info.context if isinstance(info.context, SearchLimits) else SearchLimits()
+
+
+def _number(low: float, high: float | None = None) -> Callable[[Any, ValidationInfo], Any]:
+    """A validator for numbers from `low` to `high`, or None; NaN is none.
+
+    Without `high` they are whole, up to the limit for hits.
+    """
+
+    def check(value: Any, info: ValidationInfo) -> float | None:
+        if value is None:
+            return None
+        number, most = _float(value), _limits(info).max_k if high is None else high
+        if low <= number <= most and (high is not None or number.is_integer()):
+            return number
+        kind = "a whole number" if high is None else "a number"
+        raise _out_of_range(info.field_name, value, f"{kind} from {low:,} to {most:,}")
+
+    return check
+
+
+def _float(value: Any) -> float:
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _out_of_range(name: str | None, value: Any, expected: str) -> Exception:
+    return custom_error(f"{name} = {shown(value)} is outside its range; send {expected}.")
+
+
+def _few(what: str, bound: str) -> Callable[[Any, ValidationInfo], Any]:
+    """A validator of a list that is no longer than the field `bound` of the limits."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        limit = getattr(_limits(info), bound)
+        if isinstance(value, list) and len(value) > limit:
+            raise custom_error(
+                f"{len(value):,} {what} are more than the limit of {limit:,}; send fewer."
+            )
+        return value
+
+    return check
+
+
+def _box(value: Any) -> Box:
+    """A validator for a part of an image: four numbers, or a text with commas between them."""
+    parts = value.split(",", _CORNERS) if isinstance(value, str) else value
+    try:
+        if not isinstance(parts, list) or any(isinstance(part, bool) for part in parts):
+            raise TypeError
+        if len(parts) > _CORNERS:
+            raise ValueError
+        return check_box([float(part) for part in parts])
+    except InvalidParameterError as error:
+        raise custom_error(str(error)) from error
+    except (TypeError, ValueError, OverflowError) as error:
+        expected = "left,top,width,height as fractions of the image, such as 0.1,0.2,0.5,0.5"
+        raise _out_of_range("crop", value, expected) from error
+
+
+def _filter(value: Any) -> Any:
+    """A validator for what may be a filter: a text, an object, or None."""
+    if value is None or isinstance(value, str | dict):
+        return value
+    raise custom_error(
+        f"filter = {shown(value)} is neither a text nor an object; send "
+        'colour = "red" or {"colour": "red"}.'
+    )
+
+
+_CROP_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "number", "minimum": 0, "maximum": 1},
+    "minItems": 4,
+    "maxItems": 4,
+    "description": "left, top, width, height as fractions of the upright image.",
+}
+_DATA_SCHEMA: dict[str, Any] = {
+    "type": "string",
+    "contentEncoding": "base64",
+    "description": "The content of an image file as base64, also as a data: URL. Addresses are "
+    "refused: nothing is loaded from elsewhere.",
+}
+_Natural = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_number(1))]
+_Keys = Annotated[list[str], Field(default_factory=list, max_length=_MAX_KEYS, fail_fast=True)]
+
+
+class ImageInput(Strict):
+    """An image, or parts of it: each crop is looked for by itself."""
+
+    data: Annotated[bytes, BeforeValidator(base64_content), WithJsonSchema(_DATA_SCHEMA)]
+    crops: Annotated[
+        list[Annotated[Box, BeforeValidator(_box), WithJsonSchema(_CROP_SCHEMA)]],
+        Field(default_factory=list, fail_fast=True),
+        BeforeValidator(_few("crops of an image", "max_crops")),
+    ]
+
+
+class SearchFields(Strict):
+    """How to search and what to show; it is checked with its `SearchLimits` as context."""
+
+    k: Annotated[_Natural, Field(description="How many hits, or groups, at most.")] = None
+    offset: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        BeforeValidator(_number(0)),
+        Field(description="Leave out that many of the best."),
+    ] = None
+    min_score: Annotated[
+        Annotated[float, Field(ge=-1, le=1)] | None,
+        BeforeValidator(_number(-1, 1)),
+        Field(description="Leave out hits below this cosine similarity."),
+    ] = None
+    min_probability: Annotated[
+        Annotated[float, Field(ge=0, le=1)] | None,
+        BeforeValidator(_number(0, 1)),
+        Field(description="Leave out hits that are less likely to be right."),
+    ] = None
+    filter: Annotated[
+        str | dict[str, JsonValue] | None,
+        BeforeValidator(_filter),
+        Field(
+            description="Which items: as text or as JSON.",
+            examples=['colour = "red" and price < 20'],
+        ),
+    ] = None
+    group_by: Annotated[
+        str | None, Field(description="An attribute: answer with groups of items that share it.")
+    ] = None
+    group_score: Annotated[
+        GroupScore, Field(description="Rank groups by their best item or by the mean of all.")
+    ] = "best"
+    group_size: Annotated[
+        _Natural, Field(description="How many items of each group; default 1.")
+    ] = None
+    distinct: Annotated[bool, Field(description="Of items with equal content only the best.")] = (
+        False
+    )
+    exact: Annotated[bool, Field(description="Compare with every item, whatever the index.")] = (
+        False
+    )
+
+    @model_validator(mode="after")
+    def _is_within_reach(self, info: ValidationInfo) -> Self:
+        limits = _limits(info)
+        k, offset, size = self.k or limits.default_k, self.offset or 0, self.group_size or 1
+        if offset + k > limits.max_k:
+            raise custom_error(
+                f"offset + k = {offset + k:,} is above the limit of {limits.max_k:,}; ask for "
+                "fewer, or narrow the search with a filter."
+            )
+        if k * size > limits.max_k:
+            raise custom_error(
+                f"k * group_size = {k * size:,} is above the limit of {limits.max_k:,}; ask for "
+                "fewer groups or fewer items of each."
+            )
+        return self
+
+    def query(self, limits: SearchLimits) -> Query:
+        """The same as a query. Raises: FilterError."""
+        grouping = None
+        if self.group_by:
+            grouping = Grouping(self.group_by, self.group_score, self.group_size or 1)
+        return Query(
+            k=self.k or limits.default_k,
+            offset=self.offset or 0,
+            min_score=self.min_score,
+            min_probability=self.min_probability,
+            where=where_of(self.filter),
+            grouping=grouping,
+            distinct=self.distinct,
+            exact=self.exact,
+        )
+
+
+class SearchRequest(SearchFields):
+    """A search: at least one image or one positive."""
+
+    gallery: Annotated[str | None, Field(description="Where to search; default: the first.")] = None
+    combine: Annotated[
+        Combine,
+        Field(
+            description="One query from the mean of all images, crops and positives, moved away "
+            "from the negatives; or a query for each image and crop."
+        ),
+    ] = "mean"
+    positives: Annotated[_Keys, Field(description="Keys of items to look like.")]
+    negatives: Annotated[_Keys, Field(description="Keys of items not to look like.")]
+    images: Annotated[
+        list[ImageInput],
+        Field(default_factory=list, fail_fast=True),
+        BeforeValidator(_few("images", "max_images")),
+    ]
+
+    def query(self, limits: SearchLimits) -> Query:
+        """The same as a query. Raises: FilterError, InvalidParameterError."""
+        _check(_VIEWS, sum(max(1, len(image.crops)) for image in self.images), limits.max_views)
+        return replace(
+            super().query(limits),
+            views=tuple(
+                view
+                for number, image in enumerate(self.images, 1)
+                for view in views_of(image.data, image.crops, number)
+            ),
+            positives=tuple(dict.fromkeys(self.positives)),
+            negatives=tuple(dict.fromkeys(self.negatives)),
+            gallery=self.gallery,
+        )
+
+
+async def read_search(request: Request, limits: SearchLimits) -> Query | list[Query]:
+    """What a search asks for: one query, or with combine=separate one for each image and crop.
+
+    Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
+    """
+    return await _read(
+        request, limits, {FORM: _from_form, IMAGE: _from_raw, RAW: _from_raw, JSON: _from_json}
+    )
+
+
+async def read_batch(request: Request, limits: SearchLimits) -> list[Query | Exception]:
+    """What a batch asks for; a query that cannot be read is an error in its place.
+
+    Raises: as `read_search`.
+    """
+    return await _read(request, limits, {JSON: _batch_from_json, FORM: _batch_from_form})
+
+
+async def read_fields(pairs: Pairs, limits: SearchLimits) -> Query:
+    """A query without images from a query string. Raises: RequestValidationError, FilterError."""
+    length = sum(len(name) + len(value) for name, value in pairs)
+    return await off_loop(
+        lambda: checked(SearchFields, _fields(pairs), limits).query(limits),
+        short=length <= INLINE_BYTES,
+    )
+
+
+async def _read(
+    request: Request,
+    limits: SearchLimits,
+    readers: Mapping[str, Callable[[Request, bytes, SearchLimits], T]],
+) -> T:
+    body, kind = await request.body(), media_type_of(request)
+    reader = readers.get(IMAGE if kind.startswith("image/") else kind)
+    if reader is None:
+        raise HTTPException(
+            415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {', '.join(readers)}."
+        )
+    short = len(body) + len(request.url.query) <= INLINE_BYTES or (
+        # an image that is quicker to read at once than to hand to a thread
+        kind != JSON
+        and len(body) <= _INLINE_IMAGE
+        and len(request.url.query) <= INLINE_BYTES
+        and b"filter" not in body
+        and body.count(b"\n--") <= _INLINE_PARTS
+    )
+    return await off_loop(lambda: reader(request, body, limits), short=short)
+
+
+def _from_form(request: Request, body: bytes, limits: SearchLimits) -> Query | list[Query]:
+    images, pairs = _form(request, body)
+    return _asked(
+        _with_images([*request.query_params.multi_items(), *pairs], images, limits), limits
+    )
+
+
+def _from_raw(request: Request, body: bytes, limits: SearchLimits) -> Query | list[Query]:
+    return _asked(_with_images(request.query_params.multi_items(), [body], limits), limits)
+
+
+def _from_json(request: Request, body: bytes, limits: SearchLimits) -> Query | list[Query]:
+    payload, fields = parse_object(body), _fields(request.query_params.multi_items())
+    for name in fields.keys() & payload.keys():
+        raise fault(name, f"{name} is given twice; send it once, in the query string or the body.")
+    return _asked(_checked({**fields, **payload}, limits), limits)
+
+
+def _asked(search: SearchRequest, limits: SearchLimits) -> Query | list[Query]:
+    query = search.query(limits)
+    if search.combine == "mean":
+        return query
+    queries = query.apart()
+    _check_amounts(queries, limits)
+    return queries
+
+
+def _batch_from_json(_: Request, body: bytes, limits: SearchLimits) -> list[Query | Exception]:
+    payload = parse_object(body)
+    raw = payload.get("queries")
+    if payload.keys() != {"queries"} or not isinstance(raw, list) or not raw:
+        raise fault(
+            "queries", 'queries is missing or no list of searches; send {"queries": [{…}]}.'
+        )
+    _check("queries", len(raw), limits.max_queries)
+    queries = [_one_of_batch(value, limits) for value in raw]
+    _check_amounts([query for query in queries if isinstance(query, Query)], limits)
+    return queries
+
+
+def _one_of_batch(value: Any, limits: SearchLimits) -> Query | Exception:
+    try:
+        search = _checked(value, limits)
+        if search.combine == "separate":
+            raise fault(
+                "combine",
+                "combine = separate is not for a query of a batch; send each image as its own "
+                "query.",
+            )
+        return search.query(limits)
+    except (RequestValidationError, KinlensError) as error:
+        return error
+
+
+def _batch_from_form(
+    request: Request, body: bytes, limits: SearchLimits
+) -> list[Query | Exception]:
+    images, pairs = _form(request, body)
+    if not images:
+        raise _nothing_asked()
+    _check("queries", len(images), limits.max_queries)
+    search = _with_images(pairs, images[:1], limits)
+    shared, crops = search.query(limits), search.images[0].crops
+    queries = [shared.with_views(views_of(data, crops)) for data in images]
+    if search.combine == "separate":
+        queries = [part for query in queries for part in query.apart()]
+    _check_amounts(queries, limits)
+    return list(queries)
+
+
+def _form(request: Request, body: bytes) -> tuple[list[bytes], list[tuple[str, str]]]:
+    """The images, and the other fields."""
+    images, pairs = [], []
+    for part in parse_form(body, request.headers["content-type"]):
+        name = part.name[:_SHOWN]
+        if part.name == "image" and not part.is_file:
+            raise fault(
+                "image",
+                "image is a text; send the content of an image file, with a file name. Nothing is "
+                "loaded from addresses or paths.",
+            )
+        if part.name == "image":
+            images.append(part.data)
+        elif part.is_file:
+            raise fault(
+                name, f"{name} = a file is no value of it; send a text without a file name."
+            )
+        else:
+            pairs.append((part.name, part.text))
+    return images, pairs
+
+
+def _fields(pairs: Pairs) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in _LISTS:
+            fields.setdefault(_LISTS[name], []).append(value)
+        elif name in fields or name in _LISTED:
+            known = name[:_SHOWN]
+            raise fault(known, f"{known} is given twice, or in the wrong place; send it once.")
+        else:
+            fields[name] = value
+    return fields
+
+
+def _with_images(pairs: Pairs, images: Sequence[bytes], limits: SearchLimits) -> SearchRequest:
+    """The search for the crops among `pairs` of each image; faults have the names of a form."""
+    crops = [value for name, value in pairs if name == "crop"]
+    fields = _fields([pair for pair in pairs if pair[0] != "crop"])
+    sent = [{"data": data, "crops": crops} for data in images]
+    try:
+        return _checked({**fields, "images": sent}, limits)
+    except RequestValidationError as error:
+        for each in error.errors():
+            [name] = each["loc"]
+            if name.startswith("images"):
+                each["loc"] = ("crop" if "crops" in name else "image",)
+        raise
+
+
+def _checked(value: Any, limits: SearchLimits) -> SearchRequest:
+    search = checked(SearchRequest, value, limits)
+    if not search.images and not search.positives:
+        raise _nothing_asked()
+    return search
+
+
+def _nothing_asked() -> RequestValidationError:
+    return fault(
+        "image",
+        "image is missing, and so are positives; send at least one image, or the key of an item.",
+    )
+
+
+def _check_amounts(queries: Sequence[Query], limits: SearchLimits) -> None:
+    """What queries of one request ask for in all. Raises: InvalidParameterError."""
+    _check("queries", len(queries), limits.max_queries)
+    _check(_VIEWS, sum(len(query.views) for query in queries), limits.max_views)
+    hits = sum(query.k * (query.grouping.size if query.grouping else 1) for query in queries)
+    _check("hits", hits, limits.max_batch_hits)
+
+
+def _check(what: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidParameterError(
+            f"The request asks for {count:,} {what} in all; the limit is {limit:,}. Ask for less, "
+            "or send several requests."
+        )

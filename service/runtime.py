@@ -15,7 +15,7 @@ from service.galleries.renditions import Renditions
 from service.galleries.types import Gallery
 from service.galleries.uploads import Uploads
 from service.galleries.writes import Writes
-from service.jobs.manager import JobManager, open_jobs
+from service.jobs.manager import JobManager
 from service.observe.health import Health
 from service.observe.metrics import Metrics
 from service.observe.observer import Observer, publish
@@ -123,7 +123,7 @@ def build_runtime(
     connect = _connector(settings, cache, decoding, metrics)
     registry, models = open_registry(settings, connect, failures, embedder, galleries)
     publish(metrics, models, decoding, cache)
-    jobs = open_jobs(settings)
+    jobs = None if settings.state is None else JobManager(settings)
     observer = Observer(
         *(metrics, registry, models, pools["lookup"], settings.search_timeout_ms / 1e3),
         jobs=None if jobs is None else jobs.counts,

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from service.jobs.params import Params, TrainParams
-from service.jobs.record import Kind, State
+from service.jobs.store import Kind, State
 
 _JOB: dict[str, JsonValue] = {
     "id": "4f2a90c1be77",

@@ -9,7 +9,7 @@ from service.api.job_models import JobLog, JobModel, Jobs, SwapRequest, TrainReq
 from service.http.openapi import problems
 from service.jobs.manager import JobManager
 from service.jobs.params import RebuildParams
-from service.jobs.record import Job, Kind, State
+from service.jobs.store import Job, Kind, State
 from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
 from service.runtime import Runtime
 
@@ -117,10 +117,10 @@ def _add_changes(router: APIRouter, runtime: Runtime) -> None:
         return _accepted(_manager(runtime).swap(job_id, _principal(request)), response)
 
     @router.post(
-        "/jobs/{job_id}/resume", status_code=202, responses=_CHANGE, summary="Resume a training"
+        "/jobs/{job_id}/resume", status_code=202, responses=_CHANGE, summary="Resume a job"
     )
     def resume(job_id: JobId, response: Response) -> JobModel:
-        """Let a training that failed or was cancelled go on from its last finished epoch."""
+        """Let a rebuild or training that failed or was cancelled go on with what it has."""
         return _accepted(_manager(runtime).resume(job_id), response)
 
 

@@ -1,11 +1,55 @@
 """python -m service.jobs STATE ID: the process of one job. `kinlens-serve` starts it."""
 
+import os
+import shutil
 import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from service.jobs.run import run_job
+from embedder.errors import KinlensError
+from service.jobs.params import Plan, checked
+from service.jobs.process import Context
+from service.jobs.rebuild import compact_gallery, rebuild_gallery, swap_gallery
+from service.jobs.store import JobFolders, JobStore, Kind
+from service.jobs.train import train_gallery
+
+WORK: Mapping[Kind, Callable[[Context], None]] = {
+    "compact": compact_gallery,
+    "swap": swap_gallery,
+    "rebuild": rebuild_gallery,
+    "train": train_gallery,
+}
 
 _WORDS = 3
+_NICE = 10  # searches come first
+
+
+def run_job(state: Path, job_id: str) -> int:
+    """Do the work of a job that was just started, and say how it ended; the exit status.
+
+    Raises: StateError, JobNotFoundError.
+    """
+    os.nice(_NICE)
+    store = JobStore(state / "service.sqlite")
+    folders = JobFolders(state, job_id)
+    job = store.get(job_id)
+    plan = Plan.model_validate_json(folders.plan.read_bytes())
+    try:
+        WORK[job.kind](Context(job, checked(job.kind, job.params), plan, folders, store))
+    except (KinlensError, OSError) as error:
+        reason = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"The job failed with {type(error).__name__}. Its log has the cause."
+    else:
+        store.succeed(job_id)
+        return 0
+    shutil.rmtree(folders.data, ignore_errors=True)
+    print(reason, flush=True)  # noqa: T201 (into the log of the job)
+    store.fail(job_id, reason)
+    return 1
+
 
 if __name__ == "__main__":
     if len(sys.argv) != _WORDS:

@@ -7,11 +7,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from embedder.errors import KinlensError
 from service.jobs.params import Plan, checked
 from service.jobs.process import Context
 from service.jobs.rebuild import compact_gallery, rebuild_gallery, swap_gallery
-from service.jobs.store import JobFolders, JobStore, Kind
+from service.jobs.store import JobFolders, JobStore, Kind, is_foreseen, reason_of
 from service.jobs.train import train_gallery
 
 WORK: Mapping[Kind, Callable[[Context], None]] = {
@@ -21,7 +20,6 @@ WORK: Mapping[Kind, Callable[[Context], None]] = {
     "train": train_gallery,
 }
 
-_WORDS = 3
 _NICE = 10  # searches come first
 
 
@@ -37,21 +35,14 @@ def run_job(state: Path, job_id: str) -> int:
     plan = Plan.model_validate_json(folders.plan.read_bytes())
     try:
         WORK[job.kind](Context(job, checked(job.kind, job.params), plan, folders, store))
-    except (KinlensError, OSError) as error:
-        reason = str(error)
     except Exception as error:
-        traceback.print_exc()
-        reason = f"The job failed with {type(error).__name__}. Its log has the cause."
-    else:
-        store.succeed(job_id)
-        return 0
-    shutil.rmtree(folders.data, ignore_errors=True)
-    print(reason, flush=True)  # noqa: T201 (into the log of the job)
-    store.fail(job_id, reason)
-    return 1
+        traceback.print_exc(limit=0 if is_foreseen(error) else None)
+        shutil.rmtree(folders.data, ignore_errors=True)
+        store.fail(job_id, reason_of(error))
+        return 1
+    store.succeed(job_id)
+    return 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != _WORDS:
-        sys.exit(__doc__)
     sys.exit(run_job(Path(sys.argv[1]), sys.argv[2]))

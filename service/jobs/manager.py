@@ -17,9 +17,9 @@ from typing import Any
 
 import structlog
 
-from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateMissingError
+from embedder.errors import JobConflictError, JobNotFoundError, StateMissingError
 from service.jobs.params import checked, plan_of
-from service.jobs.store import HEAVY, Job, JobFolders, JobStore, Kind, State
+from service.jobs.store import HEAVY, Job, JobFolders, JobStore, Kind, State, reason_of
 from service.jobs.tidy import tidy
 from service.settings import Settings
 
@@ -34,13 +34,6 @@ _LOOK_S = 0.5
 _LONGEST_WAIT_S = 60.0  # between two looks, where they fail
 _TIDY_S = 500.0
 _CLOSE_S = 3.0
-_AS_BEFORE = "The gallery is as it was."
-_MAYBE = (
-    "It was about to put the new gallery in place; GET /galleries/{gallery} tells by the "
-    "bundle_id whether it did."
-)
-_AGAIN = "Start the job again."
-_RESUME = "Go on with POST /jobs/{id}/resume; finished epochs and embedded pictures are kept."
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,15 +242,9 @@ class JobManager:
                 plan = plan_of(checked(job.kind, job.params), job.gallery, self._settings)
                 folders.plan.write_text(plan.model_dump_json(indent=2), encoding="utf-8")
                 self._spawn(folders, job.id, lock)
-        except (KinlensError, OSError) as error:
-            self._store.fail(job.id, str(error))
         except Exception as error:
             structlog.get_logger().error("a job was not started", job=job.id, exc_info=error)
-            self._store.fail(
-                job.id,
-                f"The job could not be started: {type(error).__name__}. The log of the process "
-                "that takes jobs has the cause.",
-            )
+            self._store.fail(job.id, reason_of(error))
         finally:
             os.close(lock)
 
@@ -293,9 +280,17 @@ def _kill(job_id: str) -> None:
 
 
 def _epitaph(job: Job) -> str:
-    state = _MAYBE.format(gallery=job.gallery) if job.committed else _AS_BEFORE
-    cure = _RESUME.format(id=job.id) if job.kind in HEAVY else _AGAIN
-    return (
+    said = (
         "Its process ended without a result: it was killed, the machine went down, or the memory "
-        f"was used up. {state} {cure}"
+        "was used up."
     )
+    state = "The gallery is as it was."
+    if job.committed:
+        state = (
+            f"It was about to put the new gallery in place; GET /galleries/{job.gallery} tells by "
+            "the bundle_id whether it did."
+        )
+    cure = "Start the job again."
+    if job.kind in HEAVY:
+        cure = f"POST /jobs/{job.id}/resume goes on; epochs and pictures that are done are kept."
+    return f"{said} {state} {cure}"

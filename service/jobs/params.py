@@ -9,9 +9,9 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from embedder.errors import (
     GalleryConflictError,
@@ -19,7 +19,7 @@ from embedder.errors import (
     InvalidParameterError,
     JobConflictError,
 )
-from embedder.manifest import AskedPrecision
+from embedder.session import SessionSettings
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
 from service.galleries.bundles import id_of
@@ -64,21 +64,11 @@ class Params(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
 
-class CompactParams(Params):
-    """Nothing to choose."""
-
-
 class SwapParams(Params):
     """Either another gallery, or the job whose candidate is to be put in place."""
 
     other: str | None = Field(None, alias="with", pattern=_NAME)
     job: str | None = Field(None, pattern=_JOB_ID)
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
-        if (self.other is None) == (self.job is None):
-            raise ValueError("name the other gallery with `with`")
-        return self
 
 
 class Gate(Params):
@@ -141,7 +131,7 @@ class TrainParams(Params):
 
 
 _MODELS: dict[Kind, type[Params]] = {
-    "compact": CompactParams,
+    "compact": Params,
     "swap": SwapParams,
     "rebuild": RebuildParams,
     "train": TrainParams,
@@ -187,10 +177,7 @@ class Plan(BaseModel):
     command: tuple[str, ...] = ()
     data_root: Path | None = None
     weights: Path | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
-    threads: int = 1
-    allow_cpu_fallback: bool = False
-    precision: AskedPrecision = "fp32"
+    session: SessionSettings
 
 
 def plan_of(params: Params, gallery: str, settings: Settings, *, is_done_here: bool = True) -> Plan:
@@ -219,8 +206,8 @@ def plan_of(params: Params, gallery: str, settings: Settings, *, is_done_here: b
         found |= _training(params, place, settings)
         if is_done_here:
             found["command"] = _training_command(settings)
-    names = ("device", "threads", "allow_cpu_fallback", "precision")
-    return Plan(**found, **{name: getattr(settings, name) for name in names})
+    options = (settings.device, settings.threads, settings.allow_cpu_fallback, settings.precision)
+    return Plan(**found, session=SessionSettings(*options))
 
 
 def training_jobs() -> dict[str, Path]:
@@ -257,14 +244,10 @@ def _place_of(name: str, settings: Settings) -> Place:
 
 def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
     """The folder of a bundle that a service can open, by its id or 12 and more digits of it."""
-    known: dict[str, Path] = {}
-    if settings.bundle is not None and (primary := id_of(settings.bundle)) is not None:
-        known[primary] = settings.bundle
-    stored = [] if settings.state is None else sorted(settings.state.glob("bundles/*"))
-    for folder in stored:
-        other = id_of(folder)
-        if other is not None and folder.name == other[:BUNDLE_DIGITS]:
-            known.setdefault(other, folder)
+    folders = [] if settings.state is None else sorted(settings.state.glob("bundles/*"))
+    if settings.bundle is not None:
+        folders.append(settings.bundle)
+    known = {other: folder for folder in folders if (other := id_of(folder)) is not None}
     fitting = [folder for other, folder in known.items() if other.startswith(bundle_id)]
     if len(fitting) == 1:
         return fitting[0].resolve()

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embedder.errors import JobConflictError, StateError
-from embedder.session import OnnxEmbedder, SessionSettings
-from indexer.gallery import Gallery
+from indexer.gallery import current_manifest
 from indexer.ingest.rebuild import ReadImage
 from indexer.ingest.sources import ANY_SIZE, Record, read_image
 from indexer.types import Item, Progress
@@ -71,22 +70,9 @@ class Context:
         self.store.report(self.job.id, report)
         self.folders.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
-    def open_embedder(self, bundle: Path) -> OnnxEmbedder:
-        """A bundle in a session like that of the service, for pictures of any size.
-
-        Under precision auto the machine of the job chooses, as that of the service did.
-
-        Raises: BundleError, also if it lacks the precision that the service asks for.
-        """
-        plan = self.plan
-        settings = SessionSettings(
-            plan.device, plan.threads, plan.allow_cpu_fallback, plan.precision
-        )
-        return OnnxEmbedder.open(bundle, settings, ANY_SIZE)
-
-    def read_image(self, gallery: Gallery) -> ReadImage:
+    def read_image(self) -> ReadImage:
         """How to read the picture of an item: from the image root, or from the uploads."""
-        root = self.plan.image_root or gallery.image_root
+        root = self.plan.image_root or Path(current_manifest(self.plan.gallery).source_root)
         uploads = Uploads(self.folders.uploads)
 
         def read(item: Item | Record) -> bytes:

@@ -3,16 +3,17 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from embedder.bundle import Bundle
 from embedder.durable import make_folder, rename, staged, sync_tree
-from embedder.session import Embedder
+from embedder.session import OnnxEmbedder
 from indexer.checks.compare import Comparison, Interval, compare
-from indexer.gallery import Gallery, copy_bytes
+from indexer.gallery import Gallery, copy_bytes, current_manifest
 from indexer.ingest.rebuild import Follower, adopt, missing_since, rebuild, swap_in
+from indexer.ingest.sources import ANY_SIZE
 from service.jobs.params import (
     BUNDLE_DIGITS,
     Gate,
@@ -46,13 +47,10 @@ class Verdict:
 
 def compact_gallery(context: Context) -> None:
     """Make the index of a gallery anew, without what was removed."""
-    gallery = Gallery.open(context.plan.gallery)
-    try:
+    with contextlib.closing(Gallery.open(context.plan.gallery)) as gallery:
         index = context.progress("make the index", 0.0, 0.99, gallery.size)
         report = gallery.compact(wait=True, on_progress=index)
         context.tell(segment=report.segment, elapsed_s=round(report.elapsed_s, 3))
-    finally:
-        gallery.close()
 
 
 def swap_gallery(context: Context) -> None:
@@ -108,7 +106,7 @@ def replace_model(
     params, folders = context.params, context.folders
     assert isinstance(params, RebuildParams | TrainParams)
     rest = 1.0 - start
-    with _following(context, context.open_embedder(bundle)) as follower:
+    with _following(context, bundle) as follower:
         size = follower.gallery.size
         folders.candidate.parent.mkdir(parents=True, exist_ok=True)
         context.at("embed pictures", start)
@@ -192,25 +190,17 @@ def _between(interval: Interval | None) -> str:
     return "" if interval is None else f" ({interval[0]:.4f} to {interval[1]:.4f})"
 
 
-@contextlib.contextmanager
-def _following(context: Context, embedder: Embedder) -> Iterator[Follower]:
-    gallery = Gallery.open(context.plan.gallery, load_index=False)
-    read = context.read_image(gallery)
-    gallery.close()
-    follower = Follower(context.plan.gallery, embedder, read)
-    try:
-        yield follower
-    finally:
-        follower.close()
+def _following(context: Context, bundle: Path) -> contextlib.closing[Follower]:
+    """The gallery of the job, read with a model as the service runs it."""
+    embedder = OnnxEmbedder.open(bundle, context.plan.session, ANY_SIZE)
+    return contextlib.closing(Follower(context.plan.gallery, embedder, context.read_image()))
 
 
 def _compare(context: Context, old: Gallery, gate: Gate, questions: Questions) -> bool:
     assert isinstance(context.params, RebuildParams | TrainParams)
-    new = Gallery.open(context.folders.candidate, verify_hashes=False)
-    try:
+    candidate = Gallery.open(context.folders.candidate, verify_hashes=False)
+    with contextlib.closing(candidate) as new:
         found = compare(old, new, context.params.class_attribute, asked=questions.keys)
-    finally:
-        new.close()
     verdict = judge(found, gate, questions.clause)
     context.tell(**found.model_dump(mode="json"), gate=asdict(verdict))
     return verdict.passed
@@ -221,15 +211,13 @@ def _swap_candidate(context: Context, candidate: Path) -> None:
 
     Of items whose pictures have gone missing since, no more may be left out than that job allowed.
     """
-    reader = Gallery.open(candidate, load_index=False)
-    bundle_id = reader.bundle_id
-    reader.close()
+    bundle_id = current_manifest(candidate).bundle_id
     bundle = context.folders.bundles / bundle_id[:BUNDLE_DIGITS]
     maker = context.store.get(candidate.name)
     params = checked(maker.kind, maker.params)
     assert isinstance(params, RebuildParams | TrainParams)
     folders = JobFolders(candidate.parents[1], maker.id)
-    with _following(context, context.open_embedder(bundle)) as follower:
+    with _following(context, bundle) as follower:
         old = follower.gallery
         context.tell(old={"bundle_id": old.bundle_id}, new={"bundle_id": bundle_id}, swapped=False)
         known = _missing_then(folders, old.generation)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embedder.durable import make_folder
-from embedder.errors import JobConflictError, JobNotFoundError, StateError
+from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateError
 
 Kind = Literal["compact", "swap", "rebuild", "train"]
 State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
@@ -31,22 +31,11 @@ _ID_DIGITS = 12
 _TABLE = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    kind TEXT NOT NULL,
-    gallery TEXT NOT NULL,
-    state TEXT NOT NULL,
-    step TEXT NOT NULL DEFAULT '',
-    done INTEGER NOT NULL DEFAULT 0,
-    total INTEGER,
-    created_at TEXT NOT NULL,
-    started_at TEXT,
-    ended_at TEXT,
-    by TEXT NOT NULL,
-    params TEXT NOT NULL,
-    error TEXT,
-    report TEXT,
-    cancel_requested INTEGER NOT NULL DEFAULT 0,
-    committed INTEGER NOT NULL DEFAULT 0
+    id TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, gallery TEXT NOT NULL, state TEXT NOT NULL,
+    step TEXT NOT NULL DEFAULT '', done INTEGER NOT NULL DEFAULT 0, total INTEGER,
+    created_at TEXT NOT NULL, started_at TEXT, ended_at TEXT,
+    by TEXT NOT NULL, params TEXT NOT NULL, error TEXT, report TEXT,
+    cancel_requested INTEGER NOT NULL DEFAULT 0, committed INTEGER NOT NULL DEFAULT 0
 ) STRICT
 """
 
@@ -181,23 +170,20 @@ class JobStore:
 
         Of the heavy kinds one runs at a time.
         """
-        return self._change(
+        sql = (
             "UPDATE jobs SET state = 'running', step = 'starts', started_at = ?"
             " WHERE id = ? AND state = 'queued' AND NOT (kind IN ('rebuild', 'train') AND EXISTS"
-            " (SELECT 1 FROM jobs WHERE state = 'running' AND kind IN ('rebuild', 'train')))",
-            _now(),
-            job_id,
+            " (SELECT 1 FROM jobs WHERE state = 'running' AND kind IN ('rebuild', 'train')))"
         )
+        return self._change(sql, _now(), job_id)
 
     def progress(self, job_id: str, step: str, done: int) -> None:
         """How far a running job is; `done` never goes back."""
-        self._change(
+        sql = (
             "UPDATE jobs SET step = ?, done = max(done, min(?, total))"
-            " WHERE id = ? AND state = 'running'",
-            step,
-            done,
-            job_id,
+            " WHERE id = ? AND state = 'running'"
         )
+        self._change(sql, step, done, job_id)
 
     def report(self, job_id: str, report: dict[str, Any]) -> None:
         """What a job has found so far, also of one that has ended."""
@@ -205,44 +191,40 @@ class JobStore:
 
     def succeed(self, job_id: str) -> bool:
         """A running job has done its work; False if it does not run, and then nothing changes."""
-        return self._change(
+        sql = (
             "UPDATE jobs SET state = 'succeeded', step = 'done', done = total, ended_at = ?"
-            " WHERE id = ? AND state = 'running'",
-            _now(),
-            job_id,
+            " WHERE id = ? AND state = 'running'"
         )
+        return self._change(sql, _now(), job_id)
 
     def fail(self, job_id: str, error: str) -> bool:
         """A running job has ended for this reason, or as it was cancelled; False as `succeed`."""
-        return self._change(
+        sql = (
             "UPDATE jobs SET state = iif(cancel_requested, 'cancelled', 'failed'),"
             " error = iif(cancel_requested, NULL, ?), ended_at = ?"
-            " WHERE id = ? AND state = 'running'",
-            error,
-            _now(),
-            job_id,
+            " WHERE id = ? AND state = 'running'"
         )
+        return self._change(sql, error, _now(), job_id)
 
     def cancel(self, job_id: str) -> bool:
         """End a job that waits; of a running one, that it is to end, and it commits no more.
 
         False if it has ended, or is committed.
         """
-        return self._change(
+        sql = (
             "UPDATE jobs SET cancel_requested = 1, ended_at = iif(state = 'queued', ?, NULL),"
             " state = iif(state = 'queued', 'cancelled', state)"
-            " WHERE id = ? AND committed = 0 AND state IN ('queued', 'running')",
-            _now(),
-            job_id,
+            " WHERE id = ? AND committed = 0 AND state IN ('queued', 'running')"
         )
+        return self._change(sql, _now(), job_id)
 
     def commit(self, job_id: str) -> bool:
         """From now on a running job cannot be cancelled; False if that was asked for before."""
-        return self._change(
+        sql = (
             "UPDATE jobs SET committed = 1"
-            " WHERE id = ? AND state = 'running' AND cancel_requested = 0",
-            job_id,
+            " WHERE id = ? AND state = 'running' AND cancel_requested = 0"
         )
+        return self._change(sql, job_id)
 
     def renew(self, job_id: str) -> Job:
         """Let a job that ended without success wait once more.
@@ -286,6 +268,18 @@ class JobStore:
                 f"{self._path} cannot be used: {error}. Check the disk and the permissions of the "
                 "folder that --state names."
             ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Why a job failed, without the words of an error that nobody foresaw."""
+    if is_foreseen(error):
+        return str(error)
+    return f"The job failed with {type(error).__name__}. The log has the cause."
+
+
+def is_foreseen(error: Exception) -> bool:
+    """Whether its words are meant for users."""
+    return isinstance(error, KinlensError | OSError)
 
 
 def _read(connection: sqlite3.Connection, where: str, *values: object) -> list[Job]:

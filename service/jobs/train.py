@@ -15,8 +15,6 @@ from embedder.errors import GalleryError, ImageError, SourceError
 from embedder.session import FASTER, PROVIDERS
 from embedder.types import AttributeValue
 from indexer.gallery import Gallery
-from indexer.ingest.rebuild import ReadImage
-from indexer.types import Progress
 from service.jobs.params import Plan, TrainParams, data_kind
 from service.jobs.process import Context, run_command
 from service.jobs.rebuild import Questions, replace_model
@@ -117,9 +115,9 @@ def unseen_in(gallery: Gallery, class_attribute: str, seen: Seen | None) -> Ques
 
 def _precisions(plan: Plan) -> list[str]:
     """The options of an export that has what the service asks for, or may choose by itself."""
-    if plan.precision == "auto":
-        return ["--precision", FASTER[PROVIDERS[plan.device]], "--skip-refused"]
-    return [] if plan.precision == "fp32" else ["--precision", plan.precision]
+    if plan.session.precision == "auto":
+        return ["--precision", FASTER[PROVIDERS[plan.session.device]], "--skip-refused"]
+    return [] if plan.session.precision == "fp32" else ["--precision", plan.session.precision]
 
 
 def _fit(context: Context, params: TrainParams) -> None:
@@ -161,27 +159,7 @@ def _data(context: Context, params: TrainParams) -> str:
 
 
 def _write_pictures(context: Context, class_attribute: str, root: Path) -> None:
-    """The pictures of the gallery, in a folder with a sub-folder for each class."""
-    gallery = Gallery.open(context.plan.gallery, load_index=False)
-    try:
-        more = context.progress("copy pictures", 0.0, _PREPARED, gallery.size)
-        left_out = _write_classes(gallery, class_attribute, context.read_image(gallery), root, more)
-        for line in left_out[:_SHOWN]:
-            print(f"left out: {line}"[:500], flush=True)  # noqa: T201 (into the log of the job)
-        if left_out[_SHOWN:]:
-            print(f"left out: {len(left_out):,} pictures in all", flush=True)  # noqa: T201
-    finally:
-        gallery.close()
-
-
-def _write_classes(
-    gallery: Gallery,
-    class_attribute: str,
-    read_image: ReadImage,
-    root: Path,
-    on_progress: Progress,
-) -> list[str]:
-    """Copy each item's picture to `root`/CLASS/NUMBER; what was left out, a line for each.
+    """Copy the picture of each item of the gallery to `root`/CLASS/NUMBER.
 
     Raises: SourceError if fewer than four classes have two pictures; OSError.
     """
@@ -189,8 +167,11 @@ def _write_classes(
     names: dict[AttributeValue, str] = {}
     sizes: Counter[AttributeValue] = Counter()
     left_out = []
+    read_image = context.read_image()
+    gallery = Gallery.open(context.plan.gallery, load_index=False)
+    copied = context.progress("copy pictures", 0.0, _PREPARED, gallery.size)
     for item in gallery.items():
-        on_progress(1)
+        copied(1)
         value = item.attributes.get(class_attribute)
         suffix = _SUFFIXES.get(item.format)
         if value is None or suffix is None:
@@ -206,6 +187,11 @@ def _write_classes(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{item.id:09d}{suffix}").write_bytes(data)
         sizes[value] += 1
+    gallery.close()
+    for line in left_out[:_SHOWN]:
+        print(f"left out: {line}"[:500], flush=True)  # noqa: T201 (into the log of the job)
+    if left_out[_SHOWN:]:
+        print(f"left out: {len(left_out):,} pictures in all", flush=True)  # noqa: T201
     enough = sum(size > 1 for size in sizes.values())
     if enough < _MIN_CLASSES:
         raise SourceError(
@@ -213,7 +199,6 @@ def _write_classes(
             f"{class_attribute!r} with 2 pictures or more; a training needs {_MIN_CLASSES}. Give "
             "the items that attribute, or name another one with class_attribute."
         )
-    return left_out
 
 
 def _epochs_of(run: Path) -> tuple[int, int, dict[str, Any]]:

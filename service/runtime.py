@@ -17,7 +17,7 @@ from service.galleries.renditions import Renditions
 from service.galleries.types import Gallery
 from service.galleries.uploads import Uploads
 from service.galleries.writes import Writes
-from service.jobs.manager import JobManager, open_jobs
+from service.jobs.manager import JobManager
 from service.observe.health import Health
 from service.observe.metrics import Metrics
 from service.observe.observer import Observer, publish
@@ -156,7 +156,7 @@ def build_runtime(
     failures = Failures(lambda name: metrics.reload_failures.labels(name).inc())
     connect = _connector(settings, cache, lanes, metrics)
     registry, models = open_registry(settings, connect, failures, embedder, galleries)
-    jobs = open_jobs(settings)
+    jobs = None if settings.state is None else JobManager(settings)
     observer = Observer(
         metrics,
         registry,

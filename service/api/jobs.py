@@ -13,7 +13,7 @@ from service.api.models import JobLog, JobModel, Jobs
 from service.http.openapi import problems
 from service.jobs.manager import JobManager
 from service.jobs.params import Params, RebuildParams, TrainParams
-from service.jobs.record import Job, State
+from service.jobs.store import Job, State
 from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
 
 _STATE = (
@@ -138,9 +138,9 @@ def swap_candidate(manager: Manager, job_id: JobId, by: Principal, response: Res
     return _accepted(manager.swap(job_id, by), response)
 
 
-@router.post("/jobs/{job_id}/resume", **_CHANGE, summary="Resume a training")
+@router.post("/jobs/{job_id}/resume", **_CHANGE, summary="Resume a job")
 def resume(manager: Manager, job_id: JobId, response: Response) -> JobModel:
-    """Let a training that failed or was cancelled go on from its last finished epoch."""
+    """Let a rebuild or training that failed or was cancelled go on with what it has."""
     return _accepted(manager.resume(job_id), response)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from embedder.types import AttributeValue
-from service.jobs.record import Kind, State
+from service.jobs.store import Kind, State
 
 Probability = Annotated[
     float | None,

@@ -26,6 +26,6 @@ def work(
     settings = options.settings_or_refuse(state=state, log_level=log_level)
     configure_logs(settings.log_level)
     try:
-        importlib.import_module("service.jobs.work").run_worker(settings, once)
+        importlib.import_module("service.jobs.manager").JobManager(settings).work(once)
     except (KinlensError, OSError) as error:
         options.refuse(str(error))

@@ -22,7 +22,7 @@ from service.galleries.registry import Registry
 from service.galleries.uploads import Uploads
 from service.galleries.writes import Writes
 from service.jobs.manager import JobManager
-from service.jobs.record import ACTIVE, Job
+from service.jobs.store import ACTIVE, Job
 from service.search.model import Model, Models
 from service.settings import Settings
 from service.threads import BoundedPool
@@ -98,7 +98,7 @@ class ManagedGalleries:
 
     def _delete(self, name: str, path: Path) -> None:
         for job in [] if self._jobs is None else active_jobs(self._jobs):
-            if name in (job.gallery, job.params.get("with")):
+            if name in job.galleries:
                 raise GalleryConflictError(
                     f"Job {job.id} ({job.kind}) works with gallery {name!r}. Wait until it has "
                     f"ended, or end it: POST /jobs/{job.id}/cancel."

@@ -1,13 +1,48 @@
 """python -m service.jobs STATE ID: the process of one job. `kinlens-serve` starts it."""
 
+import os
+import shutil
 import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from service.jobs.run import run_job
+from service.jobs.params import Plan, checked
+from service.jobs.process import Context
+from service.jobs.rebuild import compact_gallery, rebuild_gallery, swap_gallery
+from service.jobs.store import JobFolders, JobStore, Kind, is_foreseen, reason_of
+from service.jobs.train import train_gallery
 
-_WORDS = 3
+WORK: Mapping[Kind, Callable[[Context], None]] = {
+    "compact": compact_gallery,
+    "swap": swap_gallery,
+    "rebuild": rebuild_gallery,
+    "train": train_gallery,
+}
+
+_NICE = 10  # searches come first
+
+
+def run_job(state: Path, job_id: str) -> int:
+    """Do the work of a job that was just started, and say how it ended; the exit status.
+
+    Raises: StateError, JobNotFoundError.
+    """
+    os.nice(_NICE)
+    store = JobStore(state / "service.sqlite")
+    folders = JobFolders(state, job_id)
+    job = store.get(job_id)
+    plan = Plan.model_validate_json(folders.plan.read_bytes())
+    try:
+        WORK[job.kind](Context(job, checked(job.kind, job.params), plan, folders, store))
+    except Exception as error:
+        traceback.print_exc(limit=0 if is_foreseen(error) else None)
+        shutil.rmtree(folders.data, ignore_errors=True)
+        store.fail(job_id, reason_of(error))
+        return 1
+    store.succeed(job_id)
+    return 0
+
 
 if __name__ == "__main__":
-    if len(sys.argv) != _WORDS:
-        sys.exit(__doc__)
     sys.exit(run_job(Path(sys.argv[1]), sys.argv[2]))

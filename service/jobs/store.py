@@ -1,52 +1,113 @@
-"""The jobs of a state folder, in SQLite: read and written by any number of processes."""
+"""Jobs: a table that any number of processes read and write, and the files of each job."""
 
 import contextlib
+import fcntl
 import json
+import os
 import sqlite3
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from embedder.durable import make_folder
-from embedder.errors import JobConflictError, JobNotFoundError, StateError
-from service.jobs.record import ACTIVE, ENDED, HEAVY, TOTAL, Job, Kind, State
+from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateError
+
+Kind = Literal["compact", "swap", "rebuild", "train"]
+State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+
+ACTIVE: tuple[State, ...] = ("queued", "running")
+ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
+HEAVY: tuple[Kind, ...] = ("rebuild", "train")
+"""Kinds that take a whole machine: one of them runs at a time, and one that was stopped goes on."""
+
+TOTAL = 1000
+"""What `done` counts to, whatever the job does: per mille of it."""
 
 _BUSY_S = 10.0
 _ID_DIGITS = 12
 _TABLE = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    kind TEXT NOT NULL,
-    gallery TEXT NOT NULL,
-    state TEXT NOT NULL,
-    step TEXT NOT NULL DEFAULT '',
-    done INTEGER NOT NULL DEFAULT 0,
-    total INTEGER,
-    created_at TEXT NOT NULL,
-    started_at TEXT,
-    ended_at TEXT,
-    by TEXT NOT NULL,
-    params TEXT NOT NULL,
-    error TEXT,
-    report TEXT,
-    cancel_requested INTEGER NOT NULL DEFAULT 0,
-    committed INTEGER NOT NULL DEFAULT 0,
-    pid INTEGER
+    id TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, gallery TEXT NOT NULL, state TEXT NOT NULL,
+    step TEXT NOT NULL DEFAULT '', done INTEGER NOT NULL DEFAULT 0, total INTEGER,
+    created_at TEXT NOT NULL, started_at TEXT, ended_at TEXT,
+    by TEXT NOT NULL, params TEXT NOT NULL, error TEXT, report TEXT,
+    cancel_requested INTEGER NOT NULL DEFAULT 0, committed INTEGER NOT NULL DEFAULT 0
 ) STRICT
 """
-_COLUMNS = (
-    "id, kind, gallery, state, step, done, total, created_at, started_at, ended_at, by, params, "
-    "error, report, cancel_requested, committed, pid"
-)
-_OTHERS = "SELECT id, kind FROM jobs WHERE gallery IN ({}) AND state IN ({}) LIMIT 1"
-_OLD = (
-    "WHERE state IN ({}) AND ended_at < ?"
-    " AND number NOT IN (SELECT number FROM jobs ORDER BY number DESC LIMIT ?)"
-)
-_HEAVY_RUNS = "SELECT 1 FROM jobs WHERE state = 'running' AND kind IN ({}) AND id <> ?"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One piece of long work on one gallery; times are ISO 8601 in UTC."""
+
+    id: str
+    kind: Kind
+    gallery: str
+    state: State
+    step: str
+    done: int
+    total: int | None
+    created_at: str
+    started_at: str | None
+    ended_at: str | None
+    by: str
+    params: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    report: dict[str, Any] | None = None
+    cancel_requested: bool = False
+    committed: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in ACTIVE
+
+    @property
+    def galleries(self) -> frozenset[str]:
+        """Those that it reads or writes; of them it writes `gallery` alone."""
+        return frozenset({self.gallery, self.params.get("with", self.gallery)})
+
+
+def in_conflict(one: Job, other: Job) -> bool:
+    """Whether one of them writes a gallery that the other one reads or writes."""
+    return one.gallery in other.galleries or other.gallery in one.galleries
+
+
+class JobFolders:
+    """The files of one job in the state folder `state`."""
+
+    def __init__(self, state: Path, job_id: str) -> None:
+        self.path = state / "jobs" / job_id
+        self.log = self.path / "log.txt"
+        self.plan = self.path / "plan.json"
+        self.report = self.path / "report.json"
+        self.missing = self.path / "missing.json"
+        self.run = state / "runs" / job_id
+        self.data = self.run / "data"
+        self.candidate = state / "candidates" / job_id
+        self.bundles = state / "bundles"
+        self.uploads = state / "uploads"
+
+    def take_lock(self) -> int | None:
+        """A descriptor that marks the job as alive until each copy of it is closed.
+
+        None if a process has the job. Raises: StateError.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise StateError(f"The folder of a job cannot be used: {error}.") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
 
 
 class JobStore:
@@ -62,60 +123,36 @@ class JobStore:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(_TABLE)
 
-    def create(
-        self,
-        kind: Kind,
-        gallery: str,
-        params: dict[str, Any],
-        by: str,
-        touches: Sequence[str] = (),
-    ) -> Job:
-        """A new job that waits; no other may change `gallery` or the galleries that it `touches`.
-
-        Raises: JobConflictError naming the job that does.
-        """
-        job_id = uuid.uuid4().hex[:_ID_DIGITS]
-        names = (gallery, *touches)
+    def create(self, kind: Kind, gallery: str, params: dict[str, Any], by: str) -> Job:
+        """A new job that waits. Raises: JobConflictError naming the one that it must not meet."""
+        job_id, now = uuid.uuid4().hex[:_ID_DIGITS], _now()
+        job = Job(job_id, kind, gallery, "queued", "waits", 0, TOTAL, now, None, None, by, params)
         with self._writing() as connection:
-            sql = _OTHERS.format(_marks(names), _marks(ACTIVE))
-            for other, what in connection.execute(sql, (*names, *ACTIVE)):
-                raise JobConflictError(
-                    f"Job {other} ({what}) is changing the gallery. Wait until it has ended, or "
-                    f"end it: POST /jobs/{other}/cancel."
-                )
+            _refuse_conflict(connection, job)
             connection.execute(
                 "INSERT INTO jobs (id, kind, gallery, state, step, total, created_at, by, params)"
-                " VALUES (?, ?, ?, 'queued', 'waits', ?, ?, ?, ?)",
-                (job_id, kind, gallery, TOTAL, _now(), by, json.dumps(params)),
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (job_id, kind, gallery, job.state, job.step, TOTAL, now, by, json.dumps(params)),
             )
-        return self.get(job_id)
+        return job
 
     def get(self, job_id: str) -> Job:
         """One job. Raises: JobNotFoundError."""
-        found = self._jobs("WHERE id = ?", job_id)
-        if not found:
-            raise JobNotFoundError(f"There is no job {job_id[:40]!r}. GET /jobs lists them.")
-        return found[0]
+        with self._connection() as connection:
+            for job in _read(connection, "WHERE id = ?", job_id):
+                return job
+        raise JobNotFoundError(f"There is no job {job_id[:40]!r}. GET /jobs lists them.")
 
     def newest(self, state: State | None = None, limit: int = 100) -> list[Job]:
         """The newest jobs, newest first."""
-        if state is None:
-            return self._jobs("ORDER BY number DESC LIMIT ?", limit)
-        return self._jobs("WHERE state = ? ORDER BY number DESC LIMIT ?", state, limit)
+        where = "WHERE state = coalesce(?, state) ORDER BY number DESC LIMIT ?"
+        with self._connection() as connection:
+            return _read(connection, where, state, limit)
 
-    def ended_before(self, when: str, newest: int) -> list[Job]:
-        """The jobs that ended before `when` (ISO 8601, UTC), without the `newest` of all."""
-        return self._jobs(
-            _OLD.format(_marks(ENDED)),
-            *(*ENDED, when, newest),
-        )
-
-    def forget(self, job_id: str) -> None:
-        """Remove a job that has ended."""
-        self._change(
-            f"DELETE FROM jobs WHERE id = ? AND state IN ({_marks(ENDED)})",  # noqa: S608 (constants)
-            *(job_id, *ENDED),
-        )
+    def active(self) -> list[Job]:
+        """The jobs that wait or run, oldest first."""
+        with self._connection() as connection:
+            return _active(connection)
 
     def counts(self) -> dict[State, int]:
         """How many jobs are in each state."""
@@ -123,91 +160,83 @@ class JobStore:
             found = connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
         return dict.fromkeys((*ACTIVE, *ENDED), 0) | dict(found)
 
-    def active(self) -> list[Job]:
-        """The jobs that wait or run, oldest first."""
-        return self._jobs(f"WHERE state IN ({_marks(ACTIVE)}) ORDER BY number", *ACTIVE)
+    def forget(self, job_id: str) -> None:
+        """Remove a job that has ended."""
+        sql = "DELETE FROM jobs WHERE id = ? AND state NOT IN ('queued', 'running')"
+        self._change(sql, job_id)
 
-    def begin(self, job_id: str, pid: int) -> bool:
+    def begin(self, job_id: str) -> bool:
         """A job that waits runs from now on; False if it does not wait, or its turn has not come.
 
         Of the heavy kinds one runs at a time.
         """
-        with self._writing() as connection:
-            rows = connection.execute(
-                "SELECT kind FROM jobs WHERE id = ? AND state = 'queued'", (job_id,)
-            ).fetchall()
-            if not rows:
-                return False
-            if rows[0][0] in HEAVY:
-                sql = _HEAVY_RUNS.format(_marks(HEAVY))
-                if connection.execute(sql, (*HEAVY, job_id)).fetchone():
-                    return False
-            connection.execute(
-                "UPDATE jobs SET state = 'running', step = 'starts', started_at = ?, pid = ?"
-                " WHERE id = ?",
-                (_now(), pid, job_id),
-            )
-        return True
-
-    def started(self, job_id: str, pid: int) -> None:
-        """The process of a running job."""
-        self._change("UPDATE jobs SET pid = ? WHERE id = ?", pid, job_id)
+        sql = (
+            "UPDATE jobs SET state = 'running', step = 'starts', started_at = ?"
+            " WHERE id = ? AND state = 'queued' AND NOT (kind IN ('rebuild', 'train') AND EXISTS"
+            " (SELECT 1 FROM jobs WHERE state = 'running' AND kind IN ('rebuild', 'train')))"
+        )
+        return self._change(sql, _now(), job_id)
 
     def progress(self, job_id: str, step: str, done: int) -> None:
         """How far a running job is; `done` never goes back."""
-        self._change(
+        sql = (
             "UPDATE jobs SET step = ?, done = max(done, min(?, total))"
-            " WHERE id = ? AND state = 'running'",
-            *(step, done, job_id),
+            " WHERE id = ? AND state = 'running'"
         )
+        self._change(sql, step, done, job_id)
 
     def report(self, job_id: str, report: dict[str, Any]) -> None:
         """What a job has found so far, also of one that has ended."""
         self._change("UPDATE jobs SET report = ? WHERE id = ?", json.dumps(report), job_id)
 
-    def finish(self, job_id: str, state: State, error: str | None = None) -> bool:
-        """A job has ended; False if it had ended before, and then nothing changes."""
-        done = ", done = total, step = 'done'" if state == "succeeded" else ""
-        return self._change(
-            f"UPDATE jobs SET state = ?, error = ?, ended_at = ?{done}"  # noqa: S608 (a constant)
-            f" WHERE id = ? AND state IN ({_marks(ACTIVE)})",
-            *(state, error, _now(), job_id, *ACTIVE),
+    def succeed(self, job_id: str) -> bool:
+        """A running job has done its work; False if it does not run, and then nothing changes."""
+        sql = (
+            "UPDATE jobs SET state = 'succeeded', step = 'done', done = total, ended_at = ?"
+            " WHERE id = ? AND state = 'running'"
         )
+        return self._change(sql, _now(), job_id)
+
+    def fail(self, job_id: str, error: str) -> bool:
+        """A running job has ended for this reason, or as it was cancelled; False as `succeed`."""
+        sql = (
+            "UPDATE jobs SET state = iif(cancel_requested, 'cancelled', 'failed'),"
+            " error = iif(cancel_requested, NULL, ?), ended_at = ?"
+            " WHERE id = ? AND state = 'running'"
+        )
+        return self._change(sql, error, _now(), job_id)
 
     def cancel(self, job_id: str) -> bool:
-        """Ask a running job to end, and end one that waits; False if it has ended, or is past
-        the point at which it changes the gallery."""
-        return self._change(
-            "UPDATE jobs SET cancel_requested = 1,"
-            " ended_at = CASE state WHEN 'queued' THEN ? END,"
-            " state = CASE state WHEN 'queued' THEN 'cancelled' ELSE state END"
-            " WHERE id = ? AND committed = 0 AND state IN ('queued', 'running')",
-            *(_now(), job_id),
+        """End a job that waits; of a running one, that it is to end, and it commits no more.
+
+        False if it has ended, or is committed.
+        """
+        sql = (
+            "UPDATE jobs SET cancel_requested = 1, ended_at = iif(state = 'queued', ?, NULL),"
+            " state = iif(state = 'queued', 'cancelled', state)"
+            " WHERE id = ? AND committed = 0 AND state IN ('queued', 'running')"
         )
+        return self._change(sql, _now(), job_id)
 
     def commit(self, job_id: str) -> bool:
         """From now on a running job cannot be cancelled; False if that was asked for before."""
-        return self._change(
+        sql = (
             "UPDATE jobs SET committed = 1"
-            " WHERE id = ? AND state = 'running' AND cancel_requested = 0",
-            job_id,
+            " WHERE id = ? AND state = 'running' AND cancel_requested = 0"
         )
+        return self._change(sql, job_id)
 
     def renew(self, job_id: str) -> Job:
         """Let a job that ended without success wait once more.
 
-        Raises: JobNotFoundError; JobConflictError if it did not end so, or another one runs.
+        Raises: JobNotFoundError; JobConflictError if it did not end so, or naming another one.
         """
         job = self.get(job_id)
         with self._writing() as connection:
-            sql = _OTHERS.format(_marks((job.gallery,)), _marks(ACTIVE))
-            for other, what in connection.execute(sql, (job.gallery, *ACTIVE)):
-                raise JobConflictError(
-                    f"Job {other} ({what}) is changing the gallery. Wait until it has ended."
-                )
+            _refuse_conflict(connection, job)
             ended = connection.execute(
                 "UPDATE jobs SET state = 'queued', step = 'waits', error = NULL, ended_at = NULL,"
-                " cancel_requested = 0, committed = 0, pid = NULL"
+                " cancel_requested = 0, committed = 0"
                 " WHERE id = ? AND state IN ('failed', 'cancelled')",
                 (job_id,),
             )
@@ -217,11 +246,6 @@ class JobStore:
                 )
         return self.get(job_id)
 
-    def _jobs(self, where: str, *values: object) -> list[Job]:
-        with self._connection() as connection:
-            sql = f"SELECT {_COLUMNS} FROM jobs {where}"  # noqa: S608 (constants)
-            return [_job(row) for row in connection.execute(sql, values)]
-
     def _change(self, sql: str, *values: object) -> bool:
         with self._writing() as connection:
             return connection.execute(sql, values).rowcount > 0
@@ -230,12 +254,8 @@ class JobStore:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._connection() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            try:
+            with connection:  # commits, or rolls back
                 yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
-            connection.execute("COMMIT")
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -250,16 +270,43 @@ class JobStore:
             ) from error
 
 
-def _job(row: tuple[Any, ...]) -> Job:
-    values = dict(zip(_COLUMNS.split(", "), row, strict=True))
-    values["params"] = json.loads(values["params"])
-    values["report"] = None if values["report"] is None else json.loads(values["report"])
-    values["cancel_requested"] = bool(values["cancel_requested"])
-    return Job(**values | {"committed": bool(values["committed"])})
+def reason_of(error: Exception) -> str:
+    """Why a job failed, without the words of an error that nobody foresaw."""
+    if is_foreseen(error):
+        return str(error)
+    return f"The job failed with {type(error).__name__}. The log has the cause."
 
 
-def _marks(values: Sequence[object]) -> str:
-    return ", ".join("?" * len(values))
+def is_foreseen(error: Exception) -> bool:
+    """Whether its words are meant for users."""
+    return isinstance(error, KinlensError | OSError)
+
+
+def _read(connection: sqlite3.Connection, where: str, *values: object) -> list[Job]:
+    names = [column.name for column in fields(Job)]
+    sql = f"SELECT {', '.join(names)} FROM jobs {where}"  # noqa: S608 (constants)
+    return [_job(dict(zip(names, row, strict=True))) for row in connection.execute(sql, values)]
+
+
+def _job(row: dict[str, Any]) -> Job:
+    row["params"] = json.loads(row["params"])
+    row["report"] = None if row["report"] is None else json.loads(row["report"])
+    row["cancel_requested"] = bool(row["cancel_requested"])
+    row["committed"] = bool(row["committed"])
+    return Job(**row)
+
+
+def _active(connection: sqlite3.Connection) -> list[Job]:
+    return _read(connection, "WHERE state IN ('queued', 'running') ORDER BY number")
+
+
+def _refuse_conflict(connection: sqlite3.Connection, job: Job) -> None:
+    for other in _active(connection):
+        if other.id != job.id and in_conflict(job, other):
+            raise JobConflictError(
+                f"Job {other.id} ({other.kind}) works with the same gallery. Wait until it has "
+                f"ended, or end it: POST /jobs/{other.id}/cancel."
+            )
 
 
 def _now() -> str:

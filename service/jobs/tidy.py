@@ -6,13 +6,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from embedder.durable import discard, is_stage
-from embedder.errors import JobNotFoundError, KinlensError
+from embedder.errors import KinlensError
 from indexer.gallery import current_manifest
 from service.galleries.bundles import id_of
 from service.galleries.locations import Sources
-from service.jobs.folders import JobFolders
-from service.jobs.record import ACTIVE, Job
-from service.jobs.store import JobStore
+from service.jobs.store import HEAVY, Job, JobFolders, JobStore
 from service.settings import Settings
 
 KEPT_JOBS = 200
@@ -22,89 +20,71 @@ KEPT = timedelta(days=30)
 """Jobs that ended since then are kept, and bundles that were used since then."""
 
 _RESULTS_KEPT = timedelta(days=7)
+_ALL = 10_000
 
 
-def tidy(state: Path, store: JobStore) -> None:
-    """Remove what is old from the state folder.
+def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> None:
+    """Remove what is old by `now` from the state folder of the settings.
 
-    Of candidates the newest of each gallery stays for seven days, and so do the runs of trainings.
-    Jobs stay for 30 days, and the newest 200 longer. Raises: StateError, OSError.
+    Runs of trainings stay for seven days, and so does, of each gallery, the newest candidate that
+    waits, and that of the newest rebuild or training if it was stopped. Jobs stay for 30 days, and
+    the newest 200 longer. Bundles stay for 30 days after somebody has used them.
+
+    Raises: StateError, KinlensError, OSError.
     """
-    _drop_old_candidates(state, store)
-    _drop_old_runs(state, store)
-    before = (datetime.now(UTC) - KEPT).isoformat(timespec="milliseconds")
-    for job in store.ended_before(before, KEPT_JOBS):
-        folders = JobFolders(state, job.id)
-        folders.drop_candidate()
-        shutil.rmtree(folders.run, ignore_errors=True)
-        shutil.rmtree(folders.path, ignore_errors=True)
-        store.forget(job.id)
+    assert settings.state is not None
+    now = now or datetime.now(UTC)
+    jobs = store.newest(limit=_ALL)
+    _drop_candidates(settings.state, jobs, now)
+    for number, job in enumerate(jobs):
+        folders = JobFolders(settings.state, job.id)
+        if not job.is_active and _age(job, now) > _RESULTS_KEPT:
+            shutil.rmtree(folders.run, ignore_errors=True)
+        if not job.is_active and _age(job, now) > KEPT and number >= KEPT_JOBS:
+            shutil.rmtree(folders.path, ignore_errors=True)
+            store.forget(job.id)
+    if not any(job.is_active for job in jobs):
+        _drop_bundles(settings.state, settings, now)
 
 
-def tidy_bundles(state: Path, settings: Settings, store: JobStore, now: float) -> None:
-    """Remove the bundles of the state folder that nothing has used for 30 days before `now` (s).
+def _drop_candidates(state: Path, jobs: list[Job], now: datetime) -> None:
+    busy = {job.gallery for job in jobs if job.is_active}
+    kept = set()
+    waiting: set[str] = set()
+    begun: set[str] = set()
+    for job in jobs:  # newest first
+        newer = waiting if job.state == "succeeded" else begun
+        is_newest = job.gallery not in newer and _age(job, now) < _RESULTS_KEPT
+        if is_newest or job.gallery in busy:
+            kept.add(job.id)
+        if job.kind in HEAVY:
+            begun.add(job.gallery)
+        if job.state == "succeeded" and JobFolders(state, job.id).candidate.is_dir():
+            waiting.add(job.gallery)
+    for folder in state.glob("candidates/*"):
+        if folder.name not in kept:
+            shutil.rmtree(folder, ignore_errors=True)
 
-    When one was last seen in use is when its folder was last changed, which no copy takes over from
-    elsewhere. While a job waits or runs, or a gallery
-    cannot be read, all stay. Raises: StateError, KinlensError, OSError.
+
+def _drop_bundles(state: Path, settings: Settings, now: datetime) -> None:
+    """When one was last seen in use is when its folder was last changed, which no copy takes over
+    from elsewhere. While a gallery cannot be read, all stay.
     """
-    root = state / "bundles"
-    if not root.is_dir() or store.active():
+    paths = [place.path for place in Sources(settings).look()]
+    try:
+        used = {current_manifest(path).bundle_id for path in [*paths, *state.glob("candidates/*")]}
+    except KinlensError:
         return
-    used = _used_bundles(state, settings)
-    if used is None:
-        return
-    for folder in root.iterdir():
+    if settings.bundle is not None and (served := id_of(settings.bundle)) is not None:
+        used.add(served)
+    for folder in state.glob("bundles/*"):
         bundle_id = id_of(folder)
-        is_old = now - folder.stat().st_ctime > KEPT.total_seconds()
+        is_old = now.timestamp() - folder.stat().st_ctime > KEPT.total_seconds()
         if bundle_id in used:
             os.utime(folder)
         elif bundle_id is not None and is_old and not is_stage(folder):
             discard(folder)
 
 
-def _used_bundles(state: Path, settings: Settings) -> set[str | None] | None:
-    """The ids of the bundles that are served or may be; None if that cannot be told."""
-    paths = [place.path for place in Sources(settings).look()]
-    candidates = state / "candidates"
-    paths += candidates.iterdir() if candidates.is_dir() else ()
-    used = set() if settings.bundle is None else {id_of(settings.bundle)}
-    try:
-        for path in paths:
-            used.add(current_manifest(path).bundle_id)
-    except KinlensError:
-        return None
-    return used
-
-
-def _drop_old_candidates(state: Path, store: JobStore) -> None:
-    root = state / "candidates"
-    folders = list(root.iterdir()) if root.is_dir() else []
-    busy = {job.gallery for job in store.active()}
-    seen: set[str] = set()
-    jobs = [job for job in store.newest(limit=10_000) if (root / job.id).is_dir()]
-    for job in jobs:  # newest first
-        keep = job.state in (*ACTIVE, "succeeded") and job.gallery not in seen
-        if keep and _is_young(job):
-            seen.add(job.gallery)
-        elif job.gallery not in busy:
-            JobFolders(state, job.id).drop_candidate()
-    for folder in folders:
-        if folder.name not in {job.id for job in jobs}:
-            JobFolders(state, folder.name).drop_candidate()
-
-
-def _drop_old_runs(state: Path, store: JobStore) -> None:
-    root = state / "runs"
-    for folder in root.iterdir() if root.is_dir() else ():
-        try:
-            job = store.get(folder.name)
-        except JobNotFoundError:
-            continue  # not one of ours
-        if not job.is_active and not _is_young(job):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_young(job: Job) -> bool:
-    ended = job.ended_at or job.created_at
-    return datetime.now(UTC) - datetime.fromisoformat(ended) < _RESULTS_KEPT
+def _age(job: Job, now: datetime) -> timedelta:
+    return now - datetime.fromisoformat(job.ended_at or job.created_at)

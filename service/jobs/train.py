@@ -1,23 +1,40 @@
 """Train a model in a process of its own, export its bundle, give the gallery that model."""
 
+import contextlib
+import csv
+import hashlib
 import json
+import re
 import shutil
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embedder.errors import GalleryError, ImageError, SourceError
 from embedder.session import FASTER, PROVIDERS
+from embedder.types import AttributeValue
 from indexer.gallery import Gallery
-from service.jobs.class_folders import write_classes
-from service.jobs.command import run_command
-from service.jobs.context import Context
-from service.jobs.epochs import epochs_of, followed, result_of
-from service.jobs.params import TrainParams
-from service.jobs.plan import Plan, data_kind
-from service.jobs.replace import replace_model
-from service.jobs.unseen import Unseen, seen_by, unseen_in
+from service.jobs.params import Plan, TrainParams, data_kind
+from service.jobs.process import Context, run_command
+from service.jobs.rebuild import Questions, replace_model
 
 _PREPARED, _TRAINED, _EXPORTED = 0.05, 0.6, 0.65  # parts of the whole job
 _SHOWN = 100
+_MIN_CLASSES = 4  # of 2 pictures: half of them are held out, and a search needs more than one
+_SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif"}
+_RESULTS = ("figures", "validation", "trunk", "best_epoch", "seconds_per_epoch")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a training learnt from: the sha256 (hex) of its pictures, and the names of its classes.
+
+    Pictures of validation and test classes are not among them.
+    """
+
+    contents: frozenset[str]
+    classes: frozenset[str]
 
 
 def train_gallery(context: Context) -> None:
@@ -25,78 +42,181 @@ def train_gallery(context: Context) -> None:
 
     Raises: StateError if a command fails; SourceError for too few classes; as `replace_model`.
     """
-    params, run = context.params, context.folders.run
+    params, folders = context.params, context.folders
     assert isinstance(params, TrainParams)
+    run = folders.run
+    run.mkdir(parents=True, exist_ok=True)
     _fit(context, params)
-    epoch, total, _ = epochs_of(run)
-    context.tell(training={**result_of(run), "epochs": [epoch, total]}, swapped=False)
-    context.steps.set("export the bundle", _TRAINED)
+    epoch, total, _ = _epochs_of(run)
+    result = _json(run / "result.json")
+    figures = {name: result[name] for name in _RESULTS if name in result}
+    context.tell(training={**figures, "epochs": [epoch, total]}, swapped=False)
+    context.at("export the bundle", _TRAINED)
     bundle = run / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     more = _precisions(context.plan)
     run_command([*context.plan.command, "export", str(run), "--out", str(bundle), *more])
-    seen = seen_by(run, context.plan.data_root or run / "data")
-    shutil.rmtree(run / "data", ignore_errors=True)
-
-    def choose(gallery: Gallery) -> Unseen:
-        return unseen_in(gallery, params.class_attribute, seen)
-
-    replace_model(context, bundle, params.gate, _EXPORTED, choose)
+    seen = seen_by(run, context.plan.data_root or folders.data)
+    shutil.rmtree(folders.data, ignore_errors=True)
+    replace_model(
+        context,
+        bundle,
+        params.gate,
+        _EXPORTED,
+        choose=lambda gallery: unseen_in(gallery, params.class_attribute, seen),
+    )
     shutil.rmtree(bundle, ignore_errors=True)  # the service has a copy
     for checkpoint in run.glob("*.pt"):
         checkpoint.unlink()
 
 
+def seen_by(run: Path, root: Path) -> Seen | None:
+    """What the run in folder `run` trained on, by its train.csv and the pictures in `root`.
+
+    None if there is no such list, or its pictures lie neither in `root` nor in a folder of it.
+
+    Raises: OSError.
+    """
+    try:
+        with (run / "train.csv").open(newline="", encoding="utf-8") as stream:
+            rows = list(csv.DictReader(stream))
+    except FileNotFoundError:
+        return None
+    bases = [root, *sorted(path for path in root.glob("*") if path.is_dir())]
+    base = next((b for b in bases if rows and (b / rows[0]["path"]).is_file()), None)
+    if base is None:
+        return None
+    contents = (hashlib.sha256((base / row["path"]).read_bytes()).hexdigest() for row in rows)
+    return Seen(frozenset(contents), frozenset(row["class"] for row in rows))
+
+
+def unseen_in(gallery: Gallery, class_attribute: str, seen: Seen | None) -> Questions:
+    """Items of classes that were not trained on; where there are none, pictures that were not.
+
+    A class was trained on if one of its pictures was, or a class of its name. Where nothing is
+    known of the training, everything counts as seen.
+    """
+    if seen is None:
+        return Questions(frozenset(), " that are known not to be trained on")
+    items = [(i.key, i.sha256, i.attributes.get(class_attribute)) for i in gallery.items()]
+    trained = {name for _, content, name in items if content in seen.contents}
+    keys = {
+        key
+        for key, _, name in items
+        if name is not None and name not in trained and str(name) not in seen.classes
+    }
+    if keys:
+        return Questions(keys, ", classes that the new model was not trained on")
+    return Questions(
+        {key for key, content, _ in items if content not in seen.contents},
+        " that the new model was not trained on, though on others of their class",
+    )
+
+
 def _precisions(plan: Plan) -> list[str]:
     """The options of an export that has what the service asks for, or may choose by itself."""
-    if plan.precision == "auto":
-        return ["--precision", FASTER[PROVIDERS[plan.device]], "--skip-refused"]
-    return [] if plan.precision == "fp32" else ["--precision", plan.precision]
+    if plan.session.precision == "auto":
+        return ["--precision", FASTER[PROVIDERS[plan.session.device]], "--skip-refused"]
+    return [] if plan.session.precision == "fp32" else ["--precision", plan.session.precision]
 
 
 def _fit(context: Context, params: TrainParams) -> None:
     run = context.folders.run
-    run.mkdir(parents=True, exist_ok=True)
     changes = dict(params.overrides)
     if context.plan.weights is not None:
         changes["model.weights"] = str(context.plan.weights)
     overrides = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
     settings = [_data(context, params), *overrides]
     words = [word for setting in settings for word in ("--set", setting)]
-    is_resumed = (run / "checkpoint.pt").is_file()
-    words += ["--resume"] if is_resumed else []
+    if (run / "checkpoint.pt").is_file():
+        words.append("--resume")
+    told = -1
 
-    def tell(epoch: int, total: int, figures: dict[str, Any]) -> None:
-        part = _PREPARED + (_TRAINED - _PREPARED) * epoch / total
-        loss = f", loss {figures['loss']:.3f}" if "loss" in figures else ""
-        context.steps.set(f"train: {epoch} of {total} epochs{loss}", part)
+    def tell_epoch() -> None:
+        nonlocal told
+        epoch, total, figures = _epochs_of(run)
+        if total and epoch != told:
+            told = epoch
+            loss = f", loss {figures['loss']:.3f}" if "loss" in figures else ""
+            part = _PREPARED + (_TRAINED - _PREPARED) * epoch / total
+            context.at(f"train: {epoch} of {total} epochs{loss}", part)
 
-    context.steps.set("train", _PREPARED)
-    with followed(run, tell):
-        run_command([*context.plan.command, "fit", params.job, "--out", str(run), *words])
+    context.at("train", _PREPARED)
+    fit = [*context.plan.command, "fit", params.job, "--out", str(run), *words]
+    run_command(fit, on_line=tell_epoch)
 
 
 def _data(context: Context, params: TrainParams) -> str:
     """The setting that says what to train on."""
     root = context.plan.data_root
     if root is None:
-        root = context.folders.run / "data"
-        _write_pictures(context, params, root)
+        root = context.folders.data
+        _write_pictures(context, params.class_attribute, root)
     elif data_kind(params.job) != "rendered":
         return f"data.root={json.dumps(str(root))}"
     # A job of another kind has other names in this table, so all of it is replaced.
     return f'data={{kind = "folder", root = {json.dumps(str(root))}, small_classes = "drop"}}'
 
 
-def _write_pictures(context: Context, params: TrainParams, root: Path) -> None:
-    gallery = Gallery.open(context.plan.gallery, verify_hashes=False)
-    try:
-        more = context.steps.enter("copy pictures", 0.0, _PREPARED, gallery.size)
-        read = context.read_image(gallery)
-        left_out = write_classes(gallery, params.class_attribute, read, root, more)
-        for line in left_out[:_SHOWN]:
-            print(f"left out: {line}"[:500], flush=True)  # noqa: T201 (into the log of the job)
-        if left_out[_SHOWN:]:
-            print(f"left out: {len(left_out):,} pictures in all", flush=True)  # noqa: T201
-    finally:
-        gallery.close()
+def _write_pictures(context: Context, class_attribute: str, root: Path) -> None:
+    """Copy the picture of each item of the gallery to `root`/CLASS/NUMBER.
+
+    Raises: SourceError if fewer than four classes have two pictures; OSError.
+    """
+    shutil.rmtree(root, ignore_errors=True)
+    names: dict[AttributeValue, str] = {}
+    sizes: Counter[AttributeValue] = Counter()
+    left_out = []
+    read_image = context.read_image()
+    gallery = Gallery.open(context.plan.gallery, load_index=False)
+    copied = context.progress("copy pictures", 0.0, _PREPARED, gallery.size)
+    for item in gallery.items():
+        copied(1)
+        value = item.attributes.get(class_attribute)
+        suffix = _SUFFIXES.get(item.format)
+        if value is None or suffix is None:
+            left_out.append(f"{item.key}: no {class_attribute}, or no format to train on")
+            continue
+        try:
+            data = read_image(item)
+        except (ImageError, GalleryError, OSError) as error:
+            left_out.append(f"{item.key}: {error}")
+            continue
+        word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40]
+        folder = root / names.setdefault(value, f"{len(names):05d}-{word}")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{item.id:09d}{suffix}").write_bytes(data)
+        sizes[value] += 1
+    gallery.close()
+    for line in left_out[:_SHOWN]:
+        print(f"left out: {line}"[:500], flush=True)  # noqa: T201 (into the log of the job)
+    if left_out[_SHOWN:]:
+        print(f"left out: {len(left_out):,} pictures in all", flush=True)  # noqa: T201
+    enough = sum(size > 1 for size in sizes.values())
+    if enough < _MIN_CLASSES:
+        raise SourceError(
+            f"The pictures of gallery {gallery.name} have {enough} values of the attribute "
+            f"{class_attribute!r} with 2 pictures or more; a training needs {_MIN_CLASSES}. Give "
+            "the items that attribute, or name another one with class_attribute."
+        )
+
+
+def _epochs_of(run: Path) -> tuple[int, int, dict[str, Any]]:
+    """Finished epochs, all epochs (0 if unknown yet), and the figures of the last finished one."""
+    total = _json(run / "job.json").get("optimizer", {}).get("epochs", 0)
+    last: dict[str, Any] = {}
+    with contextlib.suppress(OSError), (run / "log.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError):  # the last line may be half written
+                record = json.loads(line)
+                if isinstance(record, dict) and record.get("kind") == "epoch":
+                    last = record
+    return int(last.get("epoch", 0)), int(total), last
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}

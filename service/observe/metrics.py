@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from service.jobs.record import State
+from service.jobs.store import State
 from service.observe.metrics_shared import RESTARTS, GaugeMode, Readings, render
 from service.search.cache import CacheKind, Level
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from embedder.errors import KinlensError
 from service.galleries.registry import Registry, Served
-from service.jobs.record import State
+from service.jobs.store import State
 from service.observe.health import Health
 from service.observe.metrics import Metrics
 from service.search.cache import Cache

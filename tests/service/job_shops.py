@@ -1,5 +1,6 @@
 """A shop in a state folder, for the tests of jobs."""
 
+import contextlib
 import os
 import shlex
 import sys
@@ -12,11 +13,13 @@ import numpy as np
 from PIL import Image
 
 from embedder.bundle import Bundle
+from embedder.errors import GalleryError
 from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
 from indexer.ingest.build import BuildSettings, build_gallery
 from indexer.ingest.sources import folder_source
-from service.jobs.replace import store_bundle
+from service.jobs.rebuild import store_bundle
+from service.jobs.store import ACTIVE
 from service.settings import Settings
 from tests.support.seams import Job, JobManager
 from tests.tiny import encoded, picture
@@ -50,7 +53,21 @@ class JobShop:
         store_bundle(new.path, self.state / "bundles")
         chosen = {"bundle": old.path, "state": self.state, "training_command": self.trainer()}
         self.settings = Settings(**chosen | settings)
-        self.manager = JobManager(self.state, self.settings)
+        self.manager = JobManager(self.settings)
+
+    def reopen(self, **changes: Any) -> None:
+        """Another manager, with these settings changed, watches the jobs until `close`."""
+        self.manager.close()
+        self.settings = self.settings.model_copy(update=changes)
+        self.manager = JobManager(self.settings)
+        self.manager.open()
+
+    def close(self) -> None:
+        for state in ACTIVE:
+            for job in self.manager.list(state):
+                self.manager.cancel(job.id)
+        self.until(lambda: not self.manager.list("running"))
+        self.manager.close()
 
     def build(self, name: str) -> Path:
         path = self.state / "galleries" / name
@@ -66,13 +83,13 @@ class JobShop:
         return self.manager.start(kind, "shop", params, by)
 
     def ended(self, job_id: str) -> Job:
-        """The job, once it has ended; meanwhile what waits is started."""
-        self.until(lambda: not self.look(job_id).is_active)
+        """The job, once it has ended."""
+        self.until(lambda: not self.manager.get(job_id).is_active)
         return self.manager.get(job_id)
 
-    def look(self, job_id: str) -> Job:
-        self.manager._look()
-        return self.manager.get(job_id)
+    def cancelled(self, job_id: str) -> None:
+        self.manager.cancel(job_id)
+        assert self.ended(job_id).state == "cancelled"
 
     def gallery(self, name: str = "shop") -> Gallery:
         return Gallery.open(self.state / "galleries" / name)
@@ -83,6 +100,15 @@ class JobShop:
             return {item.key: (item.sha256, dict(item.attributes)) for item in gallery.items()}
         finally:
             gallery.close()
+
+    @staticmethod
+    def size_of(path: Path) -> int:
+        with (
+            contextlib.suppress(GalleryError),
+            contextlib.closing(Gallery.open(path, load_index=False)) as gallery,
+        ):
+            return gallery.size
+        return 0
 
     def bundle_id(self) -> str:
         gallery = self.gallery()

@@ -8,9 +8,9 @@ import pytest
 
 from indexer.gallery import Gallery
 from indexer.types import Entry
-from service.jobs.gate import Verdict, judge
 from service.jobs.params import Gate
-from service.jobs.unseen import Seen, seen_by, unseen_in
+from service.jobs.rebuild import Verdict, judge
+from service.jobs.train import Seen, seen_by, unseen_in
 from tests.support.seams import compare
 
 DIM = 24

@@ -1,17 +1,18 @@
 """The table of jobs: laws that hold for any number of processes."""
 
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from embedder.errors import JobConflictError, JobNotFoundError, StateError
-from service.jobs.steps import JobCancelledError, Steps
+from service.jobs.store import Kind
 from tests.support.seams import Job, JobStore
 
 ROOT = Path(__file__).parents[2]
+Start = tuple[Kind, str, dict[str, Any]]
 CREATE = """
 import sys
 from pathlib import Path
@@ -33,27 +34,24 @@ def store(tmp_path: Path) -> JobStore:
     return JobStore(tmp_path / "state" / "service.sqlite")
 
 
-def running(store: JobStore, kind: str = "compact", gallery: str = "shop") -> Job:
-    job = store.create(kind, gallery, {"n": 1}, "test")  # type: ignore[arg-type]
-    assert store.begin(job.id, 1)
+def running(store: JobStore, kind: Kind = "compact", gallery: str = "shop") -> Job:
+    job = store.create(kind, gallery, {"n": 1}, "test")
+    assert store.begin(job.id)
     return store.get(job.id)
 
 
-def test_a_job_is_read_as_it_was_written(store: JobStore) -> None:
+def test_a_job_is_read_as_it_was_written_the_newest_first(store: JobStore) -> None:
     job = running(store)
     assert (job.kind, job.gallery, job.by, job.params) == ("compact", "shop", "test", {"n": 1})
     assert (job.state, job.done, job.total, job.ended_at) == ("running", 0, 1000, None)
     assert job.started_at is not None
-    assert store.newest() == store.active() == store.newest("running") == [job]
+    more = [store.create("compact", f"g{n}", {}, "test") for n in range(4)]
+    assert store.newest(limit=3) == more[:0:-1]
+    assert store.active() == [job, *more]
+    assert store.newest("running") == [job]
     assert store.newest("failed") == []
     with pytest.raises(JobNotFoundError, match="GET /jobs"):
         store.get("nothing")
-
-
-def test_the_newest_come_first_and_no_more_than_asked_for(store: JobStore) -> None:
-    ids = [store.create("compact", f"g{n}", {}, "test").id for n in range(5)]
-    assert [job.id for job in store.newest(limit=3)] == ids[:1:-1]
-    assert [job.id for job in store.active()] == ids
 
 
 def test_done_never_goes_back_and_never_beyond_the_whole(store: JobStore) -> None:
@@ -64,29 +62,51 @@ def test_done_never_goes_back_and_never_beyond_the_whole(store: JobStore) -> Non
         assert store.get(job.id).step == f"told {told}"
 
 
-def test_a_job_ends_once(store: JobStore) -> None:
-    job = running(store)
-    assert store.finish(job.id, "failed", "why")
-    assert not store.finish(job.id, "succeeded")
+def test_a_job_begins_once_and_ends_once(store: JobStore) -> None:
+    job = store.create("compact", "shop", {}, "test")
+    assert [store.begin(job.id) for _ in range(3)] == [True, False, False]
+    assert store.fail(job.id, "why")
+    assert not store.succeed(job.id)
     store.progress(job.id, "more", 900)
     found = store.get(job.id)
     assert (found.state, found.error, found.done) == ("failed", "why", 0)
-    assert not store.begin(job.id, 1)
+    assert not store.begin(job.id)
     assert not store.cancel(job.id)
-
-
-def test_a_job_is_begun_by_one(store: JobStore) -> None:
-    job = store.create("compact", "shop", {}, "test")
-    assert [store.begin(job.id, 1) for _ in range(3)] == [True, False, False]
 
 
 def test_one_heavy_job_runs_at_a_time(store: JobStore) -> None:
     first = running(store, "train", "a")
     second = store.create("rebuild", "b", {}, "test")
-    assert not store.begin(second.id, 1)
+    assert not store.begin(second.id)
     running(store, "compact", "c")
-    store.finish(first.id, "failed")
-    assert store.begin(second.id, 1)
+    store.fail(first.id, "why")
+    assert store.begin(second.id)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        (("compact", "x", {}), ("compact", "x", {}), True),
+        (("compact", "x", {}), ("compact", "y", {}), False),
+        (("swap", "x", {"with": "y"}), ("compact", "y", {}), True),
+        (("swap", "x", {"with": "y"}), ("compact", "x", {}), True),
+        (("swap", "x", {"with": "y"}), ("swap", "y", {"with": "x"}), True),
+        (("swap", "x", {"with": "y"}), ("swap", "z", {"with": "y"}), False),  # both only read it
+        (("swap", "x", {"with": "y"}), ("swap", "y", {"with": "z"}), True),
+        (("swap", "x", {"with": "y"}), ("compact", "z", {}), False),
+    ],
+)
+def test_no_job_writes_a_gallery_that_another_one_reads_or_writes_whichever_came_first(
+    store: JobStore, one: Start, other: Start, meet: bool, is_turned: bool
+) -> None:
+    first, second = (other, one) if is_turned else (one, other)
+    job = store.create(*first, "test")
+    if meet:
+        with pytest.raises(JobConflictError, match=job.id):
+            store.create(*second, "test")
+    else:
+        store.create(*second, "test")
 
 
 def test_a_cancel_before_the_commit_keeps_the_gallery_and_one_after_it_is_refused(
@@ -94,10 +114,11 @@ def test_a_cancel_before_the_commit_keeps_the_gallery_and_one_after_it_is_refuse
 ) -> None:
     early = running(store, gallery="early")
     assert store.cancel(early.id)
-    with pytest.raises(JobCancelledError):
-        Steps(store, early.id).commit()
+    assert not store.commit(early.id)
+    store.fail(early.id, "why")
+    assert (store.get(early.id).state, store.get(early.id).error) == ("cancelled", None)
     late = running(store, gallery="late")
-    Steps(store, late.id).commit()
+    assert store.commit(late.id)
     assert not store.cancel(late.id)
     assert not store.get(late.id).cancel_requested
 
@@ -115,29 +136,19 @@ def test_only_what_did_not_succeed_is_renewed_and_only_while_the_gallery_is_free
     store: JobStore,
 ) -> None:
     job = running(store, "train")
-    with pytest.raises(JobConflictError):
+    with pytest.raises(JobConflictError, match="running"):
         store.renew(job.id)
-    store.finish(job.id, "failed", "why")
-    other = running(store)
+    store.fail(job.id, "why")
+    other = store.create("swap", "else", {"with": "shop"}, "test")
     with pytest.raises(JobConflictError, match=other.id):
         store.renew(job.id)
-    store.finish(other.id, "succeeded")
+    assert store.begin(other.id)
+    assert store.succeed(other.id)
     renewed = store.renew(job.id)
     assert (renewed.state, renewed.error, renewed.ended_at) == ("queued", None, None)
     store.cancel(renewed.id)
     with pytest.raises(JobConflictError, match="succeeded"):
         store.renew(other.id)
-
-
-def test_steps_tell_a_part_of_the_whole(store: JobStore) -> None:
-    job = running(store)
-    steps = Steps(store, job.id)
-    more = steps.enter("embed", 0.2, 0.6, units=1000)
-    assert store.get(job.id).done == 200
-    more(1000)
-    assert (store.get(job.id).done, store.get(job.id).step) == (600, "embed 1,000 of 1,000")
-    more(5000)
-    assert store.get(job.id).done == 600
 
 
 def test_many_processes_write_at_once_and_one_gets_the_gallery(tmp_path: Path) -> None:
@@ -157,4 +168,3 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     path.write_bytes(b"no database" * 1000)
     with pytest.raises(StateError, match=r"service\.sqlite"):
         JobStore(path)
-    assert sqlite3.sqlite_version_info >= (3, 37)  # STRICT tables

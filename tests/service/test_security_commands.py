@@ -2,8 +2,6 @@
 
 import json
 import socket
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from embedder.bundle import Bundle
 from service.__main__ import app
-from tests.support.seams import KeyStore
+from tests.support.seams import JobStore, KeyStore
 
 
 def call(*arguments: str) -> Result:
@@ -160,14 +158,12 @@ def test_keys_need_a_folder() -> None:
     assert "--state DIR" in result.stderr
 
 
-def test_work_runs_the_jobs_of_the_state_folder(
+def test_work_does_the_jobs_of_the_state_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Any] = []
-    fake = types.ModuleType("service.jobs.work")
-    fake.run_worker = lambda settings, once: seen.append((settings.state, once))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "service.jobs", types.ModuleType("service.jobs"))
-    monkeypatch.setitem(sys.modules, "service.jobs.work", fake)
     monkeypatch.setattr("service.commands.work.configure_logs", lambda *given: None)
+    store = JobStore(tmp_path / "service.sqlite")
+    job = store.create("compact", "nothing", {}, "test")
     assert call("work", "--once", "--state", str(tmp_path)).exit_code == 0
-    assert seen == [(tmp_path, True)]
+    assert store.get(job.id).state == "failed"  # there is no such gallery
+    assert call("work", "--once").exit_code == 1

@@ -34,9 +34,7 @@ from service.galleries.locations import Place, Sources
 from service.http.scopes import addresses, required_scope
 from service.http.server import listen
 from service.jobs.manager import JobManager
-from service.jobs.record import Job
-from service.jobs.store import JobStore
-from service.jobs.work import run_worker
+from service.jobs.store import Job, JobStore
 from service.search.cache import Cache, Lookup, LruCache, embedding_key
 from service.search.decoder import InlineDecoder, ProcessDecoder
 from service.search.lanes import Lanes
@@ -85,7 +83,6 @@ __all__ = [
     "publish_generation",
     "recall_at",
     "required_scope",
-    "run_worker",
     "set_fault_hook",
     "tune",
     "write_segment",

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.jobs.plan import data_kind, training_jobs
+from service.jobs.params import data_kind, training_jobs
 from tests.training.jobs import Silent
 from tests.training.official_layouts import KINDS, write_layout
 from training.config.job import Job, job_toml, load_job, parse_job

@@ -12,7 +12,6 @@ export const KINDS = {
   swap: "Swap",
   rebuild: "Change the model",
   train: "Train a model",
-  delete_where: "Delete by filter",
 };
 export const STATES = { queued: "waiting", running: "running", succeeded: "done", failed: "failed", cancelled: "cancelled" };
 const ACTIVE = ["queued", "running"];
@@ -114,7 +113,7 @@ export class JobPanel {
     const wanted = [];
     if (isActive(job)) wanted.push(["cancel", "Cancel the job", "secondary"]);
     if (job.waits) wanted.push(["swap", "Put the new one in place", "primary"]);
-    if (job.kind === "train" && ["failed", "cancelled"].includes(job.state)) wanted.push(["resume", "Go on with it", "secondary"]);
+    if (["rebuild", "train"].includes(job.kind) && ["failed", "cancelled"].includes(job.state)) wanted.push(["resume", "Go on with it", "secondary"]);
     const now = wanted.map(([what]) => what).join();
     if (now === this.buttons.dataset.shown) return;
     this.buttons.dataset.shown = now;

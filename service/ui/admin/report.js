@@ -68,8 +68,7 @@ function rebuilt({ rebuild: found }) {
   return [line(`${count(found.missing)} of ${count(found.found)} items were left out, as their pictures cannot be read: ${names}.`, "report-missing", "verdict attention")];
 }
 
-function rest({ segment, removed }) {
-  if (typeof removed === "number") return [line(`${count(removed)} items were removed.`, "report-removed")];
+function rest({ segment }) {
   return segment ? [line("The index was made anew.", "report-segment")] : [];
 }
 

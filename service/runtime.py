@@ -10,6 +10,7 @@ import structlog
 from embedder.errors import DeadlineExceededError
 from embedder.session import Embedder
 from service.access.keys import KeyStore, open_keys
+from service.concurrency import BoundedPool
 from service.galleries.failures import Failures
 from service.galleries.managed import ManagedGalleries, create_changes
 from service.galleries.registry import Registry
@@ -29,7 +30,6 @@ from service.search.model import Batcher, Encoder, Models
 from service.search.pipeline import Pipeline
 from service.search.recall import RecallSampler
 from service.settings import Settings
-from service.threads import BoundedPool
 
 _PATIENCE = 4
 _WRITERS = 2  # a catalogue has one writer at a time; the other one prepares

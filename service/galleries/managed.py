@@ -17,6 +17,7 @@ from embedder.errors import (
 )
 from indexer.gallery import Gallery, current_generation, delete_gallery
 from indexer.types import checked_name
+from service.concurrency import BoundedPool
 from service.galleries.locations import managed_folder
 from service.galleries.registry import Registry
 from service.galleries.uploads import Uploads
@@ -25,7 +26,6 @@ from service.jobs.manager import JobManager
 from service.jobs.store import ACTIVE, Job
 from service.search.model import Model, Models
 from service.settings import Settings
-from service.threads import BoundedPool
 
 T = TypeVar("T")
 Changes = tuple[Uploads | None, Writes, "ManagedGalleries"]

@@ -21,6 +21,7 @@ from embedder.errors import (
     GalleryNotFoundError,
     KinlensError,
 )
+from service.concurrency import DaemonThreads
 from service.galleries.failures import Failures
 from service.galleries.holding import Holding, held
 from service.galleries.loading import Opened, OpenGallery, check_searches
@@ -28,7 +29,6 @@ from service.galleries.locations import Place, is_name
 from service.galleries.lookout import Lookout
 from service.galleries.types import Gallery
 from service.search.model import Model, Models
-from service.threads import DaemonThreads
 
 T = TypeVar("T")
 _SHOWN_NAME = 64

@@ -17,9 +17,9 @@ from embedder.errors import (
 )
 from embedder.preprocess import MAX_SIDE_PX, ImageLimits
 from indexer.ingest.sources import ANY_SIZE
+from service.concurrency import SingleFlight
 from service.search.cache import LruCache
 from service.search.lanes import Lanes
-from service.search.single_flight import SingleFlight
 
 SIDES_PX = (160, 320, 640)
 """Longest sides of the small pictures that can be asked for."""

@@ -24,6 +24,7 @@ from embedder.errors import (
 from embedder.types import ItemId
 from indexer.filters.tree import Filter
 from indexer.gallery import current_generation
+from service.concurrency import BoundedPool
 from service.galleries import storing
 from service.galleries.claims import Claims
 from service.galleries.holders import Holders
@@ -33,7 +34,6 @@ from service.galleries.storing import Changed, Changes, Put
 from service.galleries.uploads import Uploads
 from service.galleries.versions import check_generation
 from service.search.model import Model
-from service.threads import BoundedPool
 
 T = TypeVar("T")
 _EMBEDDED_AT_ONCE = 16  # of all puts together: searches find a place in the queue of the model

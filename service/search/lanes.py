@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from embedder.preprocess import ImageLimits
+from service.concurrency import BoundedPool
 from service.search.decoder import Decoder
-from service.threads import BoundedPool
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from starlette.types import Lifespan
 from embedder.errors import KinlensError
 from embedder.session import Embedder
 from service.api.router import build_router
-from service.galleries.types import Gallery
+from service.galleries.registry import Gallery
 from service.http.guard import Guard, build_guard
 from service.http.middleware import AllowedHosts, RequestContext, SecurityHeaders
 from service.http.openapi import install_openapi

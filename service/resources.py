@@ -1,16 +1,15 @@
 """What the settings name and the service is put together from: bundles, galleries, the cache."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from embedder.errors import GalleryNotFoundError
 from embedder.session import Embedder
-from service.galleries.bundles import Bundles, OneBundle
-from service.galleries.failures import Failures
-from service.galleries.loading import Loader, refuse_nothing
-from service.galleries.locations import Sources, open_place
-from service.galleries.registry import Registry
-from service.galleries.types import Gallery
+from indexer.gallery import Gallery as IndexedGallery
+from service.galleries.locations import Bundles, Locations
+from service.galleries.migration import bring_over
+from service.galleries.registry import Gallery, Registry
 from service.search.cache import Cache, LruCache
 from service.search.model import Connect, Models
 from service.search.redis_cache import RedisStore
@@ -22,7 +21,7 @@ _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": ()}
 def open_registry(
     settings: Settings,
     connect: Connect,
-    failures: Failures,
+    on_failure: Callable[[str], None],
     embedder: Embedder | None,
     galleries: Mapping[str, Gallery] | None,
 ) -> tuple[Registry, Models]:
@@ -32,17 +31,21 @@ def open_registry(
 
     Raises: BundleError, GalleryError.
     """
-    bundles = Bundles(settings) if embedder is None else OneBundle(embedder)
-    primary = bundles.primary()
+    bundles = Bundles(settings, embedder)
     models = Models(bundles.open, connect)
     own = settings if galleries is None else settings.model_copy(update=_NO_GALLERIES)
-    sources = Sources(own)
-    places = sources.look()
-    given = galleries or {}
-    if settings.state is None:
-        refuse_nothing([*given, *places])
-    opened = Loader(models, primary, open_place).load(given, places, failures)
-    return Registry(sources, models, primary, open_place, opened, failures), models
+    locations = Locations(own)
+    found = locations.list_galleries()
+    if settings.state is not None:
+        given = [one.path for one in (galleries or {}).values() if isinstance(one, IndexedGallery)]
+        bring_over(settings.state, [*given, *(location.path for location in found)])
+    elif not galleries and not found:
+        raise GalleryNotFoundError(
+            "No gallery was given. Name at least one folder with --gallery or KINLENS_GALLERIES, "
+            "or a folder for those that are made while the service runs with --state."
+        )
+    registry = Registry(locations, models, bundles.primary(), galleries, on_failure=on_failure)
+    return registry, models
 
 
 def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:

@@ -8,13 +8,11 @@ import structlog
 
 from embedder.session import Embedder
 from service.access.keys import KeyStore, open_keys
-from service.galleries.failures import Failures
-from service.galleries.managed import ManagedGalleries, create_changes
-from service.galleries.registry import Registry
-from service.galleries.renditions import Renditions
-from service.galleries.types import Gallery
-from service.galleries.uploads import Uploads
-from service.galleries.writes import Writes
+from service.galleries.items import Items
+from service.galleries.locations import managed_folder
+from service.galleries.managed import ManagedGalleries
+from service.galleries.pictures import Renditions, Sweeper
+from service.galleries.registry import Gallery, Registry
 from service.jobs.manager import JobManager, open_jobs
 from service.observe.health import Health
 from service.observe.metrics import Metrics
@@ -50,8 +48,8 @@ class Runtime:
     health: Health
     observer: Observer
     keys: KeyStore | None
-    uploads: Uploads | None
-    writes: Writes
+    items: Items
+    sweeper: Sweeper | None
     managed: ManagedGalleries
     jobs: JobManager | None
 
@@ -75,7 +73,8 @@ class Runtime:
         await self.decoding.start()
         await self.cache.start()
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
-        self.writes.start()
+        if self.sweeper is not None:
+            self.sweeper.start()
         if self.jobs is not None:
             self.jobs.open()
         structlog.get_logger().info(
@@ -97,7 +96,8 @@ class Runtime:
         """Stop the workers, disconnect, let go of the threads; one that hangs is left behind."""
         if self.jobs is not None:
             await asyncio.to_thread(self.jobs.close)
-        await self.writes.stop()
+        if self.sweeper is not None:
+            await asyncio.to_thread(self.sweeper.stop)
         await self.registry.stop()
         await self.decoding.close()
         await self.cache.close()
@@ -119,16 +119,21 @@ def build_runtime(
     cache.observe(metrics.observe_lookup)
     pools = _create_pools(settings)
     decoding = create_decoder(settings)
-    failures = Failures(lambda name: metrics.reload_failures.labels(name).inc())
     connect = _connector(settings, cache, decoding, metrics)
-    registry, models = open_registry(settings, connect, failures, embedder, galleries)
+    registry, models = open_registry(
+        settings,
+        connect,
+        lambda name: metrics.reload_failures.labels(name).inc(),
+        embedder,
+        galleries,
+    )
     publish(metrics, models, decoding, cache)
     jobs = open_jobs(settings)
     observer = Observer(
         *(metrics, registry, models, pools["lookup"], settings.search_timeout_ms / 1e3),
         jobs=None if jobs is None else jobs.counts,
     )
-    uploads, writes, managed = create_changes(settings, registry, models, pools["write"], jobs)
+    folder, limit_s = managed_folder(settings.state), settings.request_timeout_ms / 1e3
     return Runtime(
         settings=settings,
         registry=registry,
@@ -142,9 +147,9 @@ def build_runtime(
         health=Health(registry, models, decoding, pools["lookup"], settings.ready_timeout_ms / 1e3),
         observer=observer,
         keys=open_keys(settings.state),
-        uploads=uploads,
-        writes=writes,
-        managed=managed,
+        items=Items(registry, pools["write"], limit_s, puts=settings.state is not None),
+        sweeper=_create_sweeper(settings, registry),
+        managed=ManagedGalleries(registry, models, folder, pools["write"], jobs, limit_s),
         jobs=jobs,
     )
 
@@ -163,6 +168,10 @@ def _create_search(
         crowd=max(1, settings.queue_size // 2),
         sampler=sampler,
     )
+
+
+def _create_sweeper(settings: Settings, registry: Registry) -> Sweeper | None:
+    return None if settings.state is None else Sweeper(settings.state, registry.folders)
 
 
 def _create_renditions(settings: Settings, decoding: Decoder) -> Renditions:

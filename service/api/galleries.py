@@ -57,7 +57,7 @@ def _add_reading(router: APIRouter, runtime: Runtime) -> None:
     )
     async def gallery(name: str) -> GalleryDetail:
         """A gallery with its attributes, for filters; its index; the calibration of its bundle."""
-        await runtime.registry.know(name)
+        await runtime.registry.refresh_if_unknown(name)
         listed = await _listed(runtime, name)
         with runtime.registry.lease(name) as served:
             return await look(runtime, "the gallery", lambda: _detail(served, listed))
@@ -100,12 +100,12 @@ async def _listed(runtime: Runtime, name: str) -> GalleryModel:
             dim=gallery.dim,
             created_at=gallery.created_at,
             managed=served.managed,
-            writable=runtime.uploads is not None and _may_write(served.path),
+            writable=runtime.settings.state is not None and _may_write(served.path),
         )
 
 
 def _may_write(path: Path | None) -> bool:
-    return path is None or os.access(path, os.W_OK)
+    return path is not None and os.access(path, os.W_OK)
 
 
 def _detail(served: Served, listed: GalleryModel) -> GalleryDetail:

@@ -25,10 +25,9 @@ from service.api.item_bodies import PUT_BODY, new_items
 from service.api.parameters import whole_number
 from service.api.problem_models import Problem
 from service.api.reading import FAILURES, MAX_ID, item_model, look, where_of
-from service.galleries.items import Outcome
+from service.galleries.items import Outcome, Put
+from service.galleries.locations import VERSION_PATTERN, VERSION_TEXT
 from service.galleries.registry import Served
-from service.galleries.storing import Put
-from service.galleries.versions import VERSION_PATTERN, VERSION_TEXT
 from service.http.json_bodies import body_docs, read_model
 from service.http.openapi import problems
 from service.problems import (
@@ -105,7 +104,7 @@ def _add_listing(router: APIRouter, runtime: Runtime) -> None:
 
         To read all while some are added and removed, send the last number of a page as `after`.
         """
-        await runtime.registry.know(name)
+        await runtime.registry.refresh_if_unknown(name)
         with runtime.registry.lease(name) as served:
             gallery = served.gallery
 
@@ -123,7 +122,7 @@ def _add_reading(router: APIRouter, runtime: Runtime) -> None:
     )
     async def item(name: str, item_id: _ID) -> ItemModel:
         """What is known of one item."""
-        await runtime.registry.know(name)
+        await runtime.registry.refresh_if_unknown(name)
         with runtime.registry.lease(name) as served:
             gallery = served.gallery
             found = await look(runtime, "the item", lambda: gallery.item(item_id))
@@ -143,11 +142,11 @@ def _add_putting(router: APIRouter, runtime: Runtime) -> None:
         The same key and content again is `unchanged`. Searches find an item when this returns. If a
         single item was sent and failed, the answer is its problem.
         """
-        await runtime.registry.know(name)
+        await runtime.registry.refresh_if_unknown(name)
         with runtime.registry.lease(name):
             pass  # an unknown gallery is told before the body is read
         items = await new_items(request, runtime)
-        done = await runtime.writes.put(name, items)
+        done = await runtime.items.put(name, items)
         if len(items) == 1 and done.outcomes[0].error is not None:
             raise done.outcomes[0].error
         return _put_answer(done, request)
@@ -161,8 +160,8 @@ def _add_putting(router: APIRouter, runtime: Runtime) -> None:
     async def patch(name: str, request: Request) -> PatchAnswer:
         """Change attributes of items by key, all or none."""
         sent = await read_model(request, PatchItems)
-        await runtime.registry.know(name)
-        changed = await runtime.writes.patch(name, sent.changes)
+        await runtime.registry.refresh_if_unknown(name)
+        changed = await runtime.items.patch(name, sent.changes)
         return PatchAnswer(changed=changed.count, version=changed.version)
 
 
@@ -172,8 +171,8 @@ def _add_removing(router: APIRouter, runtime: Runtime) -> None:
         name: str, key: Annotated[list[str], Parameter(min_length=1, max_length=MAX_KEYS)]
     ) -> RemoveAnswer:
         """Remove items; unknown keys are not counted."""
-        await runtime.registry.know(name)
-        removed = await runtime.writes.remove(name, key)
+        await runtime.registry.refresh_if_unknown(name)
+        removed = await runtime.items.remove(name, key)
         return RemoveAnswer(removed=removed.count, version=removed.version)
 
     @router.post(
@@ -187,14 +186,14 @@ def _add_removing(router: APIRouter, runtime: Runtime) -> None:
         items = await read_model(request, RemoveItems)
         if (items.keys is None) == (items.filter is None):
             raise InvalidParameterError("Send either keys or filter, and not both.")
-        await runtime.registry.know(name)
+        await runtime.registry.refresh_if_unknown(name)
         if items.keys is not None:
-            removed = await runtime.writes.remove(name, items.keys)
+            removed = await runtime.items.remove(name, items.keys)
         else:
             where = await look(runtime, "the filter", lambda: where_of(items.filter))
             if where is None:
                 raise errors.FilterError("The filter is empty. To remove all items, send keys.")
-            removed = await runtime.writes.remove_where(name, where)
+            removed = await runtime.items.remove_where(name, where)
         return RemoveAnswer(removed=removed.count, version=removed.version)
 
 
@@ -210,8 +209,8 @@ def _add_removing_one(router: APIRouter, runtime: Runtime) -> None:
         ] = None,
     ) -> RemoveAnswer:
         """Remove one item by its number; in another generation that is the number of another."""
-        await runtime.registry.know(name)
-        removed = await runtime.writes.remove_item(name, item_id, version)
+        await runtime.registry.refresh_if_unknown(name)
+        removed = await runtime.items.remove_item(name, item_id, version)
         return RemoveAnswer(removed=removed.count, version=removed.version)
 
 

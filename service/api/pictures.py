@@ -7,13 +7,12 @@ from fastapi import Query as Parameter
 from pydantic import BeforeValidator
 
 from embedder import errors
-from indexer.ingest.pictures import is_shown, item_bytes, shown
+from indexer.ingest.pictures import ItemImage, is_shown, item_bytes, shown
 from indexer.types import Item
 from service.api.reading import FAILURES, MAX_ID, look
-from service.galleries.renditions import SIDES_PX
-from service.galleries.types import Gallery, ItemImage
-from service.galleries.uploads import Uploads
-from service.galleries.versions import VERSION_PATTERN, VERSION_TEXT, check_generation
+from service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, check_generation
+from service.galleries.pictures import SIDES_PX
+from service.galleries.registry import Served
 from service.http.openapi import problems
 from service.problems import KINDS
 from service.runtime import Runtime
@@ -55,7 +54,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         size: _Size = None,
     ) -> Response:
         """The picture as a browser can show it; items are found by number only."""
-        await runtime.registry.know(name)
+        await runtime.registry.refresh_if_unknown(name)
         with runtime.registry.lease(name) as served:
             gallery = served.gallery
             check_generation(name, gallery.generation, version)
@@ -65,47 +64,53 @@ def build_router(runtime: Runtime) -> APIRouter:
                 # It may have been removed.
                 await look(runtime, "the picture", lambda: gallery.item(item_id))
                 return Response(status_code=304, headers=headers)
-            data, media_type = await _picture(runtime, gallery, item_id, size)
+            data, media_type = await _picture(runtime, served, item_id, size)
         return Response(data, media_type=media_type, headers=headers)
 
     return router
 
 
 async def _picture(
-    runtime: Runtime, gallery: Gallery, item_id: int, size: int | None
+    runtime: Runtime, served: Served, item_id: int, size: int | None
 ) -> tuple[bytes, str]:
     """The picture of an item and its media type. What is decoded is decoded elsewhere."""
 
     def find() -> tuple[Item, ItemImage | None]:
-        item = gallery.item(item_id)
+        item = served.gallery.item(item_id)
         as_it_is = size is None and is_shown(item.format)
-        return item, _stored(gallery, item, runtime.uploads) if as_it_is else None
+        return item, _stored(served, item) if as_it_is else None
 
     item, picture = await look(runtime, "the picture", find)
     if picture is not None:
         return picture.data, picture.media_type
 
     async def read() -> bytes:
-        return await look(runtime, "the picture", lambda: _bytes(gallery, item, runtime.uploads))
+        return await look(runtime, "the picture", lambda: _bytes(served, item))
 
-    key = f"{gallery.generation}-{item_id}"
+    # Copies of a folder share their generation and its numbers.
+    key = f"{served.name}-{served.gallery.generation}-{item_id}"
     return await runtime.renditions.get(key, read, size), "image/jpeg"
 
 
-def _stored(gallery: Gallery, item: Item, uploads: Uploads | None) -> ItemImage:
+def _stored(served: Served, item: Item) -> ItemImage:
     """A picture that browsers show: the file that was indexed, or the one that was uploaded.
 
     Raises: ItemNotFoundError, GalleryError.
     """
-    if uploads is not None and not item.path and uploads.has(item.sha256):
-        return shown(uploads.open(item.sha256), item.format)
-    return gallery.image(item.id)
+    data = _uploaded(served, item)
+    return served.gallery.image(item.id) if data is None else shown(data, item.format)
 
 
-def _bytes(gallery: Gallery, item: Item, uploads: Uploads | None) -> bytes:
+def _bytes(served: Served, item: Item) -> bytes:
     """As `_stored`, of any format, as it is."""
     if is_shown(item.format):
-        return _stored(gallery, item, uploads).data
-    if uploads is not None and not item.path and uploads.has(item.sha256):
-        return uploads.open(item.sha256)
-    return item_bytes(gallery.image_root, item)
+        return _stored(served, item).data
+    data = _uploaded(served, item)
+    return item_bytes(served.gallery.image_root, item) if data is None else data
+
+
+def _uploaded(served: Served, item: Item) -> bytes | None:
+    pictures = served.pictures
+    if pictures is None or item.path or not pictures.has(item.sha256):
+        return None
+    return pictures.read(item.sha256)

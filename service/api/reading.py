@@ -11,8 +11,8 @@ from indexer.filters.text import parse_filter
 from indexer.filters.tree import Filter
 from indexer.types import Item
 from service.api.gallery_models import ItemModel
-from service.galleries.types import Gallery
-from service.galleries.versions import VERSION_DIGITS
+from service.galleries.locations import VERSION_DIGITS
+from service.galleries.registry import Gallery
 from service.http.json_bodies import parse_json
 from service.problems import KINDS
 from service.runtime import Runtime

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Path, Response
 
 from embedder import errors
 from service.api.sample_models import SampleModel, SamplesAnswer
-from service.galleries.samples import MAX_SAMPLES, Samples
+from service.galleries.pictures import MAX_SAMPLES, Samples
 from service.http.openapi import problems
 from service.problems import INVALID, KINDS
 from service.runtime import Runtime

@@ -10,7 +10,7 @@ from indexer.gallery import Gallery
 from indexer.ingest.rebuild import ReadImage
 from indexer.ingest.sources import ANY_SIZE, Record, read_image
 from indexer.types import Item
-from service.galleries.uploads import Uploads
+from service.galleries.pictures import PictureFolder
 from service.jobs.folders import JobFolders
 from service.jobs.params import Params
 from service.jobs.plan import Plan
@@ -44,14 +44,14 @@ class Context:
         return OnnxEmbedder.open(bundle, settings, ANY_SIZE)
 
     def read_image(self, gallery: Gallery) -> ReadImage:
-        """How to read the picture of an item: from the image root, or from the uploads."""
+        """How to read the picture of an item: from the image root, or as it was uploaded."""
         root = self.plan.image_root or gallery.image_root
-        uploads = Uploads(self.folders.state / "uploads")
+        pictures = PictureFolder(self.plan.gallery)
 
         def read(item: Item | Record) -> bytes:
             if item.path:
                 return read_image(root, item.path, ANY_SIZE.max_bytes)
-            return uploads.open(item.sha256)
+            return pictures.read(item.sha256)
 
         return read
 

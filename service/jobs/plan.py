@@ -20,8 +20,7 @@ from embedder.errors import (
 from embedder.manifest import AskedPrecision
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
-from service.galleries.bundles import id_of
-from service.galleries.locations import Place, Sources
+from service.galleries.locations import GalleryLocation, Locations, id_of
 from service.jobs.folders import JobFolders
 from service.jobs.params import RebuildParams, SwapParams, TrainParams, checked
 from service.jobs.record import Job
@@ -76,9 +75,9 @@ def plan_of(job: Job, settings: Settings) -> Plan:
     return Plan(**found, **{name: getattr(settings, name) for name in names})
 
 
-def place_of(name: str, settings: Settings) -> Place:
+def place_of(name: str, settings: Settings) -> GalleryLocation:
     """A gallery on the disk. Raises: GalleryNotFoundError."""
-    places = {place.name: place for place in Sources(settings).look()}
+    places = {place.name: place for place in Locations(settings).list_galleries()}
     if name not in places or places[name].generation is None:
         raise GalleryNotFoundError(
             f"gallery = {name[:80]!r} is unknown. Known are: {', '.join(places) or 'none'}."
@@ -197,7 +196,7 @@ def _check_training(params: TrainParams, settings: Settings) -> None:
         _refuse_unknown("data", params.data, training_data(settings), cure)
 
 
-def _weights(params: TrainParams, place: Place, settings: Settings) -> Path | None:
+def _weights(params: TrainParams, place: GalleryLocation, settings: Settings) -> Path | None:
     """The file or bundle that a training starts from, if it has one by name."""
     name = params.overrides.get("model.weights", "imagenet")
     if name == "current":

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from indexer.gallery import Gallery, copy_bytes
 from indexer.ingest.rebuild import adopt
+from service.galleries.pictures import PictureFolder
 from service.jobs.context import Context
 from service.jobs.params import DeleteParams, SwapParams, filter_of
 from service.jobs.replace import swap_candidate
@@ -56,16 +57,21 @@ def swap_gallery(context: Context) -> None:
     source.close()
     target.close()
     copy = context.steps.enter("put in place", 0.0, 0.99, copy_bytes(other))
+    own, others = PictureFolder(context.plan.gallery), PictureFolder(other)
     calls = 0
 
     def commit(_: Path) -> None:
         nonlocal calls
         calls += 1
-        if calls > 1:
+        if calls == 1:
+            own.take_in(others.root)
+        else:
             context.steps.commit()
 
     image_root = "" if root == Path() else root
-    manifest = adopt(
-        context.plan.gallery, other, image_root=image_root, catch_up=commit, on_progress=copy
-    )
+    with own.copied(), others.copied():
+        manifest = adopt(
+            context.plan.gallery, other, image_root=image_root, catch_up=commit, on_progress=copy
+        )
+    own.sweep()
     context.tell(swapped=True, generation=manifest.generation)

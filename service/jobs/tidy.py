@@ -8,8 +8,7 @@ from pathlib import Path
 from embedder.durable import discard, is_stage
 from embedder.errors import JobNotFoundError, KinlensError
 from indexer.gallery import current_manifest
-from service.galleries.bundles import id_of
-from service.galleries.locations import Sources
+from service.galleries.locations import Locations, id_of
 from service.jobs.folders import JobFolders
 from service.jobs.record import ACTIVE, Job
 from service.jobs.store import JobStore
@@ -65,7 +64,7 @@ def tidy_bundles(state: Path, settings: Settings, store: JobStore, now: float) -
 
 def _used_bundles(state: Path, settings: Settings) -> set[str | None] | None:
     """The ids of the bundles that are served or may be; None if that cannot be told."""
-    paths = [place.path for place in Sources(settings).look()]
+    paths = [place.path for place in Locations(settings).list_galleries()]
     candidates = state / "candidates"
     paths += candidates.iterdir() if candidates.is_dir() else ()
     used = set() if settings.bundle is None else {id_of(settings.bundle)}

@@ -9,8 +9,7 @@ import structlog
 
 from embedder.errors import GalleryNotFoundError
 from embedder.types import SHORT
-from service.galleries.loading import look_at
-from service.galleries.registry import Registry, Served
+from service.galleries.registry import Registry, Served, probe
 from service.search.decoder import Decoder
 from service.search.model import Model, Models
 from service.search.pools import BoundedPool
@@ -106,7 +105,7 @@ class Health:
         """The verdict, and the version that it is about."""
         if not is_fit:
             return "not searched, since the model failed", _UNKNOWN
-        check = functools.partial(look_at, served.gallery, served.model)
+        check = functools.partial(probe, served.gallery, served.model)
         try:
             async with asyncio.timeout(self.timeout_s):
                 look = await self.pool.run(check, urgent=True)

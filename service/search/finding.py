@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from embedder.errors import ItemNotFoundError
 from embedder.types import Embeddings, Hit
 from indexer.types import Group, SearchOptions, combined_query, go_on
-from service.galleries.types import Gallery
+from service.galleries.registry import Gallery
 from service.search.payloads import Shown, encode_results
 from service.search.query import Query
 from service.search.thresholds import UNREACHABLE

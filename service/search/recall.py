@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 
 from embedder.types import Hit
-from service.galleries.leasing import Leasing
+from service.galleries.registry import Registry
 from service.observe.metrics import Metrics
 from service.search.finding import Found
 from service.search.pools import BoundedPool
@@ -26,7 +26,7 @@ class RecallSampler:
     its 1.0 would hide what the others miss.
     """
 
-    def __init__(self, registry: Leasing, pool: BoundedPool, metrics: Metrics, every: int) -> None:
+    def __init__(self, registry: Registry, pool: BoundedPool, metrics: Metrics, every: int) -> None:
         self._registry = registry
         self._pool = pool
         self._metrics = metrics

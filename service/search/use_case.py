@@ -9,9 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from embedder.errors import DeadlineExceededError, KinlensError
-from service.galleries.leasing import Leasing
-from service.galleries.registry import Served
-from service.galleries.types import Gallery
+from service.galleries.registry import Gallery, Registry, Served
 from service.observe.metrics import Metrics
 from service.search.answering import Answer, Answerer, GalleryCalls
 from service.search.cache import Cache
@@ -47,7 +45,7 @@ class SearchService:
 
     def __init__(
         self,
-        registry: Leasing,
+        registry: Registry,
         cache: Cache,
         searching: BoundedPool,
         looking: BoundedPool,
@@ -70,7 +68,7 @@ class SearchService:
         Raises: ImageError, GalleryError, SearchError.
         """
         self._cache.begin()
-        await self._registry.know(query.gallery)
+        await self._registry.refresh_if_unknown(query.gallery)
         with self._metrics.in_flight.track_inprogress(), self._registry.lease(query.gallery) as own:
             try:
                 async with asyncio.timeout(self._limit_s):
@@ -86,7 +84,7 @@ class SearchService:
         """
         self._cache.begin()
         names = {query.gallery for query in queries if isinstance(query, Query)}
-        await asyncio.gather(*(self._registry.know(name) for name in names))
+        await asyncio.gather(*(self._registry.refresh_if_unknown(name) for name in names))
         with self._metrics.in_flight.track_inprogress(), ExitStack() as leases:
             served = {name: self._leased(name, leases) for name in names}
             tasks = [asyncio.create_task(self._answered(query, served)) for query in queries]

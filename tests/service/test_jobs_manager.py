@@ -26,7 +26,7 @@ from service.jobs.manager import LOG_PAGE
 from service.jobs.params import checked
 from service.settings import Settings
 from tests.service.job_shops import JobShop, processes_of
-from tests.support.seams import Job, JobManager, JobStore, run_worker
+from tests.support.seams import Job, JobManager, JobStore, PictureFolder, run_worker
 
 
 @pytest.fixture(scope="session")
@@ -108,9 +108,8 @@ def test_pictures_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -
     gallery = shop.gallery()
     [entry] = gallery.entries(["class-0/0.png"])
     data = (shop.pictures / entry.path).read_bytes()
-    upload = shop.state / "uploads" / entry.sha256[:2] / entry.sha256
-    upload.parent.mkdir(parents=True)
-    upload.write_bytes(data)
+    with PictureFolder(gallery.path).adding():
+        PictureFolder(gallery.path).save(data)
     gallery.add([replace(entry, path=""), replace(entry, key="other", path="")])
     gallery.close()
     (shop.pictures / entry.path).unlink()

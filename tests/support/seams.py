@@ -29,8 +29,10 @@ from indexer.types import Dump, Entry
 from service.access.address import Addresses
 from service.access.keys import KeyStore
 from service.access.rates import RateLimits, SharedCounts
-from service.galleries.failures import Failures
-from service.galleries.locations import Place, Sources
+from service.galleries.locations import Bundles, GalleryLocation, Locations
+from service.galleries.migration import bring_over
+from service.galleries.pictures import PictureFolder, Renditions, Samples
+from service.galleries.registry import Failures, Registry
 from service.http.scopes import addresses, required_scope
 from service.http.server import listen
 from service.jobs.manager import JobManager
@@ -45,6 +47,7 @@ from service.search.redis_cache import RedisStore
 
 __all__ = [
     "Addresses",
+    "Bundles",
     "Cache",
     "Catalog",
     "CatalogView",
@@ -53,6 +56,7 @@ __all__ = [
     "EmbedSettings",
     "Failures",
     "GalleryFolder",
+    "GalleryLocation",
     "GalleryManifest",
     "GpuThread",
     "InlineDecoder",
@@ -60,21 +64,25 @@ __all__ = [
     "JobManager",
     "JobStore",
     "KeyStore",
+    "Locations",
     "Lookup",
     "LruCache",
     "MicroBatcher",
     "MilvusStore",
-    "Place",
+    "PictureFolder",
     "RateLimits",
     "RedisStore",
+    "Registry",
+    "Renditions",
+    "Samples",
     "Segment",
     "SegmentIndex",
     "SharedCounts",
-    "Sources",
     "State",
     "addresses",
     "adopt",
     "backup",
+    "bring_over",
     "compare",
     "embedding_key",
     "import_gallery",

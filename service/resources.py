@@ -32,6 +32,7 @@ def open_registry(
     Raises: BundleError, GalleryError.
     """
     bundles = Bundles(settings, embedder)
+    primary = bundles.primary()
     models = Models(bundles.open, connect)
     own = settings if galleries is None else settings.model_copy(update=_NO_GALLERIES)
     locations = Locations(own)
@@ -44,8 +45,7 @@ def open_registry(
             "No gallery was given. Name at least one folder with --gallery or KINLENS_GALLERIES, "
             "or a folder for those that are made while the service runs with --state."
         )
-    registry = Registry(locations, models, bundles.primary(), galleries, on_failure=on_failure)
-    return registry, models
+    return Registry(locations, models, primary, galleries, on_failure=on_failure), models
 
 
 def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:

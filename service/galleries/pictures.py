@@ -113,12 +113,15 @@ class PictureFolder:
                 write_whole(path, data, "picture")
 
     @contextlib.contextmanager
-    def copied(self) -> Iterator[None]:
-        """The gallery is copied or gets a copy: until the block ends no picture goes.
-
-        Raises: GalleryWriteError.
+    def receiving(self, other: "PictureFolder") -> Iterator[None]:
+        """The gallery of `other` is copied into this one: no picture of either goes until the block
+        ends. Raises: GalleryWriteError.
         """
-        with self._locked(_COPIED, fcntl.LOCK_SH):
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._locked(_COPIED, fcntl.LOCK_SH))
+            if other.root.is_dir():
+                with contextlib.suppress(GalleryWriteError):  # then nobody removes anything there
+                    held.enter_context(other._locked(_COPIED, fcntl.LOCK_SH))
             yield
 
     def take_in(

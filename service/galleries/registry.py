@@ -151,9 +151,9 @@ class Registry:
         self._closings: set[threading.Thread] = set()
         self._threads = DaemonThreads("gallery", _THREADS)
         self._refreshing = asyncio.Lock()
-        self._next: asyncio.Task[None] | None = None
-        self._read_at = -math.inf
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._asked = asyncio.Event()
+        self._next: asyncio.Future[None]
+        self._reading: asyncio.Task[None] | None = None
         self._opened: list[_Opened] = []
         self._open_all(given or {})
 
@@ -163,13 +163,14 @@ class Registry:
             model = await self._models.get(self._opened[0].gallery.bundle_id)
             self._serve(self._opened.pop(0), model)
         await self._drop_models()
-        self._keep(asyncio.create_task(self._poll(interval_s)))
+        self._next = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._keep_reading(interval_s))
 
     async def stop(self) -> None:
         """Close every gallery that was opened here and stop the models; what hangs is left."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
         for opened in self._opened:
             self._close(opened)
         slots, self._slots, self._opened = self._slots, {}, []
@@ -223,22 +224,13 @@ class Registry:
         finally:
             slot.give_back()
 
-    async def refresh(self, *, retry: bool = True) -> None:
-        """Read the disk now and serve what is there; with `retry` also what failed lately.
-
-        A generation that cannot be opened leaves the old one served and is in `failures`.
-        """
-        async with self._refreshing:
-            await self._refresh(retry)
-
     async def read_from_disk(self, limit_s: float = _READ_S) -> None:
-        """As `refresh`, beginning after this call, shared with everybody who waits for one, and at
+        """As `refresh`, beginning after this call, shared with everybody who waits for it, and at
         most five times a second.
 
         Raises: DeadlineExceededError after `limit_s`; GalleryError if the disk fails.
         """
-        if self._next is None:
-            self._next = self._keep(asyncio.create_task(self._read_soon()))
+        self._asked.set()
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.shield(self._next)
@@ -251,6 +243,24 @@ class Registry:
             raise GalleryError(
                 f"The galleries cannot be looked at: {error.strerror}. Check the disk."
             ) from error
+
+    async def refresh(self) -> None:
+        """Read the disk now and serve what is there.
+
+        A generation that cannot be opened leaves the old one served and is in `failures`.
+        """
+        async with self._refreshing:
+            found = await self._call(self._locations.list_galleries)
+            locations = {one.name: one for one in found if one.name not in self._given}
+            due = [one for one in locations.values() if self._is_due(one)]
+            await asyncio.gather(*(self._reload(one) for one in due))
+            order = [*(name for name in self._slots if name in self._given), *locations]
+            gone = [slot for name, slot in self._slots.items() if name not in order]
+            self._slots = {name: self._slots[name] for name in order if name in self._slots}
+            for slot in gone:
+                self._retire(slot)
+            self.failures.keep(order)
+            await self._drop_models()
 
     async def refresh_if_unknown(self, name: str | None) -> None:
         """Read the disk if this name is unknown: another process may have just made it."""
@@ -312,33 +322,12 @@ class Registry:
             ) from None
         _check_dim(name, gallery, embedder.dim)
 
-    async def _read_soon(self) -> None:
-        async with self._refreshing:
-            loop = asyncio.get_running_loop()
-            await asyncio.sleep(max(0.0, self._read_at + _BETWEEN_READS_S - loop.time()))
-            self._read_at = loop.time()
-            self._next = None  # who comes from now on needs another one
-            await self._refresh(retry=False)
-
-    async def _refresh(self, retry: bool) -> None:
-        found = await self._call(self._locations.list_galleries)
-        locations = {one.name: one for one in found if one.name not in self._given}
-        due = [one for one in locations.values() if self._is_due(one, retry)]
-        await asyncio.gather(*(self._reload(one) for one in due))
-        order = [*(name for name in self._slots if name in self._given), *locations]
-        gone = [slot for name, slot in self._slots.items() if name not in order]
-        self._slots = {name: self._slots[name] for name in order if name in self._slots}
-        for slot in gone:
-            self._retire(slot)
-        self.failures.keep(order)
-        await self._drop_models()
-
-    def _is_due(self, location: GalleryLocation, retry: bool) -> bool:
+    def _is_due(self, location: GalleryLocation) -> bool:
         slot = self._slots.get(location.name)
         if slot is not None and slot.served.gallery.generation == location.generation:
             self.failures.clear(location.name)
             return False
-        return retry or not self.failures.is_waiting(location)
+        return not self.failures.is_waiting(location)
 
     async def _reload(self, location: GalleryLocation) -> None:
         try:
@@ -416,26 +405,23 @@ class Registry:
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._threads.submit(work))
 
-    async def _poll(self, interval_s: float) -> None:
+    async def _keep_reading(self, interval_s: float) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(interval_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), interval_s)
+            self._asked.clear()
+            awaited, self._next = self._next, loop.create_future()
             try:
-                await self.refresh(retry=False)
+                await self.refresh()
             except Exception as error:
                 # The border of the task: a disk that fails now may be back at the next look.
                 structlog.get_logger().error("galleries cannot be looked at", exc_info=error)
-
-    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._next is task:
-            self._next = None
-        if not task.cancelled():
-            task.exception()  # those who waited have it
+                awaited.set_exception(error)
+                awaited.exception()  # those who wait have it
+            else:
+                awaited.set_result(None)
+            await asyncio.sleep(_BETWEEN_READS_S)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

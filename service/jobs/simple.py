@@ -69,7 +69,7 @@ def swap_gallery(context: Context) -> None:
             context.steps.commit()
 
     image_root = "" if root == Path() else root
-    with own.copied(), others.copied():
+    with own.receiving(others):
         manifest = adopt(
             context.plan.gallery, other, image_root=image_root, catch_up=commit, on_progress=copy
         )

@@ -83,11 +83,17 @@ def test_a_picture_that_is_cut_short_is_not_there_or_whole(pictures, step: int) 
         pictures.read("0" * 64)
 
 
-@pytest.mark.parametrize("kept", ["adding", "copied"])
-def test_a_picture_that_is_about_to_be_named_or_copied_stays(pictures, kept: str) -> None:
+@pytest.mark.parametrize("kept", ["adding", "target", "source"])
+def test_a_picture_that_is_about_to_be_named_or_copied_stays(pictures, tmp_path, kept: str) -> None:
     """Without the lock, a delete that looked before the write would take the picture away."""
     orphan = save(pictures, b"one")
-    with getattr(pictures, kept)():
+    create(tmp_path / "other")
+    other = PictureFolder(tmp_path / "other")
+    with {
+        "adding": pictures.adding(),
+        "target": pictures.receiving(other),
+        "source": other.receiving(pictures),
+    }[kept]:
         thread = threading.Thread(target=pictures.discard, args=([orphan],))
         thread.start()
         thread.join(0.2)

@@ -169,8 +169,8 @@ class PictureFolder:
         """Remove those of the contents that no item shows; False if that cannot be told now."""
         try:
             with (
-                self._locked(_COPIED, fcntl.LOCK_EX | fcntl.LOCK_NB),
                 self._locked(_LOCK, fcntl.LOCK_EX),
+                self._locked(_COPIED, fcntl.LOCK_EX | fcntl.LOCK_NB),
             ):
                 contents = sorted(list_contents())
                 for sha256 in set(contents) - contents_held(self._gallery, contents):

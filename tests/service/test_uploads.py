@@ -5,6 +5,7 @@ import shutil
 import tarfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,13 @@ def test_a_picture_that_is_about_to_be_named_or_copied_stays(pictures, tmp_path,
     thread.join(WAIT_S)
     pictures.sweep()
     assert not pictures.has(orphan)
+
+
+def test_removals_at_the_same_moment_take_all_their_pictures(pictures) -> None:
+    orphans = [save(pictures, str(number).encode()) for number in range(48)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda one: pictures.discard([one]), orphans))
+    assert not any(pictures.has(one) for one in orphans)
 
 
 def test_equal_pictures_of_two_galleries_are_two(shop, data) -> None:

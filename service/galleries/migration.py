@@ -12,7 +12,12 @@ import structlog
 from pydantic import BaseModel, ValidationError
 
 from embedder.durable import discard, exclusive, sweep
-from embedder.errors import GalleryCorruptError, GalleryNotFoundError, KinlensError
+from embedder.errors import (
+    GalleryCorruptError,
+    GalleryNotFoundError,
+    GalleryWriteError,
+    KinlensError,
+)
 from indexer.gallery import contents_held, current_generation, keeps_generation
 from service.galleries.pictures import PictureFolder
 
@@ -33,30 +38,41 @@ def bring_over(state: Path, served: Iterable[Path]) -> None:
     recorded ones, and then remove it.
 
     While one of them is away or cannot be changed, all uploads stay for a later start, and the log
-    says what to do. Processes that start together wait for the first one. Raises: OSError.
+    says what to do. Processes that start together wait for the first one.
+
+    Raises: GalleryWriteError if the state cannot be changed.
     """
+    try:
+        if state.is_dir():
+            sweep(state)  # of a removal that was cut short
+        if any((state / name).is_dir() for name in ("uploads", "claims")):
+            with exclusive(state / ".migration.lock", wait=True):
+                _bring_over(state, served)
+    except OSError as error:
+        raise GalleryWriteError(
+            f"The uploads in {state} cannot be brought into the folders of their galleries: "
+            f"{error.strerror or error}. Check the permissions of that folder."
+        ) from error
+
+
+def _bring_over(state: Path, served: Iterable[Path]) -> None:
     uploads, records = state / "uploads", state / "claims"
-    if state.is_dir():
-        sweep(state)  # of a removal that was cut short
-    if not uploads.is_dir() and not records.is_dir():
-        return
-    with exclusive(state / ".migration.lock", wait=True):
-        galleries = {path.absolute() for path in served if current_generation(path) is not None}
-        is_complete = True
-        for file in sorted(records.glob("*.json")):
-            try:
-                galleries |= _recorded(state.absolute(), file)
-            except KinlensError as error:
-                is_complete = _stays(error)
-        for gallery in sorted(galleries):
-            try:
-                held = partial(contents_held, gallery)
-                PictureFolder(gallery).take_in(uploads, held)
-            except KinlensError as error:
-                is_complete = _stays(error)
-        if is_complete:
-            discard(uploads)
-            discard(records)
+    galleries = {path.absolute() for path in served if current_generation(path) is not None}
+    is_complete = True
+    for file in sorted(records.glob("*.json")):
+        try:
+            galleries |= _recorded(state.absolute(), file)
+        except KinlensError as error:
+            is_complete = _stays(error)
+    for gallery in sorted(galleries):
+        try:
+            held = partial(contents_held, gallery)
+            PictureFolder(gallery).take_in(uploads, held)
+        except KinlensError as error:
+            is_complete = _stays(error)
+    if is_complete:
+        discard(uploads)
+        discard(records)
 
 
 def _recorded(state: Path, file: Path) -> set[Path]:

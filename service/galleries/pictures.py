@@ -263,6 +263,7 @@ class Sweeper:
 
     def start(self) -> None:
         """Begin with a sweep as soon as no other process does them."""
+        self._stopped.clear()
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
         self._thread.start()
 

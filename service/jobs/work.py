@@ -3,6 +3,8 @@
 import time
 
 from embedder.errors import StateMissingError
+from service.galleries.locations import Locations
+from service.galleries.migration import bring_over
 from service.jobs.attempts import Attempts
 from service.jobs.launch import Launcher
 from service.jobs.store import JobStore
@@ -23,6 +25,7 @@ def run_worker(settings: Settings, once: bool = False) -> None:
         )
     state = settings.state.absolute()
     store = JobStore(state / "service.sqlite")
+    bring_over(state, [one.path for one in Locations(settings).list_galleries()])
     launcher = Launcher(state, settings, store)
     tidy(state, store)
     launcher.tick()

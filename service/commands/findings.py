@@ -108,7 +108,7 @@ def _state(folder: Path | None) -> Finding:
         return Finding(
             "state",
             "warning",
-            "There is no folder for keys, uploads and jobs, so that nothing can be changed here.",
+            "There is no folder for keys, galleries and jobs, so that nothing can be changed here.",
             "Give --state DIR if it should be.",
         )
     try:

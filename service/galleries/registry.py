@@ -282,7 +282,10 @@ class Registry:
     def _open_all(self, given: Mapping[str, Gallery]) -> None:
         try:
             for name, gallery in given.items():
-                self._opened.append(_Opened(name, gallery, _location_of(name, gallery), True))
+                location = None
+                if isinstance(gallery, IndexedGallery):
+                    location = GalleryLocation(name, gallery.path, False, gallery.generation)
+                self._opened.append(_Opened(name, gallery, location, is_given=True))
                 self._open_model(name, gallery)
             for location in self._locations.list_galleries():
                 if location.name not in given:
@@ -438,13 +441,6 @@ class _Opened:
             self.gallery.close()
 
 
-def _location_of(name: str, gallery: Gallery) -> GalleryLocation | None:
-    """Of one that was given open."""
-    if not isinstance(gallery, IndexedGallery):
-        return None
-    return GalleryLocation(name, gallery.path, managed=False, generation=gallery.generation)
-
-
 @dataclass(frozen=True, slots=True)
 class _Failure:
     generation: str | None
@@ -493,29 +489,21 @@ class Failures:
         self._failures.pop(name, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What a search with a known image showed: hits where there are items, all of them finite."""
-
-    version: str
-    is_searchable: bool
-
-
-def probe(gallery: Gallery, model: Model) -> Probe:
-    """Search a gallery with the known image of its model; others may change it meanwhile.
-
-    Raises: GalleryError.
+def probe(gallery: Gallery, model: Model) -> tuple[str, bool]:
+    """Search a gallery with the known image of its model: its version, and whether there are hits
+    where there are items, all of them finite. Others may change it meanwhile. Raises: GalleryError.
     """
     version, size = gallery.version, gallery.size
     [hits] = gallery.search(np.ascontiguousarray(model.known_vector[np.newaxis]), 1)
     is_found = bool(hits) or not size or gallery.version != version
-    return Probe(version, is_found and all(math.isfinite(hit.score) for hit in hits))
+    return version, is_found and all(math.isfinite(hit.score) for hit in hits)
 
 
 def _check_searches(name: str, gallery: Gallery, model: Model) -> None:
     """What a gallery must pass before it is served. Raises: GalleryError."""
     _check_dim(name, gallery, model.dim)
-    if not probe(gallery, model).is_searchable:
+    _, is_searchable = probe(gallery, model)
+    if not is_searchable:
         raise GalleryCorruptError(
             f"Gallery {name!r} has {gallery.size:,} items, but a search found none of them. Make "
             "its index again: kinlens-index compact GALLERY --rebuild."

@@ -108,10 +108,10 @@ class Health:
         check = functools.partial(probe, served.gallery, served.model)
         try:
             async with asyncio.timeout(self.timeout_s):
-                look = await self.pool.run(check, urgent=True)
+                version, is_searchable = await self.pool.run(check, urgent=True)
         except Exception as error:
             return self._verdict(error), _UNKNOWN
-        return _OK if look.is_searchable else "the search found nothing", look.version
+        return _OK if is_searchable else "the search found nothing", version
 
     def _verdict(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):

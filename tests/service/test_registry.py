@@ -172,6 +172,29 @@ def test_a_call_that_nobody_waits_for_any_more_harms_nobody(tmp_path: Path) -> N
     run(test, given(tmp_path / "shop"))
 
 
+def test_leases_of_many_threads_hold_through_swaps(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        over = threading.Event()
+
+        def search() -> set[str]:
+            found: set[str] = set()
+            while not over.is_set():
+                found |= shelf.keys()
+            return found
+
+        calls = [asyncio.create_task(asyncio.to_thread(search)) for _ in range(3)]
+        for number in range(5):
+            make_gallery(tmp_path / "shop", f"new{number}")
+            await shelf.registry.refresh()
+        over.set()
+        assert "old" in set.union(*await asyncio.gather(*calls))
+        await until(lambda: len(shelf.closed) == 5)
+
+    run(test, given(tmp_path / "shop"))
+
+
 @needs_proc
 def test_many_swaps_leave_no_file_open(tmp_path: Path) -> None:
     make_gallery(tmp_path / "shop", "old")

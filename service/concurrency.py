@@ -115,33 +115,44 @@ class BoundedPool:
         """Calls that wait for a thread."""
         return self._threads.waiting
 
-    async def run(self, work: Callable[[], T], *, urgent: bool = False, patient: bool = False) -> T:
+    async def run(
+        self,
+        work: Callable[[], T],
+        *,
+        urgent: bool = False,
+        patient: bool = False,
+        after: Callable[[], None] = lambda: None,
+    ) -> T:
         """Call `work` in a thread. An `urgent` call goes first; neither it nor a `patient` one is
-        ever refused, so whoever makes them bounds how many there are.
+        ever refused, so whoever makes them bounds how many there are. `after` is called once the
+        work is over, was refused or dropped, in any thread.
 
         Raises: OverloadedError when no place is free.
         """
-        if urgent or patient:
-            return await asyncio.wrap_future(self._threads.submit(work, urgent=urgent))
-        if not self._places.acquire(blocking=False):
+        is_counted = not urgent and not patient
+        if is_counted and not self._places.acquire(blocking=False):
+            after()
             raise OverloadedError(
                 f"{self._limit} requests are in the {self._name} stage, which is its limit. "
                 "Try again in a second."
             )
+
+        def leave(_: Future[T] | None = None) -> None:
+            if is_counted:
+                self._places.release()
+            after()
+
         try:
-            future = self._threads.submit(work)
+            future = self._threads.submit(work, urgent=urgent)
         except BaseException:
-            self._places.release()
+            leave()
             raise
-        future.add_done_callback(self._leave)
+        future.add_done_callback(leave)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Drop what waits; what hangs ends with the process."""
         self._threads.close()
-
-    def _leave(self, _: Future[Any]) -> None:
-        self._places.release()
 
 
 @dataclass(slots=True)

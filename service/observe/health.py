@@ -10,8 +10,7 @@ import structlog
 from embedder.errors import GalleryNotFoundError
 from embedder.types import SHORT
 from service.concurrency import BoundedPool, Recent
-from service.galleries.loading import look_at
-from service.galleries.registry import Registry, Served
+from service.galleries.registry import Registry, Served, probe
 from service.search.model import Model, Models
 
 _MIN_COSINE = 0.999
@@ -104,13 +103,13 @@ class Health:
         """The verdict, and the version that it is about."""
         if not is_fit:
             return "not searched, since the model failed", _UNKNOWN
-        check = functools.partial(look_at, served.gallery, served.model)
+        check = functools.partial(probe, served.gallery, served.model)
         try:
             async with asyncio.timeout(self._timeout_s):
-                look = await self._pool.run(check, urgent=True)
+                version, is_searchable = await self._pool.run(check, urgent=True)
         except Exception as error:
             return self._verdict(error), _UNKNOWN
-        return _OK if look.is_searchable else "the search found nothing", look.version
+        return _OK if is_searchable else "the search found nothing", version
 
     def _verdict(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):

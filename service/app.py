@@ -15,13 +15,12 @@ from starlette.types import Lifespan
 
 from embedder.errors import KinlensError
 from embedder.session import Embedder
+from service.access.rates import RateLimits
 from service.api.router import build_router
 from service.galleries.types import Gallery
-from service.http.guard import Guard, build_guard
-from service.http.middleware import AllowedHosts, RequestContext, SecurityHeaders
+from service.http.bodies import BodyLimit
+from service.http.gate import Gate, bounds_of, open_rates
 from service.http.openapi import install_openapi
-from service.http.scopes import check_covered
-from service.http.templates import Templates
 from service.observe.metrics_shared import kept_fresh
 from service.observe.tracing import Tracing, open_tracing
 from service.problems import from_http, from_kinlens, from_validation
@@ -47,7 +46,7 @@ def create_app(
     settings = settings or Settings()
     tracing = open_tracing(settings.otlp_endpoint, _version())
     runtime = build_runtime(settings, embedder, galleries, cache)
-    guard, served = build_guard(settings, runtime.keys), Templates()
+    rates = open_rates(settings)
     app = FastAPI(
         title="Kinlens",
         description="Upload an image, get the most similar items of a gallery.",
@@ -55,8 +54,8 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         telemetry=tracing.telemetry(),
-        lifespan=_lifespan(runtime, guard, tracing),
-        middleware=[*tracing.middleware(), *_middleware(runtime, guard, served)],
+        lifespan=_lifespan(runtime, rates, tracing),
+        middleware=[*tracing.middleware(), *_middleware(runtime, rates)],
         exception_handlers={
             KinlensError: from_kinlens,
             RequestValidationError: from_validation,
@@ -66,24 +65,27 @@ def create_app(
     app.state.runtime = runtime
     app.include_router(build_router(runtime))
     _add_page(app)
-    check_covered(app.routes)
-    served.learn(app.routes)
     install_openapi(app)
     return app
 
 
-def _middleware(runtime: Runtime, guard: Guard, served: Templates) -> list[Middleware]:
+def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
     """Outermost first."""
     settings = runtime.settings
     return [
-        Middleware(SecurityHeaders, shared=bool(settings.cors_origins)),
-        Middleware(RequestContext, metrics=runtime.metrics, served=served),
-        Middleware(AllowedHosts, hosts=settings.hosts()),
-        *guard.middleware(served),
+        Middleware(
+            Gate, settings=settings, metrics=runtime.metrics, store=runtime.keys, rates=rates
+        ),
+        Middleware(
+            BodyLimit,
+            bounds=bounds_of(settings),
+            timeout_s=settings.body_timeout_ms / 1e3,
+            max_concurrent=settings.max_concurrent_uploads,
+        ),
     ]
 
 
-def _lifespan(runtime: Runtime, guard: Guard, tracing: Tracing) -> Lifespan[FastAPI]:
+def _lifespan(runtime: Runtime, rates: RateLimits, tracing: Tracing) -> Lifespan[FastAPI]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
@@ -92,7 +94,7 @@ def _lifespan(runtime: Runtime, guard: Guard, tracing: Tracing) -> Lifespan[Fast
                 yield
         finally:
             await runtime.stop()
-            await guard.close()
+            await rates.close()
             await tracing.close()
 
     return lifespan

@@ -12,9 +12,15 @@ from service.api.bounded import plain_values
 from service.api.gallery_models import NewItemModel, PutItems
 from service.api.parameters import base64_content
 from service.galleries.items import NewItem
-from service.http.faults import checked
-from service.http.forms import Part, parse_form
-from service.http.json_bodies import JSON, media_type_of, parse_json, parse_object
+from service.http.bodies import (
+    JSON,
+    Part,
+    checked,
+    media_type_of,
+    parse_form,
+    parse_json,
+    parse_object,
+)
 from service.runtime import Runtime
 
 _ATTRIBUTES: TypeAdapter[dict[str, AttributeValue]] = TypeAdapter(

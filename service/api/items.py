@@ -29,7 +29,7 @@ from service.galleries.items import Outcome
 from service.galleries.registry import Served
 from service.galleries.storing import Put
 from service.galleries.versions import VERSION_PATTERN, VERSION_TEXT
-from service.http.json_bodies import body_docs, read_model
+from service.http.bodies import body_docs, read_model
 from service.http.openapi import problems
 from service.problems import (
     BAD_REQUEST,

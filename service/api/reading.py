@@ -13,7 +13,7 @@ from indexer.types import Item
 from service.api.gallery_models import ItemModel
 from service.galleries.types import Gallery
 from service.galleries.versions import VERSION_DIGITS
-from service.http.json_bodies import parse_json
+from service.http.bodies import parse_json
 from service.problems import KINDS
 from service.runtime import Runtime
 

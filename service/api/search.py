@@ -20,7 +20,7 @@ from service.api.search_docs import (
     similar_docs,
 )
 from service.api.search_models import BatchAnswer, SearchAnswer
-from service.http.disconnect import ClientGoneError, while_connected
+from service.http.bodies import ClientGoneError, while_connected
 from service.http.openapi import problems
 from service.problems import (
     BAD_REQUEST,

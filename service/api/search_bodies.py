@@ -21,13 +21,17 @@ from service.api.query_models import (
     check_looked_for,
 )
 from service.api.reading import where_of
-from service.http.faults import as_faults, checked, checking, fault
-from service.http.forms import Part, parse_form
-from service.http.json_bodies import (
+from service.http.bodies import (
     INLINE_BYTES,
     JSON,
+    Part,
+    as_faults,
+    checked,
+    checking,
+    fault,
     media_type_of,
     off_loop,
+    parse_form,
     parse_object,
 )
 from service.search.query import Query, SearchLimits, View, views_of

@@ -7,7 +7,7 @@ from pydantic import BaseModel, JsonValue
 from service.api.query_models import PNG, BatchRequest, LookingFor, SearchFields, SearchRequest
 from service.api.search_bodies import FORM, RAW
 from service.api.search_models import ANSWER, BATCH, GROUPED, NO_MATCH
-from service.http.json_bodies import JSON
+from service.http.bodies import JSON
 from service.search.query import SearchLimits
 
 _CROP_TEXT = "left,top,width,height as fractions of the upright image; for each image."

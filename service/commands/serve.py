@@ -8,7 +8,7 @@ import typer
 from embedder.errors import KinlensError
 from service.app import create_app
 from service.commands import options
-from service.http.exposure import exposures
+from service.commands.findings import exposures
 from service.http.processes import address_of, serve_processes
 from service.http.server import listen, serve_on
 from service.observe.logs import configure_logs

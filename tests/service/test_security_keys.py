@@ -1,10 +1,12 @@
 """API keys: kept as hashes, made and ended in one file, and never open doors when it is damaged."""
 
+import asyncio
 import hmac
 import json
 import os
 import stat
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from embedder.errors import InvalidParameterError, StateError
 from service.access import keys
-from service.access.keys import allowed, open_keys
+from service.access.keys import FreshKeys, allowed, open_keys
 from tests.support.seams import KeyStore
 
 
@@ -76,6 +78,51 @@ def test_a_revoked_key_is_unknown_at_once_to_a_store_that_is_open(store: KeyStor
     again = store.create("till", ["search"])
     assert other.identify(again) is not None
     assert other.identify(text) is None
+
+
+def test_a_service_reads_the_file_once_a_second_and_looks_again_for_a_key_that_it_does_not_know(
+    store: KeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = store.create("till", ["search"])
+    reads = []
+    original = store.list
+    monkeypatch.setattr(store, "list", lambda: reads.append(threading.get_ident()) or original())
+
+    async def use() -> None:
+        fresh = FreshKeys(store, max_age_s=0.2)
+        for _ in range(50):
+            assert await fresh.identify(text) is not None
+        assert len(reads) == 1
+        assert threading.get_ident() not in reads, "the event loop reads no file"
+        assert await fresh.identify(KeyStore(store.path).create("new", ["search"])) is not None
+        KeyStore(store.path).revoke("till")
+        ends = time.monotonic() + 0.2
+        while await fresh.identify(text) is not None:
+            assert time.monotonic() < ends + 0.1
+
+    asyncio.run(use())
+
+
+def test_a_disk_that_hangs_refuses_keys_and_holds_up_nothing_else(
+    store: KeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = store.create("till", ["search"])
+    mount = threading.Event()
+    original = store.list
+    monkeypatch.setattr(store, "list", lambda: mount.wait(20) and original())
+
+    async def use() -> None:
+        fresh = FreshKeys(store, limit_s=0.1)
+        before = threading.active_count()
+        found = await asyncio.gather(
+            *(fresh.identify(text) for _ in range(20)), return_exceptions=True
+        )
+        assert all(isinstance(error, StateError) for error in found)
+        assert threading.active_count() == before + 1
+        mount.set()
+        assert await fresh.identify(text) is not None
+
+    asyncio.run(use())
 
 
 def test_a_key_ends_at_its_time(store: KeyStore) -> None:

@@ -28,10 +28,10 @@ from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry
 from service.access.address import Addresses
 from service.access.keys import KeyStore
-from service.access.rates import RateLimits, SharedCounts
+from service.access.rates import LocalCounts, RateLimits, SharedCounts
 from service.galleries.failures import Failures
 from service.galleries.locations import Place, Sources
-from service.http.scopes import addresses, required_scope
+from service.http.routes import RouteTable
 from service.http.server import listen
 from service.jobs.manager import JobManager
 from service.jobs.record import Job
@@ -60,6 +60,7 @@ __all__ = [
     "JobManager",
     "JobStore",
     "KeyStore",
+    "LocalCounts",
     "Lookup",
     "LruCache",
     "MicroBatcher",
@@ -67,12 +68,12 @@ __all__ = [
     "Place",
     "RateLimits",
     "RedisStore",
+    "RouteTable",
     "Segment",
     "SegmentIndex",
     "SharedCounts",
     "Sources",
     "State",
-    "addresses",
     "adopt",
     "backup",
     "compare",
@@ -83,7 +84,6 @@ __all__ = [
     "plan_index",
     "publish_generation",
     "recall_at",
-    "required_scope",
     "run_worker",
     "set_fault_hook",
     "tune",

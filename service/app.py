@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
+from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.staticfiles import StaticFiles
@@ -63,7 +64,10 @@ def create_app(
         },
     )
     app.state.runtime = runtime
-    app.include_router(build_router(runtime))
+    # Not included: FastAPI compares every route of routers inside routers several times a request.
+    app.router.routes.extend(
+        context.original_route for context in iter_route_contexts(build_router(runtime).routes)
+    )
     _add_page(app)
     install_openapi(app)
     return app

@@ -121,12 +121,10 @@ class Gate:
         self._addresses = Addresses(settings.trusted_proxies)
         self._drain_bytes = bounds_of(settings).largest
         self._origins = frozenset(settings.cors_origins)
-        self._headers = dict(SECURITY_HEADERS)
+        headers = dict(SECURITY_HEADERS)
         self._inside: ASGIApp = self._admit
         if self._origins:
-            self._headers["Cross-Origin-Resource-Policy"] = (
-                "cross-origin"  # pictures on their pages
-            )
+            headers["Cross-Origin-Resource-Policy"] = "cross-origin"  # pictures on their pages
             self._inside = CORSMiddleware(
                 self._admit,
                 allow_origins=settings.cors_origins,
@@ -135,6 +133,7 @@ class Gate:
                 expose_headers=_CORS_SHOWN,
                 max_age=_CORS_MAX_AGE_S,
             )
+        self._headers = [(name.lower().encode(), text.encode()) for name, text in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -159,7 +158,7 @@ class Gate:
             sent += len(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._add_headers(scope, MutableHeaders(scope=message))
+                self._add_headers(scope, message)
             elif not message.get("more_body", False):
                 report()  # before the client has the whole answer and looks at the metrics
             await send(message)
@@ -287,7 +286,7 @@ class Gate:
         served. What orchestrators and monitoring read has any host: they call by address. What
         compares paths does not agree about a line break at their end: `$` overlooks it.
         """
-        given = Headers(scope=scope).get("host", "")
+        given = ", ".join(Headers(scope=scope).getlist("host"))
         match = _HOST.fullmatch(given)
         is_known = ANY_HOST in self._hosts or (match and match[1].lower() in self._hosts)
         control = _CONTROL.search(scope["path"])
@@ -307,10 +306,14 @@ class Gate:
             return None
         return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
 
-    def _add_headers(self, scope: Scope, headers: MutableHeaders) -> None:
-        headers["X-Request-ID"] = request_id_of(scope)
-        for name, value in self._headers.items():
-            headers.setdefault(name, value)
+    def _add_headers(self, scope: Scope, message: Message) -> None:
+        set_already = {name for name, _ in message.get("headers", ())}
+        message["headers"] = [
+            *message.get("headers", ()),
+            (b"x-request-id", request_id_of(scope).encode()),
+            *(header for header in self._headers if header[0] not in set_already),
+        ]
+        headers = MutableHeaders(scope=message)
         verdict: RateVerdict | None = scope["state"].get("rate")
         if verdict is not None and verdict.amount is not None:
             headers["RateLimit-Limit"] = str(verdict.amount)

@@ -111,3 +111,11 @@ def test_probes_and_metrics_are_answered_under_any_host_and_nothing_else_is(
             assert answer.status_code == 400
     for path in ("/live/", "/ready/x", "/metrics/..", "/galleries", "//live", "/"):
         assert get(running_service, host, path).status_code == 400
+
+
+def test_two_hosts_are_none(running_service) -> None:
+    port = int(running_service.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        head = b"GET /galleries HTTP/1.1\r\nHost: localhost\r\nHost: shop.example\r\n\r\n"
+        connection.sendall(head)
+        assert connection.makefile("rb").readline().split()[1] == b"400"

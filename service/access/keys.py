@@ -73,8 +73,6 @@ class KeyStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seen: tuple[int, int, int] | None = None
-        self._keys: dict[str, Key] = {}
 
     def create(self, name: str, scopes: Iterable[Scope], expires_at: datetime | None = None) -> str:
         """Add a key and return its text, which is shown this once and kept nowhere.
@@ -98,9 +96,12 @@ class KeyStore:
             created_at=_now(),
             expires_at=expires_at,
         )
-        with self._changing():
-            self._refuse_taken(name)
-            self._write([*self._keys.values(), key])
+        with self._changing() as known:
+            if any(k.name == name and k.revoked_at is None for k in known):
+                raise InvalidParameterError(
+                    f"There is a key {name!r} already. Revoke it first, or choose another name."
+                )
+            self._write([*known, key])
         return f"kl_{identity}_{secret}"
 
     def revoke(self, name: str) -> Key:
@@ -108,75 +109,46 @@ class KeyStore:
 
         Raises: InvalidParameterError, StateError.
         """
-        with self._changing():
-            found = [k for k in self._keys.values() if k.name == name and k.revoked_at is None]
-            if not found:
-                known = sorted({k.name for k in self._keys.values() if k.revoked_at is None})
+        with self._changing() as known:
+            names = {k.name: k for k in known if k.revoked_at is None}
+            if name not in names:
                 raise InvalidParameterError(
-                    f"There is no key {name!r} to revoke. Known are: {', '.join(known) or 'none'}."
+                    f"There is no key {name!r} to revoke. Known are: "
+                    f"{', '.join(sorted(names)) or 'none'}."
                 )
-            revoked = found[0].model_copy(update={"revoked_at": _now()})
-            self._write([revoked if k.id == revoked.id else k for k in self._keys.values()])
+            revoked = names[name].model_copy(update={"revoked_at": _now()})
+            self._write([revoked if k.id == revoked.id else k for k in known])
         return revoked
 
     def list(self) -> tuple[Key, ...]:
         """Every key, the revoked and expired ones as well, oldest first. Raises: StateError."""
-        self._refresh()
-        return tuple(self._keys.values())
-
-    def active(self) -> int:
-        """How many keys open anything. Raises: StateError."""
-        now = _now()
-        return sum(key.state(now) == "active" for key in self.list())
-
-    def identify(self, text: str) -> Key | None:
-        """The active key with this text, or None. Raises: StateError."""
-        return _matching(self.list(), text)
-
-    def _refuse_taken(self, name: str) -> None:
-        if any(k.name == name and k.revoked_at is None for k in self._keys.values()):
-            raise InvalidParameterError(
-                f"There is a key {name!r} already. Revoke it first, or choose another name."
-            )
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Hold the lock of the file, with its newest content read."""
         try:
-            make_folder(self.path.parent, _STEP)
-            held = exclusive(self.path.with_name(f".{self.path.name}.lock"), wait=True)
-            held.__enter__()
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-        try:
-            self._refresh()
-            yield
-        finally:
-            held.__exit__(None, None, None)
-
-    def _refresh(self) -> None:
-        try:
-            facts = self.path.stat()
+            return _KeyFile.model_validate_json(self.path.read_bytes()).keys
         except FileNotFoundError:
-            self._seen, self._keys = None, {}
-            return
-        except OSError as error:
-            raise self._unreadable(error.strerror or type(error).__name__) from error
-        seen = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
-        if seen != self._seen:
-            self._keys = self._read()
-            self._seen = seen
-
-    def _read(self) -> dict[str, Key]:
-        try:
-            content = _KeyFile.model_validate_json(self.path.read_bytes())
+            return ()
         except OSError as error:
             raise self._unreadable(error.strerror or type(error).__name__) from error
         except ValidationError as error:
             fault = error.errors(include_input=False, include_url=False)[0]
             where = ".".join(map(str, fault["loc"]))
             raise self._unreadable(f"{where} {fault['msg']}".strip()) from None
-        return {key.id: key for key in content.keys}
+
+    def active(self) -> int:
+        """How many keys open anything. Raises: StateError."""
+        now = _now()
+        return sum(key.state(now) == "active" for key in self.list())
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[tuple[Key, ...]]:
+        """Hold the lock of the file; its newest keys."""
+        with contextlib.ExitStack() as stack:
+            try:
+                make_folder(self.path.parent, _STEP)
+                lock = self.path.with_name(f".{self.path.name}.lock")
+                stack.enter_context(exclusive(lock, wait=True))
+            except OSError as error:
+                raise _unwritable(self.path, error) from error
+            yield self.list()
 
     def _unreadable(self, reason: str) -> StateError:
         return StateError(

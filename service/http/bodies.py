@@ -28,7 +28,6 @@ from service.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
     OVERLOADED,
-    Kind,
     problem,
     request_id_of,
 )
@@ -201,28 +200,26 @@ class BodyLimit:
             await refuse(answer, scope, body.drained, send, drain_bytes=drain_bytes)
 
     def _answer(self, body: "_Body", scope: Scope, claimed: int | None) -> Response:
-        kind: Kind = OVERLOADED
-        if body.refusal == "slow":
-            kind = BODY_TOO_SLOW
-            text = (
-                f"The request body was not complete after {self._timeout_s:g} s, which is the "
-                "limit. Send a smaller image or use a faster connection."
-            )
-        elif body.refusal == "large":
-            kind = BODY_TOO_LARGE
-            is_told = claimed is not None and claimed > body.max_bytes
-            found = f"{claimed:,} bytes" if is_told else f"more than {body.max_bytes:,} bytes"
-            text = (
+        is_told = claimed is not None and claimed > body.max_bytes
+        found = f"{claimed:,} bytes" if is_told else f"more than {body.max_bytes:,} bytes"
+        kind, text = {
+            "large": (
+                BODY_TOO_LARGE,
                 f"The request body has {found}; the limit is {body.max_bytes:,}. Resize or "
-                "compress the image."
-            )
-        elif body.refusal == "crowded":
-            text = (
+                "compress the image.",
+            ),
+            "slow": (
+                BODY_TOO_SLOW,
+                f"The request body was not complete after {self._timeout_s:g} s, which is the "
+                "limit. Send a smaller image or use a faster connection.",
+            ),
+            "crowded": (
+                OVERLOADED,
                 f"{self._slots.count} uploads are arriving, which is the limit. Try again in a "
-                "second, or raise KINLENS_MAX_CONCURRENT_UPLOADS."
-            )
-        else:
-            text = "The service is stopping. Try again in a second."
+                "second, or raise KINLENS_MAX_CONCURRENT_UPLOADS.",
+            ),
+            "ending": (OVERLOADED, "The service is stopping. Try again in a second."),
+        }[body.refusal]
         return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
 
 

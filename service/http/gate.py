@@ -30,7 +30,7 @@ from embedder.errors import (
     StateError,
 )
 from service.access import keys
-from service.access.address import Addresses, address_of, remember_address
+from service.access.address import Addresses, address_of
 from service.access.keys import FreshKeys, KeyStore
 from service.access.rates import RateLimits, RateVerdict, SharedCounts
 from service.http.bodies import Bounds, refuse
@@ -144,7 +144,7 @@ class Gate:
         state["principal"] = ANONYMOUS
         state["route"] = route = self._routes(scope).match(scope["method"], scope["path"])
         state["template"] = "unmatched" if route is None else route.template
-        remember_address(scope, self._addresses.of(scope))
+        state["address"] = self._addresses.of(scope)
         started, status, sent, is_reported = time.perf_counter(), 0, 0, False
 
         def report() -> None:

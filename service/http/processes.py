@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -50,8 +50,9 @@ def serve_processes(settings: Settings, listener: socket.socket, count: int) -> 
     """
     with shared_folder() as metrics:
         parent = _Parent(settings, listener, count, metrics)
-        with _signals(parent.end):
-            parent.run()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, parent.end)
+        parent.run()
 
 
 def pause_after(failures: int) -> float:
@@ -109,7 +110,7 @@ class _Parent:
         self._is_ending = False
         self._woken, self._wake = multiprocessing.Pipe(duplex=False)
 
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         """End soon; said twice, at once."""
         if self._is_ending:
             for child in self._children():
@@ -196,19 +197,6 @@ class _Parent:
             child.kill()
         for slot in self._slots:
             slot.clear(self._metrics)
-
-
-@contextlib.contextmanager
-def _signals(end: Callable[[], None]) -> Iterator[None]:
-    def handle(_: int, __: FrameType | None) -> None:
-        end()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Child(Server):

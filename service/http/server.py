@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import resource
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -53,12 +55,18 @@ class GuardedProtocol(HttpToolsProtocol):
     that idle connections, however many, keep nobody out.
     """
 
-    header_timeout_s = 10.0
-    write_timeout_s = 30.0
-    max_connections = 1024
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        header_timeout_s: float,
+        write_timeout_s: float,
+        max_connections: int,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
+        self.header_timeout_s = header_timeout_s
+        self.write_timeout_s = write_timeout_s
+        self.max_connections = max_connections
         self.idle_since = time.monotonic()
         self._unused_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -158,24 +166,18 @@ class GuardedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
 
-def guarded(
-    header_timeout_s: float, write_timeout_s: float, max_connections: int
-) -> type[GuardedProtocol]:
-    """The protocol with these limits."""
-    limits = {
-        "header_timeout_s": header_timeout_s,
-        "write_timeout_s": write_timeout_s,
-        "max_connections": max_connections,
-    }
-    return type("LimitedProtocol", (GuardedProtocol,), limits)
-
-
 def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """How uvicorn serves `app`."""
     body_s = settings.body_timeout_ms / 1e3
+    protocol = partial(
+        GuardedProtocol,
+        header_timeout_s=min(_HEADER_S, body_s),
+        write_timeout_s=body_s,
+        max_connections=connection_limit(),
+    )
     return uvicorn.Config(
         app,
-        http=guarded(min(_HEADER_S, body_s), body_s, connection_limit()),
+        http=protocol,  # type: ignore[arg-type]
         ws="none",
         loop="asyncio",
         log_config=None,
@@ -218,15 +220,11 @@ def address_of(listener: socket.socket) -> str:
 
 def connection_limit() -> int:
     """Half of the files that this process may open, which it first raises as far as it may."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return _MOST_CONNECTIONS
+    unlimited = resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    wanted = _WANTED_FILES if hard == unlimited else min(hard, _WANTED_FILES)
+    if soft != unlimited and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    if soft == resource.RLIM_INFINITY:
-        return _MOST_CONNECTIONS
-    return max(_FEWEST_CONNECTIONS, min(_MOST_CONNECTIONS, soft // 2))
+    files = _WANTED_FILES if soft == unlimited else soft
+    return max(_FEWEST_CONNECTIONS, min(_MOST_CONNECTIONS, files // 2))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from service.app import create_app
-from service.http.server import Server, config_of, guarded
+from service.http.server import GuardedProtocol, Server, config_of
 from service.settings import Settings
 
 WAIT_S = 20.0
@@ -84,7 +85,9 @@ def serve_with() -> Iterator[Callable[..., Served]]:
 
         def start(header_s: float = 60, write_s: float = 60, connections: int = 1000) -> Served:
             app = Starlette(routes=[Route("/live", text), Route("/large", large)])
-            protocol = guarded(header_s, write_s, connections)
+            limits = (header_s, write_s, connections)
+            names = ("header_timeout_s", "write_timeout_s", "max_connections")
+            protocol: Any = partial(GuardedProtocol, **dict(zip(names, limits, strict=True)))
             config = uvicorn.Config(app, http=protocol, log_config=None, timeout_keep_alive=60)
             return Served(uvicorn.Server(config), stack)
 

@@ -266,19 +266,3 @@ def test_a_refused_upload_gets_its_answer_although_it_is_still_being_sent(
     assert answer.status_code == 401
     assert answer.headers["connection"] == "close"
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
-
-
-def test_the_document_names_the_scope_of_every_operation(running_service) -> None:
-    document = running_service.client.get("/openapi.json").json()
-    assert set(document["components"]["securitySchemes"]) == {"bearer", "key"}
-    for path, item in document["paths"].items():
-        for method, operation in item.items():
-            scope = EXPECTED[method.upper(), plain(path)]
-            if scope is FREE:
-                assert operation["security"] == []
-                assert "401" not in operation["responses"]
-                continue
-            free = [{}] if scope == SEARCH else []
-            assert operation["security"] == [{"bearer": [scope]}, {"key": [scope]}, *free]
-            assert f"Needs the scope `{scope}`." in operation["description"]
-            assert {"401", "403", "429"} <= operation["responses"].keys()

@@ -12,13 +12,6 @@ def upload(address: str, slots: int = 1, gone: list[bool] | None = None) -> Uplo
     return Upload(address, slots, lambda: None if gone is None else gone.append(True))
 
 
-def test_an_address_may_have_all_slots_while_nobody_else_wants_one() -> None:
-    slots = UploadSlots(4)
-    assert all(slots.enter(upload("a")) for _ in range(4))
-    assert not slots.enter(upload("a"))
-    assert slots.taken == 4
-
-
 def test_another_address_takes_the_oldest_slot_of_the_one_that_has_most() -> None:
     slots = UploadSlots(4)
     first: list[bool] = []
@@ -28,14 +21,6 @@ def test_another_address_takes_the_oldest_slot_of_the_one_that_has_most() -> Non
     assert slots.enter(upload("c"))
     assert (first, others) == ([True], [])
     assert slots.taken == 4
-
-
-def test_slots_are_not_taken_from_an_address_that_has_no_more_than_the_newcomer() -> None:
-    slots = UploadSlots(2)
-    assert slots.enter(upload("a"))
-    assert slots.enter(upload("b"))
-    assert not slots.enter(upload("c"))
-    assert not slots.enter(upload("a"))
 
 
 def test_addresses_end_up_with_equal_shares() -> None:

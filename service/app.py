@@ -8,6 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
+from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.staticfiles import StaticFiles
@@ -15,14 +16,13 @@ from starlette.types import Lifespan
 
 from embedder.errors import KinlensError
 from embedder.session import Embedder
+from service.access.rates import RateLimits
 from service.api import galleries as gallery_routes
 from service.api import items, jobs, operations, pictures, search
 from service.galleries.registry import Gallery
-from service.http.guard import Guard, build_guard
-from service.http.middleware import AllowedHosts, RequestContext, SecurityHeaders
+from service.http.bodies import BodyLimit
+from service.http.gate import Gate, bounds_of, open_rates
 from service.http.openapi import install_openapi
-from service.http.scopes import check_covered
-from service.http.templates import Templates
 from service.observe.metrics_shared import kept_fresh
 from service.observe.tracing import Tracing, open_tracing
 from service.problems import from_http, from_kinlens, from_validation
@@ -48,7 +48,7 @@ def create_app(
     settings = settings or Settings()
     tracing = open_tracing(settings.otlp_endpoint, _version())
     runtime = build_runtime(settings, embedder, galleries, cache)
-    guard, served = build_guard(settings, runtime.keys), Templates()
+    rates = open_rates(settings)
     app = FastAPI(
         title="Kinlens",
         description="Upload an image, get the most similar items of a gallery.",
@@ -56,8 +56,8 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         telemetry=tracing.telemetry(),
-        lifespan=_lifespan(runtime, guard, tracing),
-        middleware=[*tracing.middleware(), *_middleware(runtime, guard, served)],
+        lifespan=_lifespan(runtime, rates, tracing),
+        middleware=[*tracing.middleware(), *_middleware(runtime, rates)],
         exception_handlers={
             KinlensError: from_kinlens,
             RequestValidationError: from_validation,
@@ -73,26 +73,32 @@ def create_app(
         jobs.router,
         operations.router,
     ):
-        app.include_router(router)
+        # Not included: FastAPI compares each route of an included router several times a request.
+        app.router.routes.extend(
+            context.original_route for context in iter_route_contexts(router.routes)
+        )
     _add_page(app)
-    check_covered(app.routes)
-    served.learn(app.routes)
     install_openapi(app)
     return app
 
 
-def _middleware(runtime: Runtime, guard: Guard, served: Templates) -> list[Middleware]:
+def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
     """Outermost first."""
     settings = runtime.settings
     return [
-        Middleware(SecurityHeaders, shared=bool(settings.cors_origins)),
-        Middleware(RequestContext, metrics=runtime.metrics, served=served),
-        Middleware(AllowedHosts, hosts=settings.hosts()),
-        *guard.middleware(served),
+        Middleware(
+            Gate, settings=settings, metrics=runtime.metrics, store=runtime.keys, rates=rates
+        ),
+        Middleware(
+            BodyLimit,
+            bounds=bounds_of(settings),
+            timeout_s=settings.body_timeout_ms / 1e3,
+            max_concurrent=settings.max_concurrent_uploads,
+        ),
     ]
 
 
-def _lifespan(runtime: Runtime, guard: Guard, tracing: Tracing) -> Lifespan[FastAPI]:
+def _lifespan(runtime: Runtime, rates: RateLimits, tracing: Tracing) -> Lifespan[FastAPI]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         try:
@@ -101,7 +107,7 @@ def _lifespan(runtime: Runtime, guard: Guard, tracing: Tracing) -> Lifespan[Fast
                 yield
         finally:
             await runtime.stop()
-            await guard.close()
+            await rates.close()
             await tracing.close()
 
     return lifespan

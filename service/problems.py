@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse
 
 from embedder import errors
 from embedder.errors import KinlensError, OverloadedError, RateLimitedError
-from service.http.methods import methods_at
 
 MEDIA_TYPE = "application/problem+json"
 INTERNAL_TEXT = "Something failed inside the service. Its log has the cause under this request_id."
@@ -132,7 +131,7 @@ def encodable(text: str) -> str:
 
 
 def request_id_of(scope: Any) -> str:
-    """The id that `RequestContext` gave to this request."""
+    """The id that the gate gave to this request."""
     return str(scope.get("state", {}).get("request_id", ""))
 
 
@@ -187,9 +186,7 @@ async def from_http(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == HTTPStatus.NOT_FOUND and detail == phrase:
         detail = f"Nothing is at {request.url.path}. /openapi.json lists the addresses."
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        methods = methods_at(request.app.routes, request.url.path)
-        headers["Allow"] = ", ".join(methods) or headers.get("Allow", "GET")
-        detail = f"{request.method} is not allowed here; use {headers['Allow']}."
+        detail = f"{request.method} is not allowed here; use {headers.get('Allow', 'GET')}."
     kind = Kind(error.status_code, phrase, phrase.lower().replace(" ", "-"))
     return _answer(request, kind, detail, headers)
 

@@ -12,7 +12,6 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _FORWARDED = "x-forwarded-for"
 _NO_ADDRESS = "local"
 _IPV6_PREFIX = 64
-_KEY = "address"
 
 
 def parse_network(text: str) -> Network:
@@ -69,14 +68,9 @@ class Addresses:
         )
 
 
-def remember_address(scope: Scope, address: str) -> None:
-    """Let what handles the request further inside know the address."""
-    scope.setdefault("state", {})[_KEY] = address
-
-
 def address_of(scope: Scope) -> str:
-    """The address that was remembered for this request."""
-    return str(scope.get("state", {}).get(_KEY, _NO_ADDRESS))
+    """The address that the gate found for this request."""
+    return str(scope["state"]["address"])
 
 
 def _parse(text: str) -> Address | None:

@@ -1,20 +1,26 @@
 """API keys: kept as hashes in one file, compared in constant time, read again when it changes."""
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
+import math
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embedder.durable import exclusive, make_folder, write_whole
 from embedder.errors import InvalidParameterError, StateError
 
+T = TypeVar("T")
 Scope = Literal["search", "write", "admin"]
 SCOPES: tuple[Scope, ...] = ("search", "write", "admin")
 
@@ -67,8 +73,6 @@ class KeyStore:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seen: tuple[int, int, int] | None = None
-        self._keys: dict[str, Key] = {}
 
     def create(self, name: str, scopes: Iterable[Scope], expires_at: datetime | None = None) -> str:
         """Add a key and return its text, which is shown this once and kept nowhere.
@@ -92,9 +96,12 @@ class KeyStore:
             created_at=_now(),
             expires_at=expires_at,
         )
-        with self._changing():
-            self._refuse_taken(name)
-            self._write([*self._keys.values(), key])
+        with self._changing() as known:
+            if any(k.name == name and k.revoked_at is None for k in known):
+                raise InvalidParameterError(
+                    f"There is a key {name!r} already. Revoke it first, or choose another name."
+                )
+            self._write([*known, key])
         return f"kl_{identity}_{secret}"
 
     def revoke(self, name: str) -> Key:
@@ -102,83 +109,46 @@ class KeyStore:
 
         Raises: InvalidParameterError, StateError.
         """
-        with self._changing():
-            found = [k for k in self._keys.values() if k.name == name and k.revoked_at is None]
-            if not found:
-                known = sorted({k.name for k in self._keys.values() if k.revoked_at is None})
+        with self._changing() as known:
+            names = {k.name: k for k in known if k.revoked_at is None}
+            if name not in names:
                 raise InvalidParameterError(
-                    f"There is no key {name!r} to revoke. Known are: {', '.join(known) or 'none'}."
+                    f"There is no key {name!r} to revoke. Known are: "
+                    f"{', '.join(sorted(names)) or 'none'}."
                 )
-            revoked = found[0].model_copy(update={"revoked_at": _now()})
-            self._write([revoked if k.id == revoked.id else k for k in self._keys.values()])
+            revoked = names[name].model_copy(update={"revoked_at": _now()})
+            self._write([revoked if k.id == revoked.id else k for k in known])
         return revoked
 
     def list(self) -> tuple[Key, ...]:
         """Every key, the revoked and expired ones as well, oldest first. Raises: StateError."""
-        self._refresh()
-        return tuple(self._keys.values())
-
-    def active(self) -> int:
-        """How many keys open anything. Raises: StateError."""
-        now = _now()
-        return sum(key.state(now) == "active" for key in self.list())
-
-    def identify(self, text: str) -> Key | None:
-        """The active key with this text, or None. Raises: StateError."""
-        self._refresh()
-        match = _TEXT.fullmatch(text)
-        key = self._keys.get(match[1]) if match else None
-        # Unknown and malformed keys cost one comparison as well.
-        expected = key.digest if key else _NO_DIGEST
-        same = hmac.compare_digest(_digest(match[2] if match else ""), expected)
-        if key is None or not same or key.state(_now()) != "active":
-            return None
-        return key
-
-    def _refuse_taken(self, name: str) -> None:
-        if any(k.name == name and k.revoked_at is None for k in self._keys.values()):
-            raise InvalidParameterError(
-                f"There is a key {name!r} already. Revoke it first, or choose another name."
-            )
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Hold the lock of the file, with its newest content read."""
         try:
-            make_folder(self.path.parent, _STEP)
-            held = exclusive(self.path.with_name(f".{self.path.name}.lock"), wait=True)
-            held.__enter__()
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-        try:
-            self._refresh()
-            yield
-        finally:
-            held.__exit__(None, None, None)
-
-    def _refresh(self) -> None:
-        try:
-            facts = self.path.stat()
+            return _KeyFile.model_validate_json(self.path.read_bytes()).keys
         except FileNotFoundError:
-            self._seen, self._keys = None, {}
-            return
-        except OSError as error:
-            raise self._unreadable(error.strerror or type(error).__name__) from error
-        seen = (facts.st_mtime_ns, facts.st_size, facts.st_ino)
-        if seen != self._seen:
-            self._keys = self._read()
-            self._seen = seen
-
-    def _read(self) -> dict[str, Key]:
-        try:
-            content = _KeyFile.model_validate_json(self.path.read_bytes())
+            return ()
         except OSError as error:
             raise self._unreadable(error.strerror or type(error).__name__) from error
         except ValidationError as error:
             fault = error.errors(include_input=False, include_url=False)[0]
             where = ".".join(map(str, fault["loc"]))
             raise self._unreadable(f"{where} {fault['msg']}".strip()) from None
-        return {key.id: key for key in content.keys}
+
+    def active(self) -> int:
+        """How many keys open anything. Raises: StateError."""
+        now = _now()
+        return sum(key.state(now) == "active" for key in self.list())
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[tuple[Key, ...]]:
+        """Hold the lock of the file; its newest keys."""
+        with contextlib.ExitStack() as stack:
+            try:
+                make_folder(self.path.parent, _STEP)
+                lock = self.path.with_name(f".{self.path.name}.lock")
+                stack.enter_context(exclusive(lock, wait=True))
+            except OSError as error:
+                raise _unwritable(self.path, error) from error
+            yield self.list()
 
     def _unreadable(self, reason: str) -> StateError:
         return StateError(
@@ -194,6 +164,50 @@ class KeyStore:
             raise _unwritable(self.path, error) from error
 
 
+class FreshKeys:
+    """The keys of a store for an event loop: read in a thread, and known for `max_age_s`.
+
+    A key that is not known is looked for in the file first. A disk that does not answer within
+    `limit_s` is a StateError, and holds up one thread and nothing else.
+    """
+
+    def __init__(self, store: KeyStore, max_age_s: float = 1.0, limit_s: float = 2.0) -> None:
+        self._store = store
+        self._max_age_s = max_age_s
+        self._limit_s = limit_s
+        self._keys: tuple[Key, ...] = ()
+        self._read_at = -math.inf
+        self._reading: asyncio.Future[tuple[Key, ...]] | None = None
+
+    async def identify(self, text: str) -> Key | None:
+        """The active key with this text, or None. Raises: StateError."""
+        return _matching(await self._recent(), text) or _matching(await self._read(), text)
+
+    async def has_active(self) -> bool:
+        """Whether any key opens anything. Raises: StateError."""
+        now = _now()
+        return any(key.state(now) == "active" for key in await self._recent())
+
+    async def _recent(self) -> tuple[Key, ...]:
+        is_old = time.monotonic() - self._read_at > self._max_age_s
+        return await self._read() if is_old else self._keys
+
+    async def _read(self) -> tuple[Key, ...]:
+        asked_at = time.monotonic()
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.wrap_future(_in_thread(self._store.list))
+        try:
+            async with asyncio.timeout(self._limit_s):
+                self._keys = await asyncio.shield(self._reading)
+        except TimeoutError:
+            raise StateError(
+                f"The file of keys {self._store.path} was not read within {self._limit_s:g} s, "
+                "which is the limit. Look at the disk that holds it."
+            ) from None
+        self._read_at = asked_at
+        return self._keys
+
+
 def open_keys(state: Path | None) -> KeyStore | None:
     """The keys of the folder `state`, read once; None without a folder. Raises: StateError."""
     if state is None:
@@ -206,6 +220,29 @@ def open_keys(state: Path | None) -> KeyStore | None:
 def allowed(scopes: Iterable[Scope]) -> frozenset[Scope]:
     """The scopes with those that they imply: admin implies write, write implies search."""
     return frozenset().union(*(_IMPLIED[scope] for scope in scopes))
+
+
+def _matching(keys: Iterable[Key], text: str) -> Key | None:
+    match = _TEXT.fullmatch(text)
+    key = next((key for key in keys if match and key.id == match[1]), None)
+    # Unknown and malformed keys cost one comparison as well.
+    expected = key.digest if key else _NO_DIGEST
+    same = hmac.compare_digest(_digest(match[2] if match else ""), expected)
+    return key if key and same and key.state(_now()) == "active" else None
+
+
+def _in_thread(work: Callable[[], T]) -> Future[T]:
+    """What `work` returns; its thread keeps no process from ending."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
 
 
 def _digest(secret: str) -> str:

@@ -1,22 +1,62 @@
-"""How many requests a key, or an address without one, may send: counted here or in Redis."""
+"""How many requests a key, or an address without one, may send: counted here or in Redis.
+
+The law is GCRA (Generic Cell Rate Algorithm), https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm:
+each request owes T = period / amount of time, what is owed is paid off by waiting, and a request
+that would owe more than the period is refused and owes nothing. So `amount` requests may come at
+once, and then one every T. All that is kept of a caller is when nothing will be owed any more.
+"""
 
 import math
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
-from limits import RateLimitItem, parse_many
-from limits.aio.storage import MemoryStorage
-from limits.aio.strategies import SlidingWindowCounterRateLimiter
+from redis.asyncio import Redis
 
-from service.access.windows import Window, Windows
 from service.observe.log_throttle import Repeats
-from service.search.redis_cache import FAIR_SHARE, request_budget
+from service.search.redis_cache import FAIR_SHARE, bounded_pool, request_budget
+
+_PERIODS_S = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}
+_RATE = re.compile(r"(\d{1,9}) ?/ ?(second|minute|hour|day)")
+_US = 1_000_000  # whole microseconds, which Lua and Python add up alike
+_PREFIX = "kinlens:2:rate"
+_SWEEP_ABOVE = 1_024
+_HIT = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local said = {}
+for i, key in ipairs(KEYS) do
+  local interval, amount = tonumber(ARGV[2 * i - 1]), tonumber(ARGV[2 * i])
+  local owed = math.max(0, tonumber(redis.call('GET', key) or '0') - now)
+  local fits = owed + interval <= amount * interval
+  if fits then
+    owed = owed + interval
+    redis.call('SET', key, string.format('%.0f', now + owed), 'PX', math.ceil(owed / 1000))
+  end
+  said[i] = {fits and 1 or 0, owed}
+end
+return said
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Rate:
+    """`amount` requests in each period, one every `interval_us`."""
+
+    amount: int
+    period_s: int
+
+    @property
+    def interval_us(self) -> int:
+        """The time that one request owes, in microseconds."""
+        return max(1, self.period_s * _US // self.amount)
+
+
+@dataclass(frozen=True, slots=True)
+class RateVerdict:
     """Whether one more request fits; `amount`, `remaining` and `retry_after_s` of the rate that
     is nearest to its end. Without a rate everything fits and `amount` is None."""
 
@@ -26,18 +66,16 @@ class Verdict:
     retry_after_s: int = 1
 
 
-def parse_rates(text: str) -> tuple[RateLimitItem, ...]:
+def parse_rates(text: str) -> tuple[Rate, ...]:
     """The rates of a text such as `600/minute` or `10/second;5000/hour`; of an empty one none.
 
     Raises: ValueError that says what to write.
     """
     if not text.strip():
         return ()
-    try:
-        rates = tuple(parse_many(text))
-    except ValueError:
-        rates = ()
-    if not rates or any(rate.amount < 1 for rate in rates):
+    found = [_RATE.fullmatch(part.strip()) for part in text.split(";")]
+    rates = tuple(Rate(int(each[1]), _PERIODS_S[each[2]]) for each in found if each)
+    if len(rates) < len(found) or any(rate.amount < 1 for rate in rates):
         raise ValueError(
             f"{text!r} is no rate; write such as 600/minute or 10/second;5000/hour, or nothing "
             "for no limit"
@@ -45,31 +83,70 @@ def parse_rates(text: str) -> tuple[RateLimitItem, ...]:
     return rates
 
 
+Said = tuple[bool, int]
+"""Whether a request fits, and how many microseconds its caller owes now."""
+
+
+class LocalCounts:
+    """Counters of this process."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._paid_at_us: dict[tuple[str, str, Rate], int] = {}
+        self._sweep_above = _SWEEP_ABOVE
+
+    def __len__(self) -> int:
+        """How many callers are remembered, for each rate."""
+        return len(self._paid_at_us)
+
+    def hit(self, rates: Sequence[Rate], kind: str, caller: str) -> list[Said]:
+        """Count one request in each rate."""
+        now = self._clock_ns() // 1_000
+        self._sweep(now)
+        return [self._hit(rate, (kind, caller, rate), now) for rate in rates]
+
+    def _hit(self, rate: Rate, key: tuple[str, str, Rate], now: int) -> Said:
+        owed = max(0, self._paid_at_us.get(key, 0) - now)
+        fits = owed + rate.interval_us <= rate.amount * rate.interval_us
+        if fits:
+            owed += rate.interval_us
+            self._paid_at_us[key] = now + owed
+        return fits, owed
+
+    def _sweep(self, now: int) -> None:
+        """Forget who owes nothing, whenever there are twice as many callers as after the last."""
+        if len(self._paid_at_us) > self._sweep_above:
+            self._paid_at_us = {k: at for k, at in self._paid_at_us.items() if at > now}
+            self._sweep_above = max(_SWEEP_ABOVE, 2 * len(self._paid_at_us))
+
+
 class SharedCounts:
-    """Counters in Redis, for all processes together.
+    """Counters in Redis, for all processes together, by the clock of Redis.
 
     A call waits at most `timeout_s`, less what its request has waited for Redis before, and is one
     round trip. After one that fails nobody asks for `retry_s`.
     """
 
     def __init__(self, url: str, *, timeout_s: float, retry_s: float, connections: int) -> None:
-        self._windows = Windows(url, timeout_s, connections)
+        self._client = Redis.from_pool(bounded_pool(url, timeout_s, connections))
+        self._script: Any = self._client.register_script(_HIT)
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._closed_until = -math.inf
         self._failures = Repeats()
 
-    async def hit(
-        self, rates: Sequence[RateLimitItem], kind: str, caller: str
-    ) -> list[Window] | None:
+    async def hit(self, rates: Sequence[Rate], kind: str, caller: str) -> list[Said] | None:
         """Count one request in each rate; None if Redis does not answer, whatever the reason."""
         budget = request_budget(self._timeout_s)
         given_s = budget.left_s
         if time.monotonic() < self._closed_until or not given_s:
             return None
+        names = [f"{_PREFIX}:{kind}:{caller}:{rate.amount}/{rate.period_s}" for rate in rates]
+        numbers = [number for rate in rates for number in (rate.interval_us, rate.amount)]
         try:
             async with budget.wait():
-                return await self._windows.hit(rates, kind, caller)
+                said = await self._script(keys=names, args=numbers)
+                return [(bool(fits), owed) for fits, owed in said]
         except TimeoutError as error:
             if given_s >= FAIR_SHARE * self._timeout_s:
                 self._fail(error)
@@ -80,7 +157,7 @@ class SharedCounts:
 
     async def close(self) -> None:
         """Disconnect."""
-        await self._windows.close()
+        await self._client.aclose()
 
     def _fail(self, error: Exception) -> None:
         """Leave Redis alone for a while."""
@@ -99,20 +176,25 @@ class RateLimits:
     While Redis does not answer, each process counts for itself, and nobody is refused for it.
     """
 
-    def __init__(self, rates: Mapping[str, str], shared: SharedCounts | None = None) -> None:
+    def __init__(
+        self,
+        rates: Mapping[str, str],
+        shared: SharedCounts | None = None,
+        local: LocalCounts | None = None,
+    ) -> None:
         self._rates = {kind: parse_rates(text) for kind, text in rates.items()}
         self._shared = shared
-        self._local = SlidingWindowCounterRateLimiter(MemoryStorage())
+        self._local = LocalCounts() if local is None else local
 
-    async def hit(self, kind: str, caller: str) -> Verdict:
+    async def hit(self, kind: str, caller: str) -> RateVerdict:
         """Count one request of `caller`, and say whether it still fits."""
         rates = self._rates.get(kind, ())
         if not rates:
-            return Verdict()
-        windows = None if self._shared is None else await self._shared.hit(rates, kind, caller)
-        if windows is None:
-            windows = [await self._hit_here(rate, kind, caller) for rate in rates]
-        verdicts = [_verdict(rate, window) for rate, window in zip(rates, windows, strict=True)]
+            return RateVerdict()
+        said = None if self._shared is None else await self._shared.hit(rates, kind, caller)
+        if said is None:
+            said = self._local.hit(rates, kind, caller)
+        verdicts = [_verdict(rate, *each) for rate, each in zip(rates, said, strict=True)]
         return min(verdicts, key=lambda v: (v.allowed, v.remaining))
 
     async def close(self) -> None:
@@ -120,12 +202,9 @@ class RateLimits:
         if self._shared is not None:
             await self._shared.close()
 
-    async def _hit_here(self, rate: RateLimitItem, kind: str, caller: str) -> Window:
-        fits = await self._local.hit(rate, kind, caller)
-        stats = await self._local.get_window_stats(rate, kind, caller)
-        return Window(fits, stats.remaining, stats.reset_time - time.time())
 
-
-def _verdict(rate: RateLimitItem, window: Window) -> Verdict:
-    wait_s = max(1, math.ceil(window.reset_in_s))
-    return Verdict(window.fits, rate.amount, window.remaining, min(wait_s, rate.get_expiry()))
+def _verdict(rate: Rate, fits: bool, owed_us: int) -> RateVerdict:
+    """There is room for one more when the part of an interval that is owed has been paid."""
+    remaining = rate.amount - -(-owed_us // rate.interval_us)
+    wait_us = owed_us % rate.interval_us or rate.interval_us
+    return RateVerdict(fits, rate.amount, remaining, max(1, math.ceil(wait_us / _US)))

@@ -13,7 +13,7 @@ from embedder import errors
 from indexer.filters.json import filter_from_json
 from indexer.filters.text import parse_filter
 from indexer.filters.tree import Filter
-from service.http.json_bodies import parse_json
+from service.http.bodies import parse_json
 
 _UNKNOWN_KEPT = 5
 _SHOWN_CHARACTERS = 40

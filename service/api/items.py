@@ -42,12 +42,13 @@ from service.api.models import (
 from service.galleries.items import NewItem, Outcome
 from service.galleries.locations import VERSION_DIGITS
 from service.galleries.registry import Gallery
-from service.http.faults import checked
-from service.http.forms import Part, parse_form
-from service.http.json_bodies import (
+from service.http.bodies import (
     JSON,
+    Part,
     body_docs,
+    checked,
     media_type_of,
+    parse_form,
     parse_json,
     parse_object,
     read_model,

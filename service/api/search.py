@@ -25,8 +25,7 @@ from service.api.search_request import (
     read_fields,
     read_search,
 )
-from service.http.disconnect import ClientGoneError, while_connected
-from service.http.json_bodies import JSON
+from service.http.bodies import JSON, ClientGoneError, while_connected
 from service.http.openapi import problems
 from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime

@@ -20,9 +20,16 @@ from embedder.errors import InvalidParameterError, KinlensError
 from embedder.preprocess import Box, check_box
 from indexer.types import Grouping, GroupScore
 from service.api.fields import Strict, base64_content, custom_error, shown, where_of
-from service.http.faults import checked, fault
-from service.http.forms import parse_form
-from service.http.json_bodies import INLINE_BYTES, JSON, media_type_of, off_loop, parse_object
+from service.http.bodies import (
+    INLINE_BYTES,
+    JSON,
+    checked,
+    fault,
+    media_type_of,
+    off_loop,
+    parse_form,
+    parse_object,
+)
 from service.search.query import Combine, Query, SearchLimits, views_of
 
 T = TypeVar("T")

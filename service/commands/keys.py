@@ -61,7 +61,7 @@ def list_keys(state: options.State = None) -> None:
 
 @app.command()
 def revoke(name: Name, state: options.State = None) -> None:
-    """End a key; a running service refuses it from now on."""
+    """End a key; a running service refuses it within a second."""
     try:
         _store(state).revoke(name)
     except KinlensError as error:

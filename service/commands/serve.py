@@ -8,9 +8,9 @@ import typer
 from embedder.errors import KinlensError
 from service.app import create_app
 from service.commands import options
-from service.http.exposure import exposures
-from service.http.processes import address_of, serve_processes
-from service.http.server import listen, serve_on
+from service.commands.findings import exposures
+from service.http.processes import serve_processes
+from service.http.server import address_of, listen, serve_on
 from service.observe.logs import configure_logs
 from service.runtime import missing_image_roots
 from service.settings import Settings

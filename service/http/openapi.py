@@ -1,5 +1,6 @@
 """The OpenAPI document, and a page that shows it without a script or another host."""
 
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -7,9 +8,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from embedder import errors
+from service.access import keys
 from service.api.models import Fault, Problem
-from service.http.schemes import PROBLEMS as SECURITY_PROBLEMS
-from service.http.schemes import add_security
+from service.http.routes import rule_of
 from service.problems import (
     BAD_REQUEST,
     BODY_TOO_LARGE,
@@ -25,6 +26,27 @@ from service.problems import (
     Kind,
 )
 
+_METHODS = frozenset({"get", "head", "post", "put", "patch", "delete"})
+_SCHEMES = {
+    "bearer": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An API key as `Authorization: Bearer KEY`, made with "
+        "`kinlens-serve keys create`.",
+    },
+    "key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-API-Key",
+        "description": "The same key in a header of its own.",
+    },
+}
+_REFUSALS = (
+    KINDS[errors.AccessError],
+    KINDS[errors.KeyMissingError],
+    KINDS[errors.ScopeError],
+    KINDS[errors.RateLimitedError],
+)  # what the gate may answer instead of an operation that needs a scope
 _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 _RETRY_AFTER = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 _TEXTS = {
@@ -124,11 +146,33 @@ def install_openapi(app: FastAPI) -> None:
                 schema.pop("$defs", None)
                 schemas[model.__name__] = schema
             anonymous = app.state.runtime.settings.anonymous_scopes
-            add_security(document, anonymous, problems(*SECURITY_PROBLEMS))
+            _add_security(document, anonymous)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = build  # type: ignore[method-assign]
+
+
+def _add_security(document: dict[str, Any], anonymous: Iterable[keys.Scope]) -> None:
+    """Name the scope of every operation, and add the answers of the gate to it.
+
+    The scope is the role that each scheme needs; an operation that anonymous callers may use
+    has the empty requirement as well.
+    """
+    document["components"]["securitySchemes"] = _SCHEMES
+    free, refusals = keys.allowed(anonymous), problems(*_REFUSALS)
+    for path, item in document["paths"].items():
+        for method in _METHODS & item.keys():
+            operation, scope = item[method], rule_of(method.upper(), path).scope
+            operation["security"] = []
+            if scope is None:
+                continue
+            operation["security"] += [{name: [scope]} for name in _SCHEMES]
+            operation["security"] += [{}] if scope in free else []
+            text = operation.get("description", "")
+            operation["description"] = f"{text}\n\nNeeds the scope `{scope}`.".strip()
+            for status, response in refusals.items():
+                operation["responses"].setdefault(str(status), response)
 
 
 def render_docs(document: dict[str, Any]) -> str:

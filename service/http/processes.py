@@ -7,11 +7,14 @@ parent ──spawn──► child: own app, own model; galleries memory-mapped, 
 
 import contextlib
 import multiprocessing
+import os
+import shutil
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -21,15 +24,21 @@ from typing import Any
 import structlog
 import typer
 
-from service.http.child import GRACE_S, serve_child
+from embedder.errors import KinlensError
+from service.app import create_app
+from service.http.server import Server, address_of, config_of
+from service.observe.logs import configure_logs
 from service.observe.metrics_shared import forget, restarts_counter, shared_folder
 from service.settings import Settings
 
-_TICK_S = 0.2
+GRACE_S = 10.0
+"""What a child gets beyond its time to finish what it accepted, before it is killed."""
+
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 _DOUBLINGS = 16  # beyond the longest pause; a power without a limit is no number in the end
 _STABLE_S = 60.0
+_QUEUE = 1024
 
 
 def serve_processes(settings: Settings, listener: socket.socket, count: int) -> None:
@@ -40,155 +49,213 @@ def serve_processes(settings: Settings, listener: socket.socket, count: int) -> 
     Raises: ChildProcessError with the child's own reason if one of the first does not start.
     """
     with shared_folder() as metrics:
-        parent = _Parent(settings, listener, count, metrics, restarts_counter())
-        with _signals(parent.end):
-            parent.run()
+        parent = _Parent(settings, listener, count, metrics)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, parent.end)
+        parent.run()
+
+
+def pause_after(failures: int) -> float:
+    """Seconds before a process that failed so often in a row is started again."""
+    return min(_FIRST_PAUSE_S * 2.0 ** min(failures, _DOUBLINGS), _LONGEST_PAUSE_S)
 
 
 @dataclass
-class _Place:
-    """Where one child runs; `failures` in a row; `start_at` is when the next may start."""
+class WorkerSlot:
+    """Where one child runs; `failures` in a row; `start_at` is when the next may start.
+
+    `said` is None until the child says that it serves ("") or why it does not.
+    """
 
     process: SpawnProcess | None = None
-    connection: Connection | None = None
-    serving: bool = False
-    said: str = ""
+    pipe: Connection | None = None
+    said: str | None = None
     failures: int = 0
     started_at: float = 0.0
     start_at: float = 0.0
 
+    def listen(self) -> None:
+        """Read what the child says."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.pipe is not None and self.pipe.poll():
+                self.said = self.pipe.recv()
 
-@dataclass
+    def reason(self) -> str:
+        """Why the child ended."""
+        assert self.process is not None
+        when = "started" if self.said is None else "served"
+        code = self.process.exitcode
+        return self.said or f"A process ended with code {code} while it {when}; its log says why."
+
+    def clear(self, metrics: Path) -> None:
+        """Forget a child that has ended."""
+        child, self.process = self.process, None
+        if child is not None and self.pipe is not None:
+            child.join()
+            forget(metrics, child.pid or 0)
+            self.pipe.close()
+            child.close()
+
+
 class _Parent:
-    settings: Settings
-    listener: socket.socket
-    count: int
-    metrics: Path
-    on_replaced: Callable[[], None]
-    ending: bool = False
-    places: list[_Place] = field(default_factory=list)
+    def __init__(
+        self, settings: Settings, listener: socket.socket, count: int, metrics: Path
+    ) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._metrics = metrics
+        self._count_restart = restarts_counter()
+        self._slots = [WorkerSlot() for _ in range(count)]
+        self._is_serving = False
+        self._is_ending = False
+        self._woken, self._wake = multiprocessing.Pipe(duplex=False)
 
-    def end(self) -> None:
+    def end(self, *_: object) -> None:
         """End soon; said twice, at once."""
-        if self.ending:
+        if self._is_ending:
             for child in self._children():
                 child.kill()
-        self.ending = True
+        self._is_ending = True
+        self._wake.send(None)
 
     def run(self) -> None:
-        self.places = [_Place() for _ in range(self.count)]
+        """Keep every slot filled until the end."""
         try:
-            self._start_all()
-            if not self.ending:
-                typer.echo(f"Kinlens is at {address_of(self.listener)} (Ctrl-C ends it)")
-            while not self.ending:
-                for place in self._ended():
-                    self._plan_replacement(place)
+            while not self._is_ending:
                 self._start_due()
+                self._wait()
+                for slot in self._slots:
+                    slot.listen()
+                    if slot.process is not None and not slot.process.is_alive():
+                        slot.listen()
+                        self._replace(slot, slot.reason())
+                if not self._is_serving and all(slot.said == "" for slot in self._slots):
+                    self._is_serving = True
+                    typer.echo(f"Kinlens is at {address_of(self._listener)} (Ctrl-C ends it)")
         finally:
             self._end_all()
 
-    def _start_all(self) -> None:
-        """Start the first children and wait until each serves."""
-        self._start_due()
-        while not self.ending and not all(place.serving for place in self.places):
-            for place in self._ended():
-                raise ChildProcessError(_reason(place))
-
     def _start_due(self) -> None:
-        for place in self.places:
-            if not self.ending and place.process is None and time.monotonic() >= place.start_at:
-                self._start(place)
+        for slot in self._slots:
+            if slot.process is None and time.monotonic() >= slot.start_at:
+                slot.said, slot.started_at = None, time.monotonic()
+                try:
+                    self._start(slot)
+                except OSError as error:  # no memory, or no process more, for now
+                    self._replace(slot, f"A process cannot be started ({error}).")
 
-    def _start(self, place: _Place) -> None:
+    def _start(self, slot: WorkerSlot) -> None:
         context = multiprocessing.get_context("spawn")
-        place.connection, theirs = context.Pipe()
-        place.process = context.Process(
+        pipe, theirs = context.Pipe()
+        child = context.Process(
             target=serve_child,
-            args=(self.settings, self.listener, theirs, self.metrics),
+            args=(self._settings, self._listener, theirs, self._metrics),
             name="kinlens-serve",
         )
-        place.process.start()
-        theirs.close()
-        place.serving, place.said, place.started_at = False, "", time.monotonic()
+        try:
+            child.start()
+        except OSError:
+            pipe.close()
+            raise
+        finally:
+            theirs.close()
+        slot.process, slot.pipe = child, pipe
 
-    def _ended(self) -> list[_Place]:
-        """Those that have ended, after a moment in which they may tell something or end."""
-        running = [place for place in self.places if place.process is not None]
-        sources: list[Any] = [p.process.sentinel for p in running if p.process is not None]
-        sources += [p.connection for p in running if not p.serving and not p.said]
-        wait(sources, timeout=_TICK_S) if sources else time.sleep(_TICK_S)
-        for place in running:
-            _listen_to(place)
-        return [p for p in running if p.process is not None and not p.process.is_alive()]
+    def _wait(self) -> None:
+        """Until a child says something or ends, one is due to start, or a signal came."""
+        sources: list[Any] = [self._woken, *(child.sentinel for child in self._children())]
+        sources += [slot.pipe for slot in self._slots if slot.process and slot.said is None]
+        due = [slot.start_at for slot in self._slots if slot.process is None]
+        wait(sources, timeout=max(0.0, min(due) - time.monotonic()) if due else None)
 
-    def _plan_replacement(self, place: _Place) -> None:
-        assert place.process is not None
-        if time.monotonic() - place.started_at > _STABLE_S:
-            place.failures = 0
-        pause = min(_FIRST_PAUSE_S * 2 ** min(place.failures, _DOUBLINGS), _LONGEST_PAUSE_S)
+    def _replace(self, slot: WorkerSlot, reason: str) -> None:
+        if not self._is_serving:
+            raise ChildProcessError(reason)
+        if time.monotonic() - slot.started_at > _STABLE_S:
+            slot.failures = 0
+        pause_s = pause_after(slot.failures)
+        process = None if slot.process is None else slot.process.pid
         structlog.get_logger().error(
-            "process ended", process=place.process.pid, reason=_reason(place), pause_s=pause
+            "process ended", process=process, reason=reason, pause_s=pause_s
         )
-        place.failures += 1
-        self.on_replaced()
-        place.start_at = time.monotonic() + pause
-        self._bury(place)
+        slot.failures += 1
+        slot.start_at = time.monotonic() + pause_s
+        self._count_restart()
+        slot.clear(self._metrics)
 
     def _children(self) -> list[SpawnProcess]:
-        return [place.process for place in self.places if place.process is not None]
-
-    def _bury(self, place: _Place) -> None:
-        child, place.process = place.process, None
-        if child is not None and place.connection is not None:
-            child.join()
-            forget(self.metrics, child.pid or 0)
-            place.connection.close()
-            child.close()
+        return [slot.process for slot in self._slots if slot.process is not None]
 
     def _end_all(self) -> None:
         """Tell every child to finish, and kill what has not within the limit."""
-        self.listener.close()
-        children = self._children()
-        for child in children:
+        self._listener.close()
+        for child in self._children():
             child.terminate()
-        deadline = time.monotonic() + self.settings.shutdown_timeout_s + GRACE_S
-        for child in children:
+        deadline = time.monotonic() + self._settings.shutdown_timeout_s + GRACE_S
+        for child in self._children():
             child.join(max(0.0, deadline - time.monotonic()))
             child.kill()
-        for place in self.places:
-            self._bury(place)
+        for slot in self._slots:
+            slot.clear(self._metrics)
 
 
-def address_of(listener: socket.socket) -> str:
-    """Where a browser finds the service."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+class _Child(Server):
+    """A server that calls `on_started`, ends when its parent says so, and shares the connections.
+
+    It takes one connection each time it is woken: a process that emptied the queue of the socket
+    would leave nothing to its idle siblings.
+    """
+
+    on_started: Callable[[], None]
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept from `sockets`, whose queue stays long."""
+        self.config.backlog = 1
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(_QUEUE)
+        self.on_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Ctrl-C also reaches the parent, which says SIGTERM."""
+        self.should_exit = self.should_exit or sig == signal.SIGTERM
 
 
-def _listen_to(place: _Place) -> None:
-    connection = place.connection
-    with contextlib.suppress(EOFError, OSError):
-        while connection is not None and connection.poll():
-            place.said = connection.recv()
-            place.serving = not place.said
+def serve_child(
+    settings: Settings, listener: socket.socket, parent: Connection, metrics: Path
+) -> None:
+    """Serve until SIGTERM or the end of the parent; tell it "" once it serves.
 
+    A process that cannot start tells why instead, and ends with code 1.
+    """
 
-def _reason(place: _Place) -> str:
-    assert place.process is not None
-    code = place.process.exitcode
-    when = "served" if place.serving else "started"
-    return place.said or f"A process ended with code {code} while it {when}; its log says why."
+    def tell(text: str) -> None:
+        with contextlib.suppress(OSError):  # it may be gone
+            parent.send(text)
 
-
-@contextlib.contextmanager
-def _signals(end: Callable[[], None]) -> Iterator[None]:
-    def handle(_: int, __: FrameType | None) -> None:
-        end()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_logs(settings.log_level)
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        app = create_app(settings)
+    except (KinlensError, OSError) as error:
+        tell(" ".join(str(error).split()) or type(error).__name__)
+        raise SystemExit(1) from None
+    server = _Child(config_of(app, settings))
+    server.on_started = lambda: tell("")
+    signal.signal(signal.SIGTERM, server.handle_exit)
+    limit_s = settings.shutdown_timeout_s + GRACE_S
+    watcher = threading.Thread(
+        target=_end_with_parent, args=(parent, server, limit_s, metrics), daemon=True
+    )
+    watcher.start()
+    server.run([listener])
+
+
+def _end_with_parent(parent: Connection, server: _Child, limit_s: float, metrics: Path) -> None:
+    """The other end of `parent` closes when that process ends, however it ends."""
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv()
+    server.should_exit = True
+    shutil.rmtree(metrics, ignore_errors=True)
+    time.sleep(limit_s)
+    os._exit(1)

@@ -1,23 +1,31 @@
-"""uvicorn with the limits and signals of this service."""
+"""uvicorn with the limits and signals of this service, and HTTP/1.1 that nobody can hold open."""
 
+import asyncio
 import os
+import resource
 import socket
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from service.http.connections import guarded
 from service.settings import Settings
 
 _KEEP_ALIVE_S = 20
 _HEADER_S = 10.0
+_HEAD_BYTES = 16 * 2**10
 _MOST_CONNECTIONS = 4096
 _FEWEST_CONNECTIONS = 64
 _WANTED_FILES = 4 * _MOST_CONNECTIONS
 _INTERRUPTED = 130
+_QUEUE = 1024
 
 
 class Server(uvicorn.Server):
@@ -39,12 +47,139 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def build_server(app: ASGIApp, settings: Settings) -> Server:
-    """A server for `app`; run it with `serve_on`."""
+class GuardedProtocol(HttpToolsProtocol):
+    """Closes connections whose head does not arrive, or whose client does not read its answer.
+
+    A connection counts as idle while no request of it is being answered. Above `max_connections`
+    a new one takes the place of the longest idle one of the address that has most of them, so
+    that idle connections, however many, keep nobody out.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        header_timeout_s: float,
+        write_timeout_s: float,
+        max_connections: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.header_timeout_s = header_timeout_s
+        self.write_timeout_s = write_timeout_s
+        self.max_connections = max_connections
+        self.idle_since = time.monotonic()
+        self._unused_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        cycle: RequestResponseCycle | None = self.cycle  # none before the first request
+        return cycle is None or cycle.response_complete
+
+    @property
+    def host(self) -> str:
+        """The address at the other end."""
+        return self.client[0] if self.client else ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start to wait for the head of a request."""
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            self._make_room()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Go on waiting, or answer."""
+        self._unused_bytes += len(data)
+        super().data_received(data)
+        # Heads and trailers are kept until they are whole; nothing else bounds them.
+        if self._unused_bytes > _HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too long.")
+        self._watch()
+
+    def on_headers_complete(self) -> None:
+        """The head has arrived."""
+        self._unused_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body has arrived."""
+        self._unused_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """All of a request has arrived."""
+        self._unused_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Let the wait for a next request be that of kept-alive connections."""
+        super().on_response_complete()
+        self.idle_since = time.monotonic()
+        self._stop_head_timer()
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly for what is sent; wait for it for a while."""
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._stop_write_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all waiting."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._stop_head_timer()
+        self._stop_write_timer()
+
+    def _watch(self) -> None:
+        # One wait from the first byte to the last of a head: each byte does not begin it anew.
+        if not self.is_idle:
+            self._stop_head_timer()
+        elif self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self.header_timeout_s, self.transport.close)
+
+    def _make_room(self) -> None:
+        others = [c for c in self.connections if isinstance(c, GuardedProtocol) and c is not self]
+        idle = [other for other in others if other.is_idle]
+        if not idle:
+            self.transport.close()
+            return
+        [(greediest, _)] = Counter(other.host for other in idle).most_common(1)
+        oldest = min((o for o in idle if o.host == greediest), key=lambda o: o.idle_since)
+        oldest.connections.discard(oldest)
+        oldest.transport.close()
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """How uvicorn serves `app`."""
     body_s = settings.body_timeout_ms / 1e3
-    config = uvicorn.Config(
+    protocol = partial(
+        GuardedProtocol,
+        header_timeout_s=min(_HEADER_S, body_s),
+        write_timeout_s=body_s,
+        max_connections=connection_limit(),
+    )
+    return uvicorn.Config(
         app,
-        http=guarded(min(_HEADER_S, body_s), body_s, _connection_limit()),
+        http=protocol,  # type: ignore[arg-type]
+        ws="none",
+        loop="asyncio",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -52,12 +187,11 @@ def build_server(app: ASGIApp, settings: Settings) -> Server:
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=settings.shutdown_timeout_s,
     )
-    return Server(config)
 
 
 def serve_on(app: ASGIApp, listener: socket.socket, settings: Settings) -> None:
     """Answer on `listener` until a signal comes."""
-    build_server(app, settings).run(sockets=[listener])
+    Server(config_of(app, settings)).run(sockets=[listener])
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -69,7 +203,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(1024)
+        listener.listen(_QUEUE)
     except OSError as error:
         listener.close()
         raise OSError(
@@ -78,17 +212,19 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _connection_limit() -> int:
+def address_of(listener: socket.socket) -> str:
+    """Where a browser finds the service."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def connection_limit() -> int:
     """Half of the files that this process may open, which it first raises as far as it may."""
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return _MOST_CONNECTIONS
+    unlimited = resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    wanted = _WANTED_FILES if hard == unlimited else min(hard, _WANTED_FILES)
+    if soft != unlimited and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    if soft == resource.RLIM_INFINITY:
-        return _MOST_CONNECTIONS
-    return max(_FEWEST_CONNECTIONS, min(_MOST_CONNECTIONS, soft // 2))
+    files = _WANTED_FILES if soft == unlimited else soft
+    return max(_FEWEST_CONNECTIONS, min(_MOST_CONNECTIONS, files // 2))

@@ -1,11 +1,15 @@
 """JSON logs on stderr, one line an event, with the request id; never an upload, its name or a key.
 
-Everything of this process ends here: our events, those of uvicorn and of every other library.
+Everything of this process ends here: our events, those of uvicorn and of every other library. A
+thread of its own writes, so that a reader of stderr that hangs holds up no request.
 """
 
 import logging
+import queue
 import re
 import sys
+import threading
+from typing import TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
@@ -25,6 +29,52 @@ _SECRETS = (
 )
 
 
+_MAX_LINES = 10_000
+_CLOSE_S = 1.0
+
+
+class _ThreadHandler(logging.Handler):
+    """Hands lines to a thread that writes them; what finds no room is dropped and counted."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str | None] = queue.Queue(_MAX_LINES)
+        self._dropped = 0
+        self._writer = threading.Thread(target=self._write, name="kinlens-logs", daemon=True)
+        self._writer.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self._dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Write what is left, for a moment; `logging` calls this at the end of the process."""
+        try:
+            self._lines.put(None, timeout=_CLOSE_S)
+            self._writer.join(_CLOSE_S)
+        except queue.Full:
+            pass
+        super().close()
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                line += (
+                    f'\n{{"event": "log lines dropped", "level": "warning", "times": {dropped}}}'
+                )
+            try:
+                self._stream.write(f"{line}\n")
+                self._stream.flush()
+            except (OSError, ValueError):  # it is gone, and nobody is left to tell
+                return
+
+
 def configure_logs(level: str) -> None:
     """Send structlog and the standard library's loggers to stderr as JSON lines.
 
@@ -37,7 +87,7 @@ def configure_logs(level: str) -> None:
         structlog.processors.StackInfoRenderer(),
         structlog.processors.format_exc_info,
     ]
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _ThreadHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],

@@ -17,7 +17,6 @@ import httpx
 import numpy as np
 import pytest
 import structlog
-import uvicorn
 from fastapi import FastAPI
 from PIL import Image, ImageDraw
 
@@ -30,6 +29,7 @@ from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
 from indexer.types import Entry, Item, SearchOptions
 from service.app import create_app
+from service.http.server import Server, config_of
 from service.runtime import Runtime
 from service.settings import Settings
 from tests.service.page_browser import (  # noqa: F401
@@ -182,9 +182,7 @@ def run(app: FastAPI, images: list[Path] | None = None) -> Running:
     stack = ExitStack()
     listener = stack.enter_context(closing(listen("127.0.0.1", 0)))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, access_log=False, proxy_headers=False)
-    )
+    server = Server(config_of(app, app.state.runtime.settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
 
     def stop() -> None:

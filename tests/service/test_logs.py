@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,45 @@ def test_every_line_is_json_whoever_logs_it() -> None:
     assert "old" in str(warning["event"])
     assert "ValueError" in str(failed["exception"])
     assert all(str(event["timestamp"]).endswith("Z") for event in events)
+
+
+MANY = """
+import sys, time
+import structlog
+from service.observe.logs import configure_logs
+
+configure_logs("info")
+started = time.monotonic()
+for number in range(30_000):
+    structlog.get_logger().info("request", number=number)
+print(time.monotonic() - started, flush=True)
+sys.stdin.read()
+structlog.get_logger().info("last")
+"""
+
+
+def test_a_reader_of_the_log_that_hangs_holds_up_nobody_and_learns_what_it_missed() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", MANY],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stderr is not None
+        ready, _, _ = select.select([process.stdout], [], [], 60)
+        assert ready, "logging waits for its reader"
+        process.stdin.close()
+        events = [json.loads(line) for line in process.stderr]
+        assert process.wait(60) == 0
+    dropped = sum(event["times"] for event in events if event["event"] == "log lines dropped")
+    told = [event["number"] for event in events if event["event"] == "request"]
+    assert dropped > 0
+    assert told == sorted(told)
+    assert len(told) + dropped in (30_000, 30_001)
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 6), ("warning", 3), ("error", 1)])

@@ -32,13 +32,14 @@ def test_requests_are_counted_by_route_and_status_never_by_address(start_service
     assert "secret-address" not in text
 
 
-def test_a_method_that_http_does_not_know_is_counted_as_other(start_service) -> None:
+def test_a_method_that_nothing_here_takes_is_counted_as_other(start_service) -> None:
     service = start_service()
-    for number in range(3):
-        assert service.client.request(f"BREW{number}", "/live").status_code == 405
+    assert service.client.request("BREW", "/live").status_code == 400
+    for method in ("PROPFIND", "MKCOL", "LOCK"):
+        assert service.client.request(method, "/live").status_code == 405
     labels = {"route": "/live", "method": "other", "status": "405"}
     assert service.metric("kinlens_requests_total", **labels) == 3
-    assert "BREW" not in service.client.get("/metrics").text
+    assert "PROPFIND" not in service.client.get("/metrics").text
 
 
 def test_stages_batches_and_what_is_served_are_published(start_service, pictures) -> None:

@@ -55,10 +55,11 @@ def test_any_other_host_is_a_400_that_shows_nothing_else(
     assert response.headers["x-content-type-options"] == "nosniff"
 
 
-def test_a_request_without_a_host_is_a_400(running_service) -> None:
+@pytest.mark.parametrize("hosts", [b"", b"Host: localhost\r\nHost: shop.example\r\n"])
+def test_a_request_without_a_host_or_with_two_is_a_400(running_service, hosts: bytes) -> None:
     port = int(running_service.url.rsplit(":", 1)[1])
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall(b"GET /galleries HTTP/1.0\r\n\r\n")
+        connection.sendall(b"GET /galleries HTTP/1.0\r\n" + hosts + b"\r\n")
         assert connection.makefile("rb").readline().split()[1] == b"400"
 
 

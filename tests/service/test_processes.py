@@ -11,23 +11,41 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from embedder.bundle import Bundle
-from service.http import processes
-from service.http.processes import address_of
+from service.http.processes import pause_after
+from service.http.server import address_of
 from tests.tiny import encoded, picture
 
 ROOT = Path(__file__).parents[2]
-SERVE = [sys.executable, "-m", "service", "--port", "0", "--workers", "2"]
+SERVE = ["--port", "0", "--workers", "2"]
+THIRD_START_FAILS = """
+import sys
+from multiprocessing.context import SpawnProcess
+from service.__main__ import app
+
+starts = 0
+start = SpawnProcess.start
+
+def start_but_once(self):
+    global starts
+    starts += 1
+    if starts == 3:
+        raise BlockingIOError(11, "no process left")
+    start(self)
+
+SpawnProcess.start = start_but_once
+if __name__ == "__main__":
+    app(sys.argv[1:])
+"""
 Until = Callable[[Callable[[], bool]], None]
 
 
@@ -63,12 +81,14 @@ def environment(bundle: Path, gallery: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def group(bundle: Path, gallery: Path, **more: str) -> Iterator[Group]:
+def group(
+    bundle: Path, gallery: Path, code: Sequence[str] = ("-m", "service"), **more: str
+) -> Iterator[Group]:
     """Two processes that serve; stopped by SIGTERM in the end unless the parent is gone."""
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            SERVE,
+            [sys.executable, *code, *SERVE],
             cwd=ROOT,
             env=environment(bundle, gallery) | more,
             stdout=subprocess.PIPE,
@@ -213,15 +233,22 @@ def test_a_killed_process_is_replaced_while_requests_go_on(
 
 
 def test_the_pause_has_a_longest_length_however_often_a_process_ended() -> None:
-    parent = processes._Parent(None, None, 1, Path(), lambda: None)  # type: ignore[arg-type]
-    pauses = []
-    for failures in (0, 1, 5, 20, 1024, 10**6):
-        ended = SimpleNamespace(pid=1, exitcode=1)
-        now = time.monotonic()
-        place = processes._Place(ended, failures=failures, started_at=now)  # type: ignore[arg-type]
-        parent._plan_replacement(place)
-        pauses.append(place.start_at - now)
+    pauses = [pause_after(failures) for failures in (0, 1, 5, 20, 1024, 10**6)]
+    assert pauses == sorted(pauses)
     assert pauses[0] < 1 < pauses[-1] < 31
+
+
+def test_a_process_that_cannot_be_started_for_now_is_started_later(
+    tiny_bundle: Bundle, tiny_gallery: Path, until: Until
+) -> None:
+    with group(tiny_bundle.path, tiny_gallery, code=["-c", THIRD_START_FAILS]) as started:
+        victim = min(started.serving())
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(started.serving() - {victim}) == 2)
+        assert httpx.get(f"{started.url}/ready", timeout=30).status_code == 200
+    killed, failed = started.events("process ended")
+    assert killed["process"] == victim
+    assert "no process left" in str(failed["reason"])
 
 
 def test_a_process_that_keeps_ending_is_started_after_growing_pauses(
@@ -287,7 +314,7 @@ def test_a_child_that_cannot_start_ends_the_service_with_its_reason(
     tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
     done = subprocess.run(
-        SERVE,
+        [sys.executable, "-m", "service", *SERVE],
         cwd=ROOT,
         env=environment(tiny_bundle.path, tmp_path / "nowhere"),
         capture_output=True,

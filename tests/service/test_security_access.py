@@ -10,13 +10,15 @@ import httpx
 import pytest
 import structlog
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route, request_response
 
-from service.http.authorize import Authorize
-from service.http.scopes import check_covered
-from service.http.templates import Templates
-from tests.support.seams import Addresses, KeyStore, RateLimits, addresses, required_scope
+from service.http.gate import Gate
+from service.observe.metrics import Metrics
+from service.settings import Settings
+from tests.support.seams import KeyStore, RateLimits, RouteTable
 
 FREE, SEARCH, WRITE, ADMIN = None, "search", "write", "admin"
 GALLERY = "/galleries/{}"
@@ -27,6 +29,7 @@ EXPECTED: dict[tuple[str, str], str | None] = {
     ("GET", "/admin"): FREE,
     ("HEAD", "/admin"): FREE,
     ("GET", "/ui/"): FREE,
+    ("HEAD", "/ui/"): FREE,
     ("GET", "/live"): FREE,
     ("GET", "/ready"): FREE,
     ("GET", "/metrics"): FREE,
@@ -89,15 +92,26 @@ def texts(store: KeyStore) -> dict[str, str]:
 
 
 def answers(store: KeyStore | None, calls: list[tuple[str, str, dict[str, str]]], **options: Any):
-    """What the guard answers to each call in front of an app that answers 204 to everything."""
+    """What the gate answers to each call in front of routes that answer 204 to everything."""
 
-    async def inside(scope: Any, receive: Any, send: Any) -> None:
-        headers = {"x-principal": scope["state"]["principal"]}
-        await Response(status_code=204, headers=headers)(scope, receive, send)
+    def inside(request: Request) -> Response:
+        return Response(status_code=204, headers={"x-principal": request.state.principal})
 
-    options = {"anonymous": ("search",), "failures": RateLimits({})} | options
-    options = {"served": Templates()} | options
-    app = Authorize(inside, store=store, addresses=Addresses(), drain_bytes=1000, **options)
+    failures = options.pop("failures", RateLimits({}))
+    gate = Middleware(
+        Gate,
+        settings=Settings(**{"allowed_hosts": ("shop",)} | options),
+        metrics=Metrics(),
+        store=store,
+        rates=failures,
+    )
+    addresses = {path.replace("{}", "{name}", 1).replace("{}", "{item}") for _, path in EXPECTED}
+    methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"]
+    routes = [
+        Route(path, inside, methods=[m for m in methods if (m, plain(path)) in EXPECTED])
+        for path in sorted(addresses - {"/ui/"})
+    ]
+    app = Starlette(routes=[*routes, Mount("/ui", request_response(inside))], middleware=[gate])
 
     async def ask() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=app)
@@ -144,47 +158,11 @@ def test_every_address_answers_every_caller_as_the_table_says(
         assert not text or text not in answer.text
 
 
-def test_every_route_of_the_app_has_its_row_in_the_table(running_service) -> None:
-    served = {(m, plain(p)) for m, p in addresses(running_service.app.routes)}
-    assert served <= EXPECTED.keys(), served - EXPECTED.keys()
-    for (method, path), scope in EXPECTED.items():
-        assert required_scope(method, path.replace("{}", "{name}")) == scope, (method, path)
-
-
-def test_an_app_with_a_route_that_the_table_does_not_know_is_not_built() -> None:
-    route = Route("/export", lambda request: PlainTextResponse(""), methods=["POST"])
-    with pytest.raises(LookupError, match="POST /export"):
-        check_covered(Starlette(routes=[route]).routes)
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "scope"),
-    [
-        ("POST", "/galleries/a\nb/compact", ADMIN),
-        ("DELETE", "/galleries/items", ADMIN),
-        ("DELETE", "/galleries/items/items", WRITE),
-        ("DELETE", "/galleries/a/items/", WRITE),
-        ("POST", "/galleries/a/items/delete/", ADMIN),
-        ("POST", "/galleries/a/b/items/delete", ADMIN),
-        ("PUT", "/galleries", ADMIN),
-        ("PUT", "/galleries/a", ADMIN),
-        ("POST", "/jobs/", ADMIN),
-        ("GET", "/admin/anything", ADMIN),
-        ("HEAD", "/galleries/a", SEARCH),
-        ("GET", "//jobs", ADMIN),
-        ("DELETE", "/search", ADMIN),
-        ("GET", "/nowhere", ADMIN),
-        ("GET", "/live/", ADMIN),
-        ("GET", "/live\n", ADMIN),
-        ("GET", "/jobs\n", ADMIN),
-        ("POST", "/galleries\n", ADMIN),
-        ("GET", "/JOBS", ADMIN),
-    ],
-)
-def test_odd_addresses_need_what_their_neighbours_need(
-    method: str, path: str, scope: str | None
-) -> None:
-    assert required_scope(method, path) == scope
+def test_every_route_of_the_app_needs_what_the_table_says(running_service) -> None:
+    served = RouteTable(running_service.app.routes).served
+    found = {(route.method, plain(route.template)): route.rule.scope for route in served}
+    assert {address: EXPECTED[address] for address in found} == found
+    assert EXPECTED.items() - found.items() == set(), "nothing of the table is without a route"
 
 
 def test_while_no_key_exists_changes_are_closed_and_the_answer_says_how_to_open_them(
@@ -205,18 +183,22 @@ def test_with_no_anonymous_scope_the_search_needs_a_key_too(
 ) -> None:
     calls = [("POST", "/search", bearer(texts[name])) for name in ("none", "search", "garbage")]
     calls += [("GET", "/live", {})]
-    statuses = [answer.status_code for answer in answers(store, calls, anonymous=())]
+    statuses = [answer.status_code for answer in answers(store, calls, anonymous_scopes=())]
     assert statuses == [401, 204, 401, 204]
 
 
 def test_anonymous_scopes_open_changes_but_not_to_pages_of_other_sites(store: KeyStore) -> None:
     here, there = {"origin": "http://shop"}, {"origin": "https://evil.example"}
     calls = [("POST", "/galleries/a/compact", headers) for headers in ({}, here, there)]
-    calls += [("POST", "/galleries/a/compact", {"origin": "null"}), ("POST", "/search", there)]
-    found = answers(store, calls, anonymous=("admin",))
-    assert [answer.status_code for answer in found] == [204, 204, 403, 403, 204]
+    odd = [{"origin": "null"}, {"origin": "http://["}]
+    calls += [("POST", "/galleries/a/compact", headers) for headers in odd]
+    calls += [("POST", "/search", there)]
+    found = answers(store, calls, anonymous_scopes=("admin",))
+    assert [answer.status_code for answer in found] == [204, 204, 403, 403, 403, 204]
     assert "evil.example" in found[2].json()["detail"]
-    allowed = answers(store, calls[2:3], anonymous=("admin",), origins=["https://evil.example"])
+    allowed = answers(
+        store, calls[2:3], anonymous_scopes=("admin",), cors_origins=("https://evil.example",)
+    )
     assert allowed[0].status_code == 204
 
 
@@ -284,19 +266,3 @@ def test_a_refused_upload_gets_its_answer_although_it_is_still_being_sent(
     assert answer.status_code == 401
     assert answer.headers["connection"] == "close"
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
-
-
-def test_the_document_names_the_scope_of_every_operation(running_service) -> None:
-    document = running_service.client.get("/openapi.json").json()
-    assert set(document["components"]["securitySchemes"]) == {"bearer", "key"}
-    for path, item in document["paths"].items():
-        for method, operation in item.items():
-            scope = EXPECTED[method.upper(), plain(path)]
-            if scope is FREE:
-                assert operation["security"] == []
-                assert "401" not in operation["responses"]
-                continue
-            free = [{}] if scope == SEARCH else []
-            assert operation["security"] == [{"bearer": [scope]}, {"key": [scope]}, *free]
-            assert f"Needs the scope `{scope}`." in operation["description"]
-            assert {"401", "403", "429"} <= operation["responses"].keys()

@@ -1,5 +1,6 @@
 """kinlens-serve check and keys: what they find, print and exit with."""
 
+import asyncio
 import json
 import socket
 from pathlib import Path
@@ -10,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from embedder.bundle import Bundle
 from service.__main__ import app
+from service.access.keys import FreshKeys
 from tests.support.seams import JobStore, KeyStore
 
 
@@ -113,7 +115,8 @@ def test_a_key_is_printed_once_alone_on_standard_output(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     text = made.stdout.strip()
     assert "not shown again" in made.stderr
-    key = KeyStore(tmp_path / "state" / "keys.json").identify(text)
+    store = KeyStore(tmp_path / "state" / "keys.json")
+    key = asyncio.run(FreshKeys(store).identify(text))
     assert key is not None
     assert key.scopes == ("search", "write")
     listed = call("keys", "list", "--state", state).stdout

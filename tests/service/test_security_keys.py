@@ -1,10 +1,12 @@
 """API keys: kept as hashes, made and ended in one file, and never open doors when it is damaged."""
 
+import asyncio
 import hmac
 import json
 import os
 import stat
 import threading
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from embedder.errors import InvalidParameterError, StateError
 from service.access import keys
-from service.access.keys import allowed, open_keys
+from service.access.keys import FreshKeys, Key, allowed, open_keys
 from tests.support.seams import KeyStore
 
 
@@ -22,9 +24,14 @@ def store(tmp_path: Path) -> KeyStore:
     return KeyStore(tmp_path / "state" / "keys.json")
 
 
+def find(store: KeyStore, text: str) -> Key | None:
+    """The key that a service finds which has just started."""
+    return asyncio.run(FreshKeys(store).identify(text))
+
+
 def test_a_key_is_known_by_its_text_and_by_nothing_else(store: KeyStore) -> None:
     text = store.create("till", ["search"])
-    key = store.identify(text)
+    key = find(store, text)
     assert key is not None
     assert (key.name, key.scopes) == ("till", ("search",))
     kl, identity, secret = text.split("_")
@@ -32,11 +39,11 @@ def test_a_key_is_known_by_its_text_and_by_nothing_else(store: KeyStore) -> None
     assert len(bytes.fromhex(secret)) == 32
     other = "0" * 64
     for wrong in ("", "kl", text[:-1], text + "0", text.upper(), f" {text}", secret, identity):
-        assert store.identify(wrong) is None
-    assert store.identify(f"kl_{identity}_{other}") is None
-    assert store.identify(f"kl_ffffffff_{secret}") is None
-    assert store.identify(f"{text}\n") is None
-    assert store.identify("kl_ä_€") is None
+        assert find(store, wrong) is None
+    assert find(store, f"kl_{identity}_{other}") is None
+    assert find(store, f"kl_ffffffff_{secret}") is None
+    assert find(store, f"{text}\n") is None
+    assert find(store, "kl_ä_€") is None
 
 
 def test_the_file_has_no_secret_and_is_readable_by_its_owner_alone(store: KeyStore) -> None:
@@ -59,30 +66,76 @@ def test_secrets_are_compared_in_constant_time_also_for_keys_that_do_not_exist(
 
     real = hmac.compare_digest
     monkeypatch.setattr(keys.hmac, "compare_digest", compare)
-    assert store.identify(text) is not None
-    assert store.identify("kl_ffffffff_" + "0" * 64) is None
-    assert store.identify("garbage") is None
-    assert len(compared) == 3
-    assert all(len(a) == len(b) == 64 for a, b in compared)
+    assert find(store, text) is not None
+    for wrong in (text[:-8] + "0" * 8, "kl_ffffffff_" + "0" * 64, "garbage"):
+        compared.clear()
+        assert find(store, wrong) is None
+        assert len(compared) == 2
+        assert all(len(a) == len(b) == 64 for a, b in compared)
 
 
-def test_a_revoked_key_is_unknown_at_once_to_a_store_that_is_open(store: KeyStore) -> None:
+def test_a_revoked_key_is_unknown_to_a_store_that_is_open(store: KeyStore) -> None:
     text = store.create("till", ["search"])
     other = KeyStore(store.path)
-    assert other.identify(text) is not None
+    assert find(other, text) is not None
     store.revoke("till")
-    assert other.identify(text) is None
+    assert find(other, text) is None
     assert [key.state(datetime.now(UTC)) for key in other.list()] == ["revoked"]
     again = store.create("till", ["search"])
-    assert other.identify(again) is not None
-    assert other.identify(text) is None
+    assert find(other, again) is not None
+    assert find(other, text) is None
+
+
+def test_a_service_reads_the_file_once_a_second_and_looks_again_for_a_key_that_it_does_not_know(
+    store: KeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = store.create("till", ["search"])
+    reads = []
+    original = store.list
+    monkeypatch.setattr(store, "list", lambda: reads.append(threading.get_ident()) or original())
+
+    async def use() -> None:
+        fresh = FreshKeys(store, max_age_s=0.2)
+        for _ in range(50):
+            assert await fresh.identify(text) is not None
+        assert len(reads) == 1
+        assert threading.get_ident() not in reads, "the event loop reads no file"
+        assert await fresh.identify(KeyStore(store.path).create("new", ["search"])) is not None
+        KeyStore(store.path).revoke("till")
+        ends = time.monotonic() + 0.2
+        while await fresh.identify(text) is not None:
+            assert time.monotonic() < ends + 0.1
+
+    asyncio.run(use())
+
+
+def test_a_disk_that_hangs_refuses_keys_and_holds_up_nothing_else(
+    store: KeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = store.create("till", ["search"])
+    mount = threading.Event()
+    original = store.list
+    monkeypatch.setattr(store, "list", lambda: mount.wait(20) and original())
+
+    async def use() -> None:
+        fresh = FreshKeys(store, limit_s=0.1)
+        before = threading.active_count()
+        found = await asyncio.gather(
+            *(fresh.identify(text) for _ in range(20)), return_exceptions=True
+        )
+        assert all(isinstance(error, StateError) for error in found)
+        assert threading.active_count() == before + 1
+        mount.set()
+        assert await fresh.identify(text) is not None
+
+    asyncio.run(use())
 
 
 def test_a_key_ends_at_its_time(store: KeyStore) -> None:
     soon = datetime.now(UTC) + timedelta(hours=1)
-    assert store.identify(store.create("a", ["search"], soon)) is not None
+    assert find(store, store.create("a", ["search"], soon)) is not None
     past = datetime.now(UTC) - timedelta(seconds=1)
-    assert store.identify(store.create("b", ["search"], past)) is None
+    assert find(store, store.create("b", ["search"], past)) is None
     assert store.active() == 1
 
 
@@ -119,7 +172,7 @@ def test_a_damaged_file_is_an_error_that_names_it_and_lets_nobody_in(
     text = store.create("till", ["admin"])
     kept = store.path.read_bytes()
     store.path.write_bytes(content)
-    for call in (store.list, store.active, lambda: store.identify(text)):
+    for call in (store.list, store.active, lambda: find(store, text)):
         with pytest.raises(StateError, match=r"keys\.json"):
             call()
     with pytest.raises(StateError):
@@ -128,7 +181,7 @@ def test_a_damaged_file_is_an_error_that_names_it_and_lets_nobody_in(
     with pytest.raises(StateError):
         open_keys(store.path.parent)
     store.path.write_bytes(kept)
-    assert store.identify(text) is not None
+    assert find(store, text) is not None
 
 
 def test_a_digest_is_not_shown_in_the_error_of_a_damaged_file(store: KeyStore) -> None:

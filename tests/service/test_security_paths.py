@@ -10,7 +10,7 @@ from starlette.responses import Response
 from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import DEFAULTS, Running, run
-from tests.support.seams import KeyStore, addresses, required_scope
+from tests.support.seams import KeyStore, RouteTable
 
 from embedder.fake import FakeEmbedder  # isort: skip
 
@@ -51,14 +51,14 @@ def variants(template: str) -> list[str]:
 
 def test_no_spelling_of_a_closed_address_is_open(closed: Running) -> None:
     seen = set()
-    for method, template in addresses(closed.app.routes):
-        if required_scope(method, template) is None or method == "HEAD":
+    for route in RouteTable(closed.app.routes).served:
+        if route.rule.scope is None or route.method == "HEAD":
             continue
-        for target in variants(template):
-            status, body = ask(closed, method, target)
+        for target in variants(route.template):
+            status, body = ask(closed, route.method, target)
             seen.add(status)
-            assert status in (307, 400, 401, 404, 405), (method, target, status, body)
-            assert (status == 401) or target != variants(template)[0]
+            assert status in (307, 400, 401, 404, 405), (route.method, target, status, body)
+            assert (status == 401) or target != variants(route.template)[0]
     assert {400, 401, 404} <= seen
     assert closed.runtime.registry.names() == []
 
@@ -75,8 +75,6 @@ def test_a_route_that_is_served_but_has_no_rule_needs_an_admin(tmp_path: Any) ->
     text = KeyStore(state / "keys.json").create("owner", ["admin"])
     app = create_app(Settings(**DEFAULTS | {"state": state}), FakeEmbedder(), {})
     app.add_api_route("/export", lambda: Response("all of it"), methods=["GET"])
-    [served] = [m.kwargs["served"] for m in app.user_middleware if "anonymous" in m.kwargs]
-    served.learn(app.routes)
     service = run(app)
     try:
         assert service.client.get("/export").status_code == 401

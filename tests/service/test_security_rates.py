@@ -1,20 +1,23 @@
 """Rates: per key and per address, in this process or in Redis, and never a reason to wait."""
 
 import asyncio
+import math
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 
-from service.access.rates import Verdict, parse_rates
-from tests.support.seams import KeyStore, RateLimits, SharedCounts
+from service.access.rates import RateVerdict, parse_rates
+from tests.support.seams import KeyStore, LocalCounts, RateLimits, SharedCounts
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 0.05
@@ -49,7 +52,7 @@ def with_redis(
     return asyncio.run(main())
 
 
-async def hits(rates: RateLimits, count: int, caller: str = "till") -> list[Verdict]:
+async def hits(rates: RateLimits, count: int, caller: str = "till") -> list[RateVerdict]:
     return [await rates.hit("key", caller) for _ in range(count)]
 
 
@@ -75,14 +78,63 @@ def test_the_narrowest_of_several_rates_counts() -> None:
     asyncio.run(main())
 
 
-def test_a_caller_may_go_on_after_the_window() -> None:
+@pytest.mark.parametrize(("rate", "amount", "period_s"), [("5/minute", 5, 60), ("4/second", 4, 1)])
+def test_a_caller_has_what_a_full_bucket_gives_that_is_filled_evenly(
+    rate: str, amount: int, period_s: int
+) -> None:
+    """GCRA is the leaky bucket: here by counting drops, a drop for each request."""
+    now_us = 10**12
+    limits = RateLimits({"key": rate}, local=LocalCounts(lambda: now_us * 1_000))
+    interval_us = period_s * 10**6 // amount
+    random = np.random.default_rng(0)
+    drops, allowed = Fraction(amount), 0
+
     async def main() -> None:
-        rates = RateLimits({"key": "2/second"})
-        assert [verdict.allowed for verdict in await hits(rates, 3)] == [True, True, False]
-        await asyncio.sleep(2.1)
-        assert (await hits(rates, 1))[0].allowed
+        nonlocal now_us, drops, allowed
+        for wait_us in random.exponential(interval_us, 500).astype(int).tolist():
+            now_us += wait_us
+            drops = min(Fraction(amount), drops + Fraction(wait_us, interval_us))
+            fits = drops >= 1
+            drops -= fits
+            allowed += fits
+            verdict = await limits.hit("key", "till")
+            assert verdict.allowed == fits
+            assert verdict.remaining == int(drops)
+            missing_s = (1 - drops % 1) * interval_us / 10**6
+            assert verdict.retry_after_s == max(1, math.ceil(missing_s))
+        assert 100 < allowed < 500
 
     asyncio.run(main())
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("where", ["here", "redis"])
+def test_a_burst_fits_and_then_one_request_for_each_part_of_the_period(
+    where: str, redis_server
+) -> None:
+    async def hammer(rates: RateLimits) -> tuple[int, float, int]:
+        started, allowed, asked = time.monotonic(), 0, 0
+        while time.monotonic() - started < 0.6:
+            allowed += (await rates.hit("key", "till")).allowed
+            asked += 1
+        return allowed, time.monotonic() - started, asked
+
+    if where == "here":
+        allowed, seconds, asked = asyncio.run(hammer(RateLimits({"key": "20/second"})))
+    else:
+        allowed, seconds, asked = with_redis(redis_server.url, "20/second", hammer)
+    assert abs(allowed - (20 + 20 * seconds)) <= 2
+    assert asked > allowed
+
+
+def test_callers_who_owe_nothing_are_forgotten() -> None:
+    now_ns = 0
+    counts = LocalCounts(lambda: now_ns)
+    rates = parse_rates("1/second")
+    for number in range(20_000):
+        now_ns += 10**7
+        counts.hit(rates, "address", str(number))
+    assert len(counts) < 3_000
 
 
 @pytest.mark.parametrize("text", ["600", "many", "0/minute", "-1/minute", "5/fortnight", "5/s;x"])
@@ -207,7 +259,7 @@ def test_services_that_share_redis_share_the_rate_of_an_address(
 def test_counting_in_redis_says_what_counting_here_says(redis_server) -> None:
     rates = "3/hour;5/hour"
 
-    async def here() -> list[Verdict]:
+    async def here() -> list[RateVerdict]:
         return await hits(RateLimits({"key": rates}), 5)
 
     there = with_redis(redis_server.url, rates, lambda limits: hits(limits, 5))

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,8 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from service.app import create_app
-from service.http.connections import guarded
-from service.http.server import build_server
+from service.http.server import GuardedProtocol, Server, config_of
 from service.settings import Settings
 
 WAIT_S = 20.0
@@ -66,7 +66,7 @@ def serve(embedder: Any, gallery: Any) -> Iterator[Callable[..., Served]]:
         def start(**options: Any) -> Served:
             settings = Settings(lanes=2, **options)
             app = create_app(settings, embedder, {"shop": gallery})
-            return Served(build_server(app, settings), stack)
+            return Served(Server(config_of(app, settings)), stack)
 
         yield start
 
@@ -85,7 +85,9 @@ def serve_with() -> Iterator[Callable[..., Served]]:
 
         def start(header_s: float = 60, write_s: float = 60, connections: int = 1000) -> Served:
             app = Starlette(routes=[Route("/live", text), Route("/large", large)])
-            protocol = guarded(header_s, write_s, connections)
+            limits = (header_s, write_s, connections)
+            names = ("header_timeout_s", "write_timeout_s", "max_connections")
+            protocol: Any = partial(GuardedProtocol, **dict(zip(names, limits, strict=True)))
             config = uvicorn.Config(app, http=protocol, log_config=None, timeout_keep_alive=60)
             return Served(uvicorn.Server(config), stack)
 
@@ -134,6 +136,50 @@ def test_a_second_request_on_a_connection_may_drip_no_longer_than_the_first(serv
     assert is_closed(connection)
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /" + b"a" * 10**6,
+        HEAD + b"X-Filler: " + b"a" * 10**6,
+        UPLOAD.replace(b"Content-Length: 5000", b"Transfer-Encoding: chunked").replace(
+            b"--b\r\n", b"5\r\n--b\r\n\r\n0\r\nX-Trailer: " + b"a" * 10**6
+        ),
+    ],
+    ids=["address", "head", "trailer"],
+)
+def test_what_is_kept_of_a_head_has_a_limit(serve, start: bytes) -> None:
+    connection = serve().connect()
+    with contextlib.suppress(ConnectionError):
+        for part in range(0, len(start), 10_000):
+            connection.sendall(start[part : part + 10_000])
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while part_of_it := connection.recv(1000):
+            answer += part_of_it
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+
+
+def test_a_body_of_many_small_chunks_is_no_long_head(serve) -> None:
+    head = UPLOAD.replace(b"Content-Length: 5000", b"Transfer-Encoding: chunked")
+    head = head.replace(b"Host:", b"Connection: close\r\nHost:").removesuffix(b"--b\r\n")
+    connection = serve().connect()
+    connection.sendall(head + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n")
+    assert b"The form cannot be read" in connection.makefile("rb").read()
+
+
+def test_a_client_that_offers_another_protocol_is_answered_in_this_one(serve_with) -> None:
+    """Java's own client offers h2c with its first request and then goes on."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEA\r\n"
+    connection = serve_with(header_s=5).connect()
+    for head in (HEAD + offer, HEAD):
+        connection.sendall(head + b"\r\n")
+        answer = b""
+        while not answer.endswith(b"here"):
+            received = connection.recv(1000)
+            assert received, f"closed after {answer!r}"
+            answer += received
+
+
 def test_an_answer_that_takes_longer_than_the_head_may_is_not_cut_off(
     serve, embedder, pictures
 ) -> None:
@@ -177,7 +223,7 @@ def test_idle_connections_above_the_limit_make_room_for_others(serve_with, until
 def test_a_connection_that_is_being_answered_is_not_closed_to_make_room(
     serve, embedder, pictures, until, monkeypatch
 ) -> None:
-    monkeypatch.setattr("service.http.server._connection_limit", lambda: 3)
+    monkeypatch.setattr("service.http.server.connection_limit", lambda: 3)
     served = serve()
     embedder.gate.clear()
     answers: list[int] = []

@@ -28,12 +28,12 @@ from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry
 from service.access.address import Addresses
 from service.access.keys import KeyStore
-from service.access.rates import RateLimits, SharedCounts
+from service.access.rates import LocalCounts, RateLimits, SharedCounts
 from service.galleries.locations import Bundles, GalleryLocation, Locations
 from service.galleries.migration import bring_over
 from service.galleries.pictures import PictureFolder, Renditions, Samples
 from service.galleries.registry import Failures, Registry
-from service.http.scopes import addresses, required_scope
+from service.http.routes import RouteTable
 from service.http.server import listen
 from service.jobs.manager import JobManager
 from service.jobs.store import Job, JobStore
@@ -63,6 +63,7 @@ __all__ = [
     "JobStore",
     "KeyStore",
     "Lanes",
+    "LocalCounts",
     "Locations",
     "Lookup",
     "LruCache",
@@ -73,12 +74,12 @@ __all__ = [
     "RedisStore",
     "Registry",
     "Renditions",
+    "RouteTable",
     "Samples",
     "Segment",
     "SegmentIndex",
     "SharedCounts",
     "State",
-    "addresses",
     "adopt",
     "backup",
     "bring_over",
@@ -90,7 +91,6 @@ __all__ = [
     "plan_index",
     "publish_generation",
     "recall_at",
-    "required_scope",
     "set_fault_hook",
     "tune",
     "write_segment",

@@ -1,0 +1,403 @@
+"""The one gate before the routes: who asks, for what, and whether that may be.
+
+    id, log, headers ─► host, address ─► other origins ─► key and scope ─► rate ─► BodyLimit, route
+         every answer      400              CORS            401, 403        429       (404, 405)
+
+The route of a request is found once, here; what is not found never reaches the router.
+"""
+
+import re
+import time
+import uuid
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+import structlog
+from starlette.datastructures import URL, Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from embedder.errors import (
+    AccessError,
+    KeyMissingError,
+    KeysUnreadableError,
+    KinlensError,
+    RateLimitedError,
+    ScopeError,
+    StateError,
+)
+from service.access import keys
+from service.access.address import Addresses, address_of
+from service.access.keys import FreshKeys, KeyStore
+from service.access.rates import RateLimits, RateVerdict, SharedCounts
+from service.http.bodies import Bounds, refuse
+from service.http.routes import RouteTable
+from service.observe.metrics import Metrics
+from service.problems import (
+    BAD_REQUEST,
+    UNKNOWN_HOST,
+    from_http,
+    from_kinlens,
+    from_unexpected,
+    problem,
+    request_id_of,
+)
+from service.settings import ANY_HOST, Settings
+
+ANONYMOUS = "anonymous"
+KEY_HEADER = "X-API-Key"
+
+_FAILURES = "30/minute"
+_UNREADABLE_TEXT = (
+    "The file of API keys cannot be read, so no key is accepted. The log of the service says why."
+)
+_BEARER = "bearer "
+_SHOWN_CHARACTERS = 64
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_PROBES = frozenset({"/live", "/ready", "/metrics"})
+_PROBE_METHODS = frozenset({"GET", "HEAD"})
+SECURITY_HEADERS = {
+    # No inline script or style, no other host; the page shows pictures that it made itself.
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
+        "script-src 'self'; style-src 'self'; connect-src 'self'; worker-src 'none'; "
+        "frame-src 'none'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(self), geolocation=(), microphone=()",
+    "Cache-Control": "no-cache",
+}
+_CORS_MAX_AGE_S = 600
+_CORS_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_CORS_SENT = ("Authorization", "Content-Type", "If-None-Match", "X-Request-ID", KEY_HEADER)
+_CORS_SHOWN = (
+    "ETag",
+    "Location",
+    "RateLimit-Limit",
+    "RateLimit-Remaining",
+    "RateLimit-Reset",
+    "Retry-After",
+    "Server-Timing",
+    "X-Kinlens-Bundle",
+    "X-Request-ID",
+)
+
+
+class Gate:
+    """Lets a request in if its host, its address, the scope of its caller and its rate allow it.
+
+    Without a key a caller has the anonymous scopes of the settings. What is not served is told so,
+    and a route without a rule needs `admin`. `scope["state"]` gets the `request_id`, the `route`
+    and the `principal`; every answer gets the id and the headers that browsers obey, is counted
+    and is one line of the log.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: Settings,
+        metrics: Metrics,
+        store: KeyStore | None,
+        rates: RateLimits,
+    ) -> None:
+        self.app = app
+        self._metrics = metrics
+        self._keys = None if store is None else FreshKeys(store)
+        self._rates = rates
+        self._table: RouteTable | None = None
+        self._hosts = settings.hosts()
+        self._anonymous = keys.allowed(settings.anonymous_scopes)
+        self._addresses = Addresses(settings.trusted_proxies)
+        self._drain_bytes = bounds_of(settings).largest
+        self._origins = frozenset(settings.cors_origins)
+        headers = dict(SECURITY_HEADERS)
+        self._inside: ASGIApp = self._admit
+        if self._origins:
+            headers["Cross-Origin-Resource-Policy"] = "cross-origin"  # pictures on their pages
+            self._inside = CORSMiddleware(
+                self._admit,
+                allow_origins=settings.cors_origins,
+                allow_methods=_CORS_METHODS,
+                allow_headers=_CORS_SENT,
+                expose_headers=_CORS_SHOWN,
+                max_age=_CORS_MAX_AGE_S,
+            )
+        self._headers = [(name.lower().encode(), text.encode()) for name, text in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id = _request_id(scope)
+        state["principal"] = ANONYMOUS
+        state["route"] = route = self._routes(scope).match(scope["method"], scope["path"])
+        state["template"] = "unmatched" if route is None else route.template
+        state["address"] = self._addresses.of(scope)
+        started, status, sent, is_reported = time.perf_counter(), 0, 0, False
+
+        def report() -> None:
+            nonlocal is_reported
+            if not is_reported:
+                is_reported = True
+                self._report(scope, status, sent, time.perf_counter() - started)
+
+        async def send_on(message: Message) -> None:
+            nonlocal status, sent
+            sent += len(message.get("body", b""))
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._add_headers(scope, message)
+            elif not message.get("more_body", False):
+                report()  # before the client has the whole answer and looks at the metrics
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                odd = self._odd(scope)
+                if odd is None:
+                    await self._inside(scope, receive, send_on)
+                else:
+                    await refuse(odd, scope, receive, send_on, drain_bytes=self._drain_bytes)
+            except Exception as error:
+                if status:
+                    raise
+                answer = await from_unexpected(Request(scope), error)
+                await answer(scope, receive, send_on)
+            finally:
+                report()
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = await self._refusal(scope)
+        if answer is None:
+            await self.app(scope, receive, send)
+        else:
+            await refuse(answer, scope, receive, send, drain_bytes=self._drain_bytes)
+
+    async def _refusal(self, scope: Scope) -> Response | None:
+        route = scope["state"]["route"]
+        try:
+            if route is not None and route.rule.scope is not None:
+                await self._authorize(scope, route.rule.scope)
+            if route is None or route.rule.scope is not None:
+                await self._count(scope)
+        except StateError as error:
+            structlog.get_logger().error("keys cannot be read", detail=str(error))
+            return await from_kinlens(Request(scope), KeysUnreadableError(_UNREADABLE_TEXT))
+        except KinlensError as error:
+            return await from_kinlens(Request(scope), error)
+        return await self._not_served(scope) if route is None else None
+
+    async def _authorize(self, scope: Scope, needed: keys.Scope) -> None:
+        text = _sent_key(scope)
+        if text is None:
+            if needed not in self._anonymous:
+                raise await self._closed(needed)
+            if needed != "search":
+                _refuse_foreign_page(scope, self._origins)
+            return
+        key = None if self._keys is None else await self._keys.identify(text)
+        if key is None:
+            await self._refuse_unknown(scope)
+            return
+        scope["state"]["principal"] = key.name
+        scope["state"]["key_id"] = key.id
+        if needed not in keys.allowed(key.scopes):
+            raise ScopeError(
+                f"The key {key.name} has the scopes {', '.join(key.scopes)}; this needs {needed}. "
+                f"Make another with kinlens-serve keys create NAME --scope {needed}."
+            )
+
+    async def _refuse_unknown(self, scope: Scope) -> None:
+        verdict = await self._rates.hit("failure", address_of(scope))
+        if not verdict.allowed:
+            raise RateLimitedError(
+                f"Too many unknown API keys came from this address. Try again in "
+                f"{verdict.retry_after_s} s.",
+                verdict.retry_after_s,
+            )
+        raise KeyMissingError(
+            "The API key is not known: it is mistyped, expired or revoked. Send a valid one as "
+            "Authorization: Bearer KEY or X-API-Key: KEY."
+        )
+
+    async def _closed(self, needed: keys.Scope) -> AccessError:
+        if self._keys is None:
+            return AccessError(
+                f"This needs the scope {needed}, and the service has no folder for keys. Start it "
+                "with --state DIR and make a key with kinlens-serve keys create."
+            )
+        if not await self._keys.has_active():
+            return AccessError(
+                f"This needs the scope {needed}, and no API key exists yet. Make one with "
+                f"kinlens-serve keys create NAME --scope {needed}."
+            )
+        return KeyMissingError(
+            f"This needs an API key with the scope {needed}. Send it as Authorization: Bearer KEY "
+            "or X-API-Key: KEY."
+        )
+
+    async def _count(self, scope: Scope) -> None:
+        """Count a request by its key, or by address if it has none."""
+        key_id = scope["state"].get("key_id")
+        kind, caller = ("address", address_of(scope)) if key_id is None else ("key", str(key_id))
+        verdict = await self._rates.hit(kind, caller)
+        scope["state"]["rate"] = verdict
+        if not verdict.allowed:
+            raise RateLimitedError(
+                f"More requests came from this {kind} than its limit of {verdict.amount:,} allows. "
+                f"Try again in {verdict.retry_after_s} s.",
+                verdict.retry_after_s,
+            )
+
+    async def _not_served(self, scope: Scope) -> Response:
+        """405 where other methods are, a way to the address with or without its last slash, 404."""
+        path = scope["path"]
+        others = self._routes(scope).at(path)
+        if others:
+            scope["state"]["template"] = others[0].template
+            headers = {"Allow": ", ".join(sorted({route.method for route in others}))}
+            return await from_http(Request(scope), HTTPException(405, headers=headers))
+        twin = path.rstrip("/") if path.endswith("/") else f"{path}/"
+        if self._routes(scope).at(twin):
+            return RedirectResponse(URL(scope=scope).replace(path=twin))
+        return await from_http(Request(scope), HTTPException(404))
+
+    def _routes(self, scope: Scope) -> RouteTable:
+        if self._table is None:
+            self._table = RouteTable(scope["app"].routes)
+        return self._table
+
+    def _odd(self, scope: Scope) -> Response | None:
+        """Refuses a host that is not served here, and addresses that no route has.
+
+        Without the first a web page could point its own name at this machine and read what is
+        served. What orchestrators and monitoring read has any host: they call by address. What
+        compares paths does not agree about a line break at their end: `$` overlooks it.
+        """
+        given = ", ".join(Headers(scope=scope).getlist("host"))
+        match = _HOST.fullmatch(given)
+        is_known = ANY_HOST in self._hosts or (match and match[1].lower() in self._hosts)
+        control = _CONTROL.search(scope["path"])
+        if not is_known and not _is_probe(scope):
+            kind = UNKNOWN_HOST
+            text = (
+                f"The host {given[:_SHOWN_CHARACTERS]!r} is not served here; known are "
+                f"{', '.join(sorted(self._hosts))}. Name it in KINLENS_ALLOWED_HOSTS to allow it."
+            )
+        elif control is not None:
+            kind = BAD_REQUEST
+            text = (
+                f"The address has the control character U+{ord(control[0]):04X} at place "
+                f"{control.start()}; leave it out."
+            )
+        else:
+            return None
+        return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
+
+    def _add_headers(self, scope: Scope, message: Message) -> None:
+        set_already = {name for name, _ in message.get("headers", ())}
+        message["headers"] = [
+            *message.get("headers", ()),
+            (b"x-request-id", request_id_of(scope).encode()),
+            *(header for header in self._headers if header[0] not in set_already),
+        ]
+        headers = MutableHeaders(scope=message)
+        verdict: RateVerdict | None = scope["state"].get("rate")
+        if verdict is not None and verdict.amount is not None:
+            headers["RateLimit-Limit"] = str(verdict.amount)
+            headers["RateLimit-Remaining"] = str(verdict.remaining)
+            headers["RateLimit-Reset"] = str(verdict.retry_after_s)
+
+    def _report(self, scope: Scope, status: int, sent: int, seconds: float) -> None:
+        state = scope["state"]
+        self._metrics.observe_request(state["template"], scope["method"], status, seconds)
+        if status == HTTPStatus.TOO_MANY_REQUESTS:
+            self._metrics.observe_rate_limited("key" if "key_id" in state else "address")
+        structlog.get_logger().info(
+            "request",
+            route=state["template"],
+            method=scope["method"],
+            status=status,
+            principal=state["principal"],
+            client=address_of(scope),
+            bytes=sent,
+            ms=round(seconds * 1e3, 1),
+        )
+
+
+def bounds_of(settings: Settings) -> Bounds:
+    """How much a body may weigh."""
+    return Bounds(settings.max_upload_bytes, settings.max_batch_bytes)
+
+
+def open_rates(settings: Settings) -> RateLimits:
+    """The rates of the settings, and that of unknown keys; counted in Redis if there is one."""
+    rates = {
+        "key": settings.rate_limit_per_key,
+        "address": settings.rate_limit_per_address,
+        "failure": _FAILURES,
+    }
+    if settings.redis_url is None:
+        return RateLimits(rates)
+    shared = SharedCounts(
+        settings.redis_url.get_secret_value(),
+        timeout_s=settings.redis_timeout_ms / 1e3,
+        retry_s=settings.redis_retry_ms / 1e3,
+        connections=settings.redis_connections,
+    )
+    return RateLimits(rates, shared)
+
+
+def _is_probe(scope: Scope) -> bool:
+    return scope["method"] in _PROBE_METHODS and scope["path"] in _PROBES
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _sent_key(scope: Scope) -> str | None:
+    """The key of a request, or None.
+
+    An `Authorization` of another scheme is meant for somebody else. Two keys are no key.
+    """
+    headers = Headers(scope=scope)
+    bearers = [h for h in headers.getlist("authorization") if h.lower().startswith(_BEARER)]
+    sent = {h[len(_BEARER) :].strip() for h in bearers}
+    sent |= {h.strip() for h in headers.getlist(KEY_HEADER)}
+    if not sent:
+        return None
+    return sent.pop() if len(sent) == 1 else ""
+
+
+def _refuse_foreign_page(scope: Scope, origins: frozenset[str]) -> None:
+    """Where no key is needed for a change, any page in a browser could send one unnoticed."""
+    headers = Headers(scope=scope)
+    origin = headers.get("origin")
+    if origin is None or origin in origins:
+        return
+    if _netloc(origin) != headers.get("host", "").lower():
+        raise AccessError(
+            f"A page of {origin[:_SHOWN_CHARACTERS]!r} may not change anything here without an "
+            "API key. Send one, or name the origin in KINLENS_CORS_ORIGINS."
+        )
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:  # such as http://[
+        return None

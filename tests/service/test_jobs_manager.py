@@ -265,7 +265,8 @@ def test_a_rebuild_that_was_killed_goes_on_without_embedding_again_what_it_has(
     gallery.add(replace(entry, key=digest, sha256=digest, path="") for digest in digests)
     gallery.close()
     before = shop.content()
-    uploads = [shop.state / "uploads" / digest[:2] / digest for digest in digests]
+    folder = PictureFolder(gallery.path).root
+    uploads = [folder / digest[:2] / digest for digest in digests]
     for path, data in zip(uploads, contents, strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)

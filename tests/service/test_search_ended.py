@@ -16,7 +16,7 @@ from indexer.types import Entry
 from tests.service.shops import Shop, assert_problem, start_shop
 
 COUNT = 6000
-LIMIT_S = 0.5
+LIMIT_S = 1.0
 PAUSE_S = 0.2
 
 

@@ -129,7 +129,7 @@ def test_packages_have_empty_init_files() -> None:
             assert path.read_text() == "", f"{path} is not empty"
 
 
-@pytest.mark.parametrize("room", ["embedder", "training", "indexer"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_a_folder_has_at_most_twelve_modules(room: str) -> None:
     folders = Counter(path.parent for path in (ROOT / room).rglob("*.py") if path.stem[0] != "_")
     crowded = {str(folder): count for folder, count in folders.items() if count > 12}

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 from redis.asyncio import Redis
 
-from service.observe.log_throttle import Repeats
+from service.observe.logs import Repeats
 from service.search.redis_cache import FAIR_SHARE, bounded_pool, request_budget
 
 _PERIODS_S = {"second": 1, "minute": 60, "hour": 3_600, "day": 86_400}

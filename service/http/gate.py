@@ -6,9 +6,9 @@
 The route of a request is found once, here; what is not found never reaches the router.
 """
 
+import random
 import re
 import time
-import uuid
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -56,6 +56,7 @@ _UNREADABLE_TEXT = (
 )
 _BEARER = "bearer "
 _SHOWN_CHARACTERS = 64
+_IDS = random.Random()  # names, not secrets: no system call for each request
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -366,7 +367,7 @@ def _is_probe(scope: Scope) -> bool:
 
 def _request_id(scope: Scope) -> str:
     given = Headers(scope=scope).get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else f"{_IDS.getrandbits(128):032x}"
 
 
 def _sent_key(scope: Scope) -> str | None:

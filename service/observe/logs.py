@@ -5,15 +5,19 @@ thread of its own writes, so that a reader of stderr that hangs holds up no requ
 """
 
 import logging
+import math
 import queue
 import re
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+TOLD_EVERY_S = 30.0
 _SECRETS = (
     (re.compile(r"\b(kl_[0-9a-f]+_)[0-9a-f]+"), r"\1***"),
     (re.compile(r"(\w://)[^/\s\"@]+@"), r"\1***@"),
@@ -129,3 +133,29 @@ def _adopt_loggers() -> None:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = name != "uvicorn.access"
+
+
+class Repeats:
+    """Says how often something happened, at most once in `every_s`."""
+
+    def __init__(
+        self, every_s: float = TOLD_EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._every_s = every_s
+        self._clock = clock
+        self._count = 0
+        self._told_at = -math.inf
+
+    def add(self) -> None:
+        """It happened once more."""
+        self._count += 1
+
+    def due(self) -> int:
+        """How often it happened since this was told last, if it is time to tell it; otherwise 0."""
+        now = self._clock()
+        if now - self._told_at < self._every_s:
+            return 0
+        count, self._count = self._count, 0
+        if count:
+            self._told_at = now
+        return count

@@ -21,7 +21,7 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from service.observe.log_throttle import Repeats
+from service.observe.logs import Repeats
 
 T = TypeVar("T")
 _FIRST_PROBE_S = 0.1

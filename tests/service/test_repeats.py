@@ -1,6 +1,6 @@
 """Events that come often are told rarely, and none is lost from the count."""
 
-from service.observe.log_throttle import Repeats
+from service.observe.logs import Repeats
 
 
 def test_what_repeats_is_told_at_once_then_rarely_and_counted() -> None:

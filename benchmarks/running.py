@@ -45,11 +45,13 @@ def service(bundle: Path, gallery: Path, *flags: str) -> contextlib.AbstractCont
 
 
 @contextlib.contextmanager
-def started(command: Sequence[Path | str], url: str, every_s: float = 0.1) -> Iterator[str]:
-    """The URL of a service whose /ready answers; it is ended afterwards."""
-    process = subprocess.Popen(command)
+def started(
+    command: Sequence[Path | str], url: str, every_s: float = 0.1, ready: str = "/ready"
+) -> Iterator[str]:
+    """The URL of a service whose `ready` address answers; it is ended afterwards."""
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        wait_ready(f"{url}/ready", process, every_s)
+        wait_ready(url + ready, process, every_s)
         yield url
     finally:
         process.send_signal(signal.SIGINT)
@@ -63,4 +65,4 @@ def wait_ready(address: str, process: "subprocess.Popen[bytes]", every_s: float)
             if httpx.get(address).status_code == 200:
                 return
         time.sleep(every_s)
-    raise SystemExit("the service did not become ready; its message is above")
+    raise SystemExit(f"{process.args!r} did not become ready; run it by hand to see why")

@@ -2,7 +2,7 @@
 
 A peer of `benchmarks/search.py`, which starts it; nothing else should.
 
-    python benchmarks/usual_script.py PORT BACKBONE VECTORS.npy THREADS
+    python benchmarks/peers/usual_script.py PORT BACKBONE VECTORS.npy THREADS
 """
 
 import io

@@ -1,0 +1,61 @@
+"""Image search on LitServe: the same ONNX file, the same preprocessing, the same exact search.
+
+A peer of `benchmarks/search.py`, which starts it; nothing else should.
+
+    python benchmarks/peers/litserve_search.py PORT BUNDLE VECTORS.npy WORKERS
+
+As its documentation recommends for a model on a CPU: `accelerator="cpu"`, workers as processes (the
+benchmark tries one and one a core, and takes the better), no batching, which only a GPU gains from.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import faiss
+import litserve
+import numpy as np
+
+from embedder.session import OnnxEmbedder, SessionSettings
+
+
+class Search(litserve.LitAPI):
+    """Decode, embed, search."""
+
+    def setup(self, device: str) -> None:  # noqa: ARG002
+        _, _, bundle, vectors, workers = sys.argv
+        cores = len(os.sched_getaffinity(0))
+        threads = max(1, cores // int(workers))
+        self.embedder = OnnxEmbedder.open(Path(bundle), SessionSettings(threads=threads))
+        faiss.omp_set_num_threads(threads)
+        found = np.load(vectors)
+        faiss.normalize_L2(found)
+        self.index = faiss.IndexFlatIP(found.shape[1])
+        self.index.add(found)
+
+    def decode_request(self, request: Any, **_: Any) -> tuple[np.ndarray, int]:
+        data = request["image"].file.read()
+        return self.embedder.preprocess(data), int(request["k"])
+
+    def predict(self, asked: tuple[np.ndarray, int], **_: Any) -> tuple[np.ndarray, np.ndarray]:
+        image, k = asked
+        scores, numbers = self.index.search(self.embedder.embed(image[np.newaxis]), k)
+        return numbers[0], scores[0]
+
+    def encode_response(
+        self, found: tuple[np.ndarray, np.ndarray], **_: Any
+    ) -> dict[str, list[dict[str, float]]]:
+        pairs = zip(*(each.tolist() for each in found), strict=True)
+        return {"hits": [{"id": number, "score": score} for number, score in pairs]}
+
+
+if __name__ == "__main__":
+    server = litserve.LitServer(
+        Search(api_path="/search"),
+        accelerator="cpu",
+        workers_per_device=int(sys.argv[4]),
+        healthcheck_path="/ready",
+        fast_queue=True,
+    )
+    server.run(port=int(sys.argv[1]), host="127.0.0.1", generate_client_file=False)

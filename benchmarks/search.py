@@ -15,11 +15,11 @@ with files whose answers are in the cache. In each round take turns
     usual      FastAPI + torch eager + IndexFlatIP at 16 connections (usual_script.py)
     bare       a server that answers from memory: what the load costs (bare_server.py)
 
-all of benchmarks/peers. The table shows medians over the rounds, ratios as medians of the pairs. The ceiling does not
-pay for the load, which shares the cores with the service: its CPU time a request is printed. Two
-networks at 224 px with 128 numbers, hardly trained: ResNet50, the usual one of the papers, and
-MobileNetV2, a tenth of its work, where what HTTP costs shows most. Pictures are photographs of
-$KINLENS_SHARED where there are any, else rendered ones.
+all of benchmarks/peers. The table shows medians over the rounds, ratios as medians of the pairs.
+The ceiling does not pay for the load, which shares the cores with the service: its CPU time a
+request is printed. Two networks at 224 px with 128 numbers, hardly trained: ResNet50, the usual
+one of the papers, and MobileNetV2, a tenth of its work, where what HTTP costs shows most. Pictures
+are photographs of $KINLENS_SHARED where there are any, else rendered ones.
 """
 
 import argparse

@@ -33,7 +33,7 @@ from indexer.catalog.entries import check_key, checked_keys, learn_kinds
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.write import CatalogWriter
 from indexer.filters.tree import Filter
-from indexer.folder.layout import GalleryFolder, disk_errors_explained
+from indexer.folder.layout import PICTURES, GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import REPORT, GalleryManifest, read_manifest, write_manifest
 from indexer.index.plan import IndexSettings
 from indexer.index.segment import SegmentManifest
@@ -191,6 +191,11 @@ class Gallery:
     def name(self) -> str:
         """The name in addresses."""
         return self.manifest.name
+
+    @property
+    def path(self) -> Path:
+        """The folder that it lies in."""
+        return self._folder.path
 
     @property
     def version(self) -> str:
@@ -626,9 +631,11 @@ def keeps_generation(folder: Path | str, names: Iterable[str]) -> bool:
     return not GalleryFolder(folder).generations().isdisjoint(names)
 
 
-def is_being_replaced(folder: Path | str) -> bool:
-    """Whether somebody is writing another generation of the gallery at this moment."""
-    return GalleryFolder(folder).is_staging()
+def pictures_folder(folder: Path | str) -> Path:
+    """Where the pictures lie that were uploaded for the gallery in `folder`; they belong to whoever
+    serves it, and no generation, build or backup has them.
+    """
+    return Path(folder) / PICTURES
 
 
 def delete_gallery(folder: Path | str) -> None:

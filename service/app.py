@@ -17,7 +17,7 @@ from embedder.errors import KinlensError
 from embedder.session import Embedder
 from service.api import galleries as gallery_routes
 from service.api import items, jobs, operations, pictures, search
-from service.galleries.types import Gallery
+from service.galleries.registry import Gallery
 from service.http.guard import Guard, build_guard
 from service.http.middleware import AllowedHosts, RequestContext, SecurityHeaders
 from service.http.openapi import install_openapi

@@ -1,36 +1,39 @@
 """Everything a running service consists of, built once and handed to the routes."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
-from embedder.errors import DeadlineExceededError
+from embedder.errors import DeadlineExceededError, GalleryNotFoundError
 from embedder.session import Embedder
+from indexer.gallery import Gallery as IndexedGallery
 from service.access.keys import KeyStore, open_keys
-from service.galleries.failures import Failures
-from service.galleries.managed import ManagedGalleries, create_changes
-from service.galleries.registry import Registry
-from service.galleries.renditions import Renditions
-from service.galleries.types import Gallery
-from service.galleries.uploads import Uploads
-from service.galleries.writes import Writes
+from service.concurrency import BoundedPool
+from service.galleries.items import Items
+from service.galleries.locations import Bundles, Locations, managed_folder
+from service.galleries.managed import ManagedGalleries
+from service.galleries.migration import bring_over
+from service.galleries.pictures import Renditions, Sweeper
+from service.galleries.registry import Gallery, Registry
 from service.jobs.manager import JobManager
 from service.observe.health import Health
 from service.observe.metrics import Metrics
 from service.observe.observer import Observer, publish
-from service.resources import create_cache, missing_image_roots, open_registry
-from service.search.cache import Cache
+from service.search.cache import Cache, LruCache
 from service.search.decoder import create_decoder
 from service.search.lanes import Lanes
 from service.search.model import Batcher, Encoder, Models
 from service.search.pipeline import Pipeline
 from service.search.recall import RecallSampler
+from service.search.redis_cache import RedisStore
 from service.settings import Settings
-from service.threads import BoundedPool
 
+_NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": ()}
 _PATIENCE = 4
 _WRITERS = 2  # a catalogue has one writer at a time; the other one prepares
 _FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once; each is short
@@ -70,8 +73,8 @@ class Runtime:
     health: Health
     observer: Observer
     keys: KeyStore | None
-    uploads: Uploads | None
-    writes: Writes
+    items: Items
+    sweeper: Sweeper | None
     managed: ManagedGalleries
     jobs: JobManager | None
 
@@ -90,7 +93,8 @@ class Runtime:
         await self.lanes.start()
         await asyncio.to_thread(self.cache.start)
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
-        self.writes.start()
+        if self.sweeper is not None:
+            self.sweeper.start()
         if self.jobs is not None:
             self.jobs.open()
         structlog.get_logger().info(
@@ -132,7 +136,8 @@ class Runtime:
             ending.push_async_callback(self.lanes.close)
             ending.push_async_callback(asyncio.to_thread, self.sampler.close)
             ending.push_async_callback(self.registry.stop)
-            ending.push_async_callback(self.writes.stop)
+            if self.sweeper is not None:
+                ending.push_async_callback(asyncio.to_thread, self.sweeper.stop)
             if self.jobs is not None:
                 ending.push_async_callback(asyncio.to_thread, self.jobs.close)
 
@@ -153,9 +158,14 @@ def build_runtime(
     limit_s = settings.request_timeout_ms / 1e3
     pools = _create_pools(settings)
     lanes = _create_lanes(settings)
-    failures = Failures(lambda name: metrics.reload_failures.labels(name).inc())
     connect = _connector(settings, cache, lanes, metrics)
-    registry, models = open_registry(settings, connect, failures, embedder, galleries)
+    registry, models = open_registry(
+        settings,
+        connect,
+        lambda name: metrics.reload_failures.labels(name).inc(),
+        embedder,
+        galleries,
+    )
     jobs = None if settings.state is None else JobManager(settings)
     observer = Observer(
         metrics,
@@ -165,7 +175,7 @@ def build_runtime(
         limit_s,
         jobs=None if jobs is None else jobs.counts,
     )
-    uploads, writes, managed = create_changes(settings, registry, models, pools["write"], jobs)
+    folder = managed_folder(settings.state)
     health = Health(registry, models, pools["lookup"], settings.ready_timeout_ms / 1e3)
     publish(metrics, lanes, cache, health)
     sampler = RecallSampler(registry, metrics, settings.recall_sample)
@@ -183,9 +193,9 @@ def build_runtime(
         health=health,
         observer=observer,
         keys=open_keys(settings.state),
-        uploads=uploads,
-        writes=writes,
-        managed=managed,
+        items=Items(registry, pools["write"], limit_s, puts=settings.state is not None),
+        sweeper=None if settings.state is None else Sweeper(settings.state, registry.folders),
+        managed=ManagedGalleries(registry, models, folder, pools["write"], jobs, limit_s),
         jobs=jobs,
     )
 
@@ -226,3 +236,64 @@ def _connector(
         return Encoder(embedder, cache, lanes, batcher)
 
     return connect
+
+
+def open_registry(
+    settings: Settings,
+    connect: Callable[[Embedder], Encoder],
+    on_failure: Callable[[str], None],
+    embedder: Embedder | None,
+    galleries: Mapping[str, Gallery] | None,
+) -> tuple[Registry, Models]:
+    """The models and galleries of the settings, or those that are given, opened and checked.
+
+    Given galleries do not keep the managed ones of the state folder from being served too.
+
+    Raises: BundleError, GalleryError.
+    """
+    bundles = Bundles(settings, embedder)
+    primary = bundles.primary()
+    models = Models(bundles.open, connect)
+    own = settings if galleries is None else settings.model_copy(update=_NO_GALLERIES)
+    locations = Locations(own)
+    found = locations.list_galleries()
+    if settings.state is not None:
+        given = [one.path for one in (galleries or {}).values() if isinstance(one, IndexedGallery)]
+        bring_over(settings.state, [*given, *(location.path for location in found)])
+    elif not galleries and not found:
+        raise GalleryNotFoundError(
+            "No gallery was given. Name at least one folder with --gallery or KINLENS_GALLERIES, "
+            "or a folder for those that are made while the service runs with --state."
+        )
+    return Registry(locations, models, primary, galleries, on_failure=on_failure), models
+
+
+def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:
+    """What to say about each gallery whose pictures are not where they should be."""
+    return [
+        f"The images of gallery {name!r} are not shown: {gallery.image_root} is no folder. Name "
+        f"the folder that holds them with --image-root {name}=DIR or KINLENS_IMAGE_ROOTS."
+        for name, gallery in galleries.items()
+        if not _is_folder(gallery.image_root)
+    ]
+
+
+def _is_folder(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.is_dir()
+    return False
+
+
+def create_cache(settings: Settings) -> Cache:
+    """The cache of the settings; with a second level if there is a Redis address."""
+    local = LruCache(settings.cache_max_entries, settings.cache_max_bytes)
+    if settings.redis_url is None:
+        return Cache(local)
+    remote = RedisStore(
+        settings.redis_url.get_secret_value(),
+        timeout_s=settings.redis_timeout_ms / 1e3,
+        retry_s=settings.redis_retry_ms / 1e3,
+        ttl_s=settings.redis_ttl_s,
+        max_value_bytes=settings.redis_max_value_bytes,
+    )
+    return Cache(local, remote)

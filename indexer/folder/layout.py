@@ -5,6 +5,7 @@ gallery/
   LOCK                 held while a build runs
   WRITE                shared by writes, held alone while a build replaces the gallery
   TURN                 passed by a write on its way to WRITE, held by a build that waits for it
+  pictures/            what was uploaded, kept by whoever serves the gallery; no build touches it
   versions/<name>/     a generation: what one build made, and every change since
   versions/.draft-<...>/     a gallery in itself: what a build has made so far, kept after a kill
 """
@@ -48,10 +49,11 @@ _WRITE = "WRITE"
 _TURN = "TURN"
 _WORK = "work.sqlite"  # of a build by an earlier version; the next one removes it
 _VERSIONS = "versions"
+PICTURES = "pictures"
 _DRAFT = ".draft-"
 _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
-    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS),
+    *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, PICTURES),
     *(f"{_WORK}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
 }
 
@@ -89,16 +91,6 @@ class GalleryFolder:
     def generations(self) -> set[str]:
         """The names of the generations that lie here: the current one, and older ones."""
         return {folder.name for folder in self._entries() if _is_generation(folder)}
-
-    def is_staging(self) -> bool:
-        """Whether somebody is writing another generation at this moment."""
-        for folder in self._entries():
-            if not is_stage(folder) and not folder.name.startswith(_DRAFT):
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                if in_use(folder):
-                    return True
-        return False
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

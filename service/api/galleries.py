@@ -25,8 +25,8 @@ from service.api.models import (
     IndexModel,
     ThresholdModel,
 )
+from service.galleries.locations import VERSION_PATTERN, VERSION_TEXT
 from service.galleries.registry import Served
-from service.galleries.versions import VERSION_PATTERN, VERSION_TEXT
 from service.http.openapi import problems
 from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS, UNSUPPORTED_MEDIA
 from service.runtime import Runtime
@@ -133,7 +133,7 @@ async def delete(runtime: Service, name: str) -> None:
 @asynccontextmanager
 async def leased(runtime: Runtime, name: str) -> AsyncIterator[Served]:
     """A gallery and its model for as long as the block lasts. Raises: GalleryNotFoundError."""
-    await runtime.registry.know(name)
+    await runtime.registry.refresh_if_unknown(name)
     with runtime.registry.lease(name) as served:
         yield served
 
@@ -163,7 +163,7 @@ async def _listed(runtime: Runtime, served: Served) -> GalleryModel:
         dim=gallery.dim,
         created_at=gallery.created_at,
         managed=served.managed,
-        writable=runtime.uploads is not None
+        writable=runtime.settings.state is not None
         and await read_from_disk(runtime, "the gallery", lambda: _is_writable(served)),
     )
 

@@ -40,8 +40,8 @@ from service.api.models import (
     RemoveAnswer,
 )
 from service.galleries.items import NewItem, Outcome
-from service.galleries.types import Gallery
-from service.galleries.versions import VERSION_DIGITS
+from service.galleries.locations import VERSION_DIGITS
+from service.galleries.registry import Gallery
 from service.http.faults import checked
 from service.http.forms import Part, parse_form
 from service.http.json_bodies import (
@@ -203,7 +203,7 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     """
     async with leased(runtime, name):
         pass  # an unknown gallery is told before the body is read
-    done = await runtime.writes.put(name, await _new_items(request, runtime))
+    done = await runtime.items.put(name, await _new_items(request, runtime))
     if len(done.outcomes) == 1 and done.outcomes[0].error is not None:
         raise done.outcomes[0].error
     return PutAnswer(
@@ -226,8 +226,8 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
 async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
     """Change attributes of items by key, all or none."""
     sent = await read_model(request, PatchItems)
-    await runtime.registry.know(name)
-    changed = await runtime.writes.patch(name, sent.changes)
+    await runtime.registry.refresh_if_unknown(name)
+    changed = await runtime.items.patch(name, sent.changes)
     return PatchAnswer(changed=changed.count, version=changed.version)
 
 
@@ -238,8 +238,8 @@ async def remove(
     key: Annotated[list[str], Query(min_length=1, max_length=MAX_KEYS)],
 ) -> RemoveAnswer:
     """Remove items; unknown keys are not counted."""
-    await runtime.registry.know(name)
-    removed = await runtime.writes.remove(name, key)
+    await runtime.registry.refresh_if_unknown(name)
+    removed = await runtime.items.remove(name, key)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
 
@@ -254,14 +254,14 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
     sent = await read_model(request, RemoveItems)
     if (sent.keys is None) == (sent.filter is None):
         raise InvalidParameterError("Send either keys or filter, and not both.")
-    await runtime.registry.know(name)
+    await runtime.registry.refresh_if_unknown(name)
     if sent.keys is not None:
-        removed = await runtime.writes.remove(name, sent.keys)
+        removed = await runtime.items.remove(name, sent.keys)
     else:
         where = await read_from_disk(runtime, "the filter", lambda: where_of(sent.filter))
         if where is None:
             raise errors.FilterError("The filter is empty. To remove all items, send keys.")
-        removed = await runtime.writes.remove_where(name, where)
+        removed = await runtime.items.remove_where(name, where)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
 
@@ -270,8 +270,8 @@ async def remove_item(
     runtime: Service, name: str, item_id: ItemId, version: Version = None
 ) -> RemoveAnswer:
     """Remove one item by its number; in another generation that is the number of another."""
-    await runtime.registry.know(name)
-    removed = await runtime.writes.remove_item(name, item_id, version)
+    await runtime.registry.refresh_if_unknown(name)
+    removed = await runtime.items.remove_item(name, item_id, version)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
 

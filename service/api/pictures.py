@@ -6,16 +6,13 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BeforeValidator
 
 from embedder import errors
-from indexer.ingest.pictures import is_shown, item_bytes, shown
+from indexer.ingest.pictures import ItemImage, is_shown, item_bytes, shown
 from indexer.types import Item
 from service.api.galleries import FAILURES, ItemId, Version, leased, read_from_disk
 from service.api.models import SampleModel, SamplesAnswer
+from service.galleries.locations import check_generation
+from service.galleries.pictures import MAX_SAMPLES, SIDES_PX, Samples
 from service.galleries.registry import Served
-from service.galleries.renditions import SIDES_PX
-from service.galleries.samples import MAX_SAMPLES, Samples
-from service.galleries.types import Gallery, ItemImage
-from service.galleries.uploads import Uploads
-from service.galleries.versions import check_generation
 from service.http.openapi import problems
 from service.problems import INVALID, KINDS
 from service.runtime import Runtime
@@ -100,35 +97,38 @@ async def _picture(
     def find() -> tuple[Item, ItemImage | None]:
         item = gallery.item(item_id)
         as_it_is = size is None and is_shown(item.format)
-        return item, _stored(gallery, item, runtime.uploads) if as_it_is else None
+        return item, _stored(served, item) if as_it_is else None
 
     item, picture = await read_from_disk(runtime, "the picture", find)
     if picture is not None:
         return picture.data, picture.media_type
 
     async def read() -> bytes:
-        return await read_from_disk(
-            runtime, "the picture", lambda: _bytes(gallery, item, runtime.uploads)
-        )
+        return await read_from_disk(runtime, "the picture", lambda: _bytes(served, item))
 
     key = f"{served.name}/{gallery.generation}-{item_id}"  # a copied folder has its generation too
     return await runtime.renditions.get(key, read, size), "image/jpeg"
 
 
-def _stored(gallery: Gallery, item: Item, uploads: Uploads | None) -> ItemImage:
+def _stored(served: Served, item: Item) -> ItemImage:
     """A picture that browsers show: the file that was indexed, or the one that was uploaded.
 
     Raises: ItemNotFoundError, GalleryError.
     """
-    if uploads is not None and not item.path and uploads.has(item.sha256):
-        return shown(uploads.open(item.sha256), item.format)
-    return gallery.image(item.id)
+    data = _uploaded(served, item)
+    return served.gallery.image(item.id) if data is None else shown(data, item.format)
 
 
-def _bytes(gallery: Gallery, item: Item, uploads: Uploads | None) -> bytes:
+def _bytes(served: Served, item: Item) -> bytes:
     """As `_stored`, of any format, as it is."""
     if is_shown(item.format):
-        return _stored(gallery, item, uploads).data
-    if uploads is not None and not item.path and uploads.has(item.sha256):
-        return uploads.open(item.sha256)
-    return item_bytes(gallery.image_root, item)
+        return _stored(served, item).data
+    data = _uploaded(served, item)
+    return item_bytes(served.gallery.image_root, item) if data is None else data
+
+
+def _uploaded(served: Served, item: Item) -> bytes | None:
+    pictures = served.pictures
+    if pictures is None or item.path or not pictures.has(item.sha256):
+        return None
+    return pictures.read(item.sha256)

@@ -14,11 +14,10 @@ from redis.backoff import NoBackoff
 from embedder.errors import KinlensError
 from indexer.gallery import Gallery
 from service.access.keys import open_keys
-from service.galleries.bundles import Bundles
-from service.galleries.locations import Place, Sources
+from service.galleries.locations import Bundles, GalleryLocation, Locations
 from service.http.exposure import exposures
 from service.http.server import listen
-from service.resources import missing_image_roots
+from service.runtime import missing_image_roots
 from service.settings import Settings
 
 Verdict = Literal["ok", "warning", "fault"]
@@ -69,7 +68,7 @@ def _bundle(bundles: Bundles) -> Finding:
 
 def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
     try:
-        places = Sources(settings).look()
+        places = Locations(settings).list_galleries()
     except (KinlensError, OSError) as error:
         yield failed("galleries", error)
         return
@@ -84,7 +83,7 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
         yield from _gallery(place, bundles)
 
 
-def _gallery(place: Place, bundles: Bundles) -> Iterator[Finding]:
+def _gallery(place: GalleryLocation, bundles: Bundles) -> Iterator[Finding]:
     subject = f"gallery {place.name}"
     try:
         gallery = Gallery.open(place.path, image_root=place.image_root)
@@ -94,7 +93,7 @@ def _gallery(place: Place, bundles: Bundles) -> Iterator[Finding]:
     try:
         bundles.folder(gallery.bundle_id)
         yield Finding(subject, "ok", f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}")
-        # What the service makes shows pictures from its uploads.
+        # What the service makes shows pictures that were uploaded.
         for sentence in [] if place.managed else missing_image_roots({place.name: gallery}):
             text, cure = _split(sentence)
             yield Finding(subject, "warning", text, cure)
@@ -109,7 +108,7 @@ def _state(folder: Path | None) -> Finding:
         return Finding(
             "state",
             "warning",
-            "There is no folder for keys, uploads and jobs, so that nothing can be changed here.",
+            "There is no folder for keys, galleries and jobs, so that nothing can be changed here.",
             "Give --state DIR if it should be.",
         )
     try:

@@ -13,7 +13,7 @@ from service.settings import Settings
 
 State = Annotated[
     Path | None,
-    typer.Option(help="Folder for keys, galleries that the service makes, uploads and jobs."),
+    typer.Option(help="Folder for keys, galleries that the service makes, bundles and jobs."),
 ]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error (default info).")]
 

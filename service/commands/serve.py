@@ -12,7 +12,7 @@ from service.http.exposure import exposures
 from service.http.processes import address_of, serve_processes
 from service.http.server import listen, serve_on
 from service.observe.logs import configure_logs
-from service.resources import missing_image_roots
+from service.runtime import missing_image_roots
 from service.settings import Settings
 
 

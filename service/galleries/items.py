@@ -1,24 +1,46 @@
-"""Items on their way into a gallery: what may be sent, and what is known of each so far."""
+"""The use cases that change items: put, patch and remove. They know nothing of HTTP.
 
+check ─► known content? its vector : decode and embed ─► picture on the disk ─► catalogue ─► answer
+"""
+
+import asyncio
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import InvalidParameterError, KinlensError
-from embedder.types import AttributeKind, AttributeValue
+from embedder.errors import (
+    DeadlineExceededError,
+    GalleryBusyError,
+    InvalidParameterError,
+    KinlensError,
+    StateMissingError,
+)
+from embedder.types import AttributeKind, AttributeValue, ItemId
+from indexer.filters.tree import Filter
 from indexer.gallery import check_item as check_stored
+from indexer.gallery import current_generation
 from indexer.types import Entry, Item
-from service.galleries.types import Gallery
+from service.concurrency import BoundedPool
+from service.galleries.locations import check_generation
+from service.galleries.pictures import PictureFolder
+from service.galleries.registry import Gallery, Registry, Served
+from service.search.model import Model
+
+T = TypeVar("T")
+Status = Literal["added", "replaced", "updated", "unchanged", "failed"]
+Changes = Mapping[str, Mapping[str, AttributeValue | None]]
 
 MAX_ATTRIBUTES = 64
 """Attributes that one item may have."""
 
-Status = Literal["added", "replaced", "updated", "unchanged", "failed"]
-
+_EMBEDDED_AT_ONCE = 16  # of all puts together: searches find a place in the queue of the model
+_IMAGES_PER_LIMIT = 16
+_PAGE = 20_000
 _FORMATS = {
     b"\xff\xd8\xff": "JPEG",
     b"\x89PNG": "PNG",
@@ -49,8 +71,116 @@ class Outcome:
     error: KinlensError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What became of each item, in the order sent, and the version of the gallery afterwards."""
+
+    outcomes: Sequence[Outcome]
+    version: str
+
+    def count(self, status: Status) -> int:
+        """How many items became that."""
+        return sum(outcome.status == status for outcome in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """How many items were changed or removed, and the version of the gallery afterwards."""
+
+    count: int
+    version: str
+
+
+class Items:
+    """Changes the galleries of `registry`; a change is durable and searchable when it returns.
+
+    Every method raises: GalleryNotFoundError, GalleryBusyError, GalleryWriteError, OverloadedError.
+    """
+
+    def __init__(
+        self, registry: Registry, pool: BoundedPool, limit_s: float, *, puts: bool
+    ) -> None:
+        """`limit_s` is how long 16 images of one put may take until the last is embedded; without
+        `puts` nothing is stored.
+        """
+        self._registry = registry
+        self._puts = puts
+        self._pool = pool
+        self._limit_s = limit_s
+        self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
+
+    async def put(self, gallery: str, items: Sequence[NewItem]) -> Put:
+        """Store items; each fails alone. Raises: StateMissingError if this service stores none."""
+
+        async def put(served: Served) -> Put:
+            pictures = served.pictures
+            if pictures is None or not self._puts:
+                raise StateMissingError(
+                    "The service keeps no uploaded images. Start it with --state DIR."
+                )
+            drafts = await self._pool.run(lambda: _drafts(served.gallery, items))
+            deadline = time.monotonic() + -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
+            unknown = [draft for draft in drafts if draft.error is None and draft.vector is None]
+            await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
+            return await self._pool.run(lambda: _store(served.gallery, pictures, drafts))
+
+        return await self._changing(gallery, put)
+
+    async def patch(self, gallery: str, changes: Changes) -> Changed:
+        """Change attributes by key, all or none; None takes one away.
+
+        Raises: ItemNotFoundError, InvalidParameterError naming the attribute.
+        """
+        return await self._calling(gallery, lambda served: _patch(served.gallery, changes))
+
+    async def remove(self, gallery: str, keys: Sequence[str]) -> Changed:
+        """Remove items by key, with the pictures that no item shows any more."""
+        return await self._calling(gallery, lambda served: _remove(served, keys))
+
+    async def remove_where(self, gallery: str, where: Filter) -> Changed:
+        """As `remove`, every item that fits. Raises: FilterError."""
+        return await self._calling(gallery, lambda served: _remove_where(served, where))
+
+    async def remove_item(
+        self, gallery: str, item_id: ItemId, generation: str | None = None
+    ) -> Changed:
+        """As `remove`, by number, which is one of the generation that begins so; or of the one
+        being served. In another generation it is the number of another item.
+
+        Raises: ItemNotFoundError, also if the gallery was replaced meanwhile.
+        """
+        with self._registry.lease(gallery) as served:
+            check_generation(gallery, served.gallery.generation, generation)
+            return await self._pool.run(lambda: _remove_item(served, item_id))
+
+    async def _calling(self, gallery: str, work: Callable[[Served], T]) -> T:
+        return await self._changing(gallery, lambda own: self._pool.run(lambda: work(own)))
+
+    async def _changing(self, gallery: str, work: Callable[[Served], Awaitable[T]]) -> T:
+        """Do it in the gallery as it is now; once more if that was replaced meanwhile."""
+        try:
+            with self._registry.lease(gallery) as served:
+                return await work(served)
+        except GalleryBusyError:
+            await self._registry.read_from_disk()
+        with self._registry.lease(gallery) as served:
+            return await work(served)
+
+    async def _embed(self, model: Model, draft: "_Draft", deadline: float) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._embedding:
+                draft.vector = await model.encoder.encode(draft.item.data, draft.sha256)
+        except TimeoutError:
+            draft.error = DeadlineExceededError(
+                f"The image was not embedded within {self._limit_s:g} s for each "
+                f"{_IMAGES_PER_LIMIT} images, which is the limit. Try again in a second."
+            )
+        except KinlensError as error:
+            draft.error = error
+
+
 @dataclass(slots=True)
-class Draft:
+class _Draft:
     """An item that is being stored; one with an `error` goes no further."""
 
     item: NewItem
@@ -58,30 +188,24 @@ class Draft:
     vector: NDArray[np.float32] | None = None
     error: KinlensError | None = None
 
-    @property
-    def needs_vector(self) -> bool:
-        """Whether nobody has embedded its image yet."""
-        return self.error is None and self.vector is None
-
     def entry(self, stored: Item | None) -> Entry:
         """As it is to be stored; a picture that was indexed where it lies stays there."""
         assert self.vector is not None
-        path, kind = "", format_of(self.item.data)
+        path, kind = "", _format_of(self.item.data)
         if stored is not None and stored.sha256 == self.sha256 and stored.path:
             path, kind = stored.path, stored.format
-        key, attributes = self.item.key, self.item.attributes
-        return Entry(key, self.vector, self.sha256, attributes, path, kind)
+        return Entry(self.item.key, self.vector, self.sha256, self.item.attributes, path, kind)
 
 
-def drafts_of(gallery: Gallery, items: Sequence[NewItem]) -> list[Draft]:
+def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
     """Each item checked against the gallery; the vector of a content that it has is reused."""
-    drafts = [Draft(item, error=item.error) for item in items]
+    drafts = [_Draft(item, error=item.error) for item in items]
     kinds = dict(gallery.schema())
     seen: set[str] = set()
     for draft in drafts:
         if draft.error is None:
             try:
-                check_item(draft.item, seen, kinds)
+                _check_item(draft.item, seen, kinds)
                 draft.sha256 = hashlib.sha256(draft.item.data).hexdigest()
             except KinlensError as error:
                 draft.error = error
@@ -92,7 +216,7 @@ def drafts_of(gallery: Gallery, items: Sequence[NewItem]) -> list[Draft]:
     return drafts
 
 
-def check_item(item: NewItem, seen: Collection[str], kinds: dict[str, AttributeKind]) -> None:
+def _check_item(item: NewItem, seen: Collection[str], kinds: dict[str, AttributeKind]) -> None:
     """Check key and attributes, against `kinds`, to which new ones are added.
 
     Raises: InvalidParameterError naming the key, or the attribute, and the limit.
@@ -101,12 +225,11 @@ def check_item(item: NewItem, seen: Collection[str], kinds: dict[str, AttributeK
         raise InvalidParameterError(
             f"The key {item.key!r:.200} is in the request twice. Send each item once."
         )
-    check_count(item.key, item.attributes)
+    _check_count(item.key, item.attributes)
     check_stored(item.key, item.attributes, kinds)
 
 
-def check_count(key: str, attributes: Collection[str]) -> None:
-    """Raises: InvalidParameterError for more than `MAX_ATTRIBUTES`."""
+def _check_count(key: str, attributes: Collection[str]) -> None:
     if len(attributes) > MAX_ATTRIBUTES:
         raise InvalidParameterError(
             f"Item {key!r:.200} has {len(attributes):,} attributes, the limit is {MAX_ATTRIBUTES}. "
@@ -114,7 +237,56 @@ def check_count(key: str, attributes: Collection[str]) -> None:
         )
 
 
-def status_of(stored: Item | None, entry: Entry) -> Status:
+def _store(gallery: Gallery, pictures: PictureFolder, drafts: Sequence[_Draft]) -> Put:
+    """Keep the pictures, then store the items; what nobody shows afterwards goes.
+
+    Raises: GalleryBusyError, GalleryWriteError, and then nothing was stored.
+    """
+    good = [draft for draft in drafts if draft.error is None]
+    old = gallery.stored([draft.item.key for draft in good])
+    entries = {draft.item.key: draft.entry(old.get(draft.item.key)) for draft in good}
+    uploaded = [draft for draft in good if not entries[draft.item.key].path]
+    replaced = [item.sha256 for key, item in old.items() if item.sha256 != entries[key].sha256]
+    try:
+        with pictures.adding():
+            for draft in uploaded:
+                pictures.save(draft.item.data)
+            _add(gallery, good, entries)
+    except KinlensError:
+        pictures.discard(draft.sha256 for draft in uploaded)
+        raise
+    pictures.discard([*replaced, *(draft.sha256 for draft in uploaded if draft.error is not None)])
+    new = gallery.stored([*entries])
+    outcomes = [_outcome(draft, entries, old, new) for draft in drafts]
+    return Put(outcomes, gallery.version)
+
+
+def _add(gallery: Gallery, drafts: Sequence[_Draft], entries: Mapping[str, Entry]) -> None:
+    """All in one transaction; if an entry does not fit after all, each in its own."""
+    try:
+        gallery.add([entries[draft.item.key] for draft in drafts])
+    except InvalidParameterError:
+        for draft in drafts:
+            try:
+                gallery.add([entries[draft.item.key]])
+            except KinlensError as error:
+                draft.error = error
+
+
+def _outcome(
+    draft: _Draft,
+    entries: Mapping[str, Entry],
+    old: Mapping[str, Item],
+    new: Mapping[str, Item],
+) -> Outcome:
+    key = draft.item.key
+    if draft.error is not None:
+        return Outcome(key, "failed", error=draft.error)
+    number = new[key].id if key in new else None
+    return Outcome(key, _status(old.get(key), entries[key]), number)
+
+
+def _status(stored: Item | None, entry: Entry) -> Status:
     """What storing `entry` makes of the item that had its key."""
     if stored is None:
         return "added"
@@ -125,9 +297,66 @@ def status_of(stored: Item | None, entry: Entry) -> Status:
     return "unchanged" if same else "updated"
 
 
-def format_of(data: bytes) -> str:
+def _format_of(data: bytes) -> str:
     """The format of an image that was decoded, by its first bytes."""
     for signature, name in _FORMATS.items():
         if data.startswith(signature):
             return name
     return "WEBP"
+
+
+def _patch(gallery: Gallery, changes: Changes) -> Changed:
+    for key, item in gallery.stored([*changes]).items():
+        names = set(item.attributes)
+        for name, value in changes[key].items():
+            (names.discard if value is None else names.add)(name)
+        if names - set(item.attributes):
+            _check_count(key, names)
+    return Changed(gallery.update(changes), gallery.version)
+
+
+def _remove(served: Served, keys: Sequence[str]) -> Changed:
+    contents = _uploaded(served.gallery.stored(keys).values())
+    removed = served.gallery.remove(keys)
+    _discard(served, contents)
+    return Changed(removed, served.gallery.version)
+
+
+def _remove_item(served: Served, item_id: ItemId) -> Changed:
+    gallery = served.gallery
+    item = gallery.item(item_id)
+    try:
+        if not gallery.remove_items([item_id]):
+            gallery.item(item_id)  # replaced meanwhile: an error that says so
+    except GalleryBusyError:
+        if served.path is not None:
+            current = current_generation(served.path) or gallery.generation
+            check_generation(served.name, current, gallery.generation)
+        raise
+    _discard(served, _uploaded([item]))
+    return Changed(1, gallery.version)
+
+
+def _remove_where(served: Served, where: Filter) -> Changed:
+    gallery = served.gallery
+    contents: list[str] = []
+    after, is_more = -1, True
+    while is_more:
+        items = gallery.page(0, _PAGE, where, after=after).items
+        contents += _uploaded(items)
+        is_more = len(items) == _PAGE
+        after = items[-1].id if items else -1
+    try:
+        removed = gallery.remove_where(where)
+    finally:
+        _discard(served, contents)  # also of what went before it was cut short
+    return Changed(removed, gallery.version)
+
+
+def _uploaded(items: Collection[Item]) -> list[str]:
+    return [item.sha256 for item in items if not item.path]
+
+
+def _discard(served: Served, contents: Sequence[str]) -> None:
+    if served.pictures is not None:
+        served.pictures.discard(contents)

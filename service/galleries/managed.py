@@ -1,13 +1,11 @@
 """Galleries that the service makes and deletes itself, in the folder of its state."""
 
 import asyncio
-import fcntl
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from embedder.durable import discard, is_stage, make_folder
+from embedder.durable import discard, exclusive, is_stage, make_folder
 from embedder.errors import (
     BundleNotFoundError,
     GalleryConflictError,
@@ -17,42 +15,32 @@ from embedder.errors import (
 )
 from indexer.gallery import Gallery, current_generation, delete_gallery
 from indexer.types import checked_name
-from service.galleries.locations import managed_folder
+from service.concurrency import BoundedPool
+from service.galleries.pictures import PictureFolder
 from service.galleries.registry import Registry
-from service.galleries.uploads import Uploads
-from service.galleries.writes import Writes
 from service.jobs.manager import JobManager
-from service.jobs.store import ACTIVE, Job
 from service.search.model import Model, Models
-from service.settings import Settings
-from service.threads import BoundedPool
 
 T = TypeVar("T")
-Changes = tuple[Uploads | None, Writes, "ManagedGalleries"]
-_LOCK = ".lock"
 _SHOWN = 64
 _ALL_JOBS = 10_000
-_COPYING = ("swap", "rebuild", "train")
-"""Jobs that publish a copy of what a gallery had when they began."""
 
 
 class ManagedGalleries:
-    """Makes and deletes galleries; every process of the service sees it at its next look."""
+    """Makes and deletes galleries; other processes see it when they next read the disk."""
 
     def __init__(
         self,
         registry: Registry,
         models: Models,
-        writes: Writes,
         folder: Path | None,
         pool: BoundedPool,
         jobs: JobManager | None,
         limit_s: float,
     ) -> None:
-        """`limit_s` is how long a look at the disk may take after a change."""
+        """`limit_s` is how long reading the disk may take after a change."""
         self._registry = registry
         self._models = models
-        self._writes = writes
         self._folder = folder
         self._pool = pool
         self._jobs = jobs
@@ -73,16 +61,16 @@ class ManagedGalleries:
                 raise _taken(name)
             model = await self._model(bundle_id)
             await self._pool.run(lambda: _locked(folder, lambda: _create(folder, name, model)))
-            await self._registry.look(self._limit_s)
+            await self._registry.read_from_disk(self._limit_s)
 
     async def delete(self, name: str) -> None:
-        """Delete a gallery with its items, and the uploads that no other gallery has.
+        """Delete a gallery with its items and their pictures.
 
         Raises: StateMissingError, GalleryNotFoundError, GalleryConflictError for one that the
             service did not make or a job works with, GalleryBusyError while a build runs in it;
             DeadlineExceededError if it was deleted but the others could not be looked at in time.
         """
-        await self._registry.know(name)
+        await self._registry.refresh_if_unknown(name)
         async with self._changing:
             with self._registry.lease(name) as served:
                 path = served.path if served.managed else None
@@ -93,17 +81,18 @@ class ManagedGalleries:
                 )
             folder = self._checked_folder()
             await self._pool.run(lambda: _locked(folder, lambda: self._delete(name, path)))
-            await self._registry.look(self._limit_s)
-        await self._writes.sweep()
+            await self._registry.read_from_disk(self._limit_s)
 
     def _delete(self, name: str, path: Path) -> None:
-        for job in [] if self._jobs is None else active_jobs(self._jobs):
-            if name in job.galleries:
+        jobs = self._jobs
+        for job in jobs.list(limit=_ALL_JOBS) if jobs is not None else ():
+            if job.is_active and name in job.galleries:
                 raise GalleryConflictError(
                     f"Job {job.id} ({job.kind}) works with gallery {name!r}. Wait until it has "
                     f"ended, or end it: POST /jobs/{job.id}/cancel."
                 )
-        self._writes.end(path, lambda: delete_gallery(path))
+        with PictureFolder(path).deleted():
+            delete_gallery(path)
 
     async def _model(self, bundle_id: str | None) -> Model:
         if bundle_id is None:
@@ -124,51 +113,18 @@ class ManagedGalleries:
         return self._folder
 
 
-def create_changes(
-    settings: Settings,
-    registry: Registry,
-    models: Models,
-    pool: BoundedPool,
-    jobs: JobManager | None,
-) -> Changes:
-    """What changes items and galleries, with the folder of the settings for what it keeps."""
-    state = settings.state
-    limit_s = settings.request_timeout_ms / 1e3
-    uploads = None if state is None else Uploads(state / "uploads")
-    writes = Writes(
-        *(registry, uploads, state, pool, limit_s),
-        is_copying=lambda: jobs is not None and _is_copying(jobs),
-    )
-    folder = managed_folder(state)
-    managed = ManagedGalleries(registry, models, writes, folder, pool, jobs, limit_s)
-    return uploads, writes, managed
-
-
-def active_jobs(jobs: JobManager) -> list[Job]:
-    """Those that wait or run; it blocks. Raises: StateError."""
-    return [job for state in ACTIVE for job in jobs.list(state, _ALL_JOBS)]
-
-
-def _is_copying(jobs: JobManager) -> bool:
-    return any(job.kind in _COPYING for job in active_jobs(jobs))
-
-
 def _locked(folder: Path, work: Callable[[], T]) -> T:
     """Only one process makes or deletes galleries at a time. Raises: GalleryWriteError."""
     try:
         make_folder(folder, "galleries")
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with exclusive(folder / ".lock", wait=True):
+            for left in filter(is_stage, folder.iterdir()):  # of a deletion that was cut short
+                discard(left)
+            return work()
     except OSError as error:
         raise GalleryWriteError(
             f"The galleries in {folder} cannot be changed: {error.strerror}. Check its permissions."
         ) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        for left in filter(is_stage, folder.iterdir()):  # of a deletion that was cut short
-            discard(left)
-        return work()
-    finally:
-        os.close(descriptor)
 
 
 def _create(folder: Path, name: str, model: Model) -> None:

@@ -1,126 +1,183 @@
 """The galleries that are served, each with its model: leased for a request, swapped in one step.
 
-look at the disk ─► open what is new ─► its model, warm ─► self-check ─► one assignment
-                                                 the old one closes after its last user
+read the disk ─► open what is new ─► its model, warm ─► self-check ─► one assignment
+                                                the old one closes after its last user
 """
 
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import numpy as np
 import structlog
 
 from embedder.errors import (
+    BundleMismatchError,
+    BundleNotFoundError,
     DeadlineExceededError,
+    GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
     KinlensError,
 )
-from service.galleries.failures import Failures
-from service.galleries.holding import Holding, held
-from service.galleries.loading import Opened, OpenGallery, check_searches
-from service.galleries.locations import Place, is_name
-from service.galleries.lookout import Lookout
-from service.galleries.types import Gallery
+from embedder.types import SHORT, ItemId
+from indexer.gallery import Gallery as IndexedGallery
+from indexer.gallery import GalleryFacts
+from indexer.ingest.pictures import ItemImage
+from indexer.types import VectorStore
+from service.concurrency import DaemonThreads
+from service.galleries.locations import GalleryLocation, Locations, is_name, open_gallery
+from service.galleries.pictures import PictureFolder
 from service.search.model import Model, Models
-from service.threads import DaemonThreads
 
 T = TypeVar("T")
+OpenGallery = Callable[[GalleryLocation], "Gallery"]
+
 _SHOWN_NAME = 64
 _THREADS = 2
-_CLOSERS = 4  # to close one may take as long as its compaction
 _CLOSE_S = 5.0
-_LOOK_S = 10.0
+_READ_S = 10.0
 _UNKNOWN_S = 2.0
+_BETWEEN_READS_S = 0.2
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
 
 
-class Looking(Protocol):
-    """Where galleries are: `service.galleries.locations.Sources`."""
+class Gallery(VectorStore, Protocol):
+    """A gallery that is served; `indexer.gallery.Gallery` is one. To read its `version` or `size`
+    may block, since they are looked up on the disk. Each change raises GalleryBusyError while a
+    build replaces the gallery, and GalleryWriteError.
+    """
 
-    def look(self) -> list[Place]: ...
+    def image(self, item_id: ItemId) -> ItemImage:
+        """The picture of an item. Raises: GalleryError, ItemNotFoundError if there is none."""
+
+    def facts(self) -> GalleryFacts:
+        """What is in the gallery now."""
+
+    def close(self) -> None:
+        """Let go of the files; calls that run may end with a GalleryError."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """A gallery and the model that made its vectors; without `path` it was given open."""
+    """A gallery and the model that made its vectors; without `location` it lies in no folder."""
 
     name: str
     gallery: Gallery
     model: Model
-    path: Path | None
-    managed: bool
+    location: GalleryLocation | None
+
+    @property
+    def managed(self) -> bool:
+        """Whether the service made it."""
+        return self.location is not None and self.location.managed
+
+    @property
+    def path(self) -> Path | None:
+        """Its folder."""
+        return None if self.location is None else self.location.path
+
+    @property
+    def pictures(self) -> PictureFolder | None:
+        """The pictures that were uploaded for it."""
+        return None if self.location is None else PictureFolder(self.location.path)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slot:
-    served: Served
-    generation: str
-    holding: Holding
+class GalleryLease:
+    """Counts who uses a served gallery; `close` is called once, when it has been replaced and the
+    last user has gone. Thread safe.
+    """
+
+    def __init__(self, served: Served, close: Callable[["GalleryLease"], None]) -> None:
+        self.served = served
+        self._close = close
+        self._users = 1  # whoever serves it
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Be a user; False after the end."""
+        with self._lock:
+            self._users += bool(self._users)
+            return bool(self._users)
+
+    def give_back(self) -> None:
+        """Be a user no longer."""
+        with self._lock:
+            self._users -= 1
+            is_over = not self._users
+        if is_over:
+            self._close(self)
 
 
 class Registry:
-    """Gives out galleries by name; everything here belongs to the thread of the event loop."""
+    """Gives out galleries by name. Leases may be taken in any thread; all else belongs to the
+    thread of the event loop.
+    """
 
     def __init__(
         self,
-        sources: Looking,
+        locations: Locations,
         models: Models,
         primary: str,
-        open_gallery: OpenGallery,
-        opened: Sequence[Opened],
-        failures: Failures,
+        given: Mapping[str, Gallery] | None = None,
+        *,
+        open_gallery: OpenGallery = open_gallery,
+        on_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Serves `opened` from the start; `primary` is the bundle that runs without a gallery."""
-        self.failures = failures
-        self._sources = sources
+        """Open everything with its embedder, what is `given` open first; what does not fit is
+        refused. A managed gallery that cannot be opened does not stop the others.
+
+        `primary` is the bundle that runs without a gallery; `on_failure` is called with the name
+        of a gallery each time that it cannot be opened.
+
+        Raises: GalleryError, BundleError.
+        """
+        self.failures = Failures(on_failure)
+        self._locations = locations
         self._models = models
         self._primary = primary
         self._open_gallery = open_gallery
-        self._opened = list(opened)
-        self._given = {one.name for one in opened if one.place is None}
-        self._slots: dict[str, _Slot] = {}
-        self._retired: set[_Slot] = set()
-        self._closings: set[Future[None]] = set()
+        self._given = set(given or ())
+        self._slots: dict[str, GalleryLease] = {}
+        self._retired: set[GalleryLease] = set()
+        self._closings: set[threading.Thread] = set()
         self._threads = DaemonThreads("gallery", _THREADS)
-        self._closers = DaemonThreads("close", _CLOSERS)
         self._refreshing = asyncio.Lock()
-        self._lookout = Lookout(functools.partial(self.refresh, retry=False))
-        self._polling: asyncio.Task[None] | None = None
+        self._asked = asyncio.Event()
+        self._next: asyncio.Future[None]
+        self._reading: asyncio.Task[None] | None = None
+        self._opened: list[_Opened] = []
+        self._open_all(given or {})
 
     async def start(self, interval_s: float) -> None:
-        """Warm the models up, serve the galleries, and look for changes every `interval_s`."""
+        """Warm the models up, serve the galleries, and read the disk every `interval_s`."""
         while self._opened:
-            opened = self._opened[0]
-            model = await self._models.get(opened.gallery.bundle_id)
+            model = await self._models.get(self._opened[0].gallery.bundle_id)
             self._serve(self._opened.pop(0), model)
         await self._drop_models()
-        self._polling = asyncio.create_task(self._poll(interval_s))
+        self._next = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._keep_reading(interval_s))
 
     async def stop(self) -> None:
         """Close every gallery that was opened here and stop the models; what hangs is left."""
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.gather(self._polling, return_exceptions=True)
-        await self._lookout.close()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
         for opened in self._opened:
             self._close(opened)
         slots, self._slots, self._opened = self._slots, {}, []
         for slot in slots.values():
             self._retire(slot)
         await self._models.keep(())
-        if self._closings:
-            await asyncio.wait(
-                [asyncio.wrap_future(closing) for closing in list(self._closings)],
-                timeout=_CLOSE_S,
-            )
-        await asyncio.gather(
-            asyncio.to_thread(self._threads.close), asyncio.to_thread(self._closers.close)
-        )
+        await asyncio.to_thread(self._join)
 
     @property
     def default(self) -> str:
@@ -148,47 +205,61 @@ class Registry:
         served = {name: slot.served.gallery for name, slot in self._slots.items()}
         return served | {opened.name: opened.gallery for opened in self._opened}
 
+    def folders(self) -> list[Path]:
+        """The folders of the galleries that lie in one."""
+        served = [slot.served for slot in self._slots.values()]
+        return [one.path for one in served if one.path is not None]
+
     @contextlib.contextmanager
     def lease(self, name: str | None = None) -> Iterator[Served]:
         """A gallery and its model, which both stay as they are until the lease ends.
 
         Raises: GalleryNotFoundError naming the known ones.
         """
-        name = self.default if name is None else name
-        slot = self._slots.get(name)
-        if slot is None:
-            raise GalleryNotFoundError(
-                f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
-                f"{', '.join(self._slots) or 'none'}."
-            )
-        with slot.holding.use():
-            yield slot.served
+        lease = self.take(name)
+        try:
+            yield lease.served
+        finally:
+            lease.give_back()
 
-    async def look(self, limit_s: float = _LOOK_S) -> None:
-        """As `refresh`, shared with others and at most a few times a second.
+    def take(self, name: str | None = None) -> GalleryLease:
+        """As `lease`, to be given back by the caller."""
+        slot = self._slot(name)
+        while not slot.take():  # replaced at this moment
+            slot = self._slot(name)
+        return slot
 
-        Raises: DeadlineExceededError, GalleryError.
+    async def read_from_disk(self, limit_s: float = _READ_S) -> None:
+        """As `refresh`, beginning after this call, shared with everybody who waits for it, and at
+        most five times a second.
+
+        Raises: DeadlineExceededError after `limit_s`; GalleryError if the disk fails.
         """
-        await self._lookout.look(limit_s)
+        self._asked.set()
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.shield(self._next)
+        except TimeoutError as error:
+            raise DeadlineExceededError(
+                f"Looking at the galleries on the disk took longer than {limit_s:g} s, which is "
+                "the limit. It goes on; try again in a second."
+            ) from error
+        except OSError as error:
+            raise GalleryError(
+                f"The galleries cannot be looked at: {error.strerror}. Check the disk."
+            ) from error
 
-    async def know(self, name: str | None) -> None:
-        """Look at the disk if this name is unknown: another process may have just made it."""
-        if name is None or name in self._slots or not is_name(name):
-            return
-        with contextlib.suppress(DeadlineExceededError, GalleryError):
-            await self.look(_UNKNOWN_S)
-
-    async def refresh(self, *, retry: bool = True) -> None:
-        """Look at the disk now and serve what is there; with `retry` also what failed lately.
+    async def refresh(self) -> None:
+        """Read the disk now and serve what is there.
 
         A generation that cannot be opened leaves the old one served and is in `failures`.
         """
         async with self._refreshing:
-            found = await self._call(self._sources.look)
-            places = {place.name: place for place in found if place.name not in self._given}
-            due = [place for place in places.values() if self._is_due(place, retry=retry)]
-            await asyncio.gather(*(self._reload(place) for place in due))
-            order = [*(name for name in self._slots if name in self._given), *places]
+            found = await self._call(self._locations.list_galleries)
+            locations = {one.name: one for one in found if one.name not in self._given}
+            due = [one for one in locations.values() if self._is_due(one)]
+            await asyncio.gather(*(self._reload(one) for one in due))
+            order = [*(name for name in self._slots if name in self._given), *locations]
             gone = [slot for name, slot in self._slots.items() if name not in order]
             self._slots = {name: self._slots[name] for name in order if name in self._slots}
             for slot in gone:
@@ -196,71 +267,141 @@ class Registry:
             self.failures.keep(order)
             await self._drop_models()
 
-    def _is_due(self, place: Place, *, retry: bool) -> bool:
-        slot = self._slots.get(place.name)
-        if slot is not None and slot.generation == place.generation:
-            self.failures.clear(place.name)
-            return False
-        return retry or not self.failures.is_waiting(place)
+    async def refresh_if_unknown(self, name: str | None) -> None:
+        """Read the disk if this name is unknown: another process may have just made it."""
+        if name is None or name in self._slots or not is_name(name):
+            return
+        with contextlib.suppress(DeadlineExceededError, GalleryError):
+            await self.read_from_disk(_UNKNOWN_S)
 
-    async def _reload(self, place: Place) -> None:
+    def _slot(self, name: str | None) -> GalleryLease:
+        name = self.default if name is None else name
+        slot = self._slots.get(name)
+        if slot is None:
+            raise GalleryNotFoundError(
+                f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
+                f"{', '.join(self._slots) or 'none'}."
+            )
+        return slot
+
+    def _open_all(self, given: Mapping[str, Gallery]) -> None:
         try:
-            gallery = await self._call(functools.partial(self._open_gallery, place))
-            opened = Opened(place.name, gallery, place)
+            for name, gallery in given.items():
+                location = None
+                if isinstance(gallery, IndexedGallery):
+                    location = GalleryLocation(name, gallery.path, False, gallery.generation)
+                self._opened.append(_Opened(name, gallery, location, is_given=True))
+                self._open_model(name, gallery)
+            for location in self._locations.list_galleries():
+                if location.name not in given:
+                    self._open_one(location)
+            if not self._opened:
+                self._models.open(self._primary)
+        except BaseException:
+            for opened in self._opened:
+                opened.close()
+            raise
+
+    def _open_one(self, location: GalleryLocation) -> None:
+        try:
+            gallery = self._open_gallery(location)
+            try:
+                self._open_model(location.name, gallery)
+            except BaseException:
+                gallery.close()
+                raise
+        except KinlensError as error:
+            if not location.managed:
+                raise
+            self.failures.add(location, error)
+        else:
+            self._opened.append(_Opened(location.name, gallery, location))
+
+    def _open_model(self, name: str, gallery: Gallery) -> None:
+        try:
+            embedder = self._models.open(gallery.bundle_id)
+        except BundleNotFoundError:
+            if gallery.bundle_id == self._primary:
+                raise
+            raise BundleMismatchError(
+                f"Gallery {name!r} was made with bundle {gallery.bundle_id}, the service runs "
+                f"{self._primary}. Serve the bundle it was made with, or build it again: "
+                "kinlens-index build."
+            ) from None
+        _check_dim(name, gallery, embedder.dim)
+
+    def _is_due(self, location: GalleryLocation) -> bool:
+        slot = self._slots.get(location.name)
+        if slot is not None and slot.served.gallery.generation == location.generation:
+            self.failures.clear(location.name)
+            return False
+        return not self.failures.is_waiting(location)
+
+    async def _reload(self, location: GalleryLocation) -> None:
+        try:
+            gallery = await self._call(functools.partial(self._open_gallery, location))
+            opened = _Opened(location.name, gallery, location)
             try:
                 model = await self._models.get(gallery.bundle_id)
-                check = functools.partial(check_searches, place.name, gallery, model)
-                await self._call(check)
+                await self._call(functools.partial(_check_searches, location.name, gallery, model))
             except BaseException:
                 self._close(opened)
                 raise
         except Exception as error:
             # Whatever is wrong with the new one, the old one must stay.
-            self.failures.add(place, error)
+            self.failures.add(location, error)
             return
-        self.failures.clear(place.name)
+        self.failures.clear(location.name)
         self._serve(opened, model)
         structlog.get_logger().info(
             "gallery loaded",
-            gallery=place.name,
+            gallery=location.name,
             generation=gallery.generation,
             bundle_id=model.bundle_id,
         )
 
-    def _serve(self, opened: Opened, model: Model) -> None:
+    def _serve(self, opened: "_Opened", model: Model) -> None:
         """From the next lease on."""
-        holding = Holding(lambda: self._end(slot, opened))
-        served = Served(
-            opened.name,
-            held(opened.gallery, holding),
-            model,
-            None if opened.place is None else opened.place.path,
-            managed=opened.place is not None and opened.place.managed,
-        )
-        slot = _Slot(served, opened.gallery.generation, holding)
+
+        def close(slot: GalleryLease) -> None:
+            self._retired.discard(slot)
+            self._close(opened)
+
+        served = Served(opened.name, opened.gallery, model, opened.location)
         old = self._slots.get(opened.name)
-        self._slots = self._slots | {opened.name: slot}
-        opened.look_after()
+        self._slots = self._slots | {opened.name: GalleryLease(served, close)}
+        if served.managed and isinstance(opened.gallery, IndexedGallery):
+            opened.gallery.compact_in_background()
         if old is not None:
             self._retire(old)
 
-    def _retire(self, slot: _Slot) -> None:
+    def _retire(self, slot: GalleryLease) -> None:
         self._retired.add(slot)
-        slot.holding.retire()
+        slot.give_back()
 
-    def _end(self, slot: _Slot, opened: Opened) -> None:
-        """Nobody uses it any more; called in the thread of its last user."""
-        self._retired.discard(slot)
-        self._close(opened)
+    def _close(self, opened: "_Opened") -> None:
+        """In a thread of its own: it may take as long as a compaction."""
 
-    def _close(self, opened: Opened) -> None:
-        closing = self._closers.submit(opened.close)
-        self._closings.add(closing)
-        closing.add_done_callback(self._closings.discard)
+        def close() -> None:
+            try:
+                opened.close()
+            finally:
+                self._closings.discard(threading.current_thread())
+
+        thread = threading.Thread(target=close, name=f"close {opened.name}", daemon=True)
+        self._closings.add(thread)
+        thread.start()
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in list(self._closings):
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._threads.close()
 
     async def _drop_models(self) -> None:
         """Let go of every model without a gallery, except where there is no gallery at all."""
-        used = {slot.served.model.bundle_id for slot in (*self._slots.values(), *self._retired)}
+        slots = [*self._slots.values(), *list(self._retired)]
+        used = {slot.served.model.bundle_id for slot in slots}
         if not used:
             try:
                 await self._models.get(self._primary)
@@ -272,11 +413,113 @@ class Registry:
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._threads.submit(work))
 
-    async def _poll(self, interval_s: float) -> None:
+    async def _keep_reading(self, interval_s: float) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(interval_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), interval_s)
+            self._asked.clear()
+            awaited, self._next = self._next, loop.create_future()
             try:
-                await self.refresh(retry=False)
+                await self.refresh()
             except Exception as error:
                 # The border of the task: a disk that fails now may be back at the next look.
                 structlog.get_logger().error("galleries cannot be looked at", exc_info=error)
+                awaited.set_exception(error)
+                awaited.exception()  # those who wait have it
+            else:
+                awaited.set_result(None)
+            await asyncio.sleep(_BETWEEN_READS_S)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Opened:
+    """An open gallery that no model serves yet; one that was given open is never closed."""
+
+    name: str
+    gallery: Gallery
+    location: GalleryLocation | None
+    is_given: bool = False
+
+    def close(self) -> None:
+        if not self.is_given:
+            self.gallery.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    generation: str | None
+    verdict: str
+    pause_s: float
+    retry_at: float
+
+
+class Failures:
+    """Galleries that could not be opened; each is tried again after a pause that doubles."""
+
+    def __init__(self, on_failure: Callable[[str], None]) -> None:
+        self._on_failure = on_failure
+        self._failures: dict[str, _Failure] = {}
+
+    def verdicts(self) -> dict[str, str]:
+        """What is wrong, by the name of the gallery; nothing of the inside of the service."""
+        return {name: failure.verdict for name, failure in self._failures.items()}
+
+    def is_waiting(self, location: GalleryLocation) -> bool:
+        """Whether this generation failed so lately that it is not tried again yet."""
+        failure = self._failures.get(location.name)
+        if failure is None or failure.generation != location.generation:
+            return False
+        return time.monotonic() < failure.retry_at
+
+    def add(self, location: GalleryLocation, error: Exception) -> None:
+        """Remember, count and log that a generation could not be opened."""
+        name, generation = location.name, location.generation
+        last = self._failures.get(name)
+        is_again = last is not None and last.generation == generation
+        pause_s = min(2 * last.pause_s, _LONGEST_PAUSE_S) if last and is_again else _FIRST_PAUSE_S
+        verdict = f"generation {generation or 'none'} failed with {type(error).__name__}"
+        self._failures[name] = _Failure(generation, verdict, pause_s, time.monotonic() + pause_s)
+        self._on_failure(name)
+        structlog.get_logger().error(
+            "gallery not reloaded", gallery=name, generation=generation, exc_info=error
+        )
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget the galleries that are gone."""
+        self._failures = {n: failure for n, failure in self._failures.items() if n in names}
+
+    def clear(self, name: str) -> None:
+        """A gallery is well again."""
+        self._failures.pop(name, None)
+
+
+def probe(gallery: Gallery, model: Model) -> tuple[str, bool]:
+    """Search a gallery with the known image of its model: its version, and whether there are hits
+    where there are items, all of them finite. Others may change it meanwhile. Raises: GalleryError.
+    """
+    version, size = gallery.version, gallery.size
+    [hits] = gallery.search(np.ascontiguousarray(model.known_vector[np.newaxis]), 1)
+    is_found = bool(hits) or not size or gallery.version != version
+    return version, is_found and all(math.isfinite(hit.score) for hit in hits)
+
+
+def _check_searches(name: str, gallery: Gallery, model: Model) -> None:
+    """What a gallery must pass before it is served. Raises: GalleryError."""
+    _check_dim(name, gallery, model.dim)
+    _, is_searchable = probe(gallery, model)
+    if not is_searchable:
+        raise GalleryCorruptError(
+            f"Gallery {name!r} has {gallery.size:,} items, but a search found none of them. Make "
+            "its index again: kinlens-index compact GALLERY --rebuild."
+        )
+
+
+def _check_dim(name: str, gallery: Gallery, dim: int) -> None:
+    """Refuse vectors of another length than the model's. Raises: BundleMismatchError."""
+    if gallery.dim != dim:
+        raise BundleMismatchError(
+            f"Gallery {name!r} has vectors of length {gallery.dim}, its bundle "
+            f"{gallery.bundle_id[:SHORT]} makes them of length {dim}. Build it again: "
+            "kinlens-index build."
+        )

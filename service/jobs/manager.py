@@ -18,6 +18,8 @@ from typing import Any
 import structlog
 
 from embedder.errors import JobConflictError, JobNotFoundError, StateMissingError
+from service.galleries.locations import Locations
+from service.galleries.migration import bring_over
 from service.jobs.params import checked, plan_of
 from service.jobs.store import HEAVY, Job, JobFolders, JobStore, Kind, State, reason_of
 from service.jobs.tidy import tidy
@@ -88,6 +90,8 @@ class JobManager:
     def work(self, once: bool = False) -> None:
         """Start jobs as they come, here, whatever the settings; with `once`, until none is left."""
         self._is_here = True
+        locations = Locations(self._settings).list_galleries()
+        bring_over(self._state, [location.path for location in locations])
         self._watch(lambda: once and not self._store.active())
 
     def start(self, kind: Kind, gallery: str, params: dict[str, Any], by: str) -> Job:

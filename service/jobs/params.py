@@ -22,8 +22,7 @@ from embedder.errors import (
 from embedder.session import SessionSettings
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
-from service.galleries.bundles import id_of
-from service.galleries.locations import Place, Sources
+from service.galleries.locations import GalleryLocation, Locations, id_of
 from service.jobs.store import JobFolders, Kind
 from service.settings import START_WORDS, Settings, split_gallery
 
@@ -233,8 +232,8 @@ def data_kind(job: str) -> str:
     return kind
 
 
-def _place_of(name: str, settings: Settings) -> Place:
-    places = {place.name: place for place in Sources(settings).look()}
+def _place_of(name: str, settings: Settings) -> GalleryLocation:
+    places = {place.name: place for place in Locations(settings).list_galleries()}
     if name not in places or places[name].generation is None:
         raise GalleryNotFoundError(
             f"gallery = {name[:80]!r} is unknown. Known are: {', '.join(places) or 'none'}."
@@ -258,7 +257,7 @@ def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
     )
 
 
-def _training(params: TrainParams, place: Place, settings: Settings) -> dict[str, Path]:
+def _training(params: TrainParams, place: GalleryLocation, settings: Settings) -> dict[str, Path]:
     """The data set and the weights of a training that have names in the settings."""
     found = {}
     _refuse_unknown("job", params.job, training_jobs(), "Name one of these.")

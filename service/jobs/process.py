@@ -14,7 +14,7 @@ from indexer.gallery import current_manifest
 from indexer.ingest.rebuild import ReadImage
 from indexer.ingest.sources import ANY_SIZE, Record, read_image
 from indexer.types import Item, Progress
-from service.galleries.uploads import Uploads
+from service.galleries.pictures import PictureFolder
 from service.jobs.params import Params, Plan
 from service.jobs.store import TOTAL, Job, JobFolders, JobStore
 
@@ -71,14 +71,14 @@ class Context:
         self.folders.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
     def read_image(self) -> ReadImage:
-        """How to read the picture of an item: from the image root, or from the uploads."""
+        """How to read the picture of an item: from the image root, or as it was uploaded."""
         root = self.plan.image_root or Path(current_manifest(self.plan.gallery).source_root)
-        uploads = Uploads(self.folders.uploads)
+        pictures = PictureFolder(self.plan.gallery)
 
         def read(item: Item | Record) -> bytes:
             if item.path:
                 return read_image(root, item.path, ANY_SIZE.max_bytes)
-            return uploads.open(item.sha256)
+            return pictures.read(item.sha256)
 
         return read
 

@@ -14,6 +14,7 @@ from indexer.checks.compare import Comparison, Interval, compare
 from indexer.gallery import Gallery, copy_bytes, current_manifest
 from indexer.ingest.rebuild import Follower, adopt, missing_since, rebuild, swap_in
 from indexer.ingest.sources import ANY_SIZE
+from service.galleries.pictures import PictureFolder
 from service.jobs.params import (
     BUNDLE_DIGITS,
     Gate,
@@ -71,13 +72,26 @@ def swap_gallery(context: Context) -> None:
     )
     source.close()
     target.close()
-    manifest = adopt(
-        plan.gallery,
-        plan.other,
-        image_root="" if root == Path() else root,
-        catch_up=lambda _: context.commit(),
-        on_progress=context.progress("put in place", 0.0, 0.99, copy_bytes(plan.other)),
-    )
+    own, others = PictureFolder(plan.gallery), PictureFolder(plan.other)
+    calls = 0
+
+    def catch_up(_: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            own.take_in(others.root)
+        else:
+            context.commit()
+
+    with own.receiving(others):
+        manifest = adopt(
+            plan.gallery,
+            plan.other,
+            image_root="" if root == Path() else root,
+            catch_up=catch_up,
+            on_progress=context.progress("put in place", 0.0, 0.99, copy_bytes(plan.other)),
+        )
+    own.sweep()
     context.tell(swapped=True, generation=manifest.generation)
 
 

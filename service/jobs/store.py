@@ -90,7 +90,6 @@ class JobFolders:
         self.data = self.run / "data"
         self.candidate = state / "candidates" / job_id
         self.bundles = state / "bundles"
-        self.uploads = state / "uploads"
 
     def take_lock(self) -> int | None:
         """A descriptor that marks the job as alive until each copy of it is closed.

@@ -8,8 +8,7 @@ from pathlib import Path
 from embedder.durable import discard, is_stage
 from embedder.errors import KinlensError
 from indexer.gallery import current_manifest
-from service.galleries.bundles import id_of
-from service.galleries.locations import Sources
+from service.galleries.locations import Locations, id_of
 from service.jobs.store import HEAVY, Job, JobFolders, JobStore
 from service.settings import Settings
 
@@ -70,7 +69,7 @@ def _drop_bundles(state: Path, settings: Settings, now: datetime) -> None:
     """When one was last seen in use is when its folder was last changed, which no copy takes over
     from elsewhere. While a gallery cannot be read, all stay.
     """
-    paths = [place.path for place in Sources(settings).look()]
+    paths = [place.path for place in Locations(settings).list_galleries()]
     try:
         used = {current_manifest(path).bundle_id for path in [*paths, *state.glob("candidates/*")]}
     except KinlensError:

@@ -3,17 +3,15 @@
 import asyncio
 import contextlib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
 from embedder.errors import GalleryNotFoundError
 from embedder.types import SHORT
-from service.galleries.loading import look_at
-from service.galleries.registry import Registry, Served
+from service.concurrency import BoundedPool, Recent
+from service.galleries.registry import Registry, Served, probe
 from service.search.model import Model, Models
-from service.search.single_flight import SingleFlight
-from service.threads import BoundedPool
 
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
@@ -41,38 +39,40 @@ class Readiness:
         )
 
 
-@dataclass(slots=True)
 class Health:
-    """Runs the checks on demand; callers at the same time share one run."""
+    """Runs the checks on demand, at most once a second, whoever asks: they go first everywhere."""
 
-    registry: Registry
-    models: Models
-    pool: BoundedPool
-    timeout_s: float
-    last_error: str | None = None
-    passed: bool = True
-    _flights: SingleFlight[Readiness] = field(default_factory=SingleFlight)
+    def __init__(
+        self, registry: Registry, models: Models, pool: BoundedPool, timeout_s: float
+    ) -> None:
+        self.passed = True
+        self._registry = registry
+        self._models = models
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._last_error: str | None = None
+        self._recent = Recent(self._check)
 
     async def check(self) -> Readiness:
         """Embed the known image, compare, and search everywhere, ahead of all that waits."""
-        return await self._flights.run("ready", self._check)
+        return await self._recent.get()
 
     async def _check(self) -> Readiness:
         checks: dict[str, str] = {}
         versions: dict[str, str] = {}
         tolerated: set[str] = set()
-        models = self.models.running()
+        models = self._models.running()
         fit = set()
         for model in models:
             suffix = "" if len(models) == 1 else f" {model.bundle_id[:SHORT]}"
             checks[f"model{suffix}"] = verdict = await self._check_model(model)
             fit |= {model.bundle_id} if verdict == _OK else set()
-        for name in self.registry.names():
-            with contextlib.suppress(GalleryNotFoundError), self.registry.lease(name) as served:
+        for name in self._registry.names():
+            with contextlib.suppress(GalleryNotFoundError), self._registry.lease(name) as served:
                 is_fit = served.model.bundle_id in fit
                 verdict, versions[name] = await self._check_gallery(served, is_fit)
                 checks[f"gallery {name}"] = verdict
-        for name, verdict in self.registry.failures.verdicts().items():
+        for name, verdict in self._registry.failures.verdicts().items():
             checks[f"reload {name}"] = verdict
             tolerated.add(f"reload {name}")
         return self._judged(checks, versions, frozenset(tolerated))
@@ -82,15 +82,15 @@ class Health:
     ) -> Readiness:
         faults = [f"{name}: {verdict}" for name, verdict in checks.items() if verdict != _OK]
         if faults:
-            self.last_error = "; ".join(faults)
+            self._last_error = "; ".join(faults)
             structlog.get_logger().error("readiness checks failed", checks=checks)
-        readiness = Readiness(checks, versions, self.last_error, tolerated)
+        readiness = Readiness(checks, versions, self._last_error, tolerated)
         self.passed = readiness.ready
         return readiness
 
     async def _check_model(self, model: Model) -> str:
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self._timeout_s):
                 vector = await model.encoder.infer(model.known_image)
         except Exception as error:
             # Any failure at all makes the service unready; the class says enough to the outside.
@@ -103,16 +103,16 @@ class Health:
         """The verdict, and the version that it is about."""
         if not is_fit:
             return "not searched, since the model failed", _UNKNOWN
-        check = functools.partial(look_at, served.gallery, served.model)
+        check = functools.partial(probe, served.gallery, served.model)
         try:
-            async with asyncio.timeout(self.timeout_s):
-                look = await self.pool.run(check, urgent=True)
+            async with asyncio.timeout(self._timeout_s):
+                version, is_searchable = await self._pool.run(check, urgent=True)
         except Exception as error:
             return self._verdict(error), _UNKNOWN
-        return _OK if look.is_searchable else "the search found nothing", look.version
+        return _OK if is_searchable else "the search found nothing", version
 
     def _verdict(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
-            return f"no result within {self.timeout_s:g} s"
+            return f"no result within {self._timeout_s:g} s"
         structlog.get_logger().error("readiness check failed", exc_info=error)
         return f"failed with {type(error).__name__}"

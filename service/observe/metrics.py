@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from service.jobs.store import State
-from service.observe.metrics_shared import RESTARTS, GaugeMode, Readings, render
+from service.observe.metrics_shared import RESTARTS, GaugeMode, Readings, is_shared, render
 from service.search.cache import CacheKind, Level
 
 Stage = Literal["cache", "decode", "queue", "embed", "search", "total"]
@@ -61,9 +61,9 @@ class Metrics:
         """Measure a stage of a search."""
         self._stages[stage].observe(seconds)
 
-    def observe_gallery(self, name: str, generation: str, size: int, created_at: str) -> None:
+    def observe_gallery(self, name: str, size: int, created_at: str) -> None:
         """Publish what a gallery is now; `created_at` is ISO 8601."""
-        self.gallery_items.labels(name, generation).set(size)
+        self.gallery_items.labels(name).set(size)
         age = datetime.now(UTC) - datetime.fromisoformat(created_at)
         self.gallery_age.labels(name).set(age.total_seconds())
 
@@ -93,6 +93,15 @@ class Metrics:
         """Publish what runs the model."""
         self.provider.labels(provider, bundle_id).set(1)
 
+    def forget_gallery(self, name: str) -> None:
+        """It is no longer served; its series end."""
+        for gauge in (self.gallery_items, self.gallery_age):
+            _forget(gauge, name)
+
+    def forget_provider(self, provider: str, bundle_id: str) -> None:
+        """This bundle runs there no more; its series ends."""
+        _forget(self.provider, provider, bundle_id)
+
     def gauge(
         self, name: str, text: str, read: Callable[[], float], mode: GaugeMode = "livesum"
     ) -> None:
@@ -114,7 +123,6 @@ class Metrics:
             "kinlens_gallery_items",
             "Items in a gallery.",
             "gallery",
-            "generation",
             mode="livemostrecent",
         )
         self.gallery_age = self._gauge(
@@ -140,3 +148,11 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+
+def _forget(gauge: Gauge, *labels: str) -> None:
+    """The library cannot take a series out of files that several processes share: it goes to 0."""
+    if is_shared():
+        gauge.labels(*labels).set(0)
+    else:
+        gauge.remove(*labels)

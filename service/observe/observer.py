@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from embedder.errors import KinlensError
+from service.concurrency import BoundedPool, Recent
 from service.galleries.registry import Registry, Served
 from service.jobs.store import State
 from service.observe.health import Health
@@ -12,11 +13,10 @@ from service.observe.metrics import Metrics
 from service.search.cache import Cache
 from service.search.lanes import Lanes
 from service.search.model import Models
-from service.threads import BoundedPool
 
 
 class Observer:
-    """Publishes what is served now; what is no longer served goes to 0."""
+    """Publishes what is served now, and takes back what is no longer served."""
 
     def __init__(
         self,
@@ -34,16 +34,23 @@ class Observer:
         self._timeout_s = timeout_s
         self._jobs = jobs
         self._providers: set[tuple[str, str]] = set()
-        self._generations: dict[str, str] = {}
+        self._names: set[str] = set()
+        self._recent = Recent(self._observe)
 
     async def observe(self) -> None:
-        """Publish models, jobs and galleries; what cannot be read stays as it was."""
+        """Publish models, jobs and galleries as they are now, or were within the last second; what
+        cannot be read stays as it was.
+        """
+        await self._recent.get()
+
+    async def _observe(self) -> None:
         self._observe_models()
         with contextlib.suppress(KinlensError, TimeoutError):
             await self._observe_jobs()
         names = self._registry.names()
-        for name in self._generations.keys() - names:
-            self._forget(name)
+        for name in self._names.difference(names):
+            self._metrics.forget_gallery(name)
+        self._names = set(names)
         for name in names:
             with contextlib.suppress(KinlensError, TimeoutError), self._registry.lease(name) as own:
                 await self._observe_gallery(own)
@@ -51,7 +58,7 @@ class Observer:
     def _observe_models(self) -> None:
         running = {(model.provider, model.bundle_id) for model in self._models.running()}
         for provider, bundle_id in self._providers - running:
-            self._metrics.provider.labels(provider, bundle_id).set(0)
+            self._metrics.forget_provider(provider, bundle_id)
         for provider, bundle_id in running:
             self._metrics.describe(provider, bundle_id)
         self._providers = running
@@ -65,13 +72,7 @@ class Observer:
         name, gallery = served.name, served.gallery
         async with asyncio.timeout(self._timeout_s):
             size = await self._pool.run(lambda: gallery.size, urgent=True)
-        if self._generations.get(name, gallery.generation) != gallery.generation:
-            self._forget(name)
-        self._generations[name] = gallery.generation
-        self._metrics.observe_gallery(name, gallery.generation, size, gallery.created_at)
-
-    def _forget(self, name: str) -> None:
-        self._metrics.gallery_items.labels(name, self._generations.pop(name)).set(0)
+        self._metrics.observe_gallery(name, size, gallery.created_at)
 
 
 def publish(metrics: Metrics, lanes: Lanes, cache: Cache, health: Health) -> None:

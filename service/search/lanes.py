@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from embedder.preprocess import ImageLimits
+from service.concurrency import BoundedPool
 from service.search.decoder import Decoder
-from service.threads import BoundedPool
 
 T = TypeVar("T")
 
@@ -64,15 +64,20 @@ class Lanes:
         await asyncio.to_thread(self._pool.close)
 
     async def run(
-        self, work: Callable[[Decoder], T], *, urgent: bool = False, patient: bool = False
+        self,
+        work: Callable[[Decoder], T],
+        *,
+        urgent: bool = False,
+        patient: bool = False,
+        after: Callable[[], None] = lambda: None,
     ) -> T:
         """Call `work` in a lane. An `urgent` call goes first; neither it nor a `patient` one is
-        ever refused.
+        ever refused. `after` is called once it is over, refused or dropped, in any thread.
 
         Raises: OverloadedError when too many wait; what `work` raises.
         """
         return await self._pool.run(
-            lambda: self._with_decoder(work), urgent=urgent, patient=patient
+            lambda: self._with_decoder(work), urgent=urgent, patient=patient, after=after
         )
 
     async def render(self, data: bytes, limits: ImageLimits, side_px: int) -> bytes:

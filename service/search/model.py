@@ -16,12 +16,12 @@ from embedder.calibration import Calibration
 from embedder.errors import BundleError, SearchError
 from embedder.session import Embedder
 from embedder.types import Embeddings, Images
+from service.concurrency import SingleFlight
 from service.observe.tracing import span
 from service.search.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
 from service.search.decoder import Decoder
 from service.search.lanes import Lanes
 from service.search.query import View
-from service.search.single_flight import SingleFlight
 
 Vector = NDArray[np.float32]
 

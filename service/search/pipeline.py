@@ -7,8 +7,8 @@ event loop: lease of gallery and model ──► lane (one thread):
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,9 +18,8 @@ from embedder.calibration import Calibration
 from embedder.errors import DeadlineExceededError, ImageError, KinlensError
 from embedder.types import Embeddings, Hit
 from indexer.types import Group, SearchOptions, combined_query
-from service.galleries.registry import Registry, Served
-from service.galleries.types import Gallery
-from service.galleries.versions import check_generation
+from service.galleries.locations import check_generation
+from service.galleries.registry import Gallery, GalleryLease, Registry, Served
 from service.observe.metrics import Metrics
 from service.observe.tracing import record_wait, span
 from service.search.answer import (
@@ -87,11 +86,11 @@ class Pipeline:
 
         Raises: ImageError, GalleryError, SearchError, OverloadedError, DeadlineExceededError.
         """
-        await self._registry.know(query.gallery)
-        with self._metrics.in_flight.track_inprogress(), self._registry.lease(query.gallery) as own:
+        await self._registry.refresh_if_unknown(query.gallery)
+        with self._metrics.in_flight.track_inprogress(), self._lease(query.gallery) as lease:
             try:
                 async with asyncio.timeout(self._limit_s):
-                    return await self._in_a_lane(own, query)
+                    return await self._in_a_lane(lease, query)
             except TimeoutError as error:
                 raise self._too_late() from error
 
@@ -102,10 +101,10 @@ class Pipeline:
         Queries of one gallery are answered by one pair of gallery and model.
         """
         names = {query.gallery for query in queries if isinstance(query, Query)}
-        await asyncio.gather(*(self._registry.know(name) for name in names))
+        await asyncio.gather(*(self._registry.refresh_if_unknown(name) for name in names))
         with self._metrics.in_flight.track_inprogress(), ExitStack() as leases:
-            served = {name: self._leased(name, leases) for name in names}
-            tasks = [asyncio.create_task(self._outcome(query, served)) for query in queries]
+            leased = {name: self._leased(name, leases) for name in names}
+            tasks = [asyncio.create_task(self._outcome(query, leased)) for query in queries]
             try:
                 await asyncio.wait(tasks, timeout=self._limit_s)
                 return [task.result() if task.done() else self._too_late() for task in tasks]
@@ -115,35 +114,47 @@ class Pipeline:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _outcome(
-        self, query: Query | Exception, served: dict[str | None, Served | KinlensError]
+        self, query: Query | Exception, leased: dict[str | None, GalleryLease | KinlensError]
     ) -> Answer | Exception:
         if isinstance(query, Exception):
             return query
-        own = served[query.gallery]
-        if isinstance(own, KinlensError):
-            return own
+        lease = leased[query.gallery]
+        if isinstance(lease, KinlensError):
+            return lease
         try:
             async with self._lanes.crowd:
-                return await self._in_a_lane(own, query, patient=True)
+                return await self._in_a_lane(lease, query, patient=True)
         except Exception as error:
             # Also what nobody foresaw: the other queries are answered all the same.
             return error
 
-    def _leased(self, name: str | None, leases: ExitStack) -> Served | KinlensError:
+    def _leased(self, name: str | None, leases: ExitStack) -> GalleryLease | KinlensError:
         try:
-            return leases.enter_context(self._registry.lease(name))
+            return leases.enter_context(self._lease(name))
         except KinlensError as error:
             return error
 
-    async def _in_a_lane(self, served: Served, query: Query, *, patient: bool = False) -> Answer:
-        abandoned, started = Abandoned(), time.perf_counter()
+    @contextmanager
+    def _lease(self, name: str | None) -> Iterator[GalleryLease]:
+        lease = self._registry.take(name)
+        try:
+            yield lease
+        finally:
+            lease.give_back()
+
+    async def _in_a_lane(
+        self, lease: GalleryLease, query: Query, *, patient: bool = False
+    ) -> Answer:
+        served, abandoned, started = lease.served, Abandoned(), time.perf_counter()
         # A filter may be long, and to name such a query takes long: it waits for its turn.
         is_at_hand = query.where is None and self._cache.has(_key(served, query))
+        lease.take()  # until the lane is done with it, also if nobody waits for that any more
         try:
             return await self._lanes.run(
                 lambda decoder: self._answer(decoder, served, query, abandoned, started),
                 urgent=is_at_hand and not patient,
                 patient=patient,
+                after=lease.give_back,
             )
         finally:
             abandoned.end()

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from embedder.types import Hit
 from indexer.types import SearchOptions
+from service.concurrency import DaemonThreads
 from service.galleries.registry import Registry
 from service.observe.metrics import Metrics
-from service.threads import DaemonThreads
 
 _TIE = 1e-6  # of a cosine: items that score the same may stand in for each other
 

@@ -13,20 +13,17 @@ from embedder.fake import FakeEmbedder
 from embedder.session import Embedder
 from indexer.gallery import Gallery
 from indexer.types import Entry
-from service.galleries.loading import Loader
-from service.galleries.locations import open_place
-from service.galleries.registry import Registry
 from service.search.model import Encoder, Models
 from service.settings import Settings
 from tests.support.seams import (
     Batcher,
     Cache,
-    Failures,
+    GalleryLocation,
     InlineDecoder,
     Lanes,
+    Locations,
     LruCache,
-    Place,
-    Sources,
+    Registry,
 )
 
 DIM = 32
@@ -62,15 +59,21 @@ class Shelf:
         self.opened: list[Gallery] = []
         self.closed: list[str] = []
         self.found: list[str] = []
-        self.failures = Failures()
         self.lanes = Lanes([InlineDecoder(), InlineDecoder()], 64)
+        self.failed: list[str] = []
         self.bundles: dict[str, Embedder] = bundles or {"fake": FakeEmbedder()}
         self.models = Models(self._find, self._connect)
         self.cache = Cache(LruCache(100, 2**20))
         primary = next(iter(self.bundles))
-        sources = Sources(settings)
-        loaded = Loader(self.models, primary, self._open).load({}, sources.look(), self.failures)
-        self.registry = Registry(sources, self.models, primary, self._open, loaded, self.failures)
+        self.locations = Locations(settings)
+        self.registry = Registry(
+            self.locations,
+            self.models,
+            primary,
+            open_gallery=self._open,
+            on_failure=self.failed.append,
+        )
+        self.failures = self.registry.failures
 
     def keys(self, name: str | None = None) -> set[str]:
         """The tags of the items that a search in the gallery finds."""
@@ -88,8 +91,8 @@ class Shelf:
         batcher = Batcher(lambda images: embedder.embed(images), batch_size=4, at_once=1)
         return Encoder(embedder, self.cache, self.lanes, batcher)
 
-    def _open(self, place: Place) -> Gallery:
-        gallery = open_place(place)
+    def _open(self, location: GalleryLocation) -> Gallery:
+        gallery = Gallery.open(location.path, image_root=location.image_root)
         close = gallery.close
 
         def closing() -> None:

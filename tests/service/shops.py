@@ -52,9 +52,10 @@ class Shop:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def uploads(self) -> set[str]:
-        """The contents that are kept."""
-        return {file.name for file in self.state.glob("uploads/*/*") if len(file.name) == 64}
+    def pictures(self, gallery: str = "shop") -> set[str]:
+        """The contents of the uploaded pictures that lie in a managed gallery."""
+        files = (self.state / "galleries" / gallery / "pictures").glob("*/*")
+        return {file.name for file in files if len(file.name) == 64}
 
     def close(self) -> None:
         self.running.close()

@@ -1,6 +1,5 @@
 """The life of galleries: made, described, filled, deleted with every picture; what is refused."""
 
-import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ from indexer.ingest.sources import folder_source
 from service.app import create_app
 from service.settings import Settings
 from tests.embedder.bundles import CALIBRATION
-from tests.service.conftest import DEFAULTS, FakeGallery, run
+from tests.service.conftest import DEFAULTS, WAIT_S, FakeGallery, run
 from tests.service.shops import Shop, assert_problem, start_shop
+from tests.support.seams import Locations
 from tests.tiny import encoded, picture
 
 FACTS = (
@@ -43,10 +43,6 @@ def shop(tmp_path: Path) -> Iterator[Shop]:
 @pytest.fixture(scope="module")
 def data() -> list[bytes]:
     return [encoded(picture(seed)) for seed in range(8)]
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def test_a_gallery_is_there_as_soon_as_it_was_made_and_gone_when_deleted(shop, data) -> None:
@@ -150,52 +146,6 @@ def test_galleries_and_items_are_there_after_a_restart(tmp_path, data) -> None:
     again.close()
 
 
-def test_a_picture_goes_with_the_last_item_of_any_gallery_that_has_it(shop, data) -> None:
-    shop.client.post("/galleries", json={"name": "other"}).raise_for_status()
-    shop.put({"a": data[0], "b": data[0], "c": data[1]})
-    shop.put({"a": data[0], "d": data[2]}, gallery="other")
-    url = "/galleries/shop/items"
-    shop.client.delete(url, params={"key": "a"})
-    assert sha256(data[0]) in shop.uploads()
-    shop.client.delete(url, params={"key": "b"})
-    assert shop.uploads() == {sha256(one) for one in data[:3]}
-    shop.client.delete("/galleries/other")
-    assert shop.uploads() == {sha256(data[1])}
-    shop.put({"c": data[3]})
-    assert shop.uploads() == {sha256(data[3])}
-    shop.client.delete("/galleries/shop")
-    assert shop.uploads() == set()
-
-
-def test_orphans_of_an_interrupted_write_go_at_the_next_start(tmp_path, data, until) -> None:
-    shop = start_shop(tmp_path)
-    shop.put({"a": data[0]})
-    shop.close()
-    orphan = tmp_path / "uploads" / "ab" / f"ab{'0' * 62}"
-    orphan.parent.mkdir(exist_ok=True)
-    orphan.write_bytes(b"never named by a catalogue")
-    again = start_shop(tmp_path, create=False)
-    until(lambda: not orphan.exists())
-    assert again.uploads() == {sha256(data[0])}
-    again.close()
-
-
-def test_nothing_is_thrown_away_while_a_gallery_cannot_be_read(tmp_path, data) -> None:
-    """Its items may have the pictures that look like orphans."""
-    shop = start_shop(tmp_path)
-    shop.client.post("/galleries", json={"name": "broken"}).raise_for_status()
-    shop.put({"a": data[0]}, gallery="broken")
-    shop.put({"b": data[1]})
-    shop.close()
-    [catalog] = (tmp_path / "galleries" / "broken").glob("versions/*/catalog.sqlite")
-    good = catalog.read_bytes()
-    catalog.write_bytes(bytes(len(good)))
-    again = start_shop(tmp_path, create=False)
-    again.client.delete("/galleries/shop/items", params={"key": "b"}).raise_for_status()
-    assert again.uploads() == {sha256(data[0]), sha256(data[1])}
-    again.close()
-
-
 def test_a_gallery_of_the_settings_can_be_written_but_not_deleted(tmp_path, data) -> None:
     pictures = tmp_path / "pictures"
     pictures.mkdir()
@@ -207,7 +157,6 @@ def test_a_gallery_of_the_settings_can_be_written_but_not_deleted(tmp_path, data
     assert (described["managed"], described["writable"]) == (False, True)
     assert shop.put({"0.png": data[0]}, gallery="given")["unchanged"] == 1
     assert shop.put({"new": data[1]}, gallery="given")["added"] == 1
-    assert shop.uploads() == {sha256(data[1])}
     items = shop.items("given")["items"]
     assert [shop.client.get(item["image"]).content for item in items] == data[:2]
     refused = assert_problem(shop.client.delete("/galleries/given"), 409, "gallery-conflict")
@@ -270,3 +219,45 @@ def test_a_folder_that_does_not_answer_holds_up_nobody_else(
         finally:
             answer.set()
         assert described.result().status_code == 200
+
+
+def test_what_another_process_made_is_there_at_the_first_request(tmp_path) -> None:
+    data = encoded(picture(1))
+    slow = {"reload_interval_ms": 600_000}
+    maker = start_shop(tmp_path, FakeEmbedder(), **slow)
+    for name, ask in {
+        "put": lambda shop: shop.put_form({"k": data}, gallery="put"),
+        "patch": lambda shop: shop.client.patch(
+            "/galleries/patch/items", json={"changes": {"k": {"a": 1}}}
+        ),
+        "list": lambda shop: shop.client.get("/galleries/list/items"),
+        "describe": lambda shop: shop.client.get("/galleries/describe"),
+        "search": lambda shop: shop.running.search(data, gallery="search"),
+        "item": lambda shop: shop.client.get("/galleries/item/items/1"),
+        "image": lambda shop: shop.client.get("/galleries/image/items/1/image?size=160"),
+        "one": lambda shop: shop.client.delete("/galleries/one/items/1"),
+        "remove": lambda shop: shop.client.delete("/galleries/remove/items", params={"key": "k"}),
+        "many": lambda shop: shop.client.post("/galleries/many/items/delete", json={"keys": ["k"]}),
+        "delete": lambda shop: shop.client.delete("/galleries/delete"),
+    }.items():
+        other = start_shop(tmp_path, FakeEmbedder(), create=False, **slow)
+        maker.client.post("/galleries", json={"name": name}).raise_for_status()
+        maker.put({"k": data}, gallery=name, a=0)
+        answer = ask(other)
+        assert answer.is_success, (name, answer.text)
+        assert_problem(other.client.get("/galleries/nowhere"), 404, "unknown-gallery")
+        other.close()
+    maker.close()
+
+
+def test_a_gallery_that_is_made_while_the_disk_hangs_is_503_in_time(tmp_path, monkeypatch) -> None:
+    shop = start_shop(tmp_path, request_timeout_ms=500, reload_interval_ms=600_000)
+    gate = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(Locations, "list_galleries", lambda _: gate.wait(WAIT_S) and [])
+        answer = shop.client.post("/galleries", json={"name": "new"})
+        assert_problem(answer, 503, "deadline-exceeded")
+        assert_problem(shop.client.delete("/galleries/shop"), 503, "deadline-exceeded")
+        assert shop.client.get("/live").status_code == 200
+    gate.set()
+    shop.close()

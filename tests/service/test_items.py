@@ -76,7 +76,7 @@ def test_other_content_under_a_key_replaces_the_item_and_its_picture(shop, data)
     assert new["status"] == "replaced"
     assert new["id"] != old["id"]
     assert_problem(shop.client.get(f"/galleries/shop/items/{old['id']}"), 404, "unknown-item")
-    assert shop.uploads() == {sha256(data[1])}
+    assert shop.pictures() == {sha256(data[1])}
 
 
 def test_json_and_a_form_mean_the_same(shop, data) -> None:
@@ -94,7 +94,7 @@ def test_a_bad_image_fails_alone_and_says_why(shop, data) -> None:
     assert [problem and problem["status"] for problem in problems] == [None, 415, 400, None]
     assert problems[1]["request_id"] == answer.headers["x-request-id"]
     assert {item["key"] for item in shop.items()["items"]} == {"good", "fine"}
-    assert shop.uploads() == {sha256(data[0]), sha256(data[1])}
+    assert shop.pictures() == {sha256(data[0]), sha256(data[1])}
 
 
 def test_a_single_item_that_fails_is_the_problem_itself(shop, data) -> None:
@@ -102,7 +102,7 @@ def test_a_single_item_that_fails_is_the_problem_itself(shop, data) -> None:
     assert_problem(shop.put_form({"k": data[0][:-40]}), 422, "corrupt-image")
     assert_problem(shop.put_form({"../k": data[0]}), 422, "invalid-parameter")
     assert shop.items()["total"] == 0
-    assert shop.uploads() == set()
+    assert shop.pictures() == set()
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_items_are_removed_by_key_number_list_and_filter(shop, data) -> None:
     fitting = shop.client.post(f"{url}/delete", json={"filter": {"stock": 0}}).json()
     assert fitting["removed"] == 3
     assert [item["key"] for item in shop.items()["items"]] == ["k4"]
-    assert shop.uploads() == {sha256(data[4])}
+    assert shop.pictures() == {sha256(data[4])}
     hits = shop.running.search(data[0], gallery="shop").json()["hits"]
     assert [hit["key"] for hit in hits] == ["k4"]
 
@@ -287,7 +287,7 @@ def test_a_gallery_that_is_being_replaced_is_503_and_says_when_to_ask_again(shop
         assert int(response.headers["retry-after"]) >= 1
         assert shop.running.search(data[0], gallery="shop").status_code == 200
     assert shop.put({"new": data[1]})["added"] == 1
-    assert shop.uploads() == {sha256(data[0]), sha256(data[1])}
+    assert shop.pictures() == {sha256(data[0]), sha256(data[1])}
 
 
 def test_a_number_of_another_generation_removes_nothing(shop, data) -> None:
@@ -329,4 +329,4 @@ def test_an_item_that_is_replaced_while_it_is_removed_by_number_stays(
     assert_problem(response, 404, "unknown-item")
     [left] = shop.items()["items"]
     assert (left["key"], left["sha256"]) == ("k", sha256(data[1]))
-    assert shop.uploads() == {sha256(data[1])}
+    assert shop.pictures() == {sha256(data[1])}

@@ -16,7 +16,7 @@ from embedder.errors import InvalidParameterError, JobConflictError
 from service.jobs.manager import LOG_PAGE
 from service.jobs.params import checked
 from tests.service.job_shops import JobShop, processes_of
-from tests.support.seams import JobStore
+from tests.support.seams import JobStore, PictureFolder
 from tests.tiny import encoded, picture
 
 
@@ -107,9 +107,8 @@ def test_pictures_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -
     gallery = shop.gallery()
     [entry] = gallery.entries(["class-0/0.png"])
     data = (shop.pictures / entry.path).read_bytes()
-    upload = shop.state / "uploads" / entry.sha256[:2] / entry.sha256
-    upload.parent.mkdir(parents=True)
-    upload.write_bytes(data)
+    with PictureFolder(gallery.path).adding():
+        PictureFolder(gallery.path).save(data)
     gallery.add([replace(entry, path=""), replace(entry, key="other", path="")])
     gallery.close()
     (shop.pictures / entry.path).unlink()

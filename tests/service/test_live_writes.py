@@ -31,7 +31,7 @@ def test_adds_and_deletes_under_searches_are_seen_at_once_and_cause_no_error(tmp
     assert live.faults == []
     assert live.searches > 0
     assert shop.items()["total"] == len(kept) + ADDS - DELETES
-    assert len(shop.uploads()) == len(kept) + ADDS - DELETES
+    assert len(shop.pictures()) == len(kept) + ADDS - DELETES
     shop.close()
 
 

@@ -15,11 +15,10 @@ from embedder.bundle import Bundle
 from embedder.errors import BundleCorruptError, BundleNotFoundError
 from embedder.fake import FakeEmbedder
 from embedder.types import Embeddings, Images
-from service.galleries.bundles import Bundles, OneBundle
 from service.settings import Settings
 from tests.embedder.bundles import CALIBRATION, write_full_bundle
 from tests.service.shelves import Shelf, make_gallery, serving
-from tests.support.seams import embedding_key
+from tests.support.seams import Bundles, embedding_key
 
 WAIT_S = 20.0
 
@@ -213,7 +212,7 @@ def test_an_id_that_is_none_finds_no_bundle(tmp_path: Path, bundle_id: str) -> N
     with pytest.raises(BundleNotFoundError):
         Bundles(Settings(state=tmp_path)).open(bundle_id)
     with pytest.raises(BundleNotFoundError):
-        OneBundle(FakeEmbedder()).open(bundle_id)
+        Bundles(Settings(), FakeEmbedder()).open(bundle_id)
 
 
 def test_a_service_without_a_bundle_is_refused_by_name_of_the_option() -> None:

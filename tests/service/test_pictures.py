@@ -339,7 +339,11 @@ def test_an_upload_that_is_gone_is_404_and_comes_back_when_it_is_put_again(tmp_p
     data = encoded(picture(3))
     [item] = shop.put({"k": data})["items"]
     link = f"/galleries/shop/items/{item['id']}/image"
-    [file] = [file for file in tmp_path.glob("uploads/*/*") if file.name in shop.uploads()]
+    [file] = [
+        file
+        for file in tmp_path.glob("galleries/shop/pictures/*/*")
+        if file.name in shop.pictures()
+    ]
     file.write_bytes(b"damaged")
     assert_problem(shop.client.get(link), 503, "gallery-unavailable")
     file.unlink()

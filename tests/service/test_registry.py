@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from dataclasses import replace
@@ -13,12 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.errors import BundleMismatchError, GalleryError, GalleryNotFoundError
+from embedder.errors import (
+    BundleMismatchError,
+    DeadlineExceededError,
+    GalleryError,
+    GalleryNotFoundError,
+)
 from embedder.fake import FakeEmbedder
 from indexer.gallery import Gallery
 from service.settings import Settings
 from tests.service.shelves import Shelf, entries, make_gallery, serving
-from tests.support.seams import Failures, Place, Sources
+from tests.support.seams import Failures, GalleryLocation, Locations
 
 WAIT_S = 20.0
 
@@ -131,39 +138,59 @@ def test_a_lease_keeps_its_pair_open_through_any_number_of_swaps(tmp_path: Path)
             old = served.gallery
             generation = served.gallery.generation
         await until(lambda: generation in shelf.closed)
-        with pytest.raises(GalleryError, match="replaced"):
+        with pytest.raises(GalleryError, match="closed"):
             old.search(served.model.known_vector[np.newaxis], 1)
 
     run(test, given(tmp_path / "shop"))
 
 
-def test_a_call_that_nobody_waits_for_any_more_keeps_its_gallery_open(tmp_path: Path) -> None:
+def test_a_call_that_nobody_waits_for_any_more_harms_nobody(tmp_path: Path) -> None:
     """A search that ran into its time limit goes on in its thread, after the lease has ended."""
     first = make_gallery(tmp_path / "shop", "old")
 
     async def test(shelf: Shelf) -> None:
-        inside, go_on = threading.Event(), threading.Event()
-        search = shelf.opened[0].search
-
-        def slow(*arguments: Any) -> Any:
-            inside.set()
-            assert go_on.wait(WAIT_S)
-            return search(*arguments)
-
-        shelf.opened[0].search = slow  # type: ignore[method-assign]
         query = FakeEmbedder().embed(np.zeros((1, 3, 32, 32), np.uint8))
+        over = threading.Event()
+
+        def search(gallery: Any) -> None:
+            while not over.is_set():
+                with contextlib.suppress(GalleryError):
+                    [hits] = gallery.search(query, 100)
+                    assert len(hits) == 5
+
         with shelf.registry.lease() as served:
-            call = asyncio.create_task(asyncio.to_thread(served.gallery.search, query, 100))
-            assert await asyncio.to_thread(inside.wait, WAIT_S)
+            calls = [
+                asyncio.create_task(asyncio.to_thread(search, served.gallery)) for _ in range(4)
+            ]
         make_gallery(tmp_path / "shop", "new")
         await shelf.registry.refresh()
-        assert shelf.keys() == {"new"}
-        await asyncio.sleep(0.05)
-        assert first not in shelf.closed
-        go_on.set()
-        [hits] = await call
-        assert len(hits) == 5
         await until(lambda: first in shelf.closed)
+        assert shelf.keys() == {"new"}
+        over.set()
+        await asyncio.gather(*calls)
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_leases_of_many_threads_hold_through_swaps(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        over = threading.Event()
+
+        def search() -> set[str]:
+            found: set[str] = set()
+            while not over.is_set():
+                found |= shelf.keys()
+            return found
+
+        calls = [asyncio.create_task(asyncio.to_thread(search)) for _ in range(3)]
+        for number in range(5):
+            make_gallery(tmp_path / "shop", f"new{number}")
+            await shelf.registry.refresh()
+        over.set()
+        assert "old" in set.union(*await asyncio.gather(*calls))
+        await until(lambda: len(shelf.closed) == 5)
 
     run(test, given(tmp_path / "shop"))
 
@@ -192,29 +219,11 @@ def test_many_swaps_leave_no_file_open(tmp_path: Path) -> None:
     run(test, given(tmp_path / "shop"))
 
 
-def test_items_that_are_still_read_keep_their_gallery_open(tmp_path: Path) -> None:
-    first = make_gallery(tmp_path / "shop", "old")
-
-    async def test(shelf: Shelf) -> None:
-        with shelf.registry.lease() as served:
-            items = served.gallery.items()
-            keys = [next(items).key]
-        make_gallery(tmp_path / "shop", "new")
-        await shelf.registry.refresh()
-        assert first not in shelf.closed
-        keys += [item.key for item in items]
-        assert keys == [f"old-{n}" for n in range(5)]
-        await until(lambda: first in shelf.closed)
-
-    run(test, given(tmp_path / "shop"))
-
-
 def test_a_generation_that_cannot_be_opened_leaves_the_old_one_served(tmp_path: Path) -> None:
     make_gallery(tmp_path / "shop", "old")
 
     async def test(shelf: Shelf) -> None:
-        counted: list[str] = []
-        shelf.failures._on_failure = counted.append
+        counted = shelf.failed
         damage(tmp_path / "shop")
         await shelf.registry.refresh()
         assert shelf.keys() == {"old"}
@@ -222,12 +231,10 @@ def test_a_generation_that_cannot_be_opened_leaves_the_old_one_served(tmp_path: 
             "shop": "generation 0123456789ab failed with GalleryCorruptError"
         }
         assert counted == ["shop"]
-        await shelf.registry.refresh(retry=False)  # it failed a moment ago
+        await shelf.registry.refresh()  # it failed a moment ago
         assert counted == ["shop"]
-        await shelf.registry.refresh()
-        assert counted == ["shop", "shop"]
         make_gallery(tmp_path / "shop", "new")
-        await shelf.registry.refresh(retry=False)
+        await shelf.registry.refresh()
         assert shelf.keys() == {"new"}
         assert shelf.failures.verdicts() == {}
 
@@ -332,23 +339,96 @@ def test_a_managed_gallery_compacts_itself_and_a_given_one_does_not(tmp_path: Pa
     run(test, given(folders["given"], state=tmp_path / "state"))
 
 
-def test_a_disk_that_hangs_holds_up_no_lease(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", range(14))
+def test_a_gallery_may_close_at_any_moment_of_a_stop(tmp_path: Path, line: int) -> None:
+    make_gallery(tmp_path / "shop", "old")
+    go_on = threading.Event()
+    lines = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        """Let the gallery close between two lines of `Registry.stop`, and wait until it has."""
+        nonlocal lines
+        if event == "call":
+            is_stop = frame.f_code.co_qualname == "Registry.stop"
+            return trace if is_stop else None
+        if event == "line":
+            lines += 1
+            if lines == line:
+                go_on.set()
+                for thread in threading.enumerate():
+                    if thread is not threading.current_thread() and "close" in thread.name:
+                        thread.join(0.2)
+        return trace
+
+    async def main() -> None:
+        shelf = Shelf(given(tmp_path / "shop"))
+        close = shelf.opened[0].close
+        shelf.opened[0].close = lambda: [go_on.wait(WAIT_S), close()]  # type: ignore[assignment]
+        await shelf.lanes.start()
+        await shelf.registry.start(3600.0)
+        threading.Timer(0.5, go_on.set).start()
+        sys.settrace(trace)
+        try:
+            await shelf.registry.stop()
+        finally:
+            sys.settrace(None)
+        await shelf.lanes.close()
+        assert len(shelf.closed) == 1
+
+    asyncio.run(main())
+
+
+def test_a_disk_that_hangs_holds_up_no_lease_and_is_told_in_time(tmp_path: Path) -> None:
     make_gallery(tmp_path / "shop", "old")
 
     async def test(shelf: Shelf) -> None:
-        held = threading.Event()
-        look = shelf.registry._sources.look
+        gate, begun = threading.Event(), threading.Event()
+        list_galleries = shelf.locations.list_galleries
 
         def hang() -> Any:
-            held.wait(WAIT_S)
-            return look()
+            begun.set()
+            gate.wait(WAIT_S)
+            return list_galleries()
 
-        shelf.registry._sources.look = hang  # type: ignore[method-assign]
+        shelf.locations.list_galleries = hang  # type: ignore[method-assign]
         refreshing = asyncio.create_task(shelf.registry.refresh())
-        await asyncio.sleep(0.02)
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
         assert shelf.keys() == {"old"}
-        held.set()
+        tasks = []
+        for _ in range(5):
+            with pytest.raises(DeadlineExceededError):
+                await shelf.registry.read_from_disk(0.01)
+            tasks.append(len(asyncio.all_tasks()))
+        assert tasks[0] == tasks[-1], "nothing piles up"
+        gate.set()
         await refreshing
+
+    run(test, given(tmp_path / "shop"))
+
+
+def test_reads_of_the_disk_begin_after_they_were_asked_for_and_are_shared(tmp_path: Path) -> None:
+    make_gallery(tmp_path / "shop", "old")
+
+    async def test(shelf: Shelf) -> None:
+        registry, reads = shelf.registry, 0
+        list_galleries = shelf.locations.list_galleries
+
+        def counted() -> Any:
+            nonlocal reads
+            reads += 1
+            return list_galleries()
+
+        shelf.locations.list_galleries = counted  # type: ignore[method-assign]
+        begun = time.monotonic()
+        while time.monotonic() < begun + 0.5:
+            await asyncio.gather(*(registry.refresh_if_unknown("nowhere") for _ in range(50)))
+        assert 2 <= reads <= 5, "unknown names cannot load the disk"
+        make_gallery(tmp_path / "shop", "new")
+        await registry.read_from_disk()
+        assert shelf.keys() == {"new"}
+        shelf.locations.list_galleries = lambda: Path("/nowhere").stat()  # type: ignore
+        with pytest.raises(GalleryError, match="No such file"):
+            await registry.read_from_disk()
 
     run(test, given(tmp_path / "shop"))
 
@@ -357,7 +437,7 @@ def test_polling_goes_on_after_a_look_that_failed(tmp_path: Path) -> None:
     make_gallery(tmp_path / "shop", "old")
 
     async def test(shelf: Shelf) -> None:
-        look = shelf.registry._sources.look
+        look = shelf.locations.list_galleries
         fails = iter([OSError("stale handle"), OSError("stale handle")])
 
         def look_again() -> Any:
@@ -365,7 +445,7 @@ def test_polling_goes_on_after_a_look_that_failed(tmp_path: Path) -> None:
                 raise error
             return look()
 
-        shelf.registry._sources.look = look_again  # type: ignore[method-assign]
+        shelf.locations.list_galleries = look_again  # type: ignore[method-assign]
         make_gallery(tmp_path / "shop", "new")
         await until(lambda: shelf.keys() == {"new"})
 
@@ -384,24 +464,24 @@ def test_two_galleries_of_one_name_and_a_root_of_none_are_refused(tmp_path: Path
     for folder in ("a", "b"):
         make_gallery(tmp_path / folder / "shop", "old")
     with pytest.raises(GalleryNotFoundError, match="Two galleries are called 'shop'"):
-        Sources(given(tmp_path / "a" / "shop", tmp_path / "b" / "shop"))
+        Locations(given(tmp_path / "a" / "shop", tmp_path / "b" / "shop"))
     with pytest.raises(GalleryNotFoundError, match=r"'hats', which is not served.*shop"):
-        Sources(given(tmp_path / "a" / "shop", image_roots=(f"hats={tmp_path}",)))
+        Locations(given(tmp_path / "a" / "shop", image_roots=(f"hats={tmp_path}",)))
 
 
 def test_what_fails_again_is_tried_after_a_pause_that_doubles_up_to_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("service.galleries.failures.time.monotonic", lambda: now[0])
-    failures = Failures()
-    place = Place("shop", Path("shop"), managed=False, generation="a" * 12)
+    monkeypatch.setattr("service.galleries.registry.time.monotonic", lambda: now[0])
+    failures = Failures(lambda _: None)
+    location = GalleryLocation("shop", Path("shop"), managed=False, generation="a" * 12)
     pauses = []
     for _ in range(8):
-        failures.add(place, OSError("gone"))
+        failures.add(location, OSError("gone"))
         start = now[0]
-        while failures.is_waiting(place):
+        while failures.is_waiting(location):
             now[0] += 1.0
         pauses.append(now[0] - start)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert not failures.is_waiting(replace(place, generation="b" * 12))
+    assert not failures.is_waiting(replace(location, generation="b" * 12))

@@ -22,7 +22,7 @@ from embedder.preprocess import MAX_SIDE_PX, ImageLimits, render_jpeg
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
 from service.api.pictures import Size
-from service.galleries.renditions import SIDES_PX, Renditions
+from service.galleries.pictures import SIDES_PX, Renditions
 from tests.service.shops import Shop, assert_problem, start_shop
 from tests.support.seams import InlineDecoder, ProcessDecoder
 from tests.tiny import TINY, encoded, picture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import SourceError
-from service.galleries.samples import MAX_SAMPLES, Samples
+from service.galleries.pictures import MAX_SAMPLES, Samples
 from tests.service.conftest import StartService
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import OverloadedError
-from service.threads import BoundedPool
+from service.concurrency import BoundedPool
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
 HANG = """
 import asyncio, threading
-from service.threads import BoundedPool
+from service.concurrency import BoundedPool
 
 async def main():
     pool = BoundedPool("file", workers=1, queue_size=0)

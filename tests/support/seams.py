@@ -29,8 +29,10 @@ from indexer.types import Dump, Entry
 from service.access.address import Addresses
 from service.access.keys import KeyStore
 from service.access.rates import RateLimits, SharedCounts
-from service.galleries.failures import Failures
-from service.galleries.locations import Place, Sources
+from service.galleries.locations import Bundles, GalleryLocation, Locations
+from service.galleries.migration import bring_over
+from service.galleries.pictures import PictureFolder, Renditions, Samples
+from service.galleries.registry import Failures, Registry
 from service.http.scopes import addresses, required_scope
 from service.http.server import listen
 from service.jobs.manager import JobManager
@@ -44,6 +46,7 @@ from service.search.redis_cache import RedisStore
 __all__ = [
     "Addresses",
     "Batcher",
+    "Bundles",
     "Cache",
     "Catalog",
     "CatalogView",
@@ -51,6 +54,7 @@ __all__ = [
     "EmbedSettings",
     "Failures",
     "GalleryFolder",
+    "GalleryLocation",
     "GalleryManifest",
     "GpuThread",
     "InlineDecoder",
@@ -59,21 +63,25 @@ __all__ = [
     "JobStore",
     "KeyStore",
     "Lanes",
+    "Locations",
     "Lookup",
     "LruCache",
     "MilvusStore",
-    "Place",
+    "PictureFolder",
     "ProcessDecoder",
     "RateLimits",
     "RedisStore",
+    "Registry",
+    "Renditions",
+    "Samples",
     "Segment",
     "SegmentIndex",
     "SharedCounts",
-    "Sources",
     "State",
     "addresses",
     "adopt",
     "backup",
+    "bring_over",
     "compare",
     "embedding_key",
     "import_gallery",

@@ -1,13 +1,18 @@
-"""Threads for work that blocks: what waits is bounded, and work that hangs holds up no exit."""
+"""Threads for work that blocks, and work that is shared by those who ask for it at the same time.
+
+What waits for a thread is bounded, and work that hangs holds up no exit.
+"""
 
 import asyncio
 import contextvars
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from embedder.errors import OverloadedError
 
@@ -110,30 +115,91 @@ class BoundedPool:
         """Calls that wait for a thread."""
         return self._threads.waiting
 
-    async def run(self, work: Callable[[], T], *, urgent: bool = False, patient: bool = False) -> T:
+    async def run(
+        self,
+        work: Callable[[], T],
+        *,
+        urgent: bool = False,
+        patient: bool = False,
+        after: Callable[[], None] = lambda: None,
+    ) -> T:
         """Call `work` in a thread. An `urgent` call goes first; neither it nor a `patient` one is
-        ever refused, so whoever makes them bounds how many there are.
+        ever refused, so whoever makes them bounds how many there are. `after` is called once the
+        work is over, was refused or dropped, in any thread.
 
         Raises: OverloadedError when no place is free.
         """
-        if urgent or patient:
-            return await asyncio.wrap_future(self._threads.submit(work, urgent=urgent))
-        if not self._places.acquire(blocking=False):
+        is_counted = not urgent and not patient
+        if is_counted and not self._places.acquire(blocking=False):
+            after()
             raise OverloadedError(
                 f"{self._limit} requests are in the {self._name} stage, which is its limit. "
                 "Try again in a second."
             )
+
+        def leave(_: Future[T] | None = None) -> None:
+            if is_counted:
+                self._places.release()
+            after()
+
         try:
-            future = self._threads.submit(work)
+            future = self._threads.submit(work, urgent=urgent)
         except BaseException:
-            self._places.release()
+            leave()
             raise
-        future.add_done_callback(self._leave)
+        future.add_done_callback(leave)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """Drop what waits; what hangs ends with the process."""
         self._threads.close()
 
-    def _leave(self, _: Future[Any]) -> None:
-        self._places.release()
+
+@dataclass(slots=True)
+class _Flight(Generic[T]):
+    task: asyncio.Task[T]
+    waiters: int = 0
+
+
+class SingleFlight(Generic[T]):
+    """Callers of the same key share one task, which is cancelled when the last of them leaves."""
+
+    def __init__(self) -> None:
+        self._flights: dict[str, _Flight[T]] = {}
+
+    async def run(self, key: str, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `start()`, or of the call for `key` that is under way."""
+        flight = self._flights.get(key)
+        if flight is None:
+            flight = _Flight(asyncio.create_task(start()))
+            self._flights[key] = flight
+        flight.waiters += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.waiters -= 1
+            if flight.task.done() or not flight.waiters:
+                self._end(key, flight)
+
+    def _end(self, key: str, flight: _Flight[T]) -> None:
+        flight.task.cancel()
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+
+
+class Recent(Generic[T]):
+    """One result for all who ask within `keep_s` seconds, so that asking often costs little."""
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, T]], keep_s: float = 1.0) -> None:
+        self._make = make
+        self._keep_s = keep_s
+        self._made_at = -math.inf
+        self._flights: SingleFlight[T] = SingleFlight()
+        self._value: T
+
+    async def get(self) -> T:
+        """The result, made now or up to `keep_s` ago. Raises: what making it raises."""
+        if time.monotonic() - self._made_at >= self._keep_s:
+            self._value = await self._flights.run("", self._make)
+            self._made_at = time.monotonic()
+        return self._value

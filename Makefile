@@ -53,7 +53,7 @@ demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStore
 TEST_PROCESSES ?= 2
 
 test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=2 processes
-	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/service/test_schemathesis.py \

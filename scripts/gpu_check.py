@@ -3,7 +3,7 @@
     make install-gpu
     .venv/bin/python scripts/gpu_check.py                      # on a machine with an NVIDIA GPU
     .venv/bin/python scripts/gpu_check.py --out gpu.json       # and keep the figures
-    .venv/bin/python scripts/gpu_check.py --device cpu --quick # the script itself, without a GPU
+    .venv/bin/python scripts/gpu_check.py --device cpu --quick # the script itself; needs timm
 
 What is checked: a training step of each loss and regularizer gives the CPU's figures and waits for
 nothing on the device; a run on drawn products trains, resumes and is exported; evaluation gives the
@@ -84,7 +84,7 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--quick", action="store_true", help="Small images, few rounds, few losses."
+        "--quick", action="store_true", help="A tiny network of timm, few rounds, few losses."
     )
     parser.add_argument("--out", type=Path, help="JSON file for the figures.")
     options = parser.parse_args()
@@ -117,13 +117,13 @@ def main() -> int:
 def step_job(
     options: argparse.Namespace, loss: dict[str, Any], regularizers: dict[str, Any]
 ) -> Job:
-    """MobileNetV2 from random weights; batches of each class twice."""
+    """A network with random weights; batches of each class twice."""
     side, batch = (32, 12) if options.quick else (224, 90)
     return parse_job(
         {
             "name": "step",
             "data": {"kind": "folder", "root": "unused"},
-            "model": {"weights": "none", "batch_norm": "train", "dim": 64},
+            "model": model(options),
             "input": {"size_px": side, "resize_px": side},
             "loss": loss,
             "regularizers": regularizers,
@@ -132,6 +132,11 @@ def step_job(
             "runtime": {"device": options.device, "precision": "fp32"},
         }
     )
+
+
+def model(options: argparse.Namespace) -> dict[str, Any]:
+    backbone = "timm:test_resnet" if options.quick else "mobilenet_v2"
+    return {"backbone": backbone, "weights": "none", "batch_norm": "train", "dim": 64}
 
 
 def step(job: Job, quick: bool) -> dict[str, float]:
@@ -225,7 +230,7 @@ def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
                 "views": 4,
                 "size_px": side,
             },
-            "model": {"weights": "none", "batch_norm": "train", "dim": 64},
+            "model": model(options),
             "input": {"size_px": side, "resize_px": side},
             "regularizers": {"determinant": {"share": 0.1}},
             "optimizer": {"epochs": 2, "batch_size": 16, "average": 0.9},

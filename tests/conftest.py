@@ -12,6 +12,33 @@ from embedder.manifest import BundleManifest, GoldenHashes
 from embedder.preprocess import preprocess
 from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
 
+LONGEST_FIRST = (
+    "test_conformance.py",
+    "test_processes.py",
+    "test_containers.py",
+    "test_jobs_api.py",
+    "test_distributed.py",
+    "test_jobs_faults.py",
+    "test_jobs_manager.py",
+    "test_crash.py",
+    "test_demos.py",
+    "test_holders.py",
+    "test_trainer.py",
+    "test_schemathesis.py",
+)
+"""Files that take long, most of it in other processes; begun last, one would keep all waiting."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, then those with a browser, then the others as they come."""
+
+    def place(item: pytest.Item) -> int:
+        if item.path.name in LONGEST_FIRST:
+            return LONGEST_FIRST.index(item.path.name)
+        return len(LONGEST_FIRST) + (item.get_closest_marker("browser") is None)
+
+    items.sort(key=place)
+
 
 @pytest.fixture(scope="session")
 def make_tiny_bundle(

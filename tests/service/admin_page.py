@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from embedder.calibration import Calibration
 from embedder.fake import FakeEmbedder
-from tests.service.page_browser import WAIT_MS, error_text
+from tests.service import page_browser
 from tests.service.shops import Shop, start_shop
 
 FEW, MANY = 12, 60
@@ -86,31 +86,9 @@ class AdminShop:
 @contextmanager
 def opening(browser: Browser, url: str, key: str | None) -> Iterator[OpenAdmin]:
     """Opens the admin page with the key in its tab; what is not `allowed` fails in the console."""
-    opened: list[tuple[Page, list[str], tuple[str, ...]]] = []
-
-    def open_it(path: str = "/admin", allowed: tuple[str, ...] = (), **settings: Any) -> Page:
-        context = browser.new_context(**settings)
-        if key is not None:
-            context.add_init_script(f"sessionStorage.setItem('kinlens.key', {json.dumps(key)})")
-        page = context.new_page()
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: errors.extend(error_text(message)))
-        page.set_default_timeout(WAIT_MS)
-        page.goto(url + path)
-        opened.append((page, errors, allowed))
-        return page
-
-    yield open_it
-    for page, _, _ in opened:
-        page.context.close()
-    unexpected = [
-        error
-        for _, errors, allowed in opened
-        for error in errors
-        if not any(part in error for part in allowed)
-    ]
-    assert unexpected == []
+    script = f"sessionStorage.setItem('kinlens.key', {json.dumps(key)})" if key else None
+    with page_browser.opening(browser, url, script) as open_page:
+        yield lambda path="/admin", **settings: open_page(path, **settings)
 
 
 def rows(page: Page) -> Locator:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 import uvicorn
@@ -39,10 +40,12 @@ OPTIONS = [
     "--no-sandbox",
     "--use-fake-device-for-media-stream",
     "--use-fake-ui-for-media-stream",
+    "--process-per-site",
 ]
 STOP_S = 20.0
 WAIT_MS = 20_000
-OpenShop = Callable[..., Page]
+OpenPage = Callable[..., Page]
+OpenShop = OpenPage
 
 
 def find_chromium() -> str | None:
@@ -60,6 +63,7 @@ def browser() -> Iterator[Browser]:
     expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
+        browser.new_context()
         yield browser
         browser.close()
 
@@ -68,14 +72,68 @@ def error_text(message: ConsoleMessage) -> list[str]:
     return [message.text] if message.type == "error" else []
 
 
-def open_page(browser: Browser, url: str, **settings: Any) -> tuple[Page, list[str]]:
-    page = browser.new_context(**settings).new_page()
+def open_page(
+    browser: Browser,
+    url: str,
+    script: str | None = None,
+    color_scheme: Any = None,
+    reduced_motion: Any = None,
+    **settings: Any,
+) -> tuple[Page, list[str]]:
+    """A page with nothing stored, and what its console says of errors; `script` runs before it.
+
+    Pages without further settings share a context and, as one of them stays open, a process: to
+    start these takes longer than most tests.
+    """
+    context = browser.new_context(**settings) if settings else browser.contexts[0]
+    if not settings and not context.pages:
+        context.new_page().goto(urljoin(url, "/live"))
+    page = context.new_page()
+    if color_scheme or reduced_motion:
+        page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
+    if script is not None:
+        page.add_init_script(script)
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.extend(error_text(message)))
     page.set_default_timeout(WAIT_MS)
     page.goto(url)
     return page, errors
+
+
+def close_page(page: Page) -> None:
+    """Close it, and forget what it has stored."""
+    context, browser = page.context, page.context.browser
+    assert browser is not None
+    if context != browser.contexts[0]:
+        context.close()
+        return
+    origin = {"origin": page.evaluate("origin"), "storageTypes": "all"}
+    context.new_cdp_session(page).send("Storage.clearDataForOrigin", origin)
+    context.set_offline(False)
+    page.close()
+
+
+@contextmanager
+def opening(browser: Browser, url: str, script: str | None = None) -> Iterator[OpenPage]:
+    """Opens pages below `url`; what a test does not name in `allowed` must not be in a console."""
+    opened: list[tuple[Page, list[str], tuple[str, ...]]] = []
+
+    def open_it(path: str = "/", allowed: tuple[str, ...] = (), **settings: Any) -> Page:
+        page, errors = open_page(browser, url + path, script, **settings)
+        opened.append((page, errors, allowed))
+        return page
+
+    yield open_it
+    for page, _, _ in opened:
+        close_page(page)
+    unexpected = [
+        error
+        for _, errors, allowed in opened
+        for error in errors
+        if not any(part in error for part in allowed)
+    ]
+    assert unexpected == []
 
 
 @contextmanager
@@ -110,24 +168,9 @@ def fake_shop(shop_server: tuple[Shop, str]) -> Shop:
 def open_shop(
     browser: Browser, fake_shop: Shop, shop_server: tuple[Shop, str]
 ) -> Iterator[OpenShop]:
-    """Opens the shop's page; what a test does not name in `allowed` must not be in its console."""
-    opened: list[tuple[Page, list[str], tuple[str, ...]]] = []
-
-    def open_it(path: str = "/", allowed: tuple[str, ...] = (), **settings: Any) -> Page:
-        page, errors = open_page(browser, shop_server[1] + path, **settings)
-        opened.append((page, errors, allowed))
-        return page
-
-    yield open_it
-    for page, _, _ in opened:
-        page.context.close()
-    unexpected = [
-        error
-        for _, errors, allowed in opened
-        for error in errors
-        if not any(part in error for part in allowed)
-    ]
-    assert unexpected == []
+    """Opens the shop's page."""
+    with opening(browser, shop_server[1]) as open_it:
+        yield open_it
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def test_a_missing_training_command_is_said_before_anything_starts(shop: JobShop
 
 @pytest.mark.timeout(900)
 def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) -> None:
-    pytest.importorskip("torch")
+    pytest.importorskip("timm")
     settings = Settings(**shop.settings.model_dump() | {"training_command": "kinlens-train"})
     service = run(create_app(settings))
     body = {
@@ -209,6 +209,7 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
         "overrides": {
             "optimizer.epochs": 1,
             "optimizer.batch_size": 4,
+            "model.backbone": "timm:test_resnet",
             "model.dim": 16,
             "input.size_px": 32,
             "input.resize_px": 36,

@@ -10,6 +10,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.service.page_browser import (
     FITS,
+    close_page,
     open_page,
     send,
     send_bytes,
@@ -49,7 +50,7 @@ def opened(browser: Browser, running_service: Running) -> Iterator[tuple[Page, l
     page, errors = open_page(browser, running_service.url)
     expect(page.get_by_test_id("gallery-size")).not_to_be_empty()
     yield page, errors
-    page.context.close()
+    close_page(page)
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_a_phone_shows_everything_without_sideways_scrolling(
     expect(page.get_by_test_id("error")).to_be_visible()
     assert page.evaluate(FITS)
     assert errors == []
-    page.context.close()
+    close_page(page)
 
 
 def test_light_and_dark_differ_in_background(browser: Browser, running_service: Running) -> None:
@@ -151,7 +152,7 @@ def test_light_and_dark_differ_in_background(browser: Browser, running_service: 
         page, errors = open_page(browser, running_service.url, color_scheme=scheme)
         backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
         assert errors == []
-        page.context.close()
+        close_page(page)
     assert len(backgrounds) == 2
 
 
@@ -283,7 +284,7 @@ def test_the_number_of_results_is_sent_and_the_small_print_names_the_versions(
 
 
 def test_nothing_is_asked_of_another_host(browser: Browser, running_service: Running) -> None:
-    page, _ = open_page(browser, "about:blank")
+    page, _ = open_page(browser, f"{running_service.url}/live")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(running_service.url)
@@ -291,4 +292,4 @@ def test_nothing_is_asked_of_another_host(browser: Browser, running_service: Run
     local = (running_service.url, "blob:", "data:")
     assert len(asked) > 10
     assert [url for url in asked if not url.startswith(local)] == []
-    page.context.close()
+    close_page(page)

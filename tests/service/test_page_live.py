@@ -8,7 +8,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from embedder.calibration import Calibration
 from embedder.fake import FakeEmbedder
-from tests.service.page_browser import keys, open_page, send_bytes, settled
+from tests.service.page_browser import close_page, keys, open_page, send_bytes, settled
 from tests.service.shops import Shop, start_shop
 
 pytestmark = pytest.mark.browser
@@ -52,7 +52,7 @@ def page(browser: Browser, real_shop: tuple[Shop, list[bytes]]) -> Iterator[Page
     settled(page)
     yield page
     assert errors == []
-    page.context.close()
+    close_page(page)
 
 
 def test_filters_and_groups_of_the_real_service(page: Page) -> None:
@@ -108,7 +108,7 @@ def test_a_link_to_an_item_opens_the_same_view_of_the_real_service(
     settled(other)
     assert keys(other) == keys(page)
     assert errors == []
-    other.context.close()
+    close_page(other)
 
 
 def test_suggested_scores_of_the_real_service(page: Page) -> None:
@@ -128,5 +128,5 @@ def test_a_key_opens_a_closed_service(browser: Browser, tmp_path: Path) -> None:
     with page.expect_response("**/galleries") as listed:
         page.get_by_test_id("key-save").click()
     assert listed.value.status == 200
-    page.context.close()
+    close_page(page)
     shop.close()

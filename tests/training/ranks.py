@@ -1,7 +1,8 @@
 """Gradients of one training step for every loss and regularizer, alone or on several ranks.
 
 `python -m torch.distributed.run --nproc-per-node=2 -m tests.training.ranks FOLDER` writes what each
-rank found; called in one process, `gradients` gives what they must equal.
+rank found, and then trains FOLDER/job.toml as `kinlens-train fit` does; called in one process,
+`gradients` gives what the ranks must equal.
 """
 
 import sys
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.training.jobs import TINY_TRUNK
+from training.__main__ import main
 from training.checkpoint import seed_everything
 from training.config.job import Job, parse_job
 from training.distributed import process_group, rank, world
@@ -96,3 +98,5 @@ if __name__ == "__main__":
     with process_group("cpu"):
         found = {name: gradients(job) for name, job in cases(folder / "weights.pth").items()}
         torch.save(found, folder / f"rank{rank()}.pt")
+    sys.argv[1:] = ["fit", str(folder / "job.toml"), "--out", str(folder / "two")]
+    main()

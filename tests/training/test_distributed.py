@@ -8,31 +8,39 @@ import pytest
 import torch
 
 from embedder.errors import JobError, TrainingError
-from tests.training.jobs import calibrated_weights, small_job
+from tests.training.jobs import Silent, calibrated_weights, small_job
 from tests.training.ranks import cases, gradients
 from training import distributed
-from training.config.job import job_toml
+from training.config.job import job_toml, load_job
+from training.data.load import load_split
 from training.folder import read_result
+from training.runner import run_job
 from training.state import create_run
 
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(*arguments: object) -> None:
-    """Two processes on the CPU; their output is shown if they fail."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+RATES = {"lr_trunk": 1e-6, "lr_head": 1e-5, "lr_proxies": 1e-3, "lr_flows": 1e-5}
+"""Small steps, so that rounding does not grow from step to step."""
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes on the CPU found and trained, see ranks.py."""
     folder = tmp_path_factory.mktemp("ranks")
-    calibrated_weights(folder / "weights.pth")
-    torchrun("-m", "tests.training.ranks", folder)
+    weights = calibrated_weights(folder / "weights.pth")
+    job = small_job(folder / "products", weights=weights, epochs=2, **RATES)
+    (folder / "job.toml").write_text(job_toml(job))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "-m", "tests.training.ranks", str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
@@ -55,19 +63,13 @@ def epochs(folder: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_of_two_ranks_learns_what_one_process_learns(two_ranks: Path, tmp_path: Path) -> None:
-    # Small steps, so that rounding does not grow from step to step.
-    rates = {"lr_trunk": 1e-6, "lr_head": 1e-5, "lr_proxies": 1e-3, "lr_flows": 1e-5}
-    weights = two_ranks / "weights.pth"
-    job = small_job(tmp_path / "products", weights=weights, epochs=2, **rates)
-    (tmp_path / "job.toml").write_text(job_toml(job))
-    torchrun("-m", "training", "fit", tmp_path / "job.toml", "--out", tmp_path / "two")
-    command = [sys.executable, "-m", "training", "fit", str(tmp_path / "job.toml")]
-    subprocess.run([*command, "--out", str(tmp_path / "one")], check=True, cwd=ROOT)
-    two, one = epochs(tmp_path / "two"), epochs(tmp_path / "one")
+    job = load_job(str(two_ranks / "job.toml"))
+    run_job(job, load_split(job.data), tmp_path, Silent())
+    two, one = epochs(two_ranks / "two"), epochs(tmp_path)
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-4)
     assert two[-1]["loss"] < two[0]["loss"]
     assert two[-1]["uniformity"] == pytest.approx(one[-1]["uniformity"], rel=1e-3)
-    assert read_result(tmp_path / "two") is not None
+    assert read_result(two_ranks / "two") is not None
 
 
 def test_batch_norm_that_trains_is_refused_on_several_cpu_processes(

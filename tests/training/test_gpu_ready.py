@@ -2,7 +2,7 @@
 
 import inspect
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -114,12 +114,14 @@ def test_what_counts_reads_finds_one() -> None:
     assert reads.found == ["_local_scalar_dense", "index"]
 
 
-def test_the_script_for_a_gpu_runs_its_checks(tmp_path: Path) -> None:
+def test_the_script_for_a_gpu_runs_its_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On the CPU: that of a GPU differs in its device alone."""
     out = tmp_path / "gpu.json"
     words = ["--device", "cpu", "--quick", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, "scripts/gpu_check.py", *words], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "scripts" / "gpu_check.py"), run_name="__main__")
+    assert ended.value.code == 0, capsys.readouterr().out
     assert json.loads(out.read_text())["failed"] == []

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embedder.errors import JobError
+from tests.training.jobs import TINY_TRUNK
 from training.__main__ import app
 from training.studies import tournament
 
@@ -21,7 +22,7 @@ def write_job(folder: Path) -> Path:
         f"""
         name = "few"
         recall_at = [1]
-        model = {{weights = "none", dim = 8, batch_norm = "train"}}
+        model = {{backbone = "{TINY_TRUNK}", weights = "none", dim = 8, batch_norm = "train"}}
         input = {{size_px = 32, resize_px = 36}}
         optimizer = {{epochs = 1, batch_size = 4}}
         runtime = {{workers = 0, device = "cpu", precision = "fp32"}}

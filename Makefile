@@ -56,7 +56,7 @@ test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=2 processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
-	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/service/test_schemathesis.py \
+	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/http/test_schemathesis.py \
 	  tests/training/test_export.py tests/training/test_models.py --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
 

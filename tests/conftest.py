@@ -12,6 +12,8 @@ from embedder.manifest import BundleManifest, GoldenHashes
 from embedder.preprocess import preprocess
 from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
 
+pytest_plugins = ["tests.support.servers"]
+
 LONGEST_FIRST = (
     "test_conformance.py",
     "test_processes.py",

@@ -24,7 +24,7 @@ from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
 from service.http.processes import GRACE_S
 from service.settings import Settings
-from tests.dockerfiles import ROOT, Scratch, environment, parse
+from tests.support.dockerfiles import ROOT, Scratch, environment, parse
 from tests.tiny import encoded, picture
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))

@@ -21,7 +21,7 @@ from indexer.gallery import Gallery
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
 from indexer.types import Entry
-from tests.service.shops import start_shop
+from tests.support.shops import start_shop
 from tests.tiny import encoded, picture
 
 

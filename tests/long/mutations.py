@@ -41,13 +41,13 @@ MUTATIONS = {
         "service/settings.py",
         "redis_timeout_ms: int = Field(default=50,",
         "redis_timeout_ms: int = Field(default=500,",
-        ("tests/service/test_redis_faults.py", "-k", "default"),
+        ("tests/http/load/test_redis_faults.py", "-k", "default"),
     ),
     "workers": Mutation(
         "service/commands/serve.py",
         "if settings.workers > 1:",
         "if settings.workers > 1_000:",
-        ("tests/service/test_processes.py", "-k", "both_processes"),
+        ("tests/cli/test_processes.py", "-k", "both_processes"),
     ),
     "fsync": Mutation(
         "embedder/durable.py",
@@ -84,7 +84,7 @@ MUTATIONS = {
         '        raise ImageTooLargeError(\n            f"The image claims too many pixels',
         '        bytearray(b"x" * (150 << 20))\n'
         '        raise ImageTooLargeError(\n            f"The image claims too many pixels',
-        ("tests/service/test_odd_images.py", "-k", "costs_no_memory"),
+        ("tests/http/search/test_odd_images.py", "-k", "costs_no_memory"),
     ),
 }
 

@@ -1,0 +1,94 @@
+"""Addresses that are almost those of a route: none of them is open that should not be."""
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.responses import Response
+
+from service.app import create_app
+from service.settings import Settings
+from tests.support.seams import KeyStore, RouteTable
+from tests.support.servers import DEFAULTS, Running, run
+
+from embedder.fake import FakeEmbedder  # isort: skip
+
+ODD = ("%0A", "%0D", "%00", "%0D%0A", "%C2%85", "/", "%2F", "//", "/%0A", "%0Ax", "%20", "?%0A")
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A service with a key, where nobody may do anything without one."""
+    state = tmp_path_factory.mktemp("state")
+    KeyStore(state / "keys.json").create("owner", ["admin"])
+    settings = Settings(**DEFAULTS | {"state": state, "anonymous_scopes": ()})
+    service = run(create_app(settings, FakeEmbedder(), {}))
+    yield service
+    service.close()
+
+
+def ask(service: Running, method: str, target: str) -> tuple[int, bytes]:
+    """Status and body, of a target that is sent just as it is."""
+    port = int(service.url.rsplit(":", 1)[1])
+    body = b'{"name": "evil"}'
+    head = (
+        f"{method} {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(head.encode() + body)
+        answer = connection.makefile("rb").read()
+    return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
+
+
+def variants(template: str) -> list[str]:
+    path = "/".join("7" if part.startswith("{") else part for part in template.split("/"))
+    slashed = ["/" + path, path.replace("/", "//"), path.upper(), "/%2F" + path[1:], "/." + path]
+    encoded = "/" + "%2F".join(path[1:].split("/"))
+    return [path, encoded, "/%0A" + path[1:], *slashed, *(path + odd for odd in ODD)]
+
+
+def test_no_spelling_of_a_closed_address_is_open(closed: Running) -> None:
+    seen = set()
+    for route in RouteTable(closed.app.routes).served:
+        if route.rule.scope is None or route.method == "HEAD":
+            continue
+        for target in variants(route.template):
+            status, body = ask(closed, route.method, target)
+            seen.add(status)
+            assert status in (307, 400, 401, 404, 405), (route.method, target, status, body)
+            assert (status == 401) or target != variants(route.template)[0]
+    assert {400, 401, 404} <= seen
+    assert closed.runtime.registry.names() == []
+
+
+@pytest.mark.parametrize("target", ["/jobs%0A", "/live%0A", "/ui/search/app.js%00", "/%7F"])
+def test_a_control_character_in_an_address_is_400_and_named(closed: Running, target: str) -> None:
+    status, body = ask(closed, "GET", target)
+    assert status == 400
+    assert b"control character U+00" in body
+
+
+def test_a_route_that_is_served_but_has_no_rule_needs_an_admin(tmp_path: Any) -> None:
+    state = tmp_path / "state"
+    text = KeyStore(state / "keys.json").create("owner", ["admin"])
+    app = create_app(Settings(**DEFAULTS | {"state": state}), FakeEmbedder(), {})
+    app.add_api_route("/export", lambda: Response("all of it"), methods=["GET"])
+    service = run(app)
+    try:
+        assert service.client.get("/export").status_code == 401
+        headers = {"x-api-key": text}
+        assert service.client.get("/export", headers=headers).text == "all of it"
+        assert service.client.get("/exports").status_code == 404
+    finally:
+        service.close()
+
+
+def test_what_is_refused_counts_for_the_route_that_it_was_meant_for(closed: Running) -> None:
+    closed.client.get("/galleries/secret-name/items/7")
+    closed.client.post("/search")
+    for route, method in (("/galleries/{name}/items/{item_id}", "GET"), ("/search", "POST")):
+        labels = {"route": route, "method": method, "status": "401"}
+        assert closed.metric("kinlens_requests_total", **labels) >= 1
+    assert "secret-name" not in closed.client.get("/metrics").text

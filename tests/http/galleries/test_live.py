@@ -1,0 +1,230 @@
+"""A running service on a gallery that another process changes."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedder.fake import FakeEmbedder
+from indexer.gallery import Gallery
+from indexer.ingest.build import build_gallery
+from indexer.ingest.sources import folder_source
+from service.app import create_app
+from service.settings import Settings
+from tests.support.servers import DEFAULTS, Running, run
+
+ROOT = Path(__file__).parents[3]
+ATTRIBUTES = {"stock": 1, "price": 1.0, "sale": True, "colour": "grün"}
+WRITER = f"""
+import hashlib, sys
+from pathlib import Path
+from embedder.fake import FakeEmbedder
+from indexer.types import Entry
+from indexer.gallery import Gallery
+
+embedder = FakeEmbedder()
+
+def entry(path):
+    data = path.read_bytes()
+    vector = embedder.embed(embedder.preprocess(data)[None])[0]
+    digest = hashlib.sha256(data).hexdigest()
+    return Entry(path.name, vector, digest, {ATTRIBUTES!r}, path.name, "PNG")
+
+for line in sys.stdin:
+    verb, shop, name = line.rstrip().split("|")
+    gallery = Gallery.open(shop)
+    if verb == "add":
+        gallery.add([entry(Path(shop).parent / "pictures" / name)])
+    elif verb == "remove":
+        gallery.remove([name])
+    else:
+        gallery.compact()
+    print("done", flush=True)
+    gallery.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def writer() -> Iterator[subprocess.Popen[str]]:
+    """Another process that changes galleries as it is told."""
+    command = [sys.executable, "-c", WRITER]
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        yield process
+        process.communicate()
+    assert process.returncode == 0
+
+
+@pytest.fixture
+def shop(tmp_path: Path, pictures: list[bytes]) -> Path:
+    """A gallery of pictures 0 .. 7 of the twelve that lie in its folder of images."""
+    root = tmp_path / "pictures"
+    root.mkdir()
+    for number, data in enumerate(pictures[:8]):
+        (root / f"{number}.png").write_bytes(data)
+    build_gallery(folder_source(root), FakeEmbedder(), tmp_path / "shop")
+    for number, data in enumerate(pictures[8:], 8):
+        (root / f"{number}.png").write_bytes(data)
+    return tmp_path / "shop"
+
+
+@pytest.fixture
+def write(shop: Path, writer: subprocess.Popen[str]) -> Callable[..., None]:
+    """Let the other process change the gallery; a call returns when the change is acknowledged."""
+
+    def do(verb: str, name: str = "") -> None:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        writer.stdin.write(f"{verb}|{shop}|{name}\n")
+        writer.stdin.flush()
+        assert writer.stdout.readline() == "done\n"
+
+    return do
+
+
+@pytest.fixture
+def live(shop: Path) -> Iterator[Running]:
+    gallery = Gallery.open(shop)
+    service = run(create_app(Settings(**DEFAULTS), FakeEmbedder(), {"shop": gallery}))
+    yield service
+    service.close()
+    gallery.close()
+
+
+def keys(service: Running, data: bytes) -> list[str]:
+    return [hit["key"] for hit in service.search(data).json()["hits"]]
+
+
+def best(service: Running, data: bytes) -> dict[str, Any]:
+    hit: dict[str, Any] = service.search(data, k=1).json()["hits"][0]
+    return hit
+
+
+def listed(service: Running) -> dict[str, Any]:
+    (entry,) = service.client.get("/galleries").json()["galleries"]
+    return dict(entry)
+
+
+def test_an_item_that_another_process_adds_is_in_the_next_answer(live, write, pictures) -> None:
+    before = live.search(pictures[9], k=1).json()
+    assert before["hits"][0]["key"] != "9.png"
+    assert live.search(pictures[9], k=1).json()["cached"]
+    write("add", "9.png")
+    after = live.search(pictures[9], k=1).json()
+    assert after["hits"][0]["key"] == "9.png"
+    assert not after["cached"]
+    assert after["gallery_version"] != before["gallery_version"]
+    values = after["hits"][0]["attributes"]
+    assert {name: (type(value), value) for name, value in values.items()} == {
+        name: (type(value), value) for name, value in ATTRIBUTES.items()
+    }
+    again = live.search(pictures[9], k=1).json()
+    assert again["cached"]
+    assert again["hits"] == after["hits"]
+    assert [type(value) for value in again["hits"][0]["attributes"].values()] == [
+        type(value) for value in values.values()
+    ]
+    assert live.client.get(after["hits"][0]["image"]).content == pictures[9]
+
+
+def test_an_item_that_another_process_removes_is_in_no_later_answer(live, write, pictures) -> None:
+    hit = best(live, pictures[3])
+    assert hit["key"] == "3.png"
+    etag = live.client.get(hit["image"]).headers["etag"]
+    write("remove", "3.png")
+    assert "3.png" not in keys(live, pictures[3])
+    assert best(live, pictures[3])["key"] != "3.png"
+    for headers in ({}, {"if-none-match": etag}):
+        gone = live.client.get(hit["image"], headers=headers)
+        assert gone.status_code == 404
+        assert gone.json()["type"] == "urn:kinlens:problem:unknown-item"
+
+
+def test_the_list_the_readiness_and_the_metrics_follow(live, write) -> None:
+    first = listed(live)
+    write("add", "8.png")
+    second = listed(live)
+    write("remove", "0.png")
+    write("remove", "1.png")
+    third = listed(live)
+    assert [entry["size"] for entry in (first, second, third)] == [8, 9, 7]
+    assert len({entry["version"] for entry in (first, second, third)}) == 3
+    assert len({entry["generation"] for entry in (first, second, third)}) == 1
+    assert live.client.get("/ready").json()["galleries"] == {"shop": third["version"]}
+    text = live.client.get("/metrics").text
+    assert 'kinlens_gallery_items{gallery="shop"} 7.0' in text
+
+
+def test_a_link_stays_good_while_other_items_come_and_go(live, write, pictures) -> None:
+    link = best(live, pictures[5])["image"]
+    for verb, name in [("add", "8.png"), ("remove", "0.png"), ("remove", "8.png"), ("compact", "")]:
+        write(verb, name)
+        assert live.client.get(link).content == pictures[5]
+
+
+def test_an_item_that_comes_back_has_another_number(live, write, pictures) -> None:
+    first = best(live, pictures[7])
+    write("remove", "7.png")
+    write("add", "7.png")
+    second = best(live, pictures[7])
+    assert first["key"] == second["key"] == "7.png"
+    assert first["id"] != second["id"]
+    assert live.client.get(first["image"]).status_code == 404
+    assert live.client.get(second["image"]).content == pictures[7]
+
+
+def test_a_compaction_by_another_process_changes_no_answer_and_no_version(
+    live, write, pictures
+) -> None:
+    write("add", "10.png")
+    write("remove", "2.png")
+    before, answers = listed(live), [keys(live, data) for data in pictures]
+    write("compact")
+    assert listed(live) == before
+    assert [keys(live, data + b"\0") for data in pictures] == answers  # known to no cache
+
+
+def test_a_gallery_may_become_empty_and_full_again(live, write, pictures) -> None:
+    for number in range(8):
+        write("remove", f"{number}.png")
+    assert keys(live, pictures[0]) == []
+    assert live.client.get("/ready").status_code == 200
+    write("add", "11.png")
+    assert keys(live, pictures[0]) == ["11.png"]
+
+
+def test_no_answer_of_a_crowd_lags_behind_what_was_acknowledged(
+    live, write, pictures, until
+) -> None:
+    steps = 0  # odd while a change is under way; 0, 4, 8: without the item, 2, 6, 10: with it
+    stop = threading.Event()
+    looks: dict[int, bool] = {}
+    wrong: list[str] = []
+
+    def look() -> None:
+        while not stop.is_set():
+            before = steps
+            is_found = "9.png" in keys(live, pictures[9])
+            if before == steps and before % 2 == 0:
+                looks[before] = is_found
+                if is_found != (before % 4 == 2):
+                    wrong.append(f"step {before}: found is {is_found}")
+
+    readers = [threading.Thread(target=look) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for number in range(20):
+        steps += 1
+        write("remove" if number % 2 else "add", "9.png")
+        steps += 1
+        until(lambda now=steps: now in looks)
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+    assert set(range(2, 41, 2)) <= looks.keys()

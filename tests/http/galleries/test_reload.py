@@ -1,0 +1,260 @@
+"""Galleries and models that are replaced while customers search: no error, no mixed answer."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from embedder.bundle import Bundle
+from embedder.session import OnnxEmbedder
+from indexer.gallery import Gallery
+from indexer.types import Entry
+from service.app import create_app
+from service.settings import Settings
+from tests.support.seams import GalleryManifest, publish_generation
+from tests.support.servers import DEFAULTS, Running, run
+from tests.tiny import encoded, picture
+
+PICTURES = 8
+CLIENTS = 4
+
+
+@dataclass
+class Shop:
+    """A service over one gallery that can be replaced, by either of two bundles."""
+
+    service: Running
+    folder: Path
+    uploads: Sequence[bytes]
+    embedders: dict[str, OnnxEmbedder]
+
+    def publish(self, round_: int, bundle_id: str) -> str:
+        """The next generation: the same pictures, made with that bundle."""
+        manifest = GalleryManifest(
+            name="shop", bundle_id=bundle_id, dim=self.embedders[bundle_id].dim
+        )
+        return publish(self.folder, manifest, self.embedders[bundle_id], self.uploads, round_)
+
+
+def publish(
+    folder: Path,
+    manifest: GalleryManifest,
+    embedder: OnnxEmbedder,
+    uploads: Sequence[bytes],
+    round_: int,
+) -> str:
+    vectors = [embedder.embed(embedder.preprocess(data)[None])[0] for data in uploads]
+    attributes = {"bundle": manifest.bundle_id, "round": round_}
+    entries = [
+        Entry(f"{n}.png", vector, hashlib.sha256(data).hexdigest(), attributes)
+        for n, (vector, data) in enumerate(zip(vectors, uploads, strict=True))
+    ]
+    return publish_generation(folder, manifest, entries)
+
+
+@pytest.fixture
+def bundles(make_tiny_bundle: Callable[..., Bundle]) -> list[Bundle]:
+    return [make_tiny_bundle(seed=11), make_tiny_bundle(seed=12)]
+
+
+@pytest.fixture
+def shop(tmp_path: Path, bundles: list[Bundle]) -> Iterator[Shop]:
+    """Served with the first bundle; the second one lies in the state folder."""
+    first, second = bundles
+    stored = tmp_path / "state" / "bundles" / second.bundle_id[:16]
+    stored.parent.mkdir(parents=True)
+    stored.symlink_to(second.path)
+    embedders = {bundle.bundle_id: OnnxEmbedder.open(bundle) for bundle in bundles}
+    uploads = [encoded(picture(100 + n)) for n in range(PICTURES)]
+    folder = tmp_path / "shop"
+    manifest = GalleryManifest(name="shop", bundle_id=first.bundle_id, dim=first.manifest.dim)
+    publish(folder, manifest, embedders[first.bundle_id], uploads, 0)
+    settings = Settings(
+        bundle=first.path,
+        galleries=(f"shop={folder}",),
+        state=tmp_path / "state",
+        reload_interval_ms=20,
+        **DEFAULTS,
+    )
+    service = run(create_app(settings))
+    yield Shop(service, folder, uploads, embedders)
+    service.close()
+
+
+@dataclass
+class Crowd:
+    """Clients that search all the time, and what each answer was."""
+
+    shop: Shop
+    errors: list[str] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    rounds: dict[str, int] = field(default_factory=dict)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> "Crowd":
+        self._threads = [threading.Thread(target=self._search, args=(n,)) for n in range(CLIENTS)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _search(self, client: int) -> None:
+        count = 0
+        while not self._stop.is_set():
+            count += 1
+            number = (client + count) % PICTURES
+            # Every other upload is new to all caches, the others are known to them.
+            tail = f"{client}-{count}".encode() if count % 2 else b""
+            try:
+                response = self.shop.service.search(self.shop.uploads[number] + tail, k=PICTURES)
+            except httpx.HTTPError as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                continue
+            self._check(response, number)
+
+    def _check(self, response: httpx.Response, number: int) -> None:
+        if response.status_code != 200:
+            self.errors.append(response.text)
+            return
+        answer = response.json()
+        hits = answer["hits"]
+        made_by = {hit["attributes"]["bundle"] for hit in hits}
+        rounds = {hit["attributes"]["round"] for hit in hits}
+        links = {hit["image"].split("version=")[1] for hit in hits}
+        best = hits[0]
+        if made_by != {answer["bundle_id"]} or len(rounds) != 1 or len(links) != 1:
+            self.errors.append(f"mixed: {answer['bundle_id']} {made_by} {rounds} {links}")
+        elif best["key"] != f"{number}.png" or best["score"] < 0.999 or len(hits) != PICTURES:
+            self.errors.append(f"wrong: {number} {best} {len(hits)}")
+        elif self.rounds.setdefault(answer["gallery_version"], *rounds) not in rounds:
+            self.errors.append(f"one version, two rounds: {answer['gallery_version']} {rounds}")
+        else:
+            self.answers.append(answer)
+
+
+def served(shop: Shop) -> str:
+    answer: dict[str, Any] = shop.service.search(shop.uploads[0], k=1).json()
+    return str(answer["hits"][0]["image"].split("version=")[1])
+
+
+def test_gallery_and_model_are_swapped_under_load_without_an_error_or_a_mixed_answer(
+    shop: Shop, bundles: list[Bundle], until: Callable[[Callable[[], bool]], None]
+) -> None:
+    with Crowd(shop) as crowd:
+        for round_ in range(1, 7):
+            seen = len(crowd.answers)
+            bundle = bundles[(round_ // 2) % 2]  # now the gallery alone, now the model with it
+            generation = shop.publish(round_, bundle.bundle_id)
+            until(lambda name=generation: served(shop) == name)
+            until(lambda least=seen + 20: len(crowd.answers) > least or bool(crowd.errors))
+    assert not crowd.errors, crowd.errors[:3]
+    assert set(crowd.rounds.values()) == set(range(7))
+    assert {answer["bundle_id"] for answer in crowd.answers} == {b.bundle_id for b in bundles}
+    assert any(answer["cached"] for answer in crowd.answers)
+    until(lambda: len(shop.service.runtime.models.running()) == 1)
+    ready = shop.service.client.get("/ready").json()
+    assert (ready["status"], ready["bundle_id"]) == ("ready", bundles[1].bundle_id)
+
+
+def test_a_generation_of_an_unknown_bundle_is_told_and_the_old_one_answers(
+    shop: Shop, make_tiny_bundle: Callable[..., Bundle], until: Callable[[Callable[[], bool]], None]
+) -> None:
+    unknown = OnnxEmbedder.open(make_tiny_bundle(seed=13))
+    shop.embedders[unknown.bundle_id] = unknown
+    before = served(shop)
+    shop.publish(1, unknown.bundle_id)
+    client = shop.service.client
+    until(lambda: "reload shop" in client.get("/ready").json()["checks"])
+    ready = client.get("/ready")
+    assert (ready.status_code, ready.json()["status"]) == (200, "ready")
+    assert "failed with BundleNotFoundError" in ready.json()["checks"]["reload shop"]
+    assert served(shop) == before
+    client.get("/metrics")
+    assert shop.service.metric("kinlens_reload_failures_total", gallery="shop") >= 1
+    (shop.folder / "CURRENT").write_text(f"{before}\n")  # put back by hand
+    until(lambda: "reload shop" not in client.get("/ready").json()["checks"])
+    assert served(shop) == before
+
+
+def test_the_metrics_follow_a_swap(
+    shop: Shop, bundles: list[Bundle], until: Callable[[Callable[[], bool]], None]
+) -> None:
+    def provided(bundle: Bundle) -> float:
+        shop.service.client.get("/metrics")
+        labels = {"provider": "CPUExecutionProvider", "bundle_id": bundle.bundle_id}
+        return shop.service.metric("kinlens_provider_info", **labels)
+
+    assert [provided(bundle) for bundle in bundles] == [1, 0]
+    new = shop.publish(1, bundles[1].bundle_id)
+    until(lambda: served(shop) == new)
+    until(lambda: [provided(bundle) for bundle in bundles] == [0, 1])
+    assert bundles[0].bundle_id not in shop.service.client.get("/metrics").text
+    assert shop.service.metric("kinlens_gallery_items", gallery="shop") == PICTURES
+
+
+def test_a_start_opens_each_bundle_and_each_gallery_once(
+    shop: Shop, bundles: list[Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def counting(cls: Any) -> None:
+        own = cls.open.__func__
+
+        def count(kind: Any, path: Any, *arguments: Any, **options: Any) -> Any:
+            opened.append(Path(getattr(path, "path", path)).name)
+            return own(kind, path, *arguments, **options)
+
+        monkeypatch.setattr(cls, "open", classmethod(count))
+
+    for cls in (Bundle, Gallery):
+        counting(cls)
+    again = run(create_app(shop.service.runtime.settings))
+    assert again.client.get("/ready").status_code == 200
+    assert again.search(shop.uploads[0]).status_code == 200
+    again.close()
+    assert sorted(opened) == sorted([bundles[0].path.name, "shop"])
+
+
+def test_two_models_are_served_side_by_side_and_checked_by_name(
+    shop: Shop,
+    bundles: list[Bundle],
+    until: Callable[[Callable[[], bool]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = (bundle.bundle_id for bundle in bundles)
+    managed = shop.folder.parent / "state" / "galleries" / "hats"
+    manifest = GalleryManifest(name="hats", bundle_id=second, dim=bundles[1].manifest.dim)
+    publish(managed, manifest, shop.embedders[second], shop.uploads, 1)
+    client = shop.service.client
+    until(lambda: "hats" in client.get("/ready").json()["galleries"])
+    ready = client.get("/ready")
+    assert ready.status_code == 200
+    assert set(ready.json()["checks"]) == {
+        *(f"model {bundle_id[:12]}" for bundle_id in (first, second)),
+        "gallery shop",
+        "gallery hats",
+    }
+    for name, bundle_id in (("shop", first), ("hats", second)):
+        for number, data in enumerate(shop.uploads):
+            answer = shop.service.search(data, k=1, gallery=name).json()
+            assert answer["bundle_id"] == bundle_id
+            assert answer["hits"][0]["key"] == f"{number}.png"
+            assert answer["hits"][0]["score"] > 0.999
+    served = shop.service.runtime.registry.model.embedder  # that of the first gallery
+    embed = served.embed
+    monkeypatch.setattr(served, "embed", lambda images: -embed(images))
+    until(lambda: client.get("/ready").status_code == 503)
+    checks = client.get("/ready").json()["checks"]
+    assert "another vector" in checks[f"model {first[:12]}"]
+    assert checks["gallery shop"] == "not searched, since the model failed"
+    assert checks[f"model {second[:12]}"] == checks["gallery hats"] == "ok"

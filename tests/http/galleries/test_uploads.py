@@ -1,0 +1,341 @@
+"""Uploaded pictures lie in the folder of their gallery and go with the last item that has them."""
+
+import hashlib
+import shutil
+import tarfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedder.errors import GalleryCorruptError, GalleryWriteError, ItemNotFoundError
+from embedder.fake import FakeEmbedder
+from indexer.gallery import Gallery
+from tests.support.seams import JobStore, PictureFolder, bring_over, set_fault_hook
+from tests.support.servers import WAIT_S
+from tests.support.shops import Shop, assert_problem, start_shop
+from tests.tiny import encoded, picture
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def data() -> list[bytes]:
+    return [encoded(picture(seed)) for seed in range(4)]
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    shop = start_shop(tmp_path / "state")
+    yield shop
+    shop.close()
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> PictureFolder:
+    """Of a gallery without items."""
+    create(tmp_path / "given")
+    return PictureFolder(tmp_path / "given")
+
+
+def create(path: Path) -> None:
+    embedder = FakeEmbedder()
+    dim, bundle_id = embedder.dim, embedder.bundle_id
+    Gallery.create(path, name=path.name, bundle_id=bundle_id, dim=dim).close()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def save(pictures: PictureFolder, data: bytes) -> str:
+    with pictures.adding():
+        pictures.save(data)
+    return sha256(data)
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+def test_a_picture_that_is_cut_short_is_not_there_or_whole(pictures, step: int) -> None:
+    before = save(pictures, b"before")
+    steps: list[str] = []
+
+    def fail(point: str) -> None:
+        steps.append(point)
+        if len(steps) == step:
+            raise OSError(28, "No space left on device")
+
+    set_fault_hook(fail)
+    try:
+        with pytest.raises(GalleryWriteError, match="No space"):
+            save(pictures, b"one")
+    finally:
+        set_fault_hook(None)
+    if pictures.has(sha256(b"one")):
+        assert pictures.read(sha256(b"one")) == b"one"
+    assert pictures.read(save(pictures, b"one")) == b"one"
+    assert pictures.read(before) == b"before"
+    (pictures.root / before[:2] / before).write_bytes(b"other")
+    with pytest.raises(GalleryCorruptError, match="damaged"):
+        pictures.read(before)
+    with pytest.raises(ItemNotFoundError):
+        pictures.read("0" * 64)
+
+
+@pytest.mark.parametrize("kept", ["adding", "target", "source"])
+def test_a_picture_that_is_about_to_be_named_or_copied_stays(pictures, tmp_path, kept: str) -> None:
+    """Without the lock, a delete that looked before the write would take the picture away."""
+    orphan = save(pictures, b"one")
+    create(tmp_path / "other")
+    other = PictureFolder(tmp_path / "other")
+    with {
+        "adding": pictures.adding(),
+        "target": pictures.receiving(other),
+        "source": other.receiving(pictures),
+    }[kept]:
+        thread = threading.Thread(target=pictures.discard, args=([orphan],))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive() is (kept == "adding")
+        assert pictures.has(orphan)
+    thread.join(WAIT_S)
+    pictures.sweep()
+    assert not pictures.has(orphan)
+
+
+def test_removals_at_the_same_moment_take_all_their_pictures(pictures) -> None:
+    orphans = [save(pictures, str(number).encode()) for number in range(48)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda one: pictures.discard([one]), orphans))
+    assert not any(pictures.has(one) for one in orphans)
+
+
+def test_equal_pictures_of_two_galleries_are_two(shop, data) -> None:
+    shop.client.post("/galleries", json={"name": "other"}).raise_for_status()
+    shop.put({"a": data[0], "b": data[0], "c": data[1]})
+    shop.put({"a": data[0], "d": data[2]}, gallery="other")
+    url = "/galleries/shop/items"
+    shop.client.delete(url, params={"key": "a"})
+    assert shop.pictures() == {sha256(data[0]), sha256(data[1])}
+    shop.client.delete(url, params={"key": "b"})
+    assert shop.pictures() == {sha256(data[1])}
+    assert shop.pictures("other") == {sha256(data[0]), sha256(data[2])}
+    [item, _] = shop.items("other")["items"]
+    assert shop.client.get(item["image"]).content == data[0]
+    shop.put({"c": data[3]})
+    assert shop.pictures() == {sha256(data[3])}
+    shop.client.delete("/galleries/other").raise_for_status()
+    assert not (shop.state / "galleries" / "other").exists()
+
+
+def test_a_removal_that_is_cut_short_takes_the_pictures_of_what_it_removed(
+    shop, data, monkeypatch
+) -> None:
+    shop.put({f"k{n}": one for n, one in enumerate(data)}, stock=0)
+    remove_where = Gallery.remove_where
+
+    def removed_in_part(gallery: Gallery, where: Any) -> int:
+        monkeypatch.setattr(Gallery, "remove_where", remove_where)
+        gallery.remove(["k0", "k1"])
+        raise GalleryWriteError("No space left on device")
+
+    monkeypatch.setattr(Gallery, "remove_where", removed_in_part)
+    body = {"filter": "stock = 0"}
+    response = shop.client.post("/galleries/shop/items/delete", json=body)
+    assert response.status_code == 503
+    assert shop.pictures() == {sha256(one) for one in data[2:]}
+
+
+def orphan_of(gallery: Path) -> Path:
+    """A picture that no item shows, as an interrupted write leaves it."""
+    path = gallery / "pictures" / "ab" / f"ab{'0' * 62}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"never named by a catalogue")
+    (path.parent / ".stage-x").write_bytes(b"half")
+    return path
+
+
+def test_orphans_go_at_the_next_start_of_one_process(tmp_path, data, until) -> None:
+    shop = start_shop(tmp_path)
+    shop.put({"a": data[0]})
+    gallery = tmp_path / "galleries" / "shop"
+    orphan = orphan_of(gallery)
+    other = start_shop(tmp_path, create=False)
+    assert other.items()["total"] == 1
+    assert orphan.exists(), "the process that sweeps has done so at its start"
+    shop.close()
+    until(lambda: not orphan.exists())  # the other one goes on with it
+    assert not (orphan.parent / ".stage-x").exists()
+    assert other.pictures() == {sha256(data[0])}
+    other.close()
+
+
+def test_no_picture_goes_while_its_gallery_cannot_be_read(tmp_path, data) -> None:
+    shop = start_shop(tmp_path)
+    shop.put({"a": data[0]})
+    shop.close()
+    [catalog] = (tmp_path / "galleries" / "shop").glob("versions/*/catalog.sqlite")
+    good = catalog.read_bytes()
+    catalog.write_bytes(bytes(len(good)))
+    pictures = PictureFolder(tmp_path / "galleries" / "shop")
+    pictures.discard([sha256(data[0])])
+    pictures.sweep()
+    assert pictures.has(sha256(data[0]))
+
+
+def test_the_pictures_of_a_given_gallery_lie_in_its_folder(tmp_path, data) -> None:
+    create(tmp_path / "disk" / "given")
+    galleries = (f"given={tmp_path / 'disk' / 'given'}",)
+    shop = start_shop(tmp_path / "state", galleries=galleries)
+    shop.put({"k": data[0]}, gallery="given")
+    [item] = shop.items("given")["items"]
+    shop.close()
+    shutil.rmtree(tmp_path / "state")
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "disk" / "given").rename(moved)
+    shop = start_shop(tmp_path / "state", galleries=(f"given={moved}",))
+    assert shop.client.get(item["image"]).content == data[0]
+    assert PictureFolder(moved).has(sha256(data[0]))
+    shop.close()
+
+
+def test_a_gallery_that_a_job_works_with_cannot_be_deleted(tmp_path, data) -> None:
+    shop = start_shop(tmp_path / "state", jobs="elsewhere")
+    for name in ("a", "b"):
+        shop.client.post("/galleries", json={"name": name}).raise_for_status()
+    started = shop.client.post("/galleries/a/swap", json={"with": "b"})
+    assert started.status_code == 202, started.text
+    for name in ("a", "b"):
+        problem = assert_problem(shop.client.delete(f"/galleries/{name}"), 409, "gallery-conflict")
+        assert started.json()["id"] in problem["detail"]
+    JobStore(shop.state / "service.sqlite").cancel(started.json()["id"])
+    for name in ("a", "b"):
+        assert shop.client.delete(f"/galleries/{name}").status_code == 204
+    shop.close()
+
+
+def test_a_swap_brings_the_pictures_along(shop, data, until) -> None:
+    shop.client.post("/galleries", json={"name": "new"}).raise_for_status()
+    shop.put({"old": data[0], "both": data[1]})
+    shop.put({"both": data[1], "new": data[2]}, gallery="new")
+    started = shop.client.post("/galleries/shop/swap", json={"with": "new"}).json()
+    until(lambda: shop.client.get(f"/jobs/{started['id']}").json()["state"] == "succeeded")
+    assert shop.pictures() == {sha256(data[1]), sha256(data[2])}
+    shop.client.delete("/galleries/new").raise_for_status()
+    shop.put({"other": data[3]})  # the new generation is served now
+    shown = {item["key"]: shop.client.get(item["image"]).content for item in shop.items()["items"]}
+    assert shown == {"both": data[1], "new": data[2], "other": data[3]}
+
+
+def test_copies_of_a_folder_have_pictures_of_their_own(tmp_path, data) -> None:
+    """They share generation and numbers, and yet no picture that was made for the screen."""
+    create(tmp_path / "a")
+    shop = start_shop(tmp_path / "state", galleries=(f"a={tmp_path / 'a'}",))
+    shop.put({"k": data[0]}, gallery="a")
+    shop.close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b" / "pictures", ignore_errors=True)
+    galleries = tuple(f"{name}={tmp_path / name}" for name in "ab")
+    shop = start_shop(tmp_path / "state", galleries=galleries)
+    for name, status in (("a", 200), ("b", 404)):
+        [item] = shop.items(name)["items"]
+        for size in ("", "&size=160"):
+            assert shop.client.get(item["image"] + size).status_code == status, (name, size)
+    shop.close()
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as an earlier version left it: tests/golden/README.md."""
+    folder = tmp_path_factory.mktemp("golden")
+    with tarfile.open(ROOT / "tests" / "golden" / "gallery.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture
+def old(golden: Path, tmp_path: Path) -> Path:
+    """Its state, with an upload of the gallery `shop`, which lies elsewhere, and an orphan."""
+    for name in ("state", "shop"):
+        shutil.copytree(golden / name, tmp_path / name)
+    state = tmp_path / "state"
+    with closing(Gallery.open(tmp_path / "shop")) as shop:
+        [first, *_] = shop.items()
+        content = (golden / "images" / first.path).read_bytes()
+        generation = shop.generation
+    for name, bytes_ in ((first.sha256, content), ("ab" + "0" * 62, b"orphan")):
+        (state / "uploads" / name[:2]).mkdir(exist_ok=True)
+        (state / "uploads" / name[:2] / name).write_bytes(bytes_)
+    record = f'{{"path":"{tmp_path / "shop"}","managed":false,"generations":["{generation}"]}}'
+    (state / "claims" / f"{'0' * 32}.json").write_text(record)
+    return state
+
+
+def shown_of(gallery: Path) -> set[str]:
+    with closing(Gallery.open(gallery)) as opened:
+        items = list(opened.items())
+    pictures = PictureFolder(gallery)
+    return {item.sha256 for item in items if pictures.has(item.sha256)}
+
+
+def brought(state: Path) -> dict[str, int]:
+    """How many of the items of each gallery have their upload."""
+    folders = {"made": state / "galleries" / "made", "shop": state.parent / "shop"}
+    return {name: len(shown_of(folder)) for name, folder in folders.items()}
+
+
+class KilledError(BaseException):
+    """Stands for a kill: nothing in the product catches it."""
+
+
+def test_a_folder_of_an_earlier_version_is_brought_over_whenever_it_is_killed(
+    old: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(old, tmp_path / "kept", copy_function=shutil.copy)
+    served = [old / "galleries" / "made"]
+    step, is_killed = 0, True
+    while is_killed:
+        step, is_killed, reached = step + 1, False, 0
+        for left in (old, *old.parent.glob("shop/pictures")):
+            shutil.rmtree(left)
+        shutil.copytree(tmp_path / "kept", old)
+
+        def kill(_: str, last: int = step) -> None:
+            nonlocal reached
+            reached += 1
+            if reached == last:
+                raise KilledError
+
+        set_fault_hook(kill)
+        try:
+            bring_over(old, served)
+        except KilledError:
+            is_killed = True
+        finally:
+            set_fault_hook(None)
+        if is_killed:
+            bring_over(old, served)
+        assert brought(old) == {"made": 8, "shop": 1}
+        assert not {"uploads", "claims"} & {path.name for path in old.iterdir()}
+        assert list(old.glob(".stage-*")) == []
+    assert step > 10
+
+
+def test_uploads_of_a_gallery_that_is_away_wait_for_it(old: Path, tmp_path: Path) -> None:
+    away = (tmp_path / "shop").rename(tmp_path / "away")
+    create(tmp_path / "shop")
+    for _ in range(2):
+        bring_over(old, [])  # another gallery is in its place
+        assert brought(old) == {"made": 8, "shop": 0}
+        assert len(list((old / "uploads").glob("??/*"))) == 10
+    shutil.rmtree(tmp_path / "shop")
+    bring_over(old, [])  # none is
+    away.rename(tmp_path / "shop")
+    (old / ".stage-claims-0").mkdir()  # of a removal that was cut short
+    bring_over(old, [])
+    assert not (old / ".stage-claims-0").exists()
+    assert brought(old) == {"made": 8, "shop": 1}
+    assert not (old / "uploads").exists()

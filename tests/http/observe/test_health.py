@@ -1,0 +1,177 @@
+"""Liveness and readiness: green when searches work, red when they do not."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from embedder.errors import BundleMismatchError, GalleryNotFoundError
+from embedder.fake import FakeEmbedder
+from service.app import create_app
+from service.settings import Settings
+from tests.support.servers import DEFAULTS, run
+
+
+def test_readiness_reports_what_is_served(running_service) -> None:
+    response = running_service.client.get("/ready")
+    answer = response.json()
+    assert response.status_code == 200
+    assert answer["status"] == "ready"
+    assert answer["provider"] == "FakeExecutionProvider"
+    assert (answer["precision"], answer["precision_reason"]) == ("fp32", "asked for")
+    assert answer["bundle_id"] == "fake"
+    assert list(answer["galleries"]) == ["shop"]
+    assert answer["checks"] == {"model": "ok", "gallery shop": "ok"}
+    assert answer["redis"] == "off"
+    assert answer["queue_depth"] == 0
+    assert answer["last_error"] is None
+
+
+def test_readiness_really_embeds_and_searches_every_gallery_at_most_once_a_second(
+    start_service, embedder, gallery, pictures, monkeypatch
+) -> None:
+    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+    service = start_service(galleries={"shop": gallery, "other": other})
+    embedded = len(embedder.batches)
+    clock = time.monotonic
+    for checks in (1, 2):
+        for _ in range(20):
+            assert service.client.get("/ready").status_code == 200
+        assert len(embedder.batches) == embedded + checks
+        assert (gallery.searches, other.searches) == (checks, checks)
+        monkeypatch.setattr("service.concurrency.time.monotonic", lambda: clock() + 1.0)
+
+
+def test_a_model_that_wants_to_exit_costs_its_search_alone(
+    start_service, embedder, pictures, monkeypatch
+) -> None:
+    def die(_: Any) -> Any:
+        raise SystemExit(1)
+
+    service = start_service()
+    with monkeypatch.context() as patch:
+        patch.setattr(embedder, "embed", die)
+        response = service.search(pictures[0])
+    assert response.status_code == 503
+    assert response.json()["type"] == "urn:kinlens:problem:search-unavailable"
+    assert int(response.headers["retry-after"]) >= 1
+    assert service.client.get("/ready").status_code == 200
+    assert service.search(pictures[0]).status_code == 200
+
+
+def test_a_model_that_hangs_turns_readiness_red_and_green_again(
+    start_service, embedder, until
+) -> None:
+    service = start_service(ready_timeout_ms=100)
+    embedder.gate.clear()
+    red = service.client.get("/ready")
+    embedder.gate.set()
+    assert red.status_code == 503
+    assert red.json()["checks"]["model"] == "no result within 0.1 s"
+    until(lambda: service.client.get("/ready").status_code == 200)
+    green = service.client.get("/ready")
+    assert green.status_code == 200
+    assert "no result within" in green.json()["last_error"]
+
+
+def test_a_model_that_gives_other_vectors_than_at_the_start_turns_readiness_red(
+    start_service, embedder, monkeypatch
+) -> None:
+    service = start_service()
+    embed = embedder.embed
+    monkeypatch.setattr(embedder, "embed", lambda images: -embed(images))
+    response = service.client.get("/ready")
+    assert response.status_code == 503
+    assert "another vector: -1.0000" in response.json()["checks"]["model"]
+
+
+def test_a_gallery_that_fails_is_named_and_the_others_are_still_checked(
+    start_service, embedder, gallery, pictures, monkeypatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("/secret/path is gone")
+
+    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+    service = start_service(galleries={"shop": gallery, "other": other})
+    monkeypatch.setattr(gallery, "search", fail)
+    response = service.client.get("/ready")
+    assert response.status_code == 503
+    checks = response.json()["checks"]
+    assert checks["gallery shop"] == "failed with OSError"
+    assert checks["gallery other"] == "ok"
+    assert "secret" not in response.text
+
+
+def test_readiness_stays_green_when_the_queue_is_full(
+    start_service, embedder, pictures, until
+) -> None:
+    service = start_service(queue_size=1, lanes=1)
+    embedder.gate.clear()
+    before = len(embedder.batches)
+    results: list[int] = []
+
+    def search(data: bytes) -> None:
+        results.append(service.search(data).status_code)
+
+    clients = [threading.Thread(target=search, args=(data,)) for data in pictures[:2]]
+    clients[0].start()
+    until(lambda: len(embedder.batches) > before)
+    clients[1].start()
+    until(lambda: service.runtime.lanes.waiting == 1)
+    check: list[int] = []
+    probe = threading.Thread(target=lambda: check.append(service.client.get("/ready").status_code))
+    probe.start()
+    until(lambda: service.runtime.lanes.waiting == 2)
+    embedder.gate.set()
+    for thread in (*clients, probe):
+        thread.join()
+    assert check == [200]
+    assert results == [200, 200]
+
+
+def test_readiness_does_not_wait_behind_a_long_queue_of_a_slow_model(
+    start_service, embedder, pictures, until
+) -> None:
+    slow = type(embedder)(delay_s=0.05)
+    limits = {"ready_timeout_ms": 3_000, "request_timeout_ms": 60_000}
+    service = start_service(embedder=slow, queue_size=80, lanes=1, **limits)
+    uploads = [pictures[0] + number.to_bytes(4, "big") for number in range(80)]
+    slow.gate.clear()
+    with ThreadPoolExecutor(80) as clients:
+        answers = [clients.submit(service.search, upload) for upload in uploads]
+        until(lambda: service.runtime.lanes.waiting == 79)
+        slow.gate.set()
+        ready = service.client.get("/ready")
+        assert service.runtime.lanes.waiting > 0, "the check waited for the queue"
+        assert ready.status_code == 200, ready.text
+        assert [answer.result().status_code for answer in answers] == [200] * 80
+
+
+def test_a_gallery_of_another_bundle_is_refused_at_start_by_both_ids(gallery) -> None:
+    with pytest.raises(BundleMismatchError, match=r"(?s)shop.*fake.*other-bundle"):
+        create_app(Settings(), FakeEmbedder(bundle_id="other-bundle"), {"shop": gallery})
+
+
+def test_a_gallery_with_vectors_of_another_length_is_refused_at_start(gallery) -> None:
+    gallery.dim = 5
+    with pytest.raises(BundleMismatchError, match=r"length 5.* 32"):
+        create_app(Settings(), FakeEmbedder(), {"shop": gallery})
+
+
+def test_a_service_without_a_gallery_is_refused_at_start() -> None:
+    with pytest.raises(GalleryNotFoundError, match=r"--gallery.*--state"):
+        create_app(Settings(), FakeEmbedder(), {})
+
+
+def test_a_service_with_a_state_folder_is_ready_without_a_gallery(tmp_path, pictures) -> None:
+    settings = Settings(state=tmp_path, **DEFAULTS)
+    service = run(create_app(settings, FakeEmbedder(), {}))
+    ready = service.client.get("/ready")
+    assert (ready.status_code, ready.json()["galleries"]) == (200, {})
+    assert ready.json()["checks"] == {"model": "ok"}
+    refused = service.search(pictures[0])
+    assert refused.status_code == 404
+    assert "POST /galleries" in refused.json()["detail"]
+    service.close()

@@ -1,0 +1,121 @@
+"""Metrics and logs: what is counted, and what is never written down."""
+
+import re
+from pathlib import Path
+
+import structlog
+
+from service.jobs.store import ACTIVE, ENDED
+from service.observe.metrics import CONTENT_TYPE
+from tests.support.seams import JobStore, KeyStore
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = (DOCS / "operations.md", DOCS / "metrics.md")
+
+
+def test_requests_are_counted_by_route_and_status_never_by_address(start_service, pictures) -> None:
+    service = start_service()
+    service.search(pictures[0])
+    service.search(b"")
+    service.client.get("/galleries/shop/items/3/image")
+    service.client.get("/secret-address")
+    text = service.client.get("/metrics").text
+
+    def requests(route: str, method: str, status: str) -> float:
+        labels = {"route": route, "method": method, "status": status}
+        return service.metric("kinlens_requests_total", **labels)
+
+    assert requests("/search", "POST", "200") == 1
+    assert requests("/search", "POST", "400") == 1
+    assert requests("/galleries/{name}/items/{item_id}/image", "GET", "200") == 1
+    assert requests("unmatched", "GET", "404") == 1
+    assert "secret-address" not in text
+
+
+def test_a_method_that_nothing_here_takes_is_counted_as_other(start_service) -> None:
+    service = start_service()
+    assert service.client.request("BREW", "/live").status_code == 400
+    for method in ("PROPFIND", "MKCOL", "LOCK"):
+        assert service.client.request(method, "/live").status_code == 405
+    labels = {"route": "/live", "method": "other", "status": "405"}
+    assert service.metric("kinlens_requests_total", **labels) == 3
+    assert "PROPFIND" not in service.client.get("/metrics").text
+
+
+def test_stages_batches_and_what_is_served_are_published(start_service, pictures) -> None:
+    service = start_service()
+    service.search(pictures[0])
+    for stage in ("cache", "queue", "decode", "embed", "search", "total"):
+        assert service.metric("kinlens_stage_seconds_count", stage=stage) == 1
+    assert service.metric("kinlens_batch_size_count") == 2  # the warm-up and the search
+    assert service.metric("kinlens_queue_depth") == 0
+    assert service.metric("kinlens_ready") == 1
+    response = service.client.get("/metrics")
+    assert response.headers["content-type"] == CONTENT_TYPE
+    assert 'kinlens_provider_info{bundle_id="fake",provider="FakeExecutionProvider"} 1.0' in (
+        response.text
+    )
+    assert 'kinlens_gallery_items{gallery="shop"} 12.0' in response.text
+
+
+def test_every_metric_is_in_the_documentation_and_nothing_else_is(start_service) -> None:
+    registry = start_service().runtime.metrics.registry
+    found = {
+        {"counter": f"{family.name}_total", "info": f"{family.name}_info"}.get(
+            family.type, family.name
+        )
+        for family in registry.collect()
+    }
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    assert set(re.findall(r"^\| `(kinlens_\w+)` \|", text, re.MULTILINE)) == found
+
+
+def test_two_apps_in_one_process_count_for_themselves(start_service, pictures) -> None:
+    one, other = start_service(), start_service()
+    one.search(pictures[0])
+    labels = {"route": "/search", "method": "POST", "status": "200"}
+    assert one.metric("kinlens_requests_total", **labels) == 1
+    assert other.metric("kinlens_requests_total", **labels) == 0
+
+
+def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(
+    start_service, pictures
+) -> None:
+    service = start_service()
+    merge = structlog.contextvars.merge_contextvars
+    with structlog.testing.capture_logs(processors=[merge]) as events:
+        files = {"image": ("holiday-secret.png", b"content-secret", "image/png")}
+        refused = service.client.post("/search?token=query-secret", files=files)
+        service.search(pictures[0])
+    line = next(event for event in events if event["event"] == "request")
+    assert line["route"] == "/search"
+    assert line["status"] == 422  # there is no parameter token
+    assert line["request_id"] == refused.headers["x-request-id"]
+    assert "secret" not in str(events)
+    assert str(pictures[0][:40]) not in str(events)
+
+
+def test_jobs_are_counted_by_state(start_service, tmp_path: Path) -> None:
+    service = start_service(state=tmp_path / "state")
+    store = JobStore(tmp_path / "state" / "service.sqlite")
+    ids = [store.create("compact", f"g{number}", {}, "test").id for number in range(3)]
+    assert all(store.begin(job_id) for job_id in ids)
+    assert store.succeed(ids[0])
+    assert all(store.fail(job_id, "why") for job_id in ids[1:])
+    service.client.get("/metrics").raise_for_status()
+    found = {state: service.metric("kinlens_jobs", state=state) for state in (*ACTIVE, *ENDED)}
+    assert found == {"queued": 0, "running": 0, "succeeded": 1, "failed": 2, "cancelled": 0}
+
+
+def test_requests_that_a_rate_refuses_are_counted_by_key_or_address(
+    start_service, tmp_path: Path
+) -> None:
+    secret = KeyStore(tmp_path / "state" / "keys.json").create("till", ("search",))
+    service = start_service(
+        state=tmp_path / "state", rate_limit_per_key="1/hour", rate_limit_per_address="2/hour"
+    )
+    for headers, count in (({"X-API-Key": secret}, 3), ({}, 5)):
+        for _ in range(count):
+            service.client.get("/galleries", headers=headers)
+    assert service.metric("kinlens_rate_limited_total", by="key") == 2
+    assert service.metric("kinlens_rate_limited_total", by="address") == 3

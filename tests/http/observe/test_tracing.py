@@ -1,0 +1,191 @@
+"""Traces: what a real collector receives over HTTP, and that nothing is loaded without one."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from embedder.bundle import Bundle
+from tests.support.own_process import group
+from tests.support.servers import StartService
+
+ROOT = Path(__file__).parents[3]
+Until = Callable[[Callable[[], bool]], None]
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+
+
+class Collector:
+    """Takes traces as an OpenTelemetry collector does; `spans` are all that came."""
+
+    def __init__(self) -> None:
+        collector = self
+        self.spans: list[Span] = []
+        self.resources: list[dict[str, str]] = []
+        self.paths: set[str] = set()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    body = gzip.decompress(body)
+                collector.receive(self.path, body)
+                self.send_response(200)
+                self.send_header("Content-Type", "application/x-protobuf")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def receive(self, path: str, body: bytes) -> None:
+        self.paths.add(path)
+        for group_ in ExportTraceServiceRequest.FromString(body).resource_spans:
+            given = {entry.key: entry.value for entry in group_.resource.attributes}
+            self.resources.append(
+                {key: value.string_value or str(value.int_value) for key, value in given.items()}
+            )
+            for scope in group_.scope_spans:
+                self.spans += scope.spans
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+
+def attributes(span: Span) -> dict[str, str]:
+    found = {entry.key: entry.value for entry in span.attributes}
+    return {key: value.string_value or str(value.int_value) for key, value in found.items()}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    thread = threading.Thread(target=collector.server.serve_forever)
+    thread.start()
+    yield collector
+    collector.server.shutdown()
+    collector.server.server_close()
+    thread.join()
+
+
+def test_a_search_is_one_trace_with_a_span_for_each_stage(
+    start_service: StartService, pictures: list[bytes], collector: Collector
+) -> None:
+    service = start_service(otlp_endpoint=collector.url)
+    parent = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
+    files = {"image": ("query.jpg", pictures[0], "image/png")}
+    service.client.post("/search?k=3", files=files, headers=parent).raise_for_status()
+    service.client.get("/live")
+    service.client.get("/ready")
+    service.close()
+    [request] = collector.named("POST /search")
+    assert request.trace_id.hex() == TRACE_ID
+    assert attributes(request)["http.response.status_code"] == "200"
+    assert attributes(request)["url.query"] == "left out"
+    for name in ("cache", "decode", "queue", "embed", "search"):
+        spans = [span for span in collector.named(name) if span.trace_id == request.trace_id]
+        assert spans, f"no span {name} among {sorted({s.name for s in collector.spans})}"
+        for span in spans:
+            assert span.parent_span_id == request.span_id
+            assert request.start_time_unix_nano <= span.start_time_unix_nano
+            assert span.start_time_unix_nano <= span.end_time_unix_nano
+    assert not [span for span in collector.spans if "/live" in span.name or "/ready" in span.name]
+    assert collector.paths == {"/v1/traces"}
+    [resource] = {json.dumps(each, sort_keys=True) for each in collector.resources}
+    described = json.loads(resource)
+    assert described["service.name"] == "kinlens"
+    assert {"service.version", "service.instance.id", "process.pid", "host.name"} <= set(described)
+
+
+def test_a_stage_that_fails_is_marked_without_what_the_client_sent(
+    start_service: StartService, collector: Collector
+) -> None:
+    service = start_service(otlp_endpoint=collector.url)
+    assert service.search(b"hunter2 is no image").status_code == 415
+    service.close()
+    [span] = collector.named("decode")
+    assert span.status.code == Status.STATUS_CODE_ERROR
+    assert attributes(span)["error.type"] == "UnsupportedFormatError"
+    assert "hunter2" not in str(collector.spans)
+
+
+def test_a_collector_that_is_away_costs_no_request_and_no_exit(
+    start_service: StartService, pictures: list[bytes]
+) -> None:
+    service = start_service(otlp_endpoint="http://127.0.0.1:9")
+    assert service.search(pictures[0]).status_code == 200
+    service.close()
+
+
+def test_several_processes_send_traces_and_log_their_ids(
+    tiny_bundle: Bundle, tiny_gallery: Path, collector: Collector
+) -> None:
+    with group(tiny_bundle.path, tiny_gallery, KINLENS_OTLP_ENDPOINT=collector.url) as started:
+        for _ in range(12):
+            with httpx.Client(base_url=started.url) as client:
+                client.get("/galleries").raise_for_status()
+    requests = started.events("request")
+    logged = {entry["trace_id"] for entry in requests if entry["route"] == "/galleries"}
+    assert logged == {span.trace_id.hex() for span in collector.named("GET /galleries")}
+    assert len(logged) == 12
+    assert all(re.fullmatch(r"[0-9a-f]{32}", str(trace_id)) for trace_id in logged)
+
+
+OFF = """
+import sys
+from service.app import create_app
+from embedder.fake import FakeEmbedder
+from service.settings import Settings
+from tests.support.servers import FakeGallery
+from tests.tiny import encoded, picture
+embedder = FakeEmbedder()
+create_app(Settings(), embedder, {"shop": FakeGallery(embedder, [encoded(picture(0))])})
+loaded = ("opentelemetry.sdk.trace", "opentelemetry.exporter")
+print([name for name in sys.modules if name.startswith(loaded)])
+"""
+
+
+def test_without_an_endpoint_nothing_that_traces_is_loaded() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OFF], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+MISSING = """
+import sys
+sys.modules["opentelemetry.exporter"] = None
+from service.__main__ import app
+app(sys.argv[1:])
+"""
+
+
+def test_without_the_extra_the_start_is_refused_with_what_to_install(
+    tiny_bundle: Bundle, tiny_gallery: Path
+) -> None:
+    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING, *paths, "--port", "0"],
+        cwd=ROOT,
+        env={"PATH": "", "KINLENS_OTLP_ENDPOINT": "http://user:hunter2@127.0.0.1:4318"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "KINLENS_OTLP_ENDPOINT" in line
+    assert "pip install 'kinlens[otel]'" in line
+    assert "hunter2" not in line

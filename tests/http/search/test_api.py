@@ -1,0 +1,285 @@
+"""The HTTP contract: good requests, every kind of bad one, and that the next request works."""
+
+import io
+import json
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from embedder.preprocess import ImageLimits
+from tests.support.servers import render
+from tests.support.shops import PROBLEM, assert_problem
+from tests.tiny import encoded
+
+GOOD = encoded(render(4))  # the fourth picture of the gallery
+
+
+def huge_png() -> bytes:
+    """About 1 KB that claims 65,535 x 65,535 px."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    header = struct.pack(">IIBBBBB", 65_535, 65_535, 8, 2, 0, 0, 0)
+    body = chunk(b"IDAT", zlib.compress(bytes(900_000), 9))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
+
+
+@pytest.fixture
+def photo(pictures: list[bytes]) -> Image.Image:
+    return Image.open(io.BytesIO(pictures[5])).convert("RGB")
+
+
+def test_an_image_of_the_gallery_is_found_at_rank_one(running_service, pictures) -> None:
+    for number, data in enumerate(pictures):
+        answer = running_service.search(data, k=3).json()
+        assert answer["hits"][0]["id"] == number
+        assert answer["hits"][0]["score"] == pytest.approx(1, abs=1e-4)
+
+
+def test_an_answer_has_every_field_of_the_contract(running_service, pictures) -> None:
+    response = running_service.search(pictures[0], k=2, gallery="shop", min_score=-1)
+    answer = response.json()
+    assert set(answer) == {
+        "bundle_id", "gallery", "gallery_version", "k", "offset", "count", "cached", "match",
+        "min_score", "hits", "groups", "timings_ms",
+    }  # fmt: skip
+    assert answer["bundle_id"] == response.headers["x-kinlens-bundle"] == "fake"
+    assert answer["gallery"] == "shop"
+    assert answer["k"] == answer["count"] == len(answer["hits"]) == 2
+    assert set(answer["hits"][0]) == {
+        "id", "key", "score", "probability", "attributes", "image",
+    }  # fmt: skip
+    (listed,) = running_service.client.get("/galleries").json()["galleries"]
+    assert answer["gallery_version"] == listed["version"]
+    link = f"/galleries/shop/items/0/image?version={listed['generation']}"
+    assert answer["hits"][0]["image"] == link
+    assert answer["hits"][0]["attributes"] == {"number": 0}
+    assert set(answer["timings_ms"]) == {"decode", "embed", "search", "total"}
+    assert response.headers["cache-control"] == "no-store"
+
+
+def test_the_server_timing_header_says_what_timings_ms_says(start_service, pictures) -> None:
+    service = start_service()
+    for cached in (False, True):
+        response = service.search(pictures[0])
+        parts = [part.split(";dur=") for part in response.headers["server-timing"].split(", ")]
+        timings = response.json()["timings_ms"]
+        assert {stage: float(ms) for stage, ms in parts} == timings
+        assert list(timings) == ["decode", "embed", "search", "total"]
+        assert timings["total"] > 0
+        assert (timings["embed"] == 0) is cached
+
+
+def test_k_above_the_size_gives_all_items_best_first(running_service, pictures) -> None:
+    hits = running_service.search(pictures[3], k=10_000).json()["hits"]
+    scores = [hit["score"] for hit in hits]
+    assert len(hits) == len(pictures)
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_min_score_leaves_out_hits_below_it(running_service, pictures) -> None:
+    everything = running_service.search(pictures[3]).json()["hits"]
+    limit = (everything[2]["score"] + everything[3]["score"]) / 2
+    kept = running_service.search(pictures[3], min_score=limit).json()["hits"]
+    assert [hit["id"] for hit in kept] == [hit["id"] for hit in everything[:3]]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_same_photo_in_any_orientation_gives_the_same_first_hit(
+    running_service, photo: Image.Image, orientation: int
+) -> None:
+    stored = {
+        1: photo,
+        2: photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT),
+        3: photo.transpose(Image.Transpose.ROTATE_180),
+        4: photo.transpose(Image.Transpose.FLIP_TOP_BOTTOM),
+        5: photo.transpose(Image.Transpose.TRANSPOSE),
+        6: photo.transpose(Image.Transpose.ROTATE_90),
+        7: photo.transpose(Image.Transpose.TRANSVERSE),
+        8: photo.transpose(Image.Transpose.ROTATE_270),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(stored, "JPEG", quality=95, subsampling=0, exif=exif.tobytes())
+    best = running_service.search(data, k=1).json()["hits"][0]
+    assert best["id"] == 5
+    assert best["score"] >= 0.99
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp", "bmp", "tiff", "cmyk", "alpha", "16 bit"])
+def test_the_same_photo_in_any_format_gives_the_same_first_hit(
+    running_service, photo: Image.Image, kind: str
+) -> None:
+    if kind == "16 bit":
+        deep = np.asarray(photo.convert("L")).astype(np.uint16) * 257
+        grey = running_service.search(encoded(photo.convert("L"), "PNG"), k=1).json()["hits"][0]
+        best = running_service.search(encoded(Image.fromarray(deep), "PNG"), k=1).json()["hits"][0]
+        assert best["id"] == grey["id"]
+        assert best["score"] == pytest.approx(grey["score"], abs=0.01)
+        return
+    data = {
+        "jpeg": lambda: encoded(photo, "JPEG", quality=95),
+        "webp": lambda: encoded(photo, "WEBP", quality=95),
+        "bmp": lambda: encoded(photo, "BMP"),
+        "tiff": lambda: encoded(photo, "TIFF"),
+        "cmyk": lambda: encoded(photo.convert("CMYK"), "JPEG", quality=95),
+        "alpha": lambda: encoded(photo.convert("RGBA"), "PNG"),
+    }[kind]()
+    best = running_service.search(data, k=1).json()["hits"][0]
+    assert best["id"] == 5
+    assert best["score"] >= 0.99
+
+
+def test_an_image_above_the_byte_limit_but_within_the_form_limit_is_413(
+    start_service, embedder, pictures
+) -> None:
+    limited = type(embedder)(limits=ImageLimits(max_bytes=1000))
+    service = start_service(embedder=limited, max_upload_bytes=1000)
+    data = pictures[0] + bytes(2000)
+    problem = assert_problem(service.search(data), 413, "image-too-many-bytes")
+    assert f"{len(data):,}" in problem["detail"]
+    assert "1,000" in problem["detail"]
+
+
+def sent(image: bytes = GOOD, **fields: str | bytes) -> dict[str, Any]:
+    """A form with this image, and fields; those of bytes are files."""
+    parts = [("image", ("a.jpg", image))]
+    parts += [(k, ("x", v) if isinstance(v, bytes) else (None, v)) for k, v in fields.items()]
+    return {"files": parts}
+
+
+PARAMETER = (422, "invalid-parameter")
+BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
+    "empty": (sent(b""), 400, "empty-image", "0 bytes"),
+    "text": (sent(b"not a picture"), 415, "unsupported-format", "JPEG"),
+    "address": (sent(b"http://169.254.169.254/"), 415, "unsupported-format", "not an image"),
+    "truncated": (sent(GOOD[: len(GOOD) // 2]), 422, "corrupt-image", "truncated"),
+    "bomb": (sent(huge_png()), 413, "image-too-large", "4294836225 pixels"),
+    "too many bytes": (sent(bytes(22 * 2**20)), 413, "body-too-large", "limit"),
+    "k = 0": (sent(k="0"), *PARAMETER, "k = 0 is outside its range; send a whole number from 1 to"),
+    "k = -3": (sent(k="-3"), *PARAMETER, "k = -3 "),
+    "k = 10001": (sent(k="10001"), *PARAMETER, "1 to 10,000"),
+    "k = x": (sent(k="x"), *PARAMETER, "k = x "),
+    "k = 1.5": (sent(k="1.5"), *PARAMETER, "k = 1.5 "),
+    "k is empty": (sent(k=" "), *PARAMETER, "k = "),
+    "k is long": (sent(k="9" * 5000), *PARAMETER, f"k = {'9' * 40} "),
+    "k is a file": (sent(k=b"3"), *PARAMETER, "k = a file "),
+    "min_score = nan": (sent(min_score="nan"), *PARAMETER, "min_score = nan "),
+    "min_score = inf": (sent(min_score="inf"), *PARAMETER, "min_score = inf "),
+    "min_score = 1.01": (sent(min_score="1.01"), *PARAMETER, "a number from -1 to 1"),
+    "min_score = high": (sent(min_score="high"), *PARAMETER, "min_score = high "),
+    "crop of three": (sent(crop="0,0,1"), *PARAMETER, "four finite numbers"),
+    "17 crops": (
+        {"files": [("image", GOOD), *[("crop", (None, "0,0,1,1"))] * 17]},
+        *PARAMETER,
+        "17 crops of an image are more than the limit of 16",
+    ),
+    "33 images": ({"files": [("image", GOOD)] * 33}, *PARAMETER, "33 images"),
+    "unknown gallery": (sent(gallery="shoes"), 404, "unknown-gallery", "Known are: shop"),
+    "no image": ({"files": {"k": (None, "3")}}, *PARAMETER, "image is missing"),
+    "image as text": (
+        {"files": {"image": (None, "/etc/passwd")}},
+        *PARAMETER,
+        "Nothing is loaded from addresses",
+    ),
+    "no boundary": (
+        {"content": b"abc", "headers": {"content-type": "multipart/form-data"}},
+        *(400, "bad-request", "boundary"),
+    ),
+    "no body": ({}, 415, "unsupported-media-type", "application/json"),
+    "JSON": ({"json": {"image": "abc"}}, *PARAMETER, "image is no parameter"),
+    "another host": (sent() | {"headers": {"host": "shop.example"}}, 400, "unknown-host", "shop.e"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_bad_request_is_a_documented_problem_and_the_next_one_is_answered(
+    running_service, name: str
+) -> None:
+    request, status, slug, says = BAD[name]
+    problem = assert_problem(running_service.client.post("/search", **request), status, slug)
+    assert says in problem["detail"]
+    if (status, slug) == PARAMETER:
+        assert problem["errors"][0]["name"] in (*name.split(), "image", "crop")
+    document = running_service.client.get("/openapi.json").json()
+    documented = document["paths"]["/search"]["post"]["responses"][str(status)]["content"][PROBLEM]
+    assert documented["examples"][slug]["value"]["type"] == problem["type"]
+    assert documented["examples"][slug]["value"]["title"] == problem["title"]
+    assert running_service.search(GOOD, k=1).json()["hits"][0]["id"] == 4
+    assert running_service.client.get("/ready").status_code == 200
+
+
+def test_without_a_name_the_first_gallery_is_searched(
+    start_service, embedder, gallery, pictures
+) -> None:
+    other = type(gallery)(embedder, pictures[:2], name="other", version="v2")
+    service = start_service(galleries={"shop": gallery, "other": other})
+    assert service.search(pictures[0]).json()["gallery"] == "shop"
+    answer = service.search(pictures[0], gallery="other").json()
+    assert answer["gallery"] == "other"
+    assert answer["count"] == 2
+    listed = service.client.get("/galleries").json()
+    assert [entry["name"] for entry in listed["galleries"]] == ["shop", "other"]
+
+
+def test_the_galleries_are_listed_with_versions(running_service) -> None:
+    answer = running_service.client.get("/galleries").json()
+    assert answer["bundle_id"] == "fake"
+    (entry,) = answer["galleries"]
+    assert {"name", "version", "generation", "bundle_id", "size", "dim", "created_at"} <= set(entry)
+    assert entry["size"] == 12
+
+
+def test_an_unexpected_error_is_a_500_that_shows_nothing_of_its_inside(
+    start_service, gallery, pictures, monkeypatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("secret /var/lib/path")
+
+    service = start_service()
+    monkeypatch.setattr(gallery, "search", fail)
+    response = service.search(pictures[0])
+    problem = assert_problem(response, 500, "internal")
+    assert "secret" not in json.dumps(problem)
+    assert "nosniff" in response.headers["x-content-type-options"]
+    monkeypatch.undo()
+    assert service.search(pictures[0]).status_code == 200
+
+
+def test_every_answer_has_the_security_headers_and_a_request_id(running_service) -> None:
+    for path in ("/", "/ui/search/app.js", "/live", "/docs", "/nowhere", "/galleries"):
+        headers = running_service.client.get(path).headers
+        assert headers["content-security-policy"].startswith("default-src 'self'; img-src 'self'")
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-frame-options"] == "DENY"
+        assert len(headers["x-request-id"]) == 32
+
+
+def test_a_request_id_of_the_client_is_kept_only_if_it_is_plain(running_service) -> None:
+    def given(request_id: str) -> str:
+        response = running_service.client.get("/live", headers={"x-request-id": request_id})
+        return str(response.headers["x-request-id"])
+
+    assert given("trace-7.a") == "trace-7.a"
+    assert given("x" * 65) != "x" * 65
+    assert given('a"b') != 'a"b'
+
+
+def test_the_page_its_files_and_its_docs_are_served(running_service) -> None:
+    assert "<html" in running_service.client.get("/").text
+    assert running_service.client.head("/").status_code == 200
+    script = running_service.client.get("/ui/search/app.js")
+    assert "javascript" in script.headers["content-type"]
+    docs = running_service.client.get("/docs").text
+    assert "POST /search" in docs
+    assert "<script" not in docs
+    assert "http://" not in docs
+    assert "https://" not in docs

@@ -1,0 +1,117 @@
+"""Every broken or odd image gets its promised status, and the next good one is answered."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from embedder.fake import FakeEmbedder
+from service.app import create_app
+from service.settings import Settings
+from tests.support.odd_images import (
+    PHOTOGRAPH,
+    PROBLEMS,
+    OddImage,
+    odd_images,
+    photograph,
+)
+from tests.support.servers import DEFAULTS, FakeGallery, Running, run
+from tests.tiny import encoded
+
+PATIENT: dict[str, Any] = {
+    "decode_isolation": True,
+    "decode_timeout_ms": 120_000,
+    "request_timeout_ms": 120_000,
+}
+GOOD = OddImage("good", encoded(photograph()), same=True)
+
+
+@contextmanager
+def started() -> Iterator[Running]:
+    """A service that decodes in processes; item n of its gallery is photograph n."""
+    embedder = FakeEmbedder()
+    gallery = FakeGallery(embedder, [encoded(photograph(n)) for n in range(12)])
+    settings = Settings(**DEFAULTS | PATIENT)
+    service = run(create_app(settings, embedder, {"shop": gallery}))
+    service.client.timeout = httpx.Timeout(120)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Running]:
+    with started() as service:
+        yield service
+
+
+def send(service: Running, image: OddImage) -> httpx.Response:
+    files = {"image": (image.filename, image.data, "image/jpeg")}
+    return service.client.post("/search", files=files, data={"k": "3"})
+
+
+def fault_of(image: OddImage, response: httpx.Response) -> str | None:
+    """What is wrong with the answer."""
+    body = response.json()
+    if response.status_code != image.status:
+        return f"{response.status_code} instead of {image.status}: {body.get('detail')}"
+    if image.status != 200:
+        expected = f"urn:kinlens:problem:{PROBLEMS[image.status]}"
+        return None if body["type"] == expected else f"{body['type']} instead of {expected}"
+    best = body["hits"][0]
+    if image.same and (best["id"] != PHOTOGRAPH or best["score"] < 0.99):
+        return f"item {best['id']} with {best['score']:.4f}"
+    return None
+
+
+def test_the_corpus_has_every_kind_of_answer_and_at_least_200_images() -> None:
+    images = odd_images()
+    assert len(images) >= 200
+    assert {image.status for image in images} == {200, *PROBLEMS}
+    assert sum(image.same for image in images) >= 100
+
+
+def test_every_odd_image_gets_its_status_and_the_next_good_one_is_answered(
+    service: Running,
+) -> None:
+    faults: dict[str, str] = {}
+    for number, image in enumerate(odd_images()):
+        fault = fault_of(image, send(service, image))
+        after = replace(GOOD, data=GOOD.data + number.to_bytes(4, "big"))  # in no cache
+        fault = fault or fault_of(after, send(service, after))
+        if fault is not None:
+            faults[image.name] = fault
+    assert faults == {}
+    lanes = service.runtime.lanes
+    assert (lanes.restarts, lanes.kills, lanes.waiting) == (0, 0, 0)
+    assert service.client.get("/ready").status_code == 200
+
+
+def test_an_image_that_claims_65535_px_costs_no_memory() -> None:
+    """From the first one on: the processes are new, and have decoded one small picture before."""
+    claims = [i for i in odd_images() if i.name.startswith("claims-65535x65535")]
+    assert len(claims) == 5
+    assert all(len(image.data) < 2000 for image in claims)
+    with started() as service:
+        assert fault_of(GOOD, send(service, GOOD)) is None
+        before = peak_bytes(service)
+        for number in range(20):
+            for image in claims:
+                sent = replace(image, data=image.data + number.to_bytes(4, "big"))
+                assert fault_of(image, send(service, sent)) is None
+        assert service.runtime.lanes.restarts == 0
+        assert peak_bytes(service) - before < 16 * 2**20
+
+
+def peak_bytes(service: Running) -> int:
+    """The most memory that the service and its decoding processes have had at any time.
+
+    Of the latter it is address space, which counts what was asked for and never written to.
+    """
+    peaks = {"self": "VmHWM:", **dict.fromkeys(service.runtime.lanes.pids, "VmPeak:")}
+    lines = {process: Path(f"/proc/{process}/status").read_text() for process in peaks}
+    found = [lines[process].split(name)[1].split()[0] for process, name in peaks.items()]
+    return 1024 * sum(map(int, found))

@@ -1,0 +1,186 @@
+"""Several searches in one request: each has its own outcome, and together they fill batches."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.market import keys, picture, post, start_market, text_of
+from tests.support.servers import FakeGallery, render
+from tests.support.shops import assert_problem
+from tests.tiny import encoded
+
+BATCH = "/search/batch"
+
+
+@pytest.fixture(scope="module")
+def market(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    shop = start_market(tmp_path_factory.mktemp("market") / "state")
+    yield shop.running
+    shop.close()
+
+
+def query(data: bytes, **fields: Any) -> dict[str, Any]:
+    return {"images": [{"data": text_of(data)}], **fields}
+
+
+def statuses(response: Any) -> list[int]:
+    assert response.status_code == 200, response.text
+    answers = response.json()["answers"]
+    for each in answers:
+        assert (each["answer"] is None) == (each["status"] != 200)
+        assert (each["problem"] is None) == (each["status"] == 200)
+        if each["problem"]:
+            assert each["problem"]["status"] == each["status"]
+            assert each["problem"]["request_id"] == response.headers["x-request-id"]
+    return [each["status"] for each in answers]
+
+
+def test_a_truncated_image_among_31_good_ones_fails_alone(start_service, pictures) -> None:
+    service = start_service()
+    images = [encoded(render(seed)) for seed in range(100, 131)]
+    images.insert(13, images[0][: len(images[0]) // 2])
+    response = post(service, {"queries": [query(data, k=1) for data in images]}, BATCH)
+    assert statuses(response) == [200] * 13 + [422] + [200] * 18
+    problem = response.json()["answers"][13]["problem"]
+    assert problem["type"] == "urn:kinlens:problem:corrupt-image"
+
+
+def test_every_query_is_answered_as_it_would_be_alone(market) -> None:
+    queries = [
+        query(picture(1), k=3),
+        query(picture(2), k=2, filter="price > 5", min_probability=0.0),
+        query(picture(3), k=2, group_by="colour"),
+        {"positives": ["004.png"], "k": 4, "offset": 2},
+    ]
+    together = post(market, {"queries": queries}, BATCH).json()["answers"]
+    for one, outcome in zip(queries, together, strict=True):
+        alone = post(market, one).json()
+        for answer in (alone, outcome["answer"]):
+            del answer["timings_ms"], answer["cached"]
+        assert outcome["answer"] == alone
+
+
+def test_each_kind_of_bad_query_has_its_own_problem_and_the_rest_is_answered(market) -> None:
+    bad: list[tuple[Any, int, str]] = [
+        (query(b""), 400, "empty-image"),
+        (query(b"no picture"), 415, "unsupported-format"),
+        (query(picture(1), k=0), 422, "invalid-parameter"),
+        (query(picture(1), gallery="x"), 404, "unknown-gallery"),
+        (query(picture(1), filter="size = 3"), 422, "invalid-filter"),
+        (query(picture(1), filter="size ="), 422, "invalid-filter"),
+        ({"positives": ["x"]}, 404, "unknown-item"),
+        ({"images": [{"data": "http://x/y"}]}, 422, "invalid-parameter"),
+        (query(picture(1), combine="separate"), 422, "invalid-parameter"),
+        ({}, 422, "invalid-parameter"),
+        (7, 422, "invalid-parameter"),
+    ]
+    good = query(picture(5), k=1)
+    response = post(
+        market, {"queries": [each for bad_one, _, _ in bad for each in (bad_one, good)]}, BATCH
+    )
+    expected = [status for _, own, _ in bad for status in (own, 200)]
+    assert statuses(response) == expected
+    answers = response.json()["answers"]
+    for (_, _, slug), outcome in zip(bad, answers[::2], strict=True):
+        assert outcome["problem"]["type"] == f"urn:kinlens:problem:{slug}"
+    for outcome in answers[1::2]:
+        assert keys(outcome["answer"]) == ["005.png"]
+
+
+def test_an_error_that_nobody_foresaw_fails_its_query_alone_and_shows_nothing(
+    start_service, embedder, pictures
+) -> None:
+    class Failing(FakeGallery):
+        def search(self, *_: Any) -> Any:
+            raise RuntimeError("secret /var/lib")
+
+    galleries = {
+        "shop": FakeGallery(embedder, pictures),
+        "bad": Failing(embedder, pictures, name="bad"),
+    }
+    service = start_service(galleries=galleries)
+    queries = [query(pictures[0], k=1), query(pictures[1], k=1, gallery="bad")]
+    response = post(service, {"queries": queries}, BATCH)
+    assert statuses(response) == [200, 500]
+    assert "secret" not in response.text
+
+
+def test_what_is_not_done_at_the_deadline_fails_and_what_is_done_counts(
+    start_service, embedder, pictures, until
+) -> None:
+    service = start_service(request_timeout_ms=1_500)
+    service.search(pictures[0], k=1)
+    embedder.gate.clear()
+    try:
+        queries = [query(pictures[0], k=1), query(pictures[1], k=1)]
+        response = post(service, {"queries": queries}, BATCH)
+    finally:
+        embedder.gate.set()
+    assert statuses(response) == [200, 503]
+    problem = response.json()["answers"][1]["problem"]
+    assert problem["type"] == "urn:kinlens:problem:deadline-exceeded"
+
+
+def test_a_form_asks_for_each_image_with_the_same_fields(market) -> None:
+    files = [("image", ("a.png", data)) for data in (picture(1), b"no picture", picture(3))]
+    response = market.client.post(BATCH, files=files, data={"k": "2", "filter": "price >= 3"})
+    assert statuses(response) == [200, 415, 200]
+    answers = [outcome["answer"] for outcome in response.json()["answers"]]
+    assert keys(answers[2])[0] == "003.png"
+    assert all(hit["attributes"]["price"] >= 3 for hit in answers[0]["hits"])
+    crops = {"crop": ["0,0,0.5,1", "0.5,0,0.5,1"], "combine": "separate", "k": "1"}
+    response = market.client.post(BATCH, files=files[:1], data=crops)
+    assert statuses(response) == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, "queries is missing"),
+        ({"queries": []}, "queries is missing"),
+        ({"queries": {}}, "queries is missing"),
+        ({"queries": [{}], "k": 3}, "queries is missing"),
+        ({"queries": [{}] * 65}, "65 queries in all"),
+        ({"queries": [{"positives": ["a"], "k": 10_000}] * 11}, "110,000 hits"),
+    ],
+)
+def test_a_batch_that_is_none_or_too_large_is_refused_as_a_whole(
+    market, body: Any, says: str
+) -> None:
+    assert says in assert_problem(post(market, body, BATCH), 422, "invalid-parameter")["detail"]
+
+
+def test_a_form_without_or_with_too_many_images_is_refused_as_a_whole(market) -> None:
+    none = market.client.post(BATCH, files={"k": (None, "3")})
+    assert "image is missing" in assert_problem(none, 422, "invalid-parameter")["detail"]
+    many = market.client.post(BATCH, files=[("image", ("a.png", picture(1)))] * 65)
+    assert "65 queries" in assert_problem(many, 422, "invalid-parameter")["detail"]
+    raw = market.client.post(BATCH, content=picture(1), headers={"content-type": "image/png"})
+    assert "multipart" in assert_problem(raw, 415, "unsupported-media-type")["detail"]
+
+
+def test_a_full_batch_leaves_room_for_a_single_search(
+    start_service, embedder, pictures, until
+) -> None:
+    service = start_service(queue_size=1, lanes=2)
+    embedder.gate.clear()
+    queries = [query(encoded(render(seed)), k=1) for seed in range(300, 364)]
+    responses: list[Any] = []
+    worker = threading.Thread(
+        target=lambda: responses.append(post(service, {"queries": queries}, BATCH))
+    )
+    worker.start()
+    try:
+        until(lambda: len(embedder.batches) >= 2)
+        alone: list[Any] = []
+        other = threading.Thread(target=lambda: alone.append(service.search(pictures[0], k=1)))
+        other.start()
+        until(lambda: service.runtime.lanes.waiting == 1)
+    finally:
+        embedder.gate.set()
+        worker.join()
+        other.join()
+    assert alone[0].status_code == 200
+    assert statuses(responses[0]) == [200] * 64

@@ -1,0 +1,338 @@
+"""What a search answers: thresholds, pages, filters, groups, several images, likes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from embedder.fake import FakeEmbedder
+from tests.support.market import (
+    CALIBRATION,
+    COUNT,
+    found,
+    keys,
+    numbers,
+    picture,
+    post,
+    start_market,
+    text_of,
+)
+from tests.support.servers import render
+from tests.support.shops import assert_problem
+from tests.tiny import encoded
+
+
+@pytest.fixture(scope="module")
+def market(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    shop = start_market(tmp_path_factory.mktemp("market") / "state")
+    yield shop.running
+    shop.close()
+
+
+@pytest.fixture(scope="module")
+def vectors() -> Any:
+    embedder = FakeEmbedder()
+    return embedder.embed(np.stack([embedder.preprocess(picture(n)) for n in range(COUNT)]))
+
+
+def beside(left: int, right: int) -> bytes:
+    """Two pictures beside each other."""
+    whole = Image.new("RGB", (192, 96))
+    whole.paste(render(left), (0, 0))
+    whole.paste(render(right), (96, 0))
+    return encoded(whole)
+
+
+def test_pages_of_any_size_put_together_are_the_whole_answer(market) -> None:
+    whole = keys(found(market, picture(3), k=COUNT))
+    for size in (1, 5, 7):
+        pages = [found(market, picture(3), k=size, offset=o) for o in range(0, COUNT, size)]
+        assert [key for page in pages for key in keys(page)] == whole
+        assert {page["offset"] for page in pages} == set(range(0, COUNT, size))
+        assert all(page["match"] for page in pages)
+
+
+def test_a_page_past_the_end_is_empty_but_there_is_a_match(market) -> None:
+    past = found(market, picture(3), k=5, offset=COUNT)
+    assert (past["count"], past["match"]) == (0, True)
+    grouped = found(market, picture(3), k=5, offset=COUNT, group_by="product")
+    assert (grouped["count"], grouped["match"], grouped["groups"]) == (0, True, [])
+
+
+def test_nothing_that_reaches_min_score_is_an_explicit_no_match(market) -> None:
+    answer = found(market, encoded(render(99)), min_score=0.9999)
+    assert (answer["match"], answer["count"], answer["hits"]) == (False, 0, [])
+    assert answer["min_score"] == 0.9999
+    assert answer["groups"] is None
+
+
+def test_of_min_score_and_min_probability_the_stricter_counts(market) -> None:
+    both = found(market, picture(3), min_score=0.1, min_probability=0.999)
+    assert both["min_score"] > 0.8
+    both = found(market, picture(3), min_score=0.99, min_probability=0.001)
+    assert both["min_score"] == 0.99
+
+
+def test_a_probability_that_no_score_has_is_no_match_and_says_so(market) -> None:
+    answer = found(market, picture(3), min_probability=1)
+    assert (answer["match"], answer["hits"]) == (False, [])
+    assert answer["min_score"] > 1
+    grouped = found(market, picture(3), min_probability=1, group_by="product")
+    assert (grouped["match"], grouped["groups"]) == (False, [])
+
+
+def test_without_a_calibration_min_probability_is_refused_and_probability_is_null(
+    tmp_path,
+) -> None:
+    shop = start_market(tmp_path, calibration=None, no_calibration="Only 2 classes.")
+    try:
+        assert found(shop.running, picture(3))["hits"][0]["probability"] is None
+        body = {"images": [{"data": text_of(picture(3))}], "min_probability": 0.5}
+        problem = assert_problem(post(shop.running, body), 422, "invalid-parameter")
+        assert "min_probability = 0.5 needs a calibration" in problem["detail"]
+        assert "has none (Only 2 classes)" in problem["detail"]
+        described = shop.gallery()
+        assert described["calibration"] is None
+        assert described["no_calibration"] == "Only 2 classes."
+    finally:
+        shop.close()
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory):
+    shop = start_market(tmp_path_factory.mktemp("ranked"), RANKED)
+    yield shop.running
+    shop.close()
+
+
+RANKED = CALIBRATION.model_copy(update={"rank_slope": 1.0, "tail_slope": 0.5, "size_slope": 0.5})
+
+
+def test_the_least_probability_is_told_as_the_score_that_has_it(market) -> None:
+    hit = found(market, picture(3), k=COUNT)["hits"][4]
+    answer = found(market, picture(3), k=COUNT, min_probability=hit["probability"])
+    assert answer["hits"][-1] == hit
+    assert answer["min_score"] == pytest.approx(hit["score"], abs=1e-6)
+
+
+def test_probabilities_know_the_rank_and_the_size_of_the_gallery(ranked) -> None:
+    sized = RANKED.for_gallery(COUNT)
+    hits = found(ranked, picture(3), k=COUNT)["hits"]
+    scores = np.array([hit["score"] for hit in hits])
+    expected = sized.probability(scores, np.arange(1, COUNT + 1))
+    assert [hit["probability"] for hit in hits] == pytest.approx(list(expected), abs=1e-12)
+    assert found(ranked, picture(3), k=4, offset=5)["hits"] == hits[5:9]
+    groups = found(ranked, picture(3), group_by="product", group_size=2)["groups"]
+    for place, group in enumerate(groups):
+        own = sized.probability(np.array([hit["score"] for hit in group["hits"]]), place + 1)
+        assert [hit["probability"] for hit in group["hits"]] == pytest.approx(list(own), abs=1e-12)
+        assert group["probability"] == group["hits"][0]["probability"]
+
+
+def test_min_probability_keeps_exactly_the_likely_hits_at_their_ranks(ranked) -> None:
+    hits = found(ranked, picture(3), k=COUNT)["hits"]
+    groups = found(ranked, picture(3), k=COUNT, group_by="product")["groups"]
+    for cut in range(1, COUNT):
+        least = hits[cut - 1]["probability"]
+        assert found(ranked, picture(3), k=COUNT, min_probability=least)["hits"] == hits[:cut]
+        page = found(ranked, picture(3), k=3, offset=2, min_probability=least)
+        assert page["hits"] == hits[:cut][2:5]
+        assert page["match"]
+        some = found(ranked, picture(3), k=COUNT, min_probability=least, group_by="product")
+        assert some["groups"] == [group for group in groups if group["probability"] >= least]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        'colour = "red" and price > 2',
+        {"colour": "red", "price": {">": 2}},
+        '{"colour": "red", "price": {">": 2}}',
+    ],
+)
+def test_a_filter_as_text_and_as_json_leave_the_same_items(market, where: Any) -> None:
+    answer = found(market, picture(0), k=COUNT, filter=where)
+    assert sorted(numbers(answer["hits"])) == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("colour =", "ends at position"),
+        ("size = 3", "no attribute 'size'"),
+        ("price = 'x'", "is a number"),
+        ({"price": {"~": 2}}, "$.price"),
+        ("{", "not valid JSON"),
+        ("[" * 50_000, "cannot be read"),
+    ],
+)
+def test_a_filter_that_does_not_fit_says_where_and_why(market, where: Any, says: str) -> None:
+    body = {"images": [{"data": text_of(picture(0))}], "filter": where}
+    assert says in assert_problem(post(market, body), 422, "invalid-filter")["detail"]
+
+
+def test_groups_are_ranked_by_their_best_and_each_shows_its_best_items(market) -> None:
+    hits = found(market, picture(3), k=COUNT)["hits"]
+    answer = found(market, picture(3), k=3, group_by="product", group_size=2)
+    assert answer["hits"] == []
+    assert answer["count"] == 3
+    products = list(dict.fromkeys(hit["attributes"]["product"] for hit in hits))
+    assert [group["value"] for group in answer["groups"]] == products[:3]
+    for group in answer["groups"]:
+        own = [hit for hit in hits if hit["attributes"]["product"] == group["value"]]
+        assert group["hits"] == own[:2]
+        assert (group["score"], group["probability"]) == (own[0]["score"], own[0]["probability"])
+
+
+def test_groups_by_the_mean_have_the_mean_of_all_their_items(market) -> None:
+    hits = found(market, picture(3), k=COUNT)["hits"]
+    groups = found(market, picture(3), group_by="colour", group_score="mean")["groups"]
+    for group in groups:
+        scores = [h["score"] for h in hits if h["attributes"]["colour"] == group["value"]]
+        assert group["score"] == pytest.approx(np.mean(scores), abs=1e-6)
+    assert [g["score"] for g in groups] == sorted((g["score"] for g in groups), reverse=True)
+
+
+def test_an_unknown_attribute_to_group_by_is_named(market) -> None:
+    body = {"images": [{"data": text_of(picture(0))}], "group_by": "size"}
+    assert "'size'" in assert_problem(post(market, body), 422, "invalid-filter")["detail"]
+
+
+def test_a_crop_is_searched_as_if_it_were_the_whole_picture(market) -> None:
+    both = {"data": text_of(beside(2, 7))}
+    for number, left in ((2, 0.0), (7, 0.5)):
+        body = {"images": [{**both, "crops": [[left, 0, 0.5, 1]]}], "k": 1}
+        [hit] = post(market, body).json()["hits"]
+        assert hit["attributes"]["price"] == number
+        assert hit["score"] == pytest.approx(1, abs=1e-3)
+
+
+def test_separate_answers_each_image_and_each_crop_by_itself_in_their_order(market) -> None:
+    images = [
+        {"data": text_of(beside(2, 7)), "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]},
+        {"data": text_of(picture(9))},
+    ]
+    body = {"images": images, "k": 1, "combine": "separate"}
+    answers = post(market, body).json()["answers"]
+    assert [numbers(each["answer"]["hits"]) for each in answers] == [[2], [7], [9]]
+    files = [("image", ("a.png", picture(n))) for n in (5, 6)]
+    form = market.client.post("/search", files=files, data={"k": 1, "combine": "separate"})
+    assert [numbers(each["answer"]["hits"]) for each in form.json()["answers"]] == [[5], [6]]
+
+
+def test_the_mean_of_several_images_is_the_query_that_rocchio_gives(market, vectors) -> None:
+    answer = found(market, picture(1), picture(2), k=COUNT, positives=["005.png"])
+    mean = vectors[[1, 2, 5]].mean(axis=0)
+    expected = vectors @ (mean / np.linalg.norm(mean))
+    assert set(numbers(answer["hits"])) == set(range(COUNT)) - {5}
+    for hit in answer["hits"]:
+        assert hit["score"] == pytest.approx(expected[hit["attributes"]["price"]], abs=1e-5)
+
+
+def test_likes_and_dislikes_move_the_query_and_are_no_answers(market, vectors) -> None:
+    body = {"positives": ["005.png", "006.png"], "negatives": ["001.png"], "k": COUNT}
+    answer = post(market, body).json()
+    target = 2 * vectors[[5, 6]].mean(axis=0) - vectors[1]
+    expected = vectors @ (target / np.linalg.norm(target))
+    assert set(numbers(answer["hits"])) == set(range(COUNT)) - {1, 5, 6}
+    for hit in answer["hits"]:
+        assert hit["score"] == pytest.approx(expected[hit["attributes"]["price"]], abs=1e-5)
+
+
+def test_unknown_keys_and_likes_that_cancel_are_refused_with_the_reason(market) -> None:
+    unknown = post(market, {"positives": ["none.png"]})
+    assert "none.png" in assert_problem(unknown, 404, "unknown-item")["detail"]
+    cancelled = post(market, {"positives": ["001.png"], "negatives": ["001.png"]})
+    assert cancelled.status_code == 200  # twice the liked less the disliked is the liked
+    many = post(market, {"positives": [f"{n}" for n in range(257)]})
+    problem = assert_problem(many, 422, "invalid-parameter")
+    assert "at most 256 items" in problem["detail"]
+    assert problem["errors"][0]["name"] == "positives"
+
+
+def test_the_image_at_fault_among_several_is_named(market) -> None:
+    images = [{"data": text_of(data)} for data in (picture(1), b"no picture", picture(2))]
+    problem = assert_problem(post(market, {"images": images}), 415, "unsupported-format")
+    assert problem["detail"].startswith("Image 2: ")
+
+
+def test_similar_items_are_those_that_a_search_with_the_item_finds_without_it(market) -> None:
+    hits = found(market, picture(3), k=COUNT)["hits"]
+    item = hits[0]["id"]
+    response = market.client.get(f"/galleries/shop/items/{item}/similar", params={"k": COUNT})
+    answer = response.json()
+    assert keys(answer) == [hit["key"] for hit in hits[1:]]
+    params = {"k": 2, "offset": 1, "filter": "price < 9", "group_by": "colour", "group_size": 2}
+    grouped = market.client.get(f"/galleries/shop/items/{item}/similar", params=params).json()
+    assert grouped["count"] == 2
+    assert all(n < 9 for group in grouped["groups"] for n in numbers(group["hits"]))
+
+
+def test_a_similar_search_knows_its_item_its_gallery_and_its_version(market) -> None:
+    listed = market.client.get("/galleries/shop").json()
+    [hit] = found(market, picture(3), k=1)["hits"]
+    path = f"/galleries/shop/items/{hit['id']}/similar"
+    known = market.client.get(path, params={"version": listed["generation"]})
+    assert known.status_code == 200
+    other = market.client.get(path, params={"version": "0" * 12})
+    assert "built again" in assert_problem(other, 404, "unknown-item")["detail"]
+    assert_problem(market.client.get("/galleries/shop/items/999/similar"), 404, "unknown-item")
+    assert_problem(market.client.get("/galleries/x/items/1/similar"), 404, "unknown-gallery")
+    for params in ({"k": 0}, {"gallery": "shop"}, {"image": "x"}, {"positive": "a"}):
+        refused = market.client.get(path, params=params)
+        assert_problem(refused, 422, "invalid-parameter")
+
+
+@pytest.mark.parametrize("version", ["latest", "0123", "A" * 12, "0" * 65])
+def test_what_is_no_version_is_the_same_error_for_a_similar_search_and_a_picture(
+    market, version: str
+) -> None:
+    answers = [
+        assert_problem(
+            market.client.get(f"/galleries/shop/items/1/{what}", params={"version": version}),
+            *(422, "invalid-parameter"),
+        )
+        for what in ("similar", "image")
+    ]
+    assert answers[0]["errors"] == answers[1]["errors"]
+    assert answers[0]["errors"][0]["name"] == "version"
+
+
+def test_equal_contents_count_once_if_only_distinct_ones_do(tmp_path) -> None:
+    shop = start_market(tmp_path)
+    try:
+        shop.put({"twin.png": picture(3)}, colour="red", price=3, product="p1")
+        assert keys(found(shop.running, picture(3), k=2)) == ["003.png", "twin.png"]
+        assert keys(found(shop.running, picture(3), k=2, distinct=True))[0] == "003.png"
+        assert "twin.png" not in keys(found(shop.running, picture(3), k=COUNT + 1, distinct=True))
+    finally:
+        shop.close()
+
+
+def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(market) -> None:
+    variants: list[dict[str, Any]] = [
+        {},
+        {"k": 3},
+        {"offset": 1},
+        {"min_score": 0.2},
+        {"min_probability": 0.2},
+        {"filter": "price < 5"},
+        {"group_by": "colour"},
+        {"group_by": "colour", "group_score": "mean"},
+        {"group_by": "colour", "group_size": 2},
+        {"positives": ["001.png"]},
+        {"positives": ["001.png"], "negatives": ["002.png"]},
+        {"distinct": True},
+        {"exact": True},
+    ]
+    image = encoded(render(77))
+    first = [found(market, image, **variant) for variant in variants]
+    again = [found(market, image, **variant) for variant in variants]
+    assert not any(answer["cached"] for answer in first)
+    assert all(answer["cached"] for answer in again)
+    for one, other in zip(first, again, strict=True):
+        for answer in (one, other):
+            del answer["cached"], answer["timings_ms"]
+        assert one == other

@@ -1,0 +1,200 @@
+"""Every operation of the OpenAPI document, called with what fits it and with what does not."""
+
+import gzip
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from embedder.bundle import Bundle
+from tests.support.own_process import ROOT, OwnProcess, own_process
+from tests.support.seams import KeyStore
+from tests.tiny import encoded, picture
+
+LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
+PHASES = "examples,coverage,fuzzing" + (",stateful" if LONG else "")
+EXAMPLES = 150 if LONG else 8
+SEEDS = (5, 6, 7) if LONG else (5,)
+PICTURE = encoded(picture(0))
+# A schema cannot say which bytes are an image. Wrong keys are limited, and tested elsewhere.
+UNCHECKED = "positive_data_acceptance,ignored_auth"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A service with a gallery of the settings (`shop`) and one that it made (`live`)."""
+
+    process: OwnProcess
+    key: str
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+    def post(self, path: str, **sent: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx.request("POST", self.url + path, headers=headers, timeout=60, **sent)
+
+    def fill(self) -> None:
+        """Make the gallery `live` with six items."""
+        self.post("/galleries", json={"name": "live"}).raise_for_status()
+        parts: list[Any] = []
+        for number in range(6):
+            attributes = {"colour": ("red", "blue")[number % 2], "price": number}
+            parts += [
+                ("image", ("x.png", encoded(picture(number)))),
+                ("key", (None, f"{number}.png")),
+                ("attributes", (None, json.dumps(attributes))),
+            ]
+        headers = {"Authorization": f"Bearer {self.key}"}
+        url = f"{self.url}/galleries/live/items"
+        httpx.put(url, files=parts, headers=headers, timeout=60).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def target(
+    tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Bundle, tiny_gallery: Path
+) -> Iterator[Target]:
+    folder = tmp_path_factory.mktemp("fuzzed")
+    key = KeyStore(folder / "state" / "keys.json").create("fuzz", ["admin"])
+    with own_process(
+        folder / "log",
+        bundle=tiny_bundle.path,
+        galleries=f"shop={shutil.copytree(tiny_gallery, folder / 'shop')}",
+        state=folder / "state",
+        samples=tiny_gallery.parent / "pictures",
+        jobs="elsewhere",
+        training_command="true",
+        body_timeout_ms=3_000,
+    ) as process:
+        target = Target(process, key)
+        target.fill()
+        yield target
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_operation_keeps_to_the_document(target: Target, seed: int, tmp_path: Path) -> None:
+    """In a process of its own: the arithmetic of a thread that ran a model is not what it needs."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{target.url}/openapi.json"]
+    command += ["--header", f"Authorization: Bearer {target.key}", "--phases", PHASES]
+    command += ["--seed", str(seed), "--max-examples", str(EXAMPLES), "--workers", "2"]
+    command += ["--exclude-checks", UNCHECKED, "--generation-database", "none"]
+    command += ["--warnings", "off", "--no-color", "--continue-on-failure"]
+    hooks = {"SCHEMATHESIS_HOOKS": "tests.support.fuzz_hooks", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | hooks, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2_000:]
+    assert not target.process.faults()
+
+
+def form(boundary: str = "b", tail: str = "--b--\r\n") -> bytes:
+    head = f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="x"\r\n\r\n'
+    return head.encode() + PICTURE + b"\r\n" + tail.encode()
+
+
+def chunked(data: bytes, size: str | None = None) -> bytes:
+    return (size or f"{len(data):x}").encode() + b"\r\n" + data + b"\r\n0\r\n\r\n"
+
+
+FORM = "Content-Type: multipart/form-data; boundary=b"
+JSON = "Content-Type: application/json"
+CHUNKED = "Transfer-Encoding: chunked"
+SEARCH = "POST /search HTTP/1.1"
+GOOD, BAD = {200}, {400, 408, 411, 413, 415, 422, 431, 501}
+ODD: dict[str, tuple[str, list[str], bytes, set[int]]] = {
+    "a form in chunks": (SEARCH, [FORM, CHUNKED], chunked(form()), GOOD),
+    "a chunk of no size": (SEARCH, [FORM, CHUNKED], chunked(form(), "zz"), BAD),
+    "a chunk of a negative size": (SEARCH, [FORM, CHUNKED], chunked(form(), "-5"), BAD),
+    "a chunk larger than memory": (SEARCH, [FORM, CHUNKED], chunked(form(), "f" * 15), BAD),
+    "two lengths": (SEARCH, [FORM, "Content-Length: 3", "Content-Length: 4"], b"abc", BAD),
+    "a length and chunks": (SEARCH, [FORM, "Content-Length: 3", CHUNKED], b"0\r\n\r\n", BAD),
+    "a length of no number": (SEARCH, [FORM, "Content-Length: many"], b"", BAD),
+    "a negative length": (SEARCH, [FORM, "Content-Length: -1"], b"", BAD),
+    "a transfer encoding of no use": (SEARCH, [FORM, "Transfer-Encoding: gzip"], b"", BAD),
+    "another boundary": (SEARCH, [FORM], form("c", "--c--\r\n"), BAD),
+    "no boundary": (SEARCH, ["Content-Type: multipart/form-data"], form(), BAD),
+    "an endless boundary": (SEARCH, [FORM + "x" * 5000], form(), BAD),
+    "no end of the form": (SEARCH, [FORM], form(tail=""), BAD),
+    "an empty form": (SEARCH, [FORM], b"", BAD),
+    "no content type": (SEARCH, [], form(), BAD),
+    "a content type of no sense": (SEARCH, ["Content-Type: ;;;=\xff"], form(), BAD),
+    "two content types": (SEARCH, [FORM, JSON], form(), GOOD | BAD),
+    "a content type of 20 KB": (SEARCH, ["Content-Type: image/" + "x" * 20_000], PICTURE, GOOD),
+    "JSON of another encoding": (SEARCH, [JSON], '{"k": 1}'.encode("utf-16"), BAD),
+    "JSON of a great depth": (SEARCH, [JSON], b"[" * 100_000, BAD),
+    "JSON of a great number": (SEARCH, [JSON], b'{"k": ' + b"9" * 5_000 + b"}", BAD),
+    "a body packed with gzip": (
+        *(SEARCH, [FORM, "Content-Encoding: gzip"], gzip.compress(form()), BAD),
+    ),
+    "JSON packed with gzip": (
+        *(SEARCH, [JSON, "Content-Encoding: gzip"], gzip.compress(b"{}"), BAD),
+    ),
+    "a header of 200 KB": (SEARCH, [FORM, "X-Odd: " + "x" * 200_000], form(), BAD),
+    "3,000 headers": (SEARCH, [FORM, *(f"X-{n}: 1" for n in range(3_000))], form(), GOOD | BAD),
+    "a header without a colon": (SEARCH, [FORM, "nothing"], form(), BAD),
+    "a zero byte in a header": (SEARCH, [FORM, "X-Odd: a\0b"], form(), BAD),
+    "a header that is no ASCII": (SEARCH, [FORM, "X-Odd: \xff\xfe"], form(), GOOD | BAD),
+    "a request id of another line": (SEARCH, [FORM, "X-Request-Id: a\r\n b"], form(), GOOD | BAD),
+    "a key that is no ASCII": (SEARCH, [FORM, "X-API-Key: \xff"], form(), {401, 429} | BAD),
+    "ranges": (
+        "GET /ui/shared/icon.svg HTTP/1.1",
+        ["Range: bytes=9-1,-5,a"],
+        b"",
+        {200, 206, 400, 416},
+    ),
+    "an address of 100 KB": (f"GET /{'x' * 100_000} HTTP/1.1", [], b"", {404, 414} | BAD),
+    "half a percent": ("GET /galleries/%f/items HTTP/1.1", [], b"", {404} | BAD),
+    "no UTF-8": ("GET /galleries/%ff%fe HTTP/1.1", [], b"", {404} | BAD),
+    "a zero byte in the address": ("GET /galleries/a%00b HTTP/1.1", [], b"", {404} | BAD),
+    "a line in the address": ("GET /galleries/a%0d%0aX:%20b HTTP/1.1", [], b"", {404} | BAD),
+    "a way up": ("GET /ui/..%2f..%2fapp.py HTTP/1.1", [], b"", {404} | BAD),
+    "another way up": ("GET /ui/../../../etc/passwd HTTP/1.1", [], b"", {404} | BAD),
+    "a whole address": ("GET http://elsewhere/live HTTP/1.1", [], b"", {200, 404} | BAD),
+    "a method of no sense": ("BREW /search HTTP/1.1", [], b"", {403, 405} | BAD),
+    "a trace": ("TRACE /search HTTP/1.1", [], b"", {403, 405} | BAD),
+    "a tunnel": ("CONNECT elsewhere:80 HTTP/1.1", [], b"", {404, 405} | BAD),
+    "another protocol": ("GET /live HTTP/9.9", [], b"", {200, 505} | BAD),
+    "no protocol": ("hello", [], b"", BAD),
+    "an upgrade": ("GET /live HTTP/1.1", ["Connection: Upgrade", "Upgrade: h2c"], b"", {200}),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_an_odd_request_has_an_answer_that_fits_and_the_next_one_is_answered(
+    target: Target, what: str
+) -> None:
+    line, headers, body, expected = ODD[what]
+    status = answered(target, line, headers, body)
+    assert status in expected, f"{what}: {status}"
+    found = target.post("/search", files={"image": PICTURE}, data={"k": "1"})
+    assert found.status_code == 200
+    assert not target.process.faults()
+
+
+def answered(target: Target, line: str, headers: list[str], body: bytes) -> int:
+    """The status that these very bytes are answered with; 400 if only the connection ends."""
+    address = urlsplit(target.url)
+    sent = [line, f"Host: {address.netloc}", *headers]
+    named = " ".join(headers).lower()
+    if body and "content-length" not in named and "transfer-encoding" not in named:
+        sent.append(f"Content-Length: {len(body)}")
+    sent.append("Connection: close" if "Connection" not in " ".join(headers) else "X-Odd: 1")
+    with closing(socket.create_connection((address.hostname, address.port), timeout=60)) as to:
+        try:
+            to.sendall("\r\n".join([*sent, "", ""]).encode("latin-1") + body)
+            answer = to.recv(65536)
+        except (BrokenPipeError, ConnectionResetError):
+            return 400
+    return int(answer.split(b" ", 2)[1]) if answer else 400

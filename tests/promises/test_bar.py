@@ -1,0 +1,295 @@
+"""What people complain about in other services, as far as no other test proves it.
+
+docs/bar.md says which test proves which line.
+"""
+
+import io
+import re
+import statistics
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from embedder.bundle import Bundle
+from embedder.fake import FakeEmbedder
+from service.app import create_app
+from service.settings import Settings
+from tests.support.own_process import ROOT, own_process
+from tests.support.servers import DEFAULTS, Running, run
+from tests.support.shelves import DIM, make_gallery
+from tests.support.shops import Shop, base64_of, start_shop
+from tests.tiny import encoded, picture
+
+TIMES = 7
+LARGE = (6000, 4000)  # 72 MB of pixels
+SECRET = "only the operator may read this"
+
+
+class Canary:
+    """Another service on this machine that nobody may be made to ask."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(self.path)
+                self.send_response(302)
+                self.send_header("Location", "/inside")
+                self.end_headers()
+
+            do_POST = do_HEAD = do_GET  # noqa: N815
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}/picture.png"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def canary() -> Iterator[Canary]:
+    found = Canary()
+    assert httpx.get(found.url).status_code == 302
+    assert found.asked.pop() == "/picture.png"
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Iterator[Shop]:
+    found = start_shop(tmp_path / "state")
+    found.put({f"{n}.png": encoded(picture(n)) for n in range(4)}, colour="red")
+    yield found
+    found.close()
+
+
+def fields_of_text(text: str) -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Every place of the interface that takes a text, with `text` in it."""
+    good = base64_of(encoded(picture(0)))
+    image = {"image": encoded(picture(0))}
+    item = {"key": "k", "data": good, "attributes": {}}
+    put, search = ("PUT", "/galleries/shop/items"), ("POST", "/search")
+    return {
+        "the body": (*search, {"content": text, "headers": {"Content-Type": "image/png"}}),
+        "an image": (*search, {"data": {"image": text}}),
+        "a file": (*search, {"files": {"image": text.encode()}}),
+        "a file name": (*search, {"files": {"image": (text, text.encode(), "image/png")}}),
+        "base64": (*search, {"json": {"images": [{"data": text}]}}),
+        "a gallery": (*search, {"files": image, "data": {"gallery": text}}),
+        "a like": (*search, {"data": {"positive": text}, "files": image}),
+        "a dislike": (*search, {"data": {"negative": text}, "files": image}),
+        "a filter": (*search, {"data": {"filter": text}, "files": image}),
+        "a group": (*search, {"data": {"group_by": text}, "files": image}),
+        "a crop": (*search, {"data": {"crop": text}, "files": image}),
+        "a query string": (*search, {"params": {"image": text}, "content": b"x"}),
+        "an item": (*put, {"json": {"items": [item | {"data": text}]}}),
+        "an item as a file": (*put, {"files": {"image": text.encode()}, "data": {"key": "k"}}),
+        "attributes": (*put, {"files": image, "data": {"key": "k", "attributes": text}}),
+        "a patched key": ("PATCH", put[1], {"json": {"changes": {text: {"a": 1}}}}),
+        "a new gallery": ("POST", "/galleries", {"json": {"name": text}}),
+        "a bundle": ("POST", "/galleries", {"json": {"name": "new", "bundle_id": text}}),
+        "a swap": ("POST", "/galleries/shop/swap", {"json": {"with": text}}),
+        "a rebuild": ("POST", "/galleries/shop/rebuild", {"json": {"bundle_id": text}}),
+        "data to train on": (
+            *("POST", "/jobs/train", {"json": {"job": "shop", "gallery": "shop", "data": text}}),
+        ),
+        "a training": ("POST", "/jobs/train", {"json": {"job": text, "gallery": "shop"}}),
+        "a job": ("GET", f"/jobs/{quote(text, safe='')}/log", {}),
+    }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda canary, secret: canary.url,
+        lambda canary, secret: canary.url.replace("http://", "//"),
+        lambda canary, secret: canary.url.replace("127.0.0.1", "localhost") + "?a=.png",
+        lambda canary, secret: "http://169.254.169.254/latest/meta-data/",
+        lambda canary, secret: secret.as_uri(),
+        lambda canary, secret: str(secret),
+        lambda canary, secret: "../" * 12 + str(secret).lstrip("/"),
+        lambda canary, secret: "..%2f" * 12 + str(secret).lstrip("/"),
+    ],
+    ids=["url", "no-scheme", "localhost", "metadata", "file-url", "path", "up", "encoded-up"],
+)
+def test_no_text_of_a_client_makes_the_service_ask_an_address_or_open_a_file(
+    shop: Shop, canary: Canary, tmp_path: Path, make: Callable[[Canary, Path], str]
+) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_text(SECRET)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for where, (method, path, sent) in fields_of_text(make(canary, secret)).items():
+        answer = shop.client.request(method, path, **sent)
+        assert 400 <= answer.status_code < 500, f"{where}: {answer.status_code} {answer.text}"
+        assert SECRET not in answer.text
+    assert canary.asked == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_an_item_that_is_named_like_a_file_or_an_address_is_only_named_so(
+    shop: Shop, canary: Canary, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_text(SECRET)
+    for key in (canary.url, secret.as_uri(), str(secret), f"../../{secret.name}"):
+        answer = shop.put_json([{"key": key, "data": base64_of(encoded(picture(9)))}])
+        if answer.status_code != 200:
+            assert answer.status_code == 422
+            continue
+        found = shop.items(key_prefix=key)["items"][0]
+        shown = shop.client.get(found["image"])
+        assert shown.status_code == 200
+        assert SECRET.encode() not in shown.content
+        assert Image.open(io.BytesIO(shown.content)).size == picture(9).size
+    assert canary.asked == []
+
+
+def claim(side: int) -> bytes:
+    """Less than a kilobyte that says it is `side` px a side."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        check = zlib.crc32(name + data)
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + chunk(b"IDAT", zlib.compress(b"0" * 99))
+        + chunk(b"IEND", b"")
+    )
+
+
+def test_a_file_that_claims_65535_px_is_refused_as_fast_as_a_small_picture_is_found(
+    shop: Shop,
+) -> None:
+    bombs = [claim(65_535) + bytes([n]) for n in range(TIMES)]
+    small = [encoded(picture(100 + n)) for n in range(TIMES)]
+    refused = [timed(lambda data=data: shop.running.search(data)) for data in bombs]
+    found = [timed(lambda data=data: shop.running.search(data)) for data in small]
+    assert {answer.status_code for _, answer in refused} == {413}
+    assert {answer.status_code for _, answer in found} == {200}
+    assert median(refused) < 3 * median(found)
+
+
+def timed(call: Callable[[], httpx.Response]) -> tuple[float, httpx.Response]:
+    started = time.perf_counter()
+    answer = call()
+    return time.perf_counter() - started, answer
+
+
+def median(calls: list[tuple[float, httpx.Response]]) -> float:
+    return statistics.median(seconds for seconds, _ in calls)
+
+
+def test_a_service_that_was_restarted_answers_as_before(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    answers = []
+    for _ in range(2):
+        settings = {"bundle": tiny_bundle.path, "state": tmp_path, "anonymous_scopes": ("admin",)}
+        shop = Shop(run(create_app(Settings(**DEFAULTS | settings))), tmp_path)
+        if not answers:
+            shop.client.post("/galleries", json={"name": "shop"}).raise_for_status()
+            shop.put({f"{n}.png": encoded(picture(n)) for n in range(6)}, colour="red")
+            shop.client.delete("/galleries/shop/items", params={"key": "5.png"})
+        found = shop.running.search(encoded(picture(3)), k=10).json()
+        answers.append((found["gallery_version"], found["bundle_id"], found["hits"]))
+        shop.close()
+    assert answers[0] == answers[1]
+    assert len(answers[0][2]) == 5
+
+
+def test_large_images_leave_no_memory_behind(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """Thirty images of 72 MB of pixels leave less than half of one."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    large = encoded(Image.fromarray(noise).resize(LARGE), "JPEG", quality=60)
+    state = tmp_path / "state"
+    with (
+        own_process(
+            tmp_path / "log", bundle=tiny_bundle.path, state=state, anonymous_scopes="admin"
+        ) as process,
+        httpx.Client(base_url=process.url, timeout=60) as client,
+    ):
+        client.post("/galleries", json={"name": "shop"}).raise_for_status()
+
+        def search(number: int) -> None:
+            # Cropped, it is decoded in full.
+            data = {"crop": "0.1,0.1,0.01,0.01"}
+            files = {"image": large + number.to_bytes(4, "big")}
+            client.post("/search", files=files, data=data).raise_for_status()
+
+        for number in range(6):
+            search(number)
+        before = process.memory_mb()
+        for number in range(6, 36):
+            search(number)
+        assert process.memory_mb() - before < LARGE[0] * LARGE[1] * 3 / 1e6 / 2
+
+
+def test_a_second_crowd_starts_no_further_thread(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    with (
+        own_process(tmp_path / "log", bundle=tiny_bundle.path, state=tmp_path / "state") as process,
+        httpx.Client(base_url=process.url, timeout=60) as client,
+    ):
+
+        def crowd(first: int) -> int:
+            files = [{"image": encoded(picture(first + n))} for n in range(48)]
+            with ThreadPoolExecutor(48) as pool:
+                list(pool.map(lambda file: client.post("/search", files=file), files))
+            return process.threads()
+
+        first = crowd(0)
+        assert crowd(1000) <= first + 2
+        assert first < 100
+
+
+@pytest.fixture
+def long_shop(tmp_path: Path) -> Iterator[Running]:
+    """A gallery of 4,000 items."""
+    make_gallery(tmp_path / "shop", "item", count=4_000)
+    settings = Settings(**DEFAULTS, galleries=(f"shop={tmp_path / 'shop'}",))
+    service = run(create_app(settings, FakeEmbedder(dim=DIM)))
+    yield service
+    service.close()
+
+
+def test_a_hit_of_a_long_answer_costs_no_more_than_one_of_a_short_answer(
+    long_shop: Running,
+) -> None:
+    calls: dict[int, list[tuple[float, httpx.Response]]] = {10: [], 4_000: []}
+    for number in range(TIMES):
+        for k, found in calls.items():
+            data = encoded(picture(number * 2 + (k > 10)))
+            found.append(timed(lambda data=data, k=k: long_shop.search(data, k=k)))
+    for k, found in calls.items():
+        assert {answer.json()["count"] for _, answer in found} == {k}
+    assert median(calls[4_000]) / 4_000 < median(calls[10]) / 10
+
+
+def test_every_proof_that_the_page_names_is_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "bar.md").read_text("utf-8"))
+    assert len(named) > 60
+    for name in named:
+        assert (ROOT / name).is_file(), name

@@ -1,0 +1,122 @@
+"""The admin page of a real service in a real Chromium, for the tests of it."""
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from embedder.calibration import Calibration
+from embedder.fake import FakeEmbedder
+from tests.support import page_browser
+from tests.support.shops import Shop, start_shop
+
+FEW, MANY = 12, 60
+COLOURS = ("red", "green", "blue")
+CALIBRATION = Calibration.model_validate(
+    {
+        "slope": 12.0,
+        "intercept": -6.0,
+        "thresholds": [{"false_matches": 0.1, "pair_score": 0.4, "search_score": 0.6}],
+        "split": "validation",
+        "gallery_images": 9,
+        "queries": 9,
+        "neighbours": 1,
+        "positive_hits": 9,
+        "negative_hits": 9,
+        "negative_pairs": 9,
+    }
+)
+DROP = """(files) => {
+    const transfer = new DataTransfer();
+    for (const [name, base64] of files) {
+        const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
+        transfer.items.add(new File([bytes], name, { type: "image/png" }));
+    }
+    const options = { bubbles: true, cancelable: true, dataTransfer: transfer };
+    document.querySelector("[data-testid=add-drop]").dispatchEvent(new DragEvent("drop", options));
+}"""
+
+OpenAdmin = Callable[..., Page]
+
+
+class AdminShop:
+    """A service that only lets keys change it, and the secret of one that may do all."""
+
+    def __init__(self, state: Path, pictures: list[bytes], **settings: Any) -> None:
+        given = {"anonymous_scopes": ("search",), "create": False} | settings
+        self.shop: Shop = start_shop(state, FakeEmbedder(calibration=CALIBRATION), **given)
+        self.url = str(self.shop.client.base_url)
+        self.pictures = pictures
+        self.key = self.make_key("office", "admin")
+        self.shop.client.headers["Authorization"] = f"Bearer {self.key}"
+
+    def make_key(self, name: str, scope: Any) -> str:
+        store = self.shop.running.runtime.keys
+        assert store is not None
+        return store.create(name, (scope,))
+
+    def stock(self, gallery: str = "shop", count: int = FEW) -> None:
+        """A new gallery of `count` items with colour, price and sale."""
+        self.shop.client.delete(f"/galleries/{gallery}")
+        self.shop.client.post("/galleries", json={"name": gallery}).raise_for_status()
+        if count == 0:
+            return
+        images = {f"i/{n:02d}.png": self.pictures[n % len(self.pictures)] for n in range(count)}
+        texts = [
+            json.dumps({"colour": COLOURS[n % 3], "price": n, "sale": n % 2 == 0})
+            for n in range(count)
+        ]
+        answer = self.shop.put_form(images, texts, gallery)
+        assert answer.json()["added"] == count, answer.text
+
+    def keys(self, gallery: str = "shop", **query: Any) -> list[str]:
+        found = self.shop.items(gallery, limit=200, **query)["items"]
+        return [item["key"] for item in found]
+
+    def attributes(self, key: str, gallery: str = "shop") -> dict[str, Any]:
+        [item] = self.shop.items(gallery, key_prefix=key)["items"]
+        found: dict[str, Any] = item["attributes"]
+        return found
+
+
+@contextmanager
+def opening(browser: Browser, url: str, key: str | None) -> Iterator[OpenAdmin]:
+    """Opens the admin page with the key in its tab; what is not `allowed` fails in the console."""
+    script = f"sessionStorage.setItem('kinlens.key', {json.dumps(key)})" if key else None
+    with page_browser.opening(browser, url, script) as open_page:
+        yield lambda path="/admin", **settings: open_page(path, **settings)
+
+
+def rows(page: Page) -> Locator:
+    return page.get_by_test_id("row")
+
+
+def row(page: Page, key: str) -> Locator:
+    return page.locator(f'[data-testid=row][data-key="{key}"]')
+
+
+def drop(page: Page, *files: tuple[str, bytes]) -> None:
+    """Drop files, each (name, bytes), on the view for adding."""
+    page.evaluate(DROP, [[name, base64.b64encode(data).decode()] for name, data in files])
+
+
+def added(page: Page) -> list[str]:
+    """What the list of pictures says of each, once nothing is under way."""
+    expect(page.get_by_test_id("queue-clear")).to_be_visible()
+    return page.get_by_test_id("queue-state").all_text_contents()
+
+
+def fill_row(page: Page, number: int, name: str, kind: str, value: str) -> None:
+    """A row of the attribute editor that is open; it must be there."""
+    line = page.locator(".attribute-row").filter(visible=True).nth(number)
+    line.get_by_label("Name").fill(name)
+    line.get_by_label("Kind").select_option(kind)
+    field = line.get_by_label("Value")
+    if kind == "boolean":
+        field.select_option(value)
+    else:
+        field.fill(value)

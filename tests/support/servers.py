@@ -1,0 +1,337 @@
+"""A running service for tests: real uvicorn on a free port, a fake model, an exact fake gallery."""
+
+import hashlib
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import structlog
+from fastapi import FastAPI
+from PIL import Image, ImageDraw
+
+from embedder.bundle import Bundle
+from embedder.errors import ItemNotFoundError
+from embedder.fake import FakeEmbedder
+from embedder.session import Embedder, OnnxEmbedder
+from embedder.types import Embeddings, Hit, Images, ItemId
+from indexer.ingest.build import build_gallery
+from indexer.ingest.sources import folder_source
+from indexer.types import Entry, Item, SearchOptions
+from service.app import create_app
+from service.http.server import Server, config_of
+from service.runtime import Runtime
+from service.settings import Settings
+from tests.support.seams import Cache, listen
+from tests.tiny import encoded, picture
+
+CREATED_AT = "2026-01-01T00:00:00+00:00"
+WAIT_S = 20.0
+DEFAULTS: dict[str, Any] = {
+    "lanes": 2,
+    "decode_isolation": False,
+}
+
+
+def render(seed: int, size_px: int = 96) -> Image.Image:
+    """A picture that has no symmetry and looks like no other."""
+    rng = np.random.default_rng(seed)
+    image = Image.new("RGB", (size_px, size_px), tuple(rng.integers(0, 256, 3).tolist()))
+    draw = ImageDraw.Draw(image)
+    for _ in range(6):
+        x, y = rng.integers(0, size_px, 2).tolist()
+        radius = int(rng.integers(size_px // 8, size_px // 3))
+        colour = tuple(rng.integers(0, 256, 3).tolist())
+        shape = draw.ellipse if rng.random() < 0.5 else draw.rectangle
+        shape((x - radius, y - radius, x + radius, y + radius), fill=colour)
+    return image
+
+
+@dataclass(frozen=True)
+class FakeItemImage:
+    data: bytes
+    media_type: str
+
+
+class FakeGallery:
+    """Exact search over what `embedder` makes of `pictures`; item i is picture i."""
+
+    def __init__(
+        self, embedder: Embedder, pictures: Sequence[bytes], name: str = "shop", version: str = "v1"
+    ) -> None:
+        self.name = name
+        self.version = hashlib.sha256(version.encode()).hexdigest()
+        self.generation = self.version[-12:]
+        self.bundle_id = embedder.bundle_id
+        self.dim = embedder.dim
+        self.size = len(pictures)
+        self.created_at = CREATED_AT
+        self.image_root = Path(__file__).parent
+        self.searches = 0
+        self._pictures = list(pictures)
+        inputs = np.stack([embedder.preprocess(data) for data in pictures])
+        self._vectors = np.concatenate([FakeEmbedder.embed(embedder, inputs)])
+
+    def search(
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
+    ) -> list[list[Hit]]:
+        self.searches += 1
+        options = options or SearchOptions()
+        least = -2.0 if options.min_score is None else options.min_score
+        answers = []
+        for scores in queries @ self._vectors.T:
+            order = [int(i) for i in np.argsort(-scores, kind="stable")]
+            hits = [
+                Hit(i, f"{i:03d}.png", float(scores[i]), {"number": i})
+                for i in order
+                if i not in options.exclude and scores[i] >= least
+            ]
+            answers.append(hits[options.offset : options.offset + k])
+        return answers
+
+    def items(self) -> Iterator[Item]:
+        yield from (self.item(number) for number in range(self.size))
+
+    def stored(self, keys: Sequence[str]) -> dict[str, Item]:
+        return {item.key: item for item in self.items() if item.key in set(keys)}
+
+    def entries(self, keys: Sequence[str]) -> list[Entry]:
+        stored = self.stored(keys)
+        missing = [key for key in keys if key not in stored]
+        if missing:
+            raise ItemNotFoundError(f"Gallery {self.name} has no item {missing[0]!r}.")
+        return [
+            Entry(key, self._vectors[stored[key].id], "", stored[key].attributes) for key in keys
+        ]
+
+    def item(self, item_id: ItemId) -> Item:
+        if not 0 <= item_id < self.size:
+            raise ItemNotFoundError(f"Gallery {self.name} has no item {item_id}.")
+        return Item(item_id, f"{item_id:03d}.png", "", "", {"number": item_id}, "PNG")
+
+    def image(self, item_id: ItemId) -> FakeItemImage:
+        return FakeItemImage(self._pictures[self.item(item_id).id], "image/png")
+
+    def close(self) -> None:
+        self._pictures.clear()
+
+
+class GatedEmbedder(FakeEmbedder):
+    """Counts its calls and, while `gate` is closed, holds them in `embed`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        self.batches: list[int] = []
+
+    def embed(self, images: Images) -> Embeddings:
+        self.batches.append(len(images))
+        self.entered.release()
+        assert self.gate.wait(WAIT_S)
+        return super().embed(images)
+
+
+@dataclass
+class Running:
+    """A service that answers at `url`."""
+
+    app: FastAPI
+    url: str
+    images: list[Path]
+    client: httpx.Client
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def runtime(self) -> Runtime:
+        runtime: Runtime = self.app.state.runtime
+        return runtime
+
+    def search(self, data: bytes, **fields: Any) -> httpx.Response:
+        files = {"image": ("query.jpg", data, "image/jpeg")}
+        return self.client.post("/search", files=files, data=fields)
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.runtime.metrics.registry.get_sample_value(name, labels)
+        return 0.0 if value is None else value
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def run(app: FastAPI, images: list[Path] | None = None) -> Running:
+    """Serve `app` in a thread until `close`."""
+    stack = ExitStack()
+    listener = stack.enter_context(closing(listen("127.0.0.1", 0)))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = Server(config_of(app, app.state.runtime.settings))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+
+    def stop() -> None:
+        server.should_exit = True
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+    thread.start()
+    stack.callback(stop)
+    client = stack.enter_context(
+        httpx.Client(base_url=url, timeout=WAIT_S, limits=httpx.Limits(max_connections=100))
+    )
+    client.get("/live").raise_for_status()
+    return Running(app, url, images or [], client, stack)
+
+
+def drop(*_: Any) -> Any:
+    raise structlog.DropEvent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_logs() -> Iterator[None]:
+    """Events go nowhere unless a test captures them."""
+    structlog.configure(processors=[drop])
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Poll a condition that another thread makes true."""
+
+    def wait(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < end, "never happened"
+            time.sleep(0.005)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def pictures() -> list[bytes]:
+    """Twelve different pictures as PNG files."""
+    return [encoded(render(seed)) for seed in range(12)]
+
+
+@pytest.fixture
+def embedder() -> GatedEmbedder:
+    return GatedEmbedder()
+
+
+@pytest.fixture
+def gallery(embedder: GatedEmbedder, pictures: list[bytes]) -> FakeGallery:
+    return FakeGallery(embedder, pictures)
+
+
+StartService = Callable[..., Running]
+
+
+@pytest.fixture
+def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[StartService]:
+    """Start a service with these settings; the rest has defaults that suit a test."""
+    started: list[Running] = []
+
+    def start(
+        embedder: Embedder = embedder,
+        galleries: Mapping[str, Any] | None = None,
+        cache: Cache | None = None,
+        **settings: Any,
+    ) -> Running:
+        given = galleries if galleries is not None else {gallery.name: gallery}
+        settings = DEFAULTS | settings
+        started.append(run(create_app(Settings(**settings), embedder, given, cache)))
+        return started[-1]
+
+    yield start
+    for service in started:
+        service.close()
+
+
+@pytest.fixture
+def service(start_service: StartService) -> Running:
+    return start_service()
+
+
+@pytest.fixture(scope="session")
+def running_service(
+    tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]
+) -> Iterator[Running]:
+    """One service for many tests that only look; `images` are the files of its gallery."""
+    folder = tmp_path_factory.mktemp("catalogue")
+    paths = [folder / f"{number:03d}.png" for number in range(len(pictures))]
+    for path, data in zip(paths, pictures, strict=True):
+        path.write_bytes(data)
+    embedder = FakeEmbedder()
+    settings = Settings(**DEFAULTS)
+    app = create_app(settings, embedder, {"shop": FakeGallery(embedder, pictures)})
+    service = run(app, paths)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_gallery(tiny_bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real gallery of pictures 0.png .. 7.png, made with the tiny bundle; do not change it."""
+    folder = tmp_path_factory.mktemp("gallery")
+    source = folder / "pictures"
+    source.mkdir()
+    for number in range(8):
+        (source / f"{number}.png").write_bytes(encoded(picture(number)))
+    embedder = OnnxEmbedder.open(tiny_bundle)
+    build_gallery(folder_source(source), embedder, folder / "shop")
+    return folder / "shop"
+
+
+class RedisServer:
+    """A real redis-server on a free port with its files in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+            self.port = int(probe.getsockname()[1])
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": ""}
+        command = ["redis-server"]
+        for name, value in options.items():
+            command += [f"--{name}", str(value)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if b"Ready to accept connections" in line:
+                return
+        raise AssertionError("redis-server did not start")
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self.send(signal.SIGKILL)
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._process = None
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed; install it to test the shared cache")
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()

@@ -1,0 +1,246 @@
+"""Everybody can use the admin page: axe-core, keyboard alone, any width, light and dark."""
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from tests.support.admin_page import AdminShop, OpenAdmin, added, drop, opening, row, rows
+from tests.support.page_access import PHONE, SMALL_TARGETS, too_wide, violations
+from tests.support.page_browser import tab_to
+
+pytestmark = pytest.mark.browser
+
+REPORT = {
+    "class_attribute": "class",
+    "k": 10,
+    "queries": 24,
+    "judged": 20,
+    "old": {"bundle_id": "a" * 64, "items": 24, "recall_at_1": 0.61, "recall_at_k": 0.8},
+    "new": {"bundle_id": "b" * 64, "items": 24, "recall_at_1": 0.74, "recall_at_k": 0.9},
+    "overlap_at_k": 0.43,
+    "gate": {"passed": True, "reason": "recall@1 0.7400 after 0.6100, on 20 queries."},
+    "swapped": False,
+}
+
+
+def job(number: int, state: str, **more: object) -> dict[str, object]:
+    times = {"created_at": "2026-01-01T00:00:00.000+00:00", "started_at": None, "ended_at": None}
+    return {
+        "id": f"{number:012x}",
+        "kind": "rebuild",
+        "gallery": "shop",
+        "state": state,
+        "step": "embed pictures: 400 of 1,000",
+        "done": 400,
+        "total": 1000,
+        "by": "office",
+        "params": {"bundle_id": "b" * 64, "swap": "never"},
+        "error": None,
+        "report": None,
+        **times,
+        **more,
+    }
+
+
+JOBS = [
+    job(1, "running"),
+    job(2, "succeeded", report=REPORT),
+    job(3, "failed", error="Memory ran out. Start it again."),
+    job(4, "queued", kind="train"),
+    job(5, "cancelled", kind="compact"),
+]
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Iterator[AdminShop]:
+    made = AdminShop(tmp_path_factory.mktemp("state"), pictures)
+    made.stock()
+    made.stock("a-gallery-with-a-name-that-goes-on-and-on", count=0)
+    yield made
+    made.shop.close()
+
+
+@pytest.fixture
+def open_admin(browser: Browser, shop: AdminShop) -> Iterator[OpenAdmin]:
+    with opening(browser, shop.url, shop.key) as open_it:
+        yield open_it
+
+
+def opened(open_admin: OpenAdmin, view: str, **settings: object) -> Page:
+    page = open_admin(f"/admin?gallery=shop#{view}", reduced_motion="reduce", **settings)
+    expect(page.get_by_test_id("gallery-size")).not_to_be_empty()
+    return page
+
+
+def with_jobs(page: Page) -> None:
+    """Jobs in every state, the running one and then the compared one open."""
+    page.route("**/jobs?*", lambda route: route.fulfill(json={"jobs": JOBS}))
+    text = {"offset": 0, "next_offset": 4, "text": "step\n"}
+    end = {"offset": 4, "next_offset": 4, "text": ""}
+    page.route("**/log?offset=0", lambda route: route.fulfill(json=text))
+    page.route("**/log?offset=4", lambda route: route.fulfill(json=end))
+    page.get_by_test_id("to-jobs").click()
+    expect(page.get_by_test_id("job")).to_have_count(5)
+    page.get_by_test_id("job").first.get_by_role("button").click()
+    expect(page.get_by_test_id("job-log")).to_contain_text("step")
+
+
+def test_items_dialogs_and_pictures_to_add_have_no_violation(
+    open_admin: OpenAdmin, shop: AdminShop
+) -> None:
+    page = opened(open_admin, "items")
+    page.get_by_test_id("pick").first.check()
+    assert violations(page) == []
+    page.get_by_test_id("edit-item").first.click()
+    expect(page.get_by_test_id("edit-title")).not_to_be_empty()
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    page.get_by_test_id("bulk-delete").click()
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    page.get_by_test_id("to-add").click()
+    drop(page, ("i/00.png", shop.pictures[0]), ("broken.png", b"no picture"))
+    page.get_by_test_id("queue-key").first.fill("i/00.png")
+    assert violations(page) == []
+    page.get_by_test_id("queue-send").click()
+    assert len(added(page)) == 2
+    assert violations(page) == []
+
+
+def test_status_jobs_and_galleries_have_no_violation(open_admin: OpenAdmin) -> None:
+    page = opened(open_admin, "status")
+    expect(page.get_by_test_id("status-ready")).to_be_visible()
+    assert violations(page) == []
+    page.get_by_test_id("to-galleries").click()
+    assert violations(page) == []
+    page.get_by_test_id("gallery-delete").first.click()
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    with_jobs(page)
+    page.get_by_test_id("open-train").locator("summary").first.click()
+    assert violations(page) == []
+    page.get_by_test_id("job").nth(1).get_by_role("button").click()
+    expect(page.get_by_test_id("report-table")).to_be_visible()
+    assert violations(page) == []
+
+
+def test_the_key_form_and_the_empty_gallery_have_no_violation(
+    browser: Browser, shop: AdminShop, open_admin: OpenAdmin
+) -> None:
+    with opening(browser, shop.url, None) as open_it:
+        page = open_it(allowed=("401",))
+        expect(page.get_by_test_id("key")).to_be_visible()
+        assert violations(page) == []
+        page.get_by_test_id("key").fill("kl_no")
+        page.keyboard.press("Enter")
+        expect(page.get_by_test_id("error-detail")).to_contain_text("not known")
+        assert violations(page) == []
+    page = open_admin("/admin?gallery=a-gallery-with-a-name-that-goes-on-and-on")
+    expect(page.get_by_test_id("items-empty")).to_be_visible()
+    assert violations(page) == []
+
+
+def test_a_phone_has_large_targets_and_no_violation(open_admin: OpenAdmin, shop: AdminShop) -> None:
+    page = opened(open_admin, "items", **PHONE)
+    page.get_by_test_id("pick").first.check()
+    targets = SMALL_TARGETS.replace("input", "input:not([type=checkbox])", 1)
+    assert page.evaluate(targets) == []
+    assert violations(page) == []
+    page.get_by_test_id("edit-item").first.tap()
+    expect(page.get_by_test_id("edit-title")).not_to_be_empty()
+    assert page.evaluate(targets) == []
+    page.get_by_test_id("edit-cancel").tap()
+    page.get_by_test_id("to-add").tap()
+    drop(page, ("new.png", shop.pictures[0]))
+    assert page.evaluate(targets) == []
+    for view in ("status", "galleries"):
+        page.get_by_test_id(f"to-{view}").tap()
+        assert page.evaluate(targets) == []
+    with_jobs(page)
+    page.get_by_test_id("open-train").locator("summary").first.tap()
+    assert page.evaluate(targets) == []
+    assert violations(page) == []
+
+
+def test_nothing_scrolls_sideways_at_any_width(open_admin: OpenAdmin, shop: AdminShop) -> None:
+    page = opened(open_admin, "items")
+    expect(rows(page).first).to_be_visible()
+    assert too_wide(page) == []
+    page.get_by_test_id("to-add").click()
+    drop(page, (f"{'long-name' * 12}.png", shop.pictures[0]))
+    assert too_wide(page) == []
+    for view in ("status", "galleries"):
+        page.get_by_test_id(f"to-{view}").click()
+        expect(page.get_by_test_id(f"to-{view}")).to_have_attribute("aria-current", "page")
+        assert too_wide(page) == []
+    with_jobs(page)
+    page.get_by_test_id("job").nth(1).get_by_role("button").click()
+    page.get_by_test_id("open-train").locator("summary").first.click()
+    assert too_wide(page) == []
+
+
+def test_the_keyboard_alone_edits_and_deletes(open_admin: OpenAdmin, shop: AdminShop) -> None:
+    shop.stock("keys", count=3)
+    page = open_admin("/admin?gallery=keys")
+    expect(rows(page)).to_have_count(3)
+    tab_to(page, "edit-item")
+    page.keyboard.press("Enter")
+    expect(page.get_by_test_id("edit")).to_be_visible()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.type("pink")
+    page.keyboard.press("Enter")
+    expect(row(page, "i/00.png")).to_contain_text("colour pink")
+    tab_to(page, "delete-item")
+    page.keyboard.press("Space")
+    expect(page.get_by_test_id("confirm")).to_be_visible()
+    tab_to(page, "confirm-yes")
+    page.keyboard.press("Enter")
+    expect(rows(page)).to_have_count(2)
+
+
+def test_the_skip_link_goes_to_the_content_of_the_same_view(open_admin: OpenAdmin) -> None:
+    page = opened(open_admin, "galleries")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    expect(page.get_by_test_id("gallery-form")).to_be_visible()
+
+
+def test_a_job_in_sight_keeps_the_focus_while_it_is_asked_for_again(open_admin: OpenAdmin) -> None:
+    page = opened(open_admin, "items")
+    with_jobs(page)
+    cancel = page.get_by_test_id("job-cancel")
+    cancel.focus()
+    step = page.get_by_test_id("job-step")
+    page.unroute("**/jobs?*")
+    later = [{**JOBS[0], "step": "make the index", "done": 800}, *JOBS[1:]]
+    page.route("**/jobs?*", lambda route: route.fulfill(json={"jobs": later}))
+    expect(step).to_contain_text("make the index")
+    expect(cancel).to_be_focused()
+    assert page.get_by_test_id("job-progress").first.evaluate("(bar) => bar.position") == 0.8
+
+
+def test_no_request_leaves_the_service(open_admin: OpenAdmin, shop: AdminShop) -> None:
+    page = opened(open_admin, "items")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.reload()
+    for view in ("add", "status", "jobs", "galleries", "items"):
+        page.get_by_test_id(f"to-{view}").click()
+    expect(rows(page).first).to_be_visible()
+    assert asked
+    assert [url for url in asked if not url.startswith((shop.url, "blob:"))] == []
+
+
+def test_the_skip_link_goes_to_the_content_of_the_view_that_is_open(
+    open_admin: OpenAdmin,
+) -> None:
+    page = opened(open_admin, "status")
+    page.get_by_role("link", name="Skip to the content").focus()
+    page.keyboard.press("Enter")
+    expect(page.locator("#main")).to_be_focused()
+    assert page.url.endswith("#status")
+    page.reload()
+    expect(page.locator("#view-status")).to_be_visible()

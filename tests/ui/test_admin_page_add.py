@@ -1,0 +1,168 @@
+"""Adding items on the admin page: dropped and picked, keys and attributes, what became of each."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect
+
+from tests.support.admin_page import AdminShop, OpenAdmin, added, drop, fill_row, opening
+from tests.support.page_browser import FOCUSED
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Iterator[AdminShop]:
+    made = AdminShop(tmp_path_factory.mktemp("state"), pictures)
+    yield made
+    made.shop.close()
+
+
+@pytest.fixture
+def open_admin(browser: Browser, shop: AdminShop) -> Iterator[OpenAdmin]:
+    shop.stock(count=2)
+    with opening(browser, shop.url, shop.key) as open_it:
+        yield open_it
+
+
+@pytest.fixture
+def page(open_admin: OpenAdmin) -> Page:
+    """The view for adding to a gallery of two items."""
+    page = open_admin("/admin#add")
+    expect(page.get_by_test_id("gallery-size")).to_have_text("2 items")
+    return page
+
+
+def send(page: Page) -> list[str]:
+    page.get_by_test_id("queue-send").click()
+    return added(page)
+
+
+def test_dropped_pictures_are_added_under_their_names_with_common_attributes(
+    page: Page, shop: AdminShop
+) -> None:
+    page.get_by_test_id("attributes-add-row").first.click()
+    fill_row(page, 0, "season", "text", "summer")
+    page.get_by_test_id("attributes-add-row").first.click()
+    fill_row(page, 1, "price", "number", "5")
+    drop(page, *((f"new-{n}.png", shop.pictures[n]) for n in range(3)))
+    expect(page.get_by_test_id("queue-title")).to_have_text("3 pictures to add")
+    assert send(page) == ["Added"] * 3
+    expect(page.get_by_test_id("queue-title")).to_have_text("3 added")
+    expect(page.get_by_test_id("gallery-size")).to_have_text("5 items")
+    assert shop.keys(key_prefix="new-") == ["new-0.png", "new-1.png", "new-2.png"]
+    assert shop.attributes("new-2.png") == {"season": "summer", "price": 5}
+
+
+def test_each_result_is_told_and_a_failed_picture_fails_alone(page: Page, shop: AdminShop) -> None:
+    attributes = '{"colour": "red", "price": 0, "sale": true}'
+    page.get_by_test_id("attributes-json").first.click()
+    page.get_by_test_id("attributes-text").first.fill(attributes)
+    drop(page, ("0.png", shop.pictures[0]), ("1.png", shop.pictures[7]), ("x.png", b"no picture"))
+    drop(page, ("new.png", shop.pictures[5]))
+    page.get_by_test_id("queue-key").nth(0).fill("i/00.png")
+    page.get_by_test_id("queue-key").nth(1).fill("i/01.png")
+    states = send(page)
+    assert [states[0], states[1], states[3]] == ["Unchanged", "Replaced", "Added"]
+    assert states[2].startswith("Failed: ")
+    assert "not an image" in states[2]
+    expect(page.get_by_test_id("queue-title")).to_have_text(
+        "1 added, 1 replaced, 1 unchanged, 1 failed"
+    )
+    expect(page.get_by_test_id("queue-send")).to_have_text("Try the failed ones again")
+    page.get_by_test_id("queue-clear").click()
+    expect(page.get_by_test_id("queue-row")).to_have_count(0)
+    assert page.evaluate(FOCUSED) == "add-pick"
+
+
+def test_picked_pictures_can_have_their_own_attributes(page: Page, shop: AdminShop) -> None:
+    files: list[dict[str, object]] = [
+        {"name": f"own-{n}.png", "mimeType": "image/png", "buffer": shop.pictures[n]}
+        for n in range(2)
+    ]
+    page.get_by_test_id("add-files").set_input_files(files)  # type: ignore[arg-type]
+    page.get_by_test_id("queue-edit").nth(1).click()
+    page.get_by_test_id("edit").get_by_test_id("attributes-add-row").click()
+    fill_row(page, 0, "season", "text", "winter")
+    page.get_by_test_id("edit-save").click()
+    expect(page.get_by_test_id("edit")).to_be_hidden()
+    assert send(page) == ["Added", "Added"]
+    assert shop.attributes("own-0.png") == {}
+    assert shop.attributes("own-1.png") == {"season": "winter"}
+
+
+def test_two_pictures_with_one_key_are_not_sent(page: Page, shop: AdminShop) -> None:
+    drop(page, ("a.png", shop.pictures[0]), ("a.png", shop.pictures[1]))
+    page.get_by_test_id("queue-send").click()
+    expect(page.get_by_test_id("queue-error")).to_contain_text("Two pictures have the key a.png")
+    assert page.evaluate(FOCUSED) == "queue-key"
+    page.keyboard.type("2")
+    assert send(page) == ["Added", "Added"]
+
+
+def test_a_busy_service_is_asked_again(open_admin: OpenAdmin, shop: AdminShop) -> None:
+    page = open_admin("/admin#add", allowed=("503",))
+    expect(page.get_by_test_id("gallery-size")).to_have_text("2 items")
+    refusals = iter([503])
+
+    def once(route: Route) -> None:
+        if route.request.method == "PUT" and next(refusals, None):
+            route.fulfill(status=503, headers={"Retry-After": "1"})
+        else:
+            route.continue_()
+
+    page.route("**/items", once)
+    drop(page, ("again.png", shop.pictures[3]))
+    assert send(page) == ["Added"]
+
+
+def test_many_pictures_are_sent_in_parts_and_can_be_stopped(page: Page, shop: AdminShop) -> None:
+    asked = []
+
+    def slow(route: Route) -> None:
+        asked.append(route.request)
+        if len(asked) == 1:
+            route.continue_()
+        else:
+            time.sleep(0.2)  # the second part is under way when it is stopped
+            route.continue_()
+
+    page.route("**/items", slow)
+    drop(page, *((f"many-{n:02d}.png", shop.pictures[n % 12]) for n in range(20)))
+    page.get_by_test_id("queue-send").click()
+    expect(page.get_by_test_id("queue-state").nth(7)).to_have_text("Added")
+    page.get_by_test_id("queue-stop").click()
+    states = added(page)
+    assert states[:8] == ["Added"] * 8
+    assert states[-1] == "Not sent yet"
+    expect(page.get_by_test_id("queue-send")).to_contain_text("Add ")
+    page.unroute("**/items")
+    states = send(page)
+    assert set(states) <= {"Added", "Unchanged"}
+    assert len(shop.keys(key_prefix="many-")) == 20
+
+
+def test_a_gallery_that_cannot_be_changed_says_so(open_admin: OpenAdmin) -> None:
+    page = open_admin("/admin")
+    page.route(
+        "**/galleries",
+        lambda route: route.fulfill(
+            json={
+                "bundle_id": "b",
+                "galleries": [
+                    {
+                        "name": "shop",
+                        "size": 2,
+                        "bundle_id": "b",
+                        "writable": False,
+                        "managed": False,
+                    }
+                ],
+            }
+        ),
+    )
+    page.reload()
+    page.get_by_test_id("to-add").click()
+    expect(page.get_by_test_id("add-closed")).to_contain_text("cannot be changed here")
+    expect(page.get_by_test_id("add-pick")).to_be_disabled()

@@ -1,0 +1,183 @@
+"""The admin page's jobs: started from forms, followed, cancelled, compared, swapped; and status."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from embedder.bundle import Bundle
+from service.app import create_app
+from tests.support.admin_page import OpenAdmin, opening
+from tests.support.job_shops import JobShop
+from tests.support.page_browser import until
+from tests.support.servers import Running, StartService, run
+
+pytestmark = pytest.mark.browser
+
+LONG_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def shop(
+    tmp_path_factory: pytest.TempPathFactory,
+    make_tiny_bundle: Callable[..., Bundle],
+    tiny_bundle: Bundle,
+) -> JobShop:
+    """Galleries `shop` and `other`, and a trainer that takes its time."""
+    made = JobShop(
+        *(tmp_path_factory.mktemp("jobs"), tiny_bundle, make_tiny_bundle(seed=1)),
+        reload_interval_ms=50,
+        decode_isolation=False,
+        lanes=1,
+        request_timeout_ms=60_000,
+    )
+    made.build("other")
+    slow = made.trainer(seconds=2, epochs=200)
+    made.settings = made.settings.model_copy(update={"training_command": slow})
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(shop: JobShop) -> Iterator[Running]:
+    service = run(create_app(shop.settings))
+    yield service
+    for job in shop.manager.list("running"):
+        shop.manager.cancel(job.id)
+    service.close()
+
+
+@pytest.fixture
+def open_admin(browser: Browser, served: Running) -> Iterator[OpenAdmin]:
+    store = served.runtime.keys
+    assert store is not None
+    secret = store.create(f"office-{os.urandom(4).hex()}", ("admin",))
+    with opening(browser, served.url, secret) as open_it:
+        yield open_it
+
+
+@pytest.fixture
+def page(open_admin: OpenAdmin) -> Page:
+    """The jobs of the gallery `shop`."""
+    page = open_admin("/admin?gallery=shop#jobs")
+    expect(page.get_by_test_id("open-train")).to_be_visible()
+    return page
+
+
+def start(page: Page, kind: str, **fields: str) -> None:
+    """Open the form of a kind, fill its fields (choose from lists) and send it."""
+    form = page.get_by_test_id(f"open-{kind}")
+    form.locator("summary").first.click()
+    for name, value in fields.items():
+        field = form.get_by_test_id(f"field-{name}")
+        if field.evaluate("(node) => node.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+    form.get_by_test_id(f"start-{kind}").click()
+
+
+def ended(page: Page, state: str) -> None:
+    badge = page.get_by_test_id("job-detail").get_by_test_id("job-state")
+    expect(badge).to_have_text(state, timeout=LONG_MS)
+
+
+def test_compacting_is_started_and_followed_to_its_end(page: Page) -> None:
+    start(page, "compact")
+    expect(page.get_by_test_id("job-detail")).to_contain_text("Compact: shop")
+    ended(page, "done")
+    expect(page.get_by_test_id("job-cancel")).to_have_count(0)
+    expect(page.get_by_test_id("job").first).to_contain_text("done")
+
+
+def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: JobShop) -> None:
+    start(page, "rebuild", bundle_id=shop.new.bundle_id[:12], swap="never")
+    ended(page, "done")
+    detail = page.get_by_test_id("job-detail")
+    expect(detail.get_by_test_id("job-step")).to_contain_text("waits to be put in place")
+    expect(detail.get_by_test_id("report-gate")).to_contain_text("Good enough")
+    table = detail.get_by_test_id("report-table")
+    expect(table.locator("thead")).to_contain_text("Difference")
+    expect(table).to_contain_text("recall@1")
+    expect(table).to_contain_text(shop.new.bundle_id[:12])
+    expect(detail.get_by_test_id("report-basis")).to_contain_text("agree on")
+    assert shop.bundle_id() == shop.old.bundle_id
+    detail.get_by_test_id("job-swap").click()
+    expect(detail).to_contain_text("Swap: shop")
+    ended(page, "done")
+    expect(detail.get_by_test_id("report-swapped")).to_be_visible()
+    assert shop.bundle_id() == shop.new.bundle_id
+    page.get_by_test_id("job").nth(1).get_by_role("button").click()
+    expect(detail.get_by_test_id("report-gate")).to_be_visible()
+    expect(detail.get_by_test_id("job-swap")).to_have_count(0)
+
+
+def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page: Page) -> None:
+    start(page, "train", epochs="3", max_recall_loss="2")
+    detail = page.get_by_test_id("job-detail")
+    expect(detail.get_by_test_id("job-step")).to_contain_text("epochs", timeout=LONG_MS)
+    expect(page.get_by_test_id("to-jobs")).to_contain_text("1 running")
+    expect(detail.get_by_test_id("job-log")).to_contain_text("epoch 1: grün", timeout=LONG_MS)
+    expect(detail.get_by_test_id("job-log")).to_contain_text("epoch 2: grün", timeout=LONG_MS)
+    until(page, "document.querySelector('#job-detail progress').value > 0")
+    detail.locator("details summary", has_text="Details").click()
+    expect(detail).to_contain_text('"optimizer.epochs":3')
+    expect(detail).to_contain_text('"max_recall_loss":0.02')
+    detail.get_by_test_id("job-cancel").click()
+    page.get_by_test_id("confirm-yes").click()
+    ended(page, "cancelled")
+    expect(page.get_by_test_id("to-jobs")).to_have_text("Jobs")
+    expect(detail.get_by_test_id("job-resume")).to_be_visible()
+
+
+def test_another_gallery_is_swapped_in(open_admin: OpenAdmin, served: Running) -> None:
+    page = open_admin("/admin?gallery=other#jobs")
+    before = served.client.get("/galleries/other").json()["generation"]
+    start(page, "swap", **{"with": "shop"})
+    ended(page, "done")
+    after = served.client.get("/galleries/other").json()["generation"]
+    assert after != before
+
+
+def test_what_the_service_refuses_is_said_in_the_form(open_admin: OpenAdmin) -> None:
+    page = open_admin("/admin?gallery=shop#jobs", allowed=("422",))
+    start(page, "train", job="nothing")
+    form = page.get_by_test_id("open-train")
+    expect(form.get_by_test_id("start-error")).to_contain_text("Known are")
+    expect(form.get_by_test_id("field-job")).to_have_value("nothing")
+
+
+def test_the_status_shows_the_index_the_model_and_readiness(page: Page, shop: JobShop) -> None:
+    page.get_by_test_id("to-status").click()
+    index = page.get_by_test_id("status-index")
+    expect(index).to_contain_text("Nothing to tidy up")
+    for term in ("Kind of index", "Added since", "Removed since", "recall", "Generation"):
+        expect(index).to_contain_text(term)
+    expect(page.get_by_test_id("status-model")).to_contain_text("CPUExecutionProvider")
+    expect(page.get_by_test_id("status-attributes")).to_contain_text("class-0 (4)")
+    expect(page.get_by_test_id("status-ready")).to_contain_text("Ready to answer")
+
+
+def test_a_service_that_is_not_ready_says_what_is_wrong(open_admin: OpenAdmin) -> None:
+    page = open_admin("/admin", allowed=("503",))
+    answer = {
+        "status": "not ready",
+        "checks": {"model": "no worker is alive"},
+        "queue_depth": 3,
+        "redis": "down",
+        "last_error": None,
+    }
+    page.route("**/ready", lambda route: route.fulfill(status=503, json=answer))
+    page.get_by_test_id("to-status").click()
+    expect(page.get_by_test_id("status-ready")).to_contain_text("Not ready")
+    expect(page.get_by_test_id("status-ready")).to_contain_text("no worker is alive")
+
+
+def test_without_a_state_folder_there_are_no_jobs_and_the_page_says_why(
+    browser: Browser, start_service: StartService
+) -> None:
+    service = start_service(anonymous_scopes=("admin",))
+    with opening(browser, service.url, None) as open_it:
+        page = open_it("/admin#galleries", allowed=("409",))
+        page.get_by_test_id("to-jobs").click()
+        expect(page.get_by_test_id("starts")).to_contain_text("--state")

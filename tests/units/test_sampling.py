@@ -1,0 +1,127 @@
+"""Online recall: one in so many searches is run again exactly, and nobody waits for it."""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from embedder.types import Hit
+from indexer.types import SearchOptions
+from service.search.recall import recall_of
+from tests.support.servers import WAIT_S, FakeGallery
+
+
+class Approximate(FakeGallery):
+    """Misses its best item unless it is asked to be exact; an exact search waits for `gate`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.exact = 0
+        self.kind: str | None = "hnsw"
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def facts(self) -> Any:
+        return SimpleNamespace(segment=self.kind and SimpleNamespace(kind=self.kind))
+
+    def search(self, queries: Any, k: int, options: SearchOptions | None = None) -> Any:
+        options = options or SearchOptions()
+        if options.exact:
+            self.exact += 1
+            assert self.gate.wait(WAIT_S)
+            return super().search(queries, k, options)
+        return super().search(queries, k, replace(options, offset=options.offset + 1))
+
+
+@pytest.fixture
+def gallery(embedder, pictures) -> Iterator[Approximate]:
+    found = Approximate(embedder, pictures)
+    yield found
+    found.gate.set()
+
+
+def sampled(service: Any) -> float:
+    return service.metric("kinlens_online_recall_count", gallery="shop")
+
+
+def test_one_in_n_searches_is_measured(start_service, gallery, pictures, until) -> None:
+    service = start_service(recall_sample=3)
+    for number in range(9):
+        service.search(pictures[number], k=4)
+        until(lambda number=number: sampled(service) == (number + 1) // 3)
+    assert gallery.exact == 3
+    total = service.metric("kinlens_online_recall_sum", gallery="shop")
+    assert total == pytest.approx(3 * 3 / 4)  # of four true ones the best is missing
+
+
+def test_answers_from_a_cache_and_exact_ones_are_not_measured(
+    start_service, gallery, pictures
+) -> None:
+    service = start_service(recall_sample=1)
+    service.search(pictures[0], exact="true")
+    service.search(pictures[0], exact="true")
+    assert gallery.exact == 1
+
+
+@pytest.mark.parametrize("kind", ["flat", None])
+def test_what_looks_at_every_item_anyway_is_not_measured(
+    start_service, gallery, pictures, until, kind: str | None
+) -> None:
+    service = start_service(recall_sample=1)
+    gallery.kind = kind
+    for data in pictures[:4]:
+        service.search(data)
+    until(lambda: not service.runtime.sampler.is_running)
+    gallery.kind = "hnsw"
+    service.search(pictures[4])
+    until(lambda: sampled(service) > 0)
+    assert gallery.exact == sampled(service) == 1
+
+
+def test_zero_measures_nothing(start_service, gallery, pictures) -> None:
+    service = start_service(recall_sample=0)
+    for data in pictures:
+        service.search(data)
+    assert gallery.exact == 0
+
+
+def test_searches_go_on_while_one_is_measured_and_only_one_is(
+    start_service, gallery, pictures, until
+) -> None:
+    service = start_service(recall_sample=1, lanes=1)
+    gallery.gate.clear()
+    for data in pictures:
+        assert service.search(data).status_code == 200
+    assert gallery.exact == 1
+    gallery.gate.set()
+    until(lambda: sampled(service) == 1)
+
+
+def test_what_fails_or_is_overtaken_by_a_change_is_not_measured(
+    start_service, gallery, pictures, until, monkeypatch
+) -> None:
+    service = start_service(recall_sample=1)
+    gallery.gate.clear()
+    service.search(pictures[0])
+    until(lambda: gallery.exact == 1)
+    gallery.version = "changed"
+    gallery.gate.set()
+    new = itertools.count(1)  # another k each time, since a cached answer is not measured
+    until(lambda: gallery.exact > 1 or service.search(pictures[1], k=next(new)).status_code != 200)
+    until(lambda: 1 <= sampled(service) == gallery.exact - 1)
+
+
+def hits(*scores: float) -> list[Hit]:
+    return [Hit(number, "", score) for number, score in enumerate(scores)]
+
+
+def test_recall_is_the_share_of_the_true_best_and_equals_count_as_equal() -> None:
+    exact = hits(0.9, 0.8, 0.8, 0.7)
+    assert recall_of(exact, exact) == 1.0
+    assert recall_of([], exact) == 0.0
+    assert recall_of(hits(0.9, 0.8, 0.6, 0.5), exact) == 0.5
+    assert recall_of(hits(0.9, 0.8, 0.7, 0.7), exact) == 1.0

@@ -226,7 +226,8 @@ def small_bundle(folder: Path, backbone: str) -> Path:
     run("kinlens-train", "data", "render", shop, "--products", 8, "--views", 4, "--size-px", 96)
     changes = {
         "data.root": shop, "model.backbone": backbone, "model.weights": "none", "model.dim": 128,
-        "input.size_px": 224, "input.resize_px": 256, "optimizer.epochs": 1,
+        "input.size_px": 224, "input.resize_px": 256, "input.test_px": 224,
+        "optimizer.epochs": 1,
         "optimizer.batch_size": 8, "optimizer.min_steps": 1,
     }  # fmt: skip
     flags = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]

@@ -225,7 +225,7 @@ def test_every_image_resolves_to_what_it_needs_for_its_own_python(
     scratch: Scratch, path: Path, with_them: set[str], without: set[str]
 ) -> None:
     instructions = parse(path)
-    [version] = [i.rest.removeprefix("PYTHON=") for i in instructions if i.word == "ARG"]
+    [version] = [i.rest[7:] for i in instructions if i.rest.startswith("PYTHON=")]
     own = str(scratch.folder / "opt" / path.stem)
     said = ""
     for instruction in instructions:

@@ -103,9 +103,16 @@ def test_items_are_put_found_changed_and_removed_by_every_replica(
     assert "003" not in keys(other.running.search(pictures[3], k=12))
     assert other.client.get(found["hits"][0]["image"]).status_code == 404
     assert len(list((one.state / "pictures").glob("*/*"))) == len(pictures) - 1
+    many = {"filter": 'colour = "blue"'}
+    assert one.client.post("/galleries/shop/items/delete", json=many).json()["removed"] == 1
+    [hit] = other.running.search(pictures[5], k=1).json()["hits"]
+    assert other.client.delete(f"/galleries/shop/items/{hit['id']}").json()["removed"] == 1
+    assert sorted(keys(one.running.search(pictures[5], k=12))) == [
+        f"{n:03d}" for n in range(len(pictures)) if n not in (3, 4, 5)
+    ]
     one.client.get("/metrics")
     assert one.running.metric("kinlens_milvus_seconds_count", call="upsert") >= 1
-    assert one.running.metric("kinlens_gallery_items", gallery="shop") == len(pictures) - 1
+    assert one.running.metric("kinlens_gallery_items", gallery="shop") == len(pictures) - 3
 
 
 def test_another_bundle_behind_the_alias_brings_its_model(

@@ -1,5 +1,6 @@
 """A gallery on a real Milvus server, served: what a client sees, and what an outage costs."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,20 @@ def test_what_cannot_be_done_on_milvus_says_what_to_do_instead(
         assert "kinlens-index import" in assert_problem(response, 409, "gallery-conflict")["detail"]
     deleted = shop.client.delete("/galleries/shop")
     assert_problem(deleted, 409, "gallery-conflict")
+
+
+def test_check_tells_of_a_gallery_on_milvus_and_of_a_client_that_is_missing(
+    server: MilvusServer, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(server, "checked", OnnxEmbedder.open(tiny_bundle))
+    monkeypatch.setenv("KINLENS_BUNDLE", str(tiny_bundle.path))
+    monkeypatch.setenv("KINLENS_GALLERIES", f"shop={address(server, 'checked')}")
+    said = CliRunner().invoke(command, ["check", "--port", "0"])
+    assert "0 items of bundle" in " ".join(said.output.split())
+    monkeypatch.setitem(sys.modules, "pymilvus", None)
+    said = CliRunner().invoke(command, ["check", "--port", "0"])
+    assert said.exit_code == 1
+    assert "kinlens[milvus]" in said.output
 
 
 WRONG = {

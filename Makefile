@@ -7,7 +7,7 @@ UV     := $(BIN)/uv
 PIP    := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak mutations check format bench clean
+.PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak scale-check mutations check format bench clean
 
 help:  ## List the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
@@ -23,7 +23,7 @@ $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,parquet,milvus-server]'
+	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,fsspec,parquet,milvus-server]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
@@ -60,6 +60,9 @@ soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	  tests/training/test_export.py tests/training/test_models.py --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
 
+scale-check: $(VENV)/.dev  ## Three replicas over Milvus and Redis, all real: puts, kills and outages
+	$(BIN)/pytest -ra --durations 0 tests/http/load/test_scale.py tests/http/galleries/test_milvus_served.py
+
 mutations: $(VENV)/.dev  ## Break the product on purpose: do the tests notice? NAMES="workers redis"
 	$(BIN)/python -m tests.long.mutations $(NAMES)
 
@@ -74,11 +77,11 @@ format: $(VENV)/.dev  ## Mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,parquet,milvus-server,bench]'
+	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,fsspec,parquet,milvus-server,bench]'
 	@touch $@
 
 bench: $(VENV)/.bench  ## Benchmarks, each with its ceiling; those of a GPU are called by hand
-	set -e; for file in $$(grep -l "__main__" benchmarks/*.py | grep -v -e _gpu -e /load.py); do $(BIN)/python $$file; done
+	set -e; for file in $$(grep -l "__main__" benchmarks/*.py | grep -v -e _gpu -e /load.py -e /milvus_search.py); do $(BIN)/python $$file; done
 
 clean:  ## Remove the environment and what the demo made
 	rm -rf $(VENV) .kinlens .pytest_cache .mypy_cache .ruff_cache

@@ -1,5 +1,7 @@
 """A gallery on this machine: a FAISS segment, what came after it, and a catalogue in SQLite.
 
+One on Milvus is opened here as well: `open_remote`.
+
 What is asked about items is read from the catalogue alone; the index is for searches.
 """
 
@@ -13,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
 from embedder.durable import discard, hold, reach
 from embedder.errors import (
@@ -32,11 +33,19 @@ from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.entries import check_key, checked_keys, learn_kinds
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.write import CatalogWriter
+from indexer.exchange.milvus import MilvusStore as MilvusStore
 from indexer.filters.tree import Filter
 from indexer.folder.layout import PICTURES, GalleryFolder, disk_errors_explained
-from indexer.folder.manifest import REPORT, GalleryManifest, read_manifest, write_manifest
+from indexer.folder.manifest import (
+    REPORT,
+    GalleryManifest,
+    read_manifest,
+    write_manifest,
+)
+from indexer.folder.manifest import (
+    GalleryFacts as GalleryFacts,
+)
 from indexer.index.plan import IndexSettings
-from indexer.index.segment import SegmentManifest
 from indexer.index.segment import read_manifest as read_segment_manifest
 from indexer.ingest.pictures import ItemImage, item_image
 from indexer.live.compaction import (
@@ -51,43 +60,24 @@ from indexer.live.search import Searcher, numbers_of
 from indexer.live.snapshot import SnapshotKeeper
 from indexer.types import (
     AttributeFacts,
+    Consistency,
     Entry,
     Group,
     Grouping,
     Ids,
     Item,
+    OnCall,
     Page,
     Progress,
     Scores,
     SearchOptions,
     Written,
+    milvus_address,
+    unobserved,
 )
 
 _PAGE = 1000
 _REMOVED_AT_ONCE = 10_000
-
-
-class GalleryFacts(BaseModel):
-    """One state of a gallery: `size` items alive, of which `delta` came after the segment.
-
-    `tombstones` items of the segment have been removed and wait for the next compaction.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    version: str
-    generation: str
-    bundle_id: str
-    dim: int
-    size: int
-    delta: int
-    tombstones: int
-    created_at: str
-    source: str
-    source_root: str
-    compaction_due: str | None
-    segment: SegmentManifest | None
 
 
 class Gallery:
@@ -602,6 +592,32 @@ def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:
         Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
         for item, vector in zip(items, vectors, strict=True)
     ]
+
+
+def open_remote(
+    address: str,
+    *,
+    image_root: Path | None = None,
+    token: str = "",
+    timeout_s: float = 10.0,
+    consistency: Consistency = "Strong",
+    on_call: OnCall = unobserved,
+) -> MilvusStore:
+    """The gallery at milvus://HOST:PORT/NAME; `on_call` is told of every request to the server.
+
+    Raises: InvalidParameterError, EngineUnavailableError also without the client (kinlens[milvus]),
+        GalleryNotFoundError, GalleryCorruptError.
+    """
+    uri, name = milvus_address(address)
+    return MilvusStore.open(
+        uri,
+        name,
+        image_root=image_root,
+        token=token,
+        timeout_s=timeout_s,
+        consistency=consistency,
+        on_call=on_call,
+    )
 
 
 def contents_held(folder: Path | str, sha256s: Sequence[str]) -> set[str]:

@@ -31,6 +31,15 @@ GroupScore = Literal["best", "mean"]
 """What a group is ranked by: its best item, or the mean over all its items."""
 
 
+Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]
+"""The levels of Milvus, as its documentation defines them: when a read sees a change."""
+
+OnCall = Callable[[str, float, bool], None]
+"""Told of a request to a server: its method, its seconds, and whether it was answered."""
+
+MILVUS = "milvus://"
+"""What the address of a gallery on Milvus begins with."""
+
 GALLERY_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """What the name of a gallery looks like, since it stands in addresses."""
 
@@ -318,6 +327,10 @@ class VectorStore(Protocol):
         """Let go of files and memory."""
 
 
+def unobserved(method: str, seconds: float, is_answered: bool) -> None:
+    """Nobody is told of a request."""
+
+
 def checked_name(name: str) -> str:
     """`name` itself, if it can stand in the address of a gallery.
 
@@ -329,6 +342,20 @@ def checked_name(name: str) -> str:
             "digits, '.', '_' or '-' with --name, beginning with a letter or digit."
         )
     return name
+
+
+def milvus_address(text: str) -> tuple[str, str]:
+    """The server, as in http://HOST:PORT, and the name in milvus://HOST:PORT/NAME.
+
+    Raises: InvalidParameterError.
+    """
+    server, _, name = text.removeprefix(MILVUS).partition("/")
+    if not re.fullmatch(r"[^\s@?#/]+", server) or not name or "/" in name:
+        raise InvalidParameterError(
+            f"{text!r} is not the address of a gallery. Write milvus://HOST:PORT/NAME; a token "
+            "for the server stands in KINLENS_MILVUS_TOKEN."
+        )
+    return f"http://{server}", name
 
 
 def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:

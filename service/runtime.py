@@ -15,7 +15,7 @@ from indexer.gallery import Gallery as IndexedGallery
 from service.access.keys import KeyStore, open_keys
 from service.concurrency import BoundedPool
 from service.galleries.items import Items
-from service.galleries.locations import Bundles, Locations, managed_folder
+from service.galleries.locations import Bundles, Locations, managed_folder, open_gallery
 from service.galleries.managed import ManagedGalleries
 from service.galleries.migration import bring_over
 from service.galleries.pictures import Renditions, Sweeper
@@ -33,7 +33,7 @@ from service.search.recall import RecallSampler
 from service.search.redis_cache import RedisStore
 from service.settings import Settings
 
-_NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": ()}
+_NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
 _PATIENCE = 4
 _WRITERS = 2  # a catalogue has one writer at a time; the other one prepares
 _FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once; each is short
@@ -162,7 +162,7 @@ def build_runtime(
     registry, models = open_registry(
         settings,
         connect,
-        lambda name: metrics.reload_failures.labels(name).inc(),
+        metrics,
         embedder,
         galleries,
     )
@@ -241,7 +241,7 @@ def _connector(
 def open_registry(
     settings: Settings,
     connect: Callable[[Embedder], Encoder],
-    on_failure: Callable[[str], None],
+    metrics: Metrics,
     embedder: Embedder | None,
     galleries: Mapping[str, Gallery] | None,
 ) -> tuple[Registry, Models]:
@@ -259,13 +259,22 @@ def open_registry(
     found = locations.list_galleries()
     if settings.state is not None:
         given = [one.path for one in (galleries or {}).values() if isinstance(one, IndexedGallery)]
-        bring_over(settings.state, [*given, *(location.path for location in found)])
+        places = [location.path for location in found if location.path is not None]
+        bring_over(settings.state, [*given, *places])
     elif not galleries and not found:
         raise GalleryNotFoundError(
             "No gallery was given. Name at least one folder with --gallery or KINLENS_GALLERIES, "
             "or a folder for those that are made while the service runs with --state."
         )
-    return Registry(locations, models, primary, galleries, on_failure=on_failure), models
+    registry = Registry(
+        locations,
+        models,
+        primary,
+        galleries,
+        open_gallery=lambda place: open_gallery(place, settings, metrics.observe_milvus),
+        on_failure=lambda name: metrics.reload_failures.labels(name).inc(),
+    )
+    return registry, models
 
 
 def missing_image_roots(galleries: Mapping[str, Gallery]) -> list[str]:

@@ -13,7 +13,7 @@ from embedder.errors import InvalidParameterError
 from embedder.machine import core_count
 from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
-from indexer.types import checked_name
+from indexer.types import MILVUS, Consistency, checked_name, milvus_address
 from service.access.address import parse_network
 from service.access.keys import Scope
 from service.access.rates import parse_rates
@@ -40,6 +40,7 @@ class Settings(BaseSettings):
     bundle: Path | None = None
     galleries: Annotated[tuple[str, ...], NoDecode] = ()
     image_roots: Annotated[tuple[str, ...], NoDecode] = ()
+    pictures: Annotated[tuple[str, ...], NoDecode] = ()
     state: Path | None = None
     samples: Path | None = None
     host: str = "127.0.0.1"
@@ -101,6 +102,11 @@ class Settings(BaseSettings):
     redis_max_value_bytes: int = Field(default=2**20, ge=1)
     redis_connections: int = Field(default=16, ge=1)
 
+    milvus_token: SecretStr | None = None
+    milvus_timeout_ms: int = Field(default=5_000, ge=1)
+    milvus_consistency: Consistency = "Strong"
+    pictures_timeout_ms: int = Field(default=5_000, ge=1)
+
     @model_validator(mode="before")
     @classmethod
     def _processes_share_the_cores(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -113,6 +119,7 @@ class Settings(BaseSettings):
     @field_validator(
         "galleries",
         "image_roots",
+        "pictures",
         "allowed_hosts",
         "anonymous_scopes",
         "trusted_proxies",
@@ -134,17 +141,21 @@ class Settings(BaseSettings):
             name, path = split_gallery(entry)
             if name is not None:
                 _check_name(name)
+            address = split_named(entry)[1]
+            if address.startswith(MILVUS):
+                _check_address(address)
             if path == Path():
                 raise ValueError(f"gallery {entry!r} has no path; write NAME=PATH or PATH")
         return value
 
-    @field_validator("image_roots")
+    @field_validator("image_roots", "pictures")
     @classmethod
-    def _roots_have_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _places_have_names(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        what = "image root" if info.field_name == "image_roots" else "place of pictures"
         for entry in value:
             name, path = split_gallery(entry)
             if not name or path == Path():
-                raise ValueError(f"image root {entry!r} is not NAME=DIR; NAME is that of a gallery")
+                raise ValueError(f"{what} {entry!r} is not NAME=PLACE; NAME is that of a gallery")
             _check_name(name)
         return value
 
@@ -280,8 +291,21 @@ class Settings(BaseSettings):
 
 def split_gallery(entry: str) -> tuple[str | None, Path]:
     """Split `NAME=PATH` or `PATH`; without a name the gallery's own name is used."""
-    name, separator, path = entry.partition("=")
-    return (name, Path(path)) if separator else (None, Path(entry))
+    name, text = split_named(entry)
+    return name, Path(text)
+
+
+def split_named(entry: str) -> tuple[str | None, str]:
+    """Split `NAME=TEXT` or `TEXT`."""
+    name, separator, text = entry.partition("=")
+    return (name, text) if separator else (None, entry)
+
+
+def _check_address(address: str) -> None:
+    try:
+        milvus_address(address)
+    except InvalidParameterError as error:
+        raise ValueError(str(error)) from None
 
 
 def _check_name(name: str) -> None:

@@ -25,6 +25,7 @@ from indexer.ingest.sources import folder_source
 from service.http.processes import GRACE_S
 from service.settings import Settings
 from tests.support.dockerfiles import ROOT, Scratch, environment, parse
+from tests.support.seams import Locations
 from tests.tiny import encoded, picture
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -224,7 +225,7 @@ def test_every_image_resolves_to_what_it_needs_for_its_own_python(
     scratch: Scratch, path: Path, with_them: set[str], without: set[str]
 ) -> None:
     instructions = parse(path)
-    [version] = [i.rest.removeprefix("PYTHON=") for i in instructions if i.word == "ARG"]
+    [version] = [i.rest[7:] for i in instructions if i.rest.startswith("PYTHON=")]
     own = str(scratch.folder / "opt" / path.stem)
     said = ""
     for instruction in instructions:
@@ -276,7 +277,7 @@ def test_compose_starts_service_and_cache_and_the_rest_by_profile() -> None:
     always = {name for name, service in SERVICES.items() if not service.get("profiles")}
     assert always == {"service", "redis"}
     profiles = {profile for service in SERVICES.values() for profile in service.get("profiles", [])}
-    assert profiles == {"gpu", "training", "milvus", "observability"}
+    assert profiles == {"gpu", "training", "milvus", "scale", "observability"}
     for service in SERVICES.values():
         if "build" in service:
             assert (ROOT / service["build"]["dockerfile"]).exists()
@@ -289,6 +290,24 @@ def test_compose_starts_service_and_cache_and_the_rest_by_profile() -> None:
                 assert (ROOT / source).exists()
             elif not source.startswith("$"):
                 assert source in COMPOSED["volumes"]
+
+
+def test_the_profile_scale_is_three_replicas_over_milvus_behind_a_balancer() -> None:
+    replica, balancer = SERVICES["replica"], SERVICES["balancer"]
+    assert replica["deploy"]["replicas"] == 3
+    assert set(replica["depends_on"]) == {"redis", "milvus"}
+    assert "scale" in SERVICES["milvus"]["profiles"]
+    assert balancer["depends_on"] == ["replica"]
+    given = {
+        name.removeprefix("KINLENS_").lower(): re.sub(r"\$\{\w+:-(.*)\}", r"\1", value)
+        for name, value in replica["environment"].items()
+        if name in ("KINLENS_GALLERIES", "KINLENS_PICTURES")
+    }
+    [place] = Locations(Settings(**given)).list_galleries()
+    assert place.address == "milvus://milvus:19530/shop"
+    assert place.pictures is not None
+    config = (DEPLOY / "haproxy/haproxy.cfg").read_text()
+    assert "server-template replica 3 replica:8000" in config
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -323,18 +342,18 @@ def test_the_service_gets_the_address_of_redis_from_a_secret(tmp_path: Path) -> 
 
 
 def test_compose_passes_every_setting_to_the_service_but_those_of_its_image() -> None:
-    of_the_image = {"host", "port", "state", "device", "redis_url"}
+    of_the_image = {"host", "port", "state", "device", "redis_url", "milvus_token"}
     names = {f"KINLENS_{name.upper()}" for name in set(Settings.model_fields) - of_the_image}
     assert names <= set(SERVICES["service"]["environment"])
-    for name in ("service-gpu", "worker"):
+    for name in ("service-gpu", "worker", "replica"):
         assert names - {"KINLENS_WORKERS"} <= set(SERVICES[name]["environment"])
-    for service in ("service", "service-gpu", "worker"):
+    for service in ("service", "service-gpu", "worker", "replica"):
         for name, value in SERVICES[service]["environment"].items():
             assert name.startswith("KINLENS_")
             assert value != "", f"{name} without a value is written without quotes"
 
 
-@pytest.mark.parametrize("name", ["service", "service-gpu", "worker"])
+@pytest.mark.parametrize("name", ["service", "service-gpu", "worker", "replica"])
 def test_the_engine_waits_for_the_end_of_requests_that_the_service_waits_for(name: str) -> None:
     service = SERVICES[name]
     given = service["environment"]["KINLENS_SHUTDOWN_TIMEOUT_S"]

@@ -6,14 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from embedder.errors import InvalidParameterError
 from indexer.commands.console import err, progress
 from indexer.exchange.milvus import MilvusStore
 from indexer.exchange.parquet import read_dump
 from indexer.gallery import Gallery
-from indexer.types import Dump, Progress
+from indexer.types import MILVUS, Dump, Progress, milvus_address
 
-MILVUS = "milvus://"
 Store = Gallery | MilvusStore
 
 
@@ -64,7 +62,7 @@ def open_store(
         return Gallery.open(
             text, expected_bundle_id=bundle_id, image_root=image_root, device=device
         )
-    uri, name = _address(text)
+    uri, name = milvus_address(text)
     return MilvusStore.open(
         uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=_token()
     )
@@ -89,7 +87,7 @@ def publish_on_milvus(text: str, dump: Dump, on_progress: Progress) -> MilvusSto
 
     Raises: SourceError, GalleryError.
     """
-    uri, name = _address(text)
+    uri, name = milvus_address(text)
     return MilvusStore.publish(
         uri,
         name,
@@ -101,15 +99,6 @@ def publish_on_milvus(text: str, dump: Dump, on_progress: Progress) -> MilvusSto
         token=_token(),
         on_progress=on_progress,
     )
-
-
-def _address(text: str) -> tuple[str, str]:
-    server, _, name = text.removeprefix(MILVUS).partition("/")
-    if not server or not name or "/" in name:
-        raise InvalidParameterError(
-            f"{text!r} is not the address of a gallery. Write milvus://HOST:PORT/NAME."
-        )
-    return f"http://{server}", name
 
 
 def _token() -> str:

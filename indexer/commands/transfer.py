@@ -25,7 +25,7 @@ from indexer.folder.backup import restore as restore_backup
 from indexer.gallery import copy_bytes
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import ImportReport, import_gallery
-from indexer.types import Dump
+from indexer.types import MILVUS, Dump
 
 app = typer.Typer()
 
@@ -89,7 +89,7 @@ def import_(
         index or "auto", memory_mb, device or "cpu", target_recall or TARGET_RECALL
     )
     with errors_shown(), stores.content_of(source) as dump:
-        if gallery.startswith(stores.MILVUS):
+        if gallery.startswith(MILVUS):
             report = _imported_into(gallery, dump)
         else:
             with progress(2 * dump.count, "Importing") as advance:

@@ -23,6 +23,7 @@ from indexer.index.kinds import IndexKind
 from indexer.index.plan import IndexSettings, Plan
 from indexer.ingest.build import planned
 from indexer.live.compaction import CompactReport
+from indexer.types import MILVUS
 
 app = typer.Typer()
 
@@ -119,7 +120,7 @@ def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
     """Show what is in a gallery."""
     with errors_shown():
         facts: StoreStats
-        if gallery.startswith(stores.MILVUS):
+        if gallery.startswith(MILVUS):
             with stores.opened(gallery) as store:
                 facts = store_stats(store)
         else:

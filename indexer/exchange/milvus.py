@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ from indexer.exchange.milvus_collection import (
 )
 from indexer.exchange.milvus_filters import literal
 from indexer.filters.tree import Filter, In, check_grouped
-from indexer.gallery import GalleryFacts
+from indexer.folder.manifest import GalleryFacts
 from indexer.ingest.pictures import ItemImage, item_image
 from indexer.live.ranking import (
     Candidate,
@@ -67,19 +67,19 @@ from indexer.live.ranking import (
 from indexer.types import (
     MAX_COUNTED_VALUES,
     AttributeFacts,
+    Consistency,
     Entry,
     Group,
     Grouping,
     Item,
+    OnCall,
     Page,
     Progress,
     SearchOptions,
     Written,
     combined_query,
+    unobserved,
 )
-
-Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]
-"""The levels of Milvus, as its documentation defines them."""
 
 EXACT_BELOW = 200_000
 """Items of a gallery that needs no clusters."""
@@ -104,6 +104,7 @@ class MilvusStore:
         self._connection = connection
         self._seen = seen
         self._image_root = image_root
+        self._size = ("", 0)
 
     @classmethod
     def open(
@@ -116,6 +117,7 @@ class MilvusStore:
         token: str = "",
         timeout_s: float = 10.0,
         consistency: Consistency = "Strong",
+        on_call: OnCall = unobserved,
     ) -> Self:
         """Open gallery `name` on the server at `uri`; a request may take `timeout_s`.
 
@@ -125,7 +127,7 @@ class MilvusStore:
             BundleMismatchError.
         """
         _check_name(name)
-        connection = Connection(uri, token, timeout_s)
+        connection = Connection(uri, token, timeout_s, on_call)
         try:
             now = Collection.current(connection, name, consistency)
             _check_bundle(now.facts, expected_bundle_id)
@@ -214,7 +216,13 @@ class MilvusStore:
 
     @property
     def size(self) -> int:
-        return self._now().count()
+        """Counted once for a version."""
+        now = self._now()
+        version, size = self._size
+        if version != now.version:
+            size = now.strong().count()
+            self._size = (now.version, size)
+        return size
 
     @property
     def version(self) -> str:
@@ -224,6 +232,12 @@ class MilvusStore:
         the next one. Of what is read after it, only "Strong" is sure to hold that change.
         """
         return self._now().version
+
+    def look(self) -> str:
+        """The generation that is current now, which this follows unless its bundle is another."""
+        with contextlib.suppress(BundleMismatchError):
+            return self._now().facts.generation
+        return Collection.current(self._connection, self.name, "Strong").facts.generation
 
     def facts(self) -> GalleryFacts:
         now = self._now()
@@ -313,10 +327,13 @@ class MilvusStore:
         return item_image(self.image_root, self.item(item_id))
 
     def stored(self, keys: Sequence[str]) -> dict[str, Item]:
-        return {row["key"]: item_of(row) for row in self._now().lookup("key", keys, ITEM)}
+        """As in the protocol, always "Strong": changes depend on it."""
+        found = self._now().strong().lookup("key", keys, ITEM)
+        return {row["key"]: item_of(row) for row in found}
 
     def held(self, sha256s: Sequence[str]) -> set[str]:
-        found = self._now().lookup("sha256", sha256s, ["sha256"])
+        """As in the protocol, always "Strong": a picture that nobody holds is removed."""
+        found = self._now().strong().lookup("sha256", sha256s, ["sha256"])
         return {row["sha256"] for row in found}
 
     def vectors_of_contents(self, sha256s: Sequence[str]) -> dict[str, NDArray[np.float32]]:

@@ -7,6 +7,7 @@ hold the facts of the gallery, the kind of each attribute, and a mark that every
 import contextlib
 import hashlib
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from embedder.types import Embeddings, ItemId
 from indexer.catalog.attributes import Schema
 from indexer.exchange.milvus_filters import expression, one_of
 from indexer.filters.tree import Filter
-from indexer.types import Entry, Item
+from indexer.types import Entry, Item, OnCall, unobserved
 
 MOST = 16_384
 """The most answers that Milvus gives to one query."""
@@ -72,9 +73,16 @@ class MilvusFacts(BaseModel):
 class Connection:
     """A Milvus server; a request that takes longer than `timeout_s` fails. Thread safe."""
 
-    def __init__(self, uri: str, token: str = "", timeout_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        uri: str,
+        token: str = "",
+        timeout_s: float = 10.0,
+        on_call: OnCall = unobserved,
+    ) -> None:
         """Connect to `uri`, as in http://127.0.0.1:19530. Raises: EngineUnavailableError."""
         self.uri = uri
+        self._on_call = on_call
         self._timeout_s = timeout_s
         client_class = _client_class()
         with _translated(uri):
@@ -86,9 +94,16 @@ class Connection:
         Raises: EngineUnavailableError; GalleryNotFoundError for a collection that is not there;
             InvalidParameterError for what the server does not take.
         """
-        with _translated(self.uri):
-            request = getattr(self._client, method)
-            return request(*args, timeout=timeout_s or self._timeout_s, **options)
+        started, is_answered = time.perf_counter(), True
+        try:
+            with _translated(self.uri):
+                request = getattr(self._client, method)
+                return request(*args, timeout=timeout_s or self._timeout_s, **options)
+        except EngineUnavailableError:
+            is_answered = False
+            raise
+        finally:
+            self._on_call(method, time.perf_counter() - started, is_answered)
 
     def close(self) -> None:
         """Let go of the connection."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from embedder.durable import rename, sync
 from embedder.errors import GalleryCorruptError
 from embedder.types import SHORT
+from indexer.index.segment import SegmentManifest
 from indexer.types import GALLERY_NAME
 
 MANIFEST = "manifest.json"
@@ -22,6 +23,29 @@ REPORT = "report.json"
 """How a generation was built, in a file beside its manifest."""
 
 SCHEMA_VERSION = 2
+
+
+class GalleryFacts(BaseModel):
+    """One state of a gallery: `size` items alive, of which `delta` came after the segment.
+
+    `tombstones` items of the segment have been removed and wait for the next compaction.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    version: str
+    generation: str
+    bundle_id: str
+    dim: int
+    size: int
+    delta: int
+    tombstones: int
+    created_at: str
+    source: str
+    source_root: str
+    compaction_due: str | None
+    segment: SegmentManifest | None
 
 
 class GalleryManifest(BaseModel):

@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from pathlib import Path as FilePath
 from typing import Annotated, TypeVar
 
 import numpy as np
@@ -163,13 +164,17 @@ async def _listed(runtime: Runtime, served: Served) -> GalleryModel:
         dim=gallery.dim,
         created_at=gallery.created_at,
         managed=served.managed,
-        writable=runtime.settings.state is not None
-        and await read_from_disk(runtime, "the gallery", lambda: _is_writable(served)),
+        writable=await read_from_disk(
+            runtime, "the gallery", lambda: _is_writable(served, runtime.settings.state)
+        ),
     )
 
 
-def _is_writable(served: Served) -> bool:
-    return served.path is None or os.access(served.path, os.W_OK)
+def _is_writable(served: Served, state: FilePath | None) -> bool:
+    """Whether items can be put into it."""
+    if served.is_remote:
+        return served.pictures is not None
+    return state is not None and (served.path is None or os.access(served.path, os.W_OK))
 
 
 def _detail(served: Served, listed: GalleryModel) -> GalleryDetail:

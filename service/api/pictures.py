@@ -10,7 +10,6 @@ from indexer.ingest.pictures import ItemImage, is_shown, item_bytes, shown
 from indexer.types import Item
 from service.api.galleries import FAILURES, ItemId, Version, leased, read_from_disk
 from service.api.models import SampleModel, SamplesAnswer
-from service.galleries.locations import check_generation
 from service.galleries.pictures import MAX_SAMPLES, SIDES_PX, Samples
 from service.galleries.registry import Served
 from service.http.openapi import problems
@@ -55,7 +54,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         """The picture as a browser can show it; items are found by number only."""
         async with leased(runtime, name) as served:
             gallery = served.gallery
-            check_generation(name, gallery.generation, version)
+            served.check_generation(version)
             etag = f'"{gallery.generation}-{item_id}{f"-{size}" if size else ""}"'
             headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
             if etag in request.headers.get("if-none-match", ""):

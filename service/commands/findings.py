@@ -14,9 +14,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from embedder.errors import KinlensError
-from indexer.gallery import Gallery
 from service.access.keys import open_keys
-from service.galleries.locations import Bundles, GalleryLocation, Locations
+from service.galleries.locations import Bundles, GalleryLocation, Locations, open_gallery
 from service.http.server import listen
 from service.runtime import missing_image_roots
 from service.settings import ANY_HOST, Settings
@@ -81,13 +80,13 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
             "Name one with --gallery, or give --state DIR.",
         )
     for place in places:
-        yield from _gallery(place, bundles)
+        yield from _gallery(place, bundles, settings)
 
 
-def _gallery(place: GalleryLocation, bundles: Bundles) -> Iterator[Finding]:
+def _gallery(place: GalleryLocation, bundles: Bundles, settings: Settings) -> Iterator[Finding]:
     subject = f"gallery {place.name}"
     try:
-        gallery = Gallery.open(place.path, image_root=place.image_root)
+        gallery = open_gallery(place, settings)
     except (KinlensError, OSError) as error:
         yield failed(subject, error)
         return

@@ -21,11 +21,21 @@ _SHARED: dict[str, Any] = {
     "bundle": Annotated[Path | None, typer.Option(help="Folder of the model bundle.")],
     "gallery": Annotated[
         list[str] | None,
-        typer.Option(help="Gallery as NAME=PATH or PATH; repeat for more, the first is default."),
+        typer.Option(
+            help="Gallery as NAME=PATH or PATH, or NAME=milvus://HOST:PORT/GALLERY; repeat for "
+            "more, the first is default."
+        ),
     ],
     "image_root": Annotated[
         list[str] | None,
         typer.Option(help="NAME=DIR, where the images of a gallery are now; repeat for more."),
+    ],
+    "pictures": Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=ADDRESS, a folder or an address of fsspec such as s3://bucket/shop for the "
+            "uploaded pictures of a gallery on Milvus; repeat for more."
+        ),
     ],
     "state": State,
     "samples": Annotated[

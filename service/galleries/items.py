@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import (
+    BundleMismatchError,
     DeadlineExceededError,
     GalleryBusyError,
     InvalidParameterError,
@@ -27,6 +28,7 @@ from indexer.gallery import current_generation
 from indexer.types import Entry, Item
 from service.concurrency import BoundedPool
 from service.galleries.locations import check_generation
+from service.galleries.picture_files import SharedPictures
 from service.galleries.pictures import PictureFolder
 from service.galleries.registry import Gallery, Registry, Served
 from service.search.model import Model
@@ -114,7 +116,12 @@ class Items:
 
         async def put(served: Served) -> Put:
             pictures = served.pictures
-            if pictures is None or not self._puts:
+            if pictures is None and served.is_remote:
+                raise StateMissingError(
+                    f"There is no place for the pictures of gallery {served.name}, which lies on "
+                    f"Milvus. Start the service with --pictures {served.name}=ADDRESS."
+                )
+            if pictures is None or not (self._puts or served.is_remote):
                 raise StateMissingError(
                     "The service keeps no uploaded images. Start it with --state DIR."
                 )
@@ -150,7 +157,7 @@ class Items:
         Raises: ItemNotFoundError, also if the gallery was replaced meanwhile.
         """
         with self._registry.lease(gallery) as served:
-            check_generation(gallery, served.gallery.generation, generation)
+            served.check_generation(generation)
             return await self._pool.run(lambda: _remove_item(served, item_id))
 
     async def _calling(self, gallery: str, work: Callable[[Served], T]) -> T:
@@ -161,7 +168,7 @@ class Items:
         try:
             with self._registry.lease(gallery) as served:
                 return await work(served)
-        except GalleryBusyError:
+        except (GalleryBusyError, BundleMismatchError):
             await self._registry.read_from_disk()
         with self._registry.lease(gallery) as served:
             return await work(served)
@@ -237,7 +244,9 @@ def _check_count(key: str, attributes: Collection[str]) -> None:
         )
 
 
-def _store(gallery: Gallery, pictures: PictureFolder, drafts: Sequence[_Draft]) -> Put:
+def _store(
+    gallery: Gallery, pictures: PictureFolder | SharedPictures, drafts: Sequence[_Draft]
+) -> Put:
     """Keep the pictures, then store the items; what nobody shows afterwards goes.
 
     Raises: GalleryBusyError, GalleryWriteError, and then nothing was stored.

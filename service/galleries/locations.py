@@ -15,9 +15,10 @@ from embedder.errors import (
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
 from embedder.types import SHORT
 from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import current_generation, current_manifest
-from indexer.types import checked_name
-from service.settings import Settings, split_gallery
+from indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
+from indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
+from service.galleries.picture_files import PictureFiles
+from service.settings import Settings, split_gallery, split_named
 
 VERSION_DIGITS = 12
 """Hex digits of a generation in links."""
@@ -32,14 +33,23 @@ _FOLDER_DIGITS = 16
 class GalleryLocation:
     """Where a gallery is; `generation` is what it is at now, None if it is not there.
 
-    A `managed` one was made by the service and lies in its state folder.
+    A `managed` one was made by the service and lies in its state folder. One on Milvus has no
+    `path` but an `address`, and perhaps a place for `pictures`; its server is not asked here, so
+    its `generation` is None.
     """
 
     name: str
-    path: Path
+    path: Path | None
     managed: bool
     generation: str | None
     image_root: Path | None = None
+    address: str = ""
+    pictures: PictureFiles | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether it is there, as far as that can be told without asking a server."""
+        return self.generation is not None or bool(self.address)
 
 
 class Locations:
@@ -52,26 +62,39 @@ class Locations:
         """
         self._roots = dict(split_gallery(entry) for entry in settings.image_roots)
         self._managed = managed_folder(settings.state)
-        self._given: dict[str, Path] = {}
+        limit_s = settings.pictures_timeout_ms / 1e3
+        self._pictures = {
+            name: PictureFiles(address, limit_s)
+            for name, address in map(split_named, settings.pictures)
+            if name is not None
+        }
+        self._given: dict[str, str] = {}
         for entry in settings.galleries:
-            name, path = split_gallery(entry)
-            name = name or current_manifest(path).name
+            name, text = split_named(entry)
+            name = name or _own_name(text)
             if name in self._given:
                 raise GalleryNotFoundError(
                     f"Two galleries are called {name!r}. Give one of them another name: "
-                    f"--gallery NAME={path}."
+                    f"--gallery NAME={text}."
                 )
-            self._given[name] = path
+            self._given[name] = text
         self._check_roots()
+        self._check_pictures()
 
     def list_galleries(self) -> list[GalleryLocation]:
         """Every gallery, in the order of the service; given ones also while they are away."""
-        found = [self._location(name, path, managed=False) for name, path in self._given.items()]
+        found = [self._given_location(name, text) for name, text in self._given.items()]
         for path in self._managed_folders():
             location = self._location(path.name, path, managed=True)
             if path.name not in self._given and location.generation is not None:
                 found.append(location)
         return found
+
+    def _given_location(self, name: str, text: str) -> GalleryLocation:
+        if not text.startswith(MILVUS):
+            return self._location(name, Path(text), managed=False)
+        root, pictures = self._roots.get(name), self._pictures.get(name)
+        return GalleryLocation(name, None, False, None, root, text, pictures)
 
     def _location(self, name: str, path: Path, *, managed: bool) -> GalleryLocation:
         current = current_generation(path)
@@ -91,10 +114,40 @@ class Locations:
                     f"{', '.join(known) or 'none'}."
                 )
 
+    def _check_pictures(self) -> None:
+        remote = [name for name, text in self._given.items() if text.startswith(MILVUS)]
+        for name in self._pictures:
+            if name not in remote:
+                raise GalleryNotFoundError(
+                    f"--pictures names {name!r}, which is no gallery on Milvus of this service; "
+                    f"those are: {', '.join(remote) or 'none'}. A gallery in a folder keeps its "
+                    "pictures there."
+                )
 
-def open_gallery(location: GalleryLocation) -> IndexedGallery:
-    """The generation that a gallery is at now. Raises: GalleryError."""
-    return IndexedGallery.open(location.path, image_root=location.image_root)
+
+def open_gallery(
+    location: GalleryLocation, settings: Settings, on_call: OnCall = unobserved
+) -> IndexedGallery | MilvusStore:
+    """The generation that a gallery is at now; `on_call` is told of each request to Milvus.
+
+    Raises: GalleryError.
+    """
+    if location.path is not None:
+        return IndexedGallery.open(location.path, image_root=location.image_root)
+    token = settings.milvus_token
+    return open_remote(
+        location.address,
+        image_root=location.image_root,
+        token="" if token is None else token.get_secret_value(),
+        timeout_s=settings.milvus_timeout_ms / 1e3,
+        consistency=settings.milvus_consistency,
+        on_call=on_call,
+    )
+
+
+def _own_name(text: str) -> str:
+    """The name that a gallery has at its place. Raises: GalleryError."""
+    return milvus_address(text)[1] if text.startswith(MILVUS) else current_manifest(text).name
 
 
 def is_name(name: str) -> bool:

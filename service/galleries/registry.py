@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -29,11 +29,17 @@ from embedder.errors import (
 )
 from embedder.types import SHORT, ItemId
 from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import GalleryFacts
+from indexer.gallery import GalleryFacts, MilvusStore
 from indexer.ingest.pictures import ItemImage
 from indexer.types import VectorStore
 from service.concurrency import DaemonThreads
-from service.galleries.locations import GalleryLocation, Locations, is_name, open_gallery
+from service.galleries.locations import (
+    GalleryLocation,
+    Locations,
+    check_generation,
+    is_name,
+)
+from service.galleries.picture_files import SharedPictures
 from service.galleries.pictures import PictureFolder
 from service.search.model import Model, Models
 
@@ -68,7 +74,7 @@ class Gallery(VectorStore, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """A gallery and the model that made its vectors; without `location` it lies in no folder."""
+    """A gallery and the model that made its vectors; without `location` it was given open."""
 
     name: str
     gallery: Gallery
@@ -86,9 +92,25 @@ class Served:
         return None if self.location is None else self.location.path
 
     @property
-    def pictures(self) -> PictureFolder | None:
-        """The pictures that were uploaded for it."""
-        return None if self.location is None else PictureFolder(self.location.path)
+    def is_remote(self) -> bool:
+        """Whether it lies on Milvus, where other services change it as well."""
+        return self.location is not None and self.location.path is None
+
+    @property
+    def pictures(self) -> PictureFolder | SharedPictures | None:
+        """The pictures that were uploaded for it; None if there is no place for them."""
+        if self.path is not None:
+            return PictureFolder(self.path)
+        if self.location is None or self.location.pictures is None:
+            return None
+        return SharedPictures(self.location.pictures, self.gallery.held)
+
+    def check_generation(self, version: str | None) -> None:
+        """Refuse a number from another generation, where numbers belong to one; on Milvus they mean
+        one content for ever. Raises: ItemNotFoundError.
+        """
+        if not self.is_remote:
+            check_generation(self.name, self.gallery.generation, version)
 
 
 class GalleryLease:
@@ -129,7 +151,7 @@ class Registry:
         primary: str,
         given: Mapping[str, Gallery] | None = None,
         *,
-        open_gallery: OpenGallery = open_gallery,
+        open_gallery: OpenGallery,
         on_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Open everything with its embedder, what is `given` open first; what does not fit is
@@ -255,7 +277,8 @@ class Registry:
         A generation that cannot be opened leaves the old one served and is in `failures`.
         """
         async with self._refreshing:
-            found = await self._call(self._locations.list_galleries)
+            listed = await self._call(self._locations.list_galleries)
+            found = await asyncio.gather(*map(self._looked_at, listed))
             locations = {one.name: one for one in found if one.name not in self._given}
             due = [one for one in locations.values() if self._is_due(one)]
             await asyncio.gather(*(self._reload(one) for one in due))
@@ -329,6 +352,23 @@ class Registry:
                 "kinlens-index build."
             ) from None
         _check_dim(name, gallery, embedder.dim)
+
+    async def _looked_at(self, location: GalleryLocation) -> GalleryLocation:
+        """With its generation on Milvus; with that of the last look while there is no answer."""
+        slot = self._slots.get(location.name)
+        if location.path is not None or slot is None:
+            return location
+        gallery = slot.served.gallery
+        if not isinstance(gallery, MilvusStore):
+            return location
+        try:
+            current = await self._call(gallery.look)
+        except KinlensError as error:
+            structlog.get_logger().warning(
+                "gallery on Milvus cannot be looked at", gallery=location.name, detail=str(error)
+            )
+            current = gallery.generation
+        return replace(location, generation=current)
 
     def _is_due(self, location: GalleryLocation) -> bool:
         slot = self._slots.get(location.name)

@@ -91,7 +91,7 @@ class JobManager:
         """Start jobs as they come, here, whatever the settings; with `once`, until none is left."""
         self._is_here = True
         locations = Locations(self._settings).list_galleries()
-        bring_over(self._state, [location.path for location in locations])
+        bring_over(self._state, [place.path for place in locations if place.path is not None])
         self._watch(lambda: once and not self._store.active())
 
     def start(self, kind: Kind, gallery: str, params: dict[str, Any], by: str) -> Job:

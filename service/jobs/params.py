@@ -234,9 +234,15 @@ def data_kind(job: str) -> str:
 
 def _place_of(name: str, settings: Settings) -> GalleryLocation:
     places = {place.name: place for place in Locations(settings).list_galleries()}
-    if name not in places or places[name].generation is None:
+    if name not in places or not places[name].exists:
         raise GalleryNotFoundError(
             f"gallery = {name[:80]!r} is unknown. Known are: {', '.join(places) or 'none'}."
+        )
+    if places[name].path is None:
+        raise GalleryConflictError(
+            f"Gallery {name} lies on Milvus, where this service does no jobs. Make the new gallery "
+            "in a folder (kinlens-index rebuild) and publish it there: kinlens-index import FOLDER "
+            "--out milvus://HOST:PORT/NAME. Milvus compacts by itself."
         )
     return places[name]
 
@@ -268,6 +274,7 @@ def _training(params: TrainParams, place: GalleryLocation, settings: Settings) -
     weights = str(params.overrides.get("model.weights", "imagenet"))
     known = _named(settings.training_weights)
     if weights == "current":
+        assert place.path is not None
         found["weights"] = _bundle_folder(current_manifest(place.path).bundle_id, settings)
     elif weights not in START_WORDS:
         words = known | dict.fromkeys(START_WORDS, Path())

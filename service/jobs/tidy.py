@@ -67,9 +67,12 @@ def _drop_candidates(state: Path, jobs: list[Job], now: datetime) -> None:
 
 def _drop_bundles(state: Path, settings: Settings, now: datetime) -> None:
     """When one was last seen in use is when its folder was last changed, which no copy takes over
-    from elsewhere. While a gallery cannot be read, all stay.
+    from elsewhere. While a gallery cannot be read, or lies on Milvus, all stay.
     """
-    paths = [place.path for place in Locations(settings).list_galleries()]
+    places = Locations(settings).list_galleries()
+    paths = [place.path for place in places if place.path is not None]
+    if len(paths) < len(places):
+        return
     try:
         used = {current_manifest(path).bundle_id for path in [*paths, *state.glob("candidates/*")]}
     except KinlensError:

@@ -53,6 +53,12 @@ class Metrics:
         self.reload_failures = self._counter(
             "kinlens_reload_failures", "Generations that could not be opened.", "gallery"
         )
+        self.milvus_seconds = self._histogram(
+            "kinlens_milvus_seconds", "Time of a request to Milvus.", _SECONDS, "call"
+        )
+        self.milvus_failures = self._counter(
+            "kinlens_milvus_failures", "Requests that Milvus did not answer.", "call"
+        )
         self._counter(*RESTARTS)
         self._add_gauges()
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
@@ -66,6 +72,12 @@ class Metrics:
         self.gallery_items.labels(name).set(size)
         age = datetime.now(UTC) - datetime.fromisoformat(created_at)
         self.gallery_age.labels(name).set(age.total_seconds())
+
+    def observe_milvus(self, call: str, seconds: float, is_answered: bool) -> None:
+        """Measure a request to Milvus."""
+        self.milvus_seconds.labels(call).observe(seconds)
+        if not is_answered:
+            self.milvus_failures.labels(call).inc()
 
     def observe_rate_limited(self, by: str) -> None:
         """Count a request that was refused for their number, `by` key or address."""

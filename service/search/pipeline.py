@@ -15,10 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.calibration import Calibration
-from embedder.errors import DeadlineExceededError, ImageError, KinlensError
+from embedder.errors import (
+    BundleMismatchError,
+    DeadlineExceededError,
+    ImageError,
+    KinlensError,
+)
 from embedder.types import Embeddings, Hit
 from indexer.types import Group, SearchOptions, combined_query
-from service.galleries.locations import check_generation
 from service.galleries.registry import Gallery, GalleryLease, Registry, Served
 from service.observe.metrics import Metrics
 from service.observe.tracing import record_wait, span
@@ -87,6 +91,14 @@ class Pipeline:
         Raises: ImageError, GalleryError, SearchError, OverloadedError, DeadlineExceededError.
         """
         await self._registry.refresh_if_unknown(query.gallery)
+        try:
+            return await self._search(query)
+        except BundleMismatchError:
+            # A gallery on Milvus has gone over to another bundle: wait for the model of that.
+            await self._registry.read_from_disk(self._limit_s)
+        return await self._search(query)
+
+    async def _search(self, query: Query) -> Answer:
         with self._metrics.in_flight.track_inprogress(), self._lease(query.gallery) as lease:
             try:
                 async with asyncio.timeout(self._limit_s):
@@ -189,7 +201,8 @@ class Pipeline:
                 found = find(served, query, vectors, min_score, renderer, abandoned)
             results = encode_results(renderer, found.hits, found.groups, match=found.match)
             stages = replace(stages, search=_ms_since(before))
-            if gallery.version == version:  # otherwise they may be from a later one
+            # Otherwise they may be from a later one.
+            if not served.is_remote and gallery.version == version:
                 self._cache.set(key, version.encode() + results)
             self._sampler.offer(served.name, query.k, found.measurable(version))
         stages = replace(stages, total=_ms_since(started))
@@ -212,11 +225,15 @@ class Pipeline:
         def accept(payload: bytes) -> bytes:
             return checked_results(current(payload), query.k, renderer)
 
+        lookups = [served.model.encoder.lookup(view) for view in query.views]
+        if served.is_remote:  # what others changed there shows in no version that is sure
+            vectors = self._cache.get_all(lookups)
+            self._metrics.observe_stage("cache", time.perf_counter() - started)
+            return None, vectors
         answers = Lookup("answer", key, current, accept)
         results = self._cache.get_local(answers)
         if results is not None:
             return results, []
-        lookups = [served.model.encoder.lookup(view) for view in query.views]
         results, *vectors = self._cache.get_all([answers, *lookups])
         self._metrics.observe_stage("cache", time.perf_counter() - started)
         return results, vectors
@@ -340,7 +357,7 @@ def _target(
     """The vector (1, D) to search with, and the items that are no answer."""
     gallery, positives = served.gallery, query.positives
     if query.like is not None:
-        check_generation(served.name, gallery.generation, query.generation)
+        served.check_generation(query.generation)
         positives = (gallery.item(query.like).key, *positives)
     if not positives and not query.negatives:
         if len(vectors) == 1:

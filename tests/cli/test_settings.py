@@ -36,7 +36,7 @@ def test_the_defaults_in_the_operations_page_are_true() -> None:
         elif isinstance(field.default, tuple):
             assert rows[name] == ",".join(field.default)
         else:
-            assert rows[name] == str(field.default).lower(), name
+            assert rows[name].lower() == str(field.default).lower(), name
 
 
 def test_settings_come_from_the_environment_and_arguments_win(monkeypatch) -> None:

@@ -17,7 +17,7 @@ _READY_S = 120
 _POLL_S = 0.1
 # Searches wait for the clock of the server, 200 ms as it comes; a restarted server waits until the
 # lease of the dead one has run out, 30 s.
-_FASTER = {"proxy.timeTickInterval": 20, "common.session.ttl": 3}
+FASTER = {"proxy.timeTickInterval": 20, "common.session.ttl": 3}
 
 
 class MilvusServer:
@@ -66,7 +66,7 @@ class MilvusServer:
             zip([*names, "metrics", "etcd_peer"], _free_ports(len(names) + 2), strict=True)
         )
         config.configs |= {name: ports[name] for name in names}
-        config.extra_configs = dict(_FASTER)
+        config.extra_configs = dict(FASTER)
         etcd = data / "etcd.yaml"
         etcd.write_text(_etcd_config(ports["etcd_port"], ports["etcd_peer"]))
         config.template_text = config.template_text.replace(

@@ -52,8 +52,10 @@ def _memory_mb(pid: int) -> float:
 
 
 @contextmanager
-def own_process(log: Path, **settings: Any) -> Iterator[OwnProcess]:
-    """Serve with these settings until the end of the block; it must end well."""
+def own_process(log: Path, *, may_be_killed: bool = False, **settings: Any) -> Iterator[OwnProcess]:
+    """Serve with these settings until the end of the block; it must end well, unless a test kills
+    it before.
+    """
     settings = {"log_level": "warning", "redis_url": ""} | settings
     environment = {f"KINLENS_{name.upper()}": str(value) for name, value in settings.items()}
     with (
@@ -74,7 +76,8 @@ def own_process(log: Path, **settings: Any) -> Iterator[OwnProcess]:
             yield OwnProcess(line.split()[3].rstrip("/"), process.pid, log)
         finally:
             process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+            ended = process.wait(60)
+            assert ended == 0 or (may_be_killed and ended == -signal.SIGKILL)
 
 
 @dataclass

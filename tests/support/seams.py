@@ -31,6 +31,7 @@ from service.access.keys import KeyStore
 from service.access.rates import LocalCounts, RateLimits, SharedCounts
 from service.galleries.locations import Bundles, GalleryLocation, Locations
 from service.galleries.migration import bring_over
+from service.galleries.picture_files import PictureFiles, SharedPictures
 from service.galleries.pictures import PictureFolder, Renditions, Samples
 from service.galleries.registry import Failures, Registry
 from service.http.routes import RouteTable
@@ -68,6 +69,7 @@ __all__ = [
     "Lookup",
     "LruCache",
     "MilvusStore",
+    "PictureFiles",
     "PictureFolder",
     "ProcessDecoder",
     "RateLimits",
@@ -79,6 +81,7 @@ __all__ = [
     "Segment",
     "SegmentIndex",
     "SharedCounts",
+    "SharedPictures",
     "State",
     "adopt",
     "backup",

@@ -1,0 +1,226 @@
+"""A gallery on a real Milvus server, served: what a client sees, and what an outage costs."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from embedder.bundle import Bundle
+from embedder.fake import FakeEmbedder
+from embedder.session import OnnxEmbedder
+from service.__main__ import app as command
+from service.app import create_app
+from service.settings import Settings
+from tests.support.milvus_server import MilvusServer, started_server
+from tests.support.seams import MilvusStore
+from tests.support.servers import DEFAULTS, Running, run
+from tests.support.shops import Shop, assert_problem
+
+pytestmark = pytest.mark.milvus
+
+
+@pytest.fixture(scope="module")
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MilvusServer]:
+    yield from started_server(request, tmp_path_factory.mktemp("milvus"))
+
+
+def publish(server: MilvusServer, name: str, embedder: Any) -> None:
+    store = MilvusStore.publish(server.uri, name, dim=embedder.dim, bundle_id=embedder.bundle_id)
+    store.close()
+
+
+def address(server: MilvusServer, name: str) -> str:
+    return f"milvus://{server.uri.removeprefix('http://')}/{name}"
+
+
+@pytest.fixture
+def start(server: MilvusServer, tmp_path: Path) -> Iterator[Callable[..., Shop]]:
+    """Serve the gallery `shop` of the server, as one more replica."""
+    started: list[Running] = []
+
+    def start(name: str, **settings: Any) -> Shop:
+        given = DEFAULTS | {
+            "galleries": (f"shop={address(server, name)}",),
+            "pictures": (f"shop={tmp_path / 'pictures'}",),
+            "anonymous_scopes": ("admin",),
+        }
+        embedder = settings.pop("embedder", FakeEmbedder())
+        started.append(run(create_app(Settings(**given | settings), embedder)))
+        return Shop(started[-1], tmp_path)
+
+    yield start
+    for running in started:
+        running.close()
+
+
+def keys(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return [hit["key"] for hit in answer.json()["hits"]]
+
+
+def test_items_are_put_found_changed_and_removed_by_every_replica(
+    server: MilvusServer, start: Callable[..., Shop], pictures: list[bytes]
+) -> None:
+    publish(server, "items", FakeEmbedder())
+    one, other = start("items"), start("items")
+    put = one.put({f"{n:03d}": data for n, data in enumerate(pictures)}, colour="red")
+    assert put["added"] == len(pictures)
+
+    assert keys(other.running.search(pictures[3], k=2))[0] == "003"
+    found = other.running.search(pictures[3], k=2, filter='colour = "red"').json()
+    assert found["hits"][0]["score"] == pytest.approx(1, abs=1e-3)
+    picture = other.client.get(found["hits"][0]["image"])
+    assert picture.content == pictures[3]
+    small = other.client.get(found["hits"][0]["image"] + "&size=160")
+    assert small.headers["content-type"] == "image/jpeg"
+
+    changes = {"003": {"colour": "blue", "price": 5}, "004": {"colour": "blue"}}
+    other.client.patch("/galleries/shop/items", json={"changes": changes}).raise_for_status()
+    blue = one.running.search(pictures[3], k=9, filter='colour = "blue"')
+    assert sorted(keys(blue)) == ["003", "004"]
+    groups = one.running.search(pictures[3], k=5, group_by="colour").json()["groups"]
+    assert sorted(group["value"] for group in groups) == ["blue", "red"]
+    assert [item["key"] for item in other.items(key_prefix="00", limit=200)["items"]]
+    assert other.gallery()["size"] == len(pictures)
+    assert {one["name"] for one in other.gallery()["attributes"]} == {"colour", "price"}
+
+    similar = one.client.get(
+        f"/galleries/shop/items/{found['hits'][0]['id']}/similar", params={"k": 3}
+    )
+    assert "003" not in keys(similar)
+    assert len(keys(similar)) == 3
+    batch = [{"positives": ["004"], "k": 1}, {"positives": ["005"], "k": 2}]
+    answered = one.client.post("/search/batch", json={"queries": batch}).json()["answers"]
+    assert [len(one["answer"]["hits"]) for one in answered] == [1, 2]
+
+    removed = one.client.delete("/galleries/shop/items", params={"key": "003"})
+    assert removed.json()["removed"] == 1
+    assert "003" not in keys(other.running.search(pictures[3], k=12))
+    assert other.client.get(found["hits"][0]["image"]).status_code == 404
+    assert len(list((one.state / "pictures").glob("*/*"))) == len(pictures) - 1
+    many = {"filter": 'colour = "blue"'}
+    assert one.client.post("/galleries/shop/items/delete", json=many).json()["removed"] == 1
+    [hit] = other.running.search(pictures[5], k=1).json()["hits"]
+    assert other.client.delete(f"/galleries/shop/items/{hit['id']}").json()["removed"] == 1
+    assert sorted(keys(one.running.search(pictures[5], k=12))) == [
+        f"{n:03d}" for n in range(len(pictures)) if n not in (3, 4, 5)
+    ]
+    one.client.get("/metrics")
+    assert one.running.metric("kinlens_milvus_seconds_count", call="upsert") >= 1
+    assert one.running.metric("kinlens_gallery_items", gallery="shop") == len(pictures) - 3
+
+
+def test_another_bundle_behind_the_alias_brings_its_model(
+    server: MilvusServer,
+    start: Callable[..., Shop],
+    tmp_path: Path,
+    make_tiny_bundle: Callable[..., Bundle],
+    pictures: list[bytes],
+) -> None:
+    old, new = (OnnxEmbedder.open(make_tiny_bundle(seed)) for seed in (0, 1))
+    (tmp_path / "state" / "bundles").mkdir(parents=True)
+    for embedder in (old, new):
+        folder = tmp_path / "state" / "bundles" / embedder.bundle_id[:16]
+        folder.symlink_to(embedder.bundle.path)
+    publish(server, "swapped", old)
+    shop = start("swapped", embedder=old, state=tmp_path / "state", reload_interval_ms=100)
+    shop.put({"a": pictures[0]})
+    publish(server, "swapped", new)
+    answer = shop.running.search(pictures[0], k=1)
+    assert answer.status_code == 200
+    assert answer.json()["bundle_id"] == new.bundle_id
+    assert answer.json()["hits"] == []
+    shop.put({"b": pictures[1]})
+    assert keys(shop.running.search(pictures[1], k=1)) == ["b"]
+
+
+@pytest.fixture
+def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MilvusServer]:
+    """One that may be stopped."""
+    yield from started_server(request, tmp_path / "milvus")
+
+
+def test_an_outage_gives_503_and_ends_by_itself(
+    own_server: MilvusServer,
+    start: Callable[..., Shop],
+    pictures: list[bytes],
+    until: Callable[[Callable[[], bool]], None],
+) -> None:
+    publish(own_server, "shop", FakeEmbedder())
+    shop = start("shop", galleries=(f"shop={address(own_server, 'shop')}",))
+    shop.put({"a": pictures[0]})
+    assert shop.client.get("/ready").status_code == 200
+    own_server.kill()
+    refused = shop.running.search(pictures[0])
+    assert_problem(refused, 503, "gallery-unavailable")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert_problem(shop.put_form({"b": pictures[1]}), 503, "gallery-unavailable")
+    until(lambda: shop.client.get("/ready").status_code == 503)
+    assert shop.running.metric("kinlens_milvus_failures_total", call="describe_collection") > 0
+    own_server.restart()
+    until(lambda: shop.running.search(pictures[0]).status_code == 200)
+    assert keys(shop.running.search(pictures[0], k=2)) == ["a"]
+    until(lambda: shop.client.get("/ready").status_code == 200)
+
+
+def test_what_cannot_be_done_on_milvus_says_what_to_do_instead(
+    server: MilvusServer, start: Callable[..., Shop], tmp_path: Path, pictures: list[bytes]
+) -> None:
+    publish(server, "limits", FakeEmbedder())
+    shop = start("limits", pictures=(), state=tmp_path / "state")
+    refused = assert_problem(shop.put_form({"a": pictures[0]}), 409, "state-missing")
+    assert "--pictures shop=ADDRESS" in refused["detail"]
+    assert not shop.gallery()["writable"]
+    for job, body in {"compact": {}, "swap": {"other": "x"}}.items():
+        response = shop.client.post(f"/galleries/shop/{job}", json=body)
+        assert "kinlens-index import" in assert_problem(response, 409, "gallery-conflict")["detail"]
+    deleted = shop.client.delete("/galleries/shop")
+    assert_problem(deleted, 409, "gallery-conflict")
+
+
+def test_check_tells_of_a_gallery_on_milvus_and_of_a_client_that_is_missing(
+    server: MilvusServer, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(server, "checked", OnnxEmbedder.open(tiny_bundle))
+    monkeypatch.setenv("KINLENS_BUNDLE", str(tiny_bundle.path))
+    monkeypatch.setenv("KINLENS_GALLERIES", f"shop={address(server, 'checked')}")
+    said = CliRunner().invoke(command, ["check", "--port", "0"])
+    assert "0 items of bundle" in " ".join(said.output.split())
+    monkeypatch.setitem(sys.modules, "pymilvus", None)
+    said = CliRunner().invoke(command, ["check", "--port", "0"])
+    assert said.exit_code == 1
+    assert "kinlens[milvus]" in said.output
+
+
+WRONG = {
+    "no name": ({"galleries": "shop=milvus://127.0.0.1:1"}, "milvus://HOST:PORT/NAME"),
+    "a password": ({"galleries": "shop=milvus://a:b@host:1/shop"}, "KINLENS_MILVUS_TOKEN"),
+    "nobody there": ({"galleries": "shop=milvus://127.0.0.1:1/shop"}, "does not answer"),
+    "unknown collection": ({"galleries": "shop=milvus://SERVER/none"}, "does not have it"),
+    "another bundle": ({"galleries": "shop=milvus://SERVER/foreign"}, "Serve the bundle"),
+    "pictures of nobody": ({"pictures": "hats=/tmp"}, "no gallery on Milvus"),
+    "pictures nowhere": ({"pictures": "shop=nope://x"}, "cannot be reached"),
+    "consistency": ({"milvus_consistency": "Sometimes"}, "milvus_consistency"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_are_refused_at_the_start(
+    server: MilvusServer, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    wrong, text = WRONG[case]
+    if case == "another bundle":
+        publish(server, "foreign", FakeEmbedder())
+    given = {"galleries": "shop=milvus://SERVER/none", "bundle": str(tiny_bundle.path)} | wrong
+    for name, value in given.items():
+        place = server.uri.removeprefix("http://")
+        monkeypatch.setenv(f"KINLENS_{name.upper()}", value.replace("SERVER", place))
+    done = CliRunner().invoke(command, ["--port", "0"])
+    assert done.exit_code == 1
+    assert text in " ".join(done.output.split())

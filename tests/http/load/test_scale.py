@@ -1,0 +1,283 @@
+"""Several replicas over one Milvus and one Redis, all real processes: `make scale-check`."""
+
+import asyncio
+import itertools
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from embedder.bundle import Bundle
+from embedder.session import OnnxEmbedder
+from tests.support.milvus_server import MilvusServer, started_server
+from tests.support.own_process import OwnProcess, own_process
+from tests.support.seams import MilvusStore
+from tests.support.servers import WAIT_S, RedisServer, render
+from tests.tiny import encoded
+
+pytestmark = [pytest.mark.milvus, pytest.mark.redis]
+
+REPLICAS = 3
+ITEMS = 200
+AT_ONCE = 50
+CLIENTS = 6
+REDIS_TIMEOUT_S = 0.2
+SLACK_S = 1.0  # of a busy machine
+
+
+class RoundRobin:
+    """Passes each connection to the next replica that takes it, as a load balancer does."""
+
+    def __init__(self) -> None:
+        self.ports: list[int] = []
+        self._turns = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        starting = asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result(WAIT_S)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def close(self) -> None:
+        async def end() -> None:
+            self._server.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(WAIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+        self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(len(self.ports)):
+            port = self.ports[next(self._turns) % len(self.ports)]
+            try:
+                there, back = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                continue
+            await asyncio.gather(_pass(reader, back), _pass(there, writer))
+            return
+        writer.close()
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+@dataclass
+class Fleet:
+    """Replicas behind a load balancer at `url`, and what they share."""
+
+    url: str
+    replicas: list[OwnProcess]
+    balancer: RoundRobin
+    milvus: MilvusServer
+    redis: RedisServer
+    settings: dict[str, Any]
+
+
+def port_of(replica: OwnProcess) -> int:
+    return int(replica.url.rpartition(":")[2])
+
+
+def search(url: str, data: bytes, **fields: Any) -> httpx.Response:
+    files = {"image": ("query.png", data, "image/png")}
+    return httpx.post(f"{url}/search", files=files, data=fields, timeout=WAIT_S)
+
+
+def put(url: str, numbers: range) -> None:
+    parts: list[Any] = [("image", ("x.png", encoded(render(n)))) for n in numbers]
+    parts += [("key", (None, f"{n}.png")) for n in numbers]
+    parts += [("attributes", (None, json.dumps({"number": n}))) for n in numbers]
+    response = httpx.put(f"{url}/galleries/shop/items", files=parts, timeout=60)
+    assert response.status_code == 200, response.text
+    assert response.json()["failed"] == 0
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_bundle: Bundle,
+) -> Iterator[Fleet]:
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed; install it to test replicas")
+    folder = tmp_path_factory.mktemp("fleet")
+    embedder = OnnxEmbedder.open(tiny_bundle)
+    for milvus in started_server(request, folder / "milvus"):
+        MilvusStore.publish(
+            milvus.uri, "shop", dim=embedder.dim, bundle_id=embedder.bundle_id
+        ).close()
+        with ExitStack() as stack:
+            redis = RedisServer(folder)
+            redis.start()
+            stack.callback(redis.kill)
+            settings = {
+                "bundle": tiny_bundle.path,
+                "galleries": f"shop=milvus://{milvus.uri.removeprefix('http://')}/shop",
+                "pictures": f"shop=file://{folder}/pictures",
+                "redis_url": redis.url,
+                "redis_timeout_ms": int(REDIS_TIMEOUT_S * 1e3),
+                "anonymous_scopes": "admin",
+                "lanes": 2,
+            }
+            replicas = [
+                stack.enter_context(own_process(folder / f"{n}.log", **settings))
+                for n in range(REPLICAS)
+            ]
+            balancer = RoundRobin()
+            stack.callback(balancer.close)
+            balancer.ports += map(port_of, replicas)
+            for start in range(0, ITEMS, AT_ONCE):
+                put(replicas[0].url, range(start, start + AT_ONCE))
+            yield Fleet(balancer.url, replicas, balancer, milvus, redis, settings)
+
+
+def test_what_was_put_through_one_replica_is_found_through_the_others(fleet: Fleet) -> None:
+    others = itertools.cycle(replica.url for replica in fleet.replicas[1:])
+
+    def key_found(number: int, url: str) -> str:
+        answer = search(url, encoded(render(number)), k=1, filter=f"number = {number}").json()
+        return str(answer["hits"][0]["key"])
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        found = list(clients.map(key_found, range(ITEMS), others))
+    assert found == [f"{n}.png" for n in range(ITEMS)]
+
+
+def test_a_removal_through_one_replica_is_seen_by_the_next_search_through_another(
+    fleet: Fleet,
+) -> None:
+    one, other, third = (replica.url for replica in fleet.replicas)
+    for number in range(ITEMS, ITEMS + 5):
+        put(one, range(number, number + 1))
+        asked = {"k": 1, "filter": f"number = {number}"}
+        data = encoded(render(number))
+        [hit] = search(other, data, **asked).json()["hits"]
+        assert httpx.get(third + hit["image"]).content == data
+        removed = httpx.delete(
+            f"{third}/galleries/shop/items", params={"key": hit["key"]}, timeout=WAIT_S
+        )
+        assert removed.json()["removed"] == 1
+        assert search(other, data, **asked).json()["hits"] == []
+        assert httpx.get(one + hit["image"]).status_code == 404
+
+
+def test_replicas_share_the_vectors_of_queries(
+    fleet: Fleet, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    data = encoded(render(10_000))
+    one, other = (replica.url for replica in fleet.replicas[:2])
+    search(one, data).raise_for_status()
+
+    def from_redis() -> bool:
+        search(other, data, k=7).raise_for_status()
+        text = httpx.get(f"{other}/metrics").text
+        return 'kinlens_cache_lookups_total{kind="embedding",level="redis"}' in text
+
+    until(from_redis)
+
+
+def test_a_replica_that_is_killed_costs_only_the_requests_in_it(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    outcomes: Counter[str] = Counter()
+    ended = threading.Event()
+    with own_process(tmp_path / "log", may_be_killed=True, **fleet.settings) as fourth:
+        fleet.balancer.ports.append(port_of(fourth))
+
+        def ask(client: int) -> None:
+            for number in itertools.count(client, CLIENTS):
+                if ended.is_set():
+                    return
+                try:
+                    outcome = str(search(fleet.url, encoded(render(number % ITEMS))).status_code)
+                except httpx.TransportError:
+                    outcome = "lost"
+                outcomes[outcome] += 1
+
+        def answered(least: int) -> None:
+            end = time.monotonic() + 60
+            while outcomes["200"] < least:
+                assert time.monotonic() < end, outcomes
+                time.sleep(0.01)
+
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            asked = [clients.submit(ask, client) for client in range(CLIENTS)]
+            try:
+                answered(20)
+                os.kill(fourth.pid, signal.SIGKILL)
+                answered(outcomes["200"] + 60)
+            finally:
+                ended.set()
+            for client in asked:
+                client.result()
+    fleet.balancer.ports.pop()
+    assert set(outcomes) <= {"200", "lost"}, outcomes
+    assert outcomes["lost"] <= CLIENTS
+
+
+@pytest.mark.parametrize("stop", [signal.SIGSTOP, signal.SIGKILL])
+def test_redis_that_stops_costs_at_most_its_timeout(fleet: Fleet, stop: signal.Signals) -> None:
+    fresh = itertools.count(20_000 if stop is signal.SIGSTOP else 30_000)
+
+    def seconds() -> float:
+        data = encoded(render(next(fresh)))
+        started = time.perf_counter()
+        search(fleet.replicas[1].url, data).raise_for_status()
+        return time.perf_counter() - started
+
+    usual = max(seconds() for _ in range(5))
+    try:
+        if stop is signal.SIGKILL:
+            fleet.redis.kill()
+        else:
+            fleet.redis.send(stop)
+        assert max(seconds() for _ in range(10)) < usual + REDIS_TIMEOUT_S + SLACK_S
+    finally:
+        if stop is signal.SIGKILL:
+            fleet.redis.start()
+        else:
+            fleet.redis.send(signal.SIGCONT)
+
+
+def test_milvus_that_stops_is_a_503_and_comes_back_by_itself(
+    fleet: Fleet, until: Callable[[Callable[[], bool]], None]
+) -> None:
+    data = encoded(render(0))
+    fleet.milvus.kill()
+    for replica in fleet.replicas:
+        refused = search(replica.url, data)
+        assert refused.status_code == 503
+        assert refused.json()["type"] == "urn:kinlens:problem:gallery-unavailable"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert httpx.get(f"{replica.url}/live").status_code == 200
+    fleet.milvus.restart()
+    for replica in fleet.replicas:
+        until(lambda url=replica.url: search(url, data).status_code == 200)
+        until(lambda url=replica.url: httpx.get(f"{url}/ready").status_code == 200)
+    put(fleet.url, range(500, 501))
+    hits = search(fleet.url, encoded(render(500)), k=1, filter="number = 500").json()["hits"]
+    assert [hit["key"] for hit in hits] == ["500.png"]

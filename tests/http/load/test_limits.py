@@ -126,3 +126,17 @@ def test_an_upload_that_has_arrived_leaves_its_place_to_the_next(
             until(lambda n=number: service.metric("kinlens_searches_in_flight") == n + 1)
         embedder.gate.set()
         assert [call.result().status_code for call in held] == [200] * 3
+
+
+def test_json_may_be_larger_than_an_upload_and_is_refused_above_its_own_bound(
+    start_service,
+) -> None:
+    service = start_service(max_upload_bytes=100_000, max_batch_bytes=400_000)
+
+    def status(size: int, kind: str) -> int:
+        headers = {"content-type": kind}
+        answer = service.client.post("/search", content=b"[" * size, headers=headers)
+        return int(answer.status_code)
+
+    assert status(300_000, "application/json") in (400, 422)
+    assert status(600_000, "application/json") == status(300_000, "image/png") == 413

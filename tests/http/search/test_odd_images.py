@@ -85,8 +85,8 @@ def test_every_odd_image_gets_its_status_and_the_next_good_one_is_answered(
         if fault is not None:
             faults[image.name] = fault
     assert faults == {}
-    decoding = service.runtime.decoding
-    assert (decoding.restarts, decoding.kills, decoding.waiting) == (0, 0, 0)
+    lanes = service.runtime.lanes
+    assert (lanes.restarts, lanes.kills, lanes.waiting) == (0, 0, 0)
     assert service.client.get("/ready").status_code == 200
 
 
@@ -102,7 +102,7 @@ def test_an_image_that_claims_65535_px_costs_no_memory() -> None:
             for image in claims:
                 sent = replace(image, data=image.data + number.to_bytes(4, "big"))
                 assert fault_of(image, send(service, sent)) is None
-        assert service.runtime.decoding.restarts == 0
+        assert service.runtime.lanes.restarts == 0
         assert peak_bytes(service) - before < 16 * 2**20
 
 
@@ -111,8 +111,8 @@ def peak_bytes(service: Running) -> int:
 
     Of the latter it is address space, which counts what was asked for and never written to.
     """
-    decoding: Any = service.runtime.decoding
-    peaks = {"self": "VmHWM:", **dict.fromkeys(decoding.pids, "VmPeak:")}
+    pids = service.runtime.lanes.pids
+    peaks = {"self": "VmHWM:", **dict.fromkeys(pids, "VmPeak:")}
     lines = {process: Path(f"/proc/{process}/status").read_text() for process in peaks}
     found = [lines[process].split(name)[1].split()[0] for process, name in peaks.items()]
     return 1024 * sum(map(int, found))

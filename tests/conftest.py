@@ -15,18 +15,19 @@ from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_
 pytest_plugins = ["tests.support.servers"]
 
 LONGEST_FIRST = (
-    "test_conformance.py",
-    "test_processes.py",
-    "test_containers.py",
-    "test_jobs_api.py",
-    "test_distributed.py",
-    "test_jobs_faults.py",
-    "test_jobs_manager.py",
-    "test_crash.py",
-    "test_demos.py",
-    "test_holders.py",
-    "test_trainer.py",
-    "test_schemathesis.py",
+    "indexer/test_conformance.py",
+    "cli/test_processes.py",
+    "tests/test_containers.py",
+    "jobs/test_api.py",
+    "training/test_distributed.py",
+    "jobs/test_faults.py",
+    "load/test_scale.py",
+    "jobs/test_manager.py",
+    "indexer/test_crash.py",
+    "tests/test_demos.py",
+    "training/test_trainer.py",
+    "galleries/test_milvus_served.py",
+    "http/test_schemathesis.py",
 )
 """Files that take long, most of it in other processes; begun last, one would keep all waiting."""
 
@@ -35,8 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, then those with a browser, then the others as they come."""
 
     def place(item: pytest.Item) -> int:
-        if item.path.name in LONGEST_FIRST:
-            return LONGEST_FIRST.index(item.path.name)
+        name = "/".join(item.path.parts[-2:])
+        if name in LONGEST_FIRST:
+            return LONGEST_FIRST.index(name)
         return len(LONGEST_FIRST) + (item.get_closest_marker("browser") is None)
 
     items.sort(key=place)

@@ -1,6 +1,7 @@
 """Which room may import which, read from the source, and what an import costs."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -111,13 +112,26 @@ def test_there_are_no_cycles() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize("room", ["embedder", "indexer", "service"])
-def test_importing_a_room_of_the_road_to_answers_loads_no_torch(room: str) -> None:
-    names = [name for name in modules() if name.split(".")[0] == room]
+TRAINING = ("torch", "torchvision", "onnx", "matplotlib")
+SERVING = ("fastapi", "uvicorn", "faiss", "onnxruntime", "redis", "torch")
+
+
+@pytest.mark.parametrize(
+    ("part", "heavy"),
+    [
+        ("embedder", TRAINING),
+        ("indexer", TRAINING),
+        ("service", TRAINING),
+        ("service.client", ("starlette", *SERVING)),
+        ("service.search.decode_worker", ("structlog", "indexer", *SERVING)),
+    ],
+)
+def test_a_part_loads_nothing_heavy_that_it_does_not_need(part: str, heavy: tuple[str]) -> None:
+    names = [name for name in modules() if name == part or name.startswith(f"{part}.")]
     code = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
-        "print([m for m in ('torch', 'torchvision', 'onnx', 'matplotlib') if m in sys.modules])"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -158,7 +172,14 @@ def private_names(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
 
 
-def test_tests_of_the_indexer_use_no_private_name() -> None:
-    files = sorted((ROOT / "tests" / "indexer").rglob("*.py"))
+def test_tests_use_no_private_name() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
     found = [name for path in files for name in private_names(path)]
     assert not found, "Say it through a public name:\n" + "\n".join(found)
+
+
+def test_a_test_module_imports_from_no_other_one() -> None:
+    folders = [ROOT / "tests" / name for name in ("cli", "http", "promises", "ui", "units")]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        wrong = {name for name in imports(path) if re.match(r"tests\.(\w+\.)*test_", name)}
+        assert not wrong, f"{path} imports {wrong}: put what they share into tests/support"

@@ -66,6 +66,28 @@ def test_a_demo_goes_from_the_official_folder_to_recall_beside_the_paper(
     assert len(list((tmp_path / ".kinlens" / name / "samples").iterdir())) >= 3
 
 
+@pytest.mark.parametrize("folder", ["", "mug-{}"], ids=["flat", "a folder for each product"])
+def test_the_demo_of_ones_own_photographs_with_ones_own_model_goes_the_whole_road(
+    folder: str, tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    for number in range(12):
+        path = tmp_path / "shop" / folder.format(number // 3) / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(picture(number), "JPEG", quality=95))
+    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--check"]
+    command += ["--images", str(tmp_path / "shop"), "--bundle", str(tiny_bundle.path)]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The whole road took" in done.stdout
+
+
 def test_a_folder_that_is_no_data_set_is_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
     done = demo("sop", tmp_path / "nowhere", tiny_bundle, tmp_path)
     assert done.returncode == 1

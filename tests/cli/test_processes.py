@@ -8,9 +8,10 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,8 @@ from embedder.bundle import Bundle
 from service.http.processes import pause_after
 from service.http.server import address_of
 from tests.support.own_process import Group, command_of, environment, group
+from tests.support.seams import KeyStore
+from tests.support.shops import start_shop
 from tests.tiny import encoded, picture
 
 ROOT = Path(__file__).parents[2]
@@ -192,9 +195,9 @@ def test_a_process_that_keeps_ending_is_started_after_growing_pauses(
     bundle.symlink_to(tiny_bundle.path)
     with group(bundle, tiny_gallery) as started:
         bundle.unlink()
-        os.kill(min(started.serving()), signal.SIGKILL)
-        time.sleep(0.3)
-        until(lambda: len(started.serving()) == 2)
+        victim = min(started.serving())
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(started.serving() - {victim}) == 2)
         until(lambda: len(started.serving()) == 1)
         assert httpx.get(f"{started.url}/ready", timeout=30).status_code == 200
         bundle.symlink_to(tiny_bundle.path)
@@ -204,28 +207,97 @@ def test_a_process_that_keeps_ending_is_started_after_growing_pauses(
     assert str(bundle) in str(second["reason"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_all_of_them_when_they_have_finished_what_they_accepted(
-    tiny_bundle: Bundle, tiny_gallery: Path, number: signal.Signals
+    tiny_bundle: Bundle, tiny_gallery: Path, until: Until
 ) -> None:
     files = {"image": encoded(picture(1))}
     built = httpx.Request("POST", "http://localhost/search", files=files)
     head = "".join(f"{name}: {value}\r\n" for name, value in built.headers.items())
-    request, body = f"POST /search HTTP/1.1\r\n{head}\r\n", built.read()
+    request = f"POST /search HTTP/1.1\r\n{head}Expect: 100-continue\r\n\r\n"
     with group(tiny_bundle.path, tiny_gallery) as started:
         children = started.serving()
         address = started.url.removeprefix("http://").split(":")
         with socket.create_connection((address[0], int(address[1])), timeout=30) as client:
-            client.sendall(request.encode() + body[:40])
-            time.sleep(0.5)
-            started.parent.send_signal(number)
-            time.sleep(0.5)
-            client.sendall(body[40:])
+            client.sendall(request.encode())
+            assert client.recv(64).startswith(b"HTTP/1.1 100 ")
+            started.parent.send_signal(signal.SIGINT)
+            until(lambda: len(started.serving()) == 1)  # the other one had nothing to finish
+            client.sendall(built.read())
             answer = client.recv(64)
         assert started.parent.wait(timeout=40) == 0
         assert gone(children)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert "Traceback" not in started.errors
+
+
+def test_processes_with_one_state_agree_on_items_keys_and_jobs(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path, until: Until
+) -> None:
+    store = KeyStore(tmp_path / "keys.json")
+    admin = {"x-api-key": store.create("admin", ["admin"])}
+    till = {"x-api-key": store.create("till", ["search"])}
+    with (
+        group(tiny_bundle.path, tiny_gallery, KINLENS_STATE=str(tmp_path)) as started,
+        contextlib.ExitStack() as stack,
+    ):
+
+        def connected(count: int) -> list[httpx.Client]:
+            """Clients on connections of their own, which are of any of the processes."""
+            made = [httpx.Client(base_url=started.url, timeout=60) for _ in range(count)]
+            return [stack.enter_context(client) for client in made]
+
+        first, *others = connected(20)
+        first.post("/galleries", json={"name": "live"}, headers=admin).raise_for_status()
+        parts = [("image", ("x", encoded(picture(50)))), ("key", (None, "new"))]
+        first.put("/galleries/live/items", files=parts, headers=admin).raise_for_status()
+
+        def keys_of(client: httpx.Client) -> list[str]:
+            files = {"image": encoded(picture(50))}
+            answer = client.post("/search", files=files, data={"gallery": "live"})
+            return [hit["key"] for hit in answer.raise_for_status().json()["hits"]]
+
+        assert [keys_of(client) for client in others] == [["new"]] * 19
+        victim = min(started.serving())
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(started.serving() - {victim}) == 2)
+        others = connected(20)
+        assert [keys_of(client) for client in others] == [["new"]] * 20
+        assert {c.get("/galleries", headers=till).status_code for c in others} == {200}
+        store.revoke("till")
+        until(lambda: {c.get("/galleries", headers=till).status_code for c in others} == {401})
+        with ThreadPoolExecutor(8) as crowd:
+            compact = partial(httpx.Client.post, url="/galleries/live/compact", headers=admin)
+            answers = list(crowd.map(compact, others[:8]))
+        assert {answer.status_code for answer in answers} <= {202, 409}
+        job = next(answer.json()["id"] for answer in answers if answer.status_code == 202)
+
+        def state() -> str:
+            return str(others[1].get(f"/jobs/{job}", headers=admin).json()["state"])
+
+        until(lambda: state() == "succeeded")
+        listed = others[2].get("/jobs", headers=admin).json()["jobs"]
+        made = [answer for answer in answers if answer.status_code == 202]
+        assert len(listed) == len(made), "a job is run once, by one of the processes"
+        assert {one["state"] for one in listed} == {"succeeded"}
+
+
+def test_work_runs_the_jobs_of_a_service_that_leaves_them_to_others(
+    tmp_path: Path, until: Until
+) -> None:
+    shop = start_shop(tmp_path, jobs="elsewhere")
+    job = shop.client.post("/galleries/shop/compact").raise_for_status().json()
+
+    def state() -> str:
+        return str(shop.client.get(f"/jobs/{job['id']}").json()["state"])
+
+    assert state() == "queued"
+    command = [sys.executable, "-m", "service", "work", "--state", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as worker:
+        until(lambda: state() == "succeeded")
+        worker.send_signal(signal.SIGINT)
+        _, errors = worker.communicate(timeout=60)
+    shop.close()
+    assert "Traceback" not in errors
 
 
 def test_children_end_when_the_parent_is_killed(

@@ -62,17 +62,6 @@ def test_the_environment_is_not_read_at_import(monkeypatch) -> None:
     assert done.stdout == "imported\n", done.stderr
 
 
-def test_importing_the_service_loads_no_torch() -> None:
-    code = (
-        "import importlib, pkgutil, sys, service\n"
-        "for found in pkgutil.walk_packages(service.__path__, 'service.'):\n"
-        "    importlib.import_module(found.name)\n"
-        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'torchvision')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -4,8 +4,6 @@ import asyncio
 import inspect
 import io
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -231,16 +229,6 @@ def test_a_type_checker_knows_arguments_and_answers_of_both_clients(tmp_path) ->
     assert (status, failures) == (0, ""), told
 
 
-def test_importing_the_client_loads_no_server_no_index_and_no_model() -> None:
-    code = (
-        "import sys, service.client\n"
-        "heavy = ('fastapi', 'starlette', 'uvicorn', 'faiss', 'onnxruntime', 'redis', 'torch')\n"
-        "print([m for m in heavy if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 def test_a_gallery_is_made_filled_searched_and_deleted(client, data, tmp_path) -> None:
     file = tmp_path / "0.png"
     file.write_bytes(data[0])
@@ -317,15 +305,6 @@ def test_the_same_in_an_event_loop(shop, data) -> None:
     asyncio.run(main())
 
 
-def test_health_metrics_and_samples_are_read(client) -> None:
-    assert client.live().status == "live"
-    assert client.ready().checks
-    assert "kinlens_" in client.metrics()
-    assert client.samples().samples == []
-    with pytest.raises(NotFoundError):
-        client.sample(0)
-
-
 def test_a_key_is_sent_and_its_absence_told(tmp_path) -> None:
     shop = start_shop(tmp_path, create=False, anonymous_scopes=("search",))
     keys = shop.running.runtime.keys
@@ -362,12 +341,6 @@ def test_a_problem_is_an_error_with_its_fields(status: int, expected: type, ask)
     assert (error.status, error.title, error.detail) == (status, "X", "Do this.")
     assert (error.type, error.request_id) == ("urn:kinlens:problem:x", "r1")
     assert len(answers.requests) == 1
-
-
-def test_the_faults_of_parameters_are_named(client) -> None:
-    with pytest.raises(InvalidError) as caught:
-        client.items("shop", limit=0)
-    assert [fault.name for fault in caught.value.faults] == ["limit"]
 
 
 def test_a_busy_service_is_asked_again_after_the_time_that_it_says(quick, ask) -> None:
@@ -514,19 +487,6 @@ def test_each_item_comes_once_although_each_is_removed_as_it_comes(client, shop,
     client.delete_gallery("walk")
 
 
-def test_items_that_are_replaced_as_they_come_do_not_come_again(client, data) -> None:
-    keys = [f"w/{n:03}" for n in range(203)]
-    client.create_gallery("circle")
-    client.put_many("circle", [NewItem(key, data[0]) for key in keys])
-    seen = []
-    for item in client.each_item("circle"):
-        seen.append(item.key)
-        if len(seen) <= 10:
-            client.put("circle", item.key, data[1])
-    assert seen == keys
-    client.delete_gallery("circle")
-
-
 def item_page(first: int, generation: str, count: int = 200) -> httpx.Response:
     item = {"attributes": {}, "sha256": "0" * 64, "path": "", "format": "PNG", "image": ""}
     items = [item | {"id": first + n, "key": f"k{first + n}"} for n in range(count)]
@@ -648,54 +608,9 @@ def test_what_cannot_be_sent_is_an_error_of_the_client(call, expected, ask) -> N
     assert answers.requests == []
 
 
-@pytest.mark.parametrize("kind", [Kinlens, AsyncKinlens])
-def test_a_client_of_no_address_or_a_strange_key_is_an_error_of_the_client(kind) -> None:
-    with pytest.raises(ArgumentError, match="no address"):
-        kind("http://[::1")
-    with pytest.raises(ArgumentError) as caught:
-        kind("http://x", key="kl_s\xe9cret")
-    assert "cret" not in str(caught.value)
-
-
-def test_an_answer_that_cannot_be_unpacked_is_an_error_of_the_client(ask) -> None:
-    class Broken(httpx.SyncByteStream, httpx.AsyncByteStream):
-        def __iter__(self) -> Iterator[bytes]:
-            yield b"no gzip"
-
-        async def __aiter__(self) -> Any:
-            yield b"no gzip"
-
-    def answer(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=Broken())
-
-    answers: Any = Answers(problem(404))
-    answers.transport = httpx.MockTransport(answer)
-    with pytest.raises(ConnectionFailedError):
-        ask(lambda c: c.metrics(), answers)
-
-
 @pytest.mark.parametrize("name", [".", ".."])
 def test_a_name_of_dots_leads_to_no_other_path(name: str, ask) -> None:
     answers = Answers(problem(404))
     with pytest.raises(NotFoundError):
         ask(lambda c: c.items(name), answers)
     assert answers.requests[0].url.raw_path.startswith(b"/galleries/%2E")
-
-
-def test_buffers_are_images_and_none_is_as_not_given(client, data) -> None:
-    client.create_gallery("buffers")
-    client.put("buffers", "a", bytearray(data[0]))
-    options: Any = dict.fromkeys(
-        [
-            *("k", "offset", "min_score", "min_probability", "filter", "group_by", "group_score"),
-            *("group_size", "distinct", "exact", "crops", "positives", "negatives"),
-        ]
-    )
-    for image in (bytearray(data[0]), memoryview(data[0]), [bytearray(data[0])]):
-        found = client.search(image, **options | {"gallery": "buffers"})
-        assert [hit.key for hit in found.hits] == ["a"]
-    each = client.search_each(memoryview(data[0]), **options | {"gallery": "buffers"})
-    query = Query(bytearray(data[0]), options | {"gallery": "buffers"})
-    for answers in (each.answers, client.search_batch([query]).answers):
-        assert [one.status for one in answers] == [200]
-    client.delete_gallery("buffers")

@@ -6,10 +6,8 @@ docs/bar.md says which test proves which line.
 import io
 import re
 import statistics
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +24,7 @@ from embedder.bundle import Bundle
 from embedder.fake import FakeEmbedder
 from service.app import create_app
 from service.settings import Settings
+from tests.support.odd_images import claiming
 from tests.support.own_process import ROOT, own_process
 from tests.support.servers import DEFAULTS, Running, run
 from tests.support.shelves import DIM, make_gallery
@@ -165,26 +164,10 @@ def test_an_item_that_is_named_like_a_file_or_an_address_is_only_named_so(
     assert canary.asked == []
 
 
-def claim(side: int) -> bytes:
-    """Less than a kilobyte that says it is `side` px a side."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        check = zlib.crc32(name + data)
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + header
-        + chunk(b"IDAT", zlib.compress(b"0" * 99))
-        + chunk(b"IEND", b"")
-    )
-
-
 def test_a_file_that_claims_65535_px_is_refused_as_fast_as_a_small_picture_is_found(
     shop: Shop,
 ) -> None:
-    bombs = [claim(65_535) + bytes([n]) for n in range(TIMES)]
+    bombs = [claiming(65_535, 65_535) + bytes([n]) for n in range(TIMES)]
     small = [encoded(picture(100 + n)) for n in range(TIMES)]
     refused = [timed(lambda data=data: shop.running.search(data)) for data in bombs]
     found = [timed(lambda data=data: shop.running.search(data)) for data in small]
@@ -288,8 +271,11 @@ def test_a_hit_of_a_long_answer_costs_no_more_than_one_of_a_short_answer(
     assert median(calls[4_000]) / 4_000 < median(calls[10]) / 10
 
 
-def test_every_proof_that_the_page_names_is_there() -> None:
-    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "bar.md").read_text("utf-8"))
-    assert len(named) > 60
-    for name in named:
-        assert (ROOT / name).is_file(), name
+def test_every_line_of_the_page_names_a_proof_that_is_there() -> None:
+    page = (ROOT / "docs" / "bar.md").read_text("utf-8")
+    rows = re.findall(r"^\| (?!line|complaint)([A-Z0-9`].+?) \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) > 40
+    for line, proof in rows:
+        named = re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", proof)
+        assert named or "make " in proof, line
+        assert [name for name in named if not (ROOT / name).is_file()] == [], line

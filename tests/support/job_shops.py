@@ -4,8 +4,6 @@ import contextlib
 import os
 import shlex
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ from service.jobs.rebuild import store_bundle
 from service.jobs.store import ACTIVE
 from service.settings import Settings
 from tests.support.seams import Job, JobManager
+from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
-WAIT_S = 60.0
 TRAINER = Path(__file__).with_name("fake_trainer.py")
 
 
@@ -66,7 +64,7 @@ class JobShop:
         for state in ACTIVE:
             for job in self.manager.list(state):
                 self.manager.cancel(job.id)
-        self.until(lambda: not self.manager.list("running"))
+        until(lambda: not self.manager.list("running"))
         self.manager.close()
 
     def build(self, name: str) -> Path:
@@ -84,7 +82,7 @@ class JobShop:
 
     def ended(self, job_id: str) -> Job:
         """The job, once it has ended."""
-        self.until(lambda: not self.manager.get(job_id).is_active)
+        until(lambda: not self.manager.get(job_id).is_active)
         return self.manager.get(job_id)
 
     def cancelled(self, job_id: str) -> None:
@@ -114,13 +112,6 @@ class JobShop:
         gallery = self.gallery()
         gallery.close()
         return gallery.bundle_id
-
-    @staticmethod
-    def until(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < end, "never happened"
-            time.sleep(0.05)
 
 
 def processes_of(job_id: str) -> list[int]:

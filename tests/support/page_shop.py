@@ -1,6 +1,7 @@
 """A shop that answers as the service promises, for tests of the page: 24 drawn items, no model."""
 
 import asyncio
+import hashlib
 import io
 import json
 import threading
@@ -35,7 +36,9 @@ CALIBRATION = {
         {"false_matches": 0.01, "search_score": 0.95, "probability": 0.95},
     ],
 }
-SIDE_PX = 64
+INDEX = {"segment_items": 0, "delta": 24, "tombstones": 0, "compaction_due": ""} | (
+    dict.fromkeys(("kind", "recall", "target_recall", "created_at")) | {"parameters": {}}
+)
 Vector = NDArray[np.float64]
 
 
@@ -199,12 +202,21 @@ class Shop:
         )
 
     def about(self, name: str) -> dict[str, Any]:
-        return {"name": name, "version": "1" * 64, "size": len(self.galleries[name])}
+        return {
+            "name": name,
+            "version": "1" * 64,
+            "generation": "1" * 12,
+            "bundle_id": "b" * 64,
+            "size": len(self.galleries[name]),
+            "dim": 48,
+            "created_at": "2026-01-01T00:00:00+00:00",
+        }
 
     async def describe(self, request: Request) -> Response:
         name = request.path_params["name"]
         attributes = [self.attribute(name, a) for a in ("class", "colour", "price", "sale")]
         content = {"attributes": attributes, "calibration": self.calibration}
+        content |= {"index": INDEX, "provider": "CPUExecutionProvider", "image_root_missing": False}
         return self.refusal(request) or JSONResponse(self.about(name) | content)
 
     def attribute(self, gallery: str, name: str) -> dict[str, Any]:
@@ -239,7 +251,7 @@ class Shop:
         stock = [i for i in self.galleries[name] if i.key.startswith(query.get("key_prefix", ""))]
         shown = stock[: int(query.get("limit", 20))]
         entries = [self.entry(name, item) for item in shown]
-        content = {"total": len(stock), "offset": 0, "items": entries}
+        content = {"total": len(stock), "offset": 0, "items": entries, "generation": "1" * 12}
         return self.refusal(request) or JSONResponse(content)
 
     async def similar(self, request: Request) -> Response:
@@ -312,6 +324,7 @@ class Shop:
             "gallery": wanted.gallery,
             "gallery_version": "1" * 64,
             "k": wanted.k,
+            "offset": 0,
             "count": len(shown),
             "cached": False,
             "match": bool(hits),
@@ -324,4 +337,5 @@ class Shop:
     def entry(self, gallery: str, item: Item) -> dict[str, Any]:
         image = f"/galleries/{gallery}/items/{item.id}/image"
         attributes = dict(item.attributes)
-        return {"id": item.id, "key": item.key, "attributes": attributes, "image": image}
+        content = {"id": item.id, "key": item.key, "attributes": attributes, "image": image}
+        return content | {"sha256": hashlib.sha256(item.data).hexdigest()}

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from service.app import create_app
 from service.http.server import Server, config_of
 from service.runtime import Runtime
 from service.settings import Settings
+from tests.support import waiting
 from tests.support.seams import Cache, listen
 from tests.tiny import encoded, picture
 
@@ -206,15 +206,7 @@ def quiet_logs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def until() -> Callable[[Callable[[], bool]], None]:
-    """Poll a condition that another thread makes true."""
-
-    def wait(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + WAIT_S
-        while not condition():
-            assert time.monotonic() < end, "never happened"
-            time.sleep(0.005)
-
-    return wait
+    return waiting.until
 
 
 @pytest.fixture(scope="session")

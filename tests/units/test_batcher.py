@@ -5,9 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-import pytest
 
-from embedder.errors import BundleError, SearchError
 from tests.support.seams import Batcher
 
 WAIT_S = 10.0
@@ -64,38 +62,9 @@ def test_only_the_bad_image_of_a_call_fails(until) -> None:
     assert isinstance(bad, ValueError)
 
 
-def test_several_calls_run_at_the_same_time_as_far_as_allowed() -> None:
-    model = Model()
-    batcher = Batcher(model.embed, batch_size=8, at_once=2)
-    with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(batcher.embed, images(value)) for value in (1, 2)]
-        for _ in calls:
-            assert model.entered.acquire(timeout=WAIT_S)
-        model.gate.set()
-        assert sorted(call.result().item() for call in calls) == [1, 2]
-
-
 def test_many_images_of_one_caller_are_cut_into_calls_of_the_batch_size() -> None:
     model = Model()
     model.gate.set()
-    assert Batcher(model.embed, 2, 1).embed(images(1, 2, 3, 4, 5)).ravel().tolist() == [
-        1,
-        2,
-        3,
-        4,
-        5,
-    ]
+    found = Batcher(model.embed, 2, 1).embed(images(1, 2, 3, 4, 5))
+    assert found.ravel().tolist() == [1, 2, 3, 4, 5]
     assert model.batches == [[1, 2], [3, 4], [5]]
-
-
-def test_a_model_that_gives_too_few_vectors_or_wants_to_exit_is_an_error() -> None:
-    with pytest.raises(BundleError, match="1 vectors for 2 images"):
-        Batcher(lambda given: np.zeros((1, 2), np.float32) + len(given), 2, 1).embed(images(1, 2))
-
-    def leave(_: Any) -> Any:
-        raise SystemExit(1)
-
-    batcher = Batcher(leave, 2, 1)
-    for _ in range(2):
-        with pytest.raises(SearchError, match="SystemExit"):
-            batcher.embed(images(1))

@@ -11,7 +11,7 @@ import pytest
 from embedder.types import Hit
 from indexer.types import Group
 from service.search.answer import HitRenderer, checked_results, encode_results
-from service.search.cache import answer_key, decode_vector, encode_vector, seal, unseal
+from service.search.cache import answer_key, decode_vector, encode_vector, seal
 from tests.support.seams import Cache, Lookup, LruCache, embedding_key
 
 VALUES = {"class": "ä", "1": "1", "stock": 2**53 + 1, "price": 1.0, "half": 0.5, "sale": True}
@@ -41,11 +41,6 @@ class DictStore:
 
 def read(cache: Cache, key: str, dim: int = 2) -> Any:
     return cache.get(Lookup("embedding", key, lambda value: decode_vector(value, dim)))
-
-
-def write(cache: Cache, key: str, payload: bytes) -> None:
-    cache.set(key, payload)
-    cache.close()
 
 
 def vector(*values: float) -> Any:
@@ -87,12 +82,6 @@ def test_a_value_above_the_bound_is_not_kept_and_pushes_nothing_out() -> None:
     assert cache.size_bytes == 4
 
 
-def test_a_cache_of_no_entries_keeps_nothing() -> None:
-    cache = LruCache(max_entries=0, max_bytes=1000)
-    cache.set("a", b"1")
-    assert cache.get("a") is None
-
-
 def test_every_part_of_a_request_changes_the_key_of_its_answer() -> None:
     parts: list[list[Any]] = [
         ["bundle", "bundle2"],
@@ -116,19 +105,6 @@ def test_bundle_precision_content_and_box_change_the_key_of_a_vector() -> None:
     assert len({embedding_key(*parts) for parts in combinations}) == len(combinations)
 
 
-def test_a_value_of_the_shared_level_is_read_once_and_then_local() -> None:
-    store, seen = DictStore(), []
-    key = embedding_key("bundle", "fp32", "digest", None)
-    write(Cache(LruCache(9, 999), store), key, encode_vector(vector(0.6, 0.8)))
-    cache = Cache(LruCache(9, 999), store)
-    cache.observe(lambda kind, level: seen.append((kind, level)))
-    assert read(cache, key) == pytest.approx([0.6, 0.8])
-    store.values.clear()
-    assert read(cache, key) == pytest.approx([0.6, 0.8])
-    assert read(cache, "other") is None
-    assert seen == [("embedding", "redis"), ("embedding", "local"), ("embedding", "miss")]
-
-
 @pytest.mark.parametrize(
     "payload",
     [
@@ -149,43 +125,6 @@ def test_a_wrong_value_of_the_shared_level_counts_as_missing(payload: bytes, sea
     cache.observe(lambda kind, level: seen.append(level))
     assert read(cache, "key") is None
     assert seen == ["invalid"]
-
-
-def test_a_value_fits_only_under_the_key_it_was_made_for() -> None:
-    sealed = seal("key of bundle a", b"payload")
-    assert unseal("key of bundle a", sealed) == b"payload"
-    with pytest.raises(ValueError, match="seal"):
-        unseal("key of bundle b", sealed)
-    with pytest.raises(ValueError, match="seal"):
-        unseal("key of bundle a", sealed[:-1] + b"x")
-
-
-def test_vectors_survive_the_way_to_bytes_and_back() -> None:
-    original = vector(0.6, -0.8)
-    assert (decode_vector(encode_vector(original), 2) == original).all()
-
-
-def test_all_that_is_missing_here_is_asked_for_in_one_call() -> None:
-    store = DictStore()
-    cache = Cache(LruCache(9, 999), store)
-    cache.set("a", b"1")
-    store.values["b"] = seal("b", b"2")
-    lookups = [Lookup("embedding", key, bytes) for key in ("a", "b", "c")]
-    assert cache.get_all(lookups) == [b"1", b"2", None]
-    assert cache.get_all(lookups[:2]) == [b"1", b"2"]
-    assert store.calls == [["b", "c"]]
-
-
-def test_what_others_wrote_is_checked_more_closely_than_what_was_written_here() -> None:
-    def refuse(_: bytes) -> bytes:
-        raise ValueError
-
-    store = DictStore()
-    cache = Cache(LruCache(9, 999), store)
-    store.values["a"] = seal("a", b"1")
-    assert cache.get(Lookup("answer", "a", bytes, refuse)) is None
-    cache.set("a", b"1")
-    assert cache.get(Lookup("answer", "a", bytes, refuse)) == b"1"
 
 
 SHOWN = HitRenderer("/galleries/shop/items/", "/image?version=0123456789ab", None)

@@ -5,9 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,13 +18,12 @@ from PIL import Image
 from embedder import errors
 from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits, preprocess
-from service.search.decode_worker import pack_error, unpack_error
 from tests.support.seams import InlineDecoder, ProcessDecoder
+from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
 SPEC = Preprocessing(resize_px=40, crop_px=32)
 LIMITS = ImageLimits()
-WAIT_S = 60.0
 FDS = Path("/proc/self/fd")
 GOOD = encoded(picture(1))
 
@@ -44,13 +40,6 @@ def running(memory_mb: int = 1024, timeout_s: float = 30.0) -> Iterator[Any]:
 
 def decodes(decoder: Any) -> bool:
     return np.array_equal(decoder.decode(GOOD, SPEC, LIMITS), preprocess(GOOD, SPEC))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end, "never happened"
-        time.sleep(0.005)
 
 
 def state(pid: int) -> str:
@@ -138,14 +127,6 @@ def test_an_image_above_the_time_limit_is_killed_and_the_next_one_decoded(bomb: 
         assert decodes(decoder)
 
 
-def test_an_image_above_the_memory_limit_is_refused_and_the_next_one_decoded(bomb: bytes) -> None:
-    with running(memory_mb=300) as decoder:
-        with pytest.raises(errors.ImageCostError, match="more memory than the limit of 300 MB"):
-            decoder.decode(bomb, SPEC, LIMITS)
-        assert decodes(decoder)
-        assert (decoder.kills, decoder.restarts) == (1, 1)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_process_that_dies_once_in_the_middle_costs_no_image_and_one_that_dies_again_does(
     number: signal.Signals, bomb: bytes
@@ -155,10 +136,10 @@ def test_a_process_that_dies_once_in_the_middle_costs_no_image_and_one_that_dies
         for deaths in (1, 2):
             call = others.submit(decoder.decode, bomb, SPEC, LIMITS)
             for _ in range(deaths):
-                wait_for(lambda: is_decoding(decoder.pid))
+                until(lambda: is_decoding(decoder.pid))
                 first = decoder.pid
                 os.kill(first, number)
-                wait_for(lambda first=first: decoder.pid not in (None, first))
+                until(lambda first=first: decoder.pid not in (None, first))
             if deaths == 1:
                 assert call.result().shape == (3, 32, 32)
             else:
@@ -166,22 +147,6 @@ def test_a_process_that_dies_once_in_the_middle_costs_no_image_and_one_that_dies
                     call.result()
         assert decodes(decoder)
         assert (decoder.restarts, decoder.kills) == (3, 0)
-
-
-def test_a_process_that_died_while_idle_costs_no_image() -> None:
-    """Neither one that is gone, nor one that dies as the image is handed over."""
-    with running() as decoder:
-        assert decodes(decoder)
-        os.kill(decoder.pid, signal.SIGKILL)
-        wait_for(lambda: state(decoder.pid) == "Z")
-        assert decodes(decoder)
-        os.kill(decoder.pid, signal.SIGSTOP)
-        stopped = decoder.pid
-        killer = threading.Timer(0.1, os.kill, (stopped, signal.SIGKILL))
-        killer.start()
-        assert decodes(decoder)
-        killer.join()
-        assert decoder.restarts == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -195,20 +160,6 @@ def test_ctrl_c_and_a_stop_of_the_whole_group_leave_the_process_to_the_service(
         os.kill(pid, number)
         assert decodes(decoder)
         assert (decoder.pid, decoder.restarts) == (pid, 0)
-
-
-def test_a_decoder_that_is_closed_fails_what_it_does_and_takes_no_more(bomb: bytes) -> None:
-    decoder = ProcessDecoder(1024, 30)
-    decoder.start()
-    assert decodes(decoder)
-    with ThreadPoolExecutor(1) as others:
-        call = others.submit(decoder.decode, bomb, SPEC, LIMITS)
-        wait_for(lambda: is_decoding(decoder.pid))
-        decoder.close()
-        with pytest.raises(errors.SearchError, match="being stopped"):
-            call.result()
-    with pytest.raises(errors.SearchError, match="being stopped"):
-        decoder.decode(GOOD, SPEC, LIMITS)
 
 
 @pytest.mark.parametrize("python", ["/nonexistent/python", "/bin/false"])
@@ -228,7 +179,7 @@ def test_a_process_that_cannot_start_fails_every_call_and_is_tried_again(
             except errors.SearchError:
                 return False
 
-        wait_for(is_back)
+        until(is_back)
 
 
 def test_two_hundred_kills_leave_no_zombie_and_no_file_descriptor() -> None:
@@ -239,7 +190,7 @@ def test_two_hundred_kills_leave_no_zombie_and_no_file_descriptor() -> None:
             if number % 20 == 0:
                 assert decodes(decoder)
             os.kill(decoder.pid, signal.SIGKILL)
-            wait_for(lambda pid=decoder.pid: state(pid) == "Z")
+            until(lambda pid=decoder.pid: state(pid) == "Z")
             decoder.close()
             decoder = ProcessDecoder(1024, 30)
             decoder.start()
@@ -276,7 +227,7 @@ def test_the_process_ends_when_the_service_dies(
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.send_signal(number)
-    wait_for(lambda: state(pid) in ("", "Z"))
+    until(lambda: state(pid) in ("", "Z"))
 
 
 def test_a_process_has_no_secrets_no_listening_socket_and_no_file_of_the_service(
@@ -304,61 +255,3 @@ def test_a_process_has_no_secrets_no_listening_socket_and_no_file_of_the_service
     assert "Max core file size        0" in limits
     assert "Max file size             0" in limits
     assert threads == 1
-
-
-def test_a_process_loads_nothing_that_it_does_not_need() -> None:
-    code = """
-    import sys
-    import service.search.decode_worker
-    heavy = ("fastapi", "uvicorn", "onnxruntime", "faiss", "torch", "redis", "structlog", "indexer")
-    print([name for name in heavy if name in sys.modules])
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
-    assert done.stdout.strip() == "[]"
-
-
-STAND_IN = """#!{python}
-import socket, struct, time
-own = socket.socket(fileno=0)
-own.sendall(struct.pack("<BxxxI", 3, 0))
-own.recv(2**20)
-own.sendall({reply!r})
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"\x00\0\0\0\x03\0\0\0abc",  # too few pixels
-        b"\x00\0\0\0\xff\xff\xff\xff",  # too many
-        b"\x07\0\0\0\0\0\0\0",  # no status
-        b"\x01\0\0\0\x01\0\0\0{",  # an error that cannot be read
-    ],
-    ids=["few", "many", "status", "error"],
-)
-def test_an_answer_that_makes_no_sense_ends_its_process(
-    monkeypatch, tmp_path: Path, reply: bytes
-) -> None:
-    stand_in = tmp_path / "python"
-    stand_in.write_text(STAND_IN.format(python=sys.executable, reply=reply))
-    stand_in.chmod(0o755)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", str(stand_in))
-        decoder = ProcessDecoder(1024, 30)
-        decoder.start()
-        with pytest.raises(errors.ImageCostError):
-            decoder.decode(GOOD, SPEC, LIMITS)
-    assert decoder.restarts >= 1
-    decoder.close()
-
-
-def test_errors_come_back_as_their_class_and_only_those_of_images() -> None:
-    back = unpack_error(pack_error(errors.CorruptImageError("the text")))
-    assert type(back) is errors.CorruptImageError
-    assert str(back) == "the text"
-    for foreign in (ZeroDivisionError("x"), errors.KeyMissingError("x"), SystemError("x")):
-        assert type(unpack_error(pack_error(foreign))) is RuntimeError
-    assert len(pack_error(errors.ImageError("\u20ac" * 10_000))) < 4096

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from embedder.errors import JobConflictError, JobNotFoundError, StateError
+from embedder.errors import JobConflictError, StateError
 from service.jobs.store import Kind
 from tests.support.seams import Job, JobStore
 
@@ -40,28 +40,6 @@ def running(store: JobStore, kind: Kind = "compact", gallery: str = "shop") -> J
     return store.get(job.id)
 
 
-def test_a_job_is_read_as_it_was_written_the_newest_first(store: JobStore) -> None:
-    job = running(store)
-    assert (job.kind, job.gallery, job.by, job.params) == ("compact", "shop", "test", {"n": 1})
-    assert (job.state, job.done, job.total, job.ended_at) == ("running", 0, 1000, None)
-    assert job.started_at is not None
-    more = [store.create("compact", f"g{n}", {}, "test") for n in range(4)]
-    assert store.newest(limit=3) == more[:0:-1]
-    assert store.active() == [job, *more]
-    assert store.newest("running") == [job]
-    assert store.newest("failed") == []
-    with pytest.raises(JobNotFoundError, match="GET /jobs"):
-        store.get("nothing")
-
-
-def test_done_never_goes_back_and_never_beyond_the_whole(store: JobStore) -> None:
-    job = running(store)
-    for told, seen in [(10, 10), (5, 10), (400, 400), (10**9, 1000), (1, 1000)]:
-        store.progress(job.id, f"told {told}", told)
-        assert store.get(job.id).done == seen
-        assert store.get(job.id).step == f"told {told}"
-
-
 def test_a_job_begins_once_and_ends_once(store: JobStore) -> None:
     job = store.create("compact", "shop", {}, "test")
     assert [store.begin(job.id) for _ in range(3)] == [True, False, False]
@@ -72,15 +50,6 @@ def test_a_job_begins_once_and_ends_once(store: JobStore) -> None:
     assert (found.state, found.error, found.done) == ("failed", "why", 0)
     assert not store.begin(job.id)
     assert not store.cancel(job.id)
-
-
-def test_one_heavy_job_runs_at_a_time(store: JobStore) -> None:
-    first = running(store, "train", "a")
-    second = store.create("rebuild", "b", {}, "test")
-    assert not store.begin(second.id)
-    running(store, "compact", "c")
-    store.fail(first.id, "why")
-    assert store.begin(second.id)
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
@@ -121,15 +90,6 @@ def test_a_cancel_before_the_commit_keeps_the_gallery_and_one_after_it_is_refuse
     assert store.commit(late.id)
     assert not store.cancel(late.id)
     assert not store.get(late.id).cancel_requested
-
-
-def test_a_job_that_waits_is_cancelled_at_once(store: JobStore) -> None:
-    job = store.create("compact", "shop", {}, "test")
-    assert store.cancel(job.id)
-    found = store.get(job.id)
-    assert found.state == "cancelled"
-    assert found.ended_at is not None
-    store.create("compact", "shop", {}, "test")  # the gallery is free again
 
 
 def test_only_what_did_not_succeed_is_renewed_and_only_while_the_gallery_is_free(

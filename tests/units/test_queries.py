@@ -1,11 +1,16 @@
-"""A query is a value: equal questions have one digest, different ones never."""
+"""A query is a value: equal questions have one digest; a probability is a least score."""
 
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
+import pytest
+
 from indexer.filters.text import parse_filter
 from indexer.types import Grouping
+from service.search.answer import UNREACHABLE, least_score, score_of
 from service.search.query import Query, views_of
+from tests.support.market import CALIBRATION
 
 IMAGE, OTHER = b"one image", b"another image"
 QUERY = Query(views_of(IMAGE), positives=("a", "b"), negatives=("c",))
@@ -57,3 +62,30 @@ def test_a_query_is_split_into_one_for_each_view_and_keeps_the_rest() -> None:
     assert [each.views for each in apart] == [(view,) for view in query.views]
     assert all(replace(each, views=query.views) == query for each in apart)
     assert Query(positives=("a",)).apart() == [Query(positives=("a",))]
+
+
+def calibrated(slope: float, intercept: float) -> object:
+    return CALIBRATION.model_copy(update={"slope": slope, "intercept": intercept})
+
+
+@pytest.mark.parametrize("slope", [0.0, 1e-6, 1.0, 20.0, 500.0])
+@pytest.mark.parametrize("intercept", [-30.0, -3.0, 0.0, 3.0])
+def test_the_score_is_the_least_that_has_the_probability(slope: float, intercept: float) -> None:
+    calibration = calibrated(slope, intercept)
+    for probability in (0.0, 1e-9, 0.1, 0.5, 0.9, 1 - 1e-9, 1.0):
+        score = score_of(calibration, probability)
+        if score is None:
+            assert calibration.probability(np.array(-1.0)) >= probability
+        elif score == UNREACHABLE:
+            assert calibration.probability(np.array(1.0)) < probability
+        else:
+            below = np.nextafter(np.float32(score), np.float32(-1))
+            assert calibration.probability(np.array(score)) >= probability
+            assert calibration.probability(np.array(below)) < probability
+
+
+def test_the_probability_of_a_hit_lets_this_hit_pass() -> None:
+    for score in np.random.default_rng(0).uniform(-1, 1, 200).astype(np.float32):
+        likely = float(CALIBRATION.probability(np.array(score)))
+        least = least_score(None, likely, CALIBRATION)
+        assert least is None or least <= score

@@ -16,7 +16,7 @@ from service.app import create_app
 from service.settings import Settings
 from tests.embedder.bundles import CALIBRATION
 from tests.support.seams import Locations
-from tests.support.servers import DEFAULTS, WAIT_S, FakeGallery, run
+from tests.support.servers import DEFAULTS, WAIT_S, run
 from tests.support.shops import Shop, assert_problem, start_shop
 from tests.tiny import encoded, picture
 
@@ -189,13 +189,6 @@ def test_without_a_folder_for_state_writes_are_409_and_name_the_cure(tmp_path, d
     assert shop.items("g")["total"] == 0
     running.close()
     gallery.close()
-
-
-def test_the_galleries_of_a_service_that_was_given_them_are_listed(start_service, gallery) -> None:
-    service = start_service()
-    [listed] = service.client.get("/galleries").json()["galleries"]
-    assert isinstance(gallery, FakeGallery)
-    assert (listed["name"], listed["managed"], listed["size"]) == ("shop", False, 12)
 
 
 @pytest.mark.parametrize("path", ["/galleries", "/galleries/shop"])

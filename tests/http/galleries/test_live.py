@@ -167,28 +167,6 @@ def test_a_link_stays_good_while_other_items_come_and_go(live, write, pictures) 
         assert live.client.get(link).content == pictures[5]
 
 
-def test_an_item_that_comes_back_has_another_number(live, write, pictures) -> None:
-    first = best(live, pictures[7])
-    write("remove", "7.png")
-    write("add", "7.png")
-    second = best(live, pictures[7])
-    assert first["key"] == second["key"] == "7.png"
-    assert first["id"] != second["id"]
-    assert live.client.get(first["image"]).status_code == 404
-    assert live.client.get(second["image"]).content == pictures[7]
-
-
-def test_a_compaction_by_another_process_changes_no_answer_and_no_version(
-    live, write, pictures
-) -> None:
-    write("add", "10.png")
-    write("remove", "2.png")
-    before, answers = listed(live), [keys(live, data) for data in pictures]
-    write("compact")
-    assert listed(live) == before
-    assert [keys(live, data + b"\0") for data in pictures] == answers  # known to no cache
-
-
 def test_a_gallery_may_become_empty_and_full_again(live, write, pictures) -> None:
     for number in range(8):
         write("remove", f"{number}.png")

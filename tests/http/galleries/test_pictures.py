@@ -18,8 +18,8 @@ from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
 from service.app import create_app
 from service.settings import Settings
-from tests.support.servers import FakeGallery, Running, run
-from tests.support.shops import start_shop
+from tests.support.servers import Running, run
+from tests.support.shops import assert_problem, start_shop
 from tests.tiny import encoded, picture
 
 PROBLEM = "application/problem+json"
@@ -77,14 +77,6 @@ def fetch(service: Any, target: str) -> tuple[int, str, bytes]:
     body = response.read()
     connection.close()
     return response.status, response.headers.get_content_type(), body
-
-
-def assert_problem(response: Any, status: int, slug: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == PROBLEM
-    problem: dict[str, Any] = response.json()
-    assert problem["type"] == f"urn:kinlens:problem:{slug}"
-    return problem
 
 
 def first_link(service: Any, data: bytes) -> str:
@@ -295,21 +287,6 @@ def test_a_link_from_before_a_rebuild_is_404_and_names_both_generations(
     renewed.close()
 
 
-@pytest.mark.parametrize("version", ["", "9b2e", "..%2f..", "G" * 12, "0" * 65])
-def test_a_version_that_is_none_is_422(running_service, version: str) -> None:
-    response = running_service.client.get(f"/galleries/shop/items/0/image?version={version}")
-    problem = assert_problem(response, 422, "invalid-parameter")
-    assert problem["errors"][0]["name"] == "version"
-
-
-def test_the_generation_is_the_version_of_a_link(running_service, pictures) -> None:
-    (entry,) = running_service.client.get("/galleries").json()["galleries"]
-    link = "/galleries/shop/items/5/image?version="
-    assert running_service.client.get(f"{link}{entry['generation']}").content == pictures[5]
-    other = running_service.client.get(f"{link}{entry['version']}")
-    assert_problem(other, 404, "unknown-item")
-
-
 def test_a_picture_of_an_item_that_is_gone_is_404_even_if_the_browser_has_it(
     start_service, gallery, pictures
 ) -> None:
@@ -351,17 +328,3 @@ def test_an_upload_that_is_gone_is_404_and_comes_back_when_it_is_put_again(tmp_p
     assert shop.put({"k": data})["unchanged"] == 1
     assert shop.client.get(link).content == data
     shop.close()
-
-
-def test_galleries_of_one_generation_show_each_its_own_pictures(
-    start_service, embedder, pictures
-) -> None:
-    """As a folder has that was copied, and changed since."""
-    shown = {"a": pictures[:2], "b": pictures[2:4]}
-    galleries = {name: FakeGallery(embedder, own, name) for name, own in shown.items()}
-    service = start_service(galleries=galleries)
-    small = [
-        service.client.get(f"/galleries/{name}/items/0/image", params={"size": 160}).content
-        for name in shown
-    ]
-    assert small[0] != small[1]

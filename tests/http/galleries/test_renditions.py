@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,22 +9,14 @@ import pytest
 from PIL import Image
 
 from embedder.errors import (
-    CorruptImageError,
     DeadlineExceededError,
     ImageCostError,
-    ImageTooLargeError,
-    ItemNotFoundError,
     OverloadedError,
 )
-from embedder.fake import FakeEmbedder
 from embedder.preprocess import MAX_SIDE_PX, ImageLimits, render_jpeg
-from indexer.ingest.build import build_gallery
-from indexer.ingest.sources import folder_source
-from service.api.pictures import Size
 from service.galleries.pictures import SIDES_PX, Renditions
-from tests.support.seams import InlineDecoder, ProcessDecoder
 from tests.support.shops import Shop, assert_problem, start_shop
-from tests.tiny import TINY, encoded, picture
+from tests.tiny import encoded, picture
 
 LIMITS = ImageLimits()
 WAIT_S = 20.0
@@ -63,20 +54,6 @@ def test_a_picture_shows_what_the_original_shows_upright_on_white() -> None:
     assert np.abs(difference).mean() < 4
     clear = render_jpeg(encoded(Image.new("RGBA", (64, 64), (0, 0, 0, 0))), LIMITS, 160)
     assert opened(clear).getpixel((5, 5)) == (255, 255, 255)
-
-
-@pytest.mark.parametrize("isolated", [True, False])
-def test_a_decoder_renders_and_refuses_between_images_to_embed(isolated: bool) -> None:
-    decoder = ProcessDecoder(1024, WAIT_S) if isolated else InlineDecoder()
-    large = encoded(picture(2, (3000, 1000)), "TIFF")
-    assert decoder.decode(large, TINY, LIMITS).shape == (3, 16, 16)
-    assert opened(decoder.render(large, LIMITS)).size[0] == MAX_SIDE_PX
-    assert opened(decoder.render(large, LIMITS, 160)).size[0] == 160
-    with pytest.raises(CorruptImageError):
-        decoder.render(large[:-5000], LIMITS)
-    with pytest.raises(ImageTooLargeError):
-        decoder.render(large, ImageLimits(max_megapixels=1.0))
-    decoder.close()
 
 
 def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypatch) -> None:
@@ -129,24 +106,6 @@ def test_a_small_picture_can_be_asked_for_and_has_an_etag_of_its_own(tmp_path) -
     shop.close()
 
 
-def test_the_allowed_sizes_are_the_same_everywhere() -> None:
-    assert Size.__args__ == SIDES_PX  # type: ignore[attr-defined]
-
-
-def test_an_indexed_tiff_is_shown_and_a_missing_one_is_404(tmp_path: Path) -> None:
-    catalogue = tmp_path / "catalogue"
-    catalogue.mkdir()
-    (catalogue / "a.tiff").write_bytes(encoded(picture(1), "TIFF"))
-    build_gallery(folder_source(catalogue), FakeEmbedder(), tmp_path / "given")
-    shop = start_shop(tmp_path / "state", galleries=(f"given={tmp_path / 'given'}",))
-    [item] = shop.items("given")["items"]
-    assert opened(shop.client.get(item["image"]).content).size == (64, 48)
-    (catalogue / "a.tiff").unlink()
-    small = shop.client.get(item["image"] + "&size=160")
-    assert_problem(small, 404, "unknown-item")
-    shop.close()
-
-
 def test_a_picture_above_the_limits_is_404_and_says_why(tmp_path) -> None:
     shop = start_shop(tmp_path)
     link = link_of(shop, encoded(picture(3, (1200, 1000)), "TIFF"))
@@ -194,23 +153,6 @@ def test_few_are_made_at_once_what_waits_is_bounded_and_the_same_is_made_once() 
         assert slow.made == 5
         assert await made.get("a", reading) == b"jpeg"
         assert slow.made == 5
-
-    asyncio.run(use())
-
-
-def test_a_picture_that_cannot_be_decoded_is_an_unknown_item_and_frees_its_place() -> None:
-    class Broken:
-        async def render(self, *_: Any) -> bytes:
-            raise CorruptImageError("damaged")
-
-    async def reading() -> bytes:
-        return b""
-
-    async def use() -> None:
-        made = Renditions(Broken(), LIMITS, at_once=1, waiting=0, limit_s=WAIT_S)  # type: ignore[arg-type]
-        for _ in range(3):
-            with pytest.raises(ItemNotFoundError, match="damaged"):
-                await made.get("a", reading)
 
     asyncio.run(use())
 

@@ -5,7 +5,6 @@ import shutil
 import tarfile
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -85,6 +84,28 @@ def test_a_picture_that_is_cut_short_is_not_there_or_whole(pictures, step: int) 
         pictures.read("0" * 64)
 
 
+def test_a_full_disk_is_503_and_the_search_goes_on(shop, data) -> None:
+    def fail(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    shop.put({"old": data[0]})
+    before = shop.items()
+    set_fault_hook(fail)
+    try:
+        for answer in (
+            shop.put_form({"new": data[1]}),
+            shop.client.post("/galleries", json={"name": "new"}),
+        ):
+            problem = assert_problem(answer, 503, "gallery-unavailable")
+            assert str(shop.state) not in problem["detail"]
+        assert shop.running.search(data[0]).json()["hits"][0]["key"] == "old"
+        assert shop.client.get("/ready").status_code == 200
+    finally:
+        set_fault_hook(None)
+    assert shop.items() == before
+    assert shop.put({"new": data[1]})["added"] == 1
+
+
 @pytest.mark.parametrize("kept", ["adding", "target", "source"])
 def test_a_picture_that_is_about_to_be_named_or_copied_stays(pictures, tmp_path, kept: str) -> None:
     """Without the lock, a delete that looked before the write would take the picture away."""
@@ -104,13 +125,6 @@ def test_a_picture_that_is_about_to_be_named_or_copied_stays(pictures, tmp_path,
     thread.join(WAIT_S)
     pictures.sweep()
     assert not pictures.has(orphan)
-
-
-def test_removals_at_the_same_moment_take_all_their_pictures(pictures) -> None:
-    orphans = [save(pictures, str(number).encode()) for number in range(48)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda one: pictures.discard([one]), orphans))
-    assert not any(pictures.has(one) for one in orphans)
 
 
 def test_equal_pictures_of_two_galleries_are_two(shop, data) -> None:

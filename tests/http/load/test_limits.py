@@ -99,10 +99,12 @@ def test_uploads_above_the_number_that_may_arrive_at_a_time_are_503_until_one_en
 ) -> None:
     service = start_service(max_concurrent_uploads=2)
     with connect(service) as first, connect(service) as second:
-        first.sendall(STALLED)
-        chunked = STALLED.replace(b"Content-Length: 5000", b"Transfer-Encoding: chunked")
-        second.sendall(chunked.replace(b"--b\r\n", b"5\r\n--b\r\n\r\n"))
-        until(lambda: service.search(pictures[0]).status_code == 503)
+        asking = STALLED.replace(b"Content-Type", b"Expect: 100-continue\r\nContent-Type")
+        chunked = asking.replace(b"Content-Length: 5000", b"Transfer-Encoding: chunked")
+        sent = {first: asking, second: chunked.replace(b"--b\r\n", b"5\r\n--b\r\n\r\n")}
+        for connection, request in sent.items():
+            connection.sendall(request)
+            assert b" 100 Continue" in connection.recv(100), "it has its place"
         refused = service.search(pictures[0])
         assert refused.headers["content-type"] == PROBLEM
         assert refused.json()["type"] == "urn:kinlens:problem:overloaded"
@@ -126,3 +128,17 @@ def test_an_upload_that_has_arrived_leaves_its_place_to_the_next(
             until(lambda n=number: service.metric("kinlens_searches_in_flight") == n + 1)
         embedder.gate.set()
         assert [call.result().status_code for call in held] == [200] * 3
+
+
+def test_json_may_be_larger_than_an_upload_and_is_refused_above_its_own_bound(
+    start_service,
+) -> None:
+    service = start_service(max_upload_bytes=100_000, max_batch_bytes=400_000)
+
+    def status(size: int, kind: str) -> int:
+        headers = {"content-type": kind}
+        answer = service.client.post("/search", content=b"[" * size, headers=headers)
+        return int(answer.status_code)
+
+    assert status(300_000, "application/json") in (400, 422)
+    assert status(600_000, "application/json") == status(300_000, "image/png") == 413

@@ -3,14 +3,12 @@
 import contextvars
 import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import redis
-import structlog
 
 from embedder.fake import FakeEmbedder
 from tests.support.seams import Cache, Lookup, LruCache, RedisStore
@@ -50,11 +48,6 @@ def search_and_store(until):
 def store(url: str, **options: Any) -> RedisStore:
     defaults = {"timeout_s": 5.0, "retry_s": 0.1, "ttl_s": 60, "max_value_bytes": 1000}
     return RedisStore(url, **(defaults | options))
-
-
-def read(shared: RedisStore, *keys: str) -> list[bytes | None]:
-    """As a request of its own, which has a budget of its own."""
-    return contextvars.Context().run(shared.get, keys)
 
 
 def hits_by_level(service: Any, level: str) -> float:
@@ -146,19 +139,6 @@ def test_values_that_were_swapped_between_keys_are_ignored(
     assert hits_by_level(service, "invalid") == 2
 
 
-def test_another_type_under_a_key_is_no_outage(
-    start_shared, redis_server, pictures, search_and_store
-) -> None:
-    search_and_store(start_shared(), pictures[0])
-    with connected(redis_server) as client:
-        for key in client.keys("kinlens:*"):
-            client.delete(key)
-            client.rpush(key, "a list")
-    service = start_shared()
-    assert service.search(pictures[0]).json()["hits"][0]["id"] == 0
-    assert service.client.get("/ready").json()["redis"] == "up"
-
-
 def test_a_paused_redis_costs_one_call_in_all_and_comes_back_by_itself(
     start_shared, redis_server, pictures, search_and_store, until
 ) -> None:
@@ -197,27 +177,6 @@ def test_a_killed_redis_is_not_missed_and_a_new_one_is_used(
     assert start_shared().search(pictures[7]).json()["cached"]
 
 
-def test_a_service_starts_without_its_redis_and_finds_it_later(
-    start_shared, redis_server, pictures, until
-) -> None:
-    redis_server.kill()
-    service = start_shared()
-    assert service.search(pictures[0]).json()["hits"][0]["id"] == 0
-    assert service.client.get("/ready").json()["redis"] == "down"
-    redis_server.start()
-    until(lambda: service.client.get("/ready").json()["redis"] == "up")
-
-
-def test_a_value_above_the_size_limit_is_not_stored(redis_server, until) -> None:
-    shared = store(redis_server.url, max_value_bytes=10)
-    shared.start()
-    shared.set("small", bytes(10))
-    shared.set("large", bytes(11))
-    until(lambda: shared.pending_writes == 0)
-    assert read(shared, "small", "large") == [bytes(10), None]
-    shared.close()
-
-
 def test_a_server_that_accepts_and_says_nothing_is_treated_as_away() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
@@ -229,30 +188,3 @@ def test_a_server_that_accepts_and_says_nothing_is_treated_as_away() -> None:
         cache.set("key", b"value")
         assert contextvars.Context().run(cache.get, lookup) == b"value"
         cache.close()
-
-
-def test_a_server_that_is_no_redis_is_treated_as_away() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        answering = threading.Thread(target=answer)
-        answering.start()
-        shared = store(f"redis://127.0.0.1:{server.getsockname()[1]}/0", retry_s=60)
-        shared.start()
-        assert shared.state == "down"
-        assert read(shared, "key") == [None]
-        shared.close()
-        answering.join()
-
-
-def test_the_password_of_the_address_is_not_logged() -> None:
-    shared = store("redis://user:hunter2@127.0.0.1:1/0")
-    with structlog.testing.capture_logs() as events:
-        shared.start()
-        shared.close()
-    assert events
-    assert "hunter2" not in str(events)

@@ -254,22 +254,6 @@ def test_rates_and_cache_of_one_request_together_wait_no_longer_than_one(
     assert all_s < 1.6 * TIMEOUT_S, f"rates {rates_s:.2f} s and cache {cache_s:.2f} s"
 
 
-def test_all_rates_of_a_caller_are_one_round_trip(proxy: SlowProxy) -> None:
-    async def main() -> float:
-        shared = SharedCounts(proxy.url, timeout_s=30, retry_s=1, connections=1)
-        limits = RateLimits({"key": "9/second;99/minute;999/hour"}, shared)
-        await limits.hit("key", "till")
-        proxy.delay_s = 0.5
-        started = time.monotonic()
-        await limits.hit("key", "till")
-        took_s = time.monotonic() - started
-        proxy.delay_s = 0.0
-        await limits.close()
-        return took_s
-
-    assert asyncio.run(main()) < 2 * 0.5
-
-
 def test_a_flapping_redis_is_told_once_a_while_and_so_is_its_return(proxy, until) -> None:
     with structlog.testing.capture_logs() as events:
         shared = store(proxy.url, retry_s=0.01, timeout_s=0.05)

@@ -1,15 +1,20 @@
-"""Liveness and readiness: green when searches work, red when they do not."""
+"""Liveness and readiness, green when searches work; problems, one for each class of errors."""
 
-import threading
+import asyncio
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
-from embedder.errors import BundleMismatchError, GalleryNotFoundError
+from embedder import errors
+from embedder.errors import BundleMismatchError, GalleryNotFoundError, KinlensError, OverloadedError
 from embedder.fake import FakeEmbedder
 from service.app import create_app
+from service.problems import KINDS, from_kinlens, kind_of
 from service.settings import Settings
 from tests.support.servers import DEFAULTS, run
 
@@ -104,33 +109,6 @@ def test_a_gallery_that_fails_is_named_and_the_others_are_still_checked(
     assert "secret" not in response.text
 
 
-def test_readiness_stays_green_when_the_queue_is_full(
-    start_service, embedder, pictures, until
-) -> None:
-    service = start_service(queue_size=1, lanes=1)
-    embedder.gate.clear()
-    before = len(embedder.batches)
-    results: list[int] = []
-
-    def search(data: bytes) -> None:
-        results.append(service.search(data).status_code)
-
-    clients = [threading.Thread(target=search, args=(data,)) for data in pictures[:2]]
-    clients[0].start()
-    until(lambda: len(embedder.batches) > before)
-    clients[1].start()
-    until(lambda: service.runtime.lanes.waiting == 1)
-    check: list[int] = []
-    probe = threading.Thread(target=lambda: check.append(service.client.get("/ready").status_code))
-    probe.start()
-    until(lambda: service.runtime.lanes.waiting == 2)
-    embedder.gate.set()
-    for thread in (*clients, probe):
-        thread.join()
-    assert check == [200]
-    assert results == [200, 200]
-
-
 def test_readiness_does_not_wait_behind_a_long_queue_of_a_slow_model(
     start_service, embedder, pictures, until
 ) -> None:
@@ -175,3 +153,61 @@ def test_a_service_with_a_state_folder_is_ready_without_a_gallery(tmp_path, pict
     assert refused.status_code == 404
     assert "POST /galleries" in refused.json()["detail"]
     service.close()
+
+
+def tree(root: type[KinlensError]) -> Iterator[type[KinlensError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from tree(child)
+
+
+CLASSES = sorted(
+    {cls for cls in tree(KinlensError) if cls.__module__ == errors.__name__},
+    key=lambda cls: cls.__name__,
+)
+
+
+def test_every_class_of_the_tree_has_a_row_and_every_row_a_class() -> None:
+    assert set(KINDS) == set(CLASSES)
+    assert len(CLASSES) > 20
+
+
+def answer(error: KinlensError) -> Response:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/search",
+        "headers": [],
+        "query_string": b"",
+        "server": ("test", 80),
+        "scheme": "http",
+        "root_path": "",
+        "state": {"request_id": "r1"},
+    }
+    return asyncio.run(from_kinlens(Request(scope), error))
+
+
+def test_errors_of_the_model_or_of_a_gallerys_files_are_not_public() -> None:
+    for cls in (errors.BundleError, errors.BundleCorruptError, errors.GalleryCorruptError):
+        assert not kind_of(cls("x")).public
+
+
+def test_an_overloaded_service_says_when_to_come_back() -> None:
+    assert answer(OverloadedError("full", retry_after_s=7)).headers["retry-after"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("GET", "/search", 405), ("POST", "/live", 405)],
+)
+def test_unknown_addresses_and_wrong_methods_are_problems(
+    running_service, method: str, path: str, status: int
+) -> None:
+    response = running_service.client.request(method, path)
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    problem = response.json()
+    assert problem["instance"] == path
+    assert problem["request_id"]
+    if status == 405:
+        assert response.headers["allow"] in problem["detail"]

@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import structlog
 
-from service.observe.logs import masked
-from tests.support.servers import Running
+from service.observe.logs import Repeats, masked
 
 ROOT = Path(__file__).parents[3]
 SAY = """
@@ -22,7 +20,7 @@ from service.observe.logs import configure_logs
 configure_logs(sys.argv[1])
 log = structlog.get_logger()
 log.info("ours", detail="redis://user:hunter2@cache:6379/0")
-log.debug("small")
+log.debug("small \\ud800")
 uvicorn.Config(lambda: None, log_config=None)
 logging.getLogger("uvicorn.error").info("Started server process [%d]", 7)
 logging.getLogger("uvicorn.access").info("GET /?password=hunter2")
@@ -136,12 +134,13 @@ def test_what_is_no_secret_stays(line: str) -> None:
     assert masked(line) == line
 
 
-def test_a_request_is_logged_with_who_asked_and_what_was_sent(running_service: Running) -> None:
-    with structlog.testing.capture_logs() as events:
-        answer = running_service.client.get("/galleries?token=hunter2")
-    [event] = [event for event in events if event["event"] == "request"]
-    assert (event["route"], event["status"]) == ("/galleries", 200)
-    assert event["principal"] == "anonymous"
-    assert event["client"] == "127.0.0.1"
-    assert event["bytes"] == len(answer.content)
-    assert "hunter2" not in str(event)
+def test_what_repeats_is_told_at_once_then_rarely_and_counted() -> None:
+    now = [0.0]
+    repeats = Repeats(30.0, lambda: now[0])
+    assert repeats.due() == 0
+    told = []
+    for second in range(61):
+        now[0] = float(second)
+        repeats.add()
+        told.append(repeats.due())
+    assert [count for count in told if count] == [1, 30, 30]

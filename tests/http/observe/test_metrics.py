@@ -91,6 +91,8 @@ def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(
     assert line["route"] == "/search"
     assert line["status"] == 422  # there is no parameter token
     assert line["request_id"] == refused.headers["x-request-id"]
+    assert (line["principal"], line["client"]) == ("anonymous", "127.0.0.1")
+    assert line["bytes"] == len(refused.content)
     assert "secret" not in str(events)
     assert str(pictures[0][:40]) not in str(events)
 

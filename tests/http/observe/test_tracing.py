@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from tests.support.own_process import group
 from tests.support.servers import StartService
 
 ROOT = Path(__file__).parents[3]
-Until = Callable[[Callable[[], bool]], None]
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
 

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -10,19 +9,12 @@ import pytest
 
 from service.api.items import MAX_KEYS
 from service.http import bodies
-from tests.support.market import picture, start_market, text_of
+from tests.support.market import picture, text_of
 from tests.support.shops import assert_problem
 
 ITEMS = "/galleries/shop/items"
 GOOD = text_of(picture(4))
 UNKNOWN = b"{" + b",".join(b'"x%x":1' % n for n in range(30_000)) + b"}"
-
-
-@pytest.fixture(scope="module")
-def market(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    shop = start_market(tmp_path_factory.mktemp("market") / "state", anonymous_scopes=("admin",))
-    yield shop.running
-    shop.close()
 
 
 def many(value: bytes, count: int) -> bytes:

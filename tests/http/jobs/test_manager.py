@@ -17,6 +17,7 @@ from service.jobs.manager import LOG_PAGE
 from service.jobs.params import checked
 from tests.support.job_shops import JobShop, processes_of
 from tests.support.seams import JobStore, PictureFolder
+from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
 
@@ -43,7 +44,7 @@ def slow(shop: JobShop) -> JobShop:
 def started(slow: JobShop) -> str:
     """A training in the middle of its command."""
     job = slow.start("train", job="shop")
-    slow.until(lambda: len(processes_of(job.id)) >= 3)
+    until(lambda: len(processes_of(job.id)) >= 3)
     return job.id
 
 
@@ -133,28 +134,6 @@ def test_missing_pictures_are_listed_and_the_limit_decides(shop: JobShop) -> Non
     assert len(shop.content()) == 23
 
 
-def test_another_gallery_is_swapped_in(shop: JobShop) -> None:
-    shop.build("next")
-    other = shop.gallery("next")
-    other.remove(["class-0/0.png"])
-    other.close()
-    done = shop.ended(shop.start("swap", **{"with": "next"}).id)
-    assert done.state == "succeeded", done
-    assert shop.content() == shop.content("next")
-    opened = shop.gallery()
-    assert opened.name == "shop"
-    assert opened.image(next(opened.items()).id).data  # its pictures are found
-
-
-def test_a_compaction_leaves_nothing_of_what_was_removed(shop: JobShop) -> None:
-    gallery = shop.gallery()
-    gallery.remove(["class-0/0.png"])
-    gallery.close()
-    assert shop.ended(shop.start("compact").id).state == "succeeded"
-    opened = shop.gallery()
-    assert (opened.size, opened.facts().tombstones) == (23, 0)
-
-
 def test_a_training_goes_from_pictures_to_a_new_bundle_and_its_progress_forward_only(
     shop: JobShop,
 ) -> None:
@@ -218,8 +197,8 @@ def test_a_job_that_is_killed_has_failed_with_a_cure_and_leaves_no_process(
     assert done.state == "failed"
     assert "killed" in (done.error or "")
     assert f"/jobs/{job_id}/resume" in (done.error or "")
-    slow.until(lambda: not processes_of(job_id))
-    assert not (slow.state / "runs" / job_id / "data").exists()
+    until(lambda: not processes_of(job_id))
+    until(lambda: not (slow.state / "runs" / job_id / "data").exists())
 
 
 @pytest.mark.parametrize("reacts", [True, False])
@@ -234,7 +213,7 @@ def test_cancel_ends_all_processes_and_leaves_the_gallery_as_it_was(
     done = slow.ended(job_id)
     assert (done.state, done.error) == ("cancelled", None)
     assert done.ended_at is not None
-    slow.until(lambda: not processes_of(job_id))
+    until(lambda: not processes_of(job_id))
     assert slow.content() == before
     assert slow.gallery().version == version
     with pytest.raises(JobConflictError, match="cancelled"):
@@ -265,8 +244,7 @@ def test_a_rebuild_that_was_killed_goes_on_without_embedding_again_what_it_has(
     gallery.add(replace(entry, key=digest, sha256=digest, path="") for digest in digests)
     gallery.close()
     before = shop.content()
-    folder = PictureFolder(gallery.path).root
-    uploads = [folder / digest[:2] / digest for digest in digests]
+    uploads = [shop.path / "pictures" / digest[:2] / digest for digest in digests]
     for path, data in zip(uploads, contents, strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -274,7 +252,7 @@ def test_a_rebuild_that_was_killed_goes_on_without_embedding_again_what_it_has(
     os.mkfifo(uploads[-1])
     job_id = shop.start("rebuild", bundle_id=shop.new.bundle_id, max_recall_loss=1).id
     candidate = shop.state / "candidates" / job_id
-    shop.until(lambda: candidate.is_dir() and shop.size_of(candidate) == 32)
+    until(lambda: candidate.is_dir() and shop.size_of(candidate) == 32)
     os.kill(os.getpgid(processes_of(job_id)[0]), signal.SIGKILL)
     died = shop.ended(job_id)
     assert died.state == "failed"
@@ -290,12 +268,6 @@ def test_a_rebuild_that_was_killed_goes_on_without_embedding_again_what_it_has(
     assert done.report["swapped"]
     assert shop.content() == before
     assert not candidate.exists()
-
-
-def test_only_long_work_goes_on(shop: JobShop) -> None:
-    done = shop.ended(shop.start("compact").id)
-    with pytest.raises(JobConflictError, match="only a rebuild or a training"):
-        shop.manager.resume(done.id)
 
 
 def test_one_job_at_a_time_changes_a_gallery_and_others_go_on(slow: JobShop) -> None:
@@ -399,20 +371,6 @@ def test_a_training_starts_from_named_weights_or_the_gallery_s_own_model(
     ):
         with pytest.raises(InvalidParameterError, match=message):
             shop.start("train", job="shop", overrides={"model.weights": other})
-
-
-@pytest.mark.parametrize(
-    ("precision", "expected"),
-    [("fp32", []), ("auto", ["--precision", "int8", "--skip-refused"])],
-)
-def test_a_trained_bundle_has_what_the_service_may_choose_from(
-    shop: JobShop, precision: str, expected: list[str]
-) -> None:
-    shop.reopen(precision=precision)
-    job = shop.ended(shop.start("train", job="shop").id)
-    assert job.state == "succeeded", job
-    words = json.loads((shop.state / "runs" / job.id / "exported.json").read_text())
-    assert words[3:] == expected
 
 
 def test_a_job_that_died_while_it_swapped_says_how_to_find_out(shop: JobShop) -> None:

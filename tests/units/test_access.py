@@ -1,4 +1,4 @@
-"""API keys: kept as hashes, made and ended in one file, and never open doors when it is damaged."""
+"""Keys in one file, kept as hashes; the address that a request comes from."""
 
 import asyncio
 import hmac
@@ -15,8 +15,9 @@ import pytest
 
 from embedder.errors import InvalidParameterError, StateError
 from service.access import keys
-from service.access.keys import FreshKeys, Key, allowed, open_keys
-from tests.support.seams import KeyStore
+from service.access.address import parse_network
+from service.access.keys import FreshKeys, Key, open_keys
+from tests.support.seams import Addresses, KeyStore
 
 
 @pytest.fixture
@@ -155,13 +156,6 @@ def test_a_name_that_is_taken_and_a_key_without_scopes_are_refused(store: KeySto
         store.revoke("nobody")
 
 
-def test_admin_may_write_and_write_may_search() -> None:
-    assert allowed(["search"]) == {"search"}
-    assert allowed(["write"]) == {"search", "write"}
-    assert allowed(["admin"]) == {"search", "write", "admin"}
-    assert allowed([]) == frozenset()
-
-
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"null", b"[]", b'{"keys": [{}]}', b'{"schema_version": 2}', b"\xff\xfe", b"{}x"],
@@ -203,12 +197,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         KeyStore(tmp_path / "keys.json").create("till", ["search"])
 
 
-def test_a_state_folder_that_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "state").write_text("")
-    with pytest.raises(StateError, match=r"keys\.json"):
-        KeyStore(tmp_path / "state" / "keys.json").create("till", ["search"])
-
-
 def test_keys_made_at_the_same_time_are_all_kept(store: KeyStore) -> None:
     def create(number: int) -> None:
         KeyStore(store.path).create(f"key-{number}", ["search"])
@@ -221,8 +209,51 @@ def test_keys_made_at_the_same_time_are_all_kept(store: KeyStore) -> None:
     assert {key.name for key in store.list()} == {f"key-{number}" for number in range(8)}
 
 
-def test_without_a_folder_there_are_no_keys_and_an_empty_folder_has_none(tmp_path: Path) -> None:
-    assert open_keys(None) is None
-    opened = open_keys(tmp_path / "new")
-    assert opened is not None
-    assert opened.list() == ()
+def seen(peer: str | None, *forwarded: str, trusted: tuple[str, ...] = ()) -> str:
+    headers = [(b"x-forwarded-for", text.encode("latin-1")) for text in forwarded]
+    client = None if peer is None else (peer, 1234)
+    return Addresses(trusted).of({"type": "http", "headers": headers, "client": client})
+
+
+def test_what_a_client_claims_is_ignored() -> None:
+    assert seen("203.0.113.9", "10.1.1.1") == "203.0.113.9"
+    assert seen("127.0.0.1", "10.1.1.1") == "127.0.0.1"
+    assert seen("203.0.113.9", "10.1.1.1", trusted=("10.0.0.0/8",)) == "203.0.113.9"
+
+
+@pytest.mark.parametrize(
+    ("forwarded", "expected"),
+    [
+        (("198.51.100.7",), "198.51.100.7"),
+        (("6.6.6.6, 198.51.100.7",), "198.51.100.7"),
+        (("6.6.6.6", "198.51.100.7"), "198.51.100.7"),
+        (("198.51.100.7, 10.0.0.9",), "198.51.100.7"),
+        (("198.51.100.7, junk, 10.0.0.9",), "10.0.0.9"),
+        (("junk",), "10.0.0.5"),
+        (("",), "10.0.0.5"),
+        ((), "10.0.0.5"),
+    ],
+)
+def test_behind_a_trusted_proxy_the_nearest_address_that_is_none_counts(
+    forwarded: tuple[str, ...], expected: str
+) -> None:
+    assert seen("10.0.0.5", *forwarded, trusted=("10.0.0.0/8",)) == expected
+
+
+def test_an_ipv6_client_is_its_network() -> None:
+    assert seen("2001:db8:1:2:aaaa::1") == seen("2001:db8:1:2:bbbb::2") == "2001:db8:1:2::/64"
+    assert seen("2001:db8:1:3::1") == "2001:db8:1:3::/64"
+    assert seen("::ffff:203.0.113.9") == "203.0.113.9"
+    assert seen("fe80::1%eth0") == "fe80::/64"
+    assert seen("::1") == "::1"
+
+
+def test_a_client_without_an_address_is_local() -> None:
+    assert seen(None) == "local"
+    assert seen("testclient") == "local"
+
+
+@pytest.mark.parametrize("text", ["proxy", "10.0.0.0/33", "", "0.0.0.0/0", "::/0"])
+def test_a_proxy_that_is_no_address_or_is_everybody_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write"):
+        parse_network(text)

@@ -14,6 +14,7 @@ from service.app import create_app
 from service.settings import Settings
 from tests.support.job_shops import JobShop, processes_of
 from tests.support.servers import Running, StartService, run
+from tests.support.waiting import until
 
 FIELDS = {
     *("id", "kind", "gallery", "state", "step", "done", "total", "created_at", "started_at"),
@@ -97,7 +98,7 @@ def test_a_model_is_swapped_under_load_without_an_error_or_a_mixed_answer(
         job = ended(served, answer.json()["id"])
         assert job["state"] == "succeeded", job
         assert job["report"]["swapped"], job
-        shop.until(lambda: load.answers[-1]["bundle_id"] == shop.new.bundle_id)
+        until(lambda: load.answers[-1]["bundle_id"] == shop.new.bundle_id)
     assert load.faults == []
     ids = [found["bundle_id"] for found in load.answers]
     assert set(ids) == {shop.old.bundle_id, shop.new.bundle_id}
@@ -167,13 +168,13 @@ def test_a_second_job_on_the_gallery_waits_for_nobody_and_is_refused(
     second = service.client.post("/galleries/shop/compact")
     assert second.status_code == 409
     assert first["id"] in second.json()["detail"]
-    shop.until(lambda: len(processes_of(first["id"])) >= 3)
+    until(lambda: len(processes_of(first["id"])) >= 3)
     service.close()  # the job goes on, and every other service sees it
     assert processes_of(first["id"])
     assert served.client.get(f"/jobs/{first['id']}").json()["state"] == "running"
     assert served.client.post(f"/jobs/{first['id']}/cancel").status_code == 202
     assert ended(served, first["id"])["state"] == "cancelled"
-    shop.until(lambda: not processes_of(first["id"]))
+    until(lambda: not processes_of(first["id"]))
     answer = served.client.post("/search", files={"image": query(shop)})
     assert answer.json()["bundle_id"] == shop.old.bundle_id
 
@@ -230,7 +231,7 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
         assert report["training"]["epochs"] == [1, 1]
         made = report["new"]["bundle_id"]
         assert made not in (shop.old.bundle_id, shop.new.bundle_id)
-        shop.until(lambda: load.answers[-1]["bundle_id"] == made)
+        until(lambda: load.answers[-1]["bundle_id"] == made)
     assert load.faults == []
     assert {found["bundle_id"] for found in load.answers} == {shop.old.bundle_id, made}
     assert load.answers[-1]["hits"][0]["score"] > 0.99

@@ -1,22 +1,14 @@
-"""How a search is sent: three content types that mean the same, and what each refuses."""
+"""How a search is sent, how much it may ask for, and what each content type refuses."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.market import found, keys, picture, post, start_market, text_of
+from tests.support.market import keys, picture, post, start_market, text_of
 from tests.support.shops import assert_problem
 
 GOOD = text_of(picture(4))
-
-
-@pytest.fixture(scope="module")
-def market(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    shop = start_market(tmp_path_factory.mktemp("market") / "state")
-    yield shop.running
-    shop.close()
 
 
 FIELDS: dict[str, Any] = {
@@ -216,6 +208,44 @@ def test_a_smaller_limit_of_the_settings_is_in_the_message_and_in_the_document(t
         shop.close()
 
 
-def test_a_large_body_is_read_while_other_requests_are_answered(market) -> None:
-    noise = found(market, picture(4), filter=" or ".join(f"price = {n}" for n in range(500)))
-    assert noise["hits"][0]["key"] == "004.png"
+IMAGE = {"data": text_of(picture(1))}
+CROPS = [[0, 0, 1, 0.5 + n / 100] for n in range(16)]
+
+
+def images(count: int, crops: int = 0) -> list[dict[str, Any]]:
+    return [{**IMAGE, "crops": CROPS[:crops]}] * count
+
+
+def refusal(response: Any) -> str:
+    return str(assert_problem(response, 422, "invalid-parameter")["detail"])
+
+
+def test_apart_there_are_as_many_queries_and_hits_as_in_a_batch(market) -> None:
+    body: dict[str, Any] = {"images": images(5, 13), "combine": "separate"}
+    assert "65 queries in all; the limit is 64" in refusal(post(market, body))
+    body["images"] = images(4, 16)
+    assert "128,000 hits in all" in refusal(post(market, body | {"k": 2_000}))
+    grouped = {"k": 100, "group_by": "colour", "group_size": 20}
+    assert "128,000 hits in all" in refusal(post(market, body | grouped))
+    assert len(post(market, body | {"k": 1}).json()["answers"]) == 64
+    parts: list[Any] = [("image", ("a.png", picture(1)))] * 5
+    parts += [("crop", (None, ",".join(map(str, crop)))) for crop in CROPS[:13]]
+    form = market.client.post("/search", files=[*parts, ("combine", (None, "separate"))])
+    assert "65 queries" in refusal(form)
+
+
+def test_all_views_of_a_request_count_together(market) -> None:
+    assert "272 images and crops in all; the limit is 256" in refusal(
+        post(market, {"images": images(17, 16)})
+    )
+    queries = [{"images": images(8, 16), "k": 1}] * 3
+    assert "384 images and crops in all" in refusal(
+        post(market, {"queries": queries}, "/search/batch")
+    )
+    queries = [{"images": images(17, 16)}, {"images": images(1), "k": 1}]
+    answers = post(market, {"queries": queries}, "/search/batch").json()["answers"]
+    assert [answer["status"] for answer in answers] == [422, 200]
+    parts: list[Any] = [("image", ("a.png", picture(1)))] * 17
+    parts += [("crop", (None, ",".join(map(str, crop)))) for crop in CROPS]
+    assert "272 images" in refusal(market.client.post("/search", files=parts))
+    assert "272 images" in refusal(market.client.post("/search/batch", files=parts))

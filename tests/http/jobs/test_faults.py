@@ -16,6 +16,7 @@ from indexer.types import Entry
 from service.jobs.tidy import KEPT_JOBS, tidy
 from tests.support.job_shops import JobShop
 from tests.support.seams import Job, JobManager, JobStore
+from tests.support.waiting import until
 
 MONTH = timedelta(days=31)
 
@@ -100,19 +101,6 @@ def test_a_worker_does_what_a_service_elsewhere_takes_and_fails_what_it_does_not
     manager.close()
 
 
-def test_what_nobody_foresaw_fails_its_job_alone(
-    shop: JobShop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shop.build("other")
-    with monkeypatch.context() as patched:
-        patched.setattr("subprocess.Popen", lambda *_, **__: 1 / 0)
-        first = shop.start("compact")
-    assert first.state == "failed"
-    assert "ZeroDivisionError" in (first.error or "")
-    second = shop.manager.start("compact", "other", {}, "test")
-    assert shop.ended(second.id).state == "succeeded"
-
-
 def test_whoever_looks_goes_on_when_the_table_is_there_again(
     shop: JobShop, store: JobStore
 ) -> None:
@@ -122,7 +110,7 @@ def test_whoever_looks_goes_on_when_the_table_is_there_again(
     table.mkdir()
     with structlog.testing.capture_logs() as events:
         shop.manager.open()
-        shop.until(lambda: any("looked after" in event["event"] for event in events))
+        until(lambda: any("looked after" in event["event"] for event in events))
     table.rmdir()
     aside.rename(table)
     assert shop.ended(job.id).state == "succeeded"
@@ -137,7 +125,7 @@ def test_closing_does_not_wait_for_a_disk_that_does_not_answer(
     os.mkfifo(pipe)
     job = store.create("rebuild", "shop", {"bundle_id": shop.new.bundle_id}, "test")
     shop.manager.open()
-    shop.until(lambda: store.get(job.id).state == "running")
+    until(lambda: store.get(job.id).state == "running")
     with structlog.testing.capture_logs() as events:
         closing = threading.Thread(target=shop.manager.close, daemon=True)
         closing.start()

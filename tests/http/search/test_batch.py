@@ -1,24 +1,16 @@
 """Several searches in one request: each has its own outcome, and together they fill batches."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.support.market import keys, picture, post, start_market, text_of
+from tests.support.market import keys, picture, post, text_of
 from tests.support.servers import FakeGallery, render
 from tests.support.shops import assert_problem
 from tests.tiny import encoded
 
 BATCH = "/search/batch"
-
-
-@pytest.fixture(scope="module")
-def market(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    shop = start_market(tmp_path_factory.mktemp("market") / "state")
-    yield shop.running
-    shop.close()
 
 
 def query(data: bytes, **fields: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Which hosts are answered: a page that points its own name at this machine must not read here."""
+"""Which hosts and origins are answered, and what browsers are told."""
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,3 +113,60 @@ def test_probes_and_metrics_are_answered_under_any_host_and_nothing_else_is(
             assert answer.status_code == 400
     for path in ("/live/", "/ready/x", "/metrics/..", "/galleries", "//live", "/"):
         assert get(running_service, host, path).status_code == 400
+
+
+SHOP = "https://shop.example"
+PREFLIGHT = {
+    "origin": SHOP,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,x-api-key,content-type",
+}
+
+
+def policy(service: Any) -> dict[str, set[str]]:
+    text = service.client.get("/").headers["content-security-policy"]
+    parts = [part.split() for part in text.split(";")]
+    return {name: set(sources) for name, *sources in parts}
+
+
+def test_the_policy_allows_this_service_alone_and_nothing_inline(running_service) -> None:
+    found = policy(running_service)
+    assert found.pop("img-src") == {"'self'", "blob:", "data:"}
+    assert found.pop("media-src") == {"'self'", "blob:"}
+    assert all(sources <= {"'self'", "'none'"} for sources in found.values())
+    for name in ("default-src", "script-src", "style-src", "connect-src", "form-action"):
+        assert found[name] == {"'self'"}
+    for name in ("object-src", "base-uri", "frame-ancestors", "frame-src", "worker-src"):
+        assert found[name] == {"'none'"}
+
+
+def test_the_camera_is_for_the_page_alone(running_service) -> None:
+    allowed = running_service.client.get("/").headers["permissions-policy"]
+    assert allowed == "camera=(self), geolocation=(), microphone=()"
+
+
+def test_other_origins_are_told_nothing_unless_they_are_configured(running_service) -> None:
+    answer = running_service.client.get("/galleries", headers={"origin": SHOP})
+    assert not any(name.startswith("access-control-") for name in answer.headers)
+    assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+    preflight = running_service.client.options("/search", headers=PREFLIGHT)
+    assert preflight.status_code == 405
+    assert not any(name.startswith("access-control-") for name in preflight.headers)
+
+
+def test_a_configured_origin_may_call_with_a_key_and_another_may_not(
+    start_service: Callable[..., Any], pictures: list[bytes]
+) -> None:
+    service = start_service(cors_origins=(SHOP,), anonymous_scopes=())
+    preflight = service.client.options("/search", headers=PREFLIGHT)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == SHOP
+    assert "X-API-Key" in preflight.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in preflight.headers
+    refused = service.client.get("/galleries", headers={"origin": SHOP})
+    assert refused.status_code == 403
+    assert refused.headers["access-control-allow-origin"] == SHOP
+    assert "Retry-After" in refused.headers["access-control-expose-headers"]
+    assert refused.headers["cross-origin-resource-policy"] == "cross-origin"
+    other = service.client.options("/search", headers=PREFLIGHT | {"origin": "https://evil.org"})
+    assert "access-control-allow-origin" not in other.headers

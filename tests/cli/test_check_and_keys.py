@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from embedder.bundle import Bundle
 from service.__main__ import app
 from service.access.keys import FreshKeys
-from tests.support.seams import JobStore, KeyStore
+from tests.support.seams import KeyStore
 
 
 def call(*arguments: str) -> Result:
@@ -45,13 +45,6 @@ def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_the_table_has_every_part_and_its_cure(paths: list[str]) -> None:
-    result = call("check", "--port", "0", *paths)
-    assert result.exit_code == 0
-    for word in ("Verdict", "Cure", "gallery shop", "warning", "--state DIR"):
-        assert word in result.stdout
-
-
 def test_one_fault_does_not_hide_the_next(tmp_path: Path) -> None:
     (tmp_path / "keys.json").write_text("{")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -69,15 +62,6 @@ def test_one_fault_does_not_hide_the_next(tmp_path: Path) -> None:
     assert all(fault["cure"] for fault in faults.values())
 
 
-def test_a_gallery_of_a_bundle_that_is_not_there_is_a_fault(
-    make_tiny_bundle: Any, tiny_gallery: Path
-) -> None:
-    other = make_tiny_bundle(seed=1)
-    found = findings("--bundle", str(other.path), "--gallery", f"shop={tiny_gallery}", code=1)
-    assert found["gallery shop"]["verdict"] == "fault"
-    assert found["bundle"]["verdict"] == "ok"
-
-
 def test_wrong_settings_are_one_fault_without_their_values() -> None:
     found = findings("--redis-url", "http://user:hunter2@cache", code=1)
     assert list(found) == ["settings"]
@@ -90,12 +74,6 @@ def test_without_a_gallery_and_a_place_to_make_one_nothing_can_be_served(
 ) -> None:
     found = findings("--bundle", str(tiny_bundle.path), code=1)
     assert "--gallery" in found["galleries"]["cure"]
-
-
-def test_a_state_folder_that_cannot_be_one_is_a_fault(paths: list[str], tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    found = findings(*paths, "--state", str(tmp_path / "file"), code=1)
-    assert found["state"]["verdict"] == "fault"
 
 
 def test_a_redis_that_is_away_is_a_warning_that_hides_its_password(
@@ -153,20 +131,3 @@ def test_a_wrong_call_ends_with_one_line(
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
     assert expected in line
-
-
-def test_keys_need_a_folder() -> None:
-    result = call("keys", "create", "till", "--scope", "search")
-    assert result.exit_code == 1
-    assert "--state DIR" in result.stderr
-
-
-def test_work_does_the_jobs_of_the_state_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("service.commands.work.configure_logs", lambda *given: None)
-    store = JobStore(tmp_path / "service.sqlite")
-    job = store.create("compact", "nothing", {}, "test")
-    assert call("work", "--once", "--state", str(tmp_path)).exit_code == 0
-    assert store.get(job.id).state == "failed"  # there is no such gallery
-    assert call("work", "--once").exit_code == 1

@@ -1,6 +1,5 @@
 """What a search answers: thresholds, pages, filters, groups, several images, likes."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,6 @@ from tests.support.market import (
 from tests.support.servers import render
 from tests.support.shops import assert_problem
 from tests.tiny import encoded
-
-
-@pytest.fixture(scope="module")
-def market(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    shop = start_market(tmp_path_factory.mktemp("market") / "state")
-    yield shop.running
-    shop.close()
 
 
 @pytest.fixture(scope="module")

@@ -505,6 +505,6 @@ def test_no_file_of_the_containers_names_a_registry_or_a_foreign_host() -> None:
 
 
 def test_images_of_the_project_use_one_version_of_python() -> None:
-    versions = {i.rest for path in DOCKERFILES for i in parse(path) if i.word == "ARG"}
-    [version] = versions
+    arguments = {i.rest for path in DOCKERFILES for i in parse(path) if i.word == "ARG"}
+    [version] = (each for each in arguments if each.startswith("PYTHON="))
     assert version.removeprefix("PYTHON=") >= "3.11"

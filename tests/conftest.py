@@ -1,6 +1,7 @@
 """What all tests share: a tiny model bundle, and where real data may lie."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,14 @@ LONGEST_FIRST = (
     "http/test_schemathesis.py",
 )
 """Files that take long, most of it in other processes; begun last, one would keep all waiting."""
+
+
+def pytest_configure() -> None:
+    """Ctrl-C as in a terminal: a shell that starts the suite in the background has it ignored, also
+    by every process that a test starts and wants to end so.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

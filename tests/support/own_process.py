@@ -89,9 +89,10 @@ class Group:
     errors: str = ""
 
     def serving(self) -> set[int]:
-        """Process ids of the children, without the interpreter's own helper."""
+        """Process ids of the children that have not ended, without the interpreter's own helper."""
         listed = Path(f"/proc/{self.parent.pid}/task/{self.parent.pid}/children").read_text()
-        return {int(pid) for pid in listed.split() if "resource_tracker" not in command_of(pid)}
+        commands = {int(pid): command_of(pid) for pid in listed.split()}
+        return {pid for pid, text in commands.items() if text and "resource_tracker" not in text}
 
     def events(self, name: str) -> list[dict[str, object]]:
         entries = [json.loads(line) for line in self.errors.splitlines()]

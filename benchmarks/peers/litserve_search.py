@@ -16,6 +16,7 @@ from typing import Any
 import faiss
 import litserve
 import numpy as np
+from fastapi import Request
 
 from embedder.session import OnnxEmbedder, SessionSettings
 
@@ -34,9 +35,10 @@ class Search(litserve.LitAPI):
         self.index = faiss.IndexFlatIP(found.shape[1])
         self.index.add(found)
 
-    def decode_request(self, request: Any, **_: Any) -> tuple[np.ndarray, int]:
-        data = request["image"].file.read()
-        return self.embedder.preprocess(data), int(request["k"])
+    def decode_request(self, request: Request, **_: Any) -> tuple[np.ndarray, int]:
+        form: Any = request  # LitServe hands over the form that was sent
+        data = form["image"].file.read()
+        return self.embedder.preprocess(data), int(form["k"])
 
     def predict(self, asked: tuple[np.ndarray, int], **_: Any) -> tuple[np.ndarray, np.ndarray]:
         image, k = asked

@@ -22,8 +22,8 @@ _OK = "ok"
 class Readiness:
     """The verdict of each check, `ok` or what is wrong, and the versions that were searched.
 
-    What is `tolerated` is told, but answers come all the same: a worker that was restarted, a new
-    generation of a gallery that cannot be opened while the old one is served.
+    What is `tolerated` is told, but answers come all the same: a new generation of a gallery that
+    cannot be opened while the old one is served.
     """
 
     checks: dict[str, str]

@@ -158,13 +158,14 @@ class Pipeline:
         self, lease: GalleryLease, query: Query, *, patient: bool = False
     ) -> Answer:
         served, abandoned, started = lease.served, Abandoned(), time.perf_counter()
-        # A filter may be long, and to name such a query takes long: it waits for its turn.
-        is_at_hand = query.where is None and self._cache.has(_key(served, query))
+        # Where nobody waits no turn is to be had. To name a query with a long filter takes long.
+        may_go_first = not patient and query.where is None and self._lanes.waiting > 0
+        is_at_hand = may_go_first and self._cache.has(_key(served, query))
         lease.take()  # until the lane is done with it, also if nobody waits for that any more
         try:
             return await self._lanes.run(
                 lambda decoder: self._answer(decoder, served, query, abandoned, started),
-                urgent=is_at_hand and not patient,
+                urgent=is_at_hand,
                 patient=patient,
                 after=lease.give_back,
             )

@@ -6,27 +6,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from embedder.calibration import Calibration
 from embedder.fake import FakeEmbedder
+from tests.support.admin_page import CALIBRATION
 from tests.support.page_browser import close_page, keys, open_page, send_bytes, settled
 from tests.support.shops import Shop, start_shop
 
 pytestmark = pytest.mark.browser
-
-CALIBRATION = Calibration.model_validate(
-    {
-        "slope": 12.0,
-        "intercept": -6.0,
-        "thresholds": [{"false_matches": 0.1, "pair_score": 0.4, "search_score": 0.6}],
-        "split": "validation",
-        "gallery_images": 9,
-        "queries": 9,
-        "neighbours": 1,
-        "positive_hits": 9,
-        "negative_hits": 9,
-        "negative_pairs": 9,
-    }
-)
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
         text=True,
         cwd=ROOT,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder

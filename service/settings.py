@@ -113,8 +113,10 @@ class Settings(BaseSettings):
         workers = str(given.get("workers", 1))
         if not workers.isdecimal() or int(workers) < 1:
             return given  # the field itself refuses it
-        share = max(1, core_count() // int(workers))
-        return {"lanes": share} | given
+        if int(workers) == 1:
+            return given
+        # two at least: one prepares while the other runs the model
+        return {"lanes": max(2, core_count() // int(workers))} | given
 
     @field_validator(
         "galleries",

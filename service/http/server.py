@@ -31,6 +31,12 @@ _QUEUE = 1024
 class Server(uvicorn.Server):
     """Ends with code 0 after the first SIGINT or SIGTERM, and at once at the second."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept: one connection a turn, so that processes of one socket share them."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_QUEUE)  # asyncio has made it as short as a turn
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals while serving; unlike its parent it does not raise them again after."""
@@ -180,6 +186,7 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         http=protocol,  # type: ignore[arg-type]
         ws="none",
         loop="asyncio",
+        backlog=1,
         log_config=None,
         access_log=False,
         server_header=False,

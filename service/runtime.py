@@ -25,11 +25,9 @@ from service.observe.health import Health
 from service.observe.metrics import Metrics
 from service.observe.observer import Observer, publish
 from service.search.cache import Cache, LruCache
-from service.search.decoder import create_decoder
-from service.search.lanes import Lanes
+from service.search.lanes import Lanes, create_decoder
 from service.search.model import Batcher, Encoder, Models
-from service.search.pipeline import Pipeline
-from service.search.recall import RecallSampler
+from service.search.pipeline import Pipeline, RecallSampler
 from service.search.redis_cache import RedisStore
 from service.settings import Settings
 

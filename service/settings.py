@@ -14,9 +14,8 @@ from embedder.machine import core_count
 from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
 from indexer.types import MILVUS, Consistency, checked_name, milvus_address
-from service.access.address import parse_network
 from service.access.keys import Scope
-from service.access.rates import parse_rates
+from service.access.rates import parse_network, parse_rates
 from service.search.redis_cache import check_url
 
 ANY_HOST = "*"

@@ -11,14 +11,6 @@ from embedder import errors
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue
 from indexer.types import Item
-from service.api.fields import (
-    Strict,
-    base64_content,
-    custom_error,
-    inlined,
-    shown,
-    where_of,
-)
 from service.api.galleries import (
     BODY_FAILURES,
     CHANGE_FAILURES,
@@ -38,6 +30,14 @@ from service.api.models import (
     PutAnswer,
     PutResult,
     RemoveAnswer,
+)
+from service.api.requests import (
+    Strict,
+    base64_content,
+    custom_error,
+    inlined,
+    shown,
+    where_of,
 )
 from service.galleries.items import NewItem, Outcome
 from service.galleries.locations import VERSION_DIGITS

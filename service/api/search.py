@@ -1,6 +1,6 @@
 """Searches over HTTP: the routes, and what the OpenAPI document says of what they read themselves.
 
-Forms, JSON and bare images are read by `service.api.search_request`, so FastAPI does not know them.
+Forms, JSON and bare images are read by `service.api.requests`, so FastAPI does not know them.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 
 from embedder import errors
-from service.api.fields import inlined
 from service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
 from service.api.models import BatchAnswer, SearchAnswer, Timings
-from service.api.search_request import (
+from service.api.requests import (
     FORM,
     IMAGE,
     RAW,
     SearchFields,
     SearchRequest,
+    inlined,
     read_batch,
     read_fields,
     read_search,
@@ -29,8 +29,7 @@ from service.http.bodies import JSON, ClientGoneError, while_connected
 from service.http.openapi import problems
 from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime
-from service.search.answer import Answer
-from service.search.query import SearchLimits
+from service.search.query import Answer, SearchLimits
 from service.settings import Settings
 
 _CLIENT_GONE = 499

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,8 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from embedder.errors import InvalidParameterError
-from service.access.address import address_of
-from service.http.routes import ServedRoute
+from service.access.rates import address_of
 from service.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
@@ -35,6 +34,8 @@ from service.problems import (
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
+
+BodyKind = Literal["plain", "keys", "image", "batch"]
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
@@ -70,9 +71,8 @@ class Bounds:
     image_bytes: int
     batch_bytes: int
 
-    def of(self, route: ServedRoute, media_type: str) -> int:
+    def of(self, kind: BodyKind, media_type: str) -> int:
         """The limit in bytes for the body of a request; a search with JSON may hold a batch."""
-        kind = route.rule.body
         is_json = media_type == JSON or media_type.endswith("+json")
         if kind == "batch" or (kind == "image" and is_json):
             return self.batch_bytes + FORM_BYTES
@@ -166,7 +166,7 @@ class BodyLimit:
         if scope["type"] != "http" or not _has_body(scope):
             await self.app(scope, receive, send)
             return
-        max_bytes = self._bounds.of(scope["state"]["route"], media_type_of(scope))
+        max_bytes = self._bounds.of(scope["state"]["route"].rule.body, media_type_of(scope))
         claimed = _claimed_bytes(scope)
         body = _Body(receive, max_bytes, self._timeout_s, self._slots)
         expected = self._bounds.slots(max_bytes if claimed is None else claimed)

@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from embedder import errors
 from service.access import keys
 from service.api.models import Fault, Problem
-from service.http.routes import rule_of
+from service.http.gate import rule_of
 from service.problems import (
     BAD_REQUEST,
     BODY_TOO_LARGE,

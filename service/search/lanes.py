@@ -3,18 +3,362 @@
     event loop ── run(work) ──► waiting (bounded) ──► lane: work(decoder) ──► event loop
 
 One lane for each core: a search is handed over once, and its image never leaves the core's caches.
+An image can cost another nothing: a decoding process that takes too long, takes too much memory or
+crashes is replaced, and its image alone is refused.
 """
 
 import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
-from embedder.preprocess import ImageLimits
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+import embedder
+from embedder.errors import ImageCostError, SearchError
+from embedder.manifest import Preprocessing
+from embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits, preprocess, render_jpeg
 from service.concurrency import BoundedPool
-from service.search.decoder import Decoder
+from service.search.decode_worker import (
+    DONE,
+    ENDING,
+    ERROR_BYTES,
+    READY,
+    REFUSED,
+    REPLY,
+    REQUEST,
+    pack_order,
+    pack_rendering,
+    unpack_error,
+)
 
 T = TypeVar("T")
+Pixels = NDArray[np.uint8]
+
+_START_S = 30.0
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 5.0
+_REAP_S = 5.0
+_ALARM_GRACE_S = 1.0
+_ATTEMPTS = 2  # a process that was dead before the image came costs no image
+_JPEG = b"\xff\xd8\xff"
+_SEND_BUFFER_BYTES = 2**20
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+_CODE = (
+    "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2:2 + count]; "
+    "from service.search.decode_worker import main; main(sys.argv[2 + count:])"
+)
+
+
+class Decoder(Protocol):
+    """Turns image bytes into pixels, or into a JPEG for the screen; one thread at a time.
+
+    `restarts` and `kills` count processes that were replaced, and ended for time or memory.
+    """
+
+    restarts: int
+    kills: int
+
+    @property
+    def pid(self) -> int | None: ...
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+    def decode(
+        self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
+    ) -> Pixels: ...
+    def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes: ...
+
+
+class InlineDecoder:
+    """Decodes in the calling thread, for tests and for Windows; nothing can be killed."""
+
+    restarts = kills = 0
+    pid = None
+
+    def start(self) -> None:
+        """Nothing needs to start."""
+
+    def close(self) -> None:
+        """Nothing needs to end."""
+
+    def decode(
+        self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
+    ) -> Pixels:
+        """`embedder.preprocess.preprocess`. Raises: ImageError, InvalidParameterError."""
+        try:
+            return preprocess(data, spec, limits, box)
+        except MemoryError as error:
+            raise _too_much_memory() from error
+
+    def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
+        """`embedder.preprocess.render_jpeg`. Raises: ImageError."""
+        try:
+            return render_jpeg(data, limits, side_px)
+        except MemoryError as error:
+            raise _too_much_memory() from error
+
+
+class _EndedError(Exception):
+    """The process is gone or talks nonsense."""
+
+
+class ProcessDecoder:
+    """Decodes in a process of its own, which has `memory_mb` of address space and `timeout_s` of
+    wall-clock time for each image.
+    """
+
+    def __init__(self, memory_mb: int, timeout_s: float) -> None:
+        self.restarts = 0
+        self.kills = 0
+        self._memory_mb = memory_mb
+        self._timeout_s = timeout_s
+        self._process: _Process | None = None
+        self._pause_s = _FIRST_PAUSE_S
+        self._not_before = 0.0
+        self._last_failure = ""
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The number of its process."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def start(self) -> None:
+        """Start the process; it need not be up when this returns."""
+        try:
+            self._process = _Process(self._memory_mb, self._timeout_s)
+        except OSError as error:
+            self._not_started(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """End the process, also in the middle of an image of another thread."""
+        self._closed = True
+        if self._process is not None:
+            self._process.end()
+
+    def decode(
+        self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
+    ) -> Pixels:
+        """`embedder.preprocess.preprocess` in the process: uint8 (3, S, S).
+
+        Raises: ImageError (ImageCostError if the process was killed or crashed),
+            InvalidParameterError for the box, SearchError if no process can be started.
+        """
+        side_px = spec.crop_px
+        content = self._ask(pack_order(spec, limits, box), data, 3 * side_px**2)
+        if len(content) != 3 * side_px**2:
+            self._replace("answered nonsense")
+            raise _crashed()
+        return content.reshape(3, side_px, side_px)
+
+    def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
+        """`embedder.preprocess.render_jpeg` in the process. Raises: as `decode`."""
+        content = self._ask(pack_rendering(limits, side_px), data, 3 * side_px**2).tobytes()
+        if not content.startswith(_JPEG):
+            self._replace("answered nonsense")
+            raise _crashed()
+        return content
+
+    def _ask(self, order: bytes, data: bytes, room: int) -> Pixels:
+        for _ in range(_ATTEMPTS):
+            process = self._started()
+            try:
+                process.wait_ready()
+                status, content = process.ask(order, data, room)
+                if status == DONE:
+                    return content
+                if status == REFUSED:
+                    raise _refusal(content)
+                if status != ENDING:
+                    raise _EndedError("answered nonsense")
+            except TimeoutError:
+                self.kills += 1
+                self._replace("took too long")
+                raise ImageCostError(
+                    f"Decoding the image took longer than {self._timeout_s:g} s, which is the "
+                    "limit. Resize it, or save it as a plain JPEG."
+                ) from None
+            except _EndedError as error:
+                self._replace(str(error))
+            else:
+                self.kills += 1
+                self._replace("out of memory")
+                raise _too_much_memory(f"the limit of {self._memory_mb:,} MB")
+        if not process.is_ready:
+            self._not_started("it ended at its start")
+            raise self._cannot_start()
+        raise _crashed()
+
+    def _started(self) -> "_Process":
+        """The process, started again if there is none."""
+        if self._closed:
+            raise SearchError("The service is being stopped and decodes no images any more.")
+        if self._process is None and time.monotonic() >= self._not_before:
+            self.start()
+        if self._process is None:
+            raise self._cannot_start()
+        return self._process
+
+    def _replace(self, cause: str) -> None:
+        process, self._process = self._process, None
+        if process is not None and not self._closed:
+            code = process.end()
+            structlog.get_logger().warning(
+                "decoding process ended", pid=process.pid, cause=cause, returncode=code
+            )
+            self._pause_s = _FIRST_PAUSE_S if process.is_ready else self._pause_s
+            self.restarts += 1
+            self.start()
+
+    def _not_started(self, cause: str) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+        self._last_failure = cause
+        structlog.get_logger().error("decoding process did not start", cause=cause)
+        self._not_before = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _cannot_start(self) -> SearchError:
+        return SearchError(
+            f"The process that decodes images cannot be started ({self._last_failure}); it is "
+            "tried again. The log of the service has more."
+        )
+
+
+class _Process:
+    """A spawned process at the other end of a socket."""
+
+    def __init__(self, memory_mb: int, timeout_s: float) -> None:
+        """Raises: OSError."""
+        self._timeout_s = timeout_s
+        self.is_ready = False
+        self._socket, theirs = socket.socketpair()
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        with theirs:
+            try:
+                self._process = _spawn(theirs, memory_mb, timeout_s + _ALARM_GRACE_S)
+            except BaseException:
+                self._socket.close()
+                raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self) -> None:
+        """Raises: _EndedError."""
+        if not self.is_ready:
+            try:
+                status, _ = self._receive(0, time.monotonic() + _START_S)
+            except TimeoutError:
+                raise _EndedError(f"not ready after {_START_S:g} s") from None
+            if status != READY:
+                raise _EndedError("answered nonsense")
+            self.is_ready = True
+
+    def ask(self, order: bytes, data: bytes, room: int) -> tuple[int, Pixels]:
+        """Status and content of the reply. Raises: TimeoutError, _EndedError."""
+        deadline = time.monotonic() + self._timeout_s
+        head = REQUEST.pack(len(order), len(data)) + order
+        try:
+            self._socket.settimeout(self._timeout_s)
+            sent = self._socket.sendmsg([head, data])
+            if sent < len(head):
+                self._socket.sendall(head[sent:])
+            self._socket.sendall(memoryview(data)[max(0, sent - len(head)) :])
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise _EndedError("gone") from error
+        return self._receive(room, deadline)
+
+    def end(self) -> int | None:
+        """Kill it if it still lives; how it ended."""
+        self._process.kill()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_REAP_S)
+        self._socket.close()
+        return self._process.returncode
+
+    def _receive(self, room: int, deadline: float) -> tuple[int, Pixels]:
+        buffer = np.empty(REPLY.size + max(room, ERROR_BYTES), dtype=np.uint8)
+        received, length = 0, REPLY.size
+        while received < length:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            try:
+                self._socket.settimeout(left_s)
+                count = self._socket.recv_into(buffer[received:].data)
+            except TimeoutError:
+                raise
+            except OSError:
+                count = 0
+            if not count:
+                raise _EndedError("ended by itself")
+            received += count
+            if received >= REPLY.size:
+                length = REPLY.size + REPLY.unpack_from(buffer.data)[1]
+                if received > length or length > len(buffer):
+                    raise _EndedError("answered nonsense")
+        return REPLY.unpack_from(buffer.data)[0], buffer[REPLY.size : length]
+
+
+def create_decoder(isolated: bool, memory_mb: int, timeout_s: float) -> Decoder:
+    """In a process of its own, unless that is not wanted or the system (Windows) forbids it."""
+    if not isolated or sys.platform == "win32":
+        return InlineDecoder()
+    return ProcessDecoder(memory_mb, timeout_s)
+
+
+def _spawn(connection: socket.socket, memory_mb: int, alarm_s: float) -> subprocess.Popen[bytes]:
+    """A fresh interpreter in its own session, with nothing of our environment or files."""
+    path = [str(Path(embedder.__path__[0]).parent), *(entry for entry in sys.path if entry)]
+    code = [sys.executable, "-I", "-S", "-c", _CODE, str(len(path)), *path]
+    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return subprocess.Popen(
+        [*code, str(memory_mb), str(alarm_s)],
+        stdin=connection.fileno(),
+        stdout=subprocess.DEVNULL,
+        cwd="/",
+        env=_ONE_THREAD | passed_on,
+        start_new_session=True,
+    )
+
+
+def _refusal(content: Pixels) -> Exception:
+    try:
+        return unpack_error(content.tobytes())
+    except (TypeError, ValueError):
+        return _EndedError("answered nonsense")
+
+
+def _crashed() -> ImageCostError:
+    return ImageCostError(
+        "The process that decoded the image ended in the middle of it. Export the image again "
+        "from its source; if it is a good one, send it again."
+    )
+
+
+def _too_much_memory(limit: str = "there is") -> ImageCostError:
+    return ImageCostError(
+        f"Decoding the image needs more memory than {limit}. Resize it, or save it as a plain JPEG."
+    )
 
 
 class Lanes:

@@ -19,8 +19,7 @@ from embedder.types import Embeddings, Images
 from service.concurrency import SingleFlight
 from service.observe.tracing import span
 from service.search.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
-from service.search.decoder import Decoder
-from service.search.lanes import Lanes
+from service.search.lanes import Decoder, Lanes
 from service.search.query import View
 
 Vector = NDArray[np.float32]

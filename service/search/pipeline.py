@@ -2,6 +2,8 @@
 
 event loop: lease of gallery and model ──► lane (one thread):
     cached? ─► decode ─► embed ─► search in the gallery ─► JSON ─► cache
+
+One search in so many is run again exactly, in the background: how good are the answers?
 """
 
 import asyncio
@@ -12,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
 from embedder.calibration import Calibration
@@ -23,26 +26,27 @@ from embedder.errors import (
 )
 from embedder.types import Embeddings, Hit
 from indexer.types import Group, SearchOptions, combined_query
+from service.concurrency import DaemonThreads
 from service.galleries.registry import Gallery, GalleryLease, Registry, Served
 from service.observe.metrics import Metrics
 from service.observe.tracing import record_wait, span
-from service.search.answer import (
+from service.search.cache import Cache, Lookup, answer_key
+from service.search.lanes import Decoder, Lanes
+from service.search.model import Vector
+from service.search.query import (
     UNREACHABLE,
     Answer,
     HitRenderer,
+    Query,
     Stages,
+    View,
     checked_results,
     encode_results,
     least_score,
 )
-from service.search.cache import Cache, Lookup, answer_key
-from service.search.decoder import Decoder
-from service.search.lanes import Lanes
-from service.search.model import Vector
-from service.search.query import Query, View
-from service.search.recall import Measurable, RecallSampler
 
 _VERSION_BYTES = 64
+_TIE = 1e-6  # of a cosine: items that score the same may stand in for each other
 _NOTHING: Embeddings = np.empty((0, 0), dtype=np.float32)
 
 
@@ -75,7 +79,7 @@ class Pipeline:
         lanes: Lanes,
         cache: Cache,
         metrics: Metrics,
-        sampler: RecallSampler,
+        sampler: "RecallSampler",
         limit_s: float,
     ) -> None:
         self._registry = registry
@@ -295,7 +299,7 @@ class Found:
     options: SearchOptions
     ranked: Sequence[Hit] | None
 
-    def measurable(self, version: str) -> Measurable | None:
+    def measurable(self, version: str) -> "Measurable | None":
         """The search as it can be run again; None for groups, and where nothing can match."""
         if self.ranked is None:
             return None
@@ -386,3 +390,70 @@ def _calibration(served: Served) -> Calibration | None:
 
 def _ms_since(started: float) -> float:
     return (time.perf_counter() - started) * 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Measurable:
+    """A search as it can be run again: its vector (D,), what it found, in which version."""
+
+    vector: NDArray[np.float32]
+    options: SearchOptions
+    hits: Sequence[Hit]
+    version: str
+
+
+class RecallSampler:
+    """Measures the recall of every `every`-th search that an index answered; 0 measures none.
+
+    A gallery that looks at every item anyway, without a segment or with a flat one, is left out:
+    its 1.0 would hide what the others miss.
+    """
+
+    def __init__(self, registry: Registry, metrics: Metrics, every: int) -> None:
+        self._registry = registry
+        self._metrics = metrics
+        self._every = every
+        self._offered = 0
+        self._threads = DaemonThreads("recall", 1)
+        self._running = threading.Lock()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a search is being run again now."""
+        return self._running.locked()
+
+    def offer(self, gallery: str, k: int, search: Measurable | None) -> None:
+        """Take note of a search, and run it again if it is its turn; returns at once."""
+        if not self._every or search is None or search.options.exact:
+            return
+        self._offered += 1
+        if self._offered % self._every == 0 and self._running.acquire(blocking=False):
+            self._threads.submit(lambda: self._measure(gallery, k, search))
+
+    def close(self) -> None:
+        """Drop what is under way."""
+        self._threads.close()
+
+    def _measure(self, name: str, k: int, search: Measurable) -> None:
+        try:
+            with self._registry.lease(name) as served:
+                gallery = served.gallery
+                segment = gallery.facts().segment
+                if segment is None or segment.kind == "flat":
+                    return
+                options = replace(search.options, exact=True)
+                [exact] = gallery.search(search.vector[np.newaxis], k, options)
+                if gallery.version == search.version and exact:
+                    recall = recall_of(search.hits, exact)
+                    self._metrics.online_recall.labels(name).observe(recall)
+        except Exception as error:
+            # Whatever it is, it concerns no request; searches themselves report it.
+            structlog.get_logger().debug("recall not measured", error=type(error).__name__)
+        finally:
+            self._running.release()
+
+
+def recall_of(hits: Sequence[Hit], exact: Sequence[Hit]) -> float:
+    """The share of the true best, at least one, that `hits` have; equal scores count as equal."""
+    least = exact[-1].score - _TIE
+    return min(1.0, sum(hit.score >= least for hit in hits) / len(exact))

@@ -1,16 +1,28 @@
-"""What is asked of a search: one value, with a digest that names all of it."""
+"""What is asked of a search: one value, with a digest that names all of it. And what it answers:
+results as JSON, what a cache keeps of them, and from scores to probabilities.
+"""
 
+import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import to_json
+
+from embedder.calibration import Calibration
+from embedder.errors import InvalidParameterError
 from embedder.preprocess import Box
-from embedder.types import ItemId
+from embedder.types import AttributeValue, Hit, ItemId
 from indexer.filters.tree import Filter
-from indexer.types import Grouping
+from indexer.types import Group, Grouping
 
 Combine = Literal["mean", "separate"]
 
@@ -114,3 +126,236 @@ def views_of(data: bytes, boxes: Sequence[Box] = (), number: int = 1) -> tuple[V
 
 def _plain(number: float | None) -> float | None:
     return None if number is None else float(number) + 0.0  # 0.0 and -0.0 are one number
+
+
+_VERSION_DIGITS = 12
+UNREACHABLE = 2.0
+"""A least score that no cosine similarity reaches."""
+
+_STEPS = 256  # halves towards 0 reach the smallest float32
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Milliseconds in each stage; 0 for one that a cache made unnecessary."""
+
+    decode: float = 0.0
+    embed: float = 0.0
+    search: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Results as a JSON object, and where they come from; `min_score` is the effective one."""
+
+    bundle_id: str
+    gallery: str
+    gallery_version: str
+    query: Query
+    min_score: float | None
+    results: bytes
+    cached: bool
+    stages: Stages
+
+
+class _StoredHit(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    id: Annotated[int, Field(ge=0)]
+    key: str
+    score: Annotated[float, Field(ge=-1.01, le=1.01, allow_inf_nan=False)]
+    probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
+    attributes: dict[str, AttributeValue]
+    image: str
+
+
+class _StoredGroup(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    value: AttributeValue | None
+    score: Annotated[float, Field(ge=-1.01, le=1.01, allow_inf_nan=False)]
+    probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
+    hits: Annotated[list[_StoredHit], Field(min_length=1)]
+
+
+class _StoredResults(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    count: int
+    match: bool
+    hits: list[_StoredHit]
+    groups: list[_StoredGroup] | None
+
+
+@dataclass(frozen=True, slots=True)
+class HitRenderer:
+    """How the items of a gallery are shown: what their links begin and end with, the calibration
+    of its model for a gallery of its size, and how many better ones are left out.
+    """
+
+    prefix: str
+    suffix: str
+    calibration: Calibration | None
+    offset: int = 0
+
+    @classmethod
+    def of(
+        cls, name: str, generation: str, calibration: Calibration | None, offset: int = 0
+    ) -> "HitRenderer":
+        """For gallery `name`; a link holds for one generation."""
+        items = f"/galleries/{quote(name, safe='')}/items/"
+        return cls(items, f"/image?version={generation[:_VERSION_DIGITS]}", calibration, offset)
+
+    def likely(self, hits: Sequence[Hit], least: float) -> list[Hit]:
+        """Those of the ranked hits, best first, that are right with this probability."""
+        return [hit for hit, p in zip(hits, self._ranked(hits), strict=True) if _reaches(p, least)]
+
+    def likely_groups(self, groups: Sequence[Group], least: float) -> list[Group]:
+        """The same of ranked groups, and of the hits that each shows."""
+        kept = []
+        for place, (group, p) in enumerate(zip(groups, self._ranked(groups), strict=True)):
+            if _reaches(p, least):
+                likely = self._beside(group, place)
+                hits = [h for h, q in zip(group.hits, likely, strict=True) if _reaches(q, least)]
+                kept.append(replace(group, hits=hits))
+        return kept
+
+    def _ranked(self, ranked: Sequence[Hit | Group]) -> list[float] | list[None]:
+        """The probability of each, best first; None without a calibration."""
+        ranks = self.offset + 1 + np.arange(len(ranked))
+        return self._probabilities([one.score for one in ranked], ranks)
+
+    def _beside(self, group: Group, place: int) -> list[float] | list[None]:
+        """The probability of each hit of a group, at the rank of the group."""
+        ranks = np.full(len(group.hits), self.offset + 1 + place)
+        return self._probabilities([hit.score for hit in group.hits], ranks)
+
+    def _probabilities(
+        self, scores: Sequence[float], ranks: NDArray[np.integer]
+    ) -> list[float] | list[None]:
+        if self.calibration is None:
+            return [None] * len(scores)
+        found: list[float] = self.calibration.probability(np.array(scores), ranks).tolist()
+        return found
+
+    def hits(self, hits: Sequence[Hit]) -> list[dict[str, Any]]:
+        """Ranked hits as they go over the wire."""
+        return self._hits(hits, self._ranked(hits))
+
+    def _hits(self, hits: Sequence[Hit], likely: Sequence[float | None]) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": hit.id,
+                "key": hit.key,
+                "score": hit.score,
+                "probability": probability,
+                "attributes": hit.attributes,
+                "image": f"{self.prefix}{hit.id}{self.suffix}",
+            }
+            for hit, probability in zip(hits, likely, strict=True)
+        ]
+
+    def groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """Ranked groups as they go over the wire."""
+        return [
+            {
+                "value": group.value,
+                "score": group.score,
+                "probability": probability,
+                "hits": self._hits(group.hits, self._beside(group, place)),
+            }
+            for place, (group, probability) in enumerate(
+                zip(groups, self._ranked(groups), strict=True)
+            )
+        ]
+
+
+def _reaches(probability: float | None, least: float) -> bool:
+    return probability is not None and probability >= least
+
+
+def encode_results(
+    renderer: HitRenderer, hits: Sequence[Hit], groups: Sequence[Group] | None, *, match: bool
+) -> bytes:
+    """The part of an answer that a cache keeps, as a JSON object in its final form."""
+    count = len(hits) if groups is None else len(groups)
+    return to_json(
+        {
+            "count": count,
+            "match": match,
+            "hits": renderer.hits(hits),
+            "groups": None if groups is None else renderer.groups(groups),
+        }
+    )
+
+
+def checked_results(payload: bytes, k: int, renderer: HitRenderer) -> bytes:
+    """The payload of `encode_results`, once it is one that may be sent.
+
+    Raises: ValueError unless at most `k`, best first and complete, with links into the gallery.
+    """
+    stored = _StoredResults.model_validate_json(payload)
+    ranked: Sequence[_StoredHit | _StoredGroup] = (
+        stored.hits if stored.groups is None else stored.groups
+    )
+    if len(ranked) > k or len(ranked) != stored.count or (stored.groups and stored.hits):
+        raise ValueError("the results are too many, or not as many as they say")
+    if any(a.score < b.score for a, b in itertools.pairwise(ranked)):
+        raise ValueError("the results are out of order")
+    for hit in (*stored.hits, *(hit for group in stored.groups or () for hit in group.hits)):
+        if hit.image != f"{renderer.prefix}{hit.id}{renderer.suffix}":
+            raise ValueError("a link leads elsewhere")
+    return payload
+
+
+def least_score(
+    min_score: float | None,
+    min_probability: float | None,
+    calibration: Calibration | None,
+    no_calibration: str | None = None,
+) -> float | None:
+    """The score that the best hit needs for both, or None if any will do.
+
+    Args:
+        calibration: for the gallery as large as it is.
+        no_calibration: why there is none.
+
+    Raises: InvalidParameterError for a probability without a calibration.
+    """
+    if min_probability is None:
+        return min_score
+    if calibration is None:
+        reason = "" if no_calibration is None else f" ({no_calibration.rstrip('.')})"
+        raise InvalidParameterError(
+            f"min_probability = {min_probability:g} needs a calibration, and the model of this "
+            f"gallery has none{reason}. Send min_score, or export the model again with held-out "
+            "classes."
+        )
+    likely = score_of(calibration, min_probability)
+    if likely is None or min_score is None:
+        return min_score if likely is None else likely
+    return max(min_score, likely)
+
+
+@functools.lru_cache(maxsize=1024)
+def score_of(calibration: Calibration, probability: float) -> float | None:
+    """The least float32 in [-1, 1] whose probability is at least `probability` as the best hit.
+
+    None if even -1 has it, UNREACHABLE if not even 1 does.
+    """
+
+    def fits(score: np.float32) -> bool:
+        return bool(calibration.probability(np.array(score)) >= probability)
+
+    low, high = np.float32(-1), np.float32(1)
+    if fits(low):
+        return None
+    if not fits(high):
+        return UNREACHABLE
+    for _ in range(_STEPS):
+        middle = np.float32((float(low) + float(high)) / 2)
+        if middle in (low, high):
+            break
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return float(high)

@@ -26,21 +26,19 @@ from indexer.ingest.build import import_gallery
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry
-from service.access.address import Addresses
 from service.access.keys import KeyStore
-from service.access.rates import LocalCounts, RateLimits, SharedCounts
+from service.access.rates import Addresses, LocalCounts, RateLimits, SharedCounts
 from service.galleries.locations import Bundles, GalleryLocation, Locations
 from service.galleries.migration import bring_over
 from service.galleries.picture_files import PictureFiles, SharedPictures
 from service.galleries.pictures import PictureFolder, Renditions, Samples
 from service.galleries.registry import Failures, Registry
-from service.http.routes import RouteTable
+from service.http.gate import RouteTable
 from service.http.server import listen
 from service.jobs.manager import JobManager
 from service.jobs.store import Job, JobStore
 from service.search.cache import Cache, Lookup, LruCache, embedding_key
-from service.search.decoder import InlineDecoder, ProcessDecoder
-from service.search.lanes import Lanes
+from service.search.lanes import InlineDecoder, Lanes, ProcessDecoder
 from service.search.model import Batcher
 from service.search.redis_cache import RedisStore
 

@@ -15,8 +15,8 @@ import pytest
 
 from embedder.errors import InvalidParameterError, StateError
 from service.access import keys
-from service.access.address import parse_network
 from service.access.keys import FreshKeys, Key, open_keys
+from service.access.rates import parse_network
 from tests.support.seams import Addresses, KeyStore
 
 

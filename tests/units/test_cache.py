@@ -10,8 +10,8 @@ import pytest
 
 from embedder.types import Hit
 from indexer.types import Group
-from service.search.answer import HitRenderer, checked_results, encode_results
 from service.search.cache import answer_key, decode_vector, encode_vector, seal
+from service.search.query import HitRenderer, checked_results, encode_results
 from tests.support.seams import Cache, Lookup, LruCache, embedding_key
 
 VALUES = {"class": "ä", "1": "1", "stock": 2**53 + 1, "price": 1.0, "half": 0.5, "sale": True}

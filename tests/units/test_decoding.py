@@ -204,7 +204,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits
-from service.search.decoder import ProcessDecoder
+from service.search.lanes import ProcessDecoder
 
 decoder = ProcessDecoder(1024, 2.0)
 decoder.start()

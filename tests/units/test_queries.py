@@ -8,8 +8,7 @@ import pytest
 
 from indexer.filters.text import parse_filter
 from indexer.types import Grouping
-from service.search.answer import UNREACHABLE, least_score, score_of
-from service.search.query import Query, views_of
+from service.search.query import UNREACHABLE, Query, least_score, score_of, views_of
 from tests.support.market import CALIBRATION
 
 IMAGE, OTHER = b"one image", b"another image"

@@ -11,7 +11,7 @@ import pytest
 
 from embedder.types import Hit
 from indexer.types import SearchOptions
-from service.search.recall import recall_of
+from service.search.pipeline import recall_of
 from tests.support.servers import WAIT_S, FakeGallery
 
 

@@ -226,7 +226,7 @@ def _connector(
 
     def connect(embedder: Embedder) -> Encoder:
         batcher = Batcher(
-            lambda images: embedder.embed(images),
+            embedder.embed,
             settings.images_at_once(),
             at_once,
             metrics.batch_size.observe,

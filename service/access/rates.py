@@ -7,6 +7,7 @@ that would owe more than the period is refused and owes nothing. So `amount` req
 once, and then one every T. All that is kept of a caller is when nothing will be owed any more.
 """
 
+import functools
 import ipaddress
 import math
 import re
@@ -29,6 +30,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _FORWARDED = "x-forwarded-for"
 _NO_ADDRESS = "local"
 _IPV6_PREFIX = 64
+_KNOWN_ADDRESSES = 1_024
 
 
 def parse_network(text: str) -> Network:
@@ -90,6 +92,7 @@ def address_of(scope: Scope) -> str:
     return str(scope["state"]["address"])
 
 
+@functools.lru_cache(_KNOWN_ADDRESSES)
 def _parse(text: str) -> Address | None:
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
@@ -99,6 +102,7 @@ def _parse(text: str) -> Address | None:
     return mapped or address
 
 
+@functools.lru_cache(_KNOWN_ADDRESSES)
 def _shown(address: Address) -> str:
     if isinstance(address, ipaddress.IPv6Address) and not address.is_loopback:
         return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))

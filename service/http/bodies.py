@@ -338,39 +338,47 @@ class ClientGoneError(Exception):
     """The client closed the connection; nobody reads an answer."""
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` until it ends or the client goes. The body must have been read before.
+class Connection:
+    """A connection, whose requests are answered one after another; the server calls `end` when the
+    client has gone.
+    """
 
-    The work runs in the task of the request, which is cancelled when the client goes.
+    def __init__(self) -> None:
+        self.is_gone = False
+        self._task: asyncio.Task[Any] | None = None
+
+    def end(self) -> None:
+        """Cancel what is done for the client."""
+        self.is_gone = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def keep(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` in the task of the request until it ends or the client goes.
+
+        Raises: ClientGoneError, whatever `work` raises.
+        """
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        try:
+            if self.is_gone:
+                task.cancel()
+            return await work
+        except asyncio.CancelledError:
+            if self.is_gone and not task.uncancel():
+                raise ClientGoneError from None
+            raise
+        finally:
+            self._task = None
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` until it ends or the client goes, as far as the server tells that.
 
     Raises: ClientGoneError, whatever `work` raises.
     """
-    task = asyncio.current_task()
-    assert task is not None
-    is_gone = False
-
-    def leave(watcher: asyncio.Task[None]) -> None:
-        nonlocal is_gone
-        if not watcher.cancelled():
-            is_gone = True
-            task.cancel()
-
-    watcher = asyncio.create_task(_gone(request))
-    watcher.add_done_callback(leave)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if is_gone and not task.uncancel():
-            raise ClientGoneError from None
-        raise
-    finally:
-        watcher.remove_done_callback(leave)
-        watcher.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    connection: Connection = request.scope["state"].get("connection") or Connection()
+    return await connection.keep(work)
 
 
 @dataclass(slots=True)

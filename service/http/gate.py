@@ -401,7 +401,7 @@ class Gate:
         set_already = {name for name, _ in message.get("headers", ())}
         message["headers"] = [
             *message.get("headers", ()),
-            (b"x-request-id", request_id_of(scope).encode()),
+            (b"x-request-id", scope["state"]["request_id"].encode()),
             *(header for header in self._headers if header[0] not in set_already),
         ]
         headers = MutableHeaders(scope=message)

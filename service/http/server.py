@@ -16,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from service.http.bodies import Connection
 from service.settings import Settings
 
 _KEEP_ALIVE_S = 20
@@ -74,6 +75,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.write_timeout_s = write_timeout_s
         self.max_connections = max_connections
         self.idle_since = time.monotonic()
+        self.connection = Connection()
         self._unused_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -108,6 +110,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head has arrived."""
         self._unused_bytes = 0
+        self.scope["state"]["connection"] = self.connection
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -139,6 +142,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all waiting."""
         super().connection_lost(exc)
+        self.connection.end()
         self._unset_keepalive_if_required()
         self._stop_head_timer()
         self._stop_write_timer()

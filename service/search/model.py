@@ -151,7 +151,8 @@ class Encoder:
         """
         started = time.perf_counter()
         with span("decode"):
-            images = np.stack([(decode or self.decode)(decoder, view) for view in views])
+            decoded_views = [(decode or self.decode)(decoder, view) for view in views]
+            images = decoded_views[0][np.newaxis] if len(views) == 1 else np.stack(decoded_views)
         decoded = time.perf_counter()
         with span("embed"):
             vectors = self._batcher.embed(images)

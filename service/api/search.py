@@ -3,11 +3,12 @@
 Forms, JSON and bare images are read by `service.api.requests`, so FastAPI does not know them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 
@@ -65,9 +66,16 @@ _CROP_TEXT = "left,top,width,height as fractions of the upright image; for each 
 _CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
 
 
+class _RequestRoute(APIRoute):
+    """A route whose function takes the request and nothing else; FastAPI works nothing out."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return cast("Callable[[Request], Coroutine[Any, Any, Response]]", self.endpoint)
+
+
 def build_router(runtime: Runtime) -> APIRouter:
     """The routes of searches; the settings of this service are their limits."""
-    router, limits = APIRouter(), _limits_of(runtime.settings)
+    router, limits = APIRouter(route_class=_RequestRoute), _limits_of(runtime.settings)
 
     @router.post(
         "/search",
@@ -115,6 +123,8 @@ def build_router(runtime: Runtime) -> APIRouter:
             return _batch_response(answers, request)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=_CLIENT_GONE)
+
+    router.route_class = APIRoute
 
     @router.get(
         "/galleries/{name}/items/{item_id}/similar",

@@ -27,6 +27,8 @@ _FEWEST_CONNECTIONS = 64
 _WANTED_FILES = 4 * _MOST_CONNECTIONS
 _INTERRUPTED = 130
 _QUEUE = 1024
+_STATUS_LINE = b"HTTP/1.1 "
+_CONTINUE = b"HTTP/1.1 100 "
 
 
 class Server(uvicorn.Server):
@@ -54,6 +56,34 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+class _WholeAnswers:
+    """A transport that holds the head of an answer until there is something to send with it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._head and data.startswith(_STATUS_LINE) and not data.startswith(_CONTINUE):
+            self._head = data
+        else:
+            self._transport.write(self._head + data)
+            self._head = b""
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def flush(self) -> None:
+        """Send a head that has no body."""
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """Closes connections whose head does not arrive, or whose client does not read its answer.
 
@@ -76,6 +106,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.max_connections = max_connections
         self.idle_since = time.monotonic()
         self.connection = Connection()
+        self._answers: _WholeAnswers
         self._unused_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -93,7 +124,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for the head of a request."""
-        super().connection_made(transport)
+        self._answers = _WholeAnswers(transport)
+        super().connection_made(self._answers)  # type: ignore[arg-type]
         if len(self.connections) > self.max_connections:
             self._make_room()
         self._watch()
@@ -125,6 +157,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Let the wait for a next request be that of kept-alive connections."""
+        self._answers.flush()
         super().on_response_complete()
         self.idle_since = time.monotonic()
         self._stop_head_timer()

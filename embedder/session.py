@@ -6,7 +6,7 @@ unsigned and signed 8-bit numbers in pairs, in 16 bits, which saturates.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Literal, Protocol
@@ -98,6 +98,9 @@ class Embedder(Protocol):
     def embed(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm; N >= 1."""
 
+    def embed_alone(self, images: Images) -> Embeddings:
+        """The same, sooner if no other call runs: with more cores, if there are some for it."""
+
     def known_images(self) -> list[bytes]:
         """Encoded images whose vectors are known; never empty."""
 
@@ -107,13 +110,15 @@ class SessionSettings:
     """Where and how the model runs.
 
     `threads` work on one call; 1 is best where several callers run at once, since then each core
-    has its own image. `device = "cuda"` is refused if the model would run on the CPU, unless
-    `allow_cpu_fallback`. `precision` chooses among the models of the bundle: int8 is made for the
-    CPU, fp16 for the GPU; either runs on the other too, without gain. Vectors of all precisions
-    of a bundle may be compared with each other. "auto" takes int8 on a CPU, fp16 on a GPU, where
-    the bundle has it, its golden vectors hold and the CPU gains from it; fp32 anywhere else.
-    Of several GPUs the process takes the first that CUDA_VISIBLE_DEVICES shows it, and of its
-    memory at most `gpu_memory_mb` MiB for the arena of the model; 0: as much as there is.
+    has its own image. `alone_threads`, where they are more, work on a call of `embed_alone`, in a
+    session of its own, which takes as much memory again. `device = "cuda"` is refused if the model
+    would run on the CPU, unless `allow_cpu_fallback`. `precision` chooses among the models of the
+    bundle: int8 is made for the CPU, fp16 for the GPU; either runs on the other too, without gain.
+    Vectors of all precisions of a bundle may be compared with each other. "auto" takes int8 on a
+    CPU, fp16 on a GPU, where the bundle has it, its golden vectors hold and the CPU gains from it;
+    fp32 anywhere else. Of several GPUs the process takes the first that CUDA_VISIBLE_DEVICES shows
+    it, and of its memory at most `gpu_memory_mb` MiB for the arena of the model; 0: as much as
+    there is.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -121,6 +126,7 @@ class SessionSettings:
     allow_cpu_fallback: bool = False
     precision: AskedPrecision = "fp32"
     gpu_memory_mb: int = 0
+    alone_threads: int = 0
 
 
 class OnnxEmbedder:
@@ -148,7 +154,7 @@ class OnnxEmbedder:
         self.precision = precision
         self.precision_reason = "asked for"
         self.provider = str(session.get_providers()[0])
-        self._session = session
+        self._session = self._alone = session
         self._input = str(session.get_inputs()[0].name)
 
     @classmethod
@@ -168,6 +174,22 @@ class OnnxEmbedder:
         settings, limits = settings or SessionSettings(), limits or ImageLimits()
         if not isinstance(bundle, Bundle):
             bundle = Bundle.open(bundle)
+        embedder = cls._chosen(bundle, settings, limits, gain)
+        if 0 < settings.threads < settings.alone_threads:
+            model = bundle.model_file(embedder.precision)
+            more = replace(settings, threads=settings.alone_threads)
+            embedder._alone = create_session(model, more)
+            embedder._check_vectors(embedder.embed_alone)
+        return embedder
+
+    @classmethod
+    def _chosen(
+        cls,
+        bundle: Bundle,
+        settings: SessionSettings,
+        limits: ImageLimits,
+        gain: Callable[[Embed, Embed, Images], float],
+    ) -> "OnnxEmbedder":
         if settings.precision != "auto":
             return cls._checked(bundle, settings, limits, settings.precision)
         plain = cls._checked(bundle, settings, limits, "fp32")
@@ -197,7 +219,8 @@ class OnnxEmbedder:
     ) -> "OnnxEmbedder":
         session = create_session(bundle.model_file(precision), settings)
         embedder = cls(bundle, session, limits, precision)
-        embedder._check_golden()
+        embedder._check_vectors(embedder.embed)
+        embedder._check_pixels()
         return embedder
 
     def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
@@ -206,10 +229,17 @@ class OnnxEmbedder:
 
     def embed(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm. Large N runs in chunks."""
+        return self._run(self._session, images)
+
+    def embed_alone(self, images: Images) -> Embeddings:
+        """The same with `alone_threads`."""
+        return self._run(self._alone, images)
+
+    def _run(self, session: ort.InferenceSession, images: Images) -> Embeddings:
         chunks = [images[n : n + _MAX_BATCH] for n in range(0, len(images), _MAX_BATCH)]
         run = run_plain if self.provider == PROVIDERS["cpu"] else run_bucketed
         try:
-            found = [run(self._session, self._input, chunk) for chunk in chunks]
+            found = [run(session, self._input, chunk) for chunk in chunks]
             vectors: Embeddings = np.concatenate(found)
         except Exception as error:
             # onnxruntime raises a family of unrelated classes.
@@ -228,16 +258,18 @@ class OnnxEmbedder:
         """The golden images as encoded files."""
         return self.bundle.golden_images()
 
-    def _check_golden(self) -> None:
-        inputs = self.bundle.golden_inputs()
+    def _check_vectors(self, embed: Embed) -> None:
         own, fp32 = self.bundle.golden_vectors(self.precision), self.bundle.golden_vectors()
-        fault = golden_fault(self.precision, self.embed(inputs), own, fp32)
+        fault = golden_fault(self.precision, embed(self.bundle.golden_inputs()), own, fp32)
         if fault is not None:
             raise GoldenMismatchError(
                 f"The {self.precision} model {self.bundle_id[:12]} on {self.provider} does not "
                 f"reproduce its golden vectors: {fault}. {_CURE[self.precision]}"
             )
+
+    def _check_pixels(self) -> None:
         decoded = np.stack([self.preprocess(data) for data in self.known_images()])
+        inputs = self.bundle.golden_inputs()
         differences = np.abs(decoded.astype(np.int16) - inputs).mean(axis=(1, 2, 3))
         difference = float(differences.max())
         if difference > _MAX_GOLDEN_PIXEL_DIFFERENCE:

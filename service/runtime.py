@@ -26,7 +26,7 @@ from service.observe.metrics import Metrics
 from service.observe.observer import Observer, publish
 from service.search.cache import Cache, LruCache
 from service.search.lanes import Lanes, create_decoder
-from service.search.model import Batcher, Encoder, Models
+from service.search.model import Encoder, Models
 from service.search.pipeline import Pipeline, RecallSampler
 from service.search.redis_cache import RedisStore
 from service.settings import Settings
@@ -225,13 +225,8 @@ def _connector(
     at_once = 1 if settings.device == "cuda" else settings.lanes
 
     def connect(embedder: Embedder) -> Encoder:
-        batcher = Batcher(
-            embedder.embed,
-            settings.images_at_once(),
-            at_once,
-            metrics.batch_size.observe,
-        )
-        return Encoder(embedder, cache, lanes, batcher)
+        batch_size = settings.images_at_once()
+        return Encoder(embedder, cache, lanes, batch_size, at_once, metrics.batch_size.observe)
 
     return connect
 

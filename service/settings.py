@@ -24,6 +24,7 @@ START_WORDS = ("imagenet", "none", "current")
 
 _CPU_BATCH = 2
 _GPU_BATCH = 32
+_MOST_ALONE = 8  # more threads share the image of one search with little gain
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
@@ -274,6 +275,11 @@ class Settings(BaseSettings):
         On a CPU two already cost as much each as one alone, and more of them leave its caches.
         """
         return self.batch_size or (_GPU_BATCH if self.device == "cuda" else _CPU_BATCH)
+
+    def alone_threads(self) -> int:
+        """How many threads work on a search that is alone; processes know nothing of each other."""
+        is_shared = self.device != "cpu" or self.workers > 1
+        return 0 if is_shared else min(core_count(), _MOST_ALONE)
 
     def image_limits(self) -> ImageLimits:
         """What an upload may cost."""

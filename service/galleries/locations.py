@@ -190,6 +190,7 @@ class Bundles:
             settings.allow_cpu_fallback,
             settings.precision,
             settings.gpu_memory_mb,
+            settings.alone_threads(),
         )
 
     def primary(self) -> str:

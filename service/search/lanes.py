@@ -377,6 +377,11 @@ class Lanes:
         return self._pool.waiting
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no more than one call is worked on, and none waits."""
+        return len(self._idle) >= self.count - 1 and not self.waiting
+
+    @property
     def restarts(self) -> int:
         """Decoding processes that were replaced."""
         return sum(decoder.restarts for decoder in self._decoders)

@@ -120,13 +120,24 @@ class Encoded:
 
 
 class Encoder:
-    """Turns images into vectors: decoded in a lane's process, embedded there, and cached."""
+    """Turns images into vectors: decoded in a lane's process, embedded there, and cached.
 
-    def __init__(self, embedder: Embedder, cache: Cache, lanes: Lanes, batcher: Batcher) -> None:
+    The arguments after `lanes` are those of its `Batcher`.
+    """
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        cache: Cache,
+        lanes: Lanes,
+        batch_size: int,
+        at_once: int,
+        on_batch: Callable[[int], None],
+    ) -> None:
         self._embedder = embedder
         self._cache = cache
         self._lanes = lanes
-        self._batcher = batcher
+        self._batcher = Batcher(self._embed, batch_size, at_once, on_batch)
 
     def lookup(self, view: View) -> Lookup[Vector]:
         """Where a cache may have the vector of `view`."""
@@ -160,6 +171,11 @@ class Encoder:
         for view, vector in zip(views, vectors, strict=True):
             self._cache.set(self.lookup(view).key, encode_vector(vector))
         return Encoded(vectors, (decoded - started) * 1e3, (embedded - decoded) * 1e3)
+
+    def _embed(self, images: Images) -> Embeddings:
+        """With all cores where nothing else wants one."""
+        is_alone = self._lanes.is_alone
+        return (self._embedder.embed_alone if is_alone else self._embedder.embed)(images)
 
     async def encode(self, data: bytes, digest: str) -> Vector:
         """The vector (D,) of the image `data`, whose sha256 is `digest`, once a lane is free.

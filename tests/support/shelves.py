@@ -16,7 +16,6 @@ from indexer.types import Entry
 from service.search.model import Encoder, Models
 from service.settings import Settings
 from tests.support.seams import (
-    Batcher,
     Cache,
     GalleryLocation,
     InlineDecoder,
@@ -88,8 +87,7 @@ class Shelf:
         return self.bundles[bundle_id]
 
     def _connect(self, embedder: Embedder) -> Encoder:
-        batcher = Batcher(lambda images: embedder.embed(images), batch_size=4, at_once=1)
-        return Encoder(embedder, self.cache, self.lanes, batcher)
+        return Encoder(embedder, self.cache, self.lanes, 4, 1, lambda _: None)
 
     def _open(self, location: GalleryLocation) -> Gallery:
         gallery = Gallery.open(location.path, image_root=location.image_root)

@@ -1,0 +1,41 @@
+"""A search with nothing beside it may use all cores; several have one each."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from embedder.types import Embeddings, Images
+from tests.support.servers import GatedEmbedder
+
+
+class Watched(GatedEmbedder):
+    """Remembers for each call of the model whether it was alone."""
+
+    def __init__(self) -> None:
+        super().__init__(dim=32)
+        self.alone: list[bool] = []
+
+    def embed(self, images: Images) -> Embeddings:
+        self.alone.append(False)
+        return super().embed(images)
+
+    def embed_alone(self, images: Images) -> Embeddings:
+        self.alone.append(True)
+        return super().embed(images)
+
+
+def test_only_a_search_that_is_alone_has_all_cores(
+    start_service: Any, pictures: list[bytes], until: Any
+) -> None:
+    embedder = Watched()
+    service = start_service(embedder=embedder, lanes=2)
+    embedder.alone.clear()
+    embedder.gate.clear()
+    with ThreadPoolExecutor(2) as clients:
+        searches = [clients.submit(service.search, pictures[0])]
+        until(lambda: len(embedder.alone) == 1)
+        searches.append(clients.submit(service.search, pictures[1]))
+        until(lambda: len(embedder.alone) == 2)
+        embedder.gate.set()
+        assert [search.result().status_code for search in searches] == [200, 200]
+    assert service.search(pictures[2]).status_code == 200
+    assert embedder.alone == [True, False, True]

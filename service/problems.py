@@ -130,7 +130,7 @@ async def from_error(request: Request, error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(error.retry_after_s)
     if kind.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return _answer(request, kind, detail, headers, faults)
+    return problem(kind, detail, headers=headers, faults=faults, **_where(request))
 
 
 async def from_http(request: Request, error: Exception) -> JSONResponse:
@@ -143,20 +143,11 @@ async def from_http(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.method} is not allowed here; use {headers.get('Allow', 'GET')}."
     kind = Kind(error.status_code, phrase, phrase.lower().replace(" ", "-"))
-    return _answer(request, kind, detail, headers)
+    return problem(kind, detail, headers=headers, **_where(request))
 
 
-def _answer(
-    request: Request,
-    kind: Kind,
-    detail: str,
-    headers: Mapping[str, str],
-    faults: Sequence[Mapping[str, str]] = (),
-) -> JSONResponse:
-    request_id, instance = request_id_of(request.scope), request.url.path
-    return problem(
-        kind, detail, request_id=request_id, instance=instance, headers=headers, faults=faults
-    )
+def _where(request: Request) -> dict[str, Any]:
+    return {"request_id": request_id_of(request.scope), "instance": request.url.path}
 
 
 def _document(kind: Kind, detail: str, request_id: str, instance: str) -> dict[str, Any]:

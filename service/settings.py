@@ -84,8 +84,7 @@ def _named_once(entries: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_weights(entry: str) -> None:
-    name, _ = split_named(entry)
-    if name in START_WORDS:
+    if (name := split_named(entry)[0]) in START_WORDS:
         raise ValueError(f"training weights {name!r} has a meaning already; rename it")
 
 
@@ -103,21 +102,6 @@ def _check_host(host: str) -> None:
             f"{host!r} is not a host; write a name, an address ([::1] in brackets), both "
             f"without a port, or {ANY_HOST} for any host"
         )
-
-
-def _check_command(command: str) -> None:
-    if not command.strip():
-        raise ValueError("the command is empty; write such as kinlens-train")
-
-
-def _check_endpoint(address: str | None) -> None:
-    if address and not address.startswith(("http://", "https://")):
-        raise ValueError("the endpoint is no address; write such as http://collector:4318")
-
-
-def _check_redis(address: SecretStr | None) -> None:
-    if address is not None:
-        check_url(address.get_secret_value())
 
 
 def _checked(check: Callable[[Any], object]) -> AfterValidator:
@@ -139,6 +123,8 @@ _EmptyIsNone = BeforeValidator(lambda value: value or None)
 Words = Annotated[tuple[str, ...], NoDecode, _Split]
 Places = Annotated[Words, AfterValidator(_named_once)]
 Rate = Annotated[str, _checked(parse_rates)]
+HttpAddress = Annotated[str, Field(pattern="^https?://")]
+RedisUrl = Annotated[SecretStr, _checked(lambda url: check_url(url.get_secret_value()))]
 
 
 class Settings(BaseSettings):
@@ -194,10 +180,10 @@ class Settings(BaseSettings):
     reload_interval_ms: int = Field(default=1_000, ge=10)
 
     jobs: Literal["here", "elsewhere"] = "here"
-    training_command: Annotated[str, _checked(_check_command)] = "kinlens-train"
+    training_command: Annotated[str, Field(pattern=r"\S")] = "kinlens-train"
     training_data: Places = ()
     training_weights: Annotated[Places, _each(_check_weights)] = ()
-    otlp_endpoint: Annotated[str | None, _EmptyIsNone, _checked(_check_endpoint)] = None
+    otlp_endpoint: Annotated[HttpAddress | None, _EmptyIsNone] = None
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
     body_timeout_ms: int = Field(default=30_000, ge=1)
@@ -206,7 +192,7 @@ class Settings(BaseSettings):
 
     cache_max_bytes: int = Field(default=64 * 2**20, ge=0)
     cache_max_entries: int = Field(default=10_000, ge=0)
-    redis_url: Annotated[SecretStr | None, _EmptyIsNone, _checked(_check_redis)] = None
+    redis_url: Annotated[RedisUrl | None, _EmptyIsNone] = None
     redis_timeout_ms: int = Field(default=50, ge=1)
     redis_retry_ms: int = Field(default=1_000, ge=1)
     redis_ttl_s: int = Field(default=86_400, ge=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from service.commands.findings import exposures
+from service.commands.check import exposures
 from service.settings import Settings, split_gallery
 
 ROOT = Path(__file__).parents[2]

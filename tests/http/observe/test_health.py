@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from embedder import errors
-from embedder.errors import BundleMismatchError, GalleryNotFoundError, KinlensError, OverloadedError
+from embedder.errors import BundleMismatchError, KinlensError, OverloadedError
 from embedder.fake import FakeEmbedder
 from service.app import create_app
 from service.problems import from_error, kind_of
@@ -126,20 +126,10 @@ def test_readiness_does_not_wait_behind_a_long_queue_of_a_slow_model(
         assert [answer.result().status_code for answer in answers] == [200] * 80
 
 
-def test_a_gallery_of_another_bundle_is_refused_at_start_by_both_ids(gallery) -> None:
-    with pytest.raises(BundleMismatchError, match=r"(?s)shop.*fake.*other-bundle"):
-        create_app(Settings(), FakeEmbedder(bundle_id="other-bundle"), {"shop": gallery})
-
-
 def test_a_gallery_with_vectors_of_another_length_is_refused_at_start(gallery) -> None:
     gallery.dim = 5
     with pytest.raises(BundleMismatchError, match=r"length 5.* 32"):
         create_app(Settings(), FakeEmbedder(), {"shop": gallery})
-
-
-def test_a_service_without_a_gallery_is_refused_at_start() -> None:
-    with pytest.raises(GalleryNotFoundError, match=r"--gallery.*--state"):
-        create_app(Settings(), FakeEmbedder(), {})
 
 
 def test_a_service_with_a_state_folder_is_ready_without_a_gallery(tmp_path, pictures) -> None:

@@ -14,7 +14,6 @@ import typer
 from pydantic import ValidationError
 from redis import Redis
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 from redis.retry import Retry
 from rich.console import Console
 from rich.table import Table
@@ -166,7 +165,7 @@ def _redis(settings: Settings) -> Finding:
             protocol=2,
         ) as client:
             client.ping()
-    except (RedisError, OSError) as error:
+    except Exception as error:
         # Its text may hold the address with its password.
         text = f"Redis does not answer ({type(error).__name__}); the service works without it."
         return Finding("redis", "warning", text, "Start it, or mend KINLENS_REDIS_URL.")

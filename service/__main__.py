@@ -2,7 +2,7 @@
 
 import typer
 
-from service.commands import check, keys, serve, work
+from service.commands import check, keys, serve
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -12,7 +12,7 @@ _EXAMPLE = (
 
 app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
 app.command()(check.check)
-app.command()(work.work)
+app.command()(serve.work)
 app.add_typer(keys.app, name="keys")
 
 

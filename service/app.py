@@ -25,7 +25,7 @@ from service.http.gate import Gate, bounds_of, open_rates
 from service.http.openapi import install_openapi
 from service.observe.metrics_shared import kept_fresh
 from service.observe.tracing import Tracing, open_tracing
-from service.problems import from_http, from_kinlens, from_validation
+from service.problems import from_error, from_http
 from service.runtime import Runtime, build_runtime
 from service.search.cache import Cache
 from service.settings import Settings
@@ -59,8 +59,8 @@ def create_app(
         lifespan=_lifespan(runtime, rates, tracing),
         middleware=[*tracing.middleware(), *_middleware(runtime, rates)],
         exception_handlers={
-            KinlensError: from_kinlens,
-            RequestValidationError: from_validation,
+            KinlensError: from_error,
+            RequestValidationError: from_error,
             HTTPException: from_http,
         },
     )

@@ -4,17 +4,15 @@
         for hit in client.search("shoe.jpg", k=5).hits:
             print(hit.key, hit.score)
 
-Answers are the models of `service.api.models`, failures the tree of `service.client_errors`. Each
-call is written once, as a coroutine. `AsyncKinlens` has it as it is. `Kinlens` runs it to its end:
-there it never stops half-way, since what it awaits (an answer, a pause) is waited for in the
-thread.
+Answers are the models of `service.api.models`, failures the tree of `service.client_errors`;
+docs/client.md has more examples. Each call is written once, as a coroutine. `AsyncKinlens` has it
+as it is. `Kinlens` runs it to its end: there it never stops half-way, since what it awaits (an
+answer, a pause) is waited for in the thread.
 """
 
+import asyncio
 import functools
-import inspect
-from abc import ABC, abstractmethod
 from asyncio import sleep as async_sleep
-from asyncio import to_thread
 from collections.abc import (
     AsyncIterator,
     Callable,
@@ -25,64 +23,14 @@ from collections.abc import (
     Sequence,
 )
 from time import monotonic, sleep
-from types import NoneType
-from typing import (
-    Any,
-    ClassVar,
-    Concatenate,
-    Literal,
-    ParamSpec,
-    Protocol,
-    Self,
-    TypeVar,
-    Unpack,
-    overload,
-)
-from urllib.parse import urlencode
+from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
 
 from embedder.types import AttributeValue
-from service.api.models import (
-    BatchAnswer,
-    Galleries,
-    GalleryDetail,
-    GalleryModel,
-    ItemModel,
-    ItemPage,
-    JobLog,
-    JobModel,
-    Jobs,
-    Live,
-    PatchAnswer,
-    PutAnswer,
-    Ready,
-    RemoveAnswer,
-    SamplesAnswer,
-    SearchAnswer,
-)
-from service.client_calls import (
-    MAX_ITEMS,
-    Attributes,
-    Call,
-    Crop,
-    Filter,
-    Image,
-    Images,
-    ImageSearchOptions,
-    Listing,
-    NewItem,
-    Query,
-    RebuildOptions,
-    SearchOptions,
-    TrainOptions,
-    address,
-    batch_json,
-    put_requests,
-    put_sum,
-    retry_after_s,
-    search_form,
-)
+from service import client_calls as calls
+from service.api import models as api
+from service.client_calls import Attributes, Crop, Filter, Image, Images, NewItem, Part, Query
 from service.client_errors import (
     AnswerError,
     ArgumentError,
@@ -115,43 +63,16 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
-C = TypeVar("C", bound=type)
 
 _AGAIN = frozenset({429, 503})
 _MAX_WAIT_S = 30.0
 _FIRST_WAIT_S = 0.25
-_ADDRESS_CHARACTERS = 4000  # longer ones may be cut off on the way
-
-
-class _Operation(Protocol[P, R_co]):
-    """What a type checker sees of a call: a function of `Kinlens`, a coroutine of the other."""
-
-    @overload
-    def __get__(self, client: "Kinlens", owner: Any) -> Callable[P, R_co]: ...
-    @overload
-    def __get__(
-        self, client: "AsyncKinlens", owner: Any
-    ) -> Callable[P, Coroutine[Any, Any, R_co]]: ...
-    @overload
-    def __get__(
-        self, client: None, owner: type["Kinlens"]
-    ) -> Callable[Concatenate["Kinlens", P], R_co]: ...
-    @overload
-    def __get__(
-        self, client: None, owner: type["AsyncKinlens"]
-    ) -> Callable[Concatenate["AsyncKinlens", P], Coroutine[Any, Any, R_co]]: ...
-
-
-def _operation(
-    coroutine: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
-) -> _Operation[P, R]:
-    operation: Any = coroutine
-    return operation  # type: ignore[no-any-return]
+_PAGE = 200  # items, the most that the service gives
+_OF_THE_ITEM = frozenset({413, 415, 422})
 
 
 def _ended(coroutine: Coroutine[Any, Any, R]) -> R:
-    """The result of a coroutine that never stops half-way."""
+    """The result of a coroutine that never stops half-way, since it waits in the thread."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -160,26 +81,41 @@ def _ended(coroutine: Coroutine[Any, Any, R]) -> R:
     raise AssertionError("the coroutine waits for an event loop")
 
 
-def _blocking(cls: C) -> C:
-    """Give a class plain functions in place of its public coroutines."""
+def _blocking(
+    call: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Any, P], R]:
+    """A function in place of a coroutine."""
 
-    def function_of(coroutine: Callable[P, Coroutine[Any, Any, R]]) -> Callable[P, R]:
-        @functools.wraps(coroutine)
-        def function(*args: P.args, **options: P.kwargs) -> R:
-            return _ended(coroutine(*args, **options))
+    @functools.wraps(call)
+    def function(client: Any, /, *args: P.args, **options: P.kwargs) -> R:
+        return _ended(call(client, *args, **options))
 
-        return function
-
-    for name, method in inspect.getmembers(cls, inspect.iscoroutinefunction):
-        if not name.startswith("_"):
-            setattr(cls, name, function_of(method))
-    return cls
+    return function
 
 
-class _Client(ABC):
-    """Every call of the service, and how calls are sent, again where that is safe."""
+def _iterating(
+    call: Callable[Concatenate[Any, P], AsyncIterator[R]],
+) -> Callable[Concatenate[Any, P], Iterator[R]]:
+    """A generator in place of an asynchronous one."""
 
-    _http_client: ClassVar[Callable[..., Any]]
+    @functools.wraps(call)
+    def generator(client: Any, /, *args: P.args, **options: P.kwargs) -> Iterator[R]:
+        items: Any = call(client, *args, **options)
+        try:
+            while True:
+                yield _ended(anext(items))
+        except StopAsyncIteration:
+            return
+        finally:
+            _ended(items.aclose())
+
+    return generator
+
+
+class _Client:
+    """How a call is sent, again where that is safe. What it awaits is waited for in the thread."""
+
+    _http_client: ClassVar[Callable[..., Any]] = httpx.Client
 
     def __init__(
         self,
@@ -205,398 +141,6 @@ class _Client(ABC):
         except UnicodeError:  # not told as the cause, which shows a part of the key
             raise ArgumentError("The key has characters that no key has; copy it again.") from None
 
-    @abstractmethod
-    async def _exchange(self, request: httpx.Request) -> httpx.Response: ...
-
-    @abstractmethod
-    async def _pause(self, seconds: float) -> None: ...
-
-    @abstractmethod
-    async def _aside(self, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        """What a function returns that reads files, which would hold up an event loop."""
-
-    async def _send(self, call: Call[R]) -> R:
-        try:
-            request = self._http.build_request(call.method, call.path, **call.options())
-        except (httpx.InvalidURL, UnicodeError, TypeError) as error:
-            raise ArgumentError(f"{call.method} {call.path} cannot be sent: {error}.") from error
-        attempt = 0
-        while True:
-            is_last = not call.idempotent or attempt == self._retries
-            wait_s = _FIRST_WAIT_S * 2**attempt
-            try:
-                response = await self._exchange(request)
-            except httpx.RequestError as error:
-                if is_last:
-                    reason = str(error) or type(error).__name__
-                    raise ConnectionFailedError(
-                        f"{call.method} {call.path} got no answer: {reason}."
-                        " Is the service running at this address, and is the timeout long enough?"
-                    ) from error
-            else:
-                status = response.status_code
-                if is_last or status not in _AGAIN or status in call.accepted:
-                    return call.answer(response)
-                asked_s = retry_after_s(response)
-                wait_s = wait_s if asked_s is None else asked_s
-            await self._pause(min(wait_s, _MAX_WAIT_S))
-            attempt += 1
-
-    async def _get(self, result: type[R], *path: str | int, **query: Any) -> R:
-        return await self._send(Call("GET", address(*path), result, query=query))
-
-    async def _start(self, *path: str, body: Any = None) -> JobModel:
-        return await self._send(Call("POST", address(*path), JobModel, json=body, idempotent=False))
-
-    @_operation
-    async def live(self) -> Live:
-        """Whether the process answers. Example: `client.live().status`"""
-        return await self._get(Live, "live")
-
-    @_operation
-    async def ready(self) -> Ready:
-        """What is served and the verdict of each check, also when it is not ready.
-
-        Example: `client.ready().checks`
-        """
-        return await self._send(Call("GET", "/ready", Ready, accepted=[503]))
-
-    @_operation
-    async def metrics(self) -> str:
-        """The metrics in the text format of Prometheus. Example: `client.metrics().splitlines()`"""
-        return await self._get(str, "metrics")
-
-    @_operation
-    async def samples(self) -> SamplesAnswer:
-        """The sample queries. Example: `[sample.name for sample in client.samples().samples]`"""
-        return await self._get(SamplesAnswer, "samples")
-
-    @_operation
-    async def sample(self, number: int) -> bytes:
-        """The picture of a sample query. Example: `client.search(client.sample(0))`"""
-        return await self._get(bytes, "samples", number)
-
-    @_operation
-    async def search(
-        self, images: Images = (), **options: Unpack[ImageSearchOptions]
-    ) -> SearchAnswer:
-        """The items most like the mean of the images, crops and positives.
-
-        Example: `client.search("shoe.jpg", k=5, filter='colour = "red"').hits[0].key`
-        """
-        parts = await self._aside(search_form, images, options)
-        return await self._send(Call("POST", "/search", SearchAnswer, parts=parts))
-
-    @_operation
-    async def search_each(
-        self, images: Images = (), **options: Unpack[ImageSearchOptions]
-    ) -> BatchAnswer:
-        """As `search`, with an answer for each image and crop.
-
-        Example: `client.search_each("street.jpg", crops=[(0, 0, 0.5, 1), (0.5, 0, 0.5, 1)])`
-        """
-        parts = await self._aside(search_form, images, options)
-        parts.append(("combine", (None, "separate")))
-        return await self._send(Call("POST", "/search", BatchAnswer, parts=parts))
-
-    @_operation
-    async def search_batch(self, queries: Sequence[Query]) -> BatchAnswer:
-        """Several searches at once; each fails alone.
-
-        Example: `client.search_batch([Query("a.jpg"), Query("b.jpg", {"k": 3})]).answers`
-        """
-        body = await self._aside(batch_json, queries)
-        return await self._send(Call("POST", "/search/batch", BatchAnswer, json=body))
-
-    @_operation
-    async def similar(
-        self, gallery: str, item_id: int, **options: Unpack[SearchOptions]
-    ) -> SearchAnswer:
-        """The items most like one of the gallery, without it.
-
-        Example: `client.similar("shop", 17, k=10)`
-        """
-        path = ("galleries", gallery, "items", item_id, "similar")
-        return await self._get(SearchAnswer, *path, **options)
-
-    @_operation
-    async def galleries(self) -> Galleries:
-        """Every gallery; the first is the default of a search.
-
-        Example: `[gallery.name for gallery in client.galleries().galleries]`
-        """
-        return await self._get(Galleries, "galleries")
-
-    @_operation
-    async def gallery(self, name: str) -> GalleryDetail:
-        """A gallery with its attributes, its index and its calibration.
-
-        Example: `client.gallery("shop").attributes`
-        """
-        return await self._get(GalleryDetail, "galleries", name)
-
-    @_operation
-    async def create_gallery(self, name: str, bundle_id: str | None = None) -> GalleryModel:
-        """An empty gallery that can be written at once.
-
-        Example: `client.create_gallery("summer").version`
-        """
-        body = {"name": name, "bundle_id": bundle_id}
-        return await self._send(
-            Call("POST", "/galleries", GalleryModel, json=body, idempotent=False)
-        )
-
-    @_operation
-    async def delete_gallery(self, name: str) -> None:
-        """Delete a gallery that was created here, with its items and uploads.
-
-        Example: `client.delete_gallery("summer")`
-        """
-        path = address("galleries", name)
-        await self._send(Call("DELETE", path, NoneType, idempotent=False))
-
-    @_operation
-    async def put(
-        self, gallery: str, key: str, image: Image, attributes: Attributes | None = None
-    ) -> PutAnswer:
-        """Add an item, or replace the one with this key.
-
-        Example: `client.put("shop", "hats/1", "hat.jpg", {"price": 9.5}).items[0].id`
-        """
-        item = NewItem(key, image, attributes or {})
-        request = await self._aside(next, put_requests(gallery, [item]))
-        return await self._send(request.call)
-
-    @_operation
-    async def put_many(
-        self,
-        gallery: str,
-        items: Iterable[NewItem],
-        on_progress: Callable[[int, PutAnswer], None] | None = None,
-        *,
-        per_request: int = MAX_ITEMS,
-    ) -> PutAnswer:
-        """Put any number of items, in several requests; a bad image fails alone. `on_progress` is
-        told after each request how many items are done, and its answer.
-
-        Example: `client.put_many("shop", [NewItem("a", "a.jpg"), NewItem("b", "b.jpg")]).failed`
-        """
-        answers: list[PutAnswer] = []
-        done, version = 0, ""
-        requests = put_requests(gallery, items, per_request)
-        while request := await self._aside(next, requests, None):
-            try:
-                answer = await self._send(request.call)
-            except ProblemError as error:
-                answer = request.refused(error)
-            answers.append(answer)
-            done, version = done + len(answer.items), answer.version or version
-            if on_progress is not None:
-                on_progress(done, answer)
-        if not version:
-            version = (await self._get(GalleryDetail, "galleries", gallery)).version
-        return put_sum(answers, version)
-
-    @_operation
-    async def items(
-        self,
-        gallery: str,
-        *,
-        offset: int = 0,
-        limit: int = 50,
-        after: int | None = None,
-        filter: Filter | None = None,  # noqa: A002 (the name that the service has)
-        key_prefix: str = "",
-    ) -> ItemPage:
-        """A page of items, of those with numbers above `after`, in the order of their numbers.
-
-        Example: `client.items("shop", filter="price < 20", limit=10).total`
-        """
-        page = {"offset": offset, "limit": limit, "after": after}
-        query = {**page, "filter": filter, "key_prefix": key_prefix}
-        return await self._get(ItemPage, "galleries", gallery, "items", **query)
-
-    @_operation
-    async def item(self, gallery: str, item_id: int) -> ItemModel:
-        """What is known of an item. Example: `client.item("shop", 17).attributes`"""
-        return await self._get(ItemModel, "galleries", gallery, "items", item_id)
-
-    @_operation
-    async def image(self, gallery: str, item_id: int) -> bytes:
-        """The picture of an item, as a browser can show it.
-
-        Example: `Path("17.png").write_bytes(client.image("shop", 17))`
-        """
-        return await self._get(bytes, "galleries", gallery, "items", item_id, "image")
-
-    @_operation
-    async def patch(
-        self, gallery: str, changes: Mapping[str, Mapping[str, AttributeValue | None]]
-    ) -> PatchAnswer:
-        """Change attributes by key, all or none; None takes one away.
-
-        Example: `client.patch("shop", {"hats/1": {"price": 8, "sale": None}}).changed`
-        """
-        path = address("galleries", gallery, "items")
-        return await self._send(Call("PATCH", path, PatchAnswer, json={"changes": changes}))
-
-    @_operation
-    async def remove(self, gallery: str, keys: Sequence[str]) -> RemoveAnswer:
-        """Remove items by key; unknown keys are not counted.
-
-        Example: `client.remove("shop", ["hats/1"]).removed`
-        """
-        path = address("galleries", gallery, "items")
-        query = {"key": list(keys)}
-        if len(urlencode(query, doseq=True)) <= _ADDRESS_CHARACTERS:
-            return await self._send(Call("DELETE", path, RemoveAnswer, query=query))
-        body = {"keys": list(keys)}
-        return await self._send(Call("POST", f"{path}/delete", RemoveAnswer, json=body))
-
-    @_operation
-    async def remove_where(self, gallery: str, filter: Filter) -> RemoveAnswer:  # noqa: A002
-        """Remove all items that fit a filter.
-
-        Example: `client.remove_where("shop", "stock = 0").removed`
-        """
-        path = address("galleries", gallery, "items", "delete")
-        return await self._send(Call("POST", path, RemoveAnswer, json={"filter": filter}))
-
-    @_operation
-    async def remove_item(
-        self, gallery: str, item_id: int, version: str | None = None
-    ) -> RemoveAnswer:
-        """Remove an item by its number, one of the generation `version` of the gallery.
-
-        Example: `client.remove_item("shop", 17)`
-        """
-        path = address("galleries", gallery, "items", item_id)
-        query = {"version": version}
-        return await self._send(Call("DELETE", path, RemoveAnswer, query=query, idempotent=False))
-
-    @_operation
-    async def compact(self, gallery: str) -> JobModel:
-        """Start to make the index of a gallery again, without what was removed.
-
-        Example: `client.wait(client.compact("shop"))`
-        """
-        return await self._start("galleries", gallery, "compact")
-
-    @_operation
-    async def swap(self, gallery: str, other: str) -> JobModel:
-        """Start to put the state of another gallery in the place of this one.
-
-        Example: `client.wait(client.swap("shop", "summer"))`
-        """
-        return await self._start("galleries", gallery, "swap", body={"with": other})
-
-    @_operation
-    async def rebuild(
-        self, gallery: str, bundle_id: str, **options: Unpack[RebuildOptions]
-    ) -> JobModel:
-        """Start to make a gallery again with another bundle, beside the old one.
-
-        Example: `client.wait(client.rebuild("shop", bundle_id, swap="never")).report`
-        """
-        body = {"bundle_id": bundle_id, **options}
-        return await self._start("galleries", gallery, "rebuild", body=body)
-
-    @_operation
-    async def train(self, job: str, gallery: str, **options: Unpack[TrainOptions]) -> JobModel:
-        """Start to train a model, and to give it to a gallery if it passes its gate.
-
-        Example: `client.train("shop", "shop", overrides={"optimizer.epochs": 2}).id`
-        """
-        return await self._start("jobs", "train", body={"job": job, "gallery": gallery, **options})
-
-    @_operation
-    async def jobs(
-        self,
-        *,
-        state: Literal["queued", "running", "succeeded", "failed", "cancelled"] | None = None,
-        limit: int | None = None,
-    ) -> Jobs:
-        """Jobs, newest first. Example: `[job.id for job in client.jobs(state="running").jobs]`"""
-        return await self._get(Jobs, "jobs", state=state, limit=limit)
-
-    @_operation
-    async def job(self, job_id: str) -> JobModel:
-        """A job as it is now. Example: `client.job("4f2a90c1be77").step`"""
-        return await self._get(JobModel, "jobs", job_id)
-
-    @_operation
-    async def job_log(self, job_id: str, offset: int = 0) -> JobLog:
-        """What a job has written from byte `offset` on.
-
-        Example: `client.job_log("4f2a90c1be77").text`
-        """
-        return await self._get(JobLog, "jobs", job_id, "log", offset=offset)
-
-    @_operation
-    async def cancel_job(self, job_id: str) -> JobModel:
-        """Ask a job to end. Example: `client.cancel_job("4f2a90c1be77").state`"""
-        return await self._start("jobs", job_id, "cancel")
-
-    @_operation
-    async def swap_job(self, job_id: str) -> JobModel:
-        """Start to put the gallery that a job has made in place.
-
-        Example: `client.wait(client.swap_job("4f2a90c1be77"))`
-        """
-        return await self._start("jobs", job_id, "swap")
-
-    @_operation
-    async def resume_job(self, job_id: str) -> JobModel:
-        """Start a job that failed or was cancelled anew, from where it stopped.
-
-        Example: `client.resume_job("4f2a90c1be77").id`
-        """
-        return await self._start("jobs", job_id, "resume")
-
-    @_operation
-    async def wait(
-        self,
-        job: JobModel | str,
-        on_progress: Callable[[JobModel], None] | None = None,
-        *,
-        timeout_s: float | None = None,
-        poll_s: float = 0.5,
-    ) -> JobModel:
-        """The job when it has succeeded; `on_progress` is told each state that differs from the one
-        before. Raises: JobFailedError, JobTimeoutError.
-
-        Example: `client.wait(job, lambda job: print(job.step, job.done, job.total))`
-        """
-        job_id = job if isinstance(job, str) else job.id
-        started = monotonic()
-        told: JobModel | None = None
-        while True:
-            now = await self._get(JobModel, "jobs", job_id)
-            if on_progress is not None and now != told:
-                on_progress(now)
-                told = now
-            if now.state == "succeeded":
-                return now
-            if now.state in ("failed", "cancelled"):
-                raise JobFailedError(now)
-            waited_s = monotonic() - started
-            if timeout_s is not None and waited_s > timeout_s:
-                raise JobTimeoutError(
-                    f"Job {now.id} is still {now.state} ({now.step}) after {waited_s:.0f} s. Wait "
-                    "for it again, or cancel it."
-                )
-            await self._pause(poll_s)
-
-
-@_blocking
-class Kinlens(_Client):
-    """The service at an address; a context manager, safe for several threads.
-
-    Every method raises a `ClientError`.
-    """
-
-    _http_client = httpx.Client
-
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         response: httpx.Response = self._http.send(request)
         return response
@@ -605,39 +149,61 @@ class Kinlens(_Client):
         sleep(seconds)
 
     async def _aside(self, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+        """What a function returns that reads files, which would hold up an event loop."""
         return function(*args, **options)
 
-    def each_item(
+    async def _send(
         self,
-        gallery: str,
-        *,
-        filter: Filter | None = None,  # noqa: A002
-        key_prefix: str = "",
-    ) -> Iterator[ItemModel]:
-        """Every item that fits, page by page, also while items are added, replaced and removed:
-        each that is there from beginning to end comes once, none that came later.
-
-        Example: `[item.key for item in client.each_item("shop", key_prefix="hats/")]`
+        result: type[R],
+        method: str,
+        *path: str | int,
+        query: Mapping[str, Any] | None = None,
+        json: Any = None,
+        parts: Sequence[Part] = (),
+        once: bool = False,
+        accepted: Sequence[int] = (),
+    ) -> R:
+        """The answer to a request with a form or JSON. One that must not arrive twice is sent
+        `once`; `accepted` statuses beside 2xx are answers too.
         """
-        listing = Listing(gallery, filter, key_prefix)
-        while not listing.ended:
-            yield from listing.take(_ended(self._send(listing.call())))
+        body: dict[str, Any] = {"files": list(parts)} if parts else {}
+        if json is not None:
+            headers = {"content-type": "application/json"}
+            body = {"content": calls.json_of(json).encode(), "headers": headers}
+        params = calls.fields(query or {})
+        try:
+            request = self._http.build_request(method, calls.address(*path), params=params, **body)
+        except (httpx.InvalidURL, UnicodeError, TypeError) as error:
+            raise ArgumentError(f"{method} {path!a} cannot be sent: {error}.") from error
+        attempt = 0
+        while True:
+            is_last = once or attempt == self._retries
+            wait_s = _FIRST_WAIT_S * 2**attempt
+            try:
+                response = await self._exchange(request)
+            except httpx.RequestError as error:
+                if is_last:
+                    raise ConnectionFailedError(
+                        f"{method} {request.url.path} got no answer: "
+                        f"{str(error) or type(error).__name__}. Is the service running at this "
+                        "address, and is the timeout long enough?"
+                    ) from error
+            else:
+                if is_last or response.status_code not in _AGAIN - {*accepted}:
+                    return calls.answer_of(response, result, accepted)
+                asked_s = calls.retry_after_s(response)
+                wait_s = wait_s if asked_s is None else asked_s
+            await self._pause(min(wait_s, _MAX_WAIT_S))
+            attempt += 1
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    async def _start(self, *path: str, json: Any = None) -> api.JobModel:
+        return await self._send(api.JobModel, "POST", *path, json=json, once=True)
 
 
 class AsyncKinlens(_Client):
     """The same methods in an event loop: `async with AsyncKinlens(url) as client`.
 
-    What the examples of `Kinlens` call is awaited here: `(await client.search("shoe.jpg")).hits`.
+    Each is awaited, as in `(await client.search("shoe.jpg")).hits`; `each_item` is for `async for`.
     """
 
     _http_client = httpx.AsyncClient
@@ -650,24 +216,272 @@ class AsyncKinlens(_Client):
         await async_sleep(seconds)
 
     async def _aside(self, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
-        return await to_thread(function, *args, **options)
+        return await asyncio.to_thread(function, *args, **options)
+
+    async def live(self) -> api.Live:
+        """Whether the process answers."""
+        return await self._send(api.Live, "GET", "live")
+
+    async def ready(self) -> api.Ready:
+        """What is served and the verdict of each check, also when it is not ready."""
+        return await self._send(api.Ready, "GET", "ready", accepted=[503])
+
+    async def metrics(self) -> str:
+        """The metrics in the text format of Prometheus."""
+        return (await self._send(bytes, "GET", "metrics")).decode()
+
+    async def samples(self) -> api.SamplesAnswer:
+        """The sample queries."""
+        return await self._send(api.SamplesAnswer, "GET", "samples")
+
+    async def sample(self, number: int) -> bytes:
+        """The picture of a sample query."""
+        return await self._send(bytes, "GET", "samples", number)
+
+    async def search(
+        self, images: Images = (), **options: Unpack[calls.ImageSearchOptions]
+    ) -> api.SearchAnswer:
+        """The items most like the mean of the images, crops and positives."""
+        parts = await self._aside(calls.search_form, images, options)
+        return await self._send(api.SearchAnswer, "POST", "search", parts=parts)
+
+    async def search_each(
+        self, images: Images = (), **options: Unpack[calls.ImageSearchOptions]
+    ) -> api.BatchAnswer:
+        """As `search`, with an answer for each image and crop."""
+        parts = await self._aside(calls.search_form, images, options)
+        parts.append(("combine", (None, "separate")))
+        return await self._send(api.BatchAnswer, "POST", "search", parts=parts)
+
+    async def search_batch(self, queries: Sequence[Query]) -> api.BatchAnswer:
+        """Several searches at once; each fails alone."""
+        body = await self._aside(calls.batch_json, queries)
+        return await self._send(api.BatchAnswer, "POST", "search", "batch", json=body)
+
+    async def similar(
+        self, gallery: str, item_id: int, **options: Unpack[calls.SearchOptions]
+    ) -> api.SearchAnswer:
+        """The items most like one of the gallery, without it."""
+        path = ("galleries", gallery, "items", item_id, "similar")
+        return await self._send(api.SearchAnswer, "GET", *path, query=options)
+
+    async def galleries(self) -> api.Galleries:
+        """Every gallery; the first is the default of a search."""
+        return await self._send(api.Galleries, "GET", "galleries")
+
+    async def gallery(self, name: str) -> api.GalleryDetail:
+        """A gallery with its attributes, its index and its calibration."""
+        return await self._send(api.GalleryDetail, "GET", "galleries", name)
+
+    async def create_gallery(self, name: str, bundle_id: str | None = None) -> api.GalleryModel:
+        """An empty gallery that can be written at once."""
+        body = {"name": name, "bundle_id": bundle_id}
+        return await self._send(api.GalleryModel, "POST", "galleries", json=body, once=True)
+
+    async def delete_gallery(self, name: str) -> None:
+        """Delete a gallery that was created here, with its items and uploads."""
+        await self._send(bytes, "DELETE", "galleries", name, once=True)
+
+    async def put(
+        self, gallery: str, key: str, image: Image, attributes: Attributes | None = None
+    ) -> api.PutAnswer:
+        """Add an item, or replace the one with this key."""
+        item = NewItem(key, image, attributes or {})
+        _, parts = await self._aside(next, calls.put_forms([item], 1))
+        return await self._send(api.PutAnswer, "PUT", "galleries", gallery, "items", parts=parts)
+
+    async def put_many(
+        self,
+        gallery: str,
+        items: Iterable[NewItem],
+        on_progress: Callable[[int, api.PutAnswer], None] | None = None,
+        *,
+        per_request: int = calls.MAX_ITEMS,
+    ) -> api.PutAnswer:
+        """Put any number of items, in several requests; a bad image fails alone. `on_progress` is
+        told after each request how many items are done, and its answer.
+        """
+        answers: list[api.PutAnswer] = []
+        done, version = 0, ""
+        forms = calls.put_forms(items, per_request)
+        while form := await self._aside(next, forms, None):
+            keys, parts = form
+            try:
+                answer = await self._send(
+                    api.PutAnswer, "PUT", "galleries", gallery, "items", parts=parts
+                )
+            except ProblemError as error:
+                if len(keys) > 1 or error.status not in _OF_THE_ITEM:
+                    raise
+                answer = calls.refused_put(keys[0], error.problem)
+            answers.append(answer)
+            done, version = done + len(answer.items), answer.version or version
+            if on_progress is not None:
+                on_progress(done, answer)
+        if not version:
+            version = (await self._send(api.GalleryDetail, "GET", "galleries", gallery)).version
+        return calls.put_sum(answers, version)
+
+    async def items(
+        self,
+        gallery: str,
+        *,
+        offset: int = 0,
+        limit: int = 50,
+        after: int | None = None,
+        filter: Filter | None = None,
+        key_prefix: str = "",
+    ) -> api.ItemPage:
+        """A page of items, of those with numbers above `after`, in the order of their numbers."""
+        page = {"offset": offset, "limit": limit, "after": after}
+        query = {**page, "filter": filter, "key_prefix": key_prefix}
+        return await self._send(api.ItemPage, "GET", "galleries", gallery, "items", query=query)
 
     async def each_item(
         self,
         gallery: str,
         *,
-        filter: Filter | None = None,  # noqa: A002
+        filter: Filter | None = None,
         key_prefix: str = "",
-    ) -> AsyncIterator[ItemModel]:
+    ) -> AsyncIterator[api.ItemModel]:
         """Every item that fits, page by page, also while items are added, replaced and removed:
         each that is there from beginning to end comes once, none that came later.
-
-        Example: `[item.key async for item in client.each_item("shop")]`
         """
-        listing = Listing(gallery, filter, key_prefix)
-        while not listing.ended:
-            for item in listing.take(await self._send(listing.call())):
+        # Numbers only grow, and a replaced item gets a new one. What is above the first page's
+        # `last` was put meanwhile: with it a caller that replaces each item would never end.
+        query = {"limit": _PAGE, "filter": filter, "key_prefix": key_prefix, "after": None}
+        first: api.ItemPage | None = None
+        while True:
+            path = ("galleries", gallery, "items")
+            page = await self._send(api.ItemPage, "GET", *path, query=query)
+            first = first or page
+            if page.generation != first.generation:
+                raise GalleryReplacedError(
+                    f"Gallery {gallery} was built again while its items were read, and their "
+                    "numbers are others now. Read them again."
+                )
+            for item in page.items:
+                if first.last is not None and item.id > first.last:
+                    return
                 yield item
+            if len(page.items) < _PAGE or page.items[-1].id == first.last:
+                return
+            query["after"] = page.items[-1].id
+
+    async def item(self, gallery: str, item_id: int) -> api.ItemModel:
+        """What is known of an item."""
+        return await self._send(api.ItemModel, "GET", "galleries", gallery, "items", item_id)
+
+    async def image(self, gallery: str, item_id: int) -> bytes:
+        """The picture of an item, as a browser can show it."""
+        return await self._send(bytes, "GET", "galleries", gallery, "items", item_id, "image")
+
+    async def patch(
+        self, gallery: str, changes: Mapping[str, Mapping[str, AttributeValue | None]]
+    ) -> api.PatchAnswer:
+        """Change attributes by key, all or none; None takes one away."""
+        path = ("galleries", gallery, "items")
+        return await self._send(api.PatchAnswer, "PATCH", *path, json={"changes": changes})
+
+    async def remove(self, gallery: str, keys: Sequence[str]) -> api.RemoveAnswer:
+        """Remove items by key; unknown keys are not counted."""
+        path = ("galleries", gallery, "items", "delete")
+        return await self._send(api.RemoveAnswer, "POST", *path, json={"keys": list(keys)})
+
+    async def remove_where(self, gallery: str, filter: Filter) -> api.RemoveAnswer:
+        """Remove all items that fit a filter."""
+        path = ("galleries", gallery, "items", "delete")
+        return await self._send(api.RemoveAnswer, "POST", *path, json={"filter": filter})
+
+    async def remove_item(
+        self, gallery: str, item_id: int, version: str | None = None
+    ) -> api.RemoveAnswer:
+        """Remove an item by its number, one of the generation `version` of the gallery."""
+        path, query = ("galleries", gallery, "items", item_id), {"version": version}
+        return await self._send(api.RemoveAnswer, "DELETE", *path, query=query, once=True)
+
+    async def compact(self, gallery: str) -> api.JobModel:
+        """Start to make the index of a gallery again, without what was removed."""
+        return await self._start("galleries", gallery, "compact")
+
+    async def swap(self, gallery: str, other: str) -> api.JobModel:
+        """Start to put the state of another gallery in the place of this one."""
+        return await self._start("galleries", gallery, "swap", json={"with": other})
+
+    async def rebuild(
+        self, gallery: str, bundle_id: str, **options: Unpack[calls.RebuildOptions]
+    ) -> api.JobModel:
+        """Start to make a gallery again with another bundle, beside the old one."""
+        return await self._start(
+            "galleries", gallery, "rebuild", json={"bundle_id": bundle_id, **options}
+        )
+
+    async def train(
+        self, job: str, gallery: str, **options: Unpack[calls.TrainOptions]
+    ) -> api.JobModel:
+        """Start to train a model, and to give it to a gallery if it passes its gate."""
+        body = {"job": job, "gallery": gallery, **options}
+        return await self._start("jobs", "train", json=body)
+
+    async def jobs(
+        self,
+        *,
+        state: Literal["queued", "running", "succeeded", "failed", "cancelled"] | None = None,
+        limit: int | None = None,
+    ) -> api.Jobs:
+        """Jobs, newest first."""
+        return await self._send(api.Jobs, "GET", "jobs", query={"state": state, "limit": limit})
+
+    async def job(self, job_id: str) -> api.JobModel:
+        """A job as it is now."""
+        return await self._send(api.JobModel, "GET", "jobs", job_id)
+
+    async def job_log(self, job_id: str, offset: int = 0) -> api.JobLog:
+        """What a job has written from byte `offset` on."""
+        path = ("jobs", job_id, "log")
+        return await self._send(api.JobLog, "GET", *path, query={"offset": offset})
+
+    async def cancel_job(self, job_id: str) -> api.JobModel:
+        """Ask a job to end."""
+        return await self._start("jobs", job_id, "cancel")
+
+    async def swap_job(self, job_id: str) -> api.JobModel:
+        """Start to put the gallery that a job has made in place."""
+        return await self._start("jobs", job_id, "swap")
+
+    async def resume_job(self, job_id: str) -> api.JobModel:
+        """Start a job that failed or was cancelled anew, from where it stopped."""
+        return await self._start("jobs", job_id, "resume")
+
+    async def wait(
+        self,
+        job: api.JobModel | str,
+        on_progress: Callable[[api.JobModel], None] | None = None,
+        *,
+        timeout_s: float | None = None,
+        poll_s: float = 0.5,
+    ) -> api.JobModel:
+        """The job when it has succeeded; `on_progress` is told each state that differs from the one
+        before. Raises: JobFailedError, JobTimeoutError.
+        """
+        job_id = job if isinstance(job, str) else job.id
+        ends = None if timeout_s is None else monotonic() + timeout_s
+        told: api.JobModel | None = None
+        while True:
+            now = await self._send(api.JobModel, "GET", "jobs", job_id)
+            if on_progress is not None and now != told:
+                on_progress(now)
+            told = now
+            if now.state == "succeeded":
+                return now
+            if now.state in ("failed", "cancelled"):
+                raise JobFailedError(now)
+            if ends is not None and monotonic() > ends:
+                raise JobTimeoutError(
+                    f"Job {now.id} is still {now.state} ({now.step}) after {timeout_s:g} s. Wait "
+                    "for it again, or cancel it."
+                )
+            await self._pause(poll_s)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -678,3 +492,55 @@ class AsyncKinlens(_Client):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+class Kinlens(_Client):
+    """The service at an address; a context manager, safe for several threads.
+
+    Every method raises a `ClientError`.
+    """
+
+    live = _blocking(AsyncKinlens.live)
+    ready = _blocking(AsyncKinlens.ready)
+    metrics = _blocking(AsyncKinlens.metrics)
+    samples = _blocking(AsyncKinlens.samples)
+    sample = _blocking(AsyncKinlens.sample)
+    search = _blocking(AsyncKinlens.search)
+    search_each = _blocking(AsyncKinlens.search_each)
+    search_batch = _blocking(AsyncKinlens.search_batch)
+    similar = _blocking(AsyncKinlens.similar)
+    galleries = _blocking(AsyncKinlens.galleries)
+    gallery = _blocking(AsyncKinlens.gallery)
+    create_gallery = _blocking(AsyncKinlens.create_gallery)
+    delete_gallery = _blocking(AsyncKinlens.delete_gallery)
+    put = _blocking(AsyncKinlens.put)
+    put_many = _blocking(AsyncKinlens.put_many)
+    items = _blocking(AsyncKinlens.items)
+    each_item = _iterating(AsyncKinlens.each_item)
+    item = _blocking(AsyncKinlens.item)
+    image = _blocking(AsyncKinlens.image)
+    patch = _blocking(AsyncKinlens.patch)
+    remove = _blocking(AsyncKinlens.remove)
+    remove_where = _blocking(AsyncKinlens.remove_where)
+    remove_item = _blocking(AsyncKinlens.remove_item)
+    compact = _blocking(AsyncKinlens.compact)
+    swap = _blocking(AsyncKinlens.swap)
+    rebuild = _blocking(AsyncKinlens.rebuild)
+    train = _blocking(AsyncKinlens.train)
+    jobs = _blocking(AsyncKinlens.jobs)
+    job = _blocking(AsyncKinlens.job)
+    job_log = _blocking(AsyncKinlens.job_log)
+    cancel_job = _blocking(AsyncKinlens.cancel_job)
+    swap_job = _blocking(AsyncKinlens.swap_job)
+    resume_job = _blocking(AsyncKinlens.resume_job)
+    wait = _blocking(AsyncKinlens.wait)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

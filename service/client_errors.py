@@ -1,8 +1,8 @@
 """What the client raises, one class per cause.
 
 ClientError
-├── ArgumentError             an argument that cannot be sent: no Unicode, no number, no address
-│   └── ImageReadError        the file of an image cannot be read
+├── ArgumentError             an argument that cannot be sent; nothing was
+│   └── ImageReadError        the file of an image cannot be read; the cause is an OSError
 ├── GalleryReplacedError      the gallery was built again while its items were read
 ├── ConnectionFailedError     the service was not reached, or did not answer in time
 ├── AnswerError               an answer that this client does not understand
@@ -10,17 +10,17 @@ ClientError
 │   ├── JobFailedError        it failed or was cancelled
 │   └── JobTimeoutError       it still runs after the time that was given
 └── ProblemError              a problem that the service told (RFC 9457)
-    ├── BadRequestError       400, 408
-    ├── KeyNeededError        401
-    ├── NotAllowedError       403
-    ├── NotFoundError         404
-    ├── ConflictError         409
-    ├── TooLargeError         413
-    ├── UnsupportedError      415
-    ├── InvalidError          422
-    ├── RateLimitedError      429
-    └── ServiceError          5xx
-        └── UnavailableError  503
+    ├── BadRequestError       400, 408: malformed, empty, too slow, or for another host
+    ├── KeyNeededError        401: no API key, or one that is not known
+    ├── NotAllowedError       403: a key without the scope that this needs
+    ├── NotFoundError         404: no gallery, item or job of that name
+    ├── ConflictError         409: what is there now does not allow this
+    ├── TooLargeError         413: more bytes or pixels than the limit
+    ├── UnsupportedError      415: not an image in a format that is read
+    ├── InvalidError          422: a parameter outside its range, or a damaged image
+    ├── RateLimitedError      429: more requests than the rate allows
+    └── ServiceError          5xx: something failed inside the service
+        └── UnavailableError  503: it is too busy, or not able to answer now
 """
 
 from collections.abc import Sequence
@@ -28,32 +28,25 @@ from collections.abc import Sequence
 from service.api.models import Fault, JobModel, Problem
 
 
-class ClientError(Exception):
-    """Root of the tree."""
+class ClientError(Exception): ...
 
 
-class ArgumentError(ClientError):
-    """An argument that cannot be sent; nothing was."""
+class ArgumentError(ClientError): ...
 
 
-class ImageReadError(ArgumentError):
-    """The file of an image cannot be read; the cause is an OSError."""
+class ImageReadError(ArgumentError): ...
 
 
-class GalleryReplacedError(ClientError):
-    """The gallery was built again while its items were read; their numbers are others now."""
+class GalleryReplacedError(ClientError): ...
 
 
-class ConnectionFailedError(ClientError):
-    """The service was not reached, or did not answer in time."""
+class ConnectionFailedError(ClientError): ...
 
 
-class AnswerError(ClientError):
-    """An answer that this client does not understand; is it the address of a Kinlens service?"""
+class AnswerError(ClientError): ...
 
 
-class JobError(ClientError):
-    """A job that was waited for."""
+class JobError(ClientError): ...
 
 
 class JobFailedError(JobError):
@@ -64,8 +57,7 @@ class JobFailedError(JobError):
         self.job = job
 
 
-class JobTimeoutError(JobError):
-    """The job still runs after the time that was given."""
+class JobTimeoutError(JobError): ...
 
 
 class ProblemError(ClientError):
@@ -88,48 +80,37 @@ class ProblemError(ClientError):
         self.faults: Sequence[Fault] = problem.errors or ()
 
 
-class BadRequestError(ProblemError):
-    """The request is malformed, empty, too slow, or for another host."""
+class BadRequestError(ProblemError): ...
 
 
-class KeyNeededError(ProblemError):
-    """No API key, or one that is not known."""
+class KeyNeededError(ProblemError): ...
 
 
-class NotAllowedError(ProblemError):
-    """A key without the scope that this needs."""
+class NotAllowedError(ProblemError): ...
 
 
-class NotFoundError(ProblemError):
-    """No gallery, item or job of that name."""
+class NotFoundError(ProblemError): ...
 
 
-class ConflictError(ProblemError):
-    """What is there now does not allow this."""
+class ConflictError(ProblemError): ...
 
 
-class TooLargeError(ProblemError):
-    """More bytes or pixels than the limit."""
+class TooLargeError(ProblemError): ...
 
 
-class UnsupportedError(ProblemError):
-    """Not an image in a format that is read."""
+class UnsupportedError(ProblemError): ...
 
 
-class InvalidError(ProblemError):
-    """A parameter outside its range, or an image that is damaged."""
+class InvalidError(ProblemError): ...
 
 
-class RateLimitedError(ProblemError):
-    """More requests than the rate allows."""
+class RateLimitedError(ProblemError): ...
 
 
-class ServiceError(ProblemError):
-    """Something failed inside the service."""
+class ServiceError(ProblemError): ...
 
 
-class UnavailableError(ServiceError):
-    """The service is too busy, or not able to answer now."""
+class UnavailableError(ServiceError): ...
 
 
 _BY_STATUS: dict[int, type[ProblemError]] = {

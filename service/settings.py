@@ -3,17 +3,18 @@
 import contextlib
 import ipaddress
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from embedder.errors import InvalidParameterError
 from embedder.machine import core_count
 from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
-from indexer.types import MILVUS, Consistency, checked_name, milvus_address
+from indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address
 from service.access.keys import Scope
 from service.access.rates import parse_network, parse_rates
 from service.search.redis_cache import check_url
@@ -30,6 +31,102 @@ _HOST = re.compile(r"\*|\[[0-9a-f:.]+\]|[a-z0-9._-]+")
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 
 
+def split_named(entry: str) -> tuple[str | None, str]:
+    """Split `NAME=TEXT` or `TEXT`."""
+    name, separator, text = entry.partition("=")
+    return (name, text) if separator else (None, entry)
+
+
+def split_gallery(entry: str) -> tuple[str | None, Path]:
+    """Split `NAME=PATH` or `PATH`; without a name the gallery's own name is used."""
+    name, text = split_named(entry)
+    return name, Path(text)
+
+
+def _split(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(GALLERY_NAME, name):
+        raise ValueError(
+            f"gallery name {name!r} does not fit in a link; use up to 64 letters, digits, dots, "
+            "dashes and underscores, beginning with a letter or digit"
+        )
+
+
+def _check_gallery(entry: str) -> None:
+    name, text = split_named(entry)
+    if name is not None:
+        _check_name(name)
+    if text.startswith(MILVUS):
+        try:
+            milvus_address(text)
+        except InvalidParameterError as error:
+            raise ValueError(str(error)) from None
+    if Path(text) == Path():
+        raise ValueError(f"gallery {entry!r} has no path; write NAME=PATH or PATH")
+
+
+def _named_once(entries: tuple[str, ...]) -> tuple[str, ...]:
+    names = []
+    for entry in entries:
+        name, path = split_gallery(entry)
+        if not name or path == Path():
+            raise ValueError(f"{entry!r} is not NAME=PLACE")
+        _check_name(name)
+        names.append(name)
+    if len(set(names)) < len(names):
+        raise ValueError(f"a name is there twice; names are: {', '.join(names)}")
+    return entries
+
+
+def _check_weights(entry: str) -> None:
+    if (name := split_named(entry)[0]) in START_WORDS:
+        raise ValueError(f"training weights {name!r} has a meaning already; rename it")
+
+
+def _check_origin(origin: str) -> None:
+    if origin != ANY_HOST and not _ORIGIN.fullmatch(origin):
+        raise ValueError(
+            f"{origin!r} is no web origin; write such as https://shop.example, in small "
+            f"letters, without a path or a slash at its end, or {ANY_HOST} for every site"
+        )
+
+
+def _check_host(host: str) -> None:
+    if not _HOST.fullmatch(host.lower()):
+        raise ValueError(
+            f"{host!r} is not a host; write a name, an address ([::1] in brackets), both "
+            f"without a port, or {ANY_HOST} for any host"
+        )
+
+
+def _checked(check: Callable[[Any], object]) -> AfterValidator:
+    """Refuse what `check` raises a ValueError for."""
+
+    def checked(value: Any) -> Any:
+        check(value)
+        return value
+
+    return AfterValidator(checked)
+
+
+def _each(check: Callable[[str], object]) -> AfterValidator:
+    return _checked(lambda values: [check(value) for value in values])
+
+
+_Split = BeforeValidator(_split)
+_EmptyIsNone = BeforeValidator(lambda value: value or None)
+Words = Annotated[tuple[str, ...], NoDecode, _Split]
+Places = Annotated[Words, AfterValidator(_named_once)]
+Rate = Annotated[str, _checked(parse_rates)]
+HttpAddress = Annotated[str, Field(pattern="^https?://")]
+RedisUrl = Annotated[SecretStr, _checked(lambda url: check_url(url.get_secret_value()))]
+
+
 class Settings(BaseSettings):
     """Everything that can be set; `docs/operations.md` explains each line."""
 
@@ -38,14 +135,14 @@ class Settings(BaseSettings):
     )
 
     bundle: Path | None = None
-    galleries: Annotated[tuple[str, ...], NoDecode] = ()
-    image_roots: Annotated[tuple[str, ...], NoDecode] = ()
-    pictures: Annotated[tuple[str, ...], NoDecode] = ()
+    galleries: Annotated[Words, _each(_check_gallery)] = ()
+    image_roots: Places = ()
+    pictures: Places = ()
     state: Path | None = None
     samples: Path | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    allowed_hosts: Annotated[Words, _each(_check_host)] = ()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     device: Literal["cpu", "cuda"] = "cpu"
@@ -55,11 +152,11 @@ class Settings(BaseSettings):
     precision: AskedPrecision = "fp32"
     workers: int = Field(default=1, ge=1, le=64)
 
-    anonymous_scopes: Annotated[tuple[Scope, ...], NoDecode] = ("search",)
-    rate_limit_per_key: str = ""
-    rate_limit_per_address: str = ""
-    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = ()
-    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    anonymous_scopes: Annotated[tuple[Scope, ...], NoDecode, _Split] = ("search",)
+    rate_limit_per_key: Rate = ""
+    rate_limit_per_address: Rate = ""
+    trusted_proxies: Annotated[Words, _each(parse_network)] = ()
+    cors_origins: Annotated[Words, _each(_check_origin)] = ()
 
     max_upload_bytes: int = Field(default=20 * 2**20, ge=1)
     max_megapixels: float = Field(default=64.0, gt=0, le=178)
@@ -83,10 +180,10 @@ class Settings(BaseSettings):
     reload_interval_ms: int = Field(default=1_000, ge=10)
 
     jobs: Literal["here", "elsewhere"] = "here"
-    training_command: str = "kinlens-train"
-    training_data: Annotated[tuple[str, ...], NoDecode] = ()
-    training_weights: Annotated[tuple[str, ...], NoDecode] = ()
-    otlp_endpoint: str | None = None
+    training_command: Annotated[str, Field(pattern=r"\S")] = "kinlens-train"
+    training_data: Places = ()
+    training_weights: Annotated[Places, _each(_check_weights)] = ()
+    otlp_endpoint: Annotated[HttpAddress | None, _EmptyIsNone] = None
 
     request_timeout_ms: int = Field(default=10_000, ge=1)
     body_timeout_ms: int = Field(default=30_000, ge=1)
@@ -95,7 +192,7 @@ class Settings(BaseSettings):
 
     cache_max_bytes: int = Field(default=64 * 2**20, ge=0)
     cache_max_entries: int = Field(default=10_000, ge=0)
-    redis_url: SecretStr | None = None
+    redis_url: Annotated[RedisUrl | None, _EmptyIsNone] = None
     redis_timeout_ms: int = Field(default=50, ge=1)
     redis_retry_ms: int = Field(default=1_000, ge=1)
     redis_ttl_s: int = Field(default=86_400, ge=1)
@@ -117,131 +214,6 @@ class Settings(BaseSettings):
             return given
         # two at least: one prepares while the other runs the model
         return {"lanes": max(2, core_count() // int(workers))} | given
-
-    @field_validator(
-        "galleries",
-        "image_roots",
-        "pictures",
-        "allowed_hosts",
-        "anonymous_scopes",
-        "trusted_proxies",
-        "cors_origins",
-        "training_data",
-        "training_weights",
-        mode="before",
-    )
-    @classmethod
-    def _split(cls, value: object) -> object:
-        if isinstance(value, str):
-            return tuple(part.strip() for part in value.split(",") if part.strip())
-        return value
-
-    @field_validator("galleries")
-    @classmethod
-    def _names_fit_in_a_link(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for entry in value:
-            name, path = split_gallery(entry)
-            if name is not None:
-                _check_name(name)
-            address = split_named(entry)[1]
-            if address.startswith(MILVUS):
-                _check_address(address)
-            if path == Path():
-                raise ValueError(f"gallery {entry!r} has no path; write NAME=PATH or PATH")
-        return value
-
-    @field_validator("image_roots", "pictures")
-    @classmethod
-    def _places_have_names(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        what = "image root" if info.field_name == "image_roots" else "place of pictures"
-        for entry in value:
-            name, path = split_gallery(entry)
-            if not name or path == Path():
-                raise ValueError(f"{what} {entry!r} is not NAME=PLACE; NAME is that of a gallery")
-            _check_name(name)
-        return value
-
-    @field_validator("training_data", "training_weights")
-    @classmethod
-    def _have_names(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        what = str(info.field_name).replace("_", " ")
-        names = []
-        for entry in value:
-            name, path = split_gallery(entry)
-            if not name or path == Path():
-                raise ValueError(f"{what} {entry!r} is not NAME=PATH; choose a NAME for it")
-            _check_name(name)
-            names.append(name)
-        if len(set(names)) < len(names):
-            raise ValueError(f"{what} has a name twice; names are: {', '.join(names)}")
-        return value
-
-    @field_validator("training_weights")
-    @classmethod
-    def _leave_words_alone(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        taken = sorted({split_gallery(entry)[0] or "" for entry in value} & set(START_WORDS))
-        if taken:
-            raise ValueError(f"training weights {taken[0]!r} has a meaning already; rename it")
-        return value
-
-    @field_validator("rate_limit_per_key", "rate_limit_per_address")
-    @classmethod
-    def _is_a_rate(cls, value: str) -> str:
-        parse_rates(value)
-        return value
-
-    @field_validator("trusted_proxies")
-    @classmethod
-    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for text in value:
-            parse_network(text)
-        return value
-
-    @field_validator("cors_origins")
-    @classmethod
-    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for origin in value:
-            if origin != ANY_HOST and not _ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f"{origin!r} is no web origin; write such as https://shop.example, in small "
-                    f"letters, without a path or a slash at its end, or {ANY_HOST} for every site"
-                )
-        return value
-
-    @field_validator("training_command")
-    @classmethod
-    def _names_a_command(cls, value: str) -> str:
-        if not value.strip():
-            raise ValueError("the command is empty; write such as kinlens-train")
-        return value
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _is_an_endpoint(cls, value: str | None) -> str | None:
-        if not value:
-            return None
-        if not value.startswith(("http://", "https://")):
-            raise ValueError("the endpoint is no address; write such as http://collector:4318")
-        return value
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _are_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for host in value:
-            if not _HOST.fullmatch(host.lower()):
-                raise ValueError(
-                    f"{host!r} is not a host; write a name, an address ([::1] in brackets), both "
-                    f"without a port, or {ANY_HOST} for any host"
-                )
-        return value
-
-    @field_validator("redis_url")
-    @classmethod
-    def _is_a_redis_url(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is None or not value.get_secret_value():
-            return None
-        check_url(value.get_secret_value())
-        return value
 
     @model_validator(mode="after")
     def _default_k_fits(self) -> Self:
@@ -294,32 +266,3 @@ class Settings(BaseSettings):
                 return frozenset({ANY_HOST})
         bound = f"[{self.host}]" if ":" in self.host else self.host
         return frozenset({*_LOCAL_HOSTS, bound.lower()})
-
-
-def split_gallery(entry: str) -> tuple[str | None, Path]:
-    """Split `NAME=PATH` or `PATH`; without a name the gallery's own name is used."""
-    name, text = split_named(entry)
-    return name, Path(text)
-
-
-def split_named(entry: str) -> tuple[str | None, str]:
-    """Split `NAME=TEXT` or `TEXT`."""
-    name, separator, text = entry.partition("=")
-    return (name, text) if separator else (None, entry)
-
-
-def _check_address(address: str) -> None:
-    try:
-        milvus_address(address)
-    except InvalidParameterError as error:
-        raise ValueError(str(error)) from None
-
-
-def _check_name(name: str) -> None:
-    try:
-        checked_name(name)
-    except InvalidParameterError:
-        raise ValueError(
-            f"gallery name {name!r} does not fit in a link; use up to 64 letters, digits, dots, "
-            "dashes and underscores, beginning with a letter or digit"
-        ) from None

@@ -1,43 +1,219 @@
-"""`kinlens-serve check`: would it start, and if not, what to do."""
+"""`kinlens-serve check`: would it start? Each part is tried by itself; each fault has a cure."""
 
+import contextlib
 import json
-from dataclasses import asdict
-from typing import Annotated, Any
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, ParamSpec
 
 import typer
 from pydantic import ValidationError
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from embedder.errors import GalleryError, KinlensError, StateError
+from service.access.keys import open_keys
 from service.commands import options
-from service.commands.findings import Finding, look
+from service.galleries.locations import Bundles, Locations, open_gallery
+from service.http.server import listen
+from service.runtime import missing_image_roots
+from service.settings import ANY_HOST, Settings
+
+P = ParamSpec("P")
 
 _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One part of the service; a `fault` keeps it from starting, `cure` says what to do."""
+
+    subject: str
+    verdict: Literal["ok", "warning", "fault"]
+    text: str
+    cure: str = ""
 
 
 @options.with_shared
-def check(as_json: AsJson = False, **given: Any) -> None:
+def check(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    **given: Any,
+) -> None:
     """Try everything that a start would, print what was found, and exit: 0 if it would start."""
     try:
-        findings = list(look(options.read_settings(**given)))
+        settings = options.read_settings(**given)
     except ValidationError as error:
         findings = [Finding("settings", "fault", options.faults(error))]
     else:
-        findings.insert(0, Finding("settings", "ok", "every value is within its range"))
+        findings = [Finding("settings", "ok", "every value is within its range"), *_look(settings)]
     starts = all(finding.verdict != "fault" for finding in findings)
     if as_json:
         shown = {"starts": starts, "findings": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(shown, indent=2))
     else:
-        _print(findings)
+        table = Table("Part", "Verdict", "Found", "Cure", box=None, pad_edge=False)
+        for found in findings:
+            verdict = Text(found.verdict, style=_COLOURS[found.verdict])
+            table.add_row(found.subject, verdict, Text(found.text), Text(found.cure))
+        Console(soft_wrap=False).print(table)
     raise typer.Exit(0 if starts else 1)
 
 
-def _print(findings: list[Finding]) -> None:
-    table = Table("Part", "Verdict", "Found", "Cure", box=None, pad_edge=False)
-    for finding in findings:
-        verdict = Text(finding.verdict, style=_COLOURS[finding.verdict])
-        table.add_row(finding.subject, verdict, Text(finding.text), Text(finding.cure))
-    Console(soft_wrap=False).print(table)
+def _look(settings: Settings) -> Iterator[Finding]:
+    """Try everything that a start would, without serving; one fault does not hide the next."""
+    bundles = Bundles(settings)
+    yield _tried("bundle", _bundle, bundles)
+    yield from _galleries(settings, bundles)
+    if settings.state is None:
+        text = "There is no folder for keys, galleries and jobs, so that nothing can be changed."
+        yield Finding("state", "warning", text, "Give --state DIR if it should be.")
+    else:
+        yield _tried("state", _state, settings.state)
+    yield _tried("keys", _keys, settings)
+    yield _redis(settings)
+    yield _tried("port", _port, settings)
+    yield from (_told("exposure", "warning", sentence) for sentence in exposures(settings))
+
+
+def _tried(subject: str, part: Callable[P, str], *args: P.args, **options: P.kwargs) -> Finding:
+    try:
+        return Finding(subject, "ok", part(*args, **options))
+    except (KinlensError, OSError) as error:
+        return _failed(subject, error)
+
+
+def _failed(subject: str, error: Exception) -> Finding:
+    return _told(subject, "fault", " ".join(str(error).split()) or type(error).__name__)
+
+
+def _told(subject: str, verdict: Literal["warning", "fault"], message: str) -> Finding:
+    """A finding whose last sentence, if there are several, says what to do."""
+    text, separator, cure = message.rstrip().removesuffix(".").rpartition(". ")
+    return Finding(subject, verdict, *((f"{text}.", f"{cure}.") if separator else (message,)))
+
+
+def _bundle(bundles: Bundles) -> str:
+    embedder = bundles.open(bundles.primary())
+    return (
+        f"{embedder.bundle_id[:12]}, D = {embedder.dim}, on {embedder.provider} in "
+        f"{embedder.precision}: {embedder.precision_reason}"
+    )
+
+
+def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
+    try:
+        locations = Locations(settings).list_galleries()
+        if not locations and settings.state is None:
+            raise GalleryError(
+                "No gallery was given, and there is no folder to make one in. Name one with "
+                "--gallery, or give --state DIR."
+            )
+    except (KinlensError, OSError) as error:
+        yield _failed("galleries", error)
+        return
+    for location in locations:
+        subject = f"gallery {location.name}"
+        try:
+            with contextlib.closing(open_gallery(location, settings)) as gallery:
+                bundles.folder(gallery.bundle_id)
+                items = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
+                yield Finding(subject, "ok", items)
+                if not location.managed:  # what the service makes shows pictures of its own
+                    for sentence in missing_image_roots({location.name: gallery}):
+                        yield _told(subject, "warning", sentence)
+        except (KinlensError, OSError) as error:
+            yield _failed(subject, error)
+
+
+def _state(folder: Path) -> str:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise StateError(
+            f"{folder} cannot be written ({error.strerror}). Let this user write there, or name "
+            "another folder."
+        ) from error
+    return f"{folder} can be written"
+
+
+def _keys(settings: Settings) -> str:
+    store = open_keys(settings.state)
+    active = 0 if store is None else store.active()
+    closed = "no API key is active, so that changes and jobs are closed; kinlens-serve keys create"
+    return f"{active} active" if active else closed
+
+
+def _redis(settings: Settings) -> Finding:
+    if settings.redis_url is None:
+        return Finding("redis", "ok", "not used")
+    timeout_s = max(1.0, settings.redis_timeout_ms / 1e3)
+    try:
+        with Redis.from_url(
+            settings.redis_url.get_secret_value(),
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        ) as client:
+            client.ping()
+    except Exception as error:
+        # Its text may hold the address with its password.
+        text = f"Redis does not answer ({type(error).__name__}); the service works without it."
+        return Finding("redis", "warning", text, "Start it, or mend KINLENS_REDIS_URL.")
+    return Finding("redis", "ok", "answers")
+
+
+def _port(settings: Settings) -> str:
+    listen(settings.host, settings.port).close()
+    return f"{settings.host}:{settings.port} is free"
+
+
+def exposures(settings: Settings) -> list[str]:
+    """One sentence, with its cure, for each setting that opens more than one may think."""
+    found = []
+    is_public = not settings.is_local()
+    if settings.cors_origins and ANY_HOST in settings.cors_origins:
+        found.append(
+            "Any web page may call this service from the browsers of its visitors. Name the "
+            "origins in KINLENS_CORS_ORIGINS instead of *."
+        )
+    has_rates = settings.rate_limit_per_key or settings.rate_limit_per_address
+    if settings.workers > 1 and settings.redis_url is None and has_rates:
+        found.append(
+            f"Each of the {settings.workers} processes counts requests for itself, so that a "
+            "caller gets up to as many times its rate. Set KINLENS_REDIS_URL to count together."
+        )
+    if is_public and settings.anonymous_scopes and not settings.rate_limit_per_address:
+        found.append(
+            f"Everybody who reaches {settings.host} may search, as often as they like. Set "
+            "KINLENS_RATE_LIMIT_PER_ADDRESS, such as 120/minute, or close the search with an "
+            "empty KINLENS_ANONYMOUS_SCOPES."
+        )
+    if is_public and ANY_HOST in settings.hosts():
+        found.append(
+            "Requests may name any host, so that a foreign web page can point its own name here. "
+            "Name the hosts of this service in KINLENS_ALLOWED_HOSTS."
+        )
+    if settings.state is not None and _others_may_write(settings.state):
+        found.append(
+            f"Other users of this machine may write to {settings.state}, and so make keys. Take "
+            f"that from them: chmod go-w {settings.state}."
+        )
+    return found
+
+
+def _others_may_write(folder: Path) -> bool:
+    try:
+        mode = folder.stat().st_mode
+    except OSError:
+        return False
+    return os.name == "posix" and bool(mode & (stat.S_IWGRP | stat.S_IWOTH))

@@ -1,21 +1,21 @@
-"""`kinlens-serve` itself: open a bundle and its galleries and answer over HTTP."""
+"""`kinlens-serve` itself: open a bundle and its galleries and answer over HTTP; or run its jobs."""
 
 import contextlib
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from embedder.errors import KinlensError
 from service.app import create_app
 from service.commands import options
-from service.commands.findings import exposures
+from service.commands.check import exposures
 from service.http.processes import serve_processes
 from service.http.server import address_of, listen, serve_on
+from service.jobs.manager import JobManager
 from service.observe.logs import configure_logs
 from service.runtime import missing_image_roots
-from service.settings import Settings
 
 
+@options.refusals()
 @options.with_shared
 def serve(context: typer.Context, **given: Any) -> None:
     """Serve a model bundle and its galleries: POST /search and a page to try it.
@@ -27,15 +27,8 @@ def serve(context: typer.Context, **given: Any) -> None:
         if any(value not in (None, []) for value in given.values()):
             options.refuse(f"Write the options after the command: kinlens-serve {command} ...")
         return
-    settings = options.settings_or_refuse(**given)
-    try:
-        configure_logs(settings.log_level)
-        _start(settings)
-    except (KinlensError, OSError) as error:
-        options.refuse(str(error))
-
-
-def _start(settings: Settings) -> None:
+    settings = options.read_settings(**given)
+    configure_logs(settings.log_level)
     if settings.workers > 1:
         listener = listen(settings.host, settings.port)
         _warn(exposures(settings))
@@ -52,3 +45,20 @@ def _start(settings: Settings) -> None:
 def _warn(texts: list[str]) -> None:
     for text in texts:
         typer.echo(f"Warning: {text}")
+
+
+@options.refusals()
+def work(
+    state: options.State = None,
+    once: Annotated[bool, typer.Option("--once", help="End when no job waits.")] = False,
+    log_level: options.LogLevel = None,
+) -> None:
+    """Take the jobs of the state folder and run them until Ctrl-C.
+
+    Of rebuilds and trainings one runs at a time; other jobs, on other galleries, run beside it.
+
+    The service that shares the folder must run with KINLENS_JOBS=elsewhere.
+    """
+    settings = options.read_settings(state=state, log_level=log_level)
+    configure_logs(settings.log_level)
+    JobManager(settings).work(once)

@@ -42,9 +42,8 @@ from service.observe.metrics import Metrics
 from service.problems import (
     BAD_REQUEST,
     UNKNOWN_HOST,
+    from_error,
     from_http,
-    from_kinlens,
-    from_unexpected,
     problem,
     request_id_of,
 )
@@ -264,7 +263,7 @@ class Gate:
             except Exception as error:
                 if status:
                     raise
-                answer = await from_unexpected(Request(scope), error)
+                answer = await from_error(Request(scope), error)
                 await answer(scope, receive, send_on)
             finally:
                 report()
@@ -285,9 +284,9 @@ class Gate:
                 await self._count(scope)
         except StateError as error:
             structlog.get_logger().error("keys cannot be read", detail=str(error))
-            return await from_kinlens(Request(scope), KeysUnreadableError(_UNREADABLE_TEXT))
+            return await from_error(Request(scope), KeysUnreadableError(_UNREADABLE_TEXT))
         except KinlensError as error:
-            return await from_kinlens(Request(scope), error)
+            return await from_error(Request(scope), error)
         return await self._not_served(scope) if route is None else None
 
     async def _authorize(self, scope: Scope, needed: keys.Scope) -> None:

@@ -62,16 +62,11 @@ def test_one_fault_does_not_hide_the_next(tmp_path: Path) -> None:
     assert all(fault["cure"] for fault in faults.values())
 
 
-def test_wrong_settings_are_one_fault_without_their_values() -> None:
+def test_wrong_settings_and_a_missing_gallery_are_a_fault(tiny_bundle: Bundle) -> None:
     found = findings("--redis-url", "http://user:hunter2@cache", code=1)
     assert list(found) == ["settings"]
     assert "redis_url" in found["settings"]["text"]
     assert "hunter2" not in str(found)
-
-
-def test_without_a_gallery_and_a_place_to_make_one_nothing_can_be_served(
-    tiny_bundle: Bundle, tmp_path: Path
-) -> None:
     found = findings("--bundle", str(tiny_bundle.path), code=1)
     assert "--gallery" in found["galleries"]["cure"]
 
@@ -87,33 +82,26 @@ def test_a_redis_that_is_away_is_a_warning_that_hides_its_password(
     assert "hunter2" not in str(found)
 
 
-def test_a_key_is_printed_once_alone_on_standard_output(tmp_path: Path) -> None:
-    state = str(tmp_path / "state")
-    made = call("keys", "create", "till", "--scope", "search", "--scope", "write", "--state", state)
+def test_a_key_is_printed_once_alone_on_standard_output_and_listed_until_it_is_revoked(
+    tmp_path: Path,
+) -> None:
+    state = ["--state", str(tmp_path)]
+    made = call("keys", "create", "till", "--scope", "search", "--scope", "write", *state)
     assert made.exit_code == 0, made.output
-    text = made.stdout.strip()
     assert "not shown again" in made.stderr
-    store = KeyStore(tmp_path / "state" / "keys.json")
-    key = asyncio.run(FreshKeys(store).identify(text))
+    week = call("keys", "create", "office", "--scope", "admin", "--expires-days", "7", *state)
+    assert week.exit_code == 0
+    store = KeyStore(tmp_path / "keys.json")
+    key = asyncio.run(FreshKeys(store).identify(made.stdout.strip()))
     assert key is not None
     assert key.scopes == ("search", "write")
-    listed = call("keys", "list", "--state", state).stdout
-    assert "till" in listed
-    assert "search,write" in listed
-    assert "active" in listed
-    assert text not in listed
+    assert "revoked" in call("keys", "revoke", "till", *state).stdout
+    listed = call("keys", "list", *state).stdout
+    till, office = (line.split() for line in listed.splitlines()[1:])
+    assert till[:3] == ["till", "search,write", "revoked"]
+    assert office[:3] == ["office", "admin", "active"]
+    assert made.stdout.strip() not in listed
     assert key.digest not in listed
-
-
-def test_a_revoked_and_an_expiring_key_show_as_such(tmp_path: Path) -> None:
-    state = ["--state", str(tmp_path)]
-    assert call("keys", "create", "a", "--scope", "admin", *state).exit_code == 0
-    week = call("keys", "create", "b", "--scope", "admin", "--expires-days", "7", *state)
-    assert week.exit_code == 0
-    assert "revoked" in call("keys", "revoke", "a", *state).stdout
-    rows = call("keys", "list", *state).stdout.splitlines()
-    assert "revoked" in next(row for row in rows if row.startswith("a"))
-    assert "active" in next(row for row in rows if row.startswith("b"))
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,12 @@
-"""kinlens-serve: help with an example, a clear line for each reason not to start, and a start."""
+"""kinlens-serve: its help, a clear line for each reason not to start, a start and an end."""
 
-import asyncio
-import contextlib
-import json
-import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,11 +14,10 @@ from typer.testing import CliRunner
 
 from embedder.bundle import Bundle
 from service.__main__ import app
-from tests.support.seams import listen
+from tests.support.own_process import OwnProcess, own_process
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
-ROOT = Path(__file__).parents[2]
 HANGING = """
 import sys, threading
 from indexer.gallery import Gallery
@@ -39,31 +30,6 @@ def image(self, item_id):
 Gallery.image = image
 app(sys.argv[1:])
 """
-SLOW = """
-import sys, time
-from embedder.session import OnnxEmbedder
-from service.__main__ import app
-
-embed = OnnxEmbedder.embed
-OnnxEmbedder.embed = lambda self, images: (time.sleep(1.5), embed(self, images))[1]
-app(sys.argv[1:])
-"""
-
-
-@dataclass
-class Started:
-    """A service in a process of its own; `output` and `errors` are what it said until its end."""
-
-    process: subprocess.Popen[str]
-    url: str
-    output: str = ""
-    errors: str = ""
-
-
-@pytest.fixture(autouse=True)
-def unchanged_logs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the loggers of this process; the start in a process of its own tests the real ones."""
-    monkeypatch.setattr("service.commands.serve.configure_logs", lambda *given: None)
 
 
 def refused(*arguments: str) -> str:
@@ -85,246 +51,177 @@ def test_help_shows_every_option_and_an_example() -> None:
     assert "Example: kinlens-serve --bundle" in text
 
 
+@pytest.fixture(scope="module")
+def places(
+    tiny_bundle: Bundle,
+    tiny_gallery: Path,
+    make_tiny_bundle: Callable[..., Bundle],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Any]]:
+    """What can be served, and what cannot, by the word of a test for it."""
+    folder = tmp_path_factory.mktemp("places")
+    for name in ("manifest.json", "keys.json"):
+        (folder / name).write_text("{" * (name == "keys.json") or "{}")
+    other, cut = make_tiny_bundle(seed=1), make_tiny_bundle()
+    cut.model_path.write_bytes(cut.model_path.read_bytes()[:-10])
+    shutil.copytree(tiny_gallery, folder / "broken", symlinks=True)
+    (catalog,) = (folder / "broken").glob("versions/*/catalog.sqlite")
+    catalog.write_bytes(bytes(catalog.stat().st_size))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield {
+            "BUNDLE": tiny_bundle.path,
+            "BUNDLEID": tiny_bundle.bundle_id[:12],
+            "OTHER": other.path,
+            "OTHERID": other.bundle_id[:12],
+            "CUT": cut.path,
+            "GALLERY": tiny_gallery,
+            "BROKEN": folder / "broken",
+            "DAMAGED": folder,
+            "NOWHERE": folder / "nowhere",
+            "TAKEN": taken.getsockname()[1],
+        }
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("", ["--bundle or KINLENS_BUNDLE"]),
         ("--bundle NOWHERE --gallery GALLERY", ["NOWHERE"]),
         ("--bundle DAMAGED --gallery GALLERY", ["DAMAGED/manifest.json"]),
-        ("--bundle BUNDLE", ["--gallery or KINLENS_GALLERIES"]),
+        ("--bundle CUT --gallery GALLERY", ["model.onnx", "sha256"]),
+        ("--bundle OTHER --gallery GALLERY", ["BUNDLEID", "OTHERID"]),
+        ("--bundle BUNDLE", ["--gallery or KINLENS_GALLERIES", "--state"]),
         ("--bundle BUNDLE --gallery NOWHERE", ["NOWHERE"]),
+        ("--bundle BUNDLE --gallery BROKEN", ["catalog.sqlite"]),
         ("--bundle BUNDLE --gallery shop=GALLERY --gallery shop=GALLERY", ["'shop'"]),
         ("--bundle BUNDLE --gallery GALLERY --image-root shoes=/data", ["'shoes'", "shop"]),
         ("--bundle BUNDLE --gallery GALLERY --state DAMAGED", ["DAMAGED/keys.json"]),
+        ("--bundle BUNDLE --gallery GALLERY --port TAKEN", ["127.0.0.1:TAKEN"]),
+        ("--bundle NOWHERE --gallery GALLERY --workers 2 --port TAKEN", ["127.0.0.1:TAKEN"]),
         ("--port 9000 check", ["after the command"]),
+        ("--port 99999", ["port: Input should be less than or equal to 65535"]),
+        ("--redis-url redis://user:hunter2@cache:abc/0", ["redis_url"]),
+        ("--image-root /data", ["image_roots"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_its_name(
-    words: str, expected: list[str], tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
+    words: str, expected: list[str], places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "damaged").mkdir()
-    for name in ("manifest.json", "keys.json"):
-        (tmp_path / "damaged" / name).write_text("{" * (name == "keys.json") or "{}")
-    places = {"BUNDLE": tiny_bundle.path, "GALLERY": tiny_gallery}
-    places |= {name.upper(): tmp_path / name for name in ("damaged", "nowhere")}
+    # The loggers of this process stay; the starts below test the real ones.
+    monkeypatch.setattr("service.commands.serve.configure_logs", lambda *given: None)
 
     def placed(text: str) -> str:
-        return re.sub(r"\b[A-Z]+\b", lambda found: str(places[found[0]]), text)
+        return re.sub(r"\b[A-Z]{3,}\b", lambda found: str(places.get(found[0], found[0])), text)
 
     line = refused(*(placed(word) for word in words.split()))
     assert all(placed(text) in line for text in expected), line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--port", "99999"], "port: Input should be less than or equal to 65535"),
-        (["--device", "tpu"], "device: Input should be 'cpu' or 'cuda'"),
-        (["--redis-url", "http://user:hunter2@cache"], "redis_url"),
-        (["--redis-url", "redis://user:hunter2@cache:abc/0"], "redis_url"),
-        (["--redis-url", "redis://cache:hunter2"], "redis_url"),
-        (["--image-root", "/data"], "image_roots"),
-        (["--gallery", "no name=/a"], "gallery name 'no name' does not fit in a link"),
-        (["--precision", "fp8"], "precision: Input should be"),
-        (["--workers", "0"], "workers: Input should be greater than or equal to 1"),
-    ],
-)
-def test_a_wrong_option_is_refused_by_name_without_a_traceback(
-    arguments: list[str], expected: str
-) -> None:
-    line = refused(*arguments)
-    assert expected in line
     assert "hunter2" not in line
 
 
-def test_a_changed_model_file_is_refused(
-    make_tiny_bundle: Callable[..., Bundle], tiny_gallery: Path
-) -> None:
-    bundle = make_tiny_bundle()
-    bundle.model_path.write_bytes(bundle.model_path.read_bytes()[:-10])
-    line = refused("--bundle", str(bundle.path), "--gallery", str(tiny_gallery))
-    assert "model.onnx" in line
-    assert "sha256" in line
+@pytest.fixture(scope="module")
+def ended(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[OwnProcess, dict[str, httpx.Response]]:
+    """A service on every address that has ended, and its answers.
 
-
-def test_a_gallery_of_another_bundle_is_refused_by_both_ids(
-    make_tiny_bundle: Callable[..., Bundle], tiny_gallery: Path, tiny_bundle: Bundle
-) -> None:
-    other = make_tiny_bundle(seed=1)
-    line = refused("--bundle", str(other.path), "--gallery", str(tiny_gallery))
-    assert tiny_bundle.bundle_id[:12] in line
-    assert other.bundle_id[:12] in line
-
-
-def test_a_corrupt_catalogue_is_refused(
-    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny_gallery, copy, symlinks=True)
-    (catalog,) = copy.glob("versions/*/catalog.sqlite")
-    catalog.write_bytes(bytes(catalog.stat().st_size))
-    line = refused("--bundle", str(tiny_bundle.path), "--gallery", str(copy))
-    assert "catalog.sqlite" in line
-
-
-def test_a_port_in_use_is_refused_by_its_number(tiny_bundle: Bundle, tiny_gallery: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        paths = ["--bundle", str(tiny_bundle.path), "--gallery", str(tiny_gallery)]
-        assert f"127.0.0.1:{port}" in refused(*paths, "--port", port)
-
-
-@contextlib.contextmanager
-def started(code: list[str], *arguments: str, **environment: str) -> Iterator[Started]:
-    """A service in a process of its own; it is stopped with Ctrl-C in the end."""
+    The images of `shop`, which is named in itself, are in another folder, where one has changed;
+    those of `other` are nowhere.
+    """
+    folder = tmp_path_factory.mktemp("start")
+    shutil.copytree(tiny_gallery.parent / "pictures", folder / "moved")
+    (folder / "moved" / "0.png").write_bytes(b"changed")
+    settings = {
+        "bundle": tiny_bundle.path,
+        "galleries": f"{tiny_gallery},other={tiny_gallery}",
+        "image_roots": f"shop={folder / 'moved'},other={folder / 'missing'}",
+        "log_level": "info",
+    }
     with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            [sys.executable, *code, "--port", "0", *arguments],
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
+        own_process(folder / "log", "--host", "0.0.0.0", **settings) as service,
+        httpx.Client(base_url=service.url.replace("0.0.0.0", "127.0.0.1")) as client,
     ):
-        assert process.stdout is not None
-        service = Started(process, process.stdout.readline().split()[3].rstrip("/"))
-        try:
-            yield service
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
-            # Not by `communicate`: it loses what `readline` has read ahead.
-            service.output = process.stdout.read()
-            errors.seek(0)
-            service.errors = errors.read()
-
-
-def test_it_prints_its_address_answers_logs_json_and_ends_with_ctrl_c(
-    tiny_bundle: Bundle, tiny_gallery: Path
-) -> None:
-    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
-    with started(["-m", "service"], *paths) as service:
+        answers = {
+            f"{name}/{number}": client.get(f"/galleries/{name}/items/{number}/image")
+            for name in ("shop", "other")
+            for number in (1, 2)
+        }
         for number in range(4):
             files = {"image": encoded(picture(number))}
-            answer = httpx.post(f"{service.url}/search", files=files, data={"k": "2"}).json()
-            assert answer["hits"][0]["key"] == f"{number}.png"
-            assert answer["hits"][0]["score"] == pytest.approx(1, abs=1e-4)
-            shown = httpx.get(service.url + answer["hits"][0]["image"])
-            assert shown.content == encoded(picture(number))
-        assert httpx.get(f"{service.url}/ready").json()["provider"] == "CPUExecutionProvider"
-    events = [json.loads(entry) for entry in service.errors.splitlines()]
-    requests = [event for event in events if event["event"] == "request"]
-    assert len(requests) == 9
-    assert all(event["request_id"] and event["level"] == "info" for event in requests)
-    assert service.output == ""
+            answers[f"search {number}"] = client.post("/search", files=files, data={"k": "2"})
+        answers["ready"] = client.get("/ready")
+    return service, answers
+
+
+Ended = tuple[OwnProcess, dict[str, httpx.Response]]
+
+
+def test_it_answers_and_ctrl_c_ends_it_well(ended: Ended) -> None:
+    service, answers = ended
+    for number in range(4):
+        hit = answers[f"search {number}"].json()["hits"][0]
+        assert hit["key"] == f"{number}.png"
+        assert hit["score"] == pytest.approx(1, abs=1e-4)
+    assert answers["ready"].json()["provider"] == "CPUExecutionProvider"
     assert service.process.returncode == 0
 
 
-def test_images_that_moved_are_named_at_the_start_and_shown_from_their_new_root(
-    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
+def test_its_log_is_json_with_a_line_for_each_request(ended: Ended) -> None:
+    service, answers = ended
+    requests = service.events("request")
+    assert len(requests) == len(answers)
+    assert all(event["request_id"] and event["level"] == "info" for event in requests)
+
+
+def test_images_that_moved_are_shown_from_their_new_root_and_missing_ones_are_named(
+    ended: Ended,
 ) -> None:
-    moved = tmp_path / "moved"
-    shutil.copytree(tiny_gallery.parent / "pictures", moved)
-    missing = tmp_path / "missing"
-    paths = ["--bundle", str(tiny_bundle.path), "--gallery", str(tiny_gallery)]  # named in itself
-    paths += ["--gallery", f"other={tiny_gallery}", "--image-root", f"other={missing}"]
-    (moved / "0.png").write_bytes(b"changed")  # tells the two folders apart
-    with started(["-m", "service"], *paths, "--image-root", f"shop={moved}") as service:
-        statuses = [
-            httpx.get(f"{service.url}/galleries/{name}/items/{number}/image").status_code
-            for name in ("shop", "other")
-            for number in (1, 2)
-        ]
-        found = httpx.post(f"{service.url}/search", files={"image": encoded(picture(0))})
-    assert statuses == [404, 200, 404, 404]
-    assert found.status_code == 200
-    (line,) = service.output.splitlines()
-    assert line.startswith("Warning: ")
-    assert f"{missing} is no folder" in line
-    assert "--image-root other=DIR" in line
-    events = [json.loads(entry) for entry in service.errors.splitlines()]
-    (event,) = (event for event in events if event["event"] == "image root is missing")
+    service, answers = ended
+    statuses = {name: answer.status_code for name, answer in answers.items() if "/" in name}
+    assert statuses == {"shop/1": 404, "shop/2": 200, "other/1": 404, "other/2": 404}
+    (event,) = service.events("image root is missing")
     assert event["level"] == "warning"
-    assert str(missing) in event["detail"]
+    assert "missing is no folder" in event["detail"]
+    assert f"Warning: {event['detail']}" in service.output.splitlines()
+    assert "--image-root other=DIR" in service.output
+
+
+def test_what_is_open_to_the_network_is_said_at_the_start(ended: Ended) -> None:
+    service, _ = ended
+    assert all(line.startswith("Warning: ") for line in service.output.splitlines())
+    assert "KINLENS_RATE_LIMIT_PER_ADDRESS" in service.output
+    assert "KINLENS_ALLOWED_HOSTS" in service.output
 
 
 def test_ctrl_c_ends_it_although_a_read_hangs_and_an_upload_stalls(
-    tiny_bundle: Bundle, tiny_gallery: Path
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
 ) -> None:
-    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
-    limits = {"KINLENS_REQUEST_TIMEOUT_MS": "300", "KINLENS_SHUTDOWN_TIMEOUT_S": "1"}
-    with started(["-c", HANGING], *paths, **limits) as service:
-        address = ("127.0.0.1", int(service.url.rsplit(":", 1)[1]))
+    settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
+    limits = {"request_timeout_ms": 300, "shutdown_timeout_s": 1}
+    with own_process(tmp_path / "log", code=["-c", HANGING], **settings, **limits) as service:
         picture_of = httpx.get(f"{service.url}/galleries/shop/items/1/image", timeout=20)
-        stalled = socket.create_connection(address)
+        stalled = socket.create_connection(service.address)
         stalled.sendall(b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
         assert httpx.get(f"{service.url}/ready").status_code == 200
     stalled.close()
     assert picture_of.status_code == 503
     assert picture_of.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
-    assert service.process.returncode == 0
-    assert "Traceback" not in service.errors
+    assert "Traceback" not in service.errors()
 
 
-def test_a_public_address_with_open_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KINLENS_ANONYMOUS_SCOPES", "search,write")
-    line = refused("--host", "0.0.0.0")
-    assert "anonymous_scopes" in line
-    assert "keys create" in line
-
-
-def test_what_is_open_to_the_network_is_said_at_the_start(
-    tiny_bundle: Bundle, tiny_gallery: Path
+def test_what_was_accepted_is_finished_nothing_new_is_taken_and_a_second_signal_ends_it_at_once(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
 ) -> None:
-    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
-    with started(["-m", "service"], *paths, "--host", "0.0.0.0") as service:
-        url = service.url.replace("0.0.0.0", "127.0.0.1")
-        assert httpx.get(f"{url}/live").status_code == 200
-    lines = service.output.splitlines()
-    assert all(line.startswith("Warning: ") for line in lines)
-    assert "KINLENS_RATE_LIMIT_PER_ADDRESS" in service.output
-    assert "KINLENS_ALLOWED_HOSTS" in service.output
-
-
-def test_what_was_accepted_is_finished_and_nothing_new_is_taken(
-    tiny_bundle: Bundle, tiny_gallery: Path
-) -> None:
-    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
-    limits = {"KINLENS_SHUTDOWN_TIMEOUT_S": "30", "KINLENS_LANES": "8"}
-    with started(["-c", SLOW], *paths, **limits) as service, ThreadPoolExecutor(8) as clients:
-        address = ("127.0.0.1", int(service.url.rsplit(":", 1)[1]))
-
-        def search(number: int) -> int:
-            files = {"image": encoded(picture(number))}
-            return httpx.post(f"{service.url}/search", files=files, timeout=60).status_code
-
-        held = [clients.submit(search, number) for number in range(8)]
-        until(lambda: _in_flight(service.url) == 8)
-        service.process.terminate()
-        until(lambda: not _connects(address))
-        assert not any(call.done() for call in held)
-        assert [call.result() for call in held] == [200] * 8
-        assert service.process.wait(timeout=20) == 0
-    assert "Traceback" not in service.errors
-
-
-def test_a_second_signal_ends_it_at_once(tiny_bundle: Bundle, tiny_gallery: Path) -> None:
-    paths = ["--bundle", str(tiny_bundle.path), "--gallery", f"shop={tiny_gallery}"]
-    limits = {"KINLENS_REQUEST_TIMEOUT_MS": "600000", "KINLENS_SHUTDOWN_TIMEOUT_S": "600"}
-    with started(["-c", HANGING], *paths, **limits) as service, ThreadPoolExecutor(1) as clients:
-        address = ("127.0.0.1", int(service.url.rsplit(":", 1)[1]))
-        url = f"{service.url}/galleries/shop/items/1/image"
-        held = clients.submit(httpx.get, url, timeout=60)
+    settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}", "lanes": 2}
+    limits = {"request_timeout_ms": 600_000, "shutdown_timeout_s": 600, "may_be_killed": True}
+    process = own_process(tmp_path / "log", code=["-c", HANGING], **settings, **limits)
+    with process as service, ThreadPoolExecutor(1) as clients:
+        held = clients.submit(httpx.get, f"{service.url}/galleries/shop/items/1/image", timeout=60)
         assert service.process.stdout is not None
         assert service.process.stdout.readline() == "reading\n"
-        service.process.terminate()
-        until(lambda: not _connects(address))
+        with service.accepted_search(encoded(picture(1))) as finish:
+            service.process.terminate()
+            until(lambda: not connects(service.address))
+            assert finish() == 200
         assert service.process.poll() is None
         service.process.terminate()
         assert service.process.wait(timeout=20) != 0
@@ -332,36 +229,9 @@ def test_a_second_signal_ends_it_at_once(tiny_bundle: Bundle, tiny_gallery: Path
             held.result()
 
 
-def _in_flight(url: str) -> float:
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
-        if line.startswith("kinlens_searches_in_flight "):
-            return float(line.split()[1])
-    return 0.0
-
-
-def _connects(address: tuple[str, int]) -> bool:
+def connects(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=5).close()
     except OSError:
         return False
     return True
-
-
-def test_connections_send_answers_without_delay() -> None:
-    async def nodelay_of_a_connection() -> int:
-        seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-        def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = writer.get_extra_info("socket")
-            seen.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
-
-        listener = listen("127.0.0.1", 0)
-        async with await asyncio.start_server(accepted, sock=listener):
-            _, writer = await asyncio.open_connection(*listener.getsockname())
-            value = await asyncio.wait_for(seen, 10)
-            writer.close()
-            await writer.wait_closed()
-        return value
-
-    assert asyncio.run(nodelay_of_a_connection()) != 0

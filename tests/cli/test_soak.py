@@ -55,18 +55,17 @@ def peaks(rng: random.Random) -> float:
     return 150.0 if rng.random() < 0.1 else rng.gauss(0, 2)
 
 
-def wandering() -> Noise:
+class Wandering:
     """What allocators do: memory a little later is about what it was."""
-    state = [0.0]
 
-    def step(rng: random.Random) -> float:
-        state[0] = 0.95 * state[0] + rng.gauss(0, 1)
-        return state[0]
+    state = 0.0
 
-    return step
+    def __call__(self, rng: random.Random) -> float:
+        self.state = 0.95 * self.state + rng.gauss(0, 1)
+        return self.state
 
 
-NOISES = {"jitter": lambda: jitter, "peaks": lambda: peaks, "wandering": wandering}
+NOISES = {"jitter": lambda: jitter, "peaks": lambda: peaks, "wandering": Wandering}
 
 
 @pytest.mark.parametrize("noise", NOISES)

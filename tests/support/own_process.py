@@ -1,32 +1,76 @@
-"""A service in a process of its own, started as `kinlens-serve` is, for tests from outside."""
+"""A service in processes of its own, started as `kinlens-serve` is, for tests from outside."""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 ROOT = Path(__file__).parents[2]
+SERVE = ("-m", "service")
 
 
-@dataclass(frozen=True)
+@dataclass
 class OwnProcess:
-    """Where it answers, its process, and the file with its log."""
+    """Where it answers, its process, the file with its log, and what it printed until its end."""
 
     url: str
-    pid: int
+    process: subprocess.Popen[str]
     log: Path
+    output: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def errors(self) -> str:
+        """What it has logged."""
+        return self.log.read_text("utf-8")
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        entries = [json.loads(line) for line in self.errors().splitlines()]
+        return [entry for entry in entries if entry["event"] == name]
 
     def faults(self) -> list[str]:
         """What its log says of failures inside."""
-        lines = self.log.read_text("utf-8").splitlines()
+        lines = self.errors().splitlines()
         return [line for line in lines if '"error"' in line or "Traceback" in line][:5]
+
+    def serving(self) -> set[int]:
+        """Process ids of the children that have not ended, without the interpreter's own helper."""
+        commands = {pid: command_of(pid) for pid in _children(self.pid)}
+        return {pid for pid, text in commands.items() if text and "resource_tracker" not in text}
+
+    @contextmanager
+    def accepted_search(self, image: bytes) -> Iterator[Callable[[], int]]:
+        """A search that is accepted and waits for its body; the function gives it, and the status
+        of the answer.
+        """
+        built = httpx.Request("POST", f"{self.url}/search", files={"image": image})
+        head = "".join(f"{name}: {value}\r\n" for name, value in built.headers.items())
+
+        def finish() -> int:
+            client.sendall(built.read())
+            return int(client.recv(64).split()[1])
+
+        with socket.create_connection(self.address, timeout=30) as client:
+            client.sendall(f"POST /search HTTP/1.1\r\n{head}Expect: 100-continue\r\n\r\n".encode())
+            assert client.recv(64).startswith(b"HTTP/1.1 100 ")
+            yield finish
 
     def threads(self) -> int:
         return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
@@ -36,34 +80,23 @@ class OwnProcess:
         return sum(map(_memory_mb, _tree(self.pid)))
 
 
-def _tree(pid: int) -> list[int]:
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += _tree(int(child))
-    return found
-
-
-def _memory_mb(pid: int) -> float:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss_Anon:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
-
-
 @contextmanager
-def own_process(log: Path, *, may_be_killed: bool = False, **settings: Any) -> Iterator[OwnProcess]:
-    """Serve with these settings until the end of the block; it must end well, unless a test kills
-    it before.
+def own_process(
+    log: Path,
+    *arguments: str,
+    code: Sequence[str] = SERVE,
+    may_be_killed: bool = False,
+    **settings: Any,
+) -> Iterator[OwnProcess]:
+    """Serve with these settings until the end of the block; Ctrl-C must end it well, unless a test
+    has ended it before.
     """
-    settings = {"log_level": "warning", "redis_url": ""} | settings
-    environment = {f"KINLENS_{name.upper()}": str(value) for name, value in settings.items()}
     with (
         log.open("w") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", "service", "--port", "0"],
+            [sys.executable, *code, "--port", "0", *arguments],
             cwd=ROOT,
-            env=os.environ | environment,
+            env=environment(**{"log_level": "warning"} | settings),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -71,75 +104,51 @@ def own_process(log: Path, *, may_be_killed: bool = False, **settings: Any) -> I
     ):
         assert process.stdout is not None
         line = process.stdout.readline()
-        assert line, log.read_text("utf-8")
+        assert line.startswith("Kinlens is at "), log.read_text("utf-8")
+        service = OwnProcess(line.split()[3].rstrip("/"), process, log)
         try:
-            yield OwnProcess(line.split()[3].rstrip("/"), process.pid, log)
+            yield service
         finally:
             process.send_signal(signal.SIGINT)
-            ended = process.wait(60)
-            assert ended == 0 or (may_be_killed and ended == -signal.SIGKILL)
+            try:
+                ended = process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+            # Not by `communicate`: it loses what `readline` has read ahead.
+            service.output = process.stdout.read()
+            assert ended == 0 or may_be_killed
 
 
-@dataclass
-class Group:
-    """A parent with its children; `errors` is what all of them said until their end."""
-
-    parent: subprocess.Popen[str]
-    url: str
-    errors: str = ""
-
-    def serving(self) -> set[int]:
-        """Process ids of the children that have not ended, without the interpreter's own helper."""
-        listed = Path(f"/proc/{self.parent.pid}/task/{self.parent.pid}/children").read_text()
-        commands = {int(pid): command_of(pid) for pid in listed.split()}
-        return {pid for pid, text in commands.items() if text and "resource_tracker" not in text}
-
-    def events(self, name: str) -> list[dict[str, object]]:
-        entries = [json.loads(line) for line in self.errors.splitlines()]
-        return [entry for entry in entries if entry["event"] == name]
+def environment(**settings: Any) -> dict[str, str]:
+    """That of this process with these settings, and no Redis unless they name one."""
+    given = {"redis_url": ""} | settings
+    return os.environ | {f"KINLENS_{name.upper()}": str(value) for name, value in given.items()}
 
 
-def command_of(process_id: str | int) -> str:
+def command_of(process_id: int) -> str:
     try:
         return Path(f"/proc/{process_id}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
 
 
-def environment(bundle: Path, gallery: Path) -> dict[str, str]:
-    given = {"KINLENS_BUNDLE": str(bundle), "KINLENS_GALLERIES": f"shop={gallery}"}
-    given |= {f"KINLENS_{work}_WORKERS": "1" for work in ("EMBED", "SEARCH", "DECODE")}
-    return os.environ | given | {"KINLENS_REDIS_URL": "", "OMP_NUM_THREADS": "1"}
+def report_protocol(listener: socket.socket, answer: Connection) -> None:
+    """What a spawned process knows of the socket that it was given."""
+    answer.send(listener.proto)
 
 
-@contextmanager
-def group(
-    bundle: Path, gallery: Path, code: Sequence[str] = ("-m", "service"), **more: str
-) -> Iterator[Group]:
-    """Two processes that serve; stopped by SIGTERM in the end unless the parent is gone."""
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            [sys.executable, *code, "--port", "0", "--workers", "2"],
-            cwd=ROOT,
-            env=environment(bundle, gallery) | more,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as parent,
-    ):
-        assert parent.stdout is not None
-        line = parent.stdout.readline()
-        assert line.startswith("Kinlens is at "), line
-        started = Group(parent, line.split()[3].rstrip("/"))
-        try:
-            yield started
-        finally:
-            parent.send_signal(signal.SIGTERM)
-            try:
-                parent.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                parent.kill()
-                raise
-            errors.seek(0)
-            started.errors = errors.read()
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid, *(one for child in _children(pid) for one in _tree(child))]
+
+
+def _memory_mb(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss_Anon:"):
+            return int(line.split()[1]) / 1024
+    return 0.0

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from embedder.bundle import Bundle
-from tests.support.own_process import group
+from tests.support.own_process import own_process
 from tests.support.servers import StartService
 
 ROOT = Path(__file__).parents[3]
@@ -129,9 +129,11 @@ def test_a_collector_that_is_away_costs_no_request_and_no_exit(
 
 
 def test_several_processes_send_traces_and_log_their_ids(
-    tiny_bundle: Bundle, tiny_gallery: Path, collector: Collector
+    tiny_bundle: Bundle, tiny_gallery: Path, collector: Collector, tmp_path: Path
 ) -> None:
-    with group(tiny_bundle.path, tiny_gallery, KINLENS_OTLP_ENDPOINT=collector.url) as started:
+    settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}", "workers": 2}
+    settings |= {"otlp_endpoint": collector.url, "log_level": "info"}
+    with own_process(tmp_path / "log", **settings) as started:
         for _ in range(12):
             with httpx.Client(base_url=started.url) as client:
                 client.get("/galleries").raise_for_status()

@@ -26,6 +26,7 @@ def work(
     settings = options.settings_or_refuse(state=state, log_level=log_level)
     configure_logs(settings.log_level)
     try:
-        importlib.import_module("service.jobs.manager").JobManager(settings).work(once)
+        manager = importlib.import_module("service.jobs.manager").JobManager
+        manager(settings.model_copy(update={"jobs": "here"})).work(once)
     except (KinlensError, OSError) as error:
         options.refuse(str(error))

@@ -4,6 +4,7 @@ Everything of this process ends here: our events, those of uvicorn and of every 
 thread of its own writes, so that a reader of stderr that hangs holds up no request.
 """
 
+import json
 import logging
 import math
 import queue
@@ -17,7 +18,7 @@ from typing import TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-TOLD_EVERY_S = 30.0
+_TOLD_EVERY_S = 30.0
 _SECRETS = (
     (re.compile(r"\b(kl_[0-9a-f]+_)[0-9a-f]+"), r"\1***"),
     (re.compile(r"(\w://)[^/\s\"@]+@"), r"\1***@"),
@@ -31,8 +32,6 @@ _SECRETS = (
         r'\1"***"',
     ),
 )
-
-
 _MAX_LINES = 10_000
 _CLOSE_S = 1.0
 
@@ -69,9 +68,8 @@ class _ThreadHandler(logging.Handler):
         while (line := self._lines.get()) is not None:
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                line += (
-                    f'\n{{"event": "log lines dropped", "level": "warning", "times": {dropped}}}'
-                )
+                told = {"event": "log lines dropped", "level": "warning", "times": dropped}
+                line += f"\n{json.dumps(told)}"
             try:
                 self._stream.write(f"{line}\n")
                 self._stream.flush()
@@ -104,7 +102,10 @@ def configure_logs(level: str) -> None:
     )
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    _adopt_loggers()
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = name != "uvicorn.access"  # a request is logged once, by us
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -127,19 +128,11 @@ def _mask_line(_: WrappedLogger, __: str, line: EventDict | str) -> str:
     return masked(str(line)).encode(errors="replace").decode()
 
 
-def _adopt_loggers() -> None:
-    """What uvicorn says becomes JSON as well; a request is logged once, by us."""
-    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = name != "uvicorn.access"
-
-
 class Repeats:
     """Says how often something happened, at most once in `every_s`."""
 
     def __init__(
-        self, every_s: float = TOLD_EVERY_S, clock: Callable[[], float] = time.monotonic
+        self, every_s: float = _TOLD_EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._every_s = every_s
         self._clock = clock

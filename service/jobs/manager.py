@@ -249,7 +249,8 @@ def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> No
 
     Runs of trainings stay for seven days, and so does, of each gallery, the newest candidate that
     waits, and the newest of those that were stopped. Jobs stay for 30 days, and the newest 200
-    longer. Bundles stay for 30 days after somebody has used them.
+    longer. Bundles stay for 30 days after somebody has used them. While a gallery has a job that
+    waits or runs, all of its own stay.
 
     Raises: StateError, KinlensError, OSError.
     """
@@ -259,13 +260,13 @@ def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> No
     busy = {job.gallery for job in jobs if job.is_active}
     newer: set[tuple[str, bool]] = set()
     for number, job in enumerate(jobs):
-        if job.is_active:
+        if job.gallery in busy:
             continue
         folders = JobFolders(settings.state, job.id)
         age = now - datetime.fromisoformat(job.ended_at or job.created_at)
         if age > _RESULTS_KEPT:
             shutil.rmtree(folders.run, ignore_errors=True)
-        if folders.candidate.is_dir() and job.gallery not in busy:
+        if folders.candidate.is_dir():
             sort = (job.gallery, job.state == "succeeded")
             if age > _RESULTS_KEPT or sort in newer:
                 shutil.rmtree(folders.candidate, ignore_errors=True)
@@ -273,7 +274,7 @@ def tidy(settings: Settings, store: JobStore, now: datetime | None = None) -> No
         if age > KEPT and number >= KEPT_JOBS:
             shutil.rmtree(folders.path, ignore_errors=True)
             store.forget(job.id)
-    if not any(job.is_active for job in jobs):
+    if not busy:
         _drop_bundles(settings.state, settings, now)
 
 

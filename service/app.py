@@ -57,7 +57,7 @@ def create_app(
         redoc_url=None,
         telemetry=tracing.telemetry(),
         lifespan=_lifespan(runtime, rates, tracing),
-        middleware=[*tracing.middleware(), *_middleware(runtime, rates)],
+        middleware=_middleware(runtime, rates),
         exception_handlers={
             KinlensError: from_error,
             RequestValidationError: from_error,

@@ -165,14 +165,9 @@ def build_runtime(
         galleries,
     )
     jobs = None if settings.state is None else JobManager(settings)
-    observer = Observer(
-        metrics,
-        registry,
-        models,
-        pools["lookup"],
-        limit_s,
-        jobs=None if jobs is None else jobs.counts,
-    )
+    count_jobs = dict if jobs is None else jobs.store.counts
+    observer = Observer(registry, models, pools["lookup"], limit_s, count_jobs)
+    metrics.add(observer)
     folder = managed_folder(settings.state)
     health = Health(registry, models, pools["lookup"], settings.ready_timeout_ms / 1e3)
     publish(metrics, lanes, cache, health)

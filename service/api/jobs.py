@@ -9,11 +9,11 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import ConfigDict, Field
 
 from embedder import errors
-from service.api.models import JobLog, JobModel, Jobs
+from service.api.models import JobLog, JobModel, Jobs, JobState
 from service.http.openapi import problems
 from service.jobs.manager import JobManager
-from service.jobs.params import Params, RebuildParams, TrainParams
-from service.jobs.store import Job, State
+from service.jobs.params import NAME, CompactParams, Params, RebuildParams, SwapParams, TrainParams
+from service.jobs.store import Job
 from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
 
 _STATE = (
@@ -32,9 +32,10 @@ _CHANGES = (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
 )
-_START: dict[str, Any] = {"status_code": 202, "responses": problems(*_CHANGES)}
-_CHANGE: dict[str, Any] = {"status_code": 202, "responses": problems(*_CHANGES, _UNKNOWN)}
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_LOOK: dict[str, Any] = {"responses": problems(*_STATE, _UNKNOWN)}
+_START: dict[str, Any] = {"response_model": JobModel, "status_code": 202}
+_CHANGE = _START | {"responses": problems(*_CHANGES, _UNKNOWN)}
+_START |= {"responses": problems(*_CHANGES)}
 
 JobId = Annotated[str, Path(max_length=64, description="The id of a job.")]
 GalleryName = Annotated[str, Path(max_length=200, description="The name of a gallery.")]
@@ -63,91 +64,86 @@ class SwapRequest(Params):
 
     model_config = ConfigDict(json_schema_extra={"examples": [{"with": "shop-new"}]})
 
-    other: Annotated[str, Field(alias="with", pattern=_NAME)]
+    other: Annotated[str, Field(alias="with", pattern=NAME)]
 
 
 class TrainRequest(TrainParams):
     """Train a model and give it to a gallery."""
 
-    gallery: Annotated[str, Field(pattern=_NAME)]
+    gallery: Annotated[str, Field(pattern=NAME)]
 
 
 @router.post("/jobs/train", **_START, summary="Train a model")
-def train(manager: Manager, body: TrainRequest, by: Principal, response: Response) -> JobModel:
+def train(manager: Manager, body: TrainRequest, by: Principal, response: Response) -> Job:
     """Train, export, rebuild the gallery beside the old one, compare, and swap if it passes."""
-    params = body.model_dump(mode="json", by_alias=True, exclude={"gallery"})
-    return _accepted(manager.start("train", body.gallery, params, by), response)
+    params = TrainParams.model_validate(body.model_dump(exclude={"gallery"}))
+    return _accepted(manager.start(body.gallery, params, by), response)
 
 
 @router.post("/galleries/{name}/rebuild", **_START, summary="Change the model")
 def rebuild(
     manager: Manager, name: GalleryName, body: RebuildParams, by: Principal, response: Response
-) -> JobModel:
+) -> Job:
     """Make the gallery again with another bundle, compare, and swap if it passes."""
-    params = body.model_dump(mode="json")
-    return _accepted(manager.start("rebuild", name, params, by), response)
+    return _accepted(manager.start(name, body, by), response)
 
 
 @router.post("/galleries/{name}/swap", **_START, summary="Swap in a gallery")
 def swap(
     manager: Manager, name: GalleryName, body: SwapRequest, by: Principal, response: Response
-) -> JobModel:
+) -> Job:
     """The state of another gallery becomes the next generation of this one."""
-    params = {"with": body.other}
-    return _accepted(manager.start("swap", name, params, by), response)
+    return _accepted(manager.start(name, SwapParams(other=body.other), by), response)
 
 
 @router.post("/galleries/{name}/compact", **_START, summary="Compact the index")
-def compact(manager: Manager, name: GalleryName, by: Principal, response: Response) -> JobModel:
+def compact(manager: Manager, name: GalleryName, by: Principal, response: Response) -> Job:
     """Make the index anew, without what was removed."""
-    return _accepted(manager.start("compact", name, {}, by), response)
+    return _accepted(manager.start(name, CompactParams(), by), response)
 
 
 @router.get("/jobs", responses=problems(*_STATE), summary="List jobs")
 def jobs(
-    manager: Manager, state: State | None = None, limit: Annotated[int, Query(ge=1, le=1000)] = 100
+    manager: Manager,
+    state: JobState | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> Jobs:
     """The newest jobs, newest first."""
-    return Jobs(jobs=[_shown(job) for job in manager.list(state, limit)])
+    return Jobs(jobs=[*manager.store.newest(state, limit)])
 
 
-@router.get("/jobs/{job_id}", responses=problems(*_STATE, _UNKNOWN), summary="A job")
-def job(manager: Manager, job_id: JobId) -> JobModel:
+@router.get("/jobs/{job_id}", **_LOOK, response_model=JobModel, summary="A job")
+def job(manager: Manager, job_id: JobId) -> Job:
     """How far a job is, and what it found."""
-    return _shown(manager.get(job_id))
+    return manager.store.get(job_id)
 
 
-@router.get("/jobs/{job_id}/log", responses=problems(*_STATE, _UNKNOWN), summary="The log of a job")
+@router.get("/jobs/{job_id}/log", **_LOOK, summary="The log of a job")
 def log(
     manager: Manager, job_id: JobId, offset: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
 ) -> JobLog:
     """Up to 64 KiB of what a job has written, from a byte on."""
-    page = manager.log(job_id, offset)
-    return JobLog(offset=page.offset, next_offset=page.next_offset, text=page.text)
+    return manager.log(job_id, offset)
 
 
 @router.post("/jobs/{job_id}/cancel", **_CHANGE, summary="Cancel a job")
-def cancel(manager: Manager, job_id: JobId, response: Response) -> JobModel:
+def cancel(manager: Manager, job_id: JobId, response: Response) -> Job:
     """End a job and all its processes; the gallery stays as it was."""
     return _accepted(manager.cancel(job_id), response)
 
 
 @router.post("/jobs/{job_id}/swap", name="swap", **_CHANGE, summary="Swap in a candidate")
-def swap_candidate(manager: Manager, job_id: JobId, by: Principal, response: Response) -> JobModel:
+def swap_candidate(manager: Manager, job_id: JobId, by: Principal, response: Response) -> Job:
     """Put the gallery that a job made in place, whatever its gate said."""
     return _accepted(manager.swap(job_id, by), response)
 
 
 @router.post("/jobs/{job_id}/resume", **_CHANGE, summary="Resume a job")
-def resume(manager: Manager, job_id: JobId, response: Response) -> JobModel:
+def resume(manager: Manager, job_id: JobId, response: Response) -> Job:
     """Let a rebuild or training that failed or was cancelled go on with what it has."""
     return _accepted(manager.resume(job_id), response)
 
 
-def _accepted(job: Job, response: Response) -> JobModel:
+def _accepted(job: Job, response: Response) -> Job:
     response.headers["Location"] = f"/jobs/{job.id}"
-    return _shown(job)
-
-
-def _shown(job: Job) -> JobModel:
-    return JobModel.model_validate(job, from_attributes=True)
+    return job

@@ -1,11 +1,13 @@
-"""What the service answers, as JSON. The client reads these too, so little else is imported."""
+"""What the service answers, as JSON. The client reads these too, so nothing else is imported."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from embedder.types import AttributeValue
-from service.jobs.store import Kind, State
+
+JobKind = Literal["compact", "swap", "rebuild", "train"]
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 Probability = Annotated[
     float | None,
@@ -272,9 +274,9 @@ class JobModel(BaseModel):
     """Long work on a gallery."""
 
     id: str
-    kind: Kind
+    kind: JobKind
     gallery: str
-    state: State
+    state: JobState
     step: Annotated[str, Field(description="What it does now.")]
     done: Annotated[int, Field(description="Of `total`; never goes back.")]
     total: int | None

@@ -23,7 +23,6 @@ from service.search.model import Model, Models
 
 T = TypeVar("T")
 _SHOWN = 64
-_ALL_JOBS = 10_000
 
 
 class ManagedGalleries:
@@ -84,9 +83,8 @@ class ManagedGalleries:
             await self._registry.read_from_disk(self._limit_s)
 
     def _delete(self, name: str, path: Path) -> None:
-        jobs = self._jobs
-        for job in jobs.list(limit=_ALL_JOBS) if jobs is not None else ():
-            if job.is_active and name in job.galleries:
+        for job in self._jobs.store.active() if self._jobs is not None else ():
+            if name in job.galleries:
                 raise GalleryConflictError(
                     f"Job {job.id} ({job.kind}) works with gallery {name!r}. Wait until it has "
                     f"ended, or end it: POST /jobs/{job.id}/cancel."

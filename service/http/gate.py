@@ -39,6 +39,7 @@ from service.access.keys import FreshKeys, KeyStore
 from service.access.rates import Addresses, RateLimits, RateVerdict, SharedCounts, address_of
 from service.http.bodies import BodyKind, Bounds, refuse
 from service.observe.metrics import Metrics
+from service.observe.tracing import trace_fields
 from service.problems import (
     BAD_REQUEST,
     UNKNOWN_HOST,
@@ -253,7 +254,7 @@ class Gate:
                 report()  # before the client has the whole answer and looks at the metrics
             await send(message)
 
-        with structlog.contextvars.bound_contextvars(request_id=request_id):
+        with structlog.contextvars.bound_contextvars(request_id=request_id, **trace_fields()):
             try:
                 odd = self._odd(scope)
                 if odd is None:
@@ -414,7 +415,7 @@ class Gate:
         state = scope["state"]
         self._metrics.observe_request(state["template"], scope["method"], status, seconds)
         if status == HTTPStatus.TOO_MANY_REQUESTS:
-            self._metrics.observe_rate_limited("key" if "key_id" in state else "address")
+            self._metrics.rate_limited.labels("key" if "key_id" in state else "address").inc()
         structlog.get_logger().info(
             "request",
             route=state["template"],

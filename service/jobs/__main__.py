@@ -1,19 +1,18 @@
-"""python -m service.jobs STATE ID: the process of one job. `kinlens-serve` starts it."""
+"""python -m service.jobs STATE ID: the process of one job. `JobManager` starts it."""
 
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from service.jobs.params import Plan, checked
-from service.jobs.process import Context
-from service.jobs.rebuild import compact_gallery, rebuild_gallery, swap_gallery
-from service.jobs.store import JobFolders, JobStore, Kind, is_foreseen, reason_of
+from service.api.models import JobKind
+from service.jobs.params import Plan, params_of
+from service.jobs.rebuild import Context, compact_gallery, rebuild_gallery, swap_gallery
+from service.jobs.store import JobFolders, JobStore, reason_of
 from service.jobs.train import train_gallery
 
-WORK: Mapping[Kind, Callable[[Context], None]] = {
+WORK: Mapping[JobKind, Callable[[Context], None]] = {
     "compact": compact_gallery,
     "swap": swap_gallery,
     "rebuild": rebuild_gallery,
@@ -34,10 +33,9 @@ def run_job(state: Path, job_id: str) -> int:
     job = store.get(job_id)
     plan = Plan.model_validate_json(folders.plan.read_bytes())
     try:
-        WORK[job.kind](Context(job, checked(job.kind, job.params), plan, folders, store))
+        WORK[job.kind](Context(job, params_of(job.kind, job.params), plan, folders, store))
     except Exception as error:
-        traceback.print_exc(limit=0 if is_foreseen(error) else None)
-        shutil.rmtree(folders.data, ignore_errors=True)
+        traceback.print_exc()
         store.fail(job_id, reason_of(error))
         return 1
     store.succeed(job_id)

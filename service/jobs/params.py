@@ -1,17 +1,16 @@
 """What a job can be told, by kind: names and numbers, never a path; and the places they mean."""
 
 import importlib.util
-import math
 import re
 import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
 from embedder.errors import (
     GalleryConflictError,
@@ -22,68 +21,70 @@ from embedder.errors import (
 from embedder.session import SessionSettings
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
+from service.api.models import JobKind
 from service.galleries.locations import GalleryLocation, Locations, id_of
-from service.jobs.store import JobFolders, Kind
+from service.jobs.store import JobFolders
 from service.settings import START_WORDS, Settings, split_gallery
 
-Scalar = bool | int | float | str
+Scalar = bool | int | FiniteFloat | str
 Override = Scalar | list[Scalar]
 
-BUNDLE_DIGITS = 16
-"""Of the id of a bundle, in the name of its folder in the state folder."""
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-_JOB_ID = r"^[0-9a-f]{12}$"
 _TABLES = ("optimizer", "sampling", "input", "loss", "regularizers", "model", "protocol", "runtime")
 _KEYS = ("seed", "recall_at", "data.train_fraction", "data.split_seed", "data.small_classes")
 _KEY = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
-_CURE = "Name it in KINLENS_TRAINING_{} wherever jobs are taken and done, as NAME={}."
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9 +:._-]{0,127}")
 
 Part = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Swap = Annotated[
-    Literal["auto", "never"],
-    Field(
-        description="auto: the new gallery replaces the old one if it passes the gate. never: it "
-        "waits for POST /jobs/{id}/swap."
-    ),
-]
-ClassAttribute = Annotated[
-    str,
-    Field(min_length=1, max_length=200, description="Answers with the query's value are right."),
-]
-MaxMissing = Annotated[
-    Part, Field(description="Part of the items whose pictures may be missing; they are left out.")
-]
 
 
 class Params(BaseModel):
-    """Parameters of a job; an unknown name is an error."""
+    """Parameters of a job of one `kind`; an unknown name is an error."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    kind: ClassVar[JobKind]
+
+
+class CompactParams(Params):
+    """There are none."""
+
+    kind = "compact"
 
 
 class SwapParams(Params):
     """Either another gallery, or the job whose candidate is to be put in place."""
 
-    other: str | None = Field(None, alias="with", pattern=_NAME)
-    job: str | None = Field(None, pattern=_JOB_ID)
+    kind = "swap"
+    other: str | None = Field(None, alias="with", pattern=NAME)
+    job: str | None = Field(None, pattern=r"^[0-9a-f]{12}$")
 
 
-class Gate(Params):
-    """What the new gallery must reach to replace the old one; recalls are parts in [0, 1].
+class ModelParams(Params):
+    """Of both kinds that make a gallery again with another model."""
 
-    `min_queries`: after a training on fewer photographs that it did not see nothing is decided.
-    """
+    swap: Annotated[
+        Literal["auto", "never"],
+        Field(
+            description="auto: the new gallery replaces the old one if it passes the gate. never: "
+            "it waits for POST /jobs/{id}/swap."
+        ),
+    ] = "auto"
+    class_attribute: Annotated[
+        str,
+        Field(
+            min_length=1, max_length=200, description="Answers with the query's value are right."
+        ),
+    ] = "class"
+    max_missing: Annotated[
+        Part, Field(description="Part of the items whose pictures may be missing; left out.")
+    ] = 0.01
 
-    max_recall_loss: Part = 0.0
-    min_recall_at_1: Part | None = None
-    min_queries: Annotated[int, Field(ge=0, le=1000)] = 50
 
-
-class RebuildParams(Params):
+class RebuildParams(ModelParams):
     """Make the gallery again with another bundle."""
 
+    kind = "rebuild"
     bundle_id: Annotated[
         str,
         Field(
@@ -91,22 +92,33 @@ class RebuildParams(Params):
             description="Id of a bundle that the service knows, or 12 and more digits of it.",
         ),
     ]
-    swap: Swap = "auto"
     max_recall_loss: Part = 0.01
-    class_attribute: ClassAttribute = "class"
-    max_missing: MaxMissing = 0.01
 
 
-class TrainParams(Params):
+class Gate(BaseModel):
+    """What the new gallery must reach to replace the old one; recalls are parts in [0, 1].
+
+    `min_queries`: after a training on fewer photographs that it did not see nothing is decided.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_recall_loss: Part = 0.0
+    min_recall_at_1: Part | None = None
+    min_queries: Annotated[int, Field(ge=0, le=1000)] = 50
+
+
+class TrainParams(ModelParams):
     """Train a model, then make the gallery again with it."""
 
+    kind = "train"
     job: Annotated[
         str,
-        Field(pattern=_NAME, description="A job that comes with Kinlens; shop is the recommended."),
+        Field(pattern=NAME, description="A job that comes with Kinlens; shop is the recommended."),
     ] = "shop"
     data: Annotated[
         str | None,
-        Field(pattern=_NAME, description="A data set of the settings; null: the gallery's images."),
+        Field(pattern=NAME, description="A data set of the settings; null: the gallery's images."),
     ] = None
     overrides: Annotated[
         dict[str, Override],
@@ -117,50 +129,31 @@ class TrainParams(Params):
         ),
     ] = {}
     gate: Gate = Gate()
-    swap: Swap = "auto"
-    class_attribute: ClassAttribute = "class"
-    max_missing: MaxMissing = 0.01
 
     @field_validator("overrides")
     @classmethod
     def _change_no_paths(cls, value: dict[str, Override]) -> dict[str, Override]:
         for key, setting in value.items():
-            _check_override(key, setting)
+            may_change = key in _KEYS or (key.split(".")[0] in _TABLES and "." in key)
+            if not _KEY.fullmatch(key) or not may_change:
+                raise ValueError(
+                    f"{key[:80]!r} cannot be changed here; known are {', '.join(_KEYS)} and the "
+                    f"settings of the tables {', '.join(_TABLES)}, such as optimizer.epochs"
+                )
+            for scalar in setting if isinstance(setting, list) else [setting]:
+                if isinstance(scalar, str) and (not _WORD.fullmatch(scalar) or ".." in scalar):
+                    raise ValueError(
+                        f"{key} = {scalar[:80]!r} is no plain word; paths are not taken"
+                    )
         return value
 
 
-_MODELS: dict[Kind, type[Params]] = {
-    "compact": Params,
-    "swap": SwapParams,
-    "rebuild": RebuildParams,
-    "train": TrainParams,
-}
+_MODELS = {model.kind: model for model in (CompactParams, SwapParams, RebuildParams, TrainParams)}
 
 
-def checked(kind: Kind, params: dict[str, Any]) -> Params:
-    """Parameters of a kind. Raises: InvalidParameterError naming each that does not fit."""
-    try:
-        return _MODELS[kind].model_validate(params)
-    except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, fault['loc'])) or kind}: {fault['msg']}"
-            for fault in error.errors(include_url=False, include_context=False)
-        ]
-        raise InvalidParameterError("; ".join(faults) + ".") from error
-
-
-def _check_override(key: str, value: Override) -> None:
-    may_change = key in _KEYS or (key.split(".")[0] in _TABLES and "." in key)
-    if not _KEY.fullmatch(key) or not may_change:
-        raise ValueError(
-            f"{key[:80]!r} cannot be changed here; known are {', '.join(_KEYS)} and the settings "
-            f"of the tables {', '.join(_TABLES)}, such as optimizer.epochs"
-        )
-    for scalar in value if isinstance(value, list) else [value]:
-        if isinstance(scalar, str) and (not _WORD.fullmatch(scalar) or ".." in scalar):
-            raise ValueError(f"{key} = {scalar[:80]!r} is no plain word; paths are not taken")
-        if isinstance(scalar, float) and not math.isfinite(scalar):
-            raise ValueError(f"{key} = {scalar} is no finite number")
+def params_of(kind: JobKind, stored: dict[str, Any]) -> Params:
+    """The parameters of a job of the table. Raises: ValidationError."""
+    return _MODELS[kind].model_validate(stored)
 
 
 class Plan(BaseModel):
@@ -179,22 +172,22 @@ class Plan(BaseModel):
     session: SessionSettings
 
 
-def plan_of(params: Params, gallery: str, settings: Settings, *, is_done_here: bool = True) -> Plan:
+def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
     """The plan of a job by the settings of this process; the same call refuses what cannot work.
 
-    The training command is looked for only where the job `is_done_here`.
+    The training command is looked for only where jobs are done.
 
     Raises: GalleryNotFoundError, GalleryConflictError; InvalidParameterError naming the known
         training jobs, data sets, weights or bundles; JobConflictError without a training command.
     """
-    place = _place_of(gallery, settings)
-    found: dict[str, Any] = {"gallery": place.path, "image_root": place.image_root}
+    location = _location_of(gallery, settings)
+    found: dict[str, Any] = {"gallery": location.path, "image_root": location.image_root}
     if isinstance(params, SwapParams) and params.other is not None:
         if params.other == gallery:
             raise GalleryConflictError(
                 f"Gallery {gallery} cannot be swapped with itself. Name another one."
             )
-        other = _place_of(params.other, settings)
+        other = _location_of(params.other, settings)
         found |= {"other": other.path, "other_root": other.image_root}
     if isinstance(params, SwapParams) and params.job is not None:
         assert settings.state is not None
@@ -202,11 +195,17 @@ def plan_of(params: Params, gallery: str, settings: Settings, *, is_done_here: b
     if isinstance(params, RebuildParams):
         found["bundle"] = _bundle_folder(params.bundle_id, settings)
     if isinstance(params, TrainParams):
-        found |= _training(params, place, settings)
-        if is_done_here:
+        found |= _training(params, location, settings)
+        if settings.jobs == "here":
             found["command"] = _training_command(settings)
-    options = (settings.device, settings.threads, settings.allow_cpu_fallback, settings.precision)
-    return Plan(**found, session=SessionSettings(*options))
+    session = SessionSettings(
+        settings.device,
+        settings.threads,
+        settings.allow_cpu_fallback,
+        settings.precision,
+        settings.gpu_memory_mb,
+    )
+    return Plan(**found, session=session)
 
 
 def training_jobs() -> dict[str, Path]:
@@ -232,19 +231,19 @@ def data_kind(job: str) -> str:
     return kind
 
 
-def _place_of(name: str, settings: Settings) -> GalleryLocation:
-    places = {place.name: place for place in Locations(settings).list_galleries()}
-    if name not in places or not places[name].exists:
+def _location_of(name: str, settings: Settings) -> GalleryLocation:
+    known = {location.name: location for location in Locations(settings).list_galleries()}
+    if name not in known or not known[name].exists:
         raise GalleryNotFoundError(
-            f"gallery = {name[:80]!r} is unknown. Known are: {', '.join(places) or 'none'}."
+            f"gallery = {name[:80]!r} is unknown. Known are: {', '.join(known) or 'none'}."
         )
-    if places[name].path is None:
+    if known[name].path is None:
         raise GalleryConflictError(
             f"Gallery {name} lies on Milvus, where this service does no jobs. Make the new gallery "
             "in a folder (kinlens-index rebuild) and publish it there: kinlens-index import FOLDER "
             "--out milvus://HOST:PORT/NAME. Milvus compacts by itself."
         )
-    return places[name]
+    return known[name]
 
 
 def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
@@ -263,23 +262,24 @@ def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
     )
 
 
-def _training(params: TrainParams, place: GalleryLocation, settings: Settings) -> dict[str, Path]:
+def _training(params: TrainParams, location: GalleryLocation, settings: Settings) -> dict[str, Any]:
     """The data set and the weights of a training that have names in the settings."""
-    found = {}
-    _refuse_unknown("job", params.job, training_jobs(), "Name one of these.")
+    found: dict[str, Any] = {}
+    _check_known("job", params.job, training_jobs(), "Name one of these.")
+    cure = "Name it in KINLENS_TRAINING_{} wherever jobs are taken and done, as NAME={}."
+    data = _named(settings.training_data)
     if params.data is not None:
-        known = _named(settings.training_data)
-        _refuse_unknown("data", params.data, known, _CURE.format("DATA", "DIR"))
-        found["data_root"] = known[params.data]
+        _check_known("data", params.data, data, cure.format("DATA", "DIR"))
+        found["data_root"] = data[params.data]
+    named = _named(settings.training_weights)
     weights = str(params.overrides.get("model.weights", "imagenet"))
-    known = _named(settings.training_weights)
+    words = (*named, *START_WORDS)
+    _check_known("model.weights", weights, words, cure.format("WEIGHTS", "PATH"))
     if weights == "current":
-        assert place.path is not None
-        found["weights"] = _bundle_folder(current_manifest(place.path).bundle_id, settings)
-    elif weights not in START_WORDS:
-        words = known | dict.fromkeys(START_WORDS, Path())
-        _refuse_unknown("model.weights", weights, words, _CURE.format("WEIGHTS", "PATH"))
-        found["weights"] = known[weights]
+        assert location.path is not None
+        found["weights"] = _bundle_folder(current_manifest(location.path).bundle_id, settings)
+    elif weights in named:
+        found["weights"] = named[weights]
     return found
 
 
@@ -289,23 +289,22 @@ def _named(entries: tuple[str, ...]) -> dict[str, Path]:
     return {name or path.name: path.resolve() for name, path in pairs}
 
 
+def _check_known(what: str, name: str, known: Collection[str], cure: str) -> None:
+    if name not in known:
+        raise InvalidParameterError(
+            f"{what} = {name!r} is unknown. Known are: {', '.join(sorted(known)) or 'none'}. {cure}"
+        )
+
+
 def _training_command(settings: Settings) -> tuple[str, ...]:
     """The command that trains, its program as a path."""
-    words = shlex.split(settings.training_command)
-    beside = str(Path(sys.executable).parent)
-    program = (shutil.which(words[0]) or shutil.which(words[0], path=beside)) if words else None
-    if program is None:
+    program, *words = shlex.split(settings.training_command)
+    found = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
+    if found is None:
         raise JobConflictError(
             f"Nothing can be trained here: the command {settings.training_command!r} is not "
             "installed. Install the extra `training`, name the command with "
             "KINLENS_TRAINING_COMMAND, or let another container do the jobs (KINLENS_JOBS="
             "elsewhere and kinlens-serve work)."
         )
-    return (program, *words[1:])
-
-
-def _refuse_unknown(what: str, name: str, known: Mapping[str, object], cure: str) -> None:
-    if name not in known:
-        raise InvalidParameterError(
-            f"{what} = {name!r} is unknown. Known are: {', '.join(sorted(known)) or 'none'}. {cure}"
-        )
+    return (found, *words)

@@ -3,30 +3,97 @@
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from embedder.bundle import Bundle
 from embedder.durable import make_folder, rename, staged, sync_tree
+from embedder.errors import JobConflictError
 from embedder.session import OnnxEmbedder
 from indexer.checks.compare import Comparison, Interval, compare
 from indexer.gallery import Gallery, copy_bytes, current_manifest
-from indexer.ingest.rebuild import Follower, adopt, missing_since, rebuild, swap_in
-from indexer.ingest.sources import ANY_SIZE
+from indexer.ingest.rebuild import Follower, ReadImage, adopt, missing_since, rebuild, swap_in
+from indexer.ingest.sources import ANY_SIZE, Record, read_image
+from indexer.types import Item, Progress
 from service.galleries.pictures import PictureFolder
 from service.jobs.params import (
-    BUNDLE_DIGITS,
     Gate,
+    ModelParams,
+    Params,
+    Plan,
     RebuildParams,
     SwapParams,
-    TrainParams,
-    checked,
+    params_of,
 )
-from service.jobs.process import Context
-from service.jobs.store import JobFolders
+from service.jobs.store import TOTAL, Job, JobFolders, JobStore
 
+_BUNDLE_DIGITS = 16  # of its id, in the name of its folder
+_TELL_EVERY_S = 0.2
 _SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A job, what it was told, where it keeps its files, and how it tells what it does."""
+
+    job: Job
+    params: Params
+    plan: Plan
+    folders: JobFolders
+    store: JobStore
+
+    def at(self, step: str, part: float) -> None:
+        """The job is at `part` (0 to 1) of all its work, and begins this step."""
+        self.store.progress(self.job.id, step, int(TOTAL * part))
+
+    def progress(self, step: str, start: float, end: float, units: int) -> Progress:
+        """How to tell that a step goes on, which takes the job from the part `start` to `end`.
+
+        The returned function is told how many of the `units` are done since its last call.
+        """
+        done, told_at = 0, 0.0
+
+        def more(count: int) -> None:
+            nonlocal done, told_at
+            done = min(done + count, units)
+            if done == units or time.monotonic() - told_at >= _TELL_EVERY_S:
+                told_at = time.monotonic()
+                part = done / units if units else 1.0
+                self.at(f"{step} {done:,} of {units:,}", start + part * (end - start))
+
+        return more
+
+    def commit(self) -> None:
+        """From now on the job changes its gallery and cannot be cancelled.
+
+        Raises: JobConflictError if somebody has cancelled it.
+        """
+        if not self.store.commit(self.job.id):
+            raise JobConflictError("The job was cancelled; nothing was changed.")
+
+    def tell(self, **found: Any) -> None:
+        """Add to the report of the job."""
+        self.store.report(self.job.id, (self.store.get(self.job.id).report or {}) | found)
+
+    def read_image(self) -> ReadImage:
+        """How to read the picture of an item: from the image root, or as it was uploaded."""
+        root = self.plan.image_root or Path(current_manifest(self.plan.gallery).source_root)
+        pictures = PictureFolder(self.plan.gallery)
+
+        def read(item: Item | Record) -> bytes:
+            if item.path:
+                return read_image(root, item.path, ANY_SIZE.max_bytes)
+            return pictures.read(item.sha256)
+
+        return read
+
+    def follow(self, bundle: Path) -> contextlib.closing[Follower]:
+        """The gallery of the job, read with a model as the service runs it."""
+        embedder = OnnxEmbedder.open(bundle, self.plan.session, ANY_SIZE)
+        return contextlib.closing(Follower(self.plan.gallery, embedder, self.read_image()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,48 +122,64 @@ def compact_gallery(context: Context) -> None:
 
 
 def swap_gallery(context: Context) -> None:
-    """The state of another gallery, or a candidate, becomes the next generation."""
+    """The state of another gallery, or the candidate of a job, becomes the next generation."""
     params, plan = context.params, context.plan
     assert isinstance(params, SwapParams)
     assert plan.other is not None
     if params.job is not None:
         _swap_candidate(context, plan.other)
-        return
-    source = Gallery.open(plan.other, load_index=False)
-    target = Gallery.open(plan.gallery, load_index=False)
-    root = plan.other_root or source.image_root
-    context.tell(
-        old={"bundle_id": target.bundle_id, "items": target.size},
-        new={"bundle_id": source.bundle_id, "items": source.size},
-        swapped=False,
-    )
-    source.close()
-    target.close()
-    own, others = PictureFolder(plan.gallery), PictureFolder(plan.other)
-    calls = 0
+    else:
+        _swap_gallery(context, plan.other)
 
-    def catch_up(_: Path) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            own.take_in(others.root)
-        else:
-            context.commit()
 
+def _swap_gallery(context: Context, other: Path) -> None:
+    plan = context.plan
+    with (
+        contextlib.closing(Gallery.open(other, load_index=False)) as source,
+        contextlib.closing(Gallery.open(plan.gallery, load_index=False)) as target,
+    ):
+        root = plan.other_root or source.image_root
+        context.tell(
+            old={"bundle_id": target.bundle_id, "items": target.size},
+            new={"bundle_id": source.bundle_id, "items": source.size},
+            swapped=False,
+        )
+    own, others = PictureFolder(plan.gallery), PictureFolder(other)
+    steps = iter(
+        (lambda: own.take_in(others.root), context.commit)
+    )  # before and in the last moment
     with own.receiving(others):
         manifest = adopt(
             plan.gallery,
-            plan.other,
+            other,
             image_root="" if root == Path() else root,
-            catch_up=catch_up,
-            on_progress=context.progress("put in place", 0.0, 0.99, copy_bytes(plan.other)),
+            catch_up=lambda _: next(steps)(),
+            on_progress=context.progress("put in place", 0.0, 0.99, copy_bytes(other)),
         )
     own.sweep()
     context.tell(swapped=True, generation=manifest.generation)
 
 
+def _swap_candidate(context: Context, candidate: Path) -> None:
+    """With all that changed since; which items were left out then is no reason to refuse."""
+    maker = context.store.get(candidate.name)
+    params = params_of(maker.kind, maker.params)
+    assert isinstance(params, ModelParams)
+    bundle_id = current_manifest(candidate).bundle_id
+    with context.follow(context.folders.bundles / bundle_id[:_BUNDLE_DIGITS]) as follower:
+        old = follower.gallery
+        context.tell(old={"bundle_id": old.bundle_id}, new={"bundle_id": bundle_id}, swapped=False)
+        known: Set[int] = frozenset()
+        with contextlib.suppress(OSError, ValueError):
+            file = candidate.parents[1] / "jobs" / maker.id / "missing.json"
+            missing = json.loads(file.read_text(encoding="utf-8"))
+            if missing["generation"] == old.generation:  # which the numbers are of
+                known = frozenset(missing["items"])
+        _swap_in(context, follower, candidate, 0.1, params.max_missing, known)
+
+
 def rebuild_gallery(context: Context) -> None:
-    """The work of a rebuild."""
+    """Make the gallery again with another bundle that the service knows."""
     params, bundle = context.params, context.plan.bundle
     assert isinstance(params, RebuildParams)
     assert bundle is not None
@@ -117,30 +200,61 @@ def replace_model(
 
     Raises: what `rebuild` and `swap_in` raise; JobConflictError if it was cancelled.
     """
-    params, folders = context.params, context.folders
-    assert isinstance(params, RebuildParams | TrainParams)
-    rest = 1.0 - start
-    with _following(context, bundle) as follower:
-        size = follower.gallery.size
-        folders.candidate.parent.mkdir(parents=True, exist_ok=True)
+    params, candidate = context.params, context.folders.candidate
+    assert isinstance(params, ModelParams)
+    embedded, indexed, compared = (start + part * (1.0 - start) for part in (0.8, 0.9, 0.94))
+    with context.follow(bundle) as follower:
+        old = follower.gallery
+        candidate.parent.mkdir(parents=True, exist_ok=True)
         context.at("embed pictures", start)
-        parts = start, start + 0.8 * rest, start + 0.9 * rest
         report = rebuild(
             follower,
-            folders.candidate,
+            candidate,
             max_missing=params.max_missing,
-            on_progress=context.progress("embed pictures", parts[0], parts[1], size),
-            on_indexed=context.progress("make the index", parts[1], parts[2], size),
+            on_progress=context.progress("embed pictures", start, embedded, old.size),
+            on_indexed=context.progress("make the index", embedded, indexed, old.size),
         )
-        missing = {"generation": follower.gallery.generation, "items": sorted(follower.failures)}
-        folders.missing.write_text(json.dumps(missing), encoding="utf-8")
+        known = frozenset(follower.failures)
+        missing = {"generation": old.generation, "items": sorted(known)}
+        context.folders.missing.write_text(json.dumps(missing), encoding="utf-8")
         context.tell(rebuild=report.model_dump(mode="json"), swapped=False)
-        context.at("compare old and new", parts[2])
-        passed = _compare(context, follower.gallery, gate, choose(follower.gallery))
-        store_bundle(bundle, folders.bundles)
-        if params.swap == "auto" and passed:
-            part = start + 0.94 * rest
-            _swap_in(context, follower, folders, part, params.max_missing, frozenset())
+        context.at("compare old and new", indexed)
+        questions = choose(old)
+        with contextlib.closing(Gallery.open(candidate, verify_hashes=False)) as new:
+            found = compare(old, new, params.class_attribute, asked=questions.keys)
+        verdict = judge(found, gate, questions.clause)
+        context.tell(**found.model_dump(mode="json"), gate=asdict(verdict))
+        store_bundle(bundle, context.folders.bundles)
+        if params.swap == "auto" and verdict.passed:
+            _swap_in(context, follower, candidate, compared, params.max_missing, known)
+
+
+def _swap_in(
+    context: Context,
+    follower: Follower,
+    candidate: Path,
+    start: float,
+    max_missing: float,
+    known: Set[int],
+) -> None:
+    """Put a candidate in place that lacks the items with the numbers `known`; of others whose
+    pictures are missing since, no more than the part `max_missing` of all.
+    """
+    try:
+        manifest = swap_in(
+            follower,
+            candidate,
+            max_missing=max_missing,
+            known_missing=known,
+            on_progress=context.progress("put in place", start, 0.99, copy_bytes(candidate)),
+            before_publish=context.commit,
+        )
+    finally:
+        missing = missing_since(follower, known)
+        shown = [failure.model_dump(mode="json") for failure in missing[:_SHOWN]]
+        context.tell(missing_since={"count": len(missing), "failures": shown})
+    context.tell(swapped=True, generation=manifest.generation)
+    shutil.rmtree(candidate, ignore_errors=True)
 
 
 def store_bundle(bundle: Path, bundles: Path) -> None:
@@ -148,7 +262,7 @@ def store_bundle(bundle: Path, bundles: Path) -> None:
 
     Raises: BundleError; OSError.
     """
-    target = bundles / Bundle.open(bundle).bundle_id[:BUNDLE_DIGITS]
+    target = bundles / Bundle.open(bundle).bundle_id[:_BUNDLE_DIGITS]
     if target.is_dir():
         Bundle.open(target)
         return
@@ -202,80 +316,3 @@ def judge(found: Comparison, gate: Gate, clause: str = "") -> Verdict:
 
 def _between(interval: Interval | None) -> str:
     return "" if interval is None else f" ({interval[0]:.4f} to {interval[1]:.4f})"
-
-
-def _following(context: Context, bundle: Path) -> contextlib.closing[Follower]:
-    """The gallery of the job, read with a model as the service runs it."""
-    embedder = OnnxEmbedder.open(bundle, context.plan.session, ANY_SIZE)
-    return contextlib.closing(Follower(context.plan.gallery, embedder, context.read_image()))
-
-
-def _compare(context: Context, old: Gallery, gate: Gate, questions: Questions) -> bool:
-    assert isinstance(context.params, RebuildParams | TrainParams)
-    candidate = Gallery.open(context.folders.candidate, verify_hashes=False)
-    with contextlib.closing(candidate) as new:
-        found = compare(old, new, context.params.class_attribute, asked=questions.keys)
-    verdict = judge(found, gate, questions.clause)
-    context.tell(**found.model_dump(mode="json"), gate=asdict(verdict))
-    return verdict.passed
-
-
-def _swap_candidate(context: Context, candidate: Path) -> None:
-    """Put the candidate of an earlier job in place, with all that changed since.
-
-    Of items whose pictures have gone missing since, no more may be left out than that job allowed.
-    """
-    bundle_id = current_manifest(candidate).bundle_id
-    bundle = context.folders.bundles / bundle_id[:BUNDLE_DIGITS]
-    maker = context.store.get(candidate.name)
-    params = checked(maker.kind, maker.params)
-    assert isinstance(params, RebuildParams | TrainParams)
-    folders = JobFolders(candidate.parents[1], maker.id)
-    with _following(context, bundle) as follower:
-        old = follower.gallery
-        context.tell(old={"bundle_id": old.bundle_id}, new={"bundle_id": bundle_id}, swapped=False)
-        known = _missing_then(folders, old.generation)
-        _swap_in(context, follower, folders, 0.1, params.max_missing, known)
-
-
-def _swap_in(
-    context: Context,
-    follower: Follower,
-    maker: JobFolders,
-    start: float,
-    max_missing: float,
-    known: Set[int],
-) -> None:
-    """Put the candidate that `maker` has in place.
-
-    `known` are the numbers of the items that may be missing beside the part `max_missing`.
-    """
-    candidate = maker.candidate
-    try:
-        manifest = swap_in(
-            follower,
-            candidate,
-            max_missing=max_missing,
-            known_missing=known,
-            on_progress=context.progress("put in place", start, 0.99, copy_bytes(candidate)),
-            before_publish=context.commit,
-        )
-    finally:
-        then = _missing_then(maker, follower.gallery.generation)
-        missing = missing_since(follower, then)
-        shown = [failure.model_dump(mode="json") for failure in missing[:_SHOWN]]
-        context.tell(missing_since={"count": len(missing), "failures": shown})
-    context.tell(swapped=True, generation=manifest.generation)
-    shutil.rmtree(candidate, ignore_errors=True)
-
-
-def _missing_then(maker: JobFolders, generation: str) -> frozenset[int]:
-    """The items, by number, that were missing when a job made its candidate.
-
-    None if the gallery was at another generation, or it is unknown.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(maker.missing.read_text(encoding="utf-8"))
-        if found["generation"] == generation:
-            return frozenset(found["items"])
-    return frozenset()

@@ -3,24 +3,20 @@
 import contextlib
 import fcntl
 import json
-import os
 import sqlite3
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from embedder.durable import make_folder
 from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateError
+from service.api.models import JobKind, JobModel, JobState
 
-Kind = Literal["compact", "swap", "rebuild", "train"]
-State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
-
-ACTIVE: tuple[State, ...] = ("queued", "running")
-ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
-HEAVY: tuple[Kind, ...] = ("rebuild", "train")
+ACTIVE: tuple[JobState, ...] = ("queued", "running")
+ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
+HEAVY: tuple[JobKind, ...] = ("rebuild", "train")
 """Kinds that take a whole machine: one of them runs at a time, and one that was stopped goes on."""
 
 TOTAL = 1000
@@ -40,26 +36,11 @@ CREATE TABLE IF NOT EXISTS jobs (
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One piece of long work on one gallery; times are ISO 8601 in UTC."""
+class Job(JobModel):
+    """With what clients are not shown: whether it is to end, or may no longer be ended."""
 
-    id: str
-    kind: Kind
-    gallery: str
-    state: State
-    step: str
-    done: int
-    total: int | None
-    created_at: str
-    started_at: str | None
-    ended_at: str | None
-    by: str
-    params: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    report: dict[str, Any] | None = None
-    cancel_requested: bool = False
-    committed: bool = False
+    cancel_requested: bool
+    committed: bool
 
     @property
     def is_active(self) -> bool:
@@ -72,11 +53,6 @@ class Job:
         return frozenset({self.gallery, self.params.get("with", self.gallery)})
 
 
-def in_conflict(one: Job, other: Job) -> bool:
-    """Whether one of them writes a gallery that the other one reads or writes."""
-    return one.gallery in other.galleries or other.gallery in one.galleries
-
-
 class JobFolders:
     """The files of one job in the state folder `state`."""
 
@@ -84,29 +60,25 @@ class JobFolders:
         self.path = state / "jobs" / job_id
         self.log = self.path / "log.txt"
         self.plan = self.path / "plan.json"
-        self.report = self.path / "report.json"
         self.missing = self.path / "missing.json"
         self.run = state / "runs" / job_id
         self.data = self.run / "data"
         self.candidate = state / "candidates" / job_id
         self.bundles = state / "bundles"
 
-    def take_lock(self) -> int | None:
-        """A descriptor that marks the job as alive until each copy of it is closed.
-
-        None if a process has the job. Raises: StateError.
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[int | None]:
+        """A descriptor that marks the job as alive until each copy of it is closed; None if a
+        process has the job. Raises: OSError.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise StateError(f"The folder of a job cannot be used: {error}.") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return descriptor
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+            else:
+                yield file.fileno()
 
 
 class JobStore:
@@ -118,44 +90,42 @@ class JobStore:
     def __init__(self, path: Path) -> None:
         self._path = path
         make_folder(path.parent, "jobs")
-        with self._connection() as connection:
+        with self._transaction() as connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(_TABLE)
 
-    def create(self, kind: Kind, gallery: str, params: dict[str, Any], by: str) -> Job:
+    def create(self, kind: JobKind, gallery: str, params: dict[str, Any], by: str) -> Job:
         """A new job that waits. Raises: JobConflictError naming the one that it must not meet."""
-        job_id, now = uuid.uuid4().hex[:_ID_DIGITS], _now()
-        job = Job(job_id, kind, gallery, "queued", "waits", 0, TOTAL, now, None, None, by, params)
-        with self._writing() as connection:
-            _refuse_conflict(connection, job)
+        job_id = uuid.uuid4().hex[:_ID_DIGITS]
+        with self._transaction() as connection:
             connection.execute(
                 "INSERT INTO jobs (id, kind, gallery, state, step, total, created_at, by, params)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (job_id, kind, gallery, job.state, job.step, TOTAL, now, by, json.dumps(params)),
+                " VALUES (?, ?, ?, 'queued', 'waits', ?, ?, ?, ?)",
+                (job_id, kind, gallery, TOTAL, _now(), by, json.dumps(params)),
             )
-        return job
+            return _without_conflict(connection, job_id)
 
     def get(self, job_id: str) -> Job:
         """One job. Raises: JobNotFoundError."""
-        with self._connection() as connection:
+        with self._transaction() as connection:
             for job in _read(connection, "WHERE id = ?", job_id):
                 return job
         raise JobNotFoundError(f"There is no job {job_id[:40]!r}. GET /jobs lists them.")
 
-    def newest(self, state: State | None = None, limit: int = 100) -> list[Job]:
+    def newest(self, state: JobState | None = None, limit: int = 100) -> list[Job]:
         """The newest jobs, newest first."""
         where = "WHERE state = coalesce(?, state) ORDER BY number DESC LIMIT ?"
-        with self._connection() as connection:
+        with self._transaction() as connection:
             return _read(connection, where, state, limit)
 
     def active(self) -> list[Job]:
         """The jobs that wait or run, oldest first."""
-        with self._connection() as connection:
+        with self._transaction() as connection:
             return _active(connection)
 
-    def counts(self) -> dict[State, int]:
+    def counts(self) -> dict[JobState, int]:
         """How many jobs are in each state."""
-        with self._connection() as connection:
+        with self._transaction() as connection:
             found = connection.execute("SELECT state, count(*) FROM jobs GROUP BY state").fetchall()
         return dict.fromkeys((*ACTIVE, *ENDED), 0) | dict(found)
 
@@ -226,41 +196,38 @@ class JobStore:
         return self._change(sql, job_id)
 
     def renew(self, job_id: str) -> Job:
-        """Let a job that ended without success wait once more.
+        """Let a rebuild or training that ended without success wait once more.
 
-        Raises: JobNotFoundError; JobConflictError if it did not end so, or naming another one.
+        Raises: JobNotFoundError; JobConflictError if it did not end so, is of another kind than
+            these, or naming another job that it must not meet.
         """
         job = self.get(job_id)
-        with self._writing() as connection:
-            _refuse_conflict(connection, job)
+        with self._transaction() as connection:
             ended = connection.execute(
                 "UPDATE jobs SET state = 'queued', step = 'waits', error = NULL, ended_at = NULL,"
                 " cancel_requested = 0, committed = 0"
-                " WHERE id = ? AND state IN ('failed', 'cancelled')",
+                " WHERE id = ? AND state IN ('failed', 'cancelled')"
+                " AND kind IN ('rebuild', 'train')",
                 (job_id,),
             )
             if not ended.rowcount:
                 raise JobConflictError(
-                    f"Job {job_id} is {job.state}; only one that failed or was cancelled goes on."
+                    f"Job {job_id} ({job.kind}, {job.state}) does not go on: only a rebuild or "
+                    "training does that failed or was cancelled. Start it again instead."
                 )
-        return self.get(job_id)
+            return _without_conflict(connection, job_id)
 
     def _change(self, sql: str, *values: object) -> bool:
-        with self._writing() as connection:
+        with self._transaction() as connection:
             return connection.execute(sql, values).rowcount > 0
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._connection() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            with connection:  # commits, or rolls back
-                yield connection
-
-    @contextlib.contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Committed in the end, or rolled back; no other process writes after its first change."""
         try:
-            connection = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
-            with contextlib.closing(connection):
+            connection = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level="IMMEDIATE")
+            connection.row_factory = sqlite3.Row
+            with contextlib.closing(connection), connection:
                 yield connection
         except sqlite3.Error as error:
             raise StateError(
@@ -271,41 +238,40 @@ class JobStore:
 
 def reason_of(error: Exception) -> str:
     """Why a job failed, without the words of an error that nobody foresaw."""
-    if is_foreseen(error):
+    if isinstance(error, KinlensError | OSError):
         return str(error)
     return f"The job failed with {type(error).__name__}. The log has the cause."
 
 
-def is_foreseen(error: Exception) -> bool:
-    """Whether its words are meant for users."""
-    return isinstance(error, KinlensError | OSError)
-
-
 def _read(connection: sqlite3.Connection, where: str, *values: object) -> list[Job]:
-    names = [column.name for column in fields(Job)]
-    sql = f"SELECT {', '.join(names)} FROM jobs {where}"  # noqa: S608 (constants)
-    return [_job(dict(zip(names, row, strict=True))) for row in connection.execute(sql, values)]
-
-
-def _job(row: dict[str, Any]) -> Job:
-    row["params"] = json.loads(row["params"])
-    row["report"] = None if row["report"] is None else json.loads(row["report"])
-    row["cancel_requested"] = bool(row["cancel_requested"])
-    row["committed"] = bool(row["committed"])
-    return Job(**row)
+    rows = connection.execute(f"SELECT * FROM jobs {where}", values)  # noqa: S608 (constants)
+    return [
+        Job.model_validate(
+            {
+                **row,
+                "params": json.loads(row["params"]),
+                "report": json.loads(row["report"] or "null"),
+            }
+        )
+        for row in rows
+    ]
 
 
 def _active(connection: sqlite3.Connection) -> list[Job]:
     return _read(connection, "WHERE state IN ('queued', 'running') ORDER BY number")
 
 
-def _refuse_conflict(connection: sqlite3.Connection, job: Job) -> None:
-    for other in _active(connection):
-        if other.id != job.id and in_conflict(job, other):
+def _without_conflict(connection: sqlite3.Connection, job_id: str) -> Job:
+    """The job, unless one of it and another writes a gallery that the other one reads or writes."""
+    active = {job.id: job for job in _active(connection)}
+    job = active.pop(job_id)
+    for other in active.values():
+        if job.gallery in other.galleries or other.gallery in job.galleries:
             raise JobConflictError(
                 f"Job {other.id} ({other.kind}) works with the same gallery. Wait until it has "
                 f"ended, or end it: POST /jobs/{other.id}/cancel."
             )
+    return job
 
 
 def _now() -> str:

@@ -6,19 +6,21 @@ import hashlib
 import json
 import re
 import shutil
-from collections import Counter
+import subprocess
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embedder.errors import GalleryError, ImageError, SourceError
+from embedder.errors import GalleryError, ImageError, SourceError, StateError
 from embedder.session import FASTER, PROVIDERS
 from embedder.types import AttributeValue
 from indexer.gallery import Gallery
 from service.jobs.params import Plan, TrainParams, data_kind
-from service.jobs.process import Context, run_command
-from service.jobs.rebuild import Questions, replace_model
+from service.jobs.rebuild import Context, Questions, replace_model
 
+_LAST_LINES = 3  # of its output, in the error
 _PREPARED, _TRAINED, _EXPORTED = 0.05, 0.6, 0.65  # parts of the whole job
 _SHOWN = 100
 _MIN_CLASSES = 4  # of 2 pictures: half of them are held out, and a search needs more than one
@@ -42,22 +44,22 @@ def train_gallery(context: Context) -> None:
 
     Raises: StateError if a command fails; SourceError for too few classes; as `replace_model`.
     """
-    params, folders = context.params, context.folders
+    params, folders, command = context.params, context.folders, context.plan.command
     assert isinstance(params, TrainParams)
-    run = folders.run
+    run, bundle = folders.run, folders.run / "bundle"
     run.mkdir(parents=True, exist_ok=True)
-    _fit(context, params)
-    epoch, total, _ = _epochs_of(run)
-    result = _json(run / "result.json")
-    figures = {name: result[name] for name in _RESULTS if name in result}
-    context.tell(training={**figures, "epochs": [epoch, total]}, swapped=False)
-    context.at("export the bundle", _TRAINED)
-    bundle = run / "bundle"
-    shutil.rmtree(bundle, ignore_errors=True)
-    more = _precisions(context.plan)
-    run_command([*context.plan.command, "export", str(run), "--out", str(bundle), *more])
-    seen = seen_by(run, context.plan.data_root or folders.data)
-    shutil.rmtree(folders.data, ignore_errors=True)
+    try:
+        _fit(context, params)
+        epochs = _epochs_of(run)
+        result = _json(run / "result.json")
+        figures = {name: result[name] for name in _RESULTS if name in result}
+        context.tell(training={**figures, "epochs": epochs}, swapped=False)
+        context.at("export the bundle", _TRAINED)
+        shutil.rmtree(bundle, ignore_errors=True)
+        _run([*command, "export", str(run), "--out", str(bundle), *_precisions(context.plan)])
+        seen = seen_by(run, context.plan.data_root or folders.data)
+    finally:
+        shutil.rmtree(folders.data, ignore_errors=True)
     replace_model(
         context,
         bundle,
@@ -125,25 +127,50 @@ def _fit(context: Context, params: TrainParams) -> None:
     changes = dict(params.overrides)
     if context.plan.weights is not None:
         changes["model.weights"] = str(context.plan.weights)
-    overrides = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
-    settings = [_data(context, params), *overrides]
-    words = [word for setting in settings for word in ("--set", setting)]
+    settings = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
+    words = [word for setting in (_data(context, params), *settings) for word in ("--set", setting)]
     if (run / "checkpoint.pt").is_file():
         words.append("--resume")
     told = -1
 
     def tell_epoch() -> None:
         nonlocal told
-        epoch, total, figures = _epochs_of(run)
-        if total and epoch != told:
+        epoch, total = _epochs_of(run)
+        if total and epoch > told:
             told = epoch
-            loss = f", loss {figures['loss']:.3f}" if "loss" in figures else ""
             part = _PREPARED + (_TRAINED - _PREPARED) * epoch / total
-            context.at(f"train: {epoch} of {total} epochs{loss}", part)
+            context.at(f"train: {epoch} of {total} epochs", part)
 
     context.at("train", _PREPARED)
-    fit = [*context.plan.command, "fit", params.job, "--out", str(run), *words]
-    run_command(fit, on_line=tell_epoch)
+    _run([*context.plan.command, "fit", params.job, "--out", str(run), *words], tell_epoch)
+
+
+def _run(words: Sequence[str], on_line: Callable[[], None] = lambda: None) -> None:
+    """Run a command to its end, its output into the log of the job; `on_line` hears each line.
+
+    Raises: OSError if it cannot be started; StateError, with its last lines, if it fails.
+    """
+    print(f"$ {' '.join(words)}", flush=True)  # noqa: T201
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    with subprocess.Popen(
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if text := line.rstrip():
+                last.append(text[-500:])
+            print(text, flush=True)  # noqa: T201
+            on_line()
+    if process.returncode:
+        raise StateError(
+            f"{Path(words[0]).name} {words[1]} ended with {process.returncode}: "
+            f"{' '.join(last)[-1500:] or 'it said nothing'}"
+        )
 
 
 def _data(context: Context, params: TrainParams) -> str:
@@ -166,52 +193,50 @@ def _write_pictures(context: Context, class_attribute: str, root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     names: dict[AttributeValue, str] = {}
     sizes: Counter[AttributeValue] = Counter()
-    left_out = []
+    left_out = 0
     read_image = context.read_image()
-    gallery = Gallery.open(context.plan.gallery, load_index=False)
-    copied = context.progress("copy pictures", 0.0, _PREPARED, gallery.size)
-    for item in gallery.items():
-        copied(1)
-        value = item.attributes.get(class_attribute)
-        suffix = _SUFFIXES.get(item.format)
-        if value is None or suffix is None:
-            left_out.append(f"{item.key}: no {class_attribute}, or no format to train on")
-            continue
-        try:
-            data = read_image(item)
-        except (ImageError, GalleryError, OSError) as error:
-            left_out.append(f"{item.key}: {error}")
-            continue
-        word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40]
-        folder = root / names.setdefault(value, f"{len(names):05d}-{word}")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{item.id:09d}{suffix}").write_bytes(data)
-        sizes[value] += 1
-    gallery.close()
-    for line in left_out[:_SHOWN]:
-        print(f"left out: {line}"[:500], flush=True)  # noqa: T201 (into the log of the job)
-    if left_out[_SHOWN:]:
-        print(f"left out: {len(left_out):,} pictures in all", flush=True)  # noqa: T201
+    with contextlib.closing(Gallery.open(context.plan.gallery, load_index=False)) as gallery:
+        copied = context.progress("copy pictures", 0.0, _PREPARED, gallery.size)
+        for item in gallery.items():
+            copied(1)
+            value = item.attributes.get(class_attribute)
+            suffix = _SUFFIXES.get(item.format)
+            try:
+                if value is None or suffix is None:
+                    raise SourceError(f"no {class_attribute}, or no format to train on")
+                data = read_image(item)
+            except (ImageError, GalleryError, OSError) as error:
+                left_out += 1
+                if left_out <= _SHOWN:
+                    print(f"left out: {item.key}: {error}"[:500], flush=True)  # noqa: T201
+                continue
+            word = re.sub(r"[^A-Za-z0-9]+", "-", str(value))[:40]
+            folder = root / names.setdefault(value, f"{len(names):05d}-{word}")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{item.id:09d}{suffix}").write_bytes(data)
+            sizes[value] += 1
+        name = gallery.name
+    if left_out:
+        print(f"left out: {left_out:,} pictures in all", flush=True)  # noqa: T201
     enough = sum(size > 1 for size in sizes.values())
     if enough < _MIN_CLASSES:
         raise SourceError(
-            f"The pictures of gallery {gallery.name} have {enough} values of the attribute "
+            f"The pictures of gallery {name} have {enough} values of the attribute "
             f"{class_attribute!r} with 2 pictures or more; a training needs {_MIN_CLASSES}. Give "
             "the items that attribute, or name another one with class_attribute."
         )
 
 
-def _epochs_of(run: Path) -> tuple[int, int, dict[str, Any]]:
-    """Finished epochs, all epochs (0 if unknown yet), and the figures of the last finished one."""
+def _epochs_of(run: Path) -> tuple[int, int]:
+    """Finished epochs, and all of them (0 if unknown yet)."""
     total = _json(run / "job.json").get("optimizer", {}).get("epochs", 0)
-    last: dict[str, Any] = {}
+    done = 0
     with contextlib.suppress(OSError), (run / "log.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             with contextlib.suppress(ValueError):  # the last line may be half written
                 record = json.loads(line)
-                if isinstance(record, dict) and record.get("kind") == "epoch":
-                    last = record
-    return int(last.get("epoch", 0)), int(total), last
+                done = record["epoch"] if record.get("kind") == "epoch" else done
+    return done, total
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -22,21 +22,14 @@ _OK = "ok"
 class Readiness:
     """The verdict of each check, `ok` or what is wrong, and the versions that were searched.
 
-    What is `tolerated` is told, but answers come all the same: a new generation of a gallery that
-    cannot be opened while the old one is served.
+    A new generation of a gallery that cannot be opened is told in `checks`, but `ready` all the
+    same: the old one is served.
     """
 
+    ready: bool
     checks: dict[str, str]
     versions: dict[str, str]
-    last_error: str | None = None
-    tolerated: frozenset[str] = frozenset()
-
-    @property
-    def ready(self) -> bool:
-        """Whether every check passed that is not tolerated."""
-        return all(
-            verdict == _OK or name in self.tolerated for name, verdict in self.checks.items()
-        )
+    last_error: str | None
 
 
 class Health:
@@ -60,7 +53,6 @@ class Health:
     async def _check(self) -> Readiness:
         checks: dict[str, str] = {}
         versions: dict[str, str] = {}
-        tolerated: set[str] = set()
         models = self._models.running()
         fit = set()
         for model in models:
@@ -72,21 +64,14 @@ class Health:
                 is_fit = served.model.bundle_id in fit
                 verdict, versions[name] = await self._check_gallery(served, is_fit)
                 checks[f"gallery {name}"] = verdict
+        self.passed = all(verdict == _OK for verdict in checks.values())
         for name, verdict in self._registry.failures.verdicts().items():
             checks[f"reload {name}"] = verdict
-            tolerated.add(f"reload {name}")
-        return self._judged(checks, versions, frozenset(tolerated))
-
-    def _judged(
-        self, checks: dict[str, str], versions: dict[str, str], tolerated: frozenset[str]
-    ) -> Readiness:
         faults = [f"{name}: {verdict}" for name, verdict in checks.items() if verdict != _OK]
         if faults:
             self._last_error = "; ".join(faults)
             structlog.get_logger().error("readiness checks failed", checks=checks)
-        readiness = Readiness(checks, versions, self._last_error, tolerated)
-        self.passed = readiness.ready
-        return readiness
+        return Readiness(self.passed, checks, versions, self._last_error)
 
     async def _check_model(self, model: Model) -> str:
         try:

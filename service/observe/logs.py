@@ -18,7 +18,7 @@ from typing import TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
-TOLD_EVERY_S = 30.0
+_TOLD_EVERY_S = 30.0
 _SECRETS = (  # what a line must hold for the pattern to be tried, what hides the rest
     ("kl_", re.compile(r"\b(kl_[0-9a-f]+_)[0-9a-f]+"), r"\1***"),
     ("@", re.compile(r"(\w://)[^/\s\"@]+@"), r"\1***@"),
@@ -69,9 +69,8 @@ class _Lines:
         while (line := self._lines.get()) is not None:
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
-                line += (
-                    f'\n{{"event": "log lines dropped", "level": "warning", "times": {dropped}}}'
-                )
+                told = {"event": "log lines dropped", "level": "warning", "times": dropped}
+                line += f"\n{json.dumps(told)}"
             try:
                 self._stream.write(f"{line}\n")
                 self._stream.flush()
@@ -119,7 +118,10 @@ def configure_logs(level: str) -> None:
     )
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    _adopt_loggers()
+    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = name != "uvicorn.access"  # a request is logged once, by us
     structlog.configure(  # our events take the short way: a record of logging costs as much again
         processors=[*shared, _line],
         logger_factory=lambda *_: lines,
@@ -139,19 +141,11 @@ def _line(_: WrappedLogger, __: str, event: EventDict) -> str:
     return masked(_ENCODE(event)).encode(errors="replace").decode()
 
 
-def _adopt_loggers() -> None:
-    """What uvicorn says becomes JSON as well; a request is logged once, by us."""
-    for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = name != "uvicorn.access"
-
-
 class Repeats:
     """Says how often something happened, at most once in `every_s`."""
 
     def __init__(
-        self, every_s: float = TOLD_EVERY_S, clock: Callable[[], float] = time.monotonic
+        self, every_s: float = _TOLD_EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._every_s = every_s
         self._clock = clock

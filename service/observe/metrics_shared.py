@@ -8,17 +8,17 @@ Without the variable everything stays in the memory of the one process.
 import asyncio
 import contextlib
 import os
-import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
 from prometheus_client.values import MultiProcessValue
 
-GaugeMode = Literal["livesum", "livemin", "livemax", "livemostrecent"]
+GaugeMode = Literal["livesum", "livemin"]
 _VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _REFRESH_S = 1.0
 _PARENT = "parent"
@@ -32,17 +32,14 @@ def shared_folder() -> Iterator[Path]:
 
     The library chooses its storage when it is imported, so only new processes are concerned.
     """
-    before = os.environ.get(_VARIABLE)
-    folder = Path(tempfile.mkdtemp(prefix="kinlens-metrics-"))
-    os.environ[_VARIABLE] = str(folder)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if before is None:
+    with tempfile.TemporaryDirectory(
+        prefix="kinlens-metrics-", ignore_cleanup_errors=True
+    ) as folder:
+        os.environ[_VARIABLE] = folder
+        try:
+            yield Path(folder)
+        finally:
             del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
 
 
 def forget(folder: Path, process_id: int) -> None:
@@ -59,42 +56,27 @@ def restarts_counter() -> Callable[[], None]:
     return lambda: value.inc(1)
 
 
-def is_shared() -> bool:
+def _is_shared() -> bool:
     """Whether the metrics of this process are those of several."""
     return _VARIABLE in os.environ
 
 
-def render(registry: CollectorRegistry) -> bytes:
-    """The metrics of this process, or the sums over all that share the folder, as text."""
-    if is_shared():
+def render(registry: CollectorRegistry, own: Sequence[Collector]) -> bytes:
+    """The metrics of this process, or the sums over all that share the folder and the `own` ones
+    of this process, as text.
+    """
+    if _is_shared():
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        for collector in own:
+            registry.register(collector)
     return generate_latest(registry)
-
-
-class Readings:
-    """Gauges whose values are read from somewhere: at each look, or at each `refresh` if shared."""
-
-    def __init__(self) -> None:
-        self._reads: list[tuple[Gauge, Callable[[], float]]] = []
-
-    def add(self, gauge: Gauge, read: Callable[[], float]) -> None:
-        """Let `gauge` show what `read` gives."""
-        if is_shared():
-            self._reads.append((gauge, read))
-        else:
-            gauge.set_function(read)
-
-    def refresh(self) -> None:
-        """Write down every value now, for whichever process is asked."""
-        for gauge, read in self._reads:
-            gauge.set(read())
 
 
 @contextlib.asynccontextmanager
 async def kept_fresh(refresh: Callable[[], None]) -> AsyncIterator[None]:
     """Call `refresh` every second inside this block if the metrics are shared."""
-    if not is_shared():
+    if not _is_shared():
         yield
         return
 

@@ -1,13 +1,17 @@
-"""What the metrics tell about models and galleries, read when they are asked for."""
+"""What the metrics tell about models, galleries and jobs, read when they are asked for."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from embedder.errors import KinlensError
-from service.concurrency import BoundedPool, Recent
-from service.galleries.registry import Registry, Served
-from service.jobs.store import State
+from service.api.models import JobState
+from service.concurrency import BoundedPool, Recent, T
+from service.galleries.registry import Registry
 from service.observe.health import Health
 from service.observe.metrics import Metrics
 from service.search.cache import Cache
@@ -15,64 +19,63 @@ from service.search.lanes import Lanes
 from service.search.model import Models
 
 
-class Observer:
-    """Publishes what is served now, and takes back what is no longer served."""
+class Observer(Collector):
+    """What is served now; what cannot be read is left out."""
 
     def __init__(
         self,
-        metrics: Metrics,
         registry: Registry,
         models: Models,
         pool: BoundedPool,
         timeout_s: float,
-        jobs: Callable[[], Mapping[State, int]] | None = None,
+        jobs: Callable[[], Mapping[JobState, int]] = dict,
     ) -> None:
-        self._metrics = metrics
         self._registry = registry
         self._models = models
         self._pool = pool
         self._timeout_s = timeout_s
         self._jobs = jobs
-        self._providers: set[tuple[str, str]] = set()
-        self._names: set[str] = set()
-        self._recent = Recent(self._observe)
+        self._families = _families()
+        self._recent = Recent(self._read)
+
+    def collect(self) -> Sequence[GaugeMetricFamily]:
+        """As it was observed last."""
+        return self._families
 
     async def observe(self) -> None:
-        """Publish models, jobs and galleries as they are now, or were within the last second; what
-        cannot be read stays as it was.
-        """
-        await self._recent.get()
+        """Read models, jobs and galleries as they are now, or were within the last second."""
+        self._families = await self._recent.get()
 
-    async def _observe(self) -> None:
-        self._observe_models()
+    async def _read(self) -> Sequence[GaugeMetricFamily]:
+        provider, jobs, items, age = families = _families()
+        for model in self._models.running():
+            provider.add_metric([model.provider, model.bundle_id], 1)
         with contextlib.suppress(KinlensError, TimeoutError):
-            await self._observe_jobs()
-        names = self._registry.names()
-        for name in self._names.difference(names):
-            self._metrics.forget_gallery(name)
-        self._names = set(names)
-        for name in names:
+            for state, count in (await self._run(self._jobs)).items():
+                jobs.add_metric([state], count)
+        for name in self._registry.names():
             with contextlib.suppress(KinlensError, TimeoutError), self._registry.lease(name) as own:
-                await self._observe_gallery(own)
+                gallery = own.gallery
+                items.add_metric([name], await self._run(lambda: gallery.size))  # noqa: B023
+                made_at = datetime.fromisoformat(gallery.created_at)
+                age.add_metric([name], (datetime.now(UTC) - made_at).total_seconds())
+        return families
 
-    def _observe_models(self) -> None:
-        running = {(model.provider, model.bundle_id) for model in self._models.running()}
-        for provider, bundle_id in self._providers - running:
-            self._metrics.forget_provider(provider, bundle_id)
-        for provider, bundle_id in running:
-            self._metrics.describe(provider, bundle_id)
-        self._providers = running
-
-    async def _observe_jobs(self) -> None:
-        if self._jobs is not None:
-            async with asyncio.timeout(self._timeout_s):
-                self._metrics.observe_jobs(await self._pool.run(self._jobs, urgent=True))
-
-    async def _observe_gallery(self, served: Served) -> None:
-        name, gallery = served.name, served.gallery
+    async def _run(self, work: Callable[[], T]) -> T:
         async with asyncio.timeout(self._timeout_s):
-            size = await self._pool.run(lambda: gallery.size, urgent=True)
-        self._metrics.observe_gallery(name, size, gallery.created_at)
+            return await self._pool.run(work, urgent=True)
+
+
+def _families() -> Sequence[GaugeMetricFamily]:
+    return [
+        GaugeMetricFamily(name, text, labels=labels)
+        for name, text, labels in [
+            ("kinlens_provider_info", "What runs the model.", ["provider", "bundle_id"]),
+            ("kinlens_jobs", "Jobs by state.", ["state"]),
+            ("kinlens_gallery_items", "Items in a gallery.", ["gallery"]),
+            ("kinlens_gallery_age_seconds", "Time since a gallery was built.", ["gallery"]),
+        ]
+    ]
 
 
 def publish(metrics: Metrics, lanes: Lanes, cache: Cache, health: Health) -> None:

@@ -1,6 +1,6 @@
 """Optional traces: a span per request and one for each stage, sent to an OpenTelemetry collector.
 
-    FastAPI: span of the request ─► Traced: its tracer and id ─► span("decode"), span("embed"), …
+    FastAPI: span of the request ─► span("decode"), span("embed"), … of the pipeline
 
 Without `otlp_endpoint` nothing that traces or exports is imported, and `span` does nothing. Spans
 carry the pattern of the address, never a query string, an upload or its name.
@@ -13,16 +13,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, MutableMapping
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import structlog
 from fastapi.telemetry import TelemetryConfig
-from opentelemetry.trace import StatusCode, Tracer, get_current_span
-from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from opentelemetry.trace import StatusCode, get_current_span, get_tracer, set_tracer_provider
 
 from embedder.errors import KinlensError
 
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 _PROBES = frozenset({"/live", "/ready", "/metrics"})
 _EXPORT_S = 5.0
 _NOTHING = contextlib.nullcontext()
-_tracer: ContextVar[Tracer | None] = ContextVar("kinlens_tracer", default=None)
+_tracer = get_tracer("kinlens")  # of the one provider of the process, once there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +48,8 @@ class Tracing:
         }
         if self.provider is not None:
             config["tracer_provider"] = self.provider
-            config["exclude"] = _is_probe
+            config["exclude"] = lambda scope: scope.get("path") in _PROBES
         return config
-
-    def middleware(self) -> list[Middleware]:
-        """What must be outermost, if anything."""
-        if self.provider is None:
-            return []
-        return [Middleware(Traced, tracer=self.provider.get_tracer("kinlens"))]
 
     async def close(self) -> None:
         """Send what is left, within a few seconds."""
@@ -69,26 +59,6 @@ class Tracing:
         sending = threading.Thread(target=self.provider.shutdown, daemon=True)
         sending.start()
         await asyncio.to_thread(sending.join, _EXPORT_S)
-
-
-class Traced:
-    """Lets `span` find the tracer, and puts the id of the trace into every line of the log."""
-
-    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
-        self.app = app
-        self._tracer = tracer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = get_current_span().get_span_context()
-        if scope["type"] != "http" or not request.is_valid:
-            await self.app(scope, receive, send)
-            return
-        token = _tracer.set(self._tracer)
-        try:
-            with structlog.contextvars.bound_contextvars(trace_id=f"{request.trace_id:032x}"):
-                await self.app(scope, receive, send)
-        finally:
-            _tracer.reset(token)
 
 
 def open_tracing(endpoint: str | None, version: str) -> Tracing:
@@ -108,36 +78,47 @@ def open_tracing(endpoint: str | None, version: str) -> Tracing:
             f"KINLENS_OTLP_ENDPOINT is set, but traces cannot be sent ({error}). "
             "Install them: pip install 'kinlens[otel]', or leave the endpoint out."
         ) from error
-    url = endpoint.rstrip("/")
-    url = url if url.endswith("/v1/traces") else f"{url}/v1/traces"
+    url = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
+    resource: dict[str, str | int] = {
+        "service.name": "kinlens",
+        "service.version": version,
+        "service.instance.id": uuid.uuid4().hex,
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+    }
     provider = TracerProvider(
-        resource=Resource.create(_resource(version)),
+        resource=Resource.create(resource),
         span_limits=SpanLimits(max_span_attributes=32, max_span_attribute_length=256),
         shutdown_on_exit=False,
     )
     provider.add_span_processor(_without_queries())
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_EXPORT_S)))
+    set_tracer_provider(provider)
     return Tracing(provider)
 
 
+def trace_fields() -> dict[str, str]:
+    """What belongs into every line of the log about the request that is traced here, if one is."""
+    request = get_current_span().get_span_context()
+    return {"trace_id": f"{request.trace_id:032x}"} if request.is_valid else {}
+
+
 def span(name: str) -> contextlib.AbstractContextManager[object]:
-    """A span called `name` around a stage of the request that is answered here; else nothing."""
-    tracer = _tracer.get()
-    return _NOTHING if tracer is None else _span(tracer, name)
+    """A span called `name` around a stage of the request that is traced here; else nothing."""
+    return _span(name) if get_current_span().get_span_context().is_valid else _NOTHING
 
 
 def record_wait(name: str, waited_s: float) -> None:
     """A span called `name` that ends now, for the time that a request waited before it."""
-    tracer = _tracer.get()
-    if tracer is not None:
+    if get_current_span().get_span_context().is_valid:
         now_ns = time.time_ns()
-        tracer.start_span(name, start_time=now_ns - int(waited_s * 1e9)).end(now_ns)
+        _tracer.start_span(name, start_time=now_ns - int(waited_s * 1e9)).end(now_ns)
 
 
 @contextlib.contextmanager
-def _span(tracer: Tracer, name: str) -> Iterator[None]:
+def _span(name: str) -> Iterator[None]:
     # Messages of errors can hold what a client sent, so only the class is kept.
-    with tracer.start_as_current_span(
+    with _tracer.start_as_current_span(
         name, record_exception=False, set_status_on_exception=False
     ) as current:
         try:
@@ -146,16 +127,6 @@ def _span(tracer: Tracer, name: str) -> Iterator[None]:
             current.set_attribute("error.type", type(error).__name__)
             current.set_status(StatusCode.ERROR)
             raise
-
-
-def _resource(version: str) -> dict[str, str | int]:
-    return {
-        "service.name": "kinlens",
-        "service.version": version,
-        "service.instance.id": uuid.uuid4().hex,
-        "host.name": socket.gethostname(),
-        "process.pid": os.getpid(),
-    }
 
 
 def _without_queries() -> Any:
@@ -167,7 +138,3 @@ def _without_queries() -> Any:
                 span.set_attribute("url.query", "left out")
 
     return WithoutQueries()
-
-
-def _is_probe(scope: MutableMapping[str, Any]) -> bool:
-    return scope.get("path") in _PROBES

@@ -16,14 +16,14 @@ from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
 from indexer.ingest.build import BuildSettings, build_gallery
 from indexer.ingest.sources import folder_source
-from service.jobs.rebuild import store_bundle
-from service.jobs.store import ACTIVE
+from service.api.models import JobModel
 from service.settings import Settings
-from tests.support.seams import Job, JobManager
+from tests.support.seams import Job, JobManager, params_of, store_bundle
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
 TRAINER = Path(__file__).with_name("fake_trainer.py")
+Content = dict[str, tuple[str, dict[str, object]]]
 
 
 def write_pictures(root: Path, classes: int = 6, each: int = 4) -> None:
@@ -61,10 +61,9 @@ class JobShop:
         self.manager.open()
 
     def close(self) -> None:
-        for state in ACTIVE:
-            for job in self.manager.list(state):
-                self.manager.cancel(job.id)
-        until(lambda: not self.manager.list("running"))
+        for job in self.manager.store.active():
+            self.manager.cancel(job.id)
+        until(lambda: not self.manager.store.active())
         self.manager.close()
 
     def build(self, name: str) -> Path:
@@ -77,44 +76,50 @@ class JobShop:
         words = [sys.executable, str(TRAINER), str(self.new.path), str(seconds), str(epochs)]
         return shlex.join(words)
 
-    def start(self, kind: Any, by: str = "test", **params: Any) -> Job:
-        return self.manager.start(kind, "shop", params, by)
+    def start(self, kind: Any, gallery: str = "shop", **params: Any) -> Job:
+        return self.manager.start(gallery, params_of(kind, params), "test")
 
-    def ended(self, job_id: str) -> Job:
+    def ended(self, job: Job) -> Job:
         """The job, once it has ended."""
-        until(lambda: not self.manager.get(job_id).is_active)
-        return self.manager.get(job_id)
+        until(lambda: not self.manager.store.get(job.id).is_active)
+        return self.manager.store.get(job.id)
 
-    def cancelled(self, job_id: str) -> None:
-        self.manager.cancel(job_id)
-        assert self.ended(job_id).state == "cancelled"
+    def succeeded(self, job: Job) -> dict[str, Any]:
+        """What a job has found that must end well."""
+        done = self.ended(job)
+        assert done.state == "succeeded", (done, self.manager.log(job.id).text)
+        assert done.report is not None
+        return done.report
 
-    def gallery(self, name: str = "shop") -> Gallery:
-        return Gallery.open(self.state / "galleries" / name)
+    def failed(self, job: Job) -> str:
+        """Why a job failed that must."""
+        done = self.ended(job)
+        assert done.state == "failed", done
+        return done.error or ""
 
-    def content(self, name: str = "shop") -> dict[str, tuple[str, dict[str, object]]]:
-        gallery = self.gallery(name)
-        try:
+    def gallery(self) -> Gallery:
+        return Gallery.open(self.path)
+
+    def content(self) -> Content:
+        with contextlib.closing(self.gallery()) as gallery:
             return {item.key: (item.sha256, dict(item.attributes)) for item in gallery.items()}
-        finally:
-            gallery.close()
-
-    @staticmethod
-    def size_of(path: Path) -> int:
-        with (
-            contextlib.suppress(GalleryError),
-            contextlib.closing(Gallery.open(path, load_index=False)) as gallery,
-        ):
-            return gallery.size
-        return 0
 
     def bundle_id(self) -> str:
-        gallery = self.gallery()
-        gallery.close()
-        return gallery.bundle_id
+        with contextlib.closing(self.gallery()) as gallery:
+            return gallery.bundle_id
 
 
-def processes_of(job_id: str) -> list[int]:
+def size_of(path: Path) -> int:
+    """How many items a gallery has that is being made."""
+    with (
+        contextlib.suppress(GalleryError),
+        contextlib.closing(Gallery.open(path, load_index=False)) as gallery,
+    ):
+        return gallery.size
+    return 0
+
+
+def processes_of(job: JobModel) -> list[int]:
     """The numbers of all processes of a job."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -123,6 +128,6 @@ def processes_of(job_id: str) -> list[int]:
             is_zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
         except OSError:
             continue
-        if f"KINLENS_JOB_ID={job_id}".encode() in environment.split(b"\0") and not is_zombie:
+        if f"KINLENS_JOB_ID={job.id}".encode() in environment.split(b"\0") and not is_zombie:
             found.append(int(folder.name))
     return [pid for pid in found if pid != os.getpid()]

@@ -36,6 +36,8 @@ from service.galleries.registry import Failures, Registry
 from service.http.gate import RouteTable
 from service.http.server import listen
 from service.jobs.manager import JobManager
+from service.jobs.params import params_of
+from service.jobs.rebuild import store_bundle
 from service.jobs.store import Job, JobStore
 from service.search.cache import Cache, Lookup, LruCache, embedding_key
 from service.search.lanes import InlineDecoder, Lanes, ProcessDecoder
@@ -89,10 +91,12 @@ __all__ = [
     "import_gallery",
     "listen",
     "options",
+    "params_of",
     "plan_index",
     "publish_generation",
     "recall_at",
     "set_fault_hook",
+    "store_bundle",
     "tune",
     "write_segment",
     "write_vectors",

@@ -163,6 +163,7 @@ class Running:
         return self.client.post("/search", files=files, data=fields)
 
     def metric(self, name: str, **labels: str) -> float:
+        self.runtime.metrics.refresh()
         value = self.runtime.metrics.registry.get_sample_value(name, labels)
         return 0.0 if value is None else value
 

@@ -42,7 +42,7 @@ def shop(
 def served(shop: JobShop) -> Iterator[Running]:
     service = run(create_app(shop.settings))
     yield service
-    for job in shop.manager.list("running"):
+    for job in shop.manager.store.active():
         shop.manager.cancel(job.id)
     service.close()
 

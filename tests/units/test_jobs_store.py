@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from embedder.errors import JobConflictError, StateError
-from service.jobs.store import Kind
+from service.api.models import JobKind
 from tests.support.seams import Job, JobStore
 
 ROOT = Path(__file__).parents[2]
-Start = tuple[Kind, str, dict[str, Any]]
+Start = tuple[JobKind, str, dict[str, Any]]
 CREATE = """
 import sys
 from pathlib import Path
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> JobStore:
     return JobStore(tmp_path / "state" / "service.sqlite")
 
 
-def running(store: JobStore, kind: Kind = "compact", gallery: str = "shop") -> Job:
+def running(store: JobStore, kind: JobKind = "compact", gallery: str = "shop") -> Job:
     job = store.create(kind, gallery, {"n": 1}, "test")
     assert store.begin(job.id)
     return store.get(job.id)

@@ -2,17 +2,19 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from embedder.bundle import Bundle
+from embedder.errors import JobConflictError
+from service.api.models import JobModel
 from service.app import create_app
 from service.settings import Settings
 from tests.support.job_shops import JobShop, processes_of
+from tests.support.seams import JobManager, params_of
 from tests.support.servers import Running, StartService, run
 from tests.support.waiting import until
 
@@ -25,10 +27,11 @@ FIELDS = {
 class Load:
     """Searches one after the other until it is stopped; `answers` are those of status 200."""
 
-    def __init__(self, url: str, picture: bytes) -> None:
+    def __init__(self, url: str, gallery: str, picture: bytes) -> None:
         self.answers: list[dict[str, Any]] = []
         self.faults: list[str] = []
         self._url, self._picture = url, picture
+        self._fields = {"k": "3", "gallery": gallery}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -43,26 +46,33 @@ class Load:
     def _run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as client:
             while not self._stopped.wait(0.1):
-                answer = client.post("/search", files={"image": self._picture}, data={"k": "3"})
+                files = {"image": self._picture}
+                answer = client.post("/search", files=files, data=self._fields)
                 if answer.status_code == 200:
                     self.answers.append(answer.json())
                 else:
                     self.faults.append(answer.text)
 
 
-@pytest.fixture
-def shop(tmp_path: Path, make_tiny_bundle: Callable[..., Bundle], tiny_bundle: Bundle) -> JobShop:
-    return JobShop(
-        *(tmp_path, tiny_bundle, make_tiny_bundle(seed=1)),
+@pytest.fixture(scope="module")
+def shop(
+    tmp_path_factory: pytest.TempPathFactory, tiny_bundle: Bundle, new_bundle: Bundle
+) -> JobShop:
+    """One for all tests; its galleries are changed by one of them each."""
+    made = JobShop(
+        *(tmp_path_factory.mktemp("jobs"), tiny_bundle, new_bundle),
         anonymous_scopes=("admin",),
         reload_interval_ms=50,
         decode_isolation=False,
         lanes=1,
         request_timeout_ms=60_000,
     )
+    made.build("busy")
+    made.build("trained")
+    return made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served(shop: JobShop) -> Iterator[Running]:
     service = run(create_app(shop.settings))
     yield service
@@ -70,6 +80,7 @@ def served(shop: JobShop) -> Iterator[Running]:
 
 
 def ended(service: Running, job_id: str) -> dict[str, Any]:
+    """The job, once it has ended; its progress never goes back."""
     end = time.monotonic() + 600  # a hang, not a slow machine
     done = -1
     while True:
@@ -89,7 +100,7 @@ def query(shop: JobShop) -> bytes:
 def test_a_model_is_swapped_under_load_without_an_error_or_a_mixed_answer(
     shop: JobShop, served: Running
 ) -> None:
-    with Load(served.url, query(shop)) as load:
+    with Load(served.url, "shop", query(shop)) as load:
         body = {"bundle_id": shop.new.bundle_id, "swap": "auto", "max_recall_loss": 0.01}
         answer = served.client.post("/galleries/shop/rebuild", json=body)
         assert answer.status_code == 202, answer.text
@@ -108,18 +119,21 @@ def test_a_model_is_swapped_under_load_without_an_error_or_a_mixed_answer(
         assert found["hits"][0]["score"] > 0.999
 
 
-def test_jobs_are_listed_read_and_cancelled(shop: JobShop, served: Running) -> None:
+def test_jobs_are_listed_read_and_cancelled(served: Running) -> None:
     client = served.client
     done = ended(served, client.post("/galleries/shop/compact").json()["id"])
     assert (done["state"], done["by"], done["kind"]) == ("succeeded", "anonymous", "compact")
-    assert client.get("/jobs").json()["jobs"] == [done]
+    assert client.get("/jobs", params={"limit": 1}).json()["jobs"] == [done]
     assert client.get("/jobs", params={"state": "failed"}).json()["jobs"] == []
     log = client.get(f"/jobs/{done['id']}/log").json()
     assert set(log) == {"offset", "next_offset", "text"}
-    again = client.post(f"/jobs/{done['id']}/cancel")
-    assert (again.status_code, again.json()["type"].rpartition(":")[2]) == (409, "job-conflict")
-    assert client.post(f"/jobs/{done['id']}/swap").status_code == 409
-    assert client.post(f"/jobs/{done['id']}/resume").status_code == 409
+    for change in ("cancel", "swap", "resume"):
+        again = client.post(f"/jobs/{done['id']}/{change}")
+        assert (again.status_code, again.json()["type"].rpartition(":")[2]) == (409, "job-conflict")
+
+
+def training(**given: object) -> dict[str, Any]:
+    return {"job": "shop", "gallery": "shop", **given}
 
 
 @pytest.mark.parametrize(
@@ -138,15 +152,24 @@ def test_jobs_are_listed_read_and_cancelled(shop: JobShop, served: Running) -> N
         ("POST", "/galleries/shop/swap", {"with": "../x"}, 422, "with"),
         ("POST", "/galleries/shop/swap", {"with": "nothing"}, 404, "shop"),
         ("POST", "/galleries/shop/swap", {"with": "shop"}, 409, "itself"),
-        ("POST", "/jobs/train", {"job": "nothing", "gallery": "shop"}, 422, "cub-nir"),
-        ("POST", "/jobs/train", {"job": "/etc/passwd", "gallery": "shop"}, 422, "job"),
-        ("POST", "/jobs/train", {"job": "shop", "gallery": "shop", "data": "x"}, 422, "Known are"),
-        (
-            *("POST", "/jobs/train"),
-            {"job": "shop", "gallery": "shop", "overrides": {"data.root": "/etc"}},
-            *(422, "data.root"),
+        ("POST", "/jobs/train", training(job="nothing"), 422, "cub-nir"),
+        ("POST", "/jobs/train", training(job="/etc/passwd"), 422, "job"),
+        ("POST", "/jobs/train", training(data="x"), 422, "Known are"),
+        ("POST", "/jobs/train", training(more=1), 422, "more"),
+        *(
+            ("POST", "/jobs/train", training(overrides={name: value}), 422, name.split("=")[0])
+            for name, value in [
+                ("data.root", "/etc"),
+                ("data", "x"),
+                ("model.weights", "/etc/passwd"),
+                ("model.backbone", "../x"),
+                ("loss.name", "a/b"),
+                ("name", "x"),
+                ("optimizer.epochs=1 --set data.root", 1),
+                ("optimizer", 1),
+                ("input.size_px", [1, "a\nb"]),
+            ]
         ),
-        ("POST", "/jobs/train", {"job": "shop", "gallery": "shop", "more": 1}, 422, "more"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_cure(
@@ -158,24 +181,25 @@ def test_what_does_not_fit_is_refused_with_a_cure(
     assert says in answer.text
 
 
-def test_a_second_job_on_the_gallery_waits_for_nobody_and_is_refused(
+def test_jobs_outlive_their_service_and_every_other_one_sees_them(
     shop: JobShop, served: Running
 ) -> None:
     command = shop.trainer(seconds=36, epochs=100)
-    slow = shop.settings.model_copy(update={"training_command": command})
-    service = run(create_app(slow))
-    first = service.client.post("/jobs/train", json={"job": "shop", "gallery": "shop"}).json()
-    second = service.client.post("/galleries/shop/compact")
+    slow = run(create_app(shop.settings.model_copy(update={"training_command": command})))
+    body = {"job": "shop", "gallery": "busy"}
+    job = JobModel.model_validate(slow.client.post("/jobs/train", json=body).json())
+    second = served.client.post("/galleries/busy/compact")
     assert second.status_code == 409
-    assert first["id"] in second.json()["detail"]
-    until(lambda: len(processes_of(first["id"])) >= 3)
-    service.close()  # the job goes on, and every other service sees it
-    assert processes_of(first["id"])
-    assert served.client.get(f"/jobs/{first['id']}").json()["state"] == "running"
-    assert served.client.post(f"/jobs/{first['id']}/cancel").status_code == 202
-    assert ended(served, first["id"])["state"] == "cancelled"
-    until(lambda: not processes_of(first["id"]))
-    answer = served.client.post("/search", files={"image": query(shop)})
+    assert job.id in second.json()["detail"]
+    until(lambda: len(processes_of(job)) >= 3)
+    slow.close()
+    assert processes_of(job)
+    assert served.client.get(f"/jobs/{job.id}").json()["state"] == "running"
+    assert served.client.post(f"/jobs/{job.id}/cancel").status_code == 202
+    assert ended(served, job.id)["state"] == "cancelled"
+    until(lambda: not processes_of(job))
+    fields = {"gallery": "busy"}
+    answer = served.client.post("/search", files={"image": query(shop)}, data=fields)
     assert answer.json()["bundle_id"] == shop.old.bundle_id
 
 
@@ -190,12 +214,11 @@ def test_without_a_state_folder_every_address_says_which_option_is_missing(
 
 
 def test_a_missing_training_command_is_said_before_anything_starts(shop: JobShop) -> None:
-    service = run(create_app(shop.settings.model_copy(update={"training_command": "no-such"})))
-    answer = service.client.post("/jobs/train", json={"job": "shop", "gallery": "shop"})
-    assert answer.status_code == 409
-    assert "KINLENS_TRAINING_COMMAND" in answer.json()["detail"]
-    assert service.client.get("/jobs").json()["jobs"] == []
-    service.close()
+    manager = JobManager(shop.settings.model_copy(update={"training_command": "no-such"}))
+    before = manager.store.newest()
+    with pytest.raises(JobConflictError, match="KINLENS_TRAINING_COMMAND"):
+        manager.start("shop", params_of("train", {}), "test")
+    assert manager.store.newest() == before
 
 
 @pytest.mark.timeout(900)
@@ -205,7 +228,7 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
     service = run(create_app(settings))
     body = {
         "job": "demo",
-        "gallery": "shop",
+        "gallery": "trained",
         "gate": {"max_recall_loss": 1.0, "min_queries": 4},
         "overrides": {
             "optimizer.epochs": 1,
@@ -220,7 +243,7 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
             "runtime.device": "cpu",
         },
     }
-    with Load(service.url, query(shop)) as load:
+    with Load(service.url, "trained", query(shop)) as load:
         answer = service.client.post("/jobs/train", json=body)
         assert answer.status_code == 202, answer.text
         job = ended(service, answer.json()["id"])

@@ -1,8 +1,10 @@
 """Metrics and logs: what is counted, and what is never written down."""
 
 import re
+import time
 from pathlib import Path
 
+import pytest
 import structlog
 
 from service.jobs.store import ACTIVE, ENDED
@@ -19,7 +21,13 @@ def test_requests_are_counted_by_route_and_status_never_by_address(start_service
     service.search(b"")
     service.client.get("/galleries/shop/items/3/image")
     service.client.get("/secret-address")
-    text = service.client.get("/metrics").text
+    assert service.client.request("BREW", "/live").status_code == 400
+    for method in ("PROPFIND", "MKCOL", "LOCK"):  # nothing here takes them
+        assert service.client.request(method, "/live").status_code == 405
+    response = service.client.get("/metrics")
+    assert response.headers["content-type"] == CONTENT_TYPE
+    for word in ("secret-address", "PROPFIND"):
+        assert word not in response.text
 
     def requests(route: str, method: str, status: str) -> float:
         labels = {"route": route, "method": method, "status": status}
@@ -29,17 +37,7 @@ def test_requests_are_counted_by_route_and_status_never_by_address(start_service
     assert requests("/search", "POST", "400") == 1
     assert requests("/galleries/{name}/items/{item_id}/image", "GET", "200") == 1
     assert requests("unmatched", "GET", "404") == 1
-    assert "secret-address" not in text
-
-
-def test_a_method_that_nothing_here_takes_is_counted_as_other(start_service) -> None:
-    service = start_service()
-    assert service.client.request("BREW", "/live").status_code == 400
-    for method in ("PROPFIND", "MKCOL", "LOCK"):
-        assert service.client.request(method, "/live").status_code == 405
-    labels = {"route": "/live", "method": "other", "status": "405"}
-    assert service.metric("kinlens_requests_total", **labels) == 3
-    assert "PROPFIND" not in service.client.get("/metrics").text
+    assert requests("/live", "other", "405") == 3
 
 
 def test_stages_batches_and_what_is_served_are_published(start_service, pictures) -> None:
@@ -50,12 +48,25 @@ def test_stages_batches_and_what_is_served_are_published(start_service, pictures
     assert service.metric("kinlens_batch_size_count") == 2  # the warm-up and the search
     assert service.metric("kinlens_queue_depth") == 0
     assert service.metric("kinlens_ready") == 1
-    response = service.client.get("/metrics")
-    assert response.headers["content-type"] == CONTENT_TYPE
-    assert 'kinlens_provider_info{bundle_id="fake",provider="FakeExecutionProvider"} 1.0' in (
-        response.text
-    )
-    assert 'kinlens_gallery_items{gallery="shop"} 12.0' in response.text
+    text = service.client.get("/metrics").text
+    assert 'kinlens_provider_info{bundle_id="fake",provider="FakeExecutionProvider"} 1.0' in text
+    assert 'kinlens_gallery_items{gallery="shop"} 12.0' in text
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_gallery_that_is_deleted_has_no_metrics_any_more(
+    start_service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    service = start_service(state=tmp_path / "state", anonymous_scopes=("admin",))
+    if is_shared:  # as of several processes
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    service.client.post("/galleries", json={"name": "gone"}).raise_for_status()
+    line = 'kinlens_gallery_items{gallery="gone"}'
+    assert line in service.client.get("/metrics").text
+    service.client.delete("/galleries/gone").raise_for_status()
+    clock = time.monotonic
+    monkeypatch.setattr("service.concurrency.time.monotonic", lambda: clock() + 1.0)
+    assert line not in service.client.get("/metrics").text
 
 
 def test_every_metric_is_in_the_documentation_and_nothing_else_is(start_service) -> None:
@@ -68,14 +79,6 @@ def test_every_metric_is_in_the_documentation_and_nothing_else_is(start_service)
     }
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
     assert set(re.findall(r"^\| `(kinlens_\w+)` \|", text, re.MULTILINE)) == found
-
-
-def test_two_apps_in_one_process_count_for_themselves(start_service, pictures) -> None:
-    one, other = start_service(), start_service()
-    one.search(pictures[0])
-    labels = {"route": "/search", "method": "POST", "status": "200"}
-    assert one.metric("kinlens_requests_total", **labels) == 1
-    assert other.metric("kinlens_requests_total", **labels) == 0
 
 
 def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(

@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +148,11 @@ class Running:
     """A service that answers at `url`."""
 
     app: FastAPI
+    server: Server
     url: str
     images: list[Path]
     client: httpx.Client
-    _stack: ExitStack = field(default_factory=ExitStack)
+    _stack: ExitStack
 
     @property
     def runtime(self) -> Runtime:
@@ -162,6 +163,18 @@ class Running:
         files = {"image": ("query.jpg", data, "image/jpeg")}
         return self.client.post("/search", files=files, data=fields)
 
+    def connect(self, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+        """A connection of its own, on which these bytes are sent; open until the service ends."""
+        address = ("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
+        connection = socket.create_connection(address, WAIT_S, source_address=(source, 0))
+        self._stack.enter_context(connection).sendall(sent)
+        return connection
+
+    @property
+    def connections(self) -> int:
+        """How many the service holds, that of `client` among them."""
+        return len(self.server.server_state.connections)
+
     def metric(self, name: str, **labels: str) -> float:
         value = self.runtime.metrics.registry.get_sample_value(name, labels)
         return 0.0 if value is None else value
@@ -170,12 +183,17 @@ class Running:
         self._stack.close()
 
 
-def run(app: FastAPI, images: list[Path] | None = None) -> Running:
+def run(
+    app: FastAPI, images: list[Path] | None = None, max_connections: int | None = None
+) -> Running:
     """Serve `app` in a thread until `close`."""
     stack = ExitStack()
     listener = stack.enter_context(closing(listen("127.0.0.1", 0)))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = Server(config_of(app, app.state.runtime.settings))
+    config = config_of(app, app.state.runtime.settings)
+    if max_connections is not None:
+        config.http.keywords["max_connections"] = max_connections
+    server = Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
 
     def stop() -> None:
@@ -189,7 +207,7 @@ def run(app: FastAPI, images: list[Path] | None = None) -> Running:
         httpx.Client(base_url=url, timeout=WAIT_S, limits=httpx.Limits(max_connections=100))
     )
     client.get("/live").raise_for_status()
-    return Running(app, url, images or [], client, stack)
+    return Running(app, server, url, images or [], client, stack)
 
 
 def drop(*_: Any) -> Any:
@@ -237,11 +255,12 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
         embedder: Embedder = embedder,
         galleries: Mapping[str, Any] | None = None,
         cache: Cache | None = None,
+        max_connections: int | None = None,
         **settings: Any,
     ) -> Running:
         given = galleries if galleries is not None else {gallery.name: gallery}
-        settings = DEFAULTS | settings
-        started.append(run(create_app(Settings(**settings), embedder, given, cache)))
+        app = create_app(Settings(**DEFAULTS | settings), embedder, given, cache)
+        started.append(run(app, max_connections=max_connections))
         return started[-1]
 
     yield start

@@ -233,6 +233,12 @@ def pictures() -> list[bytes]:
     return [encoded(render(seed)) for seed in range(12)]
 
 
+@pytest.fixture(scope="session")
+def heavy() -> bytes:
+    """48 megapixels with transparency in a small file: long and large to decode."""
+    return encoded(Image.new("RGBA", (8000, 6000), (10, 200, 30, 128)), compress_level=1)
+
+
 @pytest.fixture
 def embedder() -> GatedEmbedder:
     return GatedEmbedder()

@@ -28,7 +28,7 @@ from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry
 from service.access.address import Addresses
 from service.access.keys import KeyStore
-from service.access.rates import LocalCounts, RateLimits, SharedCounts
+from service.access.rates import LocalCounts, RateLimits, SharedCounts, parse_rates
 from service.galleries.locations import Bundles, GalleryLocation, Locations
 from service.galleries.migration import bring_over
 from service.galleries.picture_files import PictureFiles, SharedPictures

@@ -27,7 +27,7 @@ from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry
 from service.access.address import Addresses
-from service.access.keys import KeyStore
+from service.access.keys import FreshKeys, KeyStore, open_keys
 from service.access.rates import LocalCounts, RateLimits, SharedCounts, parse_rates
 from service.galleries.locations import Bundles, GalleryLocation, Locations
 from service.galleries.migration import bring_over

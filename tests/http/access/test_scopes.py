@@ -1,5 +1,6 @@
-"""Every address of the service against every kind of caller, by a table written down twice."""
+"""Every address against every kind of caller, by a table; and keys are told to nobody."""
 
+import json
 import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,8 +10,11 @@ import httpx
 import pytest
 import structlog
 
+from embedder.bundle import Bundle
+from tests.support.own_process import own_process
 from tests.support.seams import KeyStore, RouteTable
 from tests.support.servers import Running, StartService
+from tests.tiny import encoded, picture
 
 FREE, SEARCH, WRITE, ADMIN = None, "search", "write", "admin"
 SCOPES: dict[str | None, str] = {
@@ -226,3 +230,51 @@ def test_a_refused_upload_gets_its_answer_although_it_is_still_being_sent(
     assert answer.status_code == 401
     assert answer.headers["connection"] == "close"
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
+
+
+PASSWORD = "hunter2"
+WRONG = "kl_0badc0de_wrong"
+
+
+@pytest.mark.redis
+def test_a_day_of_keys_and_mistakes_leaves_no_secret_anywhere(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path, redis_server
+) -> None:
+    store = KeyStore(tmp_path / "state" / "keys.json")
+    text = store.create("till", ["search"])
+    with own_process(
+        tmp_path / "log",
+        bundle=tiny_bundle.path,
+        galleries=f"shop={tiny_gallery}",
+        state=tmp_path / "state",
+        redis_url=f"redis://user:{PASSWORD}@127.0.0.1:{redis_server.port}/0",
+        rate_limit_per_key="3/minute",
+        log_level="debug",
+    ) as process:
+        seen = used(process.url, text)
+        store.path.write_text(f'{{"keys": "{PASSWORD}"}}')  # damaged, with something in it
+        seen += used(process.url, text)
+    log = (tmp_path / "log").read_text("utf-8")
+    events = [json.loads(line) for line in log.splitlines()]
+    assert {event["event"] for event in events} >= {"request", "keys cannot be read"}
+    assert any(event.get("principal") == "till" for event in events)
+    for secret in (text, text.rsplit("_", 1)[1], PASSWORD, WRONG):
+        assert secret not in log
+        assert all(secret not in answer for answer in seen)
+
+
+def used(url: str, text: str) -> list[str]:
+    """Right, wrong and odd requests; everything that was answered."""
+    seen = []
+    files = {"image": encoded(picture(0))}
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for key in [text] * 4 + [WRONG, f"{text}x", f"{text} {text}"]:
+            for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                for method, path in (("POST", "/search"), ("PUT", "/galleries/shop/items")):
+                    answer = client.request(method, path, headers=headers, files=files)
+                    seen.append(answer.text + str(answer.headers))
+        seen += [client.get(f"/nowhere?key={text}").text.replace(f"?key={text}", "")]
+        for path in ("/live", "/ready", "/metrics", "/openapi.json", "/docs", "/galleries"):
+            answer = client.get(path, headers={"x-api-key": text})
+            seen.append(answer.text + str(answer.headers))
+    return seen

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,32 +52,47 @@ def _memory_mb(pid: int) -> float:
 
 
 @contextmanager
+def _started(
+    command: Sequence[str], settings: Mapping[str, str], errors: IO[str], end: signal.Signals
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves, and its address; it is told to end at the end of the block."""
+    with subprocess.Popen(
+        [sys.executable, *command, "--port", "0"],
+        cwd=ROOT,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.startswith("Kinlens is at "):
+            errors.seek(0)
+            raise AssertionError(line + errors.read())
+        try:
+            yield process, line.split()[3].rstrip("/")
+        finally:
+            process.send_signal(end)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+
+
+@contextmanager
 def own_process(log: Path, *, may_be_killed: bool = False, **settings: Any) -> Iterator[OwnProcess]:
     """Serve with these settings until the end of the block; it must end well, unless a test kills
     it before.
     """
-    settings = {"log_level": "warning", "redis_url": ""} | settings
-    environment = {f"KINLENS_{name.upper()}": str(value) for name, value in settings.items()}
+    given = {"log_level": "warning", "redis_url": ""} | settings
+    given = {f"KINLENS_{name.upper()}": str(value) for name, value in given.items()}
     with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            [sys.executable, "-m", "service", "--port", "0"],
-            cwd=ROOT,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as process,
+        log.open("w+") as errors,
+        _started(["-m", "service"], given, errors, signal.SIGINT) as (process, url),
     ):
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, log.read_text("utf-8")
-        try:
-            yield OwnProcess(line.split()[3].rstrip("/"), process.pid, log)
-        finally:
-            process.send_signal(signal.SIGINT)
-            ended = process.wait(60)
-            assert ended == 0 or (may_be_killed and ended == -signal.SIGKILL)
+        yield OwnProcess(url, process.pid, log)
+    assert process.returncode == 0 or (may_be_killed and process.returncode == -signal.SIGKILL)
 
 
 @dataclass
@@ -108,38 +123,19 @@ def command_of(process_id: str | int) -> str:
 
 def environment(bundle: Path, gallery: Path) -> dict[str, str]:
     given = {"KINLENS_BUNDLE": str(bundle), "KINLENS_GALLERIES": f"shop={gallery}"}
-    given |= {f"KINLENS_{work}_WORKERS": "1" for work in ("EMBED", "SEARCH", "DECODE")}
-    return os.environ | given | {"KINLENS_REDIS_URL": "", "OMP_NUM_THREADS": "1"}
+    given |= {"KINLENS_LANES": "1", "KINLENS_REDIS_URL": "", "OMP_NUM_THREADS": "1"}
+    return os.environ | given
 
 
 @contextmanager
 def group(
     bundle: Path, gallery: Path, code: Sequence[str] = ("-m", "service"), **more: str
 ) -> Iterator[Group]:
-    """Two processes that serve; stopped by SIGTERM in the end unless the parent is gone."""
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            [sys.executable, *code, "--port", "0", "--workers", "2"],
-            cwd=ROOT,
-            env=environment(bundle, gallery) | more,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        ) as parent,
-    ):
-        assert parent.stdout is not None
-        line = parent.stdout.readline()
-        assert line.startswith("Kinlens is at "), line
-        started = Group(parent, line.split()[3].rstrip("/"))
-        try:
-            yield started
-        finally:
-            parent.send_signal(signal.SIGTERM)
-            try:
-                parent.wait(timeout=40)
-            except subprocess.TimeoutExpired:
-                parent.kill()
-                raise
-            errors.seek(0)
-            started.errors = errors.read()
+    """Two processes that serve; stopped by SIGTERM in the end."""
+    settings = environment(bundle, gallery) | more
+    command = [*code, "--workers", "2"]
+    with tempfile.TemporaryFile("w+") as errors:
+        with _started(command, settings, errors, signal.SIGTERM) as (parent, url):
+            yield (started := Group(parent, url))
+        errors.seek(0)
+        started.errors = errors.read()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -35,12 +36,8 @@ from tests.support import waiting
 from tests.support.seams import Cache, listen
 from tests.tiny import encoded, picture
 
-CREATED_AT = "2026-01-01T00:00:00+00:00"
 WAIT_S = 20.0
-DEFAULTS: dict[str, Any] = {
-    "lanes": 2,
-    "decode_isolation": False,
-}
+DEFAULTS: dict[str, Any] = {"lanes": 2, "decode_isolation": False}
 
 
 def render(seed: int, size_px: int = 96) -> Image.Image:
@@ -57,12 +54,6 @@ def render(seed: int, size_px: int = 96) -> Image.Image:
     return image
 
 
-@dataclass(frozen=True)
-class FakeItemImage:
-    data: bytes
-    media_type: str
-
-
 class FakeGallery:
     """Exact search over what `embedder` makes of `pictures`; item i is picture i."""
 
@@ -75,7 +66,7 @@ class FakeGallery:
         self.bundle_id = embedder.bundle_id
         self.dim = embedder.dim
         self.size = len(pictures)
-        self.created_at = CREATED_AT
+        self.created_at = "2026-01-01T00:00:00+00:00"
         self.image_root = Path(__file__).parent
         self.searches = 0
         self._pictures = list(pictures)
@@ -102,28 +93,19 @@ class FakeGallery:
     def items(self) -> Iterator[Item]:
         yield from (self.item(number) for number in range(self.size))
 
-    def stored(self, keys: Sequence[str]) -> dict[str, Item]:
-        return {item.key: item for item in self.items() if item.key in set(keys)}
-
     def entries(self, keys: Sequence[str]) -> list[Entry]:
-        stored = self.stored(keys)
-        missing = [key for key in keys if key not in stored]
-        if missing:
-            raise ItemNotFoundError(f"Gallery {self.name} has no item {missing[0]!r}.")
-        return [
-            Entry(key, self._vectors[stored[key].id], "", stored[key].attributes) for key in keys
-        ]
+        raise ItemNotFoundError(f"Gallery {self.name} has no item {keys[0]!r}.")
 
     def item(self, item_id: ItemId) -> Item:
         if not 0 <= item_id < self.size:
             raise ItemNotFoundError(f"Gallery {self.name} has no item {item_id}.")
         return Item(item_id, f"{item_id:03d}.png", "", "", {"number": item_id}, "PNG")
 
-    def image(self, item_id: ItemId) -> FakeItemImage:
-        return FakeItemImage(self._pictures[self.item(item_id).id], "image/png")
+    def image(self, item_id: ItemId) -> SimpleNamespace:
+        return SimpleNamespace(data=self._pictures[self.item(item_id).id], media_type="image/png")
 
     def close(self) -> None:
-        self._pictures.clear()
+        pass
 
 
 class GatedEmbedder(FakeEmbedder):
@@ -150,7 +132,6 @@ class Running:
     app: FastAPI
     server: Server
     url: str
-    images: list[Path]
     client: httpx.Client
     _stack: ExitStack
 
@@ -183,9 +164,7 @@ class Running:
         self._stack.close()
 
 
-def run(
-    app: FastAPI, images: list[Path] | None = None, max_connections: int | None = None
-) -> Running:
+def run(app: FastAPI, max_connections: int | None = None) -> Running:
     """Serve `app` in a thread until `close`."""
     stack = ExitStack()
     listener = stack.enter_context(closing(listen("127.0.0.1", 0)))
@@ -207,7 +186,7 @@ def run(
         httpx.Client(base_url=url, timeout=WAIT_S, limits=httpx.Limits(max_connections=100))
     )
     client.get("/live").raise_for_status()
-    return Running(app, server, url, images or [], client, stack)
+    return Running(app, server, url, client, stack)
 
 
 def drop(*_: Any) -> Any:
@@ -274,24 +253,12 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
         service.close()
 
 
-@pytest.fixture
-def service(start_service: StartService) -> Running:
-    return start_service()
-
-
 @pytest.fixture(scope="session")
-def running_service(
-    tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]
-) -> Iterator[Running]:
-    """One service for many tests that only look; `images` are the files of its gallery."""
-    folder = tmp_path_factory.mktemp("catalogue")
-    paths = [folder / f"{number:03d}.png" for number in range(len(pictures))]
-    for path, data in zip(paths, pictures, strict=True):
-        path.write_bytes(data)
+def running_service(pictures: list[bytes]) -> Iterator[Running]:
+    """One service for many tests that only look."""
     embedder = FakeEmbedder()
-    settings = Settings(**DEFAULTS)
-    app = create_app(settings, embedder, {"shop": FakeGallery(embedder, pictures)})
-    service = run(app, paths)
+    app = create_app(Settings(**DEFAULTS), embedder, {"shop": FakeGallery(embedder, pictures)})
+    service = run(app)
     yield service
     service.close()
 
@@ -320,10 +287,8 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": ""}
-        command = ["redis-server"]
-        for name, value in options.items():
-            command += [f"--{name}", str(value)]
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self._folder), "--save", ""]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         for line in self._process.stdout:

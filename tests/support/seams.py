@@ -57,7 +57,7 @@ from service.search.cache import (
 from service.search.decoder import InlineDecoder, ProcessDecoder
 from service.search.lanes import Lanes
 from service.search.model import Batcher
-from service.search.redis_cache import RedisStore
+from service.search.recall import recall_of
 
 
 def publish_generation(path: Path, manifest: GalleryManifest, entries: Sequence[Entry]) -> str:

@@ -24,7 +24,7 @@ from tests.tiny import encoded, picture
 
 LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 PHASES = "examples,coverage,fuzzing" + (",stateful" if LONG else "")
-EXAMPLES = 150 if LONG else 8
+EXAMPLES = 150 if LONG else 5
 SEEDS = (5, 6, 7) if LONG else (5,)
 PICTURE = encoded(picture(0))
 # A schema cannot say which bytes are an image. Wrong keys are limited, and tested elsewhere.

@@ -179,6 +179,8 @@ _PIXELS = np.asarray(_IMAGE)
 _PLAIN = encoded(_IMAGE, "JPEG")
 _GOOD = fine(_IMAGE, "JPEG")
 _ROWS = idat(filtered(_PIXELS))
+_SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+_NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
 
 
 def _forms() -> Table:
@@ -252,18 +254,14 @@ def turned(kind: str, orientation: int) -> bytes:
     return fine(image, kind, exif=exif.tobytes())
 
 
-def _srgb() -> bytes:
-    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-
-
 def _colours() -> Table:
-    profiles = {"srgb": _srgb(), "damaged": b"\xff" * 3000, "of-another": _srgb()[::-1]}
+    profiles = {"srgb": _SRGB, "damaged": b"\xff" * 3000, "of-another": _SRGB[::-1]}
     cmyk = _IMAGE.convert("CMYK")
     return {
         f"icc-{name}-{kind}": fine(_IMAGE, kind, icc_profile=profile)
         for kind in ("JPEG", "PNG", "WEBP", "TIFF")
         for name, profile in profiles.items()
-    } | {"icc-of-rgb-on-cmyk": fine(cmyk, "JPEG", icc_profile=_srgb())}
+    } | {"icc-of-rgb-on-cmyk": fine(cmyk, "JPEG", icc_profile=_SRGB)}
 
 
 def _extras() -> Table:
@@ -320,7 +318,7 @@ def _other_pixels() -> Table:
         "tiff-group4": encoded(_IMAGE.convert("1"), "TIFF", compression="group4"),
         "jpeg-quality-1": encoded(_IMAGE, "JPEG", quality=1),
         "png-palette-transparent": encoded(_IMAGE.quantize(16), "PNG", transparency=3),
-        "icc-on-grey": encoded(_IMAGE.convert("L"), "JPEG", icc_profile=_srgb()),
+        "icc-on-grey": encoded(_IMAGE.convert("L"), "JPEG", icc_profile=_SRGB),
         "animated-GIF-of-200-frames": encoded(
             frames[0], "GIF", save_all=True, append_images=frames[1:], loop=0
         ),
@@ -438,9 +436,6 @@ def _other_formats() -> Table:
         "content-jpeg-as-base64": b"/9j/4AAQSkZJRgABAQAAAQABAAD/",
         "content-url": b"http://169.254.169.254/latest/meta-data/",
     }
-
-
-_NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
 
 
 def _no_image() -> Table:

@@ -33,7 +33,7 @@ from service.http.server import Server, config_of
 from service.runtime import Runtime
 from service.settings import Settings
 from tests.support import waiting
-from tests.support.seams import Cache, listen
+from tests.support.seams import listen
 from tests.tiny import encoded, picture
 
 WAIT_S = 20.0
@@ -239,12 +239,11 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
     def start(
         embedder: Embedder = embedder,
         galleries: Mapping[str, Any] | None = None,
-        cache: Cache | None = None,
         max_connections: int | None = None,
         **settings: Any,
     ) -> Running:
         given = galleries if galleries is not None else {gallery.name: gallery}
-        app = create_app(Settings(**DEFAULTS | settings), embedder, given, cache)
+        app = create_app(Settings(**DEFAULTS | settings), embedder, given)
         started.append(run(app, max_connections=max_connections))
         return started[-1]
 

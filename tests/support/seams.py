@@ -3,12 +3,12 @@
 A test that needs a name of this list knows more than a user does; when a room is rebuilt, this is
 where its tests are mended.
 """
+# ruff: noqa: F401
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from embedder.durable import set_fault_hook
-from indexer.catalog.database import Catalog
 from indexer.catalog.read import CatalogView, State
 from indexer.checks.compare import compare
 from indexer.commands import options
@@ -26,12 +26,12 @@ from indexer.ingest.build import import_gallery
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry
-from service.access.keys import KeyStore
-from service.access.rates import Addresses, LocalCounts, RateLimits, SharedCounts
+from service.access.keys import FreshKeys, KeyStore, open_keys
+from service.access.rates import Addresses, LocalCounts, RateLimits, SharedCounts, parse_rates
 from service.galleries.locations import Bundles, GalleryLocation, Locations
 from service.galleries.migration import bring_over
 from service.galleries.picture_files import PictureFiles, SharedPictures
-from service.galleries.pictures import PictureFolder, Renditions, Samples
+from service.galleries.pictures import PictureFolder
 from service.galleries.registry import Failures, Registry
 from service.http.gate import RouteTable
 from service.http.server import listen
@@ -39,68 +39,25 @@ from service.jobs.manager import JobManager
 from service.jobs.params import params_of
 from service.jobs.rebuild import store_bundle
 from service.jobs.store import Job, JobStore
-from service.search.cache import Cache, Lookup, LruCache, embedding_key
+from service.search.cache import (
+    Cache,
+    LruCache,
+    answer_key,
+    decode_vector,
+    embedding_key,
+    encode_vector,
+)
 from service.search.lanes import InlineDecoder, Lanes, ProcessDecoder
 from service.search.model import Batcher
-from service.search.redis_cache import RedisStore
-
-__all__ = [
-    "Addresses",
-    "Batcher",
-    "Bundles",
-    "Cache",
-    "Catalog",
-    "CatalogView",
-    "Effort",
-    "EmbedSettings",
-    "Failures",
-    "GalleryFolder",
-    "GalleryLocation",
-    "GalleryManifest",
-    "GpuThread",
-    "InlineDecoder",
-    "Job",
-    "JobManager",
-    "JobStore",
-    "KeyStore",
-    "Lanes",
-    "LocalCounts",
-    "Locations",
-    "Lookup",
-    "LruCache",
-    "MilvusStore",
-    "PictureFiles",
-    "PictureFolder",
-    "ProcessDecoder",
-    "RateLimits",
-    "RedisStore",
-    "Registry",
-    "Renditions",
-    "RouteTable",
-    "Samples",
-    "Segment",
-    "SegmentIndex",
-    "SharedCounts",
-    "SharedPictures",
-    "State",
-    "adopt",
-    "backup",
-    "bring_over",
-    "compare",
-    "embedding_key",
-    "import_gallery",
-    "listen",
-    "options",
-    "params_of",
-    "plan_index",
-    "publish_generation",
-    "recall_at",
-    "set_fault_hook",
-    "store_bundle",
-    "tune",
-    "write_segment",
-    "write_vectors",
-]
+from service.search.pipeline import recall_of
+from service.search.query import (
+    UNREACHABLE,
+    HitRenderer,
+    checked_results,
+    encode_results,
+    least_score,
+    score_of,
+)
 
 
 def publish_generation(path: Path, manifest: GalleryManifest, entries: Sequence[Entry]) -> str:

@@ -8,8 +8,9 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,15 +33,11 @@ from service.http.server import Server, config_of
 from service.runtime import Runtime
 from service.settings import Settings
 from tests.support import waiting
-from tests.support.seams import Cache, listen
+from tests.support.seams import listen
 from tests.tiny import encoded, picture
 
-CREATED_AT = "2026-01-01T00:00:00+00:00"
 WAIT_S = 20.0
-DEFAULTS: dict[str, Any] = {
-    "lanes": 2,
-    "decode_isolation": False,
-}
+DEFAULTS: dict[str, Any] = {"lanes": 2, "decode_isolation": False}
 
 
 def render(seed: int, size_px: int = 96) -> Image.Image:
@@ -57,12 +54,6 @@ def render(seed: int, size_px: int = 96) -> Image.Image:
     return image
 
 
-@dataclass(frozen=True)
-class FakeItemImage:
-    data: bytes
-    media_type: str
-
-
 class FakeGallery:
     """Exact search over what `embedder` makes of `pictures`; item i is picture i."""
 
@@ -75,7 +66,7 @@ class FakeGallery:
         self.bundle_id = embedder.bundle_id
         self.dim = embedder.dim
         self.size = len(pictures)
-        self.created_at = CREATED_AT
+        self.created_at = "2026-01-01T00:00:00+00:00"
         self.image_root = Path(__file__).parent
         self.searches = 0
         self._pictures = list(pictures)
@@ -102,28 +93,19 @@ class FakeGallery:
     def items(self) -> Iterator[Item]:
         yield from (self.item(number) for number in range(self.size))
 
-    def stored(self, keys: Sequence[str]) -> dict[str, Item]:
-        return {item.key: item for item in self.items() if item.key in set(keys)}
-
     def entries(self, keys: Sequence[str]) -> list[Entry]:
-        stored = self.stored(keys)
-        missing = [key for key in keys if key not in stored]
-        if missing:
-            raise ItemNotFoundError(f"Gallery {self.name} has no item {missing[0]!r}.")
-        return [
-            Entry(key, self._vectors[stored[key].id], "", stored[key].attributes) for key in keys
-        ]
+        raise ItemNotFoundError(f"Gallery {self.name} has no item {keys[0]!r}.")
 
     def item(self, item_id: ItemId) -> Item:
         if not 0 <= item_id < self.size:
             raise ItemNotFoundError(f"Gallery {self.name} has no item {item_id}.")
         return Item(item_id, f"{item_id:03d}.png", "", "", {"number": item_id}, "PNG")
 
-    def image(self, item_id: ItemId) -> FakeItemImage:
-        return FakeItemImage(self._pictures[self.item(item_id).id], "image/png")
+    def image(self, item_id: ItemId) -> SimpleNamespace:
+        return SimpleNamespace(data=self._pictures[self.item(item_id).id], media_type="image/png")
 
     def close(self) -> None:
-        self._pictures.clear()
+        pass
 
 
 class GatedEmbedder(FakeEmbedder):
@@ -148,10 +130,10 @@ class Running:
     """A service that answers at `url`."""
 
     app: FastAPI
+    server: Server
     url: str
-    images: list[Path]
     client: httpx.Client
-    _stack: ExitStack = field(default_factory=ExitStack)
+    _stack: ExitStack
 
     @property
     def runtime(self) -> Runtime:
@@ -162,6 +144,18 @@ class Running:
         files = {"image": ("query.jpg", data, "image/jpeg")}
         return self.client.post("/search", files=files, data=fields)
 
+    def connect(self, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+        """A connection of its own, on which these bytes are sent; open until the service ends."""
+        address = ("127.0.0.1", int(self.url.rsplit(":", 1)[1]))
+        connection = socket.create_connection(address, WAIT_S, source_address=(source, 0))
+        self._stack.enter_context(connection).sendall(sent)
+        return connection
+
+    @property
+    def connections(self) -> int:
+        """How many the service holds, that of `client` among them."""
+        return len(self.server.server_state.connections)
+
     def metric(self, name: str, **labels: str) -> float:
         self.runtime.metrics.refresh()
         value = self.runtime.metrics.registry.get_sample_value(name, labels)
@@ -171,12 +165,15 @@ class Running:
         self._stack.close()
 
 
-def run(app: FastAPI, images: list[Path] | None = None) -> Running:
+def run(app: FastAPI, max_connections: int | None = None) -> Running:
     """Serve `app` in a thread until `close`."""
     stack = ExitStack()
     listener = stack.enter_context(closing(listen("127.0.0.1", 0)))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = Server(config_of(app, app.state.runtime.settings))
+    config = config_of(app, app.state.runtime.settings)
+    if max_connections is not None:
+        config.http.keywords["max_connections"] = max_connections
+    server = Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
 
     def stop() -> None:
@@ -190,7 +187,7 @@ def run(app: FastAPI, images: list[Path] | None = None) -> Running:
         httpx.Client(base_url=url, timeout=WAIT_S, limits=httpx.Limits(max_connections=100))
     )
     client.get("/live").raise_for_status()
-    return Running(app, url, images or [], client, stack)
+    return Running(app, server, url, client, stack)
 
 
 def drop(*_: Any) -> Any:
@@ -216,6 +213,12 @@ def pictures() -> list[bytes]:
     return [encoded(render(seed)) for seed in range(12)]
 
 
+@pytest.fixture(scope="session")
+def heavy() -> bytes:
+    """48 megapixels with transparency in a small file: long and large to decode."""
+    return encoded(Image.new("RGBA", (8000, 6000), (10, 200, 30, 128)), compress_level=1)
+
+
 @pytest.fixture
 def embedder() -> GatedEmbedder:
     return GatedEmbedder()
@@ -237,12 +240,12 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
     def start(
         embedder: Embedder = embedder,
         galleries: Mapping[str, Any] | None = None,
-        cache: Cache | None = None,
+        max_connections: int | None = None,
         **settings: Any,
     ) -> Running:
         given = galleries if galleries is not None else {gallery.name: gallery}
-        settings = DEFAULTS | settings
-        started.append(run(create_app(Settings(**settings), embedder, given, cache)))
+        app = create_app(Settings(**DEFAULTS | settings), embedder, given)
+        started.append(run(app, max_connections=max_connections))
         return started[-1]
 
     yield start
@@ -250,24 +253,12 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
         service.close()
 
 
-@pytest.fixture
-def service(start_service: StartService) -> Running:
-    return start_service()
-
-
 @pytest.fixture(scope="session")
-def running_service(
-    tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]
-) -> Iterator[Running]:
-    """One service for many tests that only look; `images` are the files of its gallery."""
-    folder = tmp_path_factory.mktemp("catalogue")
-    paths = [folder / f"{number:03d}.png" for number in range(len(pictures))]
-    for path, data in zip(paths, pictures, strict=True):
-        path.write_bytes(data)
+def running_service(pictures: list[bytes]) -> Iterator[Running]:
+    """One service for many tests that only look."""
     embedder = FakeEmbedder()
-    settings = Settings(**DEFAULTS)
-    app = create_app(settings, embedder, {"shop": FakeGallery(embedder, pictures)})
-    service = run(app, paths)
+    app = create_app(Settings(**DEFAULTS), embedder, {"shop": FakeGallery(embedder, pictures)})
+    service = run(app)
     yield service
     service.close()
 
@@ -296,10 +287,8 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._folder, "save": ""}
-        command = ["redis-server"]
-        for name, value in options.items():
-            command += [f"--{name}", str(value)]
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self._folder), "--save", ""]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         for line in self._process.stdout:

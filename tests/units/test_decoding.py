@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from tests.support.seams import InlineDecoder, ProcessDecoder
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
+ROOT = Path(__file__).parents[2]
+LONG = bool(os.environ.get("KINLENS_LONG_TESTS"))
 SPEC = Preprocessing(resize_px=40, crop_px=32)
 LIMITS = ImageLimits()
 FDS = Path("/proc/self/fd")
@@ -50,14 +51,6 @@ def state(pid: int) -> str:
         return ""
 
 
-def is_decoding(pid: int | None) -> bool:
-    """Whether a process has made room for the 48 megapixels of `bomb`."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 > 150e6
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def children() -> set[int]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
@@ -70,13 +63,6 @@ def no_leftovers() -> Iterator[None]:
     before = children()
     yield
     assert children() <= before
-
-
-@pytest.fixture(scope="module")
-def bomb() -> bytes:
-    """48 megapixels with transparency in a small file: seconds to decode."""
-    image = Image.new("RGBA", (8000, 6000), (10, 200, 30, 128))
-    return encoded(image, "PNG", compress_level=1)
 
 
 @pytest.mark.parametrize("make", [lambda: ProcessDecoder(1024, 30), InlineDecoder])
@@ -118,47 +104,14 @@ def test_an_upload_larger_than_every_socket_buffer_arrives() -> None:
         assert decoder.restarts == 0
 
 
-def test_an_image_above_the_time_limit_is_killed_and_the_next_one_decoded(bomb: bytes) -> None:
-    with running(timeout_s=0.2) as decoder:
-        first = decoder.pid
-        with pytest.raises(errors.ImageCostError, match=r"longer than 0\.2 s"):
-            decoder.decode(bomb, SPEC, LIMITS)
-        assert (decoder.kills, decoder.restarts, state(first)) == (1, 1, "")
-        assert decodes(decoder)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_process_that_dies_once_in_the_middle_costs_no_image_and_one_that_dies_again_does(
-    number: signal.Signals, bomb: bytes
-) -> None:
-    with running() as decoder, ThreadPoolExecutor(1) as others:
-        assert decodes(decoder)
-        for deaths in (1, 2):
-            call = others.submit(decoder.decode, bomb, SPEC, LIMITS)
-            for _ in range(deaths):
-                until(lambda: is_decoding(decoder.pid))
-                first = decoder.pid
-                os.kill(first, number)
-                until(lambda first=first: decoder.pid not in (None, first))
-            if deaths == 1:
-                assert call.result().shape == (3, 32, 32)
-            else:
-                with pytest.raises(errors.ImageCostError, match="ended in the middle"):
-                    call.result()
-        assert decodes(decoder)
-        assert (decoder.restarts, decoder.kills) == (3, 0)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_a_stop_of_the_whole_group_leave_the_process_to_the_service(
-    number: signal.Signals,
-) -> None:
+def test_ctrl_c_and_a_stop_of_the_whole_group_leave_the_process_to_the_service() -> None:
     with running() as decoder:
         assert decodes(decoder)
         pid = decoder.pid
         assert os.getsid(pid) != os.getsid(0)
-        os.kill(pid, number)
-        assert decodes(decoder)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+            assert decodes(decoder)
         assert (decoder.pid, decoder.restarts) == (pid, 0)
 
 
@@ -182,12 +135,12 @@ def test_a_process_that_cannot_start_fails_every_call_and_is_tried_again(
         until(is_back)
 
 
-def test_two_hundred_kills_leave_no_zombie_and_no_file_descriptor() -> None:
+def test_many_kills_leave_no_zombie_and_no_file_descriptor() -> None:
     """Most are killed while they start, which is quick; some once they wait for an image."""
     before = len(list(FDS.iterdir()))
     with running() as decoder:
-        for number in range(200):
-            if number % 20 == 0:
+        for number in range(200 if LONG else 12):
+            if number % 6 == 0:
                 assert decodes(decoder)
             os.kill(decoder.pid, signal.SIGKILL)
             until(lambda pid=decoder.pid: state(pid) == "Z")
@@ -201,32 +154,26 @@ def test_two_hundred_kills_leave_no_zombie_and_no_file_descriptor() -> None:
 
 PARENT = """
 import sys
-sys.path.insert(0, sys.argv[1])
 from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits
 from service.search.lanes import ProcessDecoder
 
-decoder = ProcessDecoder(1024, 2.0)
+decoder = ProcessDecoder(1024, 20.0)
 decoder.start()
 print(decoder.pid, flush=True)
-data = open(sys.argv[2], "rb").read()
-decoder.decode(data, Preprocessing(resize_px=40, crop_px=32), ImageLimits())
-input()
+data = open(sys.argv[1], "rb").read()
+while True:
+    decoder.decode(data, Preprocessing(resize_px=40, crop_px=32), ImageLimits())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_process_ends_when_the_service_dies(
-    number: signal.Signals, bomb: bytes, tmp_path: Path
-) -> None:
-    (tmp_path / "held.png").write_bytes(bomb)
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", PARENT, str(root), str(tmp_path / "held.png")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True) as parent:
+def test_the_process_ends_when_the_service_dies(heavy: bytes, tmp_path: Path) -> None:
+    (tmp_path / "held.png").write_bytes(heavy)
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "held.png")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        parent.send_signal(number)
+        parent.kill()
     until(lambda: state(pid) in ("", "Z"))
 
 

@@ -1,12 +1,12 @@
 """Which hosts and origins are answered, and what browsers are told."""
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from service.settings import Settings
+from tests.support.shops import assert_problem
 
 
 def get(service: Any, host: str, path: str = "/galleries") -> Any:
@@ -14,54 +14,35 @@ def get(service: Any, host: str, path: str = "/galleries") -> Any:
 
 
 @pytest.mark.parametrize(
-    "host",
-    ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000"],
+    "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000"]
 )
 def test_the_names_of_this_machine_are_answered(running_service, host: str) -> None:
     assert get(running_service, host).status_code == 200
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "shop.example",
-        "shop.example:8000",
-        "localhost.shop.example",
-        "127.0.0.1.shop.example",
-        "shop.example:127.0.0.1",
-        "shop@localhost",
-        "localhost:port",
-        "localhost.",
-        "::1",
-        "[::1",
-        "[::2]",
-        "",
-        "*",
-    ],
+OTHER_HOSTS = (
+    *("shop.example", "shop.example:8000", "localhost.shop.example", "127.0.0.1.shop.example"),
+    *("shop.example:127.0.0.1", "shop@localhost", "localhost:port", "localhost.", "::1", "[::1"),
+    *("[::2]", "", "*"),
 )
+
+
 @pytest.mark.parametrize(
     "path", ["/galleries", "/", "/ui/search/app.js", "/openapi.json", "/nowhere"]
 )
-def test_any_other_host_is_a_400_that_shows_nothing_else(
-    running_service, host: str, path: str
-) -> None:
-    response = get(running_service, host, path)
-    assert response.status_code == 400
-    assert response.headers["content-type"] == "application/problem+json"
-    problem = response.json()
-    assert problem["type"] == "urn:kinlens:problem:unknown-host"
-    assert repr(host) in problem["detail"]
-    assert "KINLENS_ALLOWED_HOSTS" in problem["detail"]
-    assert problem["request_id"] == response.headers["x-request-id"]
-    assert response.headers["x-content-type-options"] == "nosniff"
+def test_any_other_host_is_a_400_that_shows_nothing_else(running_service, path: str) -> None:
+    for host in OTHER_HOSTS:
+        response = get(running_service, host, path)
+        problem = assert_problem(response, 400, "unknown-host")
+        assert repr(host) in problem["detail"]
+        assert "KINLENS_ALLOWED_HOSTS" in problem["detail"]
+        assert response.headers["x-content-type-options"] == "nosniff"
 
 
 @pytest.mark.parametrize("hosts", [b"", b"Host: localhost\r\nHost: shop.example\r\n"])
 def test_a_request_without_a_host_or_with_two_is_a_400(running_service, hosts: bytes) -> None:
-    port = int(running_service.url.rsplit(":", 1)[1])
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall(b"GET /galleries HTTP/1.0\r\n" + hosts + b"\r\n")
-        assert connection.makefile("rb").readline().split()[1] == b"400"
+    connection = running_service.connect(b"GET /galleries HTTP/1.0\r\n" + hosts + b"\r\n")
+    assert connection.makefile("rb").readline().split()[1] == b"400"
 
 
 def test_a_long_host_is_cut_in_the_answer(running_service) -> None:
@@ -74,11 +55,7 @@ def test_the_hosts_of_the_settings_take_the_place_of_the_defaults(start_service)
     service = start_service(allowed_hosts=("Shop.example", "127.0.0.1"))
     assert get(service, "shop.EXAMPLE:443").status_code == 200
     assert get(service, "localhost").status_code == 400
-
-
-def test_a_star_allows_any_host(start_service) -> None:
-    service = start_service(allowed_hosts=("*",))
-    assert get(service, "shop.example").status_code == 200
+    assert get(start_service(allowed_hosts=("*",)), "shop.example").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -87,7 +64,6 @@ def test_a_star_allows_any_host(start_service) -> None:
         ("127.0.0.1", {"localhost", "127.0.0.1", "[::1]"}),
         ("10.0.0.5", {"localhost", "127.0.0.1", "[::1]", "10.0.0.5"}),
         ("fe80::1", {"localhost", "127.0.0.1", "[::1]", "[fe80::1]"}),
-        ("Shop.local", {"localhost", "127.0.0.1", "[::1]", "shop.local"}),
         ("0.0.0.0", {"*"}),
         ("::", {"*"}),
     ],

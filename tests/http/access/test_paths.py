@@ -1,43 +1,45 @@
 """Addresses that are almost those of a route: none of them is open that should not be."""
 
-import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from starlette.responses import Response
 
+from embedder.fake import FakeEmbedder
 from service.app import create_app
 from service.settings import Settings
 from tests.support.seams import KeyStore, RouteTable
 from tests.support.servers import DEFAULTS, Running, run
 
-from embedder.fake import FakeEmbedder  # isort: skip
-
 ODD = ("%0A", "%0D", "%00", "%0D%0A", "%C2%85", "/", "%2F", "//", "/%0A", "%0Ax", "%20", "?%0A")
 
 
 @pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A service with a key, where nobody may do anything without one."""
+def owner() -> dict[str, str]:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory, owner: dict[str, str]) -> Iterator[Running]:
+    """A service with a key, where nobody may do anything without one; `/export` has no rule."""
     state = tmp_path_factory.mktemp("state")
-    KeyStore(state / "keys.json").create("owner", ["admin"])
+    owner["x-api-key"] = KeyStore(state / "keys.json").create("owner", ["admin"])
     settings = Settings(**DEFAULTS | {"state": state, "anonymous_scopes": ()})
-    service = run(create_app(settings, FakeEmbedder(), {}))
+    app = create_app(settings, FakeEmbedder(), {})
+    app.add_api_route("/export", lambda: Response("all of it"), methods=["GET"])
+    service = run(app)
     yield service
     service.close()
 
 
 def ask(service: Running, method: str, target: str) -> tuple[int, bytes]:
     """Status and body, of a target that is sent just as it is."""
-    port = int(service.url.rsplit(":", 1)[1])
     body = b'{"name": "evil"}'
     head = (
         f"{method} {target} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall(head.encode() + body)
+    with service.connect(head.encode() + body) as connection:
         answer = connection.makefile("rb").read()
     return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
 
@@ -70,19 +72,12 @@ def test_a_control_character_in_an_address_is_400_and_named(closed: Running, tar
     assert b"control character U+00" in body
 
 
-def test_a_route_that_is_served_but_has_no_rule_needs_an_admin(tmp_path: Any) -> None:
-    state = tmp_path / "state"
-    text = KeyStore(state / "keys.json").create("owner", ["admin"])
-    app = create_app(Settings(**DEFAULTS | {"state": state}), FakeEmbedder(), {})
-    app.add_api_route("/export", lambda: Response("all of it"), methods=["GET"])
-    service = run(app)
-    try:
-        assert service.client.get("/export").status_code == 401
-        headers = {"x-api-key": text}
-        assert service.client.get("/export", headers=headers).text == "all of it"
-        assert service.client.get("/exports").status_code == 404
-    finally:
-        service.close()
+def test_a_route_that_is_served_but_has_no_rule_needs_an_admin(
+    closed: Running, owner: dict[str, str]
+) -> None:
+    assert closed.client.get("/export").status_code == 401
+    assert closed.client.get("/export", headers=owner).text == "all of it"
+    assert closed.client.get("/exports").status_code == 404
 
 
 def test_what_is_refused_counts_for_the_route_that_it_was_meant_for(closed: Running) -> None:

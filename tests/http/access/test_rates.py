@@ -2,66 +2,16 @@
 
 import asyncio
 import math
-import subprocess
-import sys
-from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from service.access.rates import RateVerdict, parse_rates
-from tests.support.seams import KeyStore, LocalCounts, RateLimits, SharedCounts
-
-ROOT = Path(__file__).parents[3]
-OTHER_PROCESS = """
-import asyncio, sys
-from service.access.rates import RateLimits, SharedCounts
-
-async def main(url):
-    shared = SharedCounts(url, timeout_s=10.0, retry_s=0.1, connections=2)
-    rates = RateLimits({"key": "10/hour"}, shared)
-    verdicts = [await rates.hit("key", "till") for _ in range(6)]
-    print(sum(verdict.allowed for verdict in verdicts))
-    await rates.close()
-
-asyncio.run(main(sys.argv[1]))
-"""
-
-
-def with_redis(
-    url: str, rate: str, use: Callable[[RateLimits], Coroutine[Any, Any, Any]], **options: Any
-) -> Any:
-    """Run `use` with limits that count in Redis."""
-
-    async def main() -> Any:
-        options_ = {"timeout_s": 10.0, "retry_s": 0.1, "connections": 4} | options
-        rates = RateLimits({"key": rate}, SharedCounts(url, **options_))
-        try:
-            return await use(rates)
-        finally:
-            await rates.close()
-
-    return asyncio.run(main())
-
-
-async def hits(rates: RateLimits, count: int, caller: str = "till") -> list[RateVerdict]:
-    return [await rates.hit("key", caller) for _ in range(count)]
-
-
-def test_what_is_above_the_rate_is_refused_and_each_caller_counts_alone() -> None:
-    async def main() -> None:
-        rates = RateLimits({"key": "5/minute"})
-        verdicts = await hits(rates, 7)
-        assert [verdict.allowed for verdict in verdicts] == [True] * 5 + [False] * 2
-        assert [verdict.remaining for verdict in verdicts] == [4, 3, 2, 1, 0, 0, 0]
-        assert all(1 <= verdict.retry_after_s <= 60 for verdict in verdicts)
-        assert (await hits(rates, 1, "other"))[0].allowed
-        assert (await rates.hit("address", "till")).amount is None
-
-    asyncio.run(main())
+from tests.support.seams import KeyStore, LocalCounts, RateLimits, SharedCounts, parse_rates
+from tests.support.shops import assert_problem
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(("rate", "amount", "period_s"), [("5/minute", 5, 60), ("4/second", 4, 1)])
@@ -110,31 +60,6 @@ def test_a_text_that_is_no_rate_is_refused_with_an_example(text: str) -> None:
     assert parse_rates(" ") == ()
 
 
-@pytest.mark.redis
-def test_processes_that_share_redis_share_the_rate(redis_server) -> None:
-    command = [sys.executable, "-c", OTHER_PROCESS, redis_server.url]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    allowed = [int(process.communicate(timeout=60)[0]) for process in processes]
-    assert sum(allowed) == 10
-    verdicts = with_redis(redis_server.url, "10/hour", lambda rates: hits(rates, 1))
-    assert not verdicts[0].allowed
-
-
-@pytest.mark.redis
-def test_without_redis_each_process_counts_for_itself_and_comes_back(redis_server) -> None:
-    async def use(rates: RateLimits) -> None:
-        assert [v.allowed for v in await hits(rates, 3)] == [True, True, True]
-        redis_server.kill()
-        assert [v.allowed for v in await hits(rates, 4)] == [True, True, True, False]
-        redis_server.start()
-        await asyncio.sleep(0.2)
-        assert (await hits(rates, 1))[0].allowed  # an empty Redis counts anew
-
-    with_redis(redis_server.url, "3/hour", use)
-
-
 def test_a_service_refuses_an_address_above_its_rate_and_says_when_to_come_back(
     start_service, pictures
 ) -> None:
@@ -144,9 +69,7 @@ def test_a_service_refuses_an_address_above_its_rate_and_says_when_to_come_back(
     assert found[0].headers["ratelimit-limit"] == "3"
     assert [answer.headers["ratelimit-remaining"] for answer in found] == list("21000")
     assert 1 <= int(found[3].headers["retry-after"]) <= 60
-    problem = found[3].json()
-    assert problem["type"] == "urn:kinlens:problem:rate-limited"
-    assert "this address" in problem["detail"]
+    assert "this address" in assert_problem(found[3], 429, "rate-limited")["detail"]
     for path in ("/live", "/ready", "/metrics", "/", "/ui/shared/icon.svg"):
         answer = service.client.get(path)
         assert answer.status_code == 200
@@ -177,30 +100,39 @@ def test_behind_a_trusted_proxy_each_client_has_its_own_rate(start_service) -> N
     assert ask(trusting, "3.3.3.3, 2.2.2.2") == 429
 
 
-def test_services_that_share_redis_share_the_rate_of_an_address(
+@pytest.mark.redis
+def test_services_that_share_redis_share_the_rate_and_without_it_each_counts_for_itself(
     start_service, redis_server
 ) -> None:
-    settings = {"rate_limit_per_address": "4/hour", "redis_url": redis_server.url}
-    first, second = (start_service(**settings, redis_timeout_ms=10_000) for _ in range(2))
-    statuses = [
-        service.client.get("/galleries").status_code
-        for service in (first, second, first, second, first, second)
-    ]
-    assert statuses == [200] * 4 + [429] * 2
+    settings = {"rate_limit_per_address": "6/hour", "redis_retry_ms": 100}
+    settings |= {"redis_url": redis_server.url, "redis_timeout_ms": 10_000}
+    services = [start_service(**settings) for _ in range(2)]
+
+    def allowed(asked: list[Any]) -> int:
+        with ThreadPoolExecutor(8) as clients:
+            answers = list(clients.map(lambda service: service.client.get("/galleries"), asked))
+        assert {answer.status_code for answer in answers} <= {200, 429}
+        return sum(answer.is_success for answer in answers)
+
+    assert allowed(services * 8) == 6
+    redis_server.kill()
+    assert allowed([services[0]] * 8) == 6
+    assert allowed([services[1]] * 8) == 6
+    redis_server.start()  # empty, so that it counts anew
+    until(lambda: allowed([services[0]]))
+    assert allowed(services * 8) == 5
 
 
 @pytest.mark.redis
 def test_counting_in_redis_says_what_counting_here_says(redis_server) -> None:
-    rates = "3/hour;5/hour"
+    rates = {"key": "3/hour;5/hour"}
 
-    async def here() -> list[RateVerdict]:
-        return await hits(RateLimits({"key": rates}), 5)
+    async def said(shared: SharedCounts | None) -> list[tuple[bool, int | None, int]]:
+        limits = RateLimits(rates, shared)
+        verdicts = [await limits.hit("key", "till") for _ in range(5)]
+        await limits.close()
+        assert all(1 <= verdict.retry_after_s <= 3600 for verdict in verdicts)
+        return [(verdict.allowed, verdict.amount, verdict.remaining) for verdict in verdicts]
 
-    there = with_redis(redis_server.url, rates, lambda limits: hits(limits, 5))
-    for one, other in zip(there, asyncio.run(here()), strict=True):
-        assert (one.allowed, one.amount, one.remaining) == (
-            other.allowed,
-            other.amount,
-            other.remaining,
-        )
-        assert 1 <= one.retry_after_s <= 3600
+    shared = SharedCounts(redis_server.url, timeout_s=10.0, retry_s=0.1, connections=4)
+    assert asyncio.run(said(shared)) == asyncio.run(said(None))

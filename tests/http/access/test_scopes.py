@@ -1,5 +1,7 @@
-"""Every address of the service against every kind of caller, by a table written down twice."""
+"""Every address against every kind of caller, by a table; and keys are told to nobody."""
 
+import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -8,57 +10,44 @@ import httpx
 import pytest
 import structlog
 
+from embedder.bundle import Bundle
+from tests.support.own_process import own_process
 from tests.support.seams import KeyStore, RouteTable
 from tests.support.servers import Running, StartService
+from tests.tiny import encoded, picture
 
 FREE, SEARCH, WRITE, ADMIN = None, "search", "write", "admin"
-GALLERY = "/galleries/{}"
-ITEMS = "/galleries/{}/items"
-EXPECTED: dict[tuple[str, str], str | None] = {
-    ("GET", "/"): FREE,
-    ("HEAD", "/"): FREE,
-    ("GET", "/admin"): FREE,
-    ("HEAD", "/admin"): FREE,
-    ("GET", "/ui/"): FREE,
-    ("HEAD", "/ui/"): FREE,
-    ("GET", "/live"): FREE,
-    ("GET", "/ready"): FREE,
-    ("GET", "/metrics"): FREE,
-    ("GET", "/docs"): FREE,
-    ("GET", "/openapi.json"): FREE,
-    ("HEAD", "/openapi.json"): FREE,
-    ("POST", "/search"): SEARCH,
-    ("POST", "/search/batch"): SEARCH,
-    ("GET", "/samples"): SEARCH,
-    ("GET", "/samples/{}"): SEARCH,
-    ("GET", "/galleries"): SEARCH,
-    ("GET", GALLERY): SEARCH,
-    ("GET", ITEMS): SEARCH,
-    ("GET", f"{ITEMS}/{{}}"): SEARCH,
-    ("GET", f"{ITEMS}/{{}}/image"): SEARCH,
-    ("GET", f"{ITEMS}/{{}}/similar"): SEARCH,
-    ("PUT", ITEMS): WRITE,
-    ("PATCH", ITEMS): WRITE,
-    ("DELETE", ITEMS): WRITE,
-    ("POST", f"{ITEMS}/delete"): WRITE,
-    ("DELETE", f"{ITEMS}/{{}}"): WRITE,
-    ("POST", "/galleries"): ADMIN,
-    ("DELETE", GALLERY): ADMIN,
-    ("POST", f"{GALLERY}/compact"): ADMIN,
-    ("POST", f"{GALLERY}/swap"): ADMIN,
-    ("POST", f"{GALLERY}/rebuild"): ADMIN,
-    ("POST", "/jobs/train"): ADMIN,
-    ("GET", "/jobs"): ADMIN,
-    ("GET", "/jobs/{}"): ADMIN,
-    ("GET", "/jobs/{}/log"): ADMIN,
-    ("POST", "/jobs/{}/cancel"): ADMIN,
-    ("POST", "/jobs/{}/swap"): ADMIN,
-    ("POST", "/jobs/{}/resume"): ADMIN,
+SCOPES: dict[str | None, str] = {
+    FREE: """
+        GET /               HEAD /              GET /admin          HEAD /admin
+        GET /ui/            HEAD /ui/           GET /live           GET /ready
+        GET /metrics        GET /docs           GET /openapi.json   HEAD /openapi.json
+    """,
+    SEARCH: """
+        POST /search        POST /search/batch  GET /samples        GET /samples/{}
+        GET /galleries      GET /galleries/{}   GET /galleries/{}/items
+        GET /galleries/{}/items/{}              GET /galleries/{}/items/{}/image
+        GET /galleries/{}/items/{}/similar
+    """,
+    WRITE: """
+        PUT /galleries/{}/items                 PATCH /galleries/{}/items
+        DELETE /galleries/{}/items              POST /galleries/{}/items/delete
+        DELETE /galleries/{}/items/{}
+    """,
+    ADMIN: """
+        POST /galleries     DELETE /galleries/{}                    POST /galleries/{}/compact
+        POST /galleries/{}/swap                 POST /galleries/{}/rebuild
+        POST /jobs/train    GET /jobs           GET /jobs/{}        GET /jobs/{}/log
+        POST /jobs/{}/cancel                    POST /jobs/{}/swap  POST /jobs/{}/resume
+    """,
 }
-ORDER = {FREE: 0, SEARCH: 1, WRITE: 2, ADMIN: 3}
+EXPECTED: dict[tuple[str, str], str | None] = {
+    (method, path): scope
+    for scope, text in SCOPES.items()
+    for method, path in re.findall(r"([A-Z]+) (/\S*)", text)
+}
+ORDER = list(SCOPES)
 CALLERS = ("none", "search", "write", "admin", "revoked", "expired", "garbage")
-
-
 REFUSED = {401, 403}
 
 
@@ -76,9 +65,10 @@ def store(tmp_path: Path) -> KeyStore:
 @pytest.fixture
 def texts(store: KeyStore) -> dict[str, str]:
     """What each caller sends; nothing for `none`."""
-    past = datetime.now(UTC) - timedelta(days=1)
-    sent = {name: store.create(name, [name]) for name in ("search", "write", "admin")}
-    sent |= {"expired": store.create("expired", ["admin"], past)}
+    day = timedelta(days=1)
+    ends = datetime.now(UTC) + day
+    sent = {name: store.create(name, [name], ends) for name in ("search", "write", "admin")}
+    sent |= {"expired": store.create("expired", ["admin"], ends - 2 * day)}
     sent |= {"revoked": store.create("revoked", ["admin"])}
     sent |= {"garbage": "kl_12345678_garbage", "none": ""}
     store.revoke("revoked")
@@ -101,28 +91,29 @@ def refusal(caller: str, scope: str | None) -> int | None:
         return 401
     if caller == "none":
         return None if scope == SEARCH else 401
-    return None if ORDER[caller] >= ORDER[scope] else 403
+    return None if ORDER.index(caller) >= ORDER.index(scope) else 403
 
 
-@pytest.mark.parametrize("caller", CALLERS)
 def test_every_address_answers_every_caller_as_the_table_says(
-    start_service: StartService, store: KeyStore, texts: dict[str, str], caller: str
+    start_service: StartService, store: KeyStore, texts: dict[str, str]
 ) -> None:
-    service, text = start_service(state=store.path.parent), texts[caller]
-    ways = (bearer(text), {"X-API-Key": text} if text else {})
-    for number, ((method, path), scope) in enumerate(EXPECTED.items()):
-        sent = ways[number % 2]
-        answer = ask(service, method, path.replace("{}", "17"), sent)
-        expected = refusal(caller, scope)
-        found = answer.status_code
-        assert found == expected or (expected is None and found not in REFUSED), (method, path)
-        if found == 401:
-            assert answer.headers["www-authenticate"] == "Bearer"
-            assert answer.json()["type"] == "urn:kinlens:problem:key-needed"
-        if found == 403:
-            assert answer.json()["type"] == "urn:kinlens:problem:scope-needed"
-            assert f"this needs {scope}" in answer.json()["detail"]
-        assert not text or text not in answer.text
+    """Each caller comes from an address of its own, since wrong keys are limited by address."""
+    service = start_service(state=store.path.parent, trusted_proxies=("127.0.0.1",))
+    for number, (caller, text) in enumerate(texts.items()):
+        ways = (bearer(text), {"X-API-Key": text} if text else {})
+        origin = {"x-forwarded-for": f"203.0.113.{number}"}
+        for place, ((method, path), scope) in enumerate(EXPECTED.items()):
+            answer = ask(service, method, path.replace("{}", "17"), ways[place % 2] | origin)
+            expected, found = refusal(caller, scope), answer.status_code
+            named = (caller, method, path)
+            assert found == expected or (expected is None and found not in REFUSED), named
+            if found == 401:
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.json()["type"] == "urn:kinlens:problem:key-needed"
+            if found == 403:
+                assert answer.json()["type"] == "urn:kinlens:problem:scope-needed"
+                assert f"this needs {scope}" in answer.json()["detail"]
+            assert not text or text not in answer.text
 
 
 def test_every_route_of_the_app_needs_what_the_table_says(running_service: Running) -> None:
@@ -141,7 +132,8 @@ def test_while_no_key_exists_changes_are_closed_and_the_answer_says_how_to_open_
         assert (put.status_code, job.status_code) == (403, 403)
         assert hint in put.json()["detail"]
         assert "admin" in job.json()["detail"]
-    store.revoke(store.create("a", ["admin"]) and "a")
+    store.create("a", ["admin"])
+    store.revoke("a")
     service = start_service(state=store.path.parent)
     assert ask(service, "PUT", "/galleries/a/items").status_code == 403
 
@@ -218,20 +210,13 @@ def test_wrong_keys_are_limited_by_address_and_right_ones_go_on(
         assert ask(service, "GET", "/galleries", bearer(text)).status_code == 200
 
 
-def test_the_app_itself_is_guarded_and_unknown_addresses_say_nothing_about_keys(
-    start_service: StartService, tmp_path: Path
+def test_unknown_addresses_say_nothing_about_keys(
+    start_service: StartService, store: KeyStore, texts: dict[str, str]
 ) -> None:
-    service = start_service(state=tmp_path)
-    text = KeyStore(tmp_path / "keys.json").create("shop", ["search"])
-    wrong, right = bearer("kl_12345678_x"), bearer(text)
-    assert service.client.get("/galleries", headers=right).status_code == 200
-    assert service.client.get("/galleries", headers=wrong).status_code == 401
-    assert service.client.get("/live", headers=wrong).status_code == 200
+    service = start_service(state=store.path.parent)
     for method, path, status in (("GET", "/nowhere", 404), ("DELETE", "/search", 405)):
-        shown = [
-            service.client.request(method, path, headers=headers).json()
-            for headers in ({}, wrong, right)
-        ]
+        sent = ({}, bearer("kl_12345678_x"), bearer(texts["search"]))
+        shown = [ask(service, method, path, headers).json() for headers in sent]
         assert [problem["status"] for problem in shown] == [status] * 3
         assert len({problem["detail"] for problem in shown}) == 1
 
@@ -245,3 +230,51 @@ def test_a_refused_upload_gets_its_answer_although_it_is_still_being_sent(
     assert answer.status_code == 401
     assert answer.headers["connection"] == "close"
     assert answer.json()["request_id"] == answer.headers["x-request-id"]
+
+
+PASSWORD = "hunter2"
+WRONG = "kl_0badc0de_wrong"
+
+
+@pytest.mark.redis
+def test_a_day_of_keys_and_mistakes_leaves_no_secret_anywhere(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path, redis_server
+) -> None:
+    store = KeyStore(tmp_path / "state" / "keys.json")
+    text = store.create("till", ["search"])
+    with own_process(
+        tmp_path / "log",
+        bundle=tiny_bundle.path,
+        galleries=f"shop={tiny_gallery}",
+        state=tmp_path / "state",
+        redis_url=f"redis://user:{PASSWORD}@127.0.0.1:{redis_server.port}/0",
+        rate_limit_per_key="3/minute",
+        log_level="debug",
+    ) as process:
+        seen = used(process.url, text)
+        store.path.write_text(f'{{"keys": "{PASSWORD}"}}')  # damaged, with something in it
+        seen += used(process.url, text)
+    log = (tmp_path / "log").read_text("utf-8")
+    events = [json.loads(line) for line in log.splitlines()]
+    assert {event["event"] for event in events} >= {"request", "keys cannot be read"}
+    assert any(event.get("principal") == "till" for event in events)
+    for secret in (text, text.rsplit("_", 1)[1], PASSWORD, WRONG):
+        assert secret not in log
+        assert all(secret not in answer for answer in seen)
+
+
+def used(url: str, text: str) -> list[str]:
+    """Right, wrong and odd requests; everything that was answered."""
+    seen = []
+    files = {"image": encoded(picture(0))}
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for key in [text] * 4 + [WRONG, f"{text}x", f"{text} {text}"]:
+            for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                for method, path in (("POST", "/search"), ("PUT", "/galleries/shop/items")):
+                    answer = client.request(method, path, headers=headers, files=files)
+                    seen.append(answer.text + str(answer.headers))
+        seen += [client.get(f"/nowhere?key={text}").text.replace(f"?key={text}", "")]
+        for path in ("/live", "/ready", "/metrics", "/openapi.json", "/docs", "/galleries"):
+            answer = client.get(path, headers={"x-api-key": text})
+            seen.append(answer.text + str(answer.headers))
+    return seen

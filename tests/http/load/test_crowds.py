@@ -1,182 +1,189 @@
 """Crowds: clients that do harm or leave among many that do not, full queues, one photograph."""
 
+import contextlib
+import itertools
 import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from embedder.errors import DeadlineExceededError
 from indexer.types import SearchOptions
+from service.app import create_app
+from service.settings import Settings
+from tests.support.servers import DEFAULTS, FakeGallery, GatedEmbedder, Running, run
+from tests.support.shops import assert_problem
+from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
-SETTINGS: dict[str, Any] = {
+PATIENT: dict[str, Any] = {
     "decode_isolation": True,
     "decode_timeout_ms": 60_000,
     "request_timeout_ms": 60_000,
 }
-IDLE_GAUGES = ("kinlens_searches_in_flight", "kinlens_queue_depth")
+NUMBERS = itertools.count()
 
 
-def variant(data: bytes, number: int) -> bytes:
+def new(data: bytes) -> bytes:
     """The same PNG picture as other bytes, so that no cache and no flight knows it."""
-    return data + number.to_bytes(4, "big")
+    return data + next(NUMBERS).to_bytes(4, "big")
 
 
-def send_raw(service: Any, data: bytes, part: float = 1.0) -> socket.socket:
+def first_hits(responses: Any) -> list[int]:
+    return [response.json()["hits"][0]["id"] for response in responses]
+
+
+def send_raw(service: Running, data: bytes, part: float = 1.0) -> socket.socket:
     """The first `part` of a request for a search, on a connection that the caller drops."""
-    body = (
-        b"--b\r\nContent-Disposition: form-data; name=image; filename=q.png\r\n\r\n"
-        + data
-        + b"\r\n--b--\r\n"
-    )
+    body = b"--b\r\nContent-Disposition: form-data; name=image; filename=q.png\r\n\r\n"
+    body += data + b"\r\n--b--\r\n"
     head = (
         "POST /search HTTP/1.1\r\nHost: localhost\r\n"
         "Content-Type: multipart/form-data; boundary=b\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
-    connection = socket.create_connection(("127.0.0.1", int(service.url.rsplit(":", 1)[1])))
-    connection.sendall(head.encode() + body[: int(len(body) * part)])
-    return connection
+    return service.connect(head.encode() + body[: int(len(body) * part)])
+
+
+def decoding(service: Running) -> set[int]:
+    """The processes that have made room for the 48 megapixels of `heavy`."""
+
+    def resident_bytes(pid: int) -> int:
+        with contextlib.suppress(OSError):
+            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+        return 0
+
+    return {pid for pid in service.runtime.lanes.pids if resident_bytes(pid) > 150e6}
+
+
+def in_flight(service: Running) -> float:
+    return service.metric("kinlens_searches_in_flight")
 
 
 @pytest.fixture(scope="module")
-def heavy() -> bytes:
-    """48 megapixels with transparency: long and large to decode."""
-    return encoded(Image.new("RGBA", (8000, 6000), (10, 200, 30, 128)), "PNG", compress_level=1)
+def gated() -> GatedEmbedder:
+    return GatedEmbedder()
+
+
+@pytest.fixture(scope="module")
+def patient(gated: GatedEmbedder, pictures: list[bytes]) -> Iterator[Running]:
+    """A service for all tests of this file that decodes in processes."""
+    galleries = {"shop": FakeGallery(gated, pictures)}
+    service = run(create_app(Settings(**DEFAULTS | PATIENT), gated, galleries))
+    yield service
+    service.close()
 
 
 @pytest.fixture
-def settled(until: Callable[..., None]) -> Callable[[Any], None]:
-    """Check that nothing is left of what was sent."""
+def isolated(patient: Running) -> Iterator[Running]:
+    """The same; checks that nothing is left of what was sent."""
+    yield patient
+    for gauge in ("kinlens_searches_in_flight", "kinlens_queue_depth"):
+        until(lambda gauge=gauge: patient.metric(gauge) == 0)
+    until(lambda: not decoding(patient))
+    assert patient.client.get("/ready").status_code == 200
+    assert patient.metric("kinlens_decoder_restarts") == patient.runtime.lanes.restarts
 
-    def check(service: Any) -> None:
-        for gauge in IDLE_GAUGES:
-            until(lambda gauge=gauge: service.metric(gauge) == 0)
-        assert service.client.get("/ready").status_code == 200
 
-    return check
+@pytest.fixture
+def undisturbed(isolated: Running) -> Iterator[Running]:
+    """The same; no process may die."""
+    before = isolated.runtime.lanes.pids
+    yield isolated
+    assert isolated.runtime.lanes.pids == before
 
 
 def test_24_clients_get_their_answers_while_8_leave_in_the_middle_of_a_batch(
-    start_service, embedder, pictures, until, settled
+    undisturbed, gated, pictures
 ) -> None:
-    service = start_service(**SETTINGS)
-    embedder.gate.clear()
-    leaving = [send_raw(service, variant(pictures[n], 1000 + n)) for n in range(8)]
+    gated.gate.clear()
+    leaving = [send_raw(undisturbed, new(pictures[n])) for n in range(8)]
     with ThreadPoolExecutor(24) as clients:
-        staying = [clients.submit(service.search, variant(pictures[n % 12], n)) for n in range(24)]
-        until(lambda: service.metric("kinlens_searches_in_flight") == 32)
+        staying = [clients.submit(undisturbed.search, new(pictures[n % 12])) for n in range(24)]
+        until(lambda: in_flight(undisturbed) == 32)
         for connection in leaving:
             connection.close()
-        until(lambda: service.metric("kinlens_searches_in_flight") == 24)
-        embedder.gate.set()
+        until(lambda: in_flight(undisturbed) == 24)
+        gated.gate.set()
         answers = [client.result() for client in staying]
     assert [answer.status_code for answer in answers] == [200] * 24
-    assert [answer.json()["hits"][0]["id"] for answer in answers] == [n % 12 for n in range(24)]
-    settled(service)
-    assert service.runtime.lanes.restarts == 0
+    assert first_hits(answers) == [n % 12 for n in range(24)]
 
 
 def test_clients_that_leave_while_their_image_is_decoded_or_sent_disturb_nobody(
-    start_service, pictures, heavy, until, settled
+    undisturbed, pictures, heavy
 ) -> None:
-    service = start_service(**SETTINGS, lanes=1)
-    before = service.metric("kinlens_searches_in_flight")
-    leaving = [send_raw(service, heavy)]
-    until(lambda: busy_pids(service))
-    leaving += [send_raw(service, variant(pictures[n], 1000 + n)) for n in range(4)]
-    leaving += [send_raw(service, variant(pictures[n], 2000 + n), part=0.5) for n in range(3)]
-    until(lambda: service.metric("kinlens_searches_in_flight") == before + 5)
+    leaving = [send_raw(undisturbed, new(heavy)) for _ in undisturbed.runtime.lanes.pids]
+    until(lambda: len(decoding(undisturbed)) == len(leaving))
+    leaving += [send_raw(undisturbed, new(pictures[n])) for n in range(4)]
+    leaving += [send_raw(undisturbed, new(pictures[n]), part=0.5) for n in range(3)]
+    until(lambda: in_flight(undisturbed) == 6)
     with ThreadPoolExecutor(12) as clients:
-        staying = [clients.submit(service.search, variant(pictures[n], n)) for n in range(12)]
+        staying = [clients.submit(undisturbed.search, new(data)) for data in pictures]
         for connection in leaving:
             connection.close()
-        answers = [client.result() for client in staying]
-    assert [answer.json()["hits"][0]["id"] for answer in answers] == list(range(12))
-    settled(service)
-    assert service.runtime.lanes.restarts == 0
+        assert first_hits(client.result() for client in staying) == list(range(12))
 
 
-def test_one_truncated_jpeg_among_31_good_ones_fails_alone(
-    start_service, pictures, settled
-) -> None:
-    service = start_service(**SETTINGS)
-    truncated = encoded(picture(1), "JPEG")[:-100]
-    uploads = [variant(pictures[n % 12], n) for n in range(31)]
-    uploads.insert(16, truncated)
+def test_one_truncated_jpeg_among_31_good_ones_fails_alone(undisturbed, pictures) -> None:
+    uploads = [new(pictures[n % 12]) for n in range(31)]
+    uploads.insert(16, encoded(picture(1), "JPEG")[:-100])
     with ThreadPoolExecutor(32) as clients:
-        responses = list(clients.map(service.search, uploads))
-    refused = responses.pop(16)
-    assert refused.status_code == 422
-    assert refused.json()["type"] == "urn:kinlens:problem:corrupt-image"
-    assert [response.status_code for response in responses] == [200] * 31
-    assert [r.json()["hits"][0]["id"] for r in responses] == [n % 12 for n in range(31)]
-    assert service.search(variant(pictures[1], 99)).json()["hits"][0]["id"] == 1
-    settled(service)
+        responses = list(clients.map(undisturbed.search, uploads))
+    assert_problem(responses.pop(16), 422, "corrupt-image")
+    assert first_hits(responses) == [n % 12 for n in range(31)]
 
 
-def test_a_process_killed_in_the_middle_of_an_image_costs_no_answer(
-    start_service, pictures, heavy, until, settled
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_process_killed_once_in_the_middle_of_an_image_costs_no_answer_and_twice_its_own(
+    isolated, pictures, heavy, deaths: int
 ) -> None:
-    service = start_service(**SETTINGS)
-    until(lambda: not busy_pids(service))
+    before, killed = isolated.runtime.lanes.restarts, set()
     with ThreadPoolExecutor(13) as clients:
-        doomed = clients.submit(service.search, heavy)
-        until(lambda: busy_pids(service))
-        [victim] = busy_pids(service)
-        others = [clients.submit(service.search, variant(pictures[n], n)) for n in range(12)]
-        os.kill(victim, signal.SIGKILL)
-        answers = [other.result() for other in others]
-        assert doomed.result().status_code == 200
-    assert [answer.json()["hits"][0]["id"] for answer in answers] == list(range(12))
-    assert victim not in service.runtime.lanes.pids
-    assert service.metric("kinlens_decoder_restarts") == 1
-    settled(service)
-
-
-def test_an_image_above_the_memory_limit_is_422_and_the_others_are_answered(
-    start_service, pictures, heavy, settled
-) -> None:
-    service = start_service(**SETTINGS, decode_memory_mb=300)
-    with ThreadPoolExecutor(13) as clients:
-        large = clients.submit(service.search, heavy)
-        others = [clients.submit(service.search, variant(pictures[n], n)) for n in range(12)]
-        refused = large.result()
-        answers = [other.result() for other in others]
-    assert refused.status_code == 422
-    assert refused.json()["type"] == "urn:kinlens:problem:image-too-costly"
-    assert "300 MB" in refused.json()["detail"]
-    assert [answer.json()["hits"][0]["id"] for answer in answers] == list(range(12))
-    settled(service)
-    assert (service.runtime.lanes.kills, service.runtime.lanes.restarts) == (1, 1)
+        doomed = clients.submit(isolated.search, new(heavy))
+        for _ in range(deaths):
+            until(lambda: decoding(isolated) - killed)
+            [victim] = decoding(isolated) - killed
+            os.kill(victim, signal.SIGKILL if deaths == 1 else signal.SIGSEGV)
+            killed.add(victim)
+        others = [clients.submit(isolated.search, new(data)) for data in pictures]
+        assert first_hits(other.result() for other in others) == list(range(12))
+        if deaths == 1:
+            assert doomed.result().status_code == 200
+        else:
+            assert_problem(doomed.result(), 422, "image-too-costly")
+    assert isolated.runtime.lanes.restarts == before + deaths
 
 
 def test_every_process_killed_at_once_is_replaced_and_the_service_ready_again(
-    start_service, pictures, until, settled
+    isolated, pictures
 ) -> None:
-    service = start_service(**SETTINGS)
-    lanes = service.runtime.lanes
-    for pid in lanes.pids:
+    for pid in isolated.runtime.lanes.pids:
         os.kill(pid, signal.SIGKILL)
-    assert service.search(pictures[4]).json()["hits"][0]["id"] == 4
-    settled(service)
+    assert first_hits([isolated.search(new(pictures[4]))]) == [4]
 
 
-def busy_pids(service: Any) -> list[int]:
-    """The processes that are in the middle of an image: others sleep, once they have started."""
-
-    def state(pid: int) -> str:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-    return [pid for pid in service.runtime.lanes.pids if state(pid) == "R"]
+@pytest.mark.parametrize(
+    ("limit", "says"),
+    [({"decode_memory_mb": 300}, "300 MB"), ({"decode_timeout_ms": 200}, "0.2 s")],
+)
+def test_an_image_above_a_limit_of_decoding_is_422_and_the_others_are_answered(
+    start_service, pictures, heavy, limit: dict[str, int], says: str
+) -> None:
+    service = start_service(**PATIENT | limit)
+    with ThreadPoolExecutor(13) as clients:
+        large = clients.submit(service.search, heavy)
+        others = [clients.submit(service.search, data) for data in pictures]
+        assert says in assert_problem(large.result(), 422, "image-too-costly")["detail"]
+        assert first_hits(other.result() for other in others) == list(range(12))
+    assert (service.runtime.lanes.kills, service.runtime.lanes.restarts) == (1, 1)
 
 
 def test_a_model_that_fails_on_one_image_of_a_batch_fails_that_request_alone(
@@ -198,7 +205,7 @@ def test_a_model_that_fails_on_one_image_of_a_batch_fails_that_request_alone(
 
 
 def test_a_client_that_leaves_while_it_waits_costs_no_inference(
-    start_service, embedder, pictures, until
+    start_service, embedder, pictures
 ) -> None:
     service = start_service(lanes=1)
     embedder.gate.clear()
@@ -216,7 +223,7 @@ def test_a_client_that_leaves_while_it_waits_costs_no_inference(
 
 
 def test_a_full_queue_answers_503_with_retry_after_and_recovers(
-    start_service, embedder, pictures, until
+    start_service, embedder, pictures
 ) -> None:
     service = start_service(queue_size=2, lanes=1)
     embedder.gate.clear()
@@ -230,22 +237,19 @@ def test_a_full_queue_answers_503_with_retry_after_and_recovers(
         refused = service.search(pictures[3])
         embedder.gate.set()
         assert [call.result().status_code for call in held] == [200, 200, 200]
-    assert refused.status_code == 503
+    assert_problem(refused, 503, "overloaded")
     assert int(refused.headers["retry-after"]) >= 1
-    assert refused.json()["type"] == "urn:kinlens:problem:overloaded"
     assert service.search(pictures[3]).status_code == 200
 
 
 def test_a_request_above_its_time_limit_is_503_and_leaves_the_queue(
-    start_service, embedder, pictures, until
+    start_service, embedder, pictures
 ) -> None:
     service = start_service(request_timeout_ms=200)
     embedder.gate.clear()
     response = service.search(pictures[0])
     embedder.gate.set()
-    assert response.status_code == 503
-    assert response.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
-    assert "0.2 s" in response.json()["detail"]
+    assert "0.2 s" in assert_problem(response, 503, "deadline-exceeded")["detail"]
     assert service.metric("kinlens_queue_depth") == 0
     until(lambda: service.search(pictures[0]).status_code == 200)
 
@@ -268,20 +272,7 @@ def test_an_answer_is_cached_by_content_and_parameters(start_service, gallery, p
     assert service.metric("kinlens_cache_lookups_total", kind="embedding", level="local") == 2
 
 
-def test_a_new_version_of_a_gallery_is_never_answered_from_the_old_ones_cache(
-    start_service, embedder, gallery, pictures
-) -> None:
-    service = start_service()
-    assert service.search(pictures[0], k=1).json()["hits"][0]["id"] == 0
-    cache = service.runtime.cache
-    renewed = type(gallery)(embedder, pictures[::-1], version="v2")
-    other = start_service(galleries={"shop": renewed}, cache=cache)
-    answer = other.search(pictures[0], k=1).json()
-    assert answer["hits"][0]["id"] == 11
-    assert not answer["cached"]
-
-
-def test_an_answer_is_not_remembered_if_the_gallery_changed_during_its_search(
+def test_an_answer_is_of_one_version_and_not_remembered_if_that_changed_during_its_search(
     start_service, gallery, pictures, monkeypatch
 ) -> None:
     """The hits may be of the later state, under the key of the earlier one."""
@@ -321,16 +312,13 @@ def test_a_gallery_that_hangs_holds_up_the_list_until_the_limit_and_no_longer(
 
     service = start_service(request_timeout_ms=100)
     monkeypatch.setattr(gallery, "__class__", Hanging)
-    response = service.client.get("/galleries")
-    assert response.status_code == 503
-    assert response.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
-    metrics = service.client.get("/metrics")
-    assert metrics.status_code == 200
+    assert_problem(service.client.get("/galleries"), 503, "deadline-exceeded")
+    assert service.client.get("/metrics").status_code == 200
     held.set()
 
 
 def test_a_search_that_nobody_waits_for_any_more_gives_its_thread_back(
-    start_service, embedder, gallery, pictures, until
+    start_service, embedder, gallery, pictures
 ) -> None:
     """It asks at its own pace whether it should go on, for a minute if it has to."""
     told = []

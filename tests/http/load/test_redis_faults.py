@@ -1,8 +1,5 @@
-"""Redis that is paused, killed, slow or full under load: every search is answered all the same."""
+"""Redis that is paused, killed, slow, silent or full: every search is answered all the same."""
 
-import asyncio
-import contextlib
-import contextvars
 import itertools
 import signal
 import socket
@@ -10,27 +7,28 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 import pytest
 import redis
 import structlog
 
-from tests.support.seams import RateLimits, RedisStore, SharedCounts
+from tests.support.market import post, text_of
 from tests.support.servers import render
+from tests.support.waiting import until
 from tests.tiny import encoded
 
 pytestmark = pytest.mark.redis
 CROWD = 8
-TIMEOUT_S = 0.3
+NUMBERS = itertools.count(1_000)
 
 
 class SlowProxy:
     """Passes bytes on to a Redis server; what comes back is held for `delay_s`."""
 
-    def __init__(self, port: int, delay_s: float) -> None:
-        self.delay_s = delay_s
+    def __init__(self, port: int) -> None:
+        self.delay_s = 0.0
         self._target = port
         self._ended = threading.Event()
         self._sockets = [socket.create_server(("127.0.0.1", 0))]
@@ -41,7 +39,7 @@ class SlowProxy:
     def close(self) -> None:
         self._ended.set()
         for end in self._sockets:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
@@ -49,12 +47,11 @@ class SlowProxy:
             end.close()
 
     def _start(self, work: Any, *arguments: Any) -> None:
-        thread = threading.Thread(target=work, args=arguments, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(threading.Thread(target=work, args=arguments, daemon=True))
+        self._threads[-1].start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             while True:
                 client, _ = self._sockets[0].accept()
                 self._sockets.append(client)
@@ -64,51 +61,69 @@ class SlowProxy:
                 self._start(self._pass, server, client, True)
 
     def _pass(self, source: socket.socket, target: socket.socket, is_held: bool) -> None:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             while data := source.recv(65_536):
                 if is_held:
                     self._ended.wait(self.delay_s)
                 target.sendall(data)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             target.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture
 def proxy(redis_server) -> Iterator[SlowProxy]:
-    slow = SlowProxy(redis_server.port, 0.0)
+    slow = SlowProxy(redis_server.port)
     yield slow
     slow.close()
 
 
-def store(url: str, **options: Any) -> RedisStore:
-    defaults = {"timeout_s": TIMEOUT_S, "retry_s": 0.1, "ttl_s": 60, "max_value_bytes": 10**6}
-    return RedisStore(url, **(defaults | options))
+def new_picture() -> bytes:
+    return encoded(render(next(NUMBERS)))
+
+
+def is_up(service: Any) -> bool:
+    """What readiness says, which is no reason not to be ready."""
+    ready = service.client.get("/ready")
+    assert ready.status_code == 200
+    return bool(ready.json()["redis"] == "up")
+
+
+def is_down(service: Any) -> bool:
+    return not is_up(service)
 
 
 @contextmanager
-def load(service: Any, pictures: list[bytes]) -> Iterator[list[Any]]:
-    """Searches of a crowd for pictures old and new in this block; what is wrong with answers."""
-    wrong: list[Any] = []
+def load(service: Any, pictures: list[bytes]) -> Iterator[Any]:
+    """Searches of a crowd for pictures old and new in this block, all of which must be right;
+    gives a function that waits until so many more have been answered.
+    """
+    wrong: list[str] = []
+    answered: list[int] = []
     done = threading.Event()
 
-    def search(seed: int) -> None:
+    def search() -> None:
         while not done.is_set():
-            number = seed % len(pictures)
-            for data, first in ((pictures[number], number), (encoded(render(seed)), None)):
+            number = next(NUMBERS) % len(pictures)
+            for data, first in ((pictures[number], number), (new_picture(), None)):
                 response = service.search(data, k=3)
                 hits = response.json().get("hits")
                 if response.status_code != 200 or (first is not None and hits[0]["id"] != first):
                     wrong.append(response.text)
-            seed += CROWD
+                answered.append(response.status_code)
+
+    def wait_for(count: int) -> None:
+        goal = len(answered) + count
+        until(lambda: len(answered) >= goal)
 
     with ThreadPoolExecutor(CROWD) as crowd:
-        futures = [crowd.submit(search, seed) for seed in range(1_000, 1_000 + CROWD)]
+        futures = [crowd.submit(search) for _ in range(CROWD)]
         try:
-            yield wrong
+            yield wait_for
         finally:
             done.set()
             for future in futures:
                 future.result()
+    assert not wrong
 
 
 def waits_above(service: Any, bound: str) -> float:
@@ -118,151 +133,121 @@ def waits_above(service: Any, bound: str) -> float:
     return service.metric(f"{name}_count", stage="cache") - below
 
 
-def searched(service: Any, count: int, until: Any) -> None:
-    """Wait until `count` more searches have been answered."""
-    name = "kinlens_stage_seconds_count"
-    goal = service.metric(name, stage="total") + count
-    until(lambda: service.metric(name, stage="total") >= goal)
-
-
-def state(service: Any) -> str:
-    return service.runtime.cache.remote_state
-
-
 def test_pausing_and_killing_redis_under_load_costs_no_answer_and_it_recovers(
-    start_service, redis_server, pictures, until
+    start_service, redis_server, pictures
 ) -> None:
-    service = start_service(redis_url=redis_server.url, redis_retry_ms=100, redis_timeout_ms=50)
-    with load(service, pictures) as wrong:
-        searched(service, 20, until)
+    settings = {"redis_url": redis_server.url, "redis_retry_ms": 100, "redis_timeout_ms": 50}
+    service = start_service(**settings)
+    with load(service, pictures) as searched:
+        searched(20)
         redis_server.send(signal.SIGSTOP)
-        until(lambda: state(service) == "down")
-        searched(service, 20, until)
+        until(lambda: is_down(service))
+        searched(20)
         redis_server.send(signal.SIGCONT)
-        until(lambda: state(service) == "up")
-        searched(service, 20, until)
+        until(lambda: is_up(service))
+        searched(20)
         redis_server.kill()
-        until(lambda: state(service) == "down")
-        searched(service, 20, until)
+        until(lambda: is_down(service))
+        searched(20)
         redis_server.start()
-        until(lambda: state(service) == "up")
-        searched(service, 20, until)
-    assert not wrong
+        until(lambda: is_up(service))
+        searched(20)
     assert waits_above(service, "2.5") == 0
+    service.search(data := new_picture())
+    until(lambda: service.runtime.cache.pending_writes == 0)
+    assert start_service(**settings | {"redis_timeout_ms": 5_000}).search(data).json()["cached"]
+
+
+def test_a_paused_redis_costs_one_call_in_all(start_service, redis_server, pictures) -> None:
+    service = start_service(redis_url=redis_server.url, redis_timeout_ms=200, redis_retry_ms=100)
+    redis_server.send(signal.SIGSTOP)
+    for number, data in enumerate(pictures[:8]):
+        assert service.search(data).json()["hits"][0]["id"] == number
+    assert is_down(service)
+    assert service.metric("kinlens_redis_up") == 0
+    redis_server.send(signal.SIGCONT)
+    until(lambda: is_up(service))
+    with closing(redis.Redis.from_url(redis_server.url, protocol=2)) as client:
+        assert client.info("commandstats")["cmdstat_mget"]["calls"] == 1
 
 
 def test_a_slow_redis_is_waited_for_no_longer_than_its_timeout(
-    start_service, redis_server, proxy, pictures, until
+    start_service, proxy, pictures
 ) -> None:
     service = start_service(redis_url=proxy.url, redis_retry_ms=100, redis_timeout_ms=50)
     proxy.delay_s = 0.03
-    with load(service, pictures) as wrong:
-        searched(service, 30, until)
+    with load(service, pictures) as searched:
+        searched(30)
         proxy.delay_s = 6.0
-        until(lambda: state(service) == "down")
-        searched(service, 30, until)
+        until(lambda: is_down(service))
+        searched(30)
         proxy.delay_s = 0.0
-        until(lambda: state(service) == "up")
-        searched(service, 30, until)
-    assert not wrong
+        until(lambda: is_up(service))
+        searched(30)
     assert waits_above(service, "2.5") == 0
 
 
 def test_by_default_nobody_waits_for_an_answer_that_takes_four_times_the_limit(
-    start_service, proxy, until
+    start_service, proxy
 ) -> None:
     """No time is measured: a limit of 200 ms or more would let the answers come."""
     service = start_service(redis_url=proxy.url)
-    until(lambda: state(service) == "up")
+    until(lambda: is_up(service))
     proxy.delay_s = 0.2
-    new = itertools.count(2_000)
+    until(lambda: service.search(new_picture()).status_code == 200 and is_down(service))
 
-    def given_up() -> bool:
-        service.search(encoded(render(next(new)))).raise_for_status()
-        return state(service) == "down"
 
-    until(given_up)
+def test_a_server_that_accepts_and_says_nothing_is_away_from_the_start(
+    start_service, pictures
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        service = start_service(redis_url=url, redis_timeout_ms=50)
+        assert is_down(service)
+        answers = [service.search(pictures[0]).json() for _ in range(2)]
+        assert [answer["cached"] for answer in answers] == [False, True]
 
 
 def test_a_full_redis_refuses_to_store_and_is_no_outage(
-    start_service, redis_server, pictures, until
+    start_service, redis_server, pictures
 ) -> None:
     with closing(redis.Redis.from_url(redis_server.url, protocol=2)) as client:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("maxmemory", 1)
         service = start_service(redis_url=redis_server.url, redis_timeout_ms=5_000)
-        with load(service, pictures) as wrong:
-            searched(service, 30, until)
-        assert not wrong
+        with load(service, pictures) as searched:
+            searched(30)
         assert client.dbsize() == 0
-        assert state(service) == "up"
+        assert is_up(service)
         client.config_set("maxmemory", 0)
-        service.search(encoded(render(7_777)))
+        service.search(new_picture())
         until(lambda: client.dbsize() > 0)
 
 
-def test_all_lookups_of_one_request_share_its_time(redis_server, proxy, until) -> None:
-    shared = store(proxy.url)
-    shared.start()
-    shared.set("key", b"value")
-    until(lambda: shared.pending_writes == 0)
-
-    def request() -> None:
-        proxy.delay_s = 0.6 * TIMEOUT_S
-        started = time.monotonic()
-        found = [shared.get(["key"]) for _ in range(12)]
-        waited = time.monotonic() - started
-        assert found == [[b"value"]] + [[None]] * 11
-        assert waited < 6 * proxy.delay_s
-        assert shared.state == "up"  # it answers, if one lets it
-
-    contextvars.Context().run(request)
-    shared.close()
-
-
-async def both(url: str, count: int = 1) -> tuple[float, float, float]:
-    """Longest seconds that rates, cache and both took of one of `count` requests."""
-    timings = []
-    shared = SharedCounts(url, timeout_s=TIMEOUT_S, retry_s=0.01, connections=2)
-    limits, cache = RateLimits({"key": "9/hour;99/hour"}, shared), store(url, retry_s=0.01)
-    cache.start()
-
-    async def request() -> None:
-        started = time.monotonic()
-        await limits.hit("key", "till")
-        counted = time.monotonic()
-        cache.get(["one"])
-        cache.get(["other"])
-        timings.append((counted - started, time.monotonic() - counted, time.monotonic() - started))
-
-    for _ in range(count):
-        await asyncio.create_task(request())
-        await asyncio.sleep(0.05)
-    await limits.close()
-    cache.close()
-    return max(timings, key=lambda timing: timing[-1])
-
-
 @pytest.mark.parametrize("share", [0.4, 0.7, 10.0])
-def test_rates_and_cache_of_one_request_together_wait_no_longer_than_one(
-    proxy: SlowProxy, monkeypatch, share: float
+def test_all_that_one_request_asks_of_redis_takes_no_longer_than_one_limit(
+    start_service, proxy, share: float
 ) -> None:
-    monkeypatch.setitem(globals(), "TIMEOUT_S", 1.0)
-    asyncio.run(both(proxy.url, 2))
-    proxy.delay_s = share * TIMEOUT_S
-    rates_s, cache_s, all_s = asyncio.run(both(proxy.url))
-    assert all_s < 1.6 * TIMEOUT_S, f"rates {rates_s:.2f} s and cache {cache_s:.2f} s"
+    """Its rate, and answers and vectors of each of its queries."""
+    service = start_service(
+        redis_url=proxy.url, redis_timeout_ms=1_000, rate_limit_per_address="999/hour"
+    )
+    service.search(new_picture()).raise_for_status()
+    queries = [{"images": [{"data": text_of(new_picture())}]} for _ in range(12)]
+    proxy.delay_s = share
+    started = time.monotonic()
+    answers = post(service, {"queries": queries}, "/search/batch").json()["answers"]
+    assert time.monotonic() - started < 1.6
+    assert [answer["status"] for answer in answers] == [200] * 12
 
 
-def test_a_flapping_redis_is_told_once_a_while_and_so_is_its_return(proxy, until) -> None:
+def test_a_flapping_redis_is_told_once_a_while_and_so_is_its_return(start_service, proxy) -> None:
+    service = start_service(redis_url=proxy.url, redis_timeout_ms=50, redis_retry_ms=10)
     with structlog.testing.capture_logs() as events:
-        shared = store(proxy.url, retry_s=0.01, timeout_s=0.05)
-        shared.start()
         for _ in range(6):
             proxy.delay_s = 0.5
-            contextvars.Context().run(shared.get, ["key"])
-            assert shared.state == "down"
+            until(lambda: service.search(new_picture()).is_success and is_down(service))
             proxy.delay_s = 0.0
-            until(lambda: shared.state == "up")
-        shared.close()
-    assert [event["event"] for event in events] == ["redis is away", "redis is back"]
+            until(lambda: is_up(service))
+    told = [event["event"] for event in events if "redis" in event["event"]]
+    assert told == ["redis is away", "redis is back"]

@@ -1,6 +1,6 @@
 """Several searches in one request: each has its own outcome, and together they fill batches."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -82,17 +82,11 @@ def test_each_kind_of_bad_query_has_its_own_problem_and_the_rest_is_answered(mar
 
 
 def test_an_error_that_nobody_foresaw_fails_its_query_alone_and_shows_nothing(
-    start_service, embedder, pictures
+    start_service, embedder, gallery, pictures, monkeypatch
 ) -> None:
-    class Failing(FakeGallery):
-        def search(self, *_: Any) -> Any:
-            raise RuntimeError("secret /var/lib")
-
-    galleries = {
-        "shop": FakeGallery(embedder, pictures),
-        "bad": Failing(embedder, pictures, name="bad"),
-    }
-    service = start_service(galleries=galleries)
+    bad = FakeGallery(embedder, pictures, name="bad")
+    monkeypatch.setattr(bad, "search", lambda *_: {}["secret /var/lib"])
+    service = start_service(galleries={"shop": gallery, "bad": bad})
     queries = [query(pictures[0], k=1), query(pictures[1], k=1, gallery="bad")]
     response = post(service, {"queries": queries}, BATCH)
     assert statuses(response) == [200, 500]
@@ -100,16 +94,14 @@ def test_an_error_that_nobody_foresaw_fails_its_query_alone_and_shows_nothing(
 
 
 def test_what_is_not_done_at_the_deadline_fails_and_what_is_done_counts(
-    start_service, embedder, pictures, until
+    start_service, embedder, pictures
 ) -> None:
-    service = start_service(request_timeout_ms=1_500)
+    service = start_service(request_timeout_ms=1_000)
     service.search(pictures[0], k=1)
     embedder.gate.clear()
-    try:
-        queries = [query(pictures[0], k=1), query(pictures[1], k=1)]
-        response = post(service, {"queries": queries}, BATCH)
-    finally:
-        embedder.gate.set()
+    queries = [query(pictures[0], k=1), query(pictures[1], k=1)]
+    response = post(service, {"queries": queries}, BATCH)
+    embedder.gate.set()
     assert statuses(response) == [200, 503]
     problem = response.json()["answers"][1]["problem"]
     assert problem["type"] == "urn:kinlens:problem:deadline-exceeded"
@@ -145,10 +137,10 @@ def test_a_batch_that_is_none_or_too_large_is_refused_as_a_whole(
 
 
 def test_a_form_without_or_with_too_many_images_is_refused_as_a_whole(market) -> None:
-    none = market.client.post(BATCH, files={"k": (None, "3")})
-    assert "image is missing" in assert_problem(none, 422, "invalid-parameter")["detail"]
-    many = market.client.post(BATCH, files=[("image", ("a.png", picture(1)))] * 65)
-    assert "65 queries" in assert_problem(many, 422, "invalid-parameter")["detail"]
+    image = ("image", ("a.png", picture(1)))
+    for files, says in (([("k", (None, "3"))], "image is missing"), ([image] * 65, "65 queries")):
+        response = market.client.post(BATCH, files=files)
+        assert says in assert_problem(response, 422, "invalid-parameter")["detail"]
     raw = market.client.post(BATCH, content=picture(1), headers={"content-type": "image/png"})
     assert "multipart" in assert_problem(raw, 415, "unsupported-media-type")["detail"]
 
@@ -156,23 +148,14 @@ def test_a_form_without_or_with_too_many_images_is_refused_as_a_whole(market) ->
 def test_a_full_batch_leaves_room_for_a_single_search(
     start_service, embedder, pictures, until
 ) -> None:
-    service = start_service(queue_size=1, lanes=2)
+    service = start_service(queue_size=1)
     embedder.gate.clear()
     queries = [query(encoded(render(seed)), k=1) for seed in range(300, 364)]
-    responses: list[Any] = []
-    worker = threading.Thread(
-        target=lambda: responses.append(post(service, {"queries": queries}, BATCH))
-    )
-    worker.start()
-    try:
+    with ThreadPoolExecutor(2) as clients:
+        batch = clients.submit(post, service, {"queries": queries}, BATCH)
         until(lambda: len(embedder.batches) >= 2)
-        alone: list[Any] = []
-        other = threading.Thread(target=lambda: alone.append(service.search(pictures[0], k=1)))
-        other.start()
+        alone = clients.submit(service.search, pictures[0], k=1)
         until(lambda: service.runtime.lanes.waiting == 1)
-    finally:
         embedder.gate.set()
-        worker.join()
-        other.join()
-    assert alone[0].status_code == 200
-    assert statuses(responses[0]) == [200] * 64
+        assert alone.result().status_code == 200
+        assert statuses(batch.result()) == [200] * 64

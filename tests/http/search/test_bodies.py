@@ -1,4 +1,4 @@
-"""How a search is sent, how much it may ask for, and what each content type refuses."""
+"""How a search is sent, how much it may ask for, and bodies made to be broken or expensive."""
 
 import json
 from typing import Any
@@ -9,8 +9,8 @@ from tests.support.market import keys, picture, post, start_market, text_of
 from tests.support.shops import assert_problem
 
 GOOD = text_of(picture(4))
-
-
+IMAGES = {"images": [{"data": GOOD}]}
+FILES = {"image": ("a.png", picture(4))}
 FIELDS: dict[str, Any] = {
     "k": 3,
     "offset": 1,
@@ -24,6 +24,13 @@ FIELDS: dict[str, Any] = {
 }
 
 
+def send(service: Any, operation: str, body: bytes | str) -> Any:
+    """A body of JSON, as it is."""
+    method, path = operation.split()
+    headers = {"content-type": "application/json"}
+    return service.client.request(method, path, content=body, headers=headers)
+
+
 def comparable(response: Any) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -31,18 +38,16 @@ def comparable(response: Any) -> dict[str, Any]:
     return answer
 
 
+def refusal(response: Any) -> str:
+    return str(assert_problem(response, 422, "invalid-parameter")["detail"])
+
+
 def test_a_form_a_raw_body_and_json_mean_the_same(market) -> None:
     as_text = {name: str(value).lower() for name, value in FIELDS.items()}
-    crop = "0.1,0.1,0.8,0.8"
-    form = market.client.post(
-        "/search", files={"image": ("a.png", picture(4))}, data={**as_text, "crop": crop}
-    )
-    raw = market.client.post(
-        "/search",
-        content=picture(4),
-        headers={"content-type": "image/png"},
-        params={**as_text, "crop": crop},
-    )
+    as_text["crop"] = "0.1,0.1,0.8,0.8"
+    form = market.client.post("/search", files=FILES, data=as_text)
+    png = {"content-type": "image/png"}
+    raw = market.client.post("/search", content=picture(4), headers=png, params=as_text)
     images = [{"data": GOOD, "crops": [[0.1, 0.1, 0.8, 0.8]]}]
     as_json = post(market, {"images": images, **FIELDS})
     assert comparable(form) == comparable(raw) == comparable(as_json)
@@ -50,12 +55,9 @@ def test_a_form_a_raw_body_and_json_mean_the_same(market) -> None:
 
 
 def test_a_query_string_adds_to_a_form_but_says_nothing_twice(market) -> None:
-    files = {"image": ("a.png", picture(4))}
-    assert market.client.post("/search?k=2", files=files).json()["count"] == 2
-    twice = market.client.post("/search?k=2", files=files, data={"k": "3"})
-    assert "k is given twice" in assert_problem(twice, 422, "invalid-parameter")["detail"]
-    twice = market.client.post("/search?k=2", json={"images": [{"data": GOOD}], "k": 3})
-    assert "k is given twice" in assert_problem(twice, 422, "invalid-parameter")["detail"]
+    assert market.client.post("/search?k=2", files=FILES).json()["count"] == 2
+    for sent in ({"files": FILES, "data": {"k": "3"}}, {"json": {**IMAGES, "k": 3}}):
+        assert "k is given twice" in refusal(market.client.post("/search?k=2", **sent))
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "video/x"])
@@ -66,26 +68,23 @@ def test_another_content_type_is_415_and_names_the_three(market, kind: str) -> N
         assert name in detail
 
 
-def test_octet_stream_and_a_content_type_with_parameters_are_read(market) -> None:
-    for kind in ("application/octet-stream", "image/PNG; name=x", "IMAGE/webp"):
-        response = market.client.post(
-            "/search?k=1", content=picture(4), headers={"content-type": kind}
-        )
-        assert keys(response.json()) == ["004.png"]
-
-
-def test_a_data_url_is_base64_too(market) -> None:
-    answer = post(market, {"images": [{"data": f"data:image/png;base64,{GOOD}"}], "k": 1}).json()
-    assert keys(answer) == ["004.png"]
+@pytest.mark.parametrize(
+    "kind", ["application/octet-stream", "image/PNG; name=x", "IMAGE/webp", "application/json"]
+)
+def test_a_content_type_with_parameters_and_a_data_url_are_read(market, kind: str) -> None:
+    body = picture(4)
+    if kind == "application/json":
+        body = json.dumps({"images": [{"data": f"data:image/png;base64,{GOOD}"}]}).encode()
+    response = market.client.post("/search?k=1", content=body, headers={"content-type": kind})
+    assert keys(response.json()) == ["004.png"]
 
 
 @pytest.mark.parametrize(
     ("data", "says"),
     [
         ("http://169.254.169.254/latest", "loaded from addresses"),
-        ("https://shop.example/a.png", "loaded from addresses"),
-        ("file:///etc/passwd", "loaded from addresses"),
         ("  FTP://x/a.png", "loaded from addresses"),
+        ("file:///etc/passwd", "loaded from addresses"),
         ("data:image/png,abc", "not base64"),
         ("/etc/passwd!", "not base64"),
         (GOOD + "\n", "not base64"),
@@ -105,42 +104,43 @@ def test_what_is_not_base64_is_refused_and_no_address_is_followed(
 
 def test_a_field_that_is_null_is_as_if_it_were_not_there(market) -> None:
     names = ("gallery", "k", "offset", "min_score", "min_probability", "filter", "group_by")
-    nulls = post(market, {"images": [{"data": GOOD}], **dict.fromkeys((*names, "group_size"))})
-    assert comparable(nulls) == comparable(post(market, {"images": [{"data": GOOD}]}))
+    nulls = post(market, IMAGES | dict.fromkeys((*names, "group_size")))
+    assert comparable(nulls) == comparable(post(market, IMAGES))
 
 
 def test_empty_base64_is_an_empty_image(market) -> None:
     assert_problem(post(market, {"images": [{"data": ""}]}), 400, "empty-image")
 
 
-BAD: dict[str, Any] = {
+def cropped(*crops: Any) -> dict[str, Any]:
+    return {"images": [{"data": GOOD, "crops": crops}]}
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no image": ({}, "image is missing"),
     "negatives alone": ({"negatives": ["000.png"]}, "image is missing"),
-    "unknown field": ({"images": [{"data": GOOD}], "min-score": 1}, "min-score is no parameter"),
+    "unknown field": (IMAGES | {"min-score": 1}, "min-score is no parameter"),
     "unknown in image": ({"images": [{"data": GOOD, "url": "x"}]}, "images[0].url is no parameter"),
-    "k true": ({"images": [{"data": GOOD}], "k": True}, "k = True"),
-    "k half": ({"images": [{"data": GOOD}], "k": 2.5}, "k = 2.5"),
-    "k list": ({"images": [{"data": GOOD}], "k": [1]}, "k = [1]"),
-    "offset -1": ({"images": [{"data": GOOD}], "offset": -1}, "offset = -1"),
-    "reach": ({"images": [{"data": GOOD}], "k": 10, "offset": 9_995}, "offset + k = 10,005"),
+    "k true": (IMAGES | {"k": True}, "k = True"),
+    "k half": (IMAGES | {"k": 2.5}, "k = 2.5"),
+    "k list": (IMAGES | {"k": [1]}, "k = [1]"),
+    "offset -1": (IMAGES | {"offset": -1}, "offset = -1"),
+    "reach": (IMAGES | {"k": 10, "offset": 9_995}, "offset + k = 10,005"),
     "groups": (
-        {"images": [{"data": GOOD}], "k": 200, "group_by": "product", "group_size": 100},
+        IMAGES | {"k": 200, "group_by": "product", "group_size": 100},
         "k * group_size = 20,000",
     ),
-    "min_score 2": ({"images": [{"data": GOOD}], "min_score": 2}, "a number from -1 to 1"),
-    "min_probability": ({"images": [{"data": GOOD}], "min_probability": 1.5}, "from 0 to 1"),
-    "combine": ({"images": [{"data": GOOD}], "combine": "sum"}, "'mean' or 'separate'"),
-    "group_score": ({"images": [{"data": GOOD}], "group_score": "max"}, "'best' or 'mean'"),
-    "filter": ({"images": [{"data": GOOD}], "filter": 3}, "filter = 3 is neither"),
+    "min_score 2": (IMAGES | {"min_score": 2}, "a number from -1 to 1"),
+    "min_probability": (IMAGES | {"min_probability": 1.5}, "from 0 to 1"),
+    "combine": (IMAGES | {"combine": "sum"}, "'mean' or 'separate'"),
+    "group_score": (IMAGES | {"group_score": "max"}, "'best' or 'mean'"),
+    "filter": (IMAGES | {"filter": 3}, "filter = 3 is neither"),
     "images": ({"images": [{"data": GOOD}] * 33}, "33 images are more than the limit of 32"),
-    "crops": (
-        {"images": [{"data": GOOD, "crops": [[0, 0, 1, 1]] * 17}]},
-        "17 crops of an image are more than the limit of 16",
-    ),
-    "crop outside": ({"images": [{"data": GOOD, "crops": [[0.9, 0, 0.5, 1]]}]}, "leaves the image"),
-    "crop of three": ({"images": [{"data": GOOD, "crops": [[0, 0, 1]]}]}, "four finite numbers"),
-    "crop of words": ({"images": [{"data": GOOD, "crops": ["a,b,c,d"]}]}, "left,top,width,height"),
-    "crop of null": ({"images": [{"data": GOOD, "crops": [None]}]}, "left,top,width,height"),
+    "crops": (cropped(*[[0, 0, 1, 1]] * 17), "17 crops of an image are more than the limit of 16"),
+    "crop outside": (cropped([0.9, 0, 0.5, 1]), "leaves the image"),
+    "crop of three": (cropped([0, 0, 1]), "four finite numbers"),
+    "crop of words": (cropped("a,b,c,d"), "left,top,width,height"),
+    "crop of null": (cropped(None), "left,top,width,height"),
     "key no text": ({"positives": [7]}, "positives[0]"),
     "images no list": ({"images": 7}, "images"),
 }
@@ -160,9 +160,10 @@ def test_each_bad_field_is_named_with_its_value_and_what_to_send(market, name: s
     [b"", b"{", b"[]", b"7", b'{"k": NaN}', b'{"gallery": "\\ud800"}', b"\xff", b"[" * 10_000],
 )
 def test_a_body_that_is_no_json_object_is_400(market, body: bytes) -> None:
-    headers = {"content-type": "application/json"}
-    response = market.client.post("/search", content=body, headers=headers)
-    assert_problem(response, 400, "bad-request")
+    assert_problem(send(market, "POST /search", body), 400, "bad-request")
+
+
+PART = b'--x\r\nContent-Disposition: form-data; name="k"\r\n\r\n'
 
 
 @pytest.mark.parametrize(
@@ -172,10 +173,10 @@ def test_a_body_that_is_no_json_object_is_400(market, body: bytes) -> None:
         b"--x",
         b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\nabc',
         b"--x\r\nContent-Type: a\r\n\r\nabc\r\n--x--\r\n",
-        b'--x\r\nContent-Disposition: form-data; name="k"\r\n\r\n\xff\r\n--x--\r\n',
-        b'--x\r\nContent-Disposition: form-data; name="\xff"\r\n\r\n3\r\n--x--\r\n',
+        PART + b"\xff\r\n--x--\r\n",
+        PART.replace(b'"k"', b'"\xff"') + b"3\r\n--x--\r\n",
         b"--x\r\n" + b"a: b\r\n" * 1_000 + b"\r\n\r\n--x--\r\n",
-        b'--x\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n' * 1_001 + b"--x--\r\n",
+        (PART + b"3\r\n") * 1_001 + b"--x--\r\n",
     ],
 )
 def test_a_broken_form_is_400(market, body: bytes) -> None:
@@ -185,67 +186,219 @@ def test_a_broken_form_is_400(market, body: bytes) -> None:
 
 
 def test_a_form_may_hold_what_looks_like_its_boundary(market) -> None:
-    data = picture(4) + b"\r\n--boundar\r\n--" * 10
-    files = {"image": ("a.png", data)}
+    files = {"image": ("a.png", picture(4) + b"\r\n--boundar\r\n--" * 10)}
     assert keys(market.client.post("/search", files=files, data={"k": "1"}).json()) == ["004.png"]
 
 
-def test_a_smaller_limit_of_the_settings_is_in_the_message_and_in_the_document(tmp_path) -> None:
-    shop = start_market(tmp_path, max_images=2, max_crops=1, max_batch_queries=3)
+def test_a_limit_of_the_settings_is_in_force_in_the_message_and_in_the_document(tmp_path) -> None:
+    limits = {"max_images": 2, "max_crops": 1, "max_batch_queries": 3, "max_k": 9, "default_k": 5}
+    shop = start_market(tmp_path, **limits)
     try:
-        answer = post(shop.running, {"images": [{"data": GOOD}] * 3})
-        assert "limit of 2" in assert_problem(answer, 422, "invalid-parameter")["detail"]
-        batch = post(shop.running, {"queries": [{"images": [{"data": GOOD}]}] * 4}, "/search/batch")
-        assert "limit is 3" in assert_problem(batch, 422, "invalid-parameter")["detail"]
+        assert post(shop.running, IMAGES).json()["k"] == 5
+        assert post(shop.running, IMAGES | {"k": 9}).json()["count"] == 9
+        assert "1 to 9" in refusal(post(shop.running, IMAGES | {"k": 10}))
+        assert "limit of 2" in refusal(post(shop.running, {"images": [{"data": GOOD}] * 3}))
+        batch = post(shop.running, {"queries": [IMAGES] * 4}, "/search/batch")
+        assert "limit is 3" in refusal(batch)
         paths = shop.client.get("/openapi.json").json()["paths"]
-        content = paths["/search"]["post"]["requestBody"]["content"]
+        search = paths["/search"]["post"]
+        content = search["requestBody"]["content"]
         schema = content["application/json"]["schema"]["properties"]
         assert schema["images"]["maxItems"] == 2
         assert schema["images"]["items"]["properties"]["crops"]["maxItems"] == 1
         batch = paths["/search/batch"]["post"]["requestBody"]["content"]
         assert batch["application/json"]["schema"]["properties"]["queries"]["maxItems"] == 3
+        form = content["multipart/form-data"]["schema"]["properties"]["k"]
+        [query] = [each["schema"] for each in search["parameters"] if each["name"] == "k"]
+        for described in (form, query, schema["k"]["anyOf"][0]):
+            assert (described["minimum"], described["maximum"]) == (1, 9)
+        assert form["default"] == query["default"] == 5
     finally:
         shop.close()
 
 
-IMAGE = {"data": text_of(picture(1))}
 CROPS = [[0, 0, 1, 0.5 + n / 100] for n in range(16)]
 
 
 def images(count: int, crops: int = 0) -> list[dict[str, Any]]:
-    return [{**IMAGE, "crops": CROPS[:crops]}] * count
+    return [{"data": GOOD, "crops": CROPS[:crops]}] * count
 
 
-def refusal(response: Any) -> str:
-    return str(assert_problem(response, 422, "invalid-parameter")["detail"])
+def form_of(count: int, crops: int) -> list[Any]:
+    parts: list[Any] = [("image", ("a.png", picture(1)))] * count
+    return parts + [("crop", (None, ",".join(map(str, crop)))) for crop in CROPS[:crops]]
 
 
 def test_apart_there_are_as_many_queries_and_hits_as_in_a_batch(market) -> None:
     body: dict[str, Any] = {"images": images(5, 13), "combine": "separate"}
     assert "65 queries in all; the limit is 64" in refusal(post(market, body))
+    form = [*form_of(5, 13), ("combine", (None, "separate"))]
+    assert "65 queries" in refusal(market.client.post("/search", files=form))
     body["images"] = images(4, 16)
-    assert "128,000 hits in all" in refusal(post(market, body | {"k": 2_000}))
-    grouped = {"k": 100, "group_by": "colour", "group_size": 20}
-    assert "128,000 hits in all" in refusal(post(market, body | grouped))
+    for much in ({"k": 2_000}, {"k": 100, "group_by": "colour", "group_size": 20}):
+        assert "128,000 hits in all" in refusal(post(market, body | much))
     assert len(post(market, body | {"k": 1}).json()["answers"]) == 64
-    parts: list[Any] = [("image", ("a.png", picture(1)))] * 5
-    parts += [("crop", (None, ",".join(map(str, crop)))) for crop in CROPS[:13]]
-    form = market.client.post("/search", files=[*parts, ("combine", (None, "separate"))])
-    assert "65 queries" in refusal(form)
 
 
 def test_all_views_of_a_request_count_together(market) -> None:
-    assert "272 images and crops in all; the limit is 256" in refusal(
-        post(market, {"images": images(17, 16)})
-    )
+    many = {"images": images(17, 16)}
+    assert "272 images and crops in all; the limit is 256" in refusal(post(market, many))
     queries = [{"images": images(8, 16), "k": 1}] * 3
-    assert "384 images and crops in all" in refusal(
-        post(market, {"queries": queries}, "/search/batch")
-    )
-    queries = [{"images": images(17, 16)}, {"images": images(1), "k": 1}]
-    answers = post(market, {"queries": queries}, "/search/batch").json()["answers"]
-    assert [answer["status"] for answer in answers] == [422, 200]
-    parts: list[Any] = [("image", ("a.png", picture(1)))] * 17
-    parts += [("crop", (None, ",".join(map(str, crop)))) for crop in CROPS]
-    assert "272 images" in refusal(market.client.post("/search", files=parts))
-    assert "272 images" in refusal(market.client.post("/search/batch", files=parts))
+    batch = post(market, {"queries": queries}, "/search/batch")
+    assert "384 images and crops in all" in refusal(batch)
+    some = post(market, {"queries": [many, IMAGES | {"k": 1}]}, "/search/batch")
+    assert [answer["status"] for answer in some.json()["answers"]] == [422, 200]
+    for path in ("/search", "/search/batch"):
+        assert "272 images" in refusal(market.client.post(path, files=form_of(17, 16)))
+
+
+ITEMS = "/galleries/shop/items"
+SEARCH, BATCH = "POST /search", "POST /search/batch"
+PUT, PATCH, DELETE = f"PUT {ITEMS}", f"PATCH {ITEMS}", f"POST {ITEMS}/delete"
+UNKNOWN = b"{" + b",".join(b'"x%x":1' % n for n in range(30_000)) + b"}"
+
+
+def many(value: bytes, count: int) -> bytes:
+    return b"[" + b",".join([value] * count) + b"]"
+
+
+BOMBS: dict[str, tuple[str, bytes]] = {
+    "images of numbers": (SEARCH, b'{"images":' + many(b"1", 500_000) + b"}"),
+    "images of objects": (SEARCH, b'{"images":' + many(b"{}", 1_300_000) + b"}"),
+    "32 objects": (SEARCH, b'{"images":' + many(b"{}", 32) + b"}"),
+    "crops": (SEARCH, json.dumps(cropped(*[1] * 40_000)).encode()),
+    "crop of zeros": (SEARCH, json.dumps(cropped([0] * 40_000)).encode()),
+    "crop of commas": (SEARCH, json.dumps(cropped("," * 90_000)).encode()),
+    "positives": (SEARCH, b'{"positives":' + many(b"1", 40_000) + b"}"),
+    "k": (SEARCH, b'{"positives":["a"],"k":' + many(many(b"1", 90), 900) + b"}"),
+    "unknown": (SEARCH, UNKNOWN),
+    "unknown of an image": (SEARCH, b'{"images":[' + UNKNOWN + b"]}"),
+    "batch": (BATCH, b'{"queries":' + many(b'{"images":' + many(b"1", 15_000) + b"}", 64) + b"}"),
+    "batch of numbers": (BATCH, b'{"queries":' + many(b"1", 40_000) + b"}"),
+    "put": (PUT, b'{"items":' + many(b"1", 40_000) + b"}"),
+    "put 256": (PUT, b'{"items":' + many(b"1", 256) + b"}"),
+    "put unknown": (PUT, b'{"items":[' + UNKNOWN + b"]}"),
+    "put attributes": (
+        PUT,
+        b'{"items":[{"key":"k","data":"","attributes":' + UNKNOWN.replace(b":1", b":[]") + b"}]}",
+    ),
+    "patch": (PATCH, b'{"changes":' + UNKNOWN + b"}"),
+    "patch attributes": (PATCH, b'{"changes":{"k":' + UNKNOWN.replace(b":1", b":{}") + b"}}"),
+    "patch unknown": (PATCH, UNKNOWN),
+    "delete": (DELETE, b'{"keys":' + many(b"1", 90_000) + b"}"),
+    "delete 9000": (DELETE, b'{"keys":' + many(b"1", 9_000) + b"}"),
+    "delete unknown": (DELETE, UNKNOWN),
+    "train": ("POST /jobs/train", b'{"overrides":{"a":' + many(b"{}", 5_000) + b"}}"),
+    "create": ("POST /galleries", UNKNOWN[:15_000].rpartition(b",")[0] + b"}"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_body_of_many_faults_has_a_short_answer(market, name: str) -> None:
+    response = send(market, *BOMBS[name])
+    assert_problem(response, 422, "invalid-parameter")
+    assert len(response.content) < 8_000
+    assert len(response.json().get("errors") or []) <= 20
+
+
+def test_a_batch_of_bad_queries_has_a_short_answer_for_each(market) -> None:
+    query = b'{"images":' + many(b"{}", 700) + b"}"
+    response = send(market, BATCH, b'{"queries":' + many(query, 60) + b"}")
+    assert response.status_code == 200
+    assert {answer["status"] for answer in response.json()["answers"]} == {422}
+    assert len(response.content) < 60 * 2_000
+
+
+@pytest.mark.parametrize("path", ["/jobs/train", "/galleries/shop/rebuild", "/galleries"])
+def test_a_small_form_of_json_may_not_be_large(market, path: str) -> None:
+    assert_problem(send(market, f"POST {path}", UNKNOWN), 413, "body-too-large")
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"not":'])
+def test_what_is_deep_is_refused(market, opening: bytes) -> None:
+    deep = opening * 50_000
+    for operation in (SEARCH, BATCH, PUT, PATCH, DELETE):
+        assert send(market, operation, deep[:60_000]).status_code in (400, 422)
+    for text in (deep[:10_000].decode(), "(" * 10_000, "not " * 2_000):
+        response = market.client.get(ITEMS, params={"filter": text})
+        assert_problem(response, 422, "invalid-filter")
+
+
+def test_a_request_may_patch_and_remove_ten_thousand_items_and_no_more(market) -> None:
+    names = [f"k{n}" for n in range(10_000)]
+    assert send(market, DELETE, json.dumps({"keys": names})).json()["removed"] == 0
+    names.append("k")
+    for operation, body in (
+        (DELETE, {"keys": names}),
+        (PATCH, {"changes": {name: {} for name in names}}),
+    ):
+        assert "at most 10000 items" in refusal(send(market, operation, json.dumps(body)))
+
+
+HALF = "\\ud800"  # of a surrogate pair, which is no text
+FILTERS = (f'{{"{HALF}":"x"}}', f'{{"colour":"{HALF}"}}', f'{{"colour":{{"in":["{HALF}"]}}}}')
+HALVES: dict[str, tuple[str, ...]] = {
+    SEARCH: (
+        '{"?":1}',
+        '{"positives":["?"]}',
+        '{"positives":["a"],"gallery":"?"}',
+        '{"positives":["a"],"group_by":"?"}',
+        '{"positives":["a"],"k":"?"}',
+        '{"images":[{"data":"?"}]}',
+        *(f'{{"positives":["a"],"filter":{where}}}' for where in FILTERS),
+        *(json.dumps({"positives": ["000.png"], "filter": where}) for where in FILTERS),
+    ),
+    BATCH: ('{"queries":[{"?":1}]}',),
+    PUT: (
+        f'{{"items":[{{"key":"?","data":"{GOOD}"}}]}}',
+        f'{{"items":[{{"key":"k","data":"{GOOD}","attributes":{{"?":1}}}}]}}',
+    ),
+    PATCH: (
+        '{"changes":{"?":{}}}',
+        '{"changes":{"k":{"?":1}}}',
+        '{"changes":{"k":{"colour":"?"}}}',
+    ),
+    DELETE: (
+        '{"keys":["?"]}',
+        '{"?":1}',
+        *(f'{{"filter":{where}}}' for where in FILTERS),
+        *(json.dumps({"filter": where}) for where in FILTERS),
+    ),
+    "POST /galleries": (
+        '{"name":"?"}',
+        '{"name":"abc","bundle_id":"?"}',
+        '{"name":"abc","?":1}',
+    ),
+    "POST /galleries/shop/swap": ('{"with":"?"}', '{"?":"x"}'),
+    "POST /galleries/shop/rebuild": ('{"bundle_id":"?"}',),
+    "POST /jobs/train": (
+        '{"job":"shop","gallery":"shop","data":"?"}',
+        '{"job":"shop","gallery":"shop","overrides":{"?":1}}',
+        '{"job":"shop","gallery":"shop","overrides":{"seed":"?"}}',
+        '{"job":"shop","gallery":"shop","class_attribute":"?"}',
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", HALVES)
+def test_half_a_character_in_a_body_is_the_fault_of_the_caller(market, operation: str) -> None:
+    for body in HALVES[operation]:
+        response = send(market, operation, body.replace("?", HALF))
+        assert response.status_code in (400, 404, 409, 422), (body, response.text)
+        assert response.json()["detail"]
+
+
+@pytest.mark.parametrize("where", FILTERS)
+def test_half_a_character_elsewhere_is_the_fault_of_the_caller(market, where: str) -> None:
+    png, filtered = {"content-type": "image/png"}, {"filter": where}
+    item = [*FILES.items(), ("key", (None, "a")), ("attributes", (None, where))]
+    sent = [
+        market.client.get(ITEMS, params=filtered),
+        market.client.get(f"{ITEMS}/1/similar", params=filtered),
+        market.client.post("/search", params=filtered, content=picture(1), headers=png),
+        market.client.post("/search", files=FILES, data=filtered),
+        market.client.put(ITEMS, files=item),
+    ]
+    assert [response.status_code for response in sent] == [422] * 5
+    batch = market.client.post("/search/batch", files=FILES, data=filtered)
+    assert batch.status_code in (200, 422)

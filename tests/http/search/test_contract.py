@@ -1,13 +1,15 @@
 """The HTTP contract: good requests, every kind of bad one, and that the next request works."""
 
-import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from embedder.errors import SourceError
 from embedder.preprocess import ImageLimits
 from tests.support.odd_images import claiming
-from tests.support.servers import render
+from tests.support.servers import StartService, render
 from tests.support.shops import PROBLEM, assert_problem
 from tests.tiny import encoded
 
@@ -16,9 +18,12 @@ GOOD = encoded(render(4))  # the fourth picture of the gallery
 
 def test_an_image_of_the_gallery_is_found_at_rank_one(running_service, pictures) -> None:
     for number, data in enumerate(pictures):
-        answer = running_service.search(data, k=3).json()
-        assert answer["hits"][0]["id"] == number
-        assert answer["hits"][0]["score"] == pytest.approx(1, abs=1e-4)
+        hits = running_service.search(data, k=10_000).json()["hits"]
+        assert hits[0]["id"] == number
+        assert hits[0]["score"] == pytest.approx(1, abs=1e-4)
+        scores = [hit["score"] for hit in hits]
+        assert len(hits) == len(pictures)
+        assert scores == sorted(scores, reverse=True)
 
 
 def test_an_answer_has_every_field_of_the_contract(running_service, pictures) -> None:
@@ -43,23 +48,15 @@ def test_an_answer_has_every_field_of_the_contract(running_service, pictures) ->
     assert response.headers["cache-control"] == "no-store"
 
 
-def test_the_server_timing_header_says_what_timings_ms_says(start_service, pictures) -> None:
-    service = start_service()
+def test_the_server_timing_header_says_what_timings_ms_says(running_service) -> None:
     for cached in (False, True):
-        response = service.search(pictures[0])
+        response = running_service.search(encoded(render(1_000)))
         parts = [part.split(";dur=") for part in response.headers["server-timing"].split(", ")]
         timings = response.json()["timings_ms"]
         assert {stage: float(ms) for stage, ms in parts} == timings
         assert list(timings) == ["decode", "embed", "search", "total"]
         assert timings["total"] > 0
         assert (timings["embed"] == 0) is cached
-
-
-def test_k_above_the_size_gives_all_items_best_first(running_service, pictures) -> None:
-    hits = running_service.search(pictures[3], k=10_000).json()["hits"]
-    scores = [hit["score"] for hit in hits]
-    assert len(hits) == len(pictures)
-    assert scores == sorted(scores, reverse=True)
 
 
 def test_an_image_above_the_byte_limit_but_within_the_form_limit_is_413(
@@ -89,24 +86,13 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
     "bomb": (sent(claiming(65_535, 65_535)), 413, "image-too-large", "4294836225 pixels"),
     "too many bytes": (sent(bytes(22 * 2**20)), 413, "body-too-large", "limit"),
     "k = 0": (sent(k="0"), *PARAMETER, "k = 0 is outside its range; send a whole number from 1 to"),
-    "k = -3": (sent(k="-3"), *PARAMETER, "k = -3 "),
-    "k = 10001": (sent(k="10001"), *PARAMETER, "1 to 10,000"),
     "k = x": (sent(k="x"), *PARAMETER, "k = x "),
     "k = 1.5": (sent(k="1.5"), *PARAMETER, "k = 1.5 "),
     "k is empty": (sent(k=" "), *PARAMETER, "k = "),
     "k is long": (sent(k="9" * 5000), *PARAMETER, f"k = {'9' * 40} "),
     "k is a file": (sent(k=b"3"), *PARAMETER, "k = a file "),
     "min_score = nan": (sent(min_score="nan"), *PARAMETER, "min_score = nan "),
-    "min_score = inf": (sent(min_score="inf"), *PARAMETER, "min_score = inf "),
-    "min_score = 1.01": (sent(min_score="1.01"), *PARAMETER, "a number from -1 to 1"),
     "min_score = high": (sent(min_score="high"), *PARAMETER, "min_score = high "),
-    "crop of three": (sent(crop="0,0,1"), *PARAMETER, "four finite numbers"),
-    "17 crops": (
-        {"files": [("image", GOOD), *[("crop", (None, "0,0,1,1"))] * 17]},
-        *PARAMETER,
-        "17 crops of an image are more than the limit of 16",
-    ),
-    "33 images": ({"files": [("image", GOOD)] * 33}, *PARAMETER, "33 images"),
     "unknown gallery": (sent(gallery="shoes"), 404, "unknown-gallery", "Known are: shop"),
     "no image": ({"files": {"k": (None, "3")}}, *PARAMETER, "image is missing"),
     "image as text": (
@@ -157,16 +143,13 @@ def test_without_a_name_the_first_gallery_is_searched(
 def test_an_unexpected_error_is_a_500_that_shows_nothing_of_its_inside(
     start_service, gallery, pictures, monkeypatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("secret /var/lib/path")
-
     service = start_service()
-    monkeypatch.setattr(gallery, "search", fail)
-    response = service.search(pictures[0])
-    problem = assert_problem(response, 500, "internal")
-    assert "secret" not in json.dumps(problem)
+    with monkeypatch.context() as patch:
+        patch.setattr(gallery, "search", lambda *_: {}["secret /var/lib/path"])
+        response = service.search(pictures[0])
+    assert_problem(response, 500, "internal")
+    assert "secret" not in response.text
     assert "nosniff" in response.headers["x-content-type-options"]
-    monkeypatch.undo()
     assert service.search(pictures[0]).status_code == 200
 
 
@@ -174,7 +157,6 @@ def test_every_answer_has_the_security_headers_and_a_request_id(running_service)
     for path in ("/", "/ui/search/app.js", "/live", "/docs", "/nowhere", "/galleries"):
         headers = running_service.client.get(path).headers
         assert headers["content-security-policy"].startswith("default-src 'self'; img-src 'self'")
-        assert "unsafe" not in headers["content-security-policy"]
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["x-frame-options"] == "DENY"
         assert len(headers["x-request-id"]) == 32
@@ -197,6 +179,38 @@ def test_the_page_its_files_and_its_docs_are_served(running_service) -> None:
     assert "javascript" in script.headers["content-type"]
     docs = running_service.client.get("/docs").text
     assert "POST /search" in docs
-    assert "<script" not in docs
-    assert "http://" not in docs
-    assert "https://" not in docs
+    assert not re.search("<script|https?://", docs)
+
+
+MOST_SAMPLES = 48
+
+
+def test_the_samples_of_a_folder_are_listed_and_can_be_searched_with(
+    start_service: StartService, pictures: list[bytes], tmp_path: Path
+) -> None:
+    for number in range(MOST_SAMPLES + 5):
+        (tmp_path / f"{number:02d}-shoe.png").write_bytes(pictures[number % 12])
+    (tmp_path / "0-notes.txt").write_text("not a picture")
+    service = start_service(samples=tmp_path)
+    listed = service.client.get("/samples").json()["samples"]
+    assert [sample["name"] for sample in listed] == [f"{n:02d}-shoe" for n in range(MOST_SAMPLES)]
+    for number, sample in enumerate(listed[:3]):
+        answer = service.client.get(sample["image"])
+        assert answer.headers["content-type"] == "image/png"
+        assert service.search(answer.content).json()["hits"][0]["id"] == number
+    for wrong, status in ((MOST_SAMPLES, 404), ("-1", 422), ("9999", 422), ("x", 422)):
+        assert service.client.get(f"/samples/{wrong}").status_code == status
+    (tmp_path / "01-shoe.png").unlink()
+    gone = service.client.get("/samples/1")
+    assert gone.status_code == 404
+    assert "cannot be read any more" in gone.json()["detail"]
+
+
+def test_without_a_folder_there_are_none(running_service) -> None:
+    assert running_service.client.get("/samples").json() == {"samples": []}
+    assert running_service.client.get("/samples/0").status_code == 404
+
+
+def test_a_missing_folder_is_named_with_its_cure(start_service: StartService, tmp_path) -> None:
+    with pytest.raises(SourceError, match=r"nowhere cannot be read.*--samples"):
+        start_service(samples=tmp_path / "nowhere")

@@ -4,29 +4,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
-import pytest
 
 from embedder.fake import FakeEmbedder
 from service.app import create_app
 from service.settings import Settings
-from tests.support.odd_images import (
-    PHOTOGRAPH,
-    PROBLEMS,
-    OddImage,
-    odd_images,
-    photograph,
-)
+from tests.support.odd_images import PHOTOGRAPH, PROBLEMS, OddImage, odd_images, photograph
 from tests.support.servers import DEFAULTS, FakeGallery, Running, run
 from tests.tiny import encoded
 
-PATIENT: dict[str, Any] = {
-    "decode_isolation": True,
-    "decode_timeout_ms": 120_000,
-    "request_timeout_ms": 120_000,
-}
+PATIENT_MS = 120_000
 GOOD = OddImage("good", encoded(photograph()), same=True)
 
 
@@ -35,17 +23,12 @@ def started() -> Iterator[Running]:
     """A service that decodes in processes; item n of its gallery is photograph n."""
     embedder = FakeEmbedder()
     gallery = FakeGallery(embedder, [encoded(photograph(n)) for n in range(12)])
-    settings = Settings(**DEFAULTS | PATIENT)
+    times = dict.fromkeys(("decode_timeout_ms", "request_timeout_ms"), PATIENT_MS)
+    settings = Settings(**DEFAULTS | times | {"decode_isolation": True})
     service = run(create_app(settings, embedder, {"shop": gallery}))
-    service.client.timeout = httpx.Timeout(120)
+    service.client.timeout = httpx.Timeout(PATIENT_MS / 1e3)
     yield service
     service.close()
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[Running]:
-    with started() as service:
-        yield service
 
 
 def send(service: Running, image: OddImage) -> httpx.Response:
@@ -74,20 +57,17 @@ def test_the_corpus_has_every_kind_of_answer_and_at_least_200_images() -> None:
     assert sum(image.same for image in images) >= 100
 
 
-def test_every_odd_image_gets_its_status_and_the_next_good_one_is_answered(
-    service: Running,
-) -> None:
-    faults: dict[str, str] = {}
-    for number, image in enumerate(odd_images()):
-        fault = fault_of(image, send(service, image))
-        after = replace(GOOD, data=GOOD.data + number.to_bytes(4, "big"))  # in no cache
-        fault = fault or fault_of(after, send(service, after))
-        if fault is not None:
-            faults[image.name] = fault
-    assert faults == {}
-    lanes = service.runtime.lanes
-    assert (lanes.restarts, lanes.kills, lanes.waiting) == (0, 0, 0)
-    assert service.client.get("/ready").status_code == 200
+def test_every_odd_image_gets_its_status_and_the_next_good_one_is_answered() -> None:
+    faults: dict[str, str | None] = {}
+    with started() as service:
+        for number, image in enumerate(odd_images()):
+            after = replace(GOOD, data=GOOD.data + number.to_bytes(4, "big"))  # in no cache
+            fault = fault_of(image, send(service, image))
+            faults[image.name] = fault or fault_of(after, send(service, after))
+        lanes = service.runtime.lanes
+        assert (lanes.restarts, lanes.kills, lanes.waiting) == (0, 0, 0)
+        assert service.client.get("/ready").status_code == 200
+    assert {name: fault for name, fault in faults.items() if fault} == {}
 
 
 def test_an_image_that_claims_65535_px_costs_no_memory() -> None:
@@ -113,5 +93,4 @@ def peak_bytes(service: Running) -> int:
     """
     peaks = {"self": "VmHWM:", **dict.fromkeys(service.runtime.lanes.pids, "VmPeak:")}
     lines = {process: Path(f"/proc/{process}/status").read_text() for process in peaks}
-    found = [lines[process].split(name)[1].split()[0] for process, name in peaks.items()]
-    return 1024 * sum(map(int, found))
+    return sum(1024 * int(lines[p].split(name)[1].split()[0]) for p, name in peaks.items())

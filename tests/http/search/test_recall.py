@@ -11,7 +11,7 @@ import pytest
 
 from embedder.types import Hit
 from indexer.types import SearchOptions
-from service.search.pipeline import recall_of
+from tests.support.seams import recall_of
 from tests.support.servers import WAIT_S, FakeGallery
 
 
@@ -58,35 +58,20 @@ def test_one_in_n_searches_is_measured(start_service, gallery, pictures, until) 
     assert total == pytest.approx(3 * 3 / 4)  # of four true ones the best is missing
 
 
-def test_answers_from_a_cache_and_exact_ones_are_not_measured(
-    start_service, gallery, pictures
+@pytest.mark.parametrize(
+    ("kind", "sample", "fields"),
+    [("flat", 1, {}), (None, 1, {}), ("hnsw", 0, {}), ("hnsw", 1, {"exact": "true"})],
+)
+def test_what_looks_at_every_item_anyway_is_not_measured_nor_anything_at_zero(
+    start_service, gallery, pictures, until, kind: str | None, sample: int, fields: dict[str, str]
 ) -> None:
-    service = start_service(recall_sample=1)
-    service.search(pictures[0], exact="true")
-    service.search(pictures[0], exact="true")
-    assert gallery.exact == 1
-
-
-@pytest.mark.parametrize("kind", ["flat", None])
-def test_what_looks_at_every_item_anyway_is_not_measured(
-    start_service, gallery, pictures, until, kind: str | None
-) -> None:
-    service = start_service(recall_sample=1)
+    service = start_service(recall_sample=sample)
     gallery.kind = kind
-    for data in pictures[:4]:
-        service.search(data)
+    for data in (*pictures[:4], pictures[0]):  # the last from the cache
+        service.search(data, **fields)
     until(lambda: not service.runtime.sampler.is_running)
-    gallery.kind = "hnsw"
-    service.search(pictures[4])
-    until(lambda: sampled(service) > 0)
-    assert gallery.exact == sampled(service) == 1
-
-
-def test_zero_measures_nothing(start_service, gallery, pictures) -> None:
-    service = start_service(recall_sample=0)
-    for data in pictures:
-        service.search(data)
-    assert gallery.exact == 0
+    assert gallery.exact == (4 if fields else 0)
+    assert sampled(service) == 0
 
 
 def test_searches_go_on_while_one_is_measured_and_only_one_is(
@@ -115,13 +100,15 @@ def test_what_fails_or_is_overtaken_by_a_change_is_not_measured(
     until(lambda: 1 <= sampled(service) == gallery.exact - 1)
 
 
-def hits(*scores: float) -> list[Hit]:
-    return [Hit(number, "", score) for number, score in enumerate(scores)]
-
-
-def test_recall_is_the_share_of_the_true_best_and_equals_count_as_equal() -> None:
-    exact = hits(0.9, 0.8, 0.8, 0.7)
-    assert recall_of(exact, exact) == 1.0
-    assert recall_of([], exact) == 0.0
-    assert recall_of(hits(0.9, 0.8, 0.6, 0.5), exact) == 0.5
-    assert recall_of(hits(0.9, 0.8, 0.7, 0.7), exact) == 1.0
+@pytest.mark.parametrize(
+    ("scores", "recall"),
+    [
+        ((0.9, 0.8, 0.8, 0.7), 1.0),
+        ((), 0.0),
+        ((0.9, 0.8, 0.6, 0.5), 0.5),
+        ((0.9, 0.8, 0.7, 0.7), 1.0),  # equals count as equal
+    ],
+)
+def test_recall_is_the_share_of_the_true_best(scores: tuple[float, ...], recall: float) -> None:
+    exact = [Hit(number, "", score) for number, score in enumerate((0.9, 0.8, 0.8, 0.7))]
+    assert recall_of([Hit(n, "", score) for n, score in enumerate(scores)], exact) == recall

@@ -46,11 +46,13 @@ def test_pages_of_any_size_put_together_are_the_whole_answer(market) -> None:
         assert all(page["match"] for page in pages)
 
 
-def test_a_page_past_the_end_is_empty_but_there_is_a_match(market) -> None:
-    past = found(market, picture(3), k=5, offset=COUNT)
-    assert (past["count"], past["match"]) == (0, True)
-    grouped = found(market, picture(3), k=5, offset=COUNT, group_by="product")
-    assert (grouped["count"], grouped["match"], grouped["groups"]) == (0, True, [])
+@pytest.mark.parametrize("grouping", [{}, {"group_by": "product"}])
+def test_a_page_past_the_end_is_empty_but_there_is_a_match(
+    market, grouping: dict[str, str]
+) -> None:
+    past = found(market, picture(3), k=5, offset=COUNT, **grouping)
+    assert (past["count"], past["match"], past["hits"]) == (0, True, [])
+    assert past["groups"] == ([] if grouping else None)
 
 
 def test_nothing_that_reaches_min_score_is_an_explicit_no_match(market) -> None:
@@ -61,10 +63,10 @@ def test_nothing_that_reaches_min_score_is_an_explicit_no_match(market) -> None:
 
 
 def test_of_min_score_and_min_probability_the_stricter_counts(market) -> None:
-    both = found(market, picture(3), min_score=0.1, min_probability=0.999)
-    assert both["min_score"] > 0.8
-    both = found(market, picture(3), min_score=0.99, min_probability=0.001)
-    assert both["min_score"] == 0.99
+    likely = found(market, picture(3), min_score=0.1, min_probability=0.999)
+    assert likely["min_score"] > 0.8
+    near = found(market, picture(3), min_score=0.99, min_probability=0.001)
+    assert near["min_score"] == 0.99
 
 
 def test_a_probability_that_no_score_has_is_no_match_and_says_so(market) -> None:
@@ -214,21 +216,20 @@ def test_separate_answers_each_image_and_each_crop_by_itself_in_their_order(mark
     assert [numbers(each["answer"]["hits"]) for each in form.json()["answers"]] == [[5], [6]]
 
 
-def test_the_mean_of_several_images_is_the_query_that_rocchio_gives(market, vectors) -> None:
-    answer = found(market, picture(1), picture(2), k=COUNT, positives=["005.png"])
-    mean = vectors[[1, 2, 5]].mean(axis=0)
-    expected = vectors @ (mean / np.linalg.norm(mean))
-    assert set(numbers(answer["hits"])) == set(range(COUNT)) - {5}
-    for hit in answer["hits"]:
-        assert hit["score"] == pytest.approx(expected[hit["attributes"]["price"]], abs=1e-5)
-
-
-def test_likes_and_dislikes_move_the_query_and_are_no_answers(market, vectors) -> None:
-    body = {"positives": ["005.png", "006.png"], "negatives": ["001.png"], "k": COUNT}
-    answer = post(market, body).json()
-    target = 2 * vectors[[5, 6]].mean(axis=0) - vectors[1]
+@pytest.mark.parametrize(
+    ("images", "liked", "disliked"), [((1, 2), (5,), ()), ((), (5, 6), (1,)), ((2,), (5,), (1, 3))]
+)
+def test_images_likes_and_dislikes_are_the_query_that_rocchio_gives(
+    market, vectors, images: tuple[int, ...], liked: tuple[int, ...], disliked: tuple[int, ...]
+) -> None:
+    named = {"positives": liked, "negatives": disliked}
+    fields = {name: [f"{n:03d}.png" for n in items] for name, items in named.items()}
+    answer = found(market, *map(picture, images), k=COUNT, **fields)
+    target = vectors[[*images, *liked]].mean(axis=0)
+    if disliked:
+        target = 2 * target - vectors[[*disliked]].mean(axis=0)
     expected = vectors @ (target / np.linalg.norm(target))
-    assert set(numbers(answer["hits"])) == set(range(COUNT)) - {1, 5, 6}
+    assert set(numbers(answer["hits"])) == set(range(COUNT)) - {*liked, *disliked}
     for hit in answer["hits"]:
         assert hit["score"] == pytest.approx(expected[hit["attributes"]["price"]], abs=1e-5)
 
@@ -252,12 +253,11 @@ def test_the_image_at_fault_among_several_is_named(market) -> None:
 
 def test_similar_items_are_those_that_a_search_with_the_item_finds_without_it(market) -> None:
     hits = found(market, picture(3), k=COUNT)["hits"]
-    item = hits[0]["id"]
-    response = market.client.get(f"/galleries/shop/items/{item}/similar", params={"k": COUNT})
-    answer = response.json()
+    path = f"/galleries/shop/items/{hits[0]['id']}/similar"
+    answer = market.client.get(path, params={"k": COUNT}).json()
     assert keys(answer) == [hit["key"] for hit in hits[1:]]
     params = {"k": 2, "offset": 1, "filter": "price < 9", "group_by": "colour", "group_size": 2}
-    grouped = market.client.get(f"/galleries/shop/items/{item}/similar", params=params).json()
+    grouped = market.client.get(path, params=params).json()
     assert grouped["count"] == 2
     assert all(n < 9 for group in grouped["groups"] for n in numbers(group["hits"]))
 
@@ -278,18 +278,11 @@ def test_a_similar_search_knows_its_item_its_gallery_and_its_version(market) -> 
 
 
 @pytest.mark.parametrize("version", ["latest", "0123", "A" * 12, "0" * 65])
-def test_what_is_no_version_is_the_same_error_for_a_similar_search_and_a_picture(
-    market, version: str
-) -> None:
-    answers = [
-        assert_problem(
-            market.client.get(f"/galleries/shop/items/1/{what}", params={"version": version}),
-            *(422, "invalid-parameter"),
-        )
-        for what in ("similar", "image")
-    ]
-    assert answers[0]["errors"] == answers[1]["errors"]
-    assert answers[0]["errors"][0]["name"] == "version"
+@pytest.mark.parametrize("what", ["similar", "image"])
+def test_what_is_no_version_is_an_error_of_that_parameter(market, what: str, version: str) -> None:
+    response = market.client.get(f"/galleries/shop/items/1/{what}", params={"version": version})
+    problem = assert_problem(response, 422, "invalid-parameter")
+    assert problem["errors"][0]["name"] == "version"
 
 
 def test_equal_contents_count_once_if_only_distinct_ones_do(tmp_path) -> None:
@@ -304,27 +297,58 @@ def test_equal_contents_count_once_if_only_distinct_ones_do(tmp_path) -> None:
 
 
 def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(market) -> None:
+    image = {"data": text_of(encoded(render(77)))}
     variants: list[dict[str, Any]] = [
         {},
+        {"images": [image, {"data": text_of(picture(1))}]},
+        {"images": [image | {"crops": [[0, 0, 0.5, 1]]}]},
+        {"images": [image | {"crops": [[0, 0, 1, 0.5]]}]},
         {"k": 3},
         {"offset": 1},
         {"min_score": 0.2},
         {"min_probability": 0.2},
         {"filter": "price < 5"},
+        {"filter": "price < 6"},
         {"group_by": "colour"},
+        {"group_by": "product"},
         {"group_by": "colour", "group_score": "mean"},
         {"group_by": "colour", "group_size": 2},
         {"positives": ["001.png"]},
+        {"positives": ["001.png", "002.png"]},
         {"positives": ["001.png"], "negatives": ["002.png"]},
         {"distinct": True},
         {"exact": True},
     ]
-    image = encoded(render(77))
-    first = [found(market, image, **variant) for variant in variants]
-    again = [found(market, image, **variant) for variant in variants]
+    document = market.client.get("/openapi.json").json()["paths"]["/search"]["post"]
+    schema = document["requestBody"]["content"]["application/json"]["schema"]
+    names = {name for variant in variants for name in variant}
+    assert names | {"gallery", "combine"} == schema["properties"].keys()
+    first = [found(market, **{"images": [image], **variant}) for variant in variants]
+    again = [found(market, **{"images": [image], **variant}) for variant in variants]
     assert not any(answer["cached"] for answer in first)
     assert all(answer["cached"] for answer in again)
-    for one, other in zip(first, again, strict=True):
-        for answer in (one, other):
-            del answer["cached"], answer["timings_ms"]
-        assert one == other
+    for answer in (*first, *again):
+        del answer["cached"], answer["timings_ms"]
+    assert first == again
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"images": ["a", "b"]}, {"images": ["b", "a"]}),
+        ({"positives": ["001.png", "002.png"]}, {"positives": ["002.png", "001.png"]}),
+        ({"min_score": 0}, {"min_score": -0.0}),
+        ({"filter": "price = 1 and colour = 'red'"}, {"filter": "((price==1) and (colour='red'))"}),
+    ],
+)
+def test_the_same_question_written_otherwise_is_answered_from_the_cache(
+    market, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    pictures = {"a": encoded(render(78)), "b": encoded(render(79))}
+
+    def is_cached(question: dict[str, Any]) -> bool:
+        rest = dict(question)
+        sent = [pictures[name] for name in rest.pop("images", ["a"])]
+        return bool(found(market, *sent, **rest)["cached"])
+
+    assert [is_cached(one), is_cached(other)] == [False, True]

@@ -1,0 +1,226 @@
+"""Inside a search: calls of a model that are shared, what caches believe, and least scores."""
+
+import itertools
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedder.types import Hit
+from indexer.types import Group
+from tests.support.market import CALIBRATION
+from tests.support.seams import (
+    UNREACHABLE,
+    Batcher,
+    HitRenderer,
+    LruCache,
+    answer_key,
+    checked_results,
+    decode_vector,
+    embedding_key,
+    encode_results,
+    encode_vector,
+    least_score,
+    score_of,
+)
+
+WAIT_S = 10.0
+BAD = 13
+
+
+class Model:
+    """The vector of an image is its first pixel; calls wait for `gate`, and 13 is refused."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.batches: list[list[int]] = []
+
+    def embed(self, images: Any) -> Any:
+        values = images[:, 0, 0, 0]
+        self.batches.append(values.tolist())
+        self.entered.release()
+        assert self.gate.wait(WAIT_S)
+        if BAD in values:
+            raise ValueError("a bad image")
+        return values.astype(np.float32)[:, np.newaxis]
+
+
+def images(*values: int) -> Any:
+    return np.stack([np.full((3, 2, 2), value, dtype=np.uint8) for value in values])
+
+
+def crowd(model: Model, batcher: Batcher, values: list[int], until: Any) -> list[Any]:
+    """What each of many threads gets, all of which wait while the first call is held."""
+    with ThreadPoolExecutor(len(values) + 1) as threads:
+        first = threads.submit(batcher.embed, images(0))
+        assert model.entered.acquire(timeout=WAIT_S)
+        calls = [threads.submit(batcher.embed, images(value)) for value in values]
+        until(lambda: batcher.waiting == len(values))
+        model.gate.set()
+        assert first.result() == [[0]]
+        return [call.exception() or call.result().item() for call in calls]
+
+
+def test_what_waits_is_embedded_in_one_call_and_each_gets_its_own_vector(until) -> None:
+    model = Model()
+    batcher = Batcher(model.embed, batch_size=8, at_once=1)
+    values = list(range(20, 30))
+    assert crowd(model, batcher, values, until) == values
+    assert [len(batch) for batch in model.batches] == [1, 8, 2]
+
+
+def test_only_the_bad_image_of_a_call_fails(until) -> None:
+    model = Model()
+    batcher = Batcher(model.embed, batch_size=8, at_once=1)
+    *good, bad = crowd(model, batcher, [20, 21, 22, BAD], until)
+    assert good == [20, 21, 22]
+    assert isinstance(bad, ValueError)
+
+
+def test_many_images_of_one_caller_are_cut_into_calls_of_the_batch_size() -> None:
+    model = Model()
+    model.gate.set()
+    found = Batcher(model.embed, 2, 1).embed(images(1, 2, 3, 4, 5))
+    assert found.ravel().tolist() == [1, 2, 3, 4, 5]
+    assert model.batches == [[1, 2], [3, 4], [5]]
+
+
+def test_the_local_cache_keeps_what_was_used_last_as_far_as_its_bounds_let_it() -> None:
+    cache = LruCache(max_entries=5, max_bytes=200)
+    kept: dict[str, bytes] = {}  # the least recently used first
+    rng = np.random.default_rng(0)
+    for _ in range(2_000):
+        key, size = str(rng.integers(10)), int(rng.integers(0, 90)) if rng.random() < 0.9 else 200
+        if rng.random() < 0.5:
+            assert cache.get(key) == kept.get(key)
+            if key in kept:
+                kept[key] = kept.pop(key)
+            continue
+        cache.set(key, bytes(size))
+        kept.pop(key, None)
+        if size < 200:
+            kept[key] = bytes(size)
+        while len(kept) > 5 or sum(map(len, (*kept, *kept.values()))) > 200:
+            del kept[next(iter(kept))]
+        assert cache.size_bytes == sum(map(len, (*kept, *kept.values())))
+        assert len(cache) == len(kept)
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        (
+            answer_key,
+            [
+                ["b1", "b2"],
+                ["fp32", "int8"],
+                ["shop", "shop:g1", "shop%3Ag1"],
+                ["g1", "g2"],
+                ["d1", "d2"],
+            ],
+        ),
+        (
+            embedding_key,
+            [
+                ["b1", "b2"],
+                ["fp32", "int8"],
+                ["d1", "d2"],
+                [None, (0.0, 0.0, 0.5, 1.0), (0.0, 0.0, 1.0, 0.5)],
+            ],
+        ),
+    ],
+)
+def test_every_part_of_a_request_changes_the_key_of_its_value(key: Any, parts: list[Any]) -> None:
+    combinations = list(itertools.product(*parts))
+    assert len({key(*parts) for parts in combinations}) == len(combinations)
+
+
+@pytest.mark.parametrize("values", [(), (0.6, 0.8, 0.0), (np.nan, 1.0), (np.inf, 0.0), (3.0, 4.0)])
+def test_a_vector_that_is_none_is_refused(values: tuple[float, ...]) -> None:
+    payload = encode_vector(np.array(values, dtype=np.float32))
+    with pytest.raises(ValueError, match="vector"):
+        decode_vector(payload, 2)
+
+
+VALUES = {"class": "ä", "1": "1", "stock": 2**53 + 1, "price": 1.0, "half": 0.5, "sale": True}
+HITS = [Hit(3, "a.jpg", 0.9, VALUES), Hit(1, "ü.jpg", -0.2, {"sale": False, "stock": 0})]
+SHOWN = HitRenderer("/galleries/shop/items/", "/image?version=0123456789ab", None)
+GROUPS = [Group("shoes", 0.9, HITS[:1]), Group(None, -0.2, HITS[1:])]
+GOOD = encode_results(SHOWN, HITS, None, match=True)
+
+
+def test_results_are_kept_as_the_json_that_is_sent() -> None:
+    assert checked_results(GOOD, 2, SHOWN) == GOOD
+    [first, second] = json.loads(GOOD)["hits"]
+    assert (first["id"], first["key"], first["score"]) == (3, "a.jpg", 0.9)
+    assert first["image"] == "/galleries/shop/items/3/image?version=0123456789ab"
+    assert second["key"] == "ü.jpg"
+    # 1, 1.0 and True are equal in Python
+    assert list(map(repr, first["attributes"].items())) == list(map(repr, VALUES.items()))
+
+
+def changed(**fields: Any) -> bytes:
+    results = json.loads(GOOD)
+    results["hits"][0].update(fields)
+    return json.dumps(results).encode()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b"\x80\x04\x95",
+        changed(id="3"),
+        changed(id=-3),
+        changed(id=4),
+        changed(score=7.0),
+        changed(score=float("nan")),
+        changed(score=-0.5),
+        changed(probability=2.0),
+        changed(more=1),
+        changed(attributes={"class": None}),
+        changed(attributes={"class": ["a"]}),
+        changed(image="https://elsewhere.example/3"),
+        changed(image="/galleries/shop/items/3/image?version=ba9876543210"),
+        GOOD.replace(b'"count":2', b'"count":1'),
+        encode_results(SHOWN, HITS[::-1], None, match=True),
+        encode_results(SHOWN, [*HITS, HITS[-1]], None, match=True),
+        encode_results(SHOWN, [], GROUPS[::-1], match=True),
+        encode_results(SHOWN, HITS, GROUPS, match=True),
+        encode_results(
+            HitRenderer("/galleries/other/items/", SHOWN.suffix, None), HITS, None, match=True
+        ),
+    ],
+)
+def test_stored_results_that_do_not_fit_are_refused(payload: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        checked_results(payload, 2, SHOWN)
+
+
+@pytest.mark.parametrize("slope", [0.0, 1e-6, 1.0, 20.0, 500.0])
+@pytest.mark.parametrize("intercept", [-30.0, -3.0, 0.0, 3.0])
+def test_the_score_is_the_least_that_has_the_probability(slope: float, intercept: float) -> None:
+    calibration = CALIBRATION.model_copy(update={"slope": slope, "intercept": intercept})
+    for probability in (0.0, 1e-9, 0.1, 0.5, 0.9, 1 - 1e-9, 1.0):
+        score = score_of(calibration, probability)
+        if score is None:
+            assert calibration.probability(np.array(-1.0)) >= probability
+        elif score == UNREACHABLE:
+            assert calibration.probability(np.array(1.0)) < probability
+        else:
+            below = np.nextafter(np.float32(score), np.float32(-1))
+            assert calibration.probability(np.array(score)) >= probability
+            assert calibration.probability(np.array(below)) < probability
+
+
+def test_the_probability_of_a_hit_lets_this_hit_pass() -> None:
+    for score in np.random.default_rng(0).uniform(-1, 1, 200).astype(np.float32):
+        likely = float(CALIBRATION.probability(np.array(score)))
+        least = least_score(None, likely, CALIBRATION)
+        assert least is None or least <= score

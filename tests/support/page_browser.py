@@ -26,7 +26,7 @@ RULES = {
     "light": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"],
     "dark": ["color-contrast"],  # colours are all that the dark page has of its own
 }
-RUN_AXE = """async (runOnly) => (await axe.run(document, { runOnly })).violations
+RUN_AXE = """async ([part, runOnly]) => (await axe.run(part, { runOnly })).violations
     .map(({ id, nodes }) => `${id}: ${nodes.map(({ html }) => html).join(" | ")}`)"""
 SMALL_TARGETS = """() => [...document.querySelectorAll(
         "button, a[href], select, summary, label.option, input")]
@@ -221,15 +221,15 @@ def tab_to(page: Page, test_id: str, limit: int = 40) -> None:
     pytest.fail(f"{test_id} was not reached with {limit} presses of Tab")
 
 
-def violations(page: Page) -> list[str]:
-    """What axe-core finds wrong with the page as it is now, in light and in dark colours."""
+def violations(page: Page, part: str = "html") -> list[str]:
+    """What axe-core finds wrong with the page, or a part, as it is now, in light and in dark."""
     found: list[str] = []
     if not page.evaluate("'axe' in window"):
         page.evaluate(AXE)
     for scheme, rules in RULES.items():
         page.emulate_media(color_scheme=scheme)
         expect(page.locator("html")).to_have_attribute("data-theme", scheme)
-        found += page.evaluate(RUN_AXE, rules)
+        found += page.evaluate(RUN_AXE, [part, rules])
     page.emulate_media(color_scheme="light")
     return found
 

@@ -6,11 +6,10 @@ FastAPI checks each answer against the models that the service documents in its 
 import asyncio
 import hashlib
 import io
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -18,6 +17,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
+from pydantic import BaseModel, BeforeValidator, Json
 from starlette.datastructures import FormData, QueryParams
 
 import service
@@ -115,32 +115,25 @@ def passes(attributes: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     return True
 
 
-@dataclass
-class Wanted:
+Crop = Annotated[list[float], BeforeValidator(lambda text: text.split(","))]
+
+
+class Wanted(BaseModel):
     """What one search asks for, from a form or a query string."""
 
     k: int = 20
     gallery: str = "shop"
-    where: Mapping[str, Any] = field(default_factory=dict)
+    filter: Json[dict[str, Any]] = {}
     group_by: str = ""
     group_size: int = 1
-    crops: list[list[float]] = field(default_factory=list)
-    positives: list[str] = field(default_factory=list)
-    negatives: list[str] = field(default_factory=list)
+    crop: list[Crop] = []
+    positive: list[str] = []
+    negative: list[str] = []
 
 
-def wanted_of(fields: FormData | QueryParams) -> Wanted:
-    texts = {name: str(value) for name, value in fields.multi_items() if name != "image"}
-    return Wanted(
-        k=int(texts.get("k", 20)),
-        gallery=texts.get("gallery", "shop"),
-        where=json.loads(texts.get("filter", "{}")),
-        group_by=texts.get("group_by", ""),
-        group_size=int(texts.get("group_size", 1)),
-        crops=[[float(p) for p in str(crop).split(",")] for crop in fields.getlist("crop")],
-        positives=[str(key) for key in fields.getlist("positive")],
-        negatives=[str(key) for key in fields.getlist("negative")],
-    )
+def wanted_of(fields: FormData | QueryParams, **given: str) -> Wanted:
+    several = {name: fields.getlist(name) for name in ("crop", "positive", "negative")}
+    return Wanted.model_validate(dict(fields) | several | given)
 
 
 def problem(status: int, title: str, detail: str) -> JSONResponse:
@@ -261,8 +254,7 @@ class Shop:
 
     async def similar(self, name: str, number: int, request: Request) -> dict[str, Any]:
         item = self.found(name, number)
-        wanted = wanted_of(request.query_params)
-        wanted.gallery = name
+        wanted = wanted_of(request.query_params, gallery=name)
         return self.answer(wanted, [item.vector], without=item.key)
 
     async def search(self, request: Request) -> dict[str, Any]:
@@ -273,7 +265,7 @@ class Shop:
             async with request.form() as form:
                 wanted = wanted_of(form)
                 images = [await p.read() for p in form.getlist("image") if not isinstance(p, str)]
-            vectors = [vector_of(d, c) for d in images for c in (wanted.crops or [None])]
+            vectors = [vector_of(d, c) for d in images for c in (wanted.crop or [None])]
             return self.answer(wanted, vectors)
         finally:
             self.open_searches -= 1
@@ -282,13 +274,13 @@ class Shop:
         self.asked.append(wanted)
         stock = self.galleries[wanted.gallery]
         by_key = {item.key: item.vector for item in stock}
-        query = np.mean(vectors + [by_key[key] for key in wanted.positives], axis=0)
-        query = query - 0.7 * sum(by_key[key] for key in wanted.negatives)
+        query = np.mean(vectors + [by_key[key] for key in wanted.positive], axis=0)
+        query = query - 0.7 * sum(by_key[key] for key in wanted.negative)
         query = query / np.linalg.norm(query)
         hits = [
             self.entry(wanted.gallery, item) | self.judged(float(item.vector @ query))
             for item in sorted(stock, key=lambda item: -float(item.vector @ query))
-            if item.key != without and passes(item.attributes, wanted.where)
+            if item.key != without and passes(item.attributes, wanted.filter)
         ]
         groups = self.grouped(wanted, hits) if wanted.group_by else None
         shown = hits[: wanted.k] if groups is None else []

@@ -33,7 +33,7 @@ def shop(
         request_timeout_ms=60_000,
     )
     made.build("other")
-    slow = made.trainer(seconds=2, epochs=200)
+    slow = made.trainer(seconds=0.5, epochs=200)
     made.settings = made.settings.model_copy(update={"training_command": slow})
     return made
 
@@ -82,14 +82,6 @@ def ended(page: Page, state: str) -> None:
     expect(badge).to_have_text(state, timeout=LONG_MS)
 
 
-def test_compacting_is_started_and_followed_to_its_end(page: Page) -> None:
-    start(page, "compact")
-    expect(page.get_by_test_id("job-detail")).to_contain_text("Compact: shop")
-    ended(page, "done")
-    expect(page.get_by_test_id("job-cancel")).to_have_count(0)
-    expect(page.get_by_test_id("job").first).to_contain_text("done")
-
-
 def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: JobShop) -> None:
     start(page, "rebuild", bundle_id=shop.new.bundle_id[:12], swap="never")
     ended(page, "done")
@@ -130,17 +122,22 @@ def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page:
     expect(detail.get_by_test_id("job-resume")).to_be_visible()
 
 
-def test_another_gallery_is_swapped_in(open_admin: OpenPage, served: Running) -> None:
+def test_jobs_are_started_from_forms_and_followed_to_their_end_or_refused_in_the_form(
+    open_admin: OpenPage, served: Running, allowed: list[str]
+) -> None:
+    allowed.append("422")
     page = open_admin("/admin?gallery=other#jobs")
+    start(page, "compact")
+    expect(page.get_by_test_id("job-detail")).to_contain_text("Compact: other")
+    ended(page, "done")
+    expect(page.get_by_test_id("job-cancel")).to_have_count(0)
+    expect(page.get_by_test_id("job").first).to_contain_text("done")
     before = served.client.get("/galleries/other").json()["generation"]
     start(page, "swap", **{"with": "shop"})
+    expect(page.get_by_test_id("job-detail")).to_contain_text("Swap: other")
     ended(page, "done")
-    after = served.client.get("/galleries/other").json()["generation"]
-    assert after != before
+    assert served.client.get("/galleries/other").json()["generation"] != before
 
-
-def test_what_the_service_refuses_is_said_in_the_form(page: Page, allowed: list[str]) -> None:
-    allowed.append("422")
     start(page, "train", job="nothing")
     form = page.get_by_test_id("open-train")
     expect(form.get_by_test_id("start-error")).to_contain_text("Known are")

@@ -55,7 +55,7 @@ def test_a_batch_shows_its_progress_asks_four_at_a_time_and_works_on_behind_an_o
     assert 2 <= fake_shop.most_searches <= 4
 
 
-def test_a_cancelled_batch_keeps_what_it_has_the_focus_and_rows_to_try_again(
+def test_a_batch_ends_by_cancel_or_escape_and_keeps_what_it_has_the_focus_and_rows_to_try_again(
     shop_page: Page, fake_shop: Shop
 ) -> None:
     done = shop_page.locator(".batch-row[data-state=done]")
@@ -74,6 +74,17 @@ def test_a_cancelled_batch_keeps_what_it_has_the_focus_and_rows_to_try_again(
     expect(shop_page.get_by_test_id("summary")).to_be_focused()
     expect(done).to_have_count(before + 1)
 
+    fake_shop.delay_s = 1.5
+    drop_many(shop_page, fake_shop, 5)
+    send_files(shop_page, ("notes.txt", "text/plain", b"text"))
+    expect(shop_page.get_by_test_id("error")).to_be_visible()
+    shop_page.keyboard.press("Escape")  # the message first
+    expect(shop_page.get_by_test_id("error")).to_be_hidden()
+    expect(shop_page.get_by_test_id("summary")).to_contain_text("to go")
+    shop_page.keyboard.press("Escape")
+    expect(shop_page.get_by_test_id("summary")).to_contain_text("failed")
+    expect(shop_page.get_by_test_id("progress")).to_be_hidden()
+
 
 def test_a_second_batch_ends_the_first_whose_rows_can_be_tried_again(
     shop_page: Page, fake_shop: Shop
@@ -91,19 +102,6 @@ def test_a_second_batch_ends_the_first_whose_rows_can_be_tried_again(
     before = ended.count()
     shop_page.get_by_test_id("batch-again").first.click()
     expect(ended).to_have_count(before - 1)
-
-
-def test_escape_closes_a_message_before_it_ends_the_batch(shop_page: Page, fake_shop: Shop) -> None:
-    fake_shop.delay_s = 1.5
-    drop_many(shop_page, fake_shop, 5)
-    send_files(shop_page, ("notes.txt", "text/plain", b"text"))
-    expect(shop_page.get_by_test_id("error")).to_be_visible()
-    shop_page.keyboard.press("Escape")
-    expect(shop_page.get_by_test_id("error")).to_be_hidden()
-    expect(shop_page.get_by_test_id("summary")).to_contain_text("to go")
-    shop_page.keyboard.press("Escape")
-    expect(shop_page.get_by_test_id("summary")).to_contain_text("failed")
-    expect(shop_page.get_by_test_id("progress")).to_be_hidden()
 
 
 def test_many_images_can_be_picked_and_filtered_together_by_a_busy_service(
@@ -129,7 +127,7 @@ def test_many_images_can_be_picked_and_filtered_together_by_a_busy_service(
     assert len(refused) == 1
     shop_page.get_by_role("checkbox", name="jar").check()
     expect(shop_page.get_by_test_id("batch-row").first).to_contain_text("6 results")
-    assert [w.where for w in fake_shop.asked[-2:]] == [{"class": {"in": ["jar"]}}] * 2
+    assert [wanted.filter for wanted in fake_shop.asked[-2:]] == [{"class": {"in": ["jar"]}}] * 2
 
 
 def test_the_camera_takes_a_picture_and_searches(open_shop: OpenPage) -> None:

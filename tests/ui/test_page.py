@@ -45,6 +45,7 @@ def test_a_picture_finds_itself_a_click_searches_with_a_result_and_its_link_show
     page.get_by_test_id("k").select_option("10")
     answer = search(page, shop)
     expect(page.get_by_test_id("card")).to_have_count(answer["k"])
+    expect(page.get_by_test_id("key")).to_be_hidden()  # which is asked for after a refusal alone
     assert answer["k"] == 10
     assert keys(page)[0] == "i/00.png"
     assert float(page.get_by_test_id("score").first.inner_text()) == pytest.approx(1, abs=2e-3)

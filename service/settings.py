@@ -210,10 +210,9 @@ class Settings(BaseSettings):
         workers = str(given.get("workers", 1))
         if not workers.isdecimal() or int(workers) < 1:
             return given  # the field itself refuses it
-        if int(workers) == 1:
-            return given
-        # two at least: one prepares while the other runs the model
-        return {"lanes": max(2, core_count() // int(workers))} | given
+        # of several each has two at least: one prepares while the other runs the model
+        fewest = 1 if int(workers) == 1 else 2
+        return {"lanes": max(fewest, core_count() // int(workers))} | given
 
     @model_validator(mode="after")
     def _default_k_fits(self) -> Self:

@@ -26,7 +26,11 @@ LONGEST_FIRST = (
     "jobs/test_manager.py",
     "indexer/test_crash.py",
     "tests/test_demos.py",
+    "training/test_jobs.py",
     "training/test_trainer.py",
+    "studies/test_study_commands.py",
+    "training/test_gpu_ready.py",
+    "training/test_cli.py",
     "galleries/test_milvus_served.py",
     "http/test_schemathesis.py",
 )

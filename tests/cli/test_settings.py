@@ -184,7 +184,7 @@ def test_what_settings_open_is_said_with_its_cure(
     assert all(cure in text for text, cure in zip(found, cures, strict=True))
 
 
-@pytest.mark.parametrize(("workers", "share"), [("1", 8), ("3", 2), ("64", 1)])
+@pytest.mark.parametrize(("workers", "share"), [("1", 8), ("3", 2), ("64", 2)])
 def test_processes_share_the_cores_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, workers: str, share: int
 ) -> None:

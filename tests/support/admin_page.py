@@ -1,9 +1,8 @@
 """The admin page of a real service in a real Chromium, for the tests of it."""
 
-import base64
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,6 @@ CALIBRATION = Calibration.model_validate(
         "negative_pairs": 9,
     }
 )
-DROP = """(files) => {
-    const transfer = new DataTransfer();
-    for (const [name, base64] of files) {
-        const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
-        transfer.items.add(new File([bytes], name, { type: "image/png" }));
-    }
-    const options = { bubbles: true, cancelable: true, dataTransfer: transfer };
-    document.querySelector("[data-testid=add-drop]").dispatchEvent(new DragEvent("drop", options));
-}"""
-
-OpenAdmin = Callable[..., Page]
 
 
 class AdminShop:
@@ -83,12 +71,13 @@ class AdminShop:
         return found
 
 
-@contextmanager
-def opening(browser: Browser, url: str, key: str | None) -> Iterator[OpenAdmin]:
-    """Opens the admin page with the key in its tab; what is not `allowed` fails in the console."""
-    script = f"sessionStorage.setItem('kinlens.key', {json.dumps(key)})" if key else None
-    with page_browser.opening(browser, url, script) as open_page:
-        yield lambda path="/admin", **settings: open_page(path, **settings)
+def opening(
+    browser: Browser, url: str, key: str | None, allowed: Sequence[str] = ()
+) -> AbstractContextManager[page_browser.OpenPage]:
+    """Opens pages of the service with the key, if any, in their tab."""
+    script = f"sessionStorage.setItem('kinlens.key', {json.dumps(key)})"
+    before = (lambda page: page.add_init_script(script)) if key else None
+    return page_browser.opening(browser, url, allowed, before)
 
 
 def rows(page: Page) -> Locator:
@@ -101,7 +90,8 @@ def row(page: Page, key: str) -> Locator:
 
 def drop(page: Page, *files: tuple[str, bytes]) -> None:
     """Drop files, each (name, bytes), on the view for adding."""
-    page.evaluate(DROP, [[name, base64.b64encode(data).decode()] for name, data in files])
+    pictures = ((name, "image/png", data) for name, data in files)
+    page_browser.send_files(page, *pictures, where="[data-testid=add-drop]")
 
 
 def added(page: Page) -> list[str]:

@@ -1,4 +1,4 @@
-"""A real Chromium for tests of the page, and what people do in it.
+"""A real Chromium for tests of the pages: what people do in it, what axe-core finds wrong.
 
 `$KINLENS_CHROMIUM` names the browser; otherwise the first of chromium, chromium-browser and
 google-chrome on the path is used.
@@ -9,33 +9,51 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urljoin
 
+import axe_playwright_python
 import pytest
 import uvicorn
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from tests.support.page_shop import Shop
 
-SEND_FILES = """([how, files]) => {
+AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+RULES = {
+    "light": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"],
+    "dark": ["color-contrast"],  # colours are all that the dark page has of its own
+}
+RUN_AXE = """async ([part, runOnly]) => (await axe.run(part, { runOnly })).violations
+    .map(({ id, nodes }) => `${id}: ${nodes.map(({ html }) => html).join(" | ")}`)"""
+SMALL_TARGETS = """() => [...document.querySelectorAll(
+        "button, a[href], select, summary, label.option, input")]
+    .filter((node) => node.checkVisibility({ visibilityProperty: true }))
+    .filter((node) => !node.matches(".skip, label input"))
+    .map((node) => [node, node.getBoundingClientRect()])
+    .filter(([, { width, height }]) => width > 1 && (width < 43.5 || height < 43.5))
+    .map(([node, { width, height }]) => `${node.outerHTML.slice(0, 80)} ${width} x ${height}`)"""
+FITS = "document.scrollingElement.scrollWidth <= innerWidth"
+WIDTHS_PX = (320, 360, 768, 1024, 1920)
+PHONE: dict[str, Any] = {
+    "viewport": {"width": 360, "height": 740},
+    "has_touch": True,
+    "is_mobile": True,
+}
+FOCUSED = "document.activeElement?.dataset.testid"
+SEND_FILES = """([how, where, files]) => {
     const transfer = new DataTransfer();
     for (const [name, type, base64] of files) {
         const bytes = Uint8Array.from(atob(base64), (character) => character.charCodeAt(0));
         transfer.items.add(new File([bytes], name, { type }));
     }
-    const target = document.querySelector("[data-testid=drop]");
     const options = { bubbles: true, cancelable: true };
-    target.dispatchEvent(how === "drop"
+    document.querySelector(where).dispatchEvent(how === "drop"
         ? new DragEvent("drop", { ...options, dataTransfer: transfer })
         : new ClipboardEvent("paste", { ...options, clipboardData: transfer }));
 }"""
-FITS = "document.scrollingElement.scrollWidth <= innerWidth"
-FOCUSED = "document.activeElement?.dataset.testid"
-MEDIA_TYPES = {".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".png": "image/png"}
 OPTIONS = [
     "--no-sandbox",
     "--use-fake-device-for-media-stream",
@@ -45,7 +63,6 @@ OPTIONS = [
 STOP_S = 20.0
 WAIT_MS = 20_000
 OpenPage = Callable[..., Page]
-OpenShop = OpenPage
 
 
 def find_chromium() -> str | None:
@@ -54,86 +71,72 @@ def find_chromium() -> str | None:
     return os.environ.get("KINLENS_CHROMIUM") or next(found, None)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """One browser for the tests of a file."""
+    """One browser for the tests of a folder; its loop ends with them, for those that have theirs.
+
+    A page without settings of its own lives in the browser's first context, where one page stays
+    open and with it a process: to start these takes longer than most tests.
+    """
     path = find_chromium()
     if path is None:
         pytest.skip("no Chromium: install one or name it in KINLENS_CHROMIUM")
     expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=OPTIONS)
-        browser.new_context()
+        browser.new_context().new_page()
         yield browser
         browser.close()
 
 
-def error_text(message: ConsoleMessage) -> list[str]:
-    return [message.text] if message.type == "error" else []
-
-
-def open_page(
+@contextmanager
+def opening(
     browser: Browser,
     url: str,
-    script: str | None = None,
-    color_scheme: Any = None,
-    reduced_motion: Any = None,
-    **settings: Any,
-) -> tuple[Page, list[str]]:
-    """A page with nothing stored, and what its console says of errors; `script` runs before it.
+    allowed: Sequence[str] = (),
+    before: Callable[[Page], None] | None = None,
+) -> Iterator[OpenPage]:
+    """Opens pages below `url` with nothing stored; `before` prepares them.
 
-    Pages without further settings share a context and, as one of them stays open, a process: to
-    start these takes longer than most tests.
+    Nothing but what is `allowed` may be said of errors in their consoles.
     """
-    context = browser.new_context(**settings) if settings else browser.contexts[0]
-    if not settings and not context.pages:
-        context.new_page().goto(urljoin(url, "/live"))
-    page = context.new_page()
-    if color_scheme or reduced_motion:
-        page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
-    if script is not None:
-        page.add_init_script(script)
+    shared = browser.contexts[0]
+    opened: list[Page] = []
     errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.extend(error_text(message)))
-    page.set_default_timeout(WAIT_MS)
-    page.goto(url)
-    return page, errors
 
+    def note_error(message: ConsoleMessage) -> None:
+        if message.type == "error":
+            errors.append(message.text)
 
-def close_page(page: Page) -> None:
-    """Close it, and forget what it has stored."""
-    context, browser = page.context, page.context.browser
-    assert browser is not None
-    if context != browser.contexts[0]:
-        context.close()
-        return
-    origin = {"origin": page.evaluate("origin"), "storageTypes": "all"}
-    context.new_cdp_session(page).send("Storage.clearDataForOrigin", origin)
-    context.set_offline(False)
-    page.close()
-
-
-@contextmanager
-def opening(browser: Browser, url: str, script: str | None = None) -> Iterator[OpenPage]:
-    """Opens pages below `url`; what a test does not name in `allowed` must not be in a console."""
-    opened: list[tuple[Page, list[str], tuple[str, ...]]] = []
-
-    def open_it(path: str = "/", allowed: tuple[str, ...] = (), **settings: Any) -> Page:
-        page, errors = open_page(browser, url + path, script, **settings)
-        opened.append((page, errors, allowed))
+    def open_it(
+        path: str = "/",
+        before: Callable[[Page], None] | None = before,
+        color_scheme: Any = None,
+        reduced_motion: Any = None,
+        **settings: Any,
+    ) -> Page:
+        page = (browser.new_context(**settings) if settings else shared).new_page()
+        opened.append(page)
+        page.set_default_timeout(WAIT_MS)
+        if color_scheme or reduced_motion:
+            page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", note_error)
+        if before is not None:
+            before(page)
+        page.goto(url + path)
         return page
 
     yield open_it
-    for page, _, _ in opened:
-        close_page(page)
-    unexpected = [
-        error
-        for _, errors, allowed in opened
-        for error in errors
-        if not any(part in error for part in allowed)
-    ]
-    assert unexpected == []
+    for page in opened:
+        if page.context == shared:
+            origin = {"origin": page.evaluate("origin"), "storageTypes": "all"}
+            shared.new_cdp_session(page).send("Storage.clearDataForOrigin", origin)
+            page.close()
+        else:
+            page.context.close()
+    shared.set_offline(False)
+    assert [error for error in errors if not any(part in error for part in allowed)] == []
 
 
 @contextmanager
@@ -149,64 +152,50 @@ def served(shop: Shop) -> Iterator[str]:
         thread.join(STOP_S)
 
 
-@pytest.fixture(scope="module")
-def shop_server() -> Iterator[tuple[Shop, str]]:
-    shop = Shop()
-    with served(shop) as url:
-        yield shop, url
-
-
-@pytest.fixture
-def fake_shop(shop_server: tuple[Shop, str]) -> Shop:
-    """The shop behind `shop_page`, as if new."""
-    shop = shop_server[0]
-    shop.reset()
-    return shop
-
-
-@pytest.fixture
-def open_shop(
-    browser: Browser, fake_shop: Shop, shop_server: tuple[Shop, str]
-) -> Iterator[OpenShop]:
-    """Opens the shop's page."""
-    with opening(browser, shop_server[1]) as open_it:
-        yield open_it
-
-
-@pytest.fixture
-def shop_page(open_shop: OpenShop) -> Page:
-    """The start of the shop's page."""
-    page = open_shop()
-    expect(page.get_by_test_id("gallery-size")).not_to_be_empty()
-    return page
-
-
-def send_files(page: Page, how: str, *files: tuple[str, str, bytes]) -> None:
+def send_files(
+    page: Page, *files: tuple[str, str, bytes], how: str = "drop", where: str = "[data-testid=drop]"
+) -> None:
     """Drop or paste files, each (name, media type, bytes)."""
     coded = [[name, kind, base64.b64encode(data).decode()] for name, kind, data in files]
-    page.evaluate(SEND_FILES, [how, coded])
+    page.evaluate(SEND_FILES, [how, where, coded])
 
 
-def send_bytes(page: Page, how: str, name: str, media_type: str, data: bytes) -> None:
-    send_files(page, how, (name, media_type, data))
-
-
-def send(page: Page, image: Path, how: str = "drop") -> None:
-    send_bytes(page, how, image.name, MEDIA_TYPES[image.suffix.lower()], image.read_bytes())
+def send_picture(page: Page, data: bytes, name: str = "query.png", how: str = "drop") -> None:
+    send_files(page, (name, "image/png", data), how=how)
 
 
 def drop_item(page: Page, shop: Shop, number: int) -> None:
     """Drop the picture of an item and wait for the answer."""
-    item = shop.galleries["shop"][number]
-    send_bytes(page, "drop", f"mine-{number}.png", "image/png", item.data)
+    send_picture(page, shop.galleries["shop"][number].data, f"mine-{number}.png")
     settled(page)
     expect(page.get_by_test_id("query-name")).to_have_text(f"mine-{number}.png")
+
+
+def drop_many(page: Page, shop: Shop, count: int, broken: int | None = None) -> None:
+    """Drop pictures 0.png, 1.png .. of the first items; one of them may be no image."""
+    stock = shop.galleries["shop"]
+    data = [b"no image" if n == broken else stock[n % 24].data for n in range(count)]
+    send_files(page, *((f"{n}.png", "image/png", d) for n, d in enumerate(data)))
 
 
 def settled(page: Page) -> None:
     """Waits until nothing is under way and results are there."""
     expect(page.locator("body")).to_have_attribute("data-state", "results")
     expect(page.get_by_test_id("results")).to_have_attribute("aria-busy", "false")
+
+
+def search_with_card(page: Page, number: int) -> None:
+    """Search with the item of a card."""
+    page.get_by_test_id("card-search").nth(number).click()
+    expect(page.get_by_test_id("query-kind")).to_have_text("Searching with the item")
+    settled(page)
+
+
+def judge(page: Page, verdict: str, number: int, chips: int) -> None:
+    """Like or dislike a card; wait until that many chips are there and the answer has come."""
+    page.get_by_test_id(verdict).nth(number).click()
+    expect(page.get_by_test_id("chip")).to_have_count(chips)
+    settled(page)
 
 
 def keys(page: Page) -> list[str]:
@@ -232,8 +221,24 @@ def tab_to(page: Page, test_id: str, limit: int = 40) -> None:
     pytest.fail(f"{test_id} was not reached with {limit} presses of Tab")
 
 
-def drop_many(page: Page, shop: Shop, count: int, broken: int | None = None) -> None:
-    """Drop pictures 0.png, 1.png .. of the first items; one of them may be no image."""
-    stock = shop.galleries["shop"]
-    data = [b"no image" if n == broken else stock[n % 24].data for n in range(count)]
-    send_files(page, "drop", *((f"{n}.png", "image/png", d) for n, d in enumerate(data)))
+def violations(page: Page, part: str = "html") -> list[str]:
+    """What axe-core finds wrong with the page, or a part, as it is now, in light and in dark."""
+    found: list[str] = []
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE)
+    for scheme, rules in RULES.items():
+        page.emulate_media(color_scheme=scheme)
+        expect(page.locator("html")).to_have_attribute("data-theme", scheme)
+        found += page.evaluate(RUN_AXE, [part, rules])
+    page.emulate_media(color_scheme="light")
+    return found
+
+
+def too_wide(page: Page) -> list[int]:
+    """The widths at which the page as it is now scrolls sideways."""
+    found = []
+    for width_px in WIDTHS_PX:
+        page.set_viewport_size({"width": width_px, "height": 800})
+        if not page.evaluate(FITS):
+            found.append(width_px)
+    return found

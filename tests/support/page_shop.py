@@ -1,28 +1,27 @@
-"""A shop that answers as the service promises, for tests of the page: 24 drawn items, no model."""
+"""A shop that answers as the service promises, for tests of the page: 24 drawn items, no model.
+
+FastAPI checks each answer against the models that the service documents in its OpenAPI.
+"""
 
 import asyncio
 import hashlib
 import io
-import json
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
 from numpy.typing import NDArray
-from PIL import Image
-from starlette.applications import Starlette
+from PIL import Image, UnidentifiedImageError
+from pydantic import BaseModel, BeforeValidator, Json
 from starlette.datastructures import FormData, QueryParams
-from starlette.middleware import Middleware
-from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
-from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
 
 import service
+from service.api import models
 from service.http.gate import SECURITY_HEADERS
 
 UI = Path(service.__file__).parent / "ui"
@@ -36,9 +35,17 @@ CALIBRATION = {
         {"false_matches": 0.01, "search_score": 0.95, "probability": 0.95},
     ],
 }
-INDEX = {"segment_items": 0, "delta": 24, "tombstones": 0, "compaction_due": ""} | (
-    dict.fromkeys(("kind", "recall", "target_recall", "created_at")) | {"parameters": {}}
-)
+INDEX = {
+    "kind": None,
+    "segment_items": 0,
+    "delta": 24,
+    "tombstones": 0,
+    "compaction_due": None,
+    "recall": None,
+    "target_recall": None,
+    "parameters": {},
+    "created_at": None,
+}
 Vector = NDArray[np.float64]
 
 
@@ -108,46 +115,40 @@ def passes(attributes: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     return True
 
 
-@dataclass
-class Wanted:
+Crop = Annotated[list[float], BeforeValidator(lambda text: text.split(","))]
+
+
+class Wanted(BaseModel):
     """What one search asks for, from a form or a query string."""
 
     k: int = 20
     gallery: str = "shop"
-    where: Mapping[str, Any] = field(default_factory=dict)
+    filter: Json[dict[str, Any]] = {}
     group_by: str = ""
     group_size: int = 1
-    crops: list[list[float]] = field(default_factory=list)
-    positives: list[str] = field(default_factory=list)
-    negatives: list[str] = field(default_factory=list)
+    crop: list[Crop] = []
+    positive: list[str] = []
+    negative: list[str] = []
 
 
-def wanted_of(fields: FormData | QueryParams) -> Wanted:
-    texts = {name: str(value) for name, value in fields.multi_items() if name != "image"}
-    return Wanted(
-        k=int(texts.get("k", 20)),
-        gallery=texts.get("gallery", "shop"),
-        where=json.loads(texts.get("filter", "{}")),
-        group_by=texts.get("group_by", ""),
-        group_size=int(texts.get("group_size", 1)),
-        crops=[[float(p) for p in str(crop).split(",")] for crop in fields.getlist("crop")],
-        positives=[str(key) for key in fields.getlist("positive")],
-        negatives=[str(key) for key in fields.getlist("negative")],
+def wanted_of(fields: FormData | QueryParams, **given: str) -> Wanted:
+    several = {name: fields.getlist(name) for name in ("crop", "positive", "negative")}
+    return Wanted.model_validate(dict(fields) | several | given)
+
+
+def problem(status: int, title: str, detail: str) -> JSONResponse:
+    said = models.Problem(
+        type="about:blank", title=title, status=status, detail=detail, request_id="r1"
     )
+    return JSONResponse(said.model_dump(), status, media_type="application/problem+json")
 
 
-def problem(status: int, title: str, detail: str, **headers: str) -> JSONResponse:
-    content = {"type": "about:blank", "title": title, "status": status, "detail": detail}
-    content["request_id"] = "r1"
-    return JSONResponse(content, status, headers, "application/problem+json")
+def no_image(_: Request, __: Exception) -> Response:
+    return problem(415, "Unsupported image format", "The bytes are no image.")
 
 
-async def secured(request: Request, call_next: RequestResponseEndpoint) -> Response:
-    """The page gets the headers that it gets from the service."""
-    response = await call_next(request)
-    for name, value in SECURITY_HEADERS.items():
-        response.headers.setdefault(name, value)
-    return response
+def unknown(_: Request, __: Exception) -> Response:
+    return problem(404, "Unknown item", "There is no such item.")
 
 
 class Shop:
@@ -155,7 +156,6 @@ class Shop:
 
     def __init__(self) -> None:
         self._stock = {"shop": items(24), "depot": items(6)}
-        self._lock = threading.Lock()
         self.reset()
 
     def reset(self) -> None:
@@ -163,43 +163,46 @@ class Shop:
         self.galleries = dict(self._stock)
         self.calibration: dict[str, Any] | None = CALIBRATION
         self.asked: list[Wanted] = []
-        self.paths: list[str] = []
         self.key: str | None = None
         self.delay_s = 0.0
         self.open_searches = 0
         self.most_searches = 0
 
-    def app(self) -> Starlette:
-        item = "/galleries/{name}/items/{number:int}"
-        routes = [
-            Route("/", lambda _: FileResponse(UI / "search" / "index.html")),
-            Route("/favicon.ico", lambda _: Response()),  # of pages that are not the page
-            Route("/live", lambda _: JSONResponse({"status": "live"})),
-            Route("/samples", lambda _: JSONResponse({"samples": []})),
-            Route("/search", self.search, methods=["POST"]),
-            Route("/galleries", self.galleries_list),
-            Route("/galleries/{name}", self.describe),
-            Route("/galleries/{name}/items", self.page_of_items),
-            Route(item, self.show),
-            Route(f"{item}/image", self.picture),
-            Route(f"{item}/similar", self.similar),
-            Mount("/ui", StaticFiles(directory=UI)),
-        ]
-        return Starlette(
-            routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=secured)]
-        )
+    def app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+        app.middleware("http")(self.gate)
+        app.add_exception_handler(UnidentifiedImageError, no_image)
+        app.add_exception_handler(404, unknown)
+        item = "/galleries/{name}/items/{number}"
+        app.get("/live", response_model=models.Live)(lambda: {"status": "live"})
+        app.get("/samples", response_model=models.SamplesAnswer)(lambda: {"samples": []})
+        app.get("/galleries", response_model=models.Galleries)(self.list_galleries)
+        app.get("/galleries/{name}", response_model=models.GalleryDetail)(self.describe)
+        app.get("/galleries/{name}/items", response_model=models.ItemPage)(self.page_of_items)
+        app.get(item, response_model=models.ItemModel)(self.show)
+        app.get(f"{item}/similar", response_model=models.SearchAnswer)(self.similar)
+        app.post("/search", response_model=models.SearchAnswer)(self.search)
+        app.get(f"{item}/image")(self.picture)
+        app.get("/favicon.ico")(lambda: Response())  # of pages that are not the page
+        app.get("/")(lambda: FileResponse(UI / "search" / "index.html"))
+        app.mount("/ui", StaticFiles(directory=UI))
+        return app
 
-    def refusal(self, request: Request) -> Response | None:
-        self.paths.append(request.url.path)
-        if self.key is None or request.headers.get("authorization") == f"Bearer {self.key}":
-            return None
-        return problem(401, "API key needed", "Send a key in the header Authorization.")
+    async def gate(
+        self, request: Request, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        """Asks for the key where there is one, and gives the headers that the service gives."""
+        closed = self.key and request.url.path.startswith(("/search", "/galleries"))
+        if closed and request.headers.get("authorization") != f"Bearer {self.key}":
+            response: Response = problem(401, "API key needed", "Send a key in Authorization.")
+        else:
+            response = await answer(request)
+        for name, value in SECURITY_HEADERS.items():
+            response.headers.setdefault(name, value)
+        return response
 
-    async def galleries_list(self, request: Request) -> Response:
-        galleries = [self.about(name) for name in self.galleries]
-        return self.refusal(request) or JSONResponse(
-            {"bundle_id": "b" * 64, "galleries": galleries}
-        )
+    async def list_galleries(self) -> dict[str, Any]:
+        return {"bundle_id": "b" * 64, "galleries": [self.about(name) for name in self.galleries]}
 
     def about(self, name: str) -> dict[str, Any]:
         return {
@@ -212,12 +215,14 @@ class Shop:
             "created_at": "2026-01-01T00:00:00+00:00",
         }
 
-    async def describe(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        attributes = [self.attribute(name, a) for a in ("class", "colour", "price", "sale")]
-        content = {"attributes": attributes, "calibration": self.calibration}
-        content |= {"index": INDEX, "provider": "CPUExecutionProvider", "image_root_missing": False}
-        return self.refusal(request) or JSONResponse(self.about(name) | content)
+    async def describe(self, name: str) -> dict[str, Any]:
+        return self.about(name) | {
+            "attributes": [self.attribute(name, a) for a in ("class", "colour", "price", "sale")],
+            "calibration": self.calibration,
+            "index": INDEX,
+            "provider": "CPUExecutionProvider",
+            "image_root_missing": False,
+        }
 
     def attribute(self, gallery: str, name: str) -> dict[str, Any]:
         values = [item.attributes[name] for item in self.galleries[gallery]]
@@ -228,97 +233,57 @@ class Shop:
         kind = "boolean" if name == "sale" else "text"
         return {"name": name, "kind": kind, "values": counts, "minimum": None, "maximum": None}
 
-    def found(self, request: Request) -> Item | None:
-        stock = self.galleries.get(request.path_params["name"], [])
-        number = request.path_params["number"]
-        return stock[number] if number < len(stock) else None
+    def found(self, name: str, number: int) -> Item:
+        stock = self.galleries.get(name, [])
+        if number >= len(stock):
+            raise HTTPException(404)
+        return stock[number]
 
-    async def show(self, request: Request) -> Response:
-        item = self.found(request)
-        if item is None:
-            return problem(404, "Unknown item", "There is no such item.")
-        return JSONResponse(self.entry(request.path_params["name"], item))
+    async def show(self, name: str, number: int) -> dict[str, Any]:
+        return self.entry(name, self.found(name, number))
 
-    async def picture(self, request: Request) -> Response:
-        item = self.found(request)
-        refusal = self.refusal(request)
-        if item is None or refusal is not None:
-            return refusal or problem(404, "Unknown item", "There is no such item.")
-        return Response(item.data, media_type="image/png")
+    async def picture(self, name: str, number: int) -> Response:
+        return Response(self.found(name, number).data, media_type="image/png")
 
-    async def page_of_items(self, request: Request) -> Response:
-        name, query = request.path_params["name"], request.query_params
-        stock = [i for i in self.galleries[name] if i.key.startswith(query.get("key_prefix", ""))]
-        shown = stock[: int(query.get("limit", 20))]
-        entries = [self.entry(name, item) for item in shown]
-        content = {"total": len(stock), "offset": 0, "items": entries, "generation": "1" * 12}
-        return self.refusal(request) or JSONResponse(content)
+    async def page_of_items(
+        self, name: str, key_prefix: str = "", limit: int = 20
+    ) -> dict[str, Any]:
+        stock = [item for item in self.galleries[name] if item.key.startswith(key_prefix)]
+        entries = [self.entry(name, item) for item in stock[:limit]]
+        return {"total": len(stock), "offset": 0, "items": entries, "generation": "1" * 12}
 
-    async def similar(self, request: Request) -> Response:
-        item = self.found(request)
-        refusal = self.refusal(request)
-        if item is None or refusal is not None:
-            return refusal or problem(404, "Unknown item", "There is no such item.")
-        wanted = wanted_of(request.query_params)
-        wanted.gallery = request.path_params["name"]
+    async def similar(self, name: str, number: int, request: Request) -> dict[str, Any]:
+        item = self.found(name, number)
+        wanted = wanted_of(request.query_params, gallery=name)
         return self.answer(wanted, [item.vector], without=item.key)
 
-    async def search(self, request: Request) -> Response:
-        if (refusal := self.refusal(request)) is not None:
-            return refusal
-        with self._lock:
-            self.open_searches += 1
-            self.most_searches = max(self.most_searches, self.open_searches)
+    async def search(self, request: Request) -> dict[str, Any]:
+        self.open_searches += 1
+        self.most_searches = max(self.most_searches, self.open_searches)
         try:
             await asyncio.sleep(self.delay_s)
             async with request.form() as form:
                 wanted = wanted_of(form)
                 images = [await p.read() for p in form.getlist("image") if not isinstance(p, str)]
-            vectors = [vector_of(d, c) for d in images for c in (wanted.crops or [None])]
+            vectors = [vector_of(d, c) for d in images for c in (wanted.crop or [None])]
             return self.answer(wanted, vectors)
-        except OSError:
-            return problem(415, "Unsupported image format", "The bytes are no image.")
         finally:
-            with self._lock:
-                self.open_searches -= 1
+            self.open_searches -= 1
 
-    def answer(self, wanted: Wanted, vectors: list[Vector], without: str = "") -> Response:
+    def answer(self, wanted: Wanted, vectors: list[Vector], without: str = "") -> dict[str, Any]:
         self.asked.append(wanted)
         stock = self.galleries[wanted.gallery]
         by_key = {item.key: item.vector for item in stock}
-        liked = vectors + [by_key[key] for key in wanted.positives]
-        query = np.mean(liked, axis=0)
-        for key in wanted.negatives:
-            query = query - 0.7 * by_key[key]
+        query = np.mean(vectors + [by_key[key] for key in wanted.positive], axis=0)
+        query = query - 0.7 * sum(by_key[key] for key in wanted.negative)
         query = query / np.linalg.norm(query)
-        ranked = sorted(stock, key=lambda item: -float(item.vector @ query))
         hits = [
-            self.entry(wanted.gallery, item) | {"score": float(item.vector @ query)}
-            for item in ranked
-            if item.key != without and passes(item.attributes, wanted.where)
+            self.entry(wanted.gallery, item) | self.judged(float(item.vector @ query))
+            for item in sorted(stock, key=lambda item: -float(item.vector @ query))
+            if item.key != without and passes(item.attributes, wanted.filter)
         ]
-        return JSONResponse(self.content(wanted, [self.judged(hit) for hit in hits]))
-
-    def judged(self, hit: dict[str, Any]) -> dict[str, Any]:
-        if self.calibration is None:
-            return hit | {"probability": None}
-        slope, intercept = CALIBRATION["slope"], CALIBRATION["intercept"]
-        assert isinstance(slope, float)
-        assert isinstance(intercept, float)
-        return hit | {"probability": float(1 / (1 + np.exp(-(slope * hit["score"] + intercept))))}
-
-    def content(self, wanted: Wanted, hits: list[dict[str, Any]]) -> dict[str, Any]:
-        groups = None
-        if wanted.group_by:
-            values: dict[Any, list[dict[str, Any]]] = {}
-            for hit in hits:
-                values.setdefault(hit["attributes"][wanted.group_by], []).append(hit)
-            groups = [
-                {"value": value, "hits": some[: wanted.group_size]}
-                | {name: some[0][name] for name in ("score", "probability")}
-                for value, some in values.items()
-            ][: wanted.k]
-        shown = [] if groups is not None else hits[: wanted.k]
+        groups = self.grouped(wanted, hits) if wanted.group_by else None
+        shown = hits[: wanted.k] if groups is None else []
         return {
             "bundle_id": "b" * 64,
             "gallery": wanted.gallery,
@@ -328,14 +293,35 @@ class Shop:
             "count": len(shown),
             "cached": False,
             "match": bool(hits),
-            "min_score": None,
             "hits": shown,
             "groups": groups,
             "timings_ms": {"decode": 3.0, "embed": 11.5, "search": 0.5, "total": 16.0},
         }
 
+    def judged(self, score: float) -> dict[str, float | None]:
+        if self.calibration is None:
+            return {"score": score, "probability": None}
+        logit = self.calibration["slope"] * score + self.calibration["intercept"]
+        return {"score": score, "probability": float(1 / (1 + np.exp(-logit)))}
+
+    def grouped(self, wanted: Wanted, hits: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        values: dict[Any, list[dict[str, Any]]] = {}
+        for hit in hits:
+            values.setdefault(hit["attributes"][wanted.group_by], []).append(hit)
+        return [
+            {"value": value, "hits": some[: wanted.group_size]}
+            | {name: some[0][name] for name in ("score", "probability")}
+            for value, some in values.items()
+        ][: wanted.k]
+
     def entry(self, gallery: str, item: Item) -> dict[str, Any]:
         image = f"/galleries/{gallery}/items/{item.id}/image"
+        digest = hashlib.sha256(item.data).hexdigest()
         attributes = dict(item.attributes)
-        content = {"id": item.id, "key": item.key, "attributes": attributes, "image": image}
-        return content | {"sha256": hashlib.sha256(item.data).hexdigest()}
+        return {
+            "id": item.id,
+            "key": item.key,
+            "attributes": attributes,
+            "image": image,
+            "sha256": digest,
+        }

@@ -349,8 +349,8 @@ def peak_mb():
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
-vectors = np.random.default_rng(0).standard_normal((12_000, 8)).astype(np.float32)
-labels = np.arange(12_000) % 3_000
+vectors = np.random.default_rng(0).standard_normal((9_000, 8)).astype(np.float32)
+labels = np.arange(9_000) % 3_000
 for part in (retrieval, structure):
     part(vectors[:3_000], labels[:3_000] % 750)
 before = peak_mb()
@@ -359,7 +359,7 @@ for part in (retrieval, structure):
 print(peak_mb() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    # The whole matrix would be 576 MB.
+    # The whole matrix would be 324 MB.
     assert float(done.stdout) < 150
 
 

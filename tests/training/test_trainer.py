@@ -74,25 +74,35 @@ def test_training_lowers_the_loss(products: Path, calibrated: Path, tmp_path: Pa
     assert set(history[-1]) >= {"epoch", "seconds", "images_per_s", "R@1", "R@2", "lipschitz_max"}
 
 
-@pytest.mark.parametrize("stop_after_steps", [6, 8])  # between two epochs, and inside one
-def test_four_epochs_equal_two_and_a_resumed_two_bit_for_bit(
-    products: Path, tmp_path: Path, stop_after_steps: int
-) -> None:
-    job = small_job(products, epochs=4, average=0.9)  # 3 steps an epoch
+@pytest.fixture(scope="module")
+def four_epochs(
+    products: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Job, Path, list[dict[str, float]]]:
+    """A job of four epochs of 3 steps with all that a run remembers, its run and its history."""
+    job = small_job(products, epochs=4, average=0.9)
     tables = job.as_dict()["regularizers"]
     tables["determinant"]["share"] = 0.2
     start = {"projection": "trunk", "proxies": "class_means"}
     job = changed(job, regularizers=tables, start=start)
-    _, whole_history = run(job, tmp_path / "whole")
+    folder = tmp_path_factory.mktemp("whole")
+    _, history = run(job, folder)
+    return job, folder, history
+
+
+@pytest.mark.parametrize("stop_after_steps", [6, 8])  # between two epochs, and inside one
+def test_four_epochs_equal_two_and_a_resumed_two_bit_for_bit(
+    four_epochs: tuple[Job, Path, list[dict[str, float]]], tmp_path: Path, stop_after_steps: int
+) -> None:
+    job, folder, whole_history = four_epochs
     with pytest.raises(KeyboardInterrupt):
-        run(job, tmp_path / "parts", listener=Stopping(stop_after_steps + 1))
-    assert load_checkpoint(tmp_path / "parts").epoch == 2
-    _, history = run(job, tmp_path / "parts", resume=True)
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+        run(job, tmp_path, listener=Stopping(stop_after_steps + 1))
+    assert load_checkpoint(tmp_path).epoch == 2
+    _, history = run(job, tmp_path, resume=True)
+    whole, parts = weights(folder), weights(tmp_path)
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert [row["R@1"] for row in history] == [row["R@1"] for row in whole_history]
-    epochs = [line["epoch"] for line in log_of(tmp_path / "parts") if line["kind"] == "epoch"]
+    epochs = [line["epoch"] for line in log_of(tmp_path) if line["kind"] == "epoch"]
     assert epochs == [1, 2, 3, 4]
 
 
@@ -344,40 +354,39 @@ def test_a_run_stopped_before_its_evaluation_still_chooses_the_best_epoch(
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # fork of a threaded process
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_that_draws_at_random_resumes_bit_for_bit(
-    products: Path, tmp_path: Path, workers: int
+def test_a_run_that_draws_at_random_resumes_bit_for_bit_with_any_number_of_workers(
+    products: Path, tmp_path: Path
 ) -> None:
     regularizers = {
         "skewed_mean": {"subset": 2, "kind": "mhe1"},
         "non_isotropy": {"blocks": 1, "hidden": 4, "layers": 2, "fit_epochs": 3},
         "graph_consistency": {},
     }
-    job = changed(
-        small_job(products, epochs=4),
-        regularizers=regularizers,
-        sampling={"kind": "paired", "per_class": 1},
-        runtime={"workers": workers},
-    )
+    sampling = {"kind": "paired", "per_class": 1}
+    job = changed(small_job(products, epochs=4), regularizers=regularizers, sampling=sampling)
     run(job, tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        run(job, tmp_path / "parts", listener=Stopping(7))
-    run(job, tmp_path / "parts", resume=True)
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    whole = weights(tmp_path / "whole")
+    for workers in (0, 1):
+        folder, same = tmp_path / f"parts-{workers}", changed(job, runtime={"workers": workers})
+        with pytest.raises(KeyboardInterrupt):
+            run(same, folder, listener=Stopping(7))
+        run(same, folder, resume=True)
+        parts = weights(folder)
+        assert all(torch.equal(whole[name], parts[name]) for name in whole), workers
 
 
-@pytest.mark.parametrize("fit_epochs", [0, 1])
 def test_while_the_flow_of_nir_is_fitted_all_else_trains_as_if_there_were_none(
-    products: Path, tmp_path: Path, fit_epochs: int
+    products: Path, tmp_path: Path
 ) -> None:
-    nir = {"blocks": 1, "hidden": 4, "layers": 2, "fit_epochs": fit_epochs}
     alone = small_job(products, regularized=False)
     run(alone, tmp_path / "alone")
-    run(changed(alone, regularizers={"non_isotropy": nir}), tmp_path / "nir")
-    without, fitted = weights(tmp_path / "alone"), weights(tmp_path / "nir")
-    untouched = all(torch.equal(without[name], fitted[name]) for name in without)
-    assert untouched == (fit_epochs == 1)
+    without = weights(tmp_path / "alone")
+    for fit_epochs in (0, 1):
+        nir = {"blocks": 1, "hidden": 4, "layers": 2, "fit_epochs": fit_epochs}
+        run(changed(alone, regularizers={"non_isotropy": nir}), tmp_path / f"nir-{fit_epochs}")
+        fitted = weights(tmp_path / f"nir-{fit_epochs}")
+        untouched = all(torch.equal(without[name], fitted[name]) for name in without)
+        assert untouched == (fit_epochs == 1)
 
 
 def test_how_often_a_run_is_evaluated_changes_nothing(products: Path, tmp_path: Path) -> None:

@@ -1,59 +1,27 @@
 """The admin page: who gets in, items found, changed and deleted, galleries made and deleted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.support.admin_page import (
-    FEW,
-    MANY,
-    AdminShop,
-    OpenAdmin,
-    fill_row,
-    opening,
-    row,
-    rows,
-)
-from tests.support.page_browser import FOCUSED
+from tests.support.admin_page import FEW, MANY, AdminShop, fill_row, opening, row, rows
+from tests.support.page_browser import FOCUSED, OpenPage
 from tests.support.page_browser import until as page_until
 from tests.support.shops import start_shop
 
 pytestmark = pytest.mark.browser
 
-GONE = ("404",)  # the picture of an item that was deleted while it was being fetched
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Iterator[AdminShop]:
-    made = AdminShop(tmp_path_factory.mktemp("state"), pictures)
-    yield made
-    made.shop.close()
-
 
 @pytest.fixture
-def open_admin(browser: Browser, shop: AdminShop) -> Iterator[OpenAdmin]:
-    with opening(browser, shop.url, shop.key) as open_it:
-        yield open_it
-
-
-@pytest.fixture
-def page(open_admin: OpenAdmin, shop: AdminShop) -> Page:
+def page(open_admin: OpenPage, shop: AdminShop, allowed: list[str]) -> Page:
     """The items of a gallery of twelve."""
     shop.stock()
-    page = open_admin(allowed=GONE)
+    allowed.append("404")  # the picture of an item that was deleted while it was being fetched
+    page = open_admin("/admin?gallery=shop")
     expect(rows(page)).to_have_count(FEW)
-    return page
-
-
-@pytest.fixture
-def long_page(open_admin: OpenAdmin, shop: AdminShop) -> Page:
-    """The first page of a gallery of sixty."""
-    shop.stock(count=MANY)
-    page = open_admin(allowed=GONE)
-    expect(rows(page)).to_have_count(50)
     return page
 
 
@@ -62,8 +30,8 @@ def test_without_a_key_the_page_asks_for_one_and_tells_what_a_wrong_one_lacks(
 ) -> None:
     shop.stock(count=3)
     writer = shop.make_key("feed", "write")
-    with opening(browser, shop.url, None) as open_it:
-        page = open_it(allowed=("401", "403"))
+    with opening(browser, shop.url, None, ["401", "403"]) as open_it:
+        page = open_it("/admin?gallery=shop")
         expect(page.get_by_test_id("error-detail")).to_have_text(
             "This needs an API key with the scope admin."
         )
@@ -88,8 +56,8 @@ def test_while_no_key_exists_the_page_says_how_to_make_one(
     browser: Browser, tmp_path: Path
 ) -> None:
     closed = start_shop(tmp_path, anonymous_scopes=("search",), create=False)
-    with opening(browser, str(closed.client.base_url), None) as open_it:
-        page = open_it(allowed=("403",))
+    with opening(browser, str(closed.client.base_url), None, ["403"]) as open_it:
+        page = open_it("/admin")
         expect(page.get_by_test_id("error-detail")).to_contain_text("no API key exists yet")
         expect(page.get_by_test_id("error-detail")).to_contain_text(
             "kinlens-serve keys create NAME --scope admin"
@@ -104,8 +72,8 @@ def test_a_key_that_is_revoked_meanwhile_brings_the_form_back(
     secret = shop.make_key("leaver", "admin")
     store = shop.shop.running.runtime.keys
     assert store is not None
-    with opening(browser, shop.url, secret) as open_it:
-        page = open_it(allowed=("401",))
+    with opening(browser, shop.url, secret, ["401"]) as open_it:
+        page = open_it("/admin?gallery=shop")
         row(page, "i/00.png").get_by_test_id("edit-item").click()
         fill_row(page, 1, "price", "number", "99")
         store.revoke("leaver")
@@ -120,22 +88,11 @@ def test_a_key_that_is_revoked_meanwhile_brings_the_form_back(
     assert shop.attributes("i/00.png")["price"] == 0
 
 
-def test_items_are_shown_a_page_at_a_time_with_pictures_and_attributes(long_page: Page) -> None:
-    page = long_page
-    expect(page.get_by_test_id("items-count")).to_have_text("60 items")
-    expect(row(page, "i/01.png")).to_contain_text("colour green")
-    expect(row(page, "i/01.png")).to_contain_text("sale no")
-    page_until(page, "document.querySelector('.thumb img').naturalWidth > 0")
-    expect(page.get_by_test_id("page-before")).to_be_disabled()
-    page.get_by_test_id("page-after").click()
-    expect(rows(page)).to_have_count(10)
-    expect(page.get_by_test_id("page-text")).to_have_text("51 – 60 of 60")
-    expect(page.get_by_test_id("page-after")).to_be_disabled()
-
-
-def test_items_are_found_by_key_and_by_filter(open_admin: OpenAdmin, shop: AdminShop) -> None:
-    shop.stock()
-    page = open_admin(allowed=("422",))
+def test_items_are_found_by_key_and_by_filter_and_all_that_fit_are_deleted_after_a_count(
+    page: Page, shop: AdminShop, allowed: list[str]
+) -> None:
+    allowed.append("422")
+    expect(page.get_by_test_id("filter-delete")).to_be_hidden()
     page.get_by_test_id("key-search").fill("i/0")
     page.keyboard.press("Enter")
     expect(rows(page)).to_have_count(10)
@@ -149,8 +106,22 @@ def test_items_are_found_by_key_and_by_filter(open_admin: OpenAdmin, shop: Admin
     page.get_by_test_id("find").click()
     expect(page.get_by_test_id("items-empty")).to_contain_text("Nothing fits")
 
+    page.get_by_test_id("key-search").fill("")
+    page.get_by_test_id("filter").fill('colour = "red"')
+    page.get_by_test_id("find").click()
+    expect(rows(page)).to_have_count(4)
+    shop.shop.client.delete("/galleries/shop/items", params={"key": "i/00.png"})
+    page.get_by_test_id("filter-delete").click()
+    expect(page.get_by_test_id("confirm-title")).to_have_text("Delete 3 items?")
+    expect(page.get_by_test_id("confirm-text")).to_contain_text('colour = "red"')
+    page.get_by_test_id("confirm-yes").click()
+    expect(page.get_by_test_id("items-empty")).to_be_visible()
+    assert len(shop.keys()) == 8
 
-def test_attributes_are_edited_as_rows_and_as_json(page: Page, shop: AdminShop) -> None:
+
+def test_attributes_are_edited_as_rows_and_as_json_and_one_item_is_deleted_after_a_question(
+    page: Page, shop: AdminShop
+) -> None:
     row(page, "i/00.png").get_by_test_id("edit-item").click()
     expect(page.get_by_test_id("edit-title")).to_have_text("i/00.png")
     fill_row(page, 1, "price", "number", "12.5")
@@ -172,8 +143,6 @@ def test_attributes_are_edited_as_rows_and_as_json(page: Page, shop: AdminShop) 
     expect(row(page, "i/00.png")).to_contain_text("colour pink")
     assert shop.attributes("i/00.png") == {"colour": "pink"}
 
-
-def test_one_item_is_deleted_after_a_question(page: Page, shop: AdminShop) -> None:
     delete = row(page, "i/03.png").get_by_test_id("delete-item")
     delete.click()
     expect(page.get_by_test_id("confirm-title")).to_have_text("Delete 1 item?")
@@ -188,13 +157,23 @@ def test_one_item_is_deleted_after_a_question(page: Page, shop: AdminShop) -> No
     assert shop.keys(key_prefix="i/03") == []
 
 
-def test_what_is_selected_on_several_pages_is_deleted_together(
-    long_page: Page, shop: AdminShop
+def test_items_are_shown_a_page_at_a_time_and_what_is_selected_on_several_is_deleted_together(
+    open_admin: OpenPage, shop: AdminShop, allowed: list[str]
 ) -> None:
-    page = long_page
+    shop.stock(count=MANY)
+    allowed.append("404")
+    page = open_admin("/admin?gallery=shop")
+    expect(rows(page)).to_have_count(50)
+    expect(page.get_by_test_id("items-count")).to_have_text("60 items")
+    expect(row(page, "i/01.png")).to_contain_text("colour green")
+    expect(row(page, "i/01.png")).to_contain_text("sale no")
+    page_until(page, "document.querySelector('.thumb img').naturalWidth > 0")
+    expect(page.get_by_test_id("page-before")).to_be_disabled()
     page.get_by_test_id("pick").nth(1).check()
     page.get_by_test_id("page-after").click()
     expect(rows(page)).to_have_count(10)
+    expect(page.get_by_test_id("page-text")).to_have_text("51 – 60 of 60")
+    expect(page.get_by_test_id("page-after")).to_be_disabled()
     page.get_by_test_id("pick-all").check()
     expect(page.get_by_test_id("bulk")).to_contain_text("11 items selected")
     page.get_by_test_id("bulk-delete").click()
@@ -204,24 +183,14 @@ def test_what_is_selected_on_several_pages_is_deleted_together(
     assert shop.keys() == [f"i/{n:02d}.png" for n in range(50) if n != 1]
 
 
-def test_all_that_fit_a_filter_are_deleted_and_counted_before(page: Page, shop: AdminShop) -> None:
-    expect(page.get_by_test_id("filter-delete")).to_be_hidden()
-    page.get_by_test_id("filter").fill('colour = "red"')
-    page.get_by_test_id("find").click()
-    expect(rows(page)).to_have_count(4)
-    shop.shop.client.delete("/galleries/shop/items", params={"key": "i/00.png"})
-    page.get_by_test_id("filter-delete").click()
-    expect(page.get_by_test_id("confirm-title")).to_have_text("Delete 3 items?")
-    expect(page.get_by_test_id("confirm-text")).to_contain_text('colour = "red"')
-    page.get_by_test_id("confirm-yes").click()
-    expect(page.get_by_test_id("items-empty")).to_be_visible()
-    assert len(shop.keys()) == 8
-
-
 def test_galleries_are_made_chosen_and_deleted_after_their_name_is_typed(
-    page: Page, shop: AdminShop
+    page: Page, shop: AdminShop, allowed: list[str]
 ) -> None:
+    allowed.append("409")
     page.get_by_test_id("to-galleries").click()
+    page.get_by_test_id("gallery-name").fill("shop")
+    page.get_by_test_id("gallery-create").click()
+    expect(page.get_by_test_id("error-title")).to_have_text("Conflict with the gallery")
     page.get_by_test_id("gallery-name").fill("summer")
     page.get_by_test_id("gallery-create").click()
     expect(page.get_by_test_id("gallery")).to_have_value("summer")
@@ -242,24 +211,14 @@ def test_galleries_are_made_chosen_and_deleted_after_their_name_is_typed(
     assert shop.shop.client.get("/galleries/summer").status_code == 404
 
 
-def test_a_gallery_that_exists_is_not_made_again(open_admin: OpenAdmin, shop: AdminShop) -> None:
-    shop.stock(count=1)
-    page = open_admin("/admin#galleries", allowed=("409",))
-    page.get_by_test_id("gallery-name").fill("shop")
-    page.get_by_test_id("gallery-create").click()
-    expect(page.get_by_test_id("error-title")).to_have_text("Conflict with the gallery")
-
-
-def test_an_answer_that_fails_can_be_asked_for_again(
-    open_admin: OpenAdmin, shop: AdminShop
-) -> None:
-    shop.stock(count=3)
-    page = open_admin("/admin#status", allowed=("503", "ERR_FAILED"))
+def test_an_answer_that_fails_can_be_asked_for_again(page: Page, allowed: list[str]) -> None:
+    allowed.append("ERR_FAILED")
+    page.get_by_test_id("to-status").click()
     expect(page.get_by_test_id("status-index")).to_be_visible()
     page.route("**/items?*", lambda route: route.abort())
     page.get_by_test_id("to-items").click()
     expect(page.get_by_test_id("error-title")).to_have_text("The service cannot be reached")
     page.unroute("**/items?*")
     page.get_by_test_id("error-retry").click()
-    expect(rows(page)).to_have_count(3)
+    expect(rows(page)).to_have_count(FEW)
     expect(page.get_by_test_id("error")).to_be_hidden()

@@ -1,13 +1,17 @@
 """Everybody can use the admin page: axe-core, keyboard alone, any width, light and dark."""
 
-from collections.abc import Iterator
-
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.support.admin_page import AdminShop, OpenAdmin, added, drop, opening, row, rows
-from tests.support.page_access import PHONE, SMALL_TARGETS, too_wide, violations
-from tests.support.page_browser import tab_to
+from tests.support.admin_page import AdminShop, added, drop, opening, row, rows
+from tests.support.page_browser import (
+    PHONE,
+    SMALL_TARGETS,
+    OpenPage,
+    tab_to,
+    too_wide,
+    violations,
+)
 
 pytestmark = pytest.mark.browser
 
@@ -52,25 +56,17 @@ JOBS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Iterator[AdminShop]:
-    made = AdminShop(tmp_path_factory.mktemp("state"), pictures)
-    made.stock()
-    made.stock("a-gallery-with-a-name-that-goes-on-and-on", count=0)
-    yield made
-    made.shop.close()
-
-
 @pytest.fixture
-def open_admin(browser: Browser, shop: AdminShop) -> Iterator[OpenAdmin]:
-    with opening(browser, shop.url, shop.key) as open_it:
-        yield open_it
+def open_view(open_admin: OpenPage, shop: AdminShop) -> OpenPage:
+    """Opens a view of a gallery of twelve items."""
+    shop.stock()
 
+    def open_it(view: str, **settings: object) -> Page:
+        page = open_admin(f"/admin?gallery=shop#{view}", reduced_motion="reduce", **settings)
+        expect(page.get_by_test_id("gallery-size")).not_to_be_empty()
+        return page
 
-def opened(open_admin: OpenAdmin, view: str, **settings: object) -> Page:
-    page = open_admin(f"/admin?gallery=shop#{view}", reduced_motion="reduce", **settings)
-    expect(page.get_by_test_id("gallery-size")).not_to_be_empty()
-    return page
+    return open_it
 
 
 def with_jobs(page: Page) -> None:
@@ -87,17 +83,17 @@ def with_jobs(page: Page) -> None:
 
 
 def test_items_dialogs_and_pictures_to_add_have_no_violation(
-    open_admin: OpenAdmin, shop: AdminShop
+    open_view: OpenPage, shop: AdminShop
 ) -> None:
-    page = opened(open_admin, "items")
+    page = open_view("items")
     page.get_by_test_id("pick").first.check()
     assert violations(page) == []
     page.get_by_test_id("edit-item").first.click()
     expect(page.get_by_test_id("edit-title")).not_to_be_empty()
-    assert violations(page) == []
+    assert violations(page, "dialog[open]") == []
     page.keyboard.press("Escape")
     page.get_by_test_id("bulk-delete").click()
-    assert violations(page) == []
+    assert violations(page, "dialog[open]") == []
     page.keyboard.press("Escape")
     page.get_by_test_id("to-add").click()
     drop(page, ("i/00.png", shop.pictures[0]), ("broken.png", b"no picture"))
@@ -108,16 +104,26 @@ def test_items_dialogs_and_pictures_to_add_have_no_violation(
     assert violations(page) == []
 
 
-def test_status_jobs_and_galleries_have_no_violation(open_admin: OpenAdmin) -> None:
-    page = opened(open_admin, "status")
+def test_status_jobs_and_galleries_have_no_violation_and_a_job_keeps_the_focus_when_asked_again(
+    open_view: OpenPage,
+) -> None:
+    page = open_view("status")
     expect(page.get_by_test_id("status-ready")).to_be_visible()
     assert violations(page) == []
     page.get_by_test_id("to-galleries").click()
     assert violations(page) == []
     page.get_by_test_id("gallery-delete").first.click()
-    assert violations(page) == []
+    assert violations(page, "dialog[open]") == []
     page.keyboard.press("Escape")
     with_jobs(page)
+    cancel = page.get_by_test_id("job-cancel")
+    cancel.focus()
+    page.unroute("**/jobs?*")
+    later = [{**JOBS[0], "step": "make the index", "done": 800}, *JOBS[1:]]
+    page.route("**/jobs?*", lambda route: route.fulfill(json={"jobs": later}))
+    expect(page.get_by_test_id("job-step")).to_contain_text("make the index")
+    expect(cancel).to_be_focused()
+    assert page.get_by_test_id("job-progress").first.evaluate("(bar) => bar.position") == 0.8
     page.get_by_test_id("open-train").locator("summary").first.click()
     assert violations(page) == []
     page.get_by_test_id("job").nth(1).get_by_role("button").click()
@@ -126,23 +132,23 @@ def test_status_jobs_and_galleries_have_no_violation(open_admin: OpenAdmin) -> N
 
 
 def test_the_key_form_and_the_empty_gallery_have_no_violation(
-    browser: Browser, shop: AdminShop, open_admin: OpenAdmin
+    browser: Browser, shop: AdminShop, open_admin: OpenPage
 ) -> None:
-    with opening(browser, shop.url, None) as open_it:
-        page = open_it(allowed=("401",))
-        expect(page.get_by_test_id("key")).to_be_visible()
-        assert violations(page) == []
+    with opening(browser, shop.url, None, ["401"]) as open_it:
+        page = open_it("/admin")
         page.get_by_test_id("key").fill("kl_no")
         page.keyboard.press("Enter")
         expect(page.get_by_test_id("error-detail")).to_contain_text("not known")
         assert violations(page) == []
+    shop.stock("a-gallery-with-a-name-that-goes-on-and-on", count=0)
     page = open_admin("/admin?gallery=a-gallery-with-a-name-that-goes-on-and-on")
     expect(page.get_by_test_id("items-empty")).to_be_visible()
     assert violations(page) == []
+    assert too_wide(page) == []
 
 
-def test_a_phone_has_large_targets_and_no_violation(open_admin: OpenAdmin, shop: AdminShop) -> None:
-    page = opened(open_admin, "items", **PHONE)
+def test_a_phone_has_large_targets_and_no_violation(open_view: OpenPage, shop: AdminShop) -> None:
+    page = open_view("items", **PHONE)
     page.get_by_test_id("pick").first.check()
     targets = SMALL_TARGETS.replace("input", "input:not([type=checkbox])", 1)
     assert page.evaluate(targets) == []
@@ -163,8 +169,8 @@ def test_a_phone_has_large_targets_and_no_violation(open_admin: OpenAdmin, shop:
     assert violations(page) == []
 
 
-def test_nothing_scrolls_sideways_at_any_width(open_admin: OpenAdmin, shop: AdminShop) -> None:
-    page = opened(open_admin, "items")
+def test_nothing_scrolls_sideways_at_any_width(open_view: OpenPage, shop: AdminShop) -> None:
+    page = open_view("items")
     expect(rows(page).first).to_be_visible()
     assert too_wide(page) == []
     page.get_by_test_id("to-add").click()
@@ -180,10 +186,11 @@ def test_nothing_scrolls_sideways_at_any_width(open_admin: OpenAdmin, shop: Admi
     assert too_wide(page) == []
 
 
-def test_the_keyboard_alone_edits_and_deletes(open_admin: OpenAdmin, shop: AdminShop) -> None:
-    shop.stock("keys", count=3)
-    page = open_admin("/admin?gallery=keys")
-    expect(rows(page)).to_have_count(3)
+def test_the_keyboard_alone_edits_deletes_and_skips_to_the_view_and_no_request_leaves_the_service(
+    open_view: OpenPage, shop: AdminShop
+) -> None:
+    page = open_view("items")
+    expect(rows(page)).to_have_count(12)
     tab_to(page, "edit-item")
     page.keyboard.press("Enter")
     expect(page.get_by_test_id("edit")).to_be_visible()
@@ -197,50 +204,19 @@ def test_the_keyboard_alone_edits_and_deletes(open_admin: OpenAdmin, shop: Admin
     expect(page.get_by_test_id("confirm")).to_be_visible()
     tab_to(page, "confirm-yes")
     page.keyboard.press("Enter")
-    expect(rows(page)).to_have_count(2)
+    expect(rows(page)).to_have_count(11)
 
-
-def test_the_skip_link_goes_to_the_content_of_the_same_view(open_admin: OpenAdmin) -> None:
-    page = opened(open_admin, "galleries")
-    page.keyboard.press("Tab")
+    page.get_by_test_id("to-status").click()
+    page.get_by_role("link", name="Skip to the content").focus()
     page.keyboard.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "main"
-    expect(page.get_by_test_id("gallery-form")).to_be_visible()
-
-
-def test_a_job_in_sight_keeps_the_focus_while_it_is_asked_for_again(open_admin: OpenAdmin) -> None:
-    page = opened(open_admin, "items")
-    with_jobs(page)
-    cancel = page.get_by_test_id("job-cancel")
-    cancel.focus()
-    step = page.get_by_test_id("job-step")
-    page.unroute("**/jobs?*")
-    later = [{**JOBS[0], "step": "make the index", "done": 800}, *JOBS[1:]]
-    page.route("**/jobs?*", lambda route: route.fulfill(json={"jobs": later}))
-    expect(step).to_contain_text("make the index")
-    expect(cancel).to_be_focused()
-    assert page.get_by_test_id("job-progress").first.evaluate("(bar) => bar.position") == 0.8
-
-
-def test_no_request_leaves_the_service(open_admin: OpenAdmin, shop: AdminShop) -> None:
-    page = opened(open_admin, "items")
+    expect(page.locator("#main")).to_be_focused()
+    assert page.url.endswith("#status")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.reload()
+    expect(page.locator("#view-status")).to_be_visible()
     for view in ("add", "status", "jobs", "galleries", "items"):
         page.get_by_test_id(f"to-{view}").click()
     expect(rows(page).first).to_be_visible()
     assert asked
     assert [url for url in asked if not url.startswith((shop.url, "blob:"))] == []
-
-
-def test_the_skip_link_goes_to_the_content_of_the_view_that_is_open(
-    open_admin: OpenAdmin,
-) -> None:
-    page = opened(open_admin, "status")
-    page.get_by_role("link", name="Skip to the content").focus()
-    page.keyboard.press("Enter")
-    expect(page.locator("#main")).to_be_focused()
-    assert page.url.endswith("#status")
-    page.reload()
-    expect(page.locator("#view-status")).to_be_visible()

@@ -1,35 +1,21 @@
 """Adding items on the admin page: dropped and picked, keys and attributes, what became of each."""
 
-import time
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Page, Route, expect
 
-from tests.support.admin_page import AdminShop, OpenAdmin, added, drop, fill_row, opening
-from tests.support.page_browser import FOCUSED
+from tests.support.admin_page import AdminShop, added, drop, fill_row
+from tests.support.page_browser import FOCUSED, OpenPage
 
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Iterator[AdminShop]:
-    made = AdminShop(tmp_path_factory.mktemp("state"), pictures)
-    yield made
-    made.shop.close()
-
-
 @pytest.fixture
-def open_admin(browser: Browser, shop: AdminShop) -> Iterator[OpenAdmin]:
-    shop.stock(count=2)
-    with opening(browser, shop.url, shop.key) as open_it:
-        yield open_it
-
-
-@pytest.fixture
-def page(open_admin: OpenAdmin) -> Page:
+def page(open_admin: OpenPage, shop: AdminShop) -> Page:
     """The view for adding to a gallery of two items."""
-    page = open_admin("/admin#add")
+    shop.stock(count=2)
+    page = open_admin("/admin?gallery=shop#add")
     expect(page.get_by_test_id("gallery-size")).to_have_text("2 items")
     return page
 
@@ -39,20 +25,25 @@ def send(page: Page) -> list[str]:
     return added(page)
 
 
-def test_dropped_pictures_are_added_under_their_names_with_common_attributes(
+def test_dropped_pictures_are_added_under_names_that_differ_with_common_attributes(
     page: Page, shop: AdminShop
 ) -> None:
     page.get_by_test_id("attributes-add-row").first.click()
     fill_row(page, 0, "season", "text", "summer")
     page.get_by_test_id("attributes-add-row").first.click()
     fill_row(page, 1, "price", "number", "5")
-    drop(page, *((f"new-{n}.png", shop.pictures[n]) for n in range(3)))
+    drop(page, *((f"new-{n}.png", shop.pictures[n]) for n in (0, 1, 1)))
     expect(page.get_by_test_id("queue-title")).to_have_text("3 pictures to add")
+    page.get_by_test_id("queue-send").click()
+    expect(page.get_by_test_id("queue-error")).to_contain_text("have the key new-1.png")
+    assert page.evaluate(FOCUSED) == "queue-key"
+    page.keyboard.press("End")
+    page.keyboard.type("2")
     assert send(page) == ["Added"] * 3
     expect(page.get_by_test_id("queue-title")).to_have_text("3 added")
     expect(page.get_by_test_id("gallery-size")).to_have_text("5 items")
-    assert shop.keys(key_prefix="new-") == ["new-0.png", "new-1.png", "new-2.png"]
-    assert shop.attributes("new-2.png") == {"season": "summer", "price": 5}
+    assert shop.keys(key_prefix="new-") == ["new-0.png", "new-1.png", "new-1.png2"]
+    assert shop.attributes("new-1.png2") == {"season": "summer", "price": 5}
 
 
 def test_each_result_is_told_and_a_failed_picture_fails_alone(page: Page, shop: AdminShop) -> None:
@@ -76,59 +67,44 @@ def test_each_result_is_told_and_a_failed_picture_fails_alone(page: Page, shop: 
     assert page.evaluate(FOCUSED) == "add-pick"
 
 
-def test_picked_pictures_can_have_their_own_attributes(page: Page, shop: AdminShop) -> None:
-    files: list[dict[str, object]] = [
+def test_picked_pictures_can_have_their_own_attributes_and_wait_for_a_busy_service(
+    page: Page, shop: AdminShop, allowed: list[str]
+) -> None:
+    allowed.append("503")
+    refusals = iter([503])
+
+    def refuse_once(route: Route) -> None:
+        if route.request.method == "PUT" and next(refusals, None):
+            route.fulfill(status=503, headers={"Retry-After": "1"})
+        else:
+            route.continue_()
+
+    page.route("**/items", refuse_once)
+    files: list[Any] = [
         {"name": f"own-{n}.png", "mimeType": "image/png", "buffer": shop.pictures[n]}
         for n in range(2)
     ]
-    page.get_by_test_id("add-files").set_input_files(files)  # type: ignore[arg-type]
+    page.get_by_test_id("add-files").set_input_files(files)
     page.get_by_test_id("queue-edit").nth(1).click()
     page.get_by_test_id("edit").get_by_test_id("attributes-add-row").click()
     fill_row(page, 0, "season", "text", "winter")
     page.get_by_test_id("edit-save").click()
     expect(page.get_by_test_id("edit")).to_be_hidden()
     assert send(page) == ["Added", "Added"]
+    assert next(refusals, None) is None
     assert shop.attributes("own-0.png") == {}
     assert shop.attributes("own-1.png") == {"season": "winter"}
 
 
-def test_two_pictures_with_one_key_are_not_sent(page: Page, shop: AdminShop) -> None:
-    drop(page, ("a.png", shop.pictures[0]), ("a.png", shop.pictures[1]))
-    page.get_by_test_id("queue-send").click()
-    expect(page.get_by_test_id("queue-error")).to_contain_text("Two pictures have the key a.png")
-    assert page.evaluate(FOCUSED) == "queue-key"
-    page.keyboard.type("2")
-    assert send(page) == ["Added", "Added"]
-
-
-def test_a_busy_service_is_asked_again(open_admin: OpenAdmin, shop: AdminShop) -> None:
-    page = open_admin("/admin#add", allowed=("503",))
-    expect(page.get_by_test_id("gallery-size")).to_have_text("2 items")
-    refusals = iter([503])
-
-    def once(route: Route) -> None:
-        if route.request.method == "PUT" and next(refusals, None):
-            route.fulfill(status=503, headers={"Retry-After": "1"})
-        else:
-            route.continue_()
-
-    page.route("**/items", once)
-    drop(page, ("again.png", shop.pictures[3]))
-    assert send(page) == ["Added"]
-
-
 def test_many_pictures_are_sent_in_parts_and_can_be_stopped(page: Page, shop: AdminShop) -> None:
-    asked = []
+    asked: list[Route] = []
 
-    def slow(route: Route) -> None:
-        asked.append(route.request)
-        if len(asked) == 1:
+    def hold_the_second(route: Route) -> None:
+        if not asked:
             route.continue_()
-        else:
-            time.sleep(0.2)  # the second part is under way when it is stopped
-            route.continue_()
+        asked.append(route)
 
-    page.route("**/items", slow)
+    page.route("**/items", hold_the_second)
     drop(page, *((f"many-{n:02d}.png", shop.pictures[n % 12]) for n in range(20)))
     page.get_by_test_id("queue-send").click()
     expect(page.get_by_test_id("queue-state").nth(7)).to_have_text("Added")
@@ -143,26 +119,10 @@ def test_many_pictures_are_sent_in_parts_and_can_be_stopped(page: Page, shop: Ad
     assert len(shop.keys(key_prefix="many-")) == 20
 
 
-def test_a_gallery_that_cannot_be_changed_says_so(open_admin: OpenAdmin) -> None:
-    page = open_admin("/admin")
-    page.route(
-        "**/galleries",
-        lambda route: route.fulfill(
-            json={
-                "bundle_id": "b",
-                "galleries": [
-                    {
-                        "name": "shop",
-                        "size": 2,
-                        "bundle_id": "b",
-                        "writable": False,
-                        "managed": False,
-                    }
-                ],
-            }
-        ),
-    )
+def test_a_gallery_that_cannot_be_changed_says_so(page: Page) -> None:
+    closed = {"name": "shop", "size": 2, "bundle_id": "b", "writable": False, "managed": False}
+    answer = {"bundle_id": "b", "galleries": [closed]}
+    page.route("**/galleries", lambda route: route.fulfill(json=answer))
     page.reload()
-    page.get_by_test_id("to-add").click()
     expect(page.get_by_test_id("add-closed")).to_contain_text("cannot be changed here")
     expect(page.get_by_test_id("add-pick")).to_be_disabled()

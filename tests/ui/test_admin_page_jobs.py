@@ -8,9 +8,9 @@ from playwright.sync_api import Browser, Page, expect
 
 from embedder.bundle import Bundle
 from service.app import create_app
-from tests.support.admin_page import OpenAdmin, opening
+from tests.support.admin_page import opening
 from tests.support.job_shops import JobShop
-from tests.support.page_browser import until
+from tests.support.page_browser import OpenPage, until
 from tests.support.servers import Running, StartService, run
 
 pytestmark = pytest.mark.browser
@@ -33,7 +33,7 @@ def shop(
         request_timeout_ms=60_000,
     )
     made.build("other")
-    slow = made.trainer(seconds=2, epochs=200)
+    slow = made.trainer(seconds=0.5, epochs=200)
     made.settings = made.settings.model_copy(update={"training_command": slow})
     return made
 
@@ -48,16 +48,16 @@ def served(shop: JobShop) -> Iterator[Running]:
 
 
 @pytest.fixture
-def open_admin(browser: Browser, served: Running) -> Iterator[OpenAdmin]:
+def open_admin(browser: Browser, served: Running, allowed: list[str]) -> Iterator[OpenPage]:
     store = served.runtime.keys
     assert store is not None
     secret = store.create(f"office-{os.urandom(4).hex()}", ("admin",))
-    with opening(browser, served.url, secret) as open_it:
+    with opening(browser, served.url, secret, allowed) as open_it:
         yield open_it
 
 
 @pytest.fixture
-def page(open_admin: OpenAdmin) -> Page:
+def page(open_admin: OpenPage) -> Page:
     """The jobs of the gallery `shop`."""
     page = open_admin("/admin?gallery=shop#jobs")
     expect(page.get_by_test_id("open-train")).to_be_visible()
@@ -80,14 +80,6 @@ def start(page: Page, kind: str, **fields: str) -> None:
 def ended(page: Page, state: str) -> None:
     badge = page.get_by_test_id("job-detail").get_by_test_id("job-state")
     expect(badge).to_have_text(state, timeout=LONG_MS)
-
-
-def test_compacting_is_started_and_followed_to_its_end(page: Page) -> None:
-    start(page, "compact")
-    expect(page.get_by_test_id("job-detail")).to_contain_text("Compact: shop")
-    ended(page, "done")
-    expect(page.get_by_test_id("job-cancel")).to_have_count(0)
-    expect(page.get_by_test_id("job").first).to_contain_text("done")
 
 
 def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: JobShop) -> None:
@@ -130,24 +122,30 @@ def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page:
     expect(detail.get_by_test_id("job-resume")).to_be_visible()
 
 
-def test_another_gallery_is_swapped_in(open_admin: OpenAdmin, served: Running) -> None:
+def test_jobs_are_started_from_forms_and_followed_to_their_end_or_refused_in_the_form(
+    open_admin: OpenPage, served: Running, allowed: list[str]
+) -> None:
+    allowed.append("422")
     page = open_admin("/admin?gallery=other#jobs")
+    start(page, "compact")
+    expect(page.get_by_test_id("job-detail")).to_contain_text("Compact: other")
+    ended(page, "done")
+    expect(page.get_by_test_id("job-cancel")).to_have_count(0)
+    expect(page.get_by_test_id("job").first).to_contain_text("done")
     before = served.client.get("/galleries/other").json()["generation"]
     start(page, "swap", **{"with": "shop"})
+    expect(page.get_by_test_id("job-detail")).to_contain_text("Swap: other")
     ended(page, "done")
-    after = served.client.get("/galleries/other").json()["generation"]
-    assert after != before
+    assert served.client.get("/galleries/other").json()["generation"] != before
 
-
-def test_what_the_service_refuses_is_said_in_the_form(open_admin: OpenAdmin) -> None:
-    page = open_admin("/admin?gallery=shop#jobs", allowed=("422",))
     start(page, "train", job="nothing")
     form = page.get_by_test_id("open-train")
     expect(form.get_by_test_id("start-error")).to_contain_text("Known are")
     expect(form.get_by_test_id("field-job")).to_have_value("nothing")
 
 
-def test_the_status_shows_the_index_the_model_and_readiness(page: Page, shop: JobShop) -> None:
+def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed: list[str]) -> None:
+    allowed.append("503")
     page.get_by_test_id("to-status").click()
     index = page.get_by_test_id("status-index")
     expect(index).to_contain_text("Nothing to tidy up")
@@ -157,9 +155,6 @@ def test_the_status_shows_the_index_the_model_and_readiness(page: Page, shop: Jo
     expect(page.get_by_test_id("status-attributes")).to_contain_text("class-0 (4)")
     expect(page.get_by_test_id("status-ready")).to_contain_text("Ready to answer")
 
-
-def test_a_service_that_is_not_ready_says_what_is_wrong(open_admin: OpenAdmin) -> None:
-    page = open_admin("/admin", allowed=("503",))
     answer = {
         "status": "not ready",
         "checks": {"model": "no worker is alive"},
@@ -168,7 +163,7 @@ def test_a_service_that_is_not_ready_says_what_is_wrong(open_admin: OpenAdmin) -
         "last_error": None,
     }
     page.route("**/ready", lambda route: route.fulfill(status=503, json=answer))
-    page.get_by_test_id("to-status").click()
+    page.reload()
     expect(page.get_by_test_id("status-ready")).to_contain_text("Not ready")
     expect(page.get_by_test_id("status-ready")).to_contain_text("no worker is alive")
 
@@ -177,7 +172,7 @@ def test_without_a_state_folder_there_are_no_jobs_and_the_page_says_why(
     browser: Browser, start_service: StartService
 ) -> None:
     service = start_service(anonymous_scopes=("admin",))
-    with opening(browser, service.url, None) as open_it:
-        page = open_it("/admin#galleries", allowed=("409",))
+    with opening(browser, service.url, None, ["409"]) as open_it:
+        page = open_it("/admin#galleries")
         page.get_by_test_id("to-jobs").click()
         expect(page.get_by_test_id("starts")).to_contain_text("--state")

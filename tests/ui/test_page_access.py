@@ -5,55 +5,61 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.support.page_access import PHONE, SMALL_TARGETS, too_wide, violations
 from tests.support.page_browser import (
+    FITS,
     FOCUSED,
-    OpenShop,
+    PHONE,
+    SMALL_TARGETS,
+    OpenPage,
     drop_item,
     drop_many,
-    send_bytes,
+    judge,
+    keys,
+    send_files,
+    send_picture,
     settled,
     tab_to,
+    too_wide,
     until,
+    violations,
 )
 from tests.support.page_shop import Shop
 
 pytestmark = pytest.mark.browser
 
+UNSEEN_FOCUS = """() => {
+    const node = document.activeElement;
+    const own = [node, node.closest(".card, .option, .batch-row"), node.nextElementSibling]
+        .filter(Boolean).map((n) => getComputedStyle(n));
+    const drawn = [...own, getComputedStyle(node, "::after")];
+    return drawn.some((s) => s.outlineStyle !== "none" && parseFloat(s.outlineWidth) >= 2)
+        ? null : node.outerHTML.slice(0, 120);
+}"""
+COLUMNS = "(grid) => getComputedStyle(grid).gridTemplateColumns.split(' ').length"
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
-def opened(open_shop: OpenShop, *allowed: str, **settings: Any) -> Page:
-    page = open_shop(allowed=allowed, reduced_motion="reduce", **settings)
+
+def opened(open_shop: OpenPage, **settings: Any) -> Page:
+    page = open_shop(reduced_motion="reduce", **settings)
     expect(page.get_by_test_id("sample")).to_have_count(8)
     return page
 
 
-def test_the_start_has_no_violation(open_shop: OpenShop) -> None:
+def test_one_search_with_everything_in_use_has_no_violation(
+    open_shop: OpenPage, fake_shop: Shop
+) -> None:
     page = opened(open_shop)
     page.get_by_test_id("settings").locator("summary").first.click()
     assert violations(page) == []
-
-
-def test_results_with_everything_in_use_have_no_violation(
-    open_shop: OpenShop, fake_shop: Shop
-) -> None:
-    page = opened(open_shop)
     drop_item(page, fake_shop, 0)
     page.get_by_test_id("crop-add").click()
     page.get_by_role("checkbox", name="red").check()
-    page.get_by_test_id("like").nth(1).click()
-    expect(page.get_by_test_id("chip")).to_have_count(2)
-    settled(page)
-    page.get_by_test_id("dislike").nth(3).click()
-    expect(page.get_by_test_id("chip")).to_have_count(3)
-    settled(page)
+    judge(page, "like", 1, chips=2)
+    judge(page, "dislike", 3, chips=3)
     page.get_by_test_id("card").first.locator("summary").click()
     page.get_by_test_id("about").locator("summary").click()
     assert violations(page) == []
-
-
-def test_groups_and_no_match_have_no_violation(open_shop: OpenShop, fake_shop: Shop) -> None:
-    page = opened(open_shop)
-    drop_item(page, fake_shop, 0)
+    page.get_by_test_id("clear-all").click()
     page.get_by_test_id("group").select_option("class")
     expect(page.get_by_test_id("card")).to_have_count(4)
     page.get_by_test_id("group-others").first.locator("summary").click()
@@ -65,8 +71,11 @@ def test_groups_and_no_match_have_no_violation(open_shop: OpenShop, fake_shop: S
     assert violations(page) == []
 
 
-def test_the_batch_and_the_dialogs_have_no_violation(open_shop: OpenShop, fake_shop: Shop) -> None:
-    page = opened(open_shop, "415", permissions=["camera"])
+def test_a_batch_dialogs_errors_and_the_key_form_have_no_violation(
+    open_shop: OpenPage, fake_shop: Shop, allowed: list[str]
+) -> None:
+    allowed += ["401", "415", "503"]
+    page = opened(open_shop, permissions=["camera"])
     drop_many(page, fake_shop, 3, broken=1)
     expect(page.get_by_test_id("summary")).to_contain_text("1 failed")
     assert violations(page) == []
@@ -75,29 +84,29 @@ def test_the_batch_and_the_dialogs_have_no_violation(open_shop: OpenShop, fake_s
     until(page, "'kinlens.searches' in localStorage")
     page.get_by_test_id("history-open").click()
     expect(page.get_by_test_id("history-entry")).to_have_count(1)
-    assert violations(page) == []
+    assert violations(page, "dialog[open]") == []
     page.keyboard.press("Escape")
     page.get_by_test_id("camera").click()
     expect(page.get_by_test_id("camera-shoot")).to_be_enabled()
-    assert violations(page) == []
-
-
-def test_errors_and_the_key_form_have_no_violation(open_shop: OpenShop, fake_shop: Shop) -> None:
-    page = opened(open_shop, "401", "503")
+    assert violations(page, "dialog[open]") == []
+    page.keyboard.press("Escape")
     headers = {"Retry-After": "30"}
     page.route("**/search", lambda route: route.fulfill(status=503, headers=headers))
-    send_bytes(page, "drop", "query.png", "image/png", fake_shop.galleries["shop"][0].data)
+    send_picture(page, fake_shop.galleries["shop"][0].data)
     expect(page.get_by_test_id("error-retry")).to_be_disabled()
     assert violations(page) == []
     page.unroute("**/search")
     fake_shop.key = "kl_1_secret"
-    send_bytes(page, "drop", "query.png", "image/png", fake_shop.galleries["shop"][0].data)
+    send_picture(page, fake_shop.galleries["shop"][0].data)
     expect(page.get_by_test_id("key")).to_be_visible()
     assert violations(page) == []
 
 
-def test_the_phone_has_no_violation_and_large_targets(open_shop: OpenShop, fake_shop: Shop) -> None:
+def test_a_phone_has_no_violation_large_targets_and_nothing_to_scroll_sideways(
+    open_shop: OpenPage, fake_shop: Shop
+) -> None:
     page = opened(open_shop, **PHONE)
+    expect(page.get_by_test_id("camera")).to_be_visible()
     assert page.evaluate(SMALL_TARGETS) == []
     drop_item(page, fake_shop, 0)
     page.get_by_test_id("settings").locator("summary").first.tap()
@@ -106,42 +115,41 @@ def test_the_phone_has_no_violation_and_large_targets(open_shop: OpenShop, fake_
     settled(page)
     assert page.evaluate(SMALL_TARGETS) == []
     assert violations(page) == []
+    page.get_by_test_id("about").locator("summary").tap()
+    send_files(page, (f"{'long' * 30}.txt", "text/plain", b"text"))
+    expect(page.get_by_test_id("error")).to_be_visible()
+    assert page.evaluate(FITS)
 
 
-def test_nothing_scrolls_sideways_at_any_width(open_shop: OpenShop, fake_shop: Shop) -> None:
-    page = opened(open_shop, "415")
+def test_nothing_scrolls_sideways_at_any_width_and_a_wide_screen_has_more_columns(
+    open_shop: OpenPage, fake_shop: Shop, allowed: list[str]
+) -> None:
+    allowed.append("415")
+    page = opened(open_shop)
     assert too_wide(page) == []
     drop_item(page, fake_shop, 0)
-    page.get_by_test_id("like").first.click()
-    expect(page.get_by_test_id("chip")).to_have_count(1)
+    judge(page, "like", 0, chips=1)
     assert too_wide(page) == []
+    columns = []
+    for width_px in (360, 1280, 1920):
+        page.set_viewport_size({"width": width_px, "height": 800})
+        columns.append(page.get_by_test_id("grid").evaluate(COLUMNS))
+    assert columns[0] == 2
+    assert columns == sorted(set(columns))
     drop_many(page, fake_shop, 3, broken=1)
     expect(page.get_by_test_id("summary")).to_contain_text("1 failed")
     assert too_wide(page) == []
 
 
-def test_a_wide_screen_shows_more_columns_than_a_phone(
-    open_shop: OpenShop, fake_shop: Shop
-) -> None:
-    columns = []
-    for width_px in (360, 1280, 1920):
-        page = opened(open_shop, viewport={"width": width_px, "height": 800})
-        drop_item(page, fake_shop, 0)
-        tracks = page.get_by_test_id("grid").evaluate(
-            "(grid) => getComputedStyle(grid).gridTemplateColumns.split(' ').length"
-        )
-        columns.append(tracks)
-    assert columns[0] == 2
-    assert columns == sorted(set(columns))
-
-
-def test_the_keyboard_alone_searches_narrows_likes_and_goes_back(
-    open_shop: OpenShop, fake_shop: Shop
+def test_the_keyboard_alone_picks_searches_narrows_likes_and_skips(
+    open_shop: OpenPage, fake_shop: Shop
 ) -> None:
     page = opened(open_shop)
+    summary = page.get_by_test_id("summary")
     tab_to(page, "sample")
     page.keyboard.press("Enter")
     settled(page)
+    expect(summary).to_be_focused()
     page.get_by_test_id("theme").focus()
     tab_to(page, "crop-add")
     tab_to(page, "min-score")
@@ -154,34 +162,60 @@ def test_the_keyboard_alone_searches_narrows_likes_and_goes_back(
     settled(page)
     assert page.evaluate(FOCUSED) in ("like", "summary")
 
-
-def test_the_focus_is_always_visible(open_shop: OpenShop, fake_shop: Shop) -> None:
-    page = opened(open_shop)
-    drop_item(page, fake_shop, 0)
-    page.get_by_test_id("crop-add").click()
+    page.get_by_test_id("theme").focus()
+    data = fake_shop.galleries["shop"][4].data
+    with page.expect_file_chooser() as chooser:  # well before Enter: it takes a moment
+        tab_to(page, "pick")
+        page.keyboard.press("Enter")
+    chooser.value.set_files({"name": "p.png", "mimeType": "image/png", "buffer": data})
+    expect(page.get_by_test_id("query-name")).to_have_text("p.png")
     settled(page)
-    unseen = """() => {
-        const node = document.activeElement;
-        const own = [node, node.closest(".card, .option, .batch-row"), node.nextElementSibling]
-            .filter(Boolean).map((n) => getComputedStyle(n));
-        const drawn = [...own, getComputedStyle(node, "::after")];
-        return drawn.some((s) => s.outlineStyle !== "none" && parseFloat(s.outlineWidth) >= 2)
-            ? null : node.outerHTML.slice(0, 120);
-    }"""
-    page.evaluate("document.activeElement.blur()")
+    before, address = keys(page), page.url
+    page.get_by_role("link", name="Skip to results").focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_test_id("results")).to_be_focused()
+    assert (keys(page), page.url) == (before, address)
+    tab_to(page, "card-search")
+    page.keyboard.press("Enter")
+    expect(page.get_by_test_id("query-kind")).to_have_text("Searching with the item")
+    expect(summary).to_be_focused()
+
+
+def test_a_picture_is_pasted_from_a_checkbox_but_not_from_a_text_field(
+    results: Page, fake_shop: Shop
+) -> None:
+    pasted = ("pasted.png", "image/png", fake_shop.galleries["shop"][1].data)
+    results.get_by_test_id("filter").nth(2).evaluate("(node) => (node.open = true)")
+    results.get_by_test_id("filter-from").focus()
+    send_files(results, pasted, how="paste", where=":focus")
+    results.get_by_role("checkbox", name="red").focus()
+    expect(results.get_by_test_id("query-name")).to_have_text("mine-0.png")
+    send_files(results, pasted, how="paste", where=":focus")
+    expect(results.get_by_test_id("query-name")).to_have_text("pasted.png")
+    settled(results)
+    said = results.get_by_test_id("summary").inner_text()
+    assert "best 1.00" in said
+    expect(results.get_by_test_id("live")).to_have_text(said)
+
+
+def test_the_focus_is_always_visible(results: Page) -> None:
+    results.get_by_test_id("crop-add").click()
+    settled(results)
+    results.evaluate("document.activeElement.blur()")
     for _ in range(45):
-        page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement === document.body"):
-            continue
-        assert page.evaluate(unseen) is None
+        results.keyboard.press("Tab")
+        if results.evaluate("document.activeElement !== document.body"):
+            assert results.evaluate(UNSEEN_FOCUS) is None
 
 
-def test_the_colours_follow_the_system_until_one_is_chosen(open_shop: OpenShop) -> None:
+def test_the_colours_follow_the_system_until_one_is_chosen(open_shop: OpenPage) -> None:
     page = opened(open_shop, color_scheme="dark")
     theme = page.locator("html")
     expect(theme).to_have_attribute("data-theme", "dark")
+    dark = page.evaluate(BACKGROUND)
     page.emulate_media(color_scheme="light")
     expect(theme).to_have_attribute("data-theme", "light")
+    assert page.evaluate(BACKGROUND) != dark
     page.get_by_test_id("theme").click()
     page.get_by_test_id("theme").click()
     expect(page.get_by_test_id("theme")).to_have_accessible_name("Colours: dark")
@@ -192,9 +226,9 @@ def test_the_colours_follow_the_system_until_one_is_chosen(open_shop: OpenShop) 
     expect(theme).to_have_attribute("data-theme", "light")
 
 
-def test_nothing_moves_for_those_who_want_no_motion(open_shop: OpenShop, fake_shop: Shop) -> None:
+def test_nothing_moves_for_those_who_want_no_motion(open_shop: OpenPage, fake_shop: Shop) -> None:
     page = opened(open_shop)
     page.route("**/search", lambda route: None)
-    send_bytes(page, "drop", "query.png", "image/png", fake_shop.galleries["shop"][0].data)
+    send_picture(page, fake_shop.galleries["shop"][0].data)
     expect(page.get_by_test_id("progress")).to_be_visible()
     assert page.evaluate("document.getAnimations().length") == 0

@@ -1,166 +1,208 @@
 """What the page shows while it waits, when nothing is there and when something fails."""
 
-from typing import Any
-
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
-from tests.support.page_browser import OpenShop, drop_item, send_bytes, settled
-from tests.support.page_shop import Shop
+from tests.support.page_browser import (
+    OpenPage,
+    drop_item,
+    judge,
+    keys,
+    send_files,
+    send_picture,
+    settled,
+)
+from tests.support.page_shop import Shop, draw
 
 pytestmark = pytest.mark.browser
 
-
-def refuse(page: Page, status: int, **headers: str) -> None:
-    content = {"title": "Too busy", "detail": "Others are searching.", "request_id": "r7"}
-    page.route(
-        "**/search", lambda route: route.fulfill(status=status, headers=headers, json=content)
-    )
+PICTURE = draw((200, 40, 40), 0)  # that of the first item
 
 
-def opened(open_shop: OpenShop, *allowed: str, **settings: Any) -> Page:
-    page = open_shop(allowed=allowed, **settings)
-    expect(page.get_by_test_id("gallery-size")).not_to_be_empty()
-    return page
-
-
-def drop_anything(page: Page, shop: Shop) -> None:
-    send_bytes(page, "drop", "query.png", "image/png", shop.galleries["shop"][0].data)
-
-
-def test_a_first_search_shows_a_skeleton(shop_page: Page, fake_shop: Shop) -> None:
+def test_a_search_shows_a_skeleton_ends_by_escape_cancel_or_a_newer_one_and_tells_its_times(
+    shop_page: Page,
+) -> None:
+    results = shop_page.get_by_test_id("results")
     shop_page.route("**/search", lambda route: None)  # never answered
-    drop_anything(shop_page, fake_shop)
-    expect(shop_page.locator(".placeholder")).to_have_count(12)
-    expect(shop_page.get_by_test_id("results")).to_have_attribute("aria-busy", "true")
-    expect(shop_page.get_by_test_id("live")).to_have_text("Searching")
-    shop_page.keyboard.press("Escape")
-    expect(shop_page.locator("body")).to_have_attribute("data-state", "start")
+    for end in (
+        lambda: shop_page.keyboard.press("Escape"),
+        lambda: shop_page.get_by_test_id("cancel").click(),
+    ):
+        send_picture(shop_page, PICTURE)
+        expect(shop_page.locator(".placeholder")).to_have_count(12)
+        expect(results).to_have_attribute("aria-busy", "true")
+        expect(shop_page.get_by_test_id("live")).to_have_text("Searching")
+        end()
+        expect(shop_page.locator("body")).to_have_attribute("data-state", "start")
+        expect(results).to_have_attribute("aria-busy", "false")
+        expect(shop_page.get_by_test_id("card")).to_have_count(0)
+        expect(shop_page.get_by_test_id("error")).to_be_hidden()
+
+    shop_page.unroute("**/search")
+    held: list[Route] = []
+
+    def hold_the_first(route: Route) -> None:
+        if held:
+            route.continue_()
+        held.append(route)
+
+    shop_page.route("**/search", hold_the_first)
+    with shop_page.expect_event("requestfailed") as aborted:
+        send_picture(shop_page, PICTURE)
+        expect(shop_page.get_by_test_id("progress")).to_be_visible()
+        send_picture(shop_page, PICTURE, "newer.png")
+    assert aborted.value.failure == "net::ERR_ABORTED"
+    expect(shop_page.get_by_test_id("query-name")).to_have_text("newer.png")
+    settled(shop_page)
+
+    shop_page.get_by_test_id("about").locator("summary").click()
+    expect(shop_page.get_by_test_id("about")).to_contain_text("Answered in 16 ms")
+    expect(shop_page.get_by_test_id("about-list")).to_contain_text("Embed")
+    bars = shop_page.get_by_test_id("timing-bar").locator("span")
+    decode, embed, *rest = bars.evaluate_all(
+        "(parts) => parts.map((part) => part.getBoundingClientRect().width)"
+    )
+    assert embed > 3 * decode > 0
+    assert len(rest) == 2
 
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_wait_that_the_service_asks_for_is_counted_down(
-    open_shop: OpenShop, fake_shop: Shop, status: int
+    shop_page: Page, allowed: list[str], status: int
 ) -> None:
-    page = opened(open_shop, str(status))
-    refuse(page, status, **{"Retry-After": "2"})
-    drop_anything(page, fake_shop)
-    retry = page.get_by_test_id("error-retry")
+    allowed.append(str(status))
+    content = {"title": "Too busy", "detail": "Others are searching.", "request_id": "r7"}
+
+    def refuse(route: Route) -> None:
+        route.fulfill(status=status, headers={"Retry-After": "2"}, json=content)
+
+    shop_page.route("**/search", refuse)
+    send_picture(shop_page, PICTURE)
+    retry = shop_page.get_by_test_id("error-retry")
     expect(retry).to_be_disabled()
     expect(retry).to_contain_text("Try again in")
-    expect(page.get_by_test_id("error-detail")).to_have_text("Others are searching.")
-    expect(retry).to_have_text("Try again", timeout=10_000)
-    page.unroute("**/search")
+    expect(shop_page.get_by_test_id("error-detail")).to_have_text("Others are searching.")
+    expect(retry).to_have_text("Try again")
+    shop_page.unroute("**/search")
     retry.click()
-    settled(page)
-    expect(page.get_by_test_id("card").first).to_be_visible()
-    expect(page.get_by_test_id("error")).to_be_hidden()
+    settled(shop_page)
+    expect(shop_page.get_by_test_id("card").first).to_be_visible()
+    expect(shop_page.get_by_test_id("error")).to_be_hidden()
 
 
-def test_offline_is_said_and_the_answer_stays(open_shop: OpenShop, fake_shop: Shop) -> None:
-    page = opened(open_shop, "ERR_INTERNET_DISCONNECTED")
-    drop_item(page, fake_shop, 0)
-    page.context.set_offline(True)
-    expect(page.get_by_test_id("offline")).to_be_visible()
-    page.get_by_test_id("k").select_option("10")
-    expect(page.get_by_test_id("error-title")).to_have_text("You are offline")
-    expect(page.get_by_test_id("card")).to_have_count(20)
-    expect(page.get_by_test_id("k")).to_have_value("20")  # what is shown is what was asked
-    page.context.set_offline(False)
-    expect(page.get_by_test_id("offline")).to_be_hidden()
-    page.get_by_test_id("error-retry").click()
-    expect(page.get_by_test_id("card")).to_have_count(10)
+def test_offline_is_said_and_the_answer_stays(results: Page, allowed: list[str]) -> None:
+    allowed.append("ERR_INTERNET_DISCONNECTED")
+    results.context.set_offline(True)
+    expect(results.get_by_test_id("offline")).to_be_visible()
+    results.get_by_test_id("k").select_option("10")
+    expect(results.get_by_test_id("error-title")).to_have_text("You are offline")
+    expect(results.get_by_test_id("card")).to_have_count(20)
+    expect(results.get_by_test_id("k")).to_have_value("20")  # what is shown is what was asked
+    results.context.set_offline(False)
+    expect(results.get_by_test_id("offline")).to_be_hidden()
+    results.get_by_test_id("error-retry").click()
+    expect(results.get_by_test_id("card")).to_have_count(10)
 
 
-def test_a_service_that_is_gone_can_be_tried_again_from_the_start(
-    open_shop: OpenShop,
+def test_a_service_that_is_gone_can_be_tried_again_from_the_start_and_searched_undescribed(
+    open_shop: OpenPage, fake_shop: Shop, allowed: list[str]
 ) -> None:
-    page = open_shop("/live", allowed=("ERR_FAILED",))
-    page.route("**/galleries", lambda route: route.abort())
-    page.goto(page.url.removesuffix("live"))
+    allowed += ["ERR_FAILED", "500"]
+
+    def gone(page: Page) -> None:
+        page.route("**/galleries", lambda route: route.abort())
+        page.route("**/galleries/shop", lambda route: route.fulfill(status=500))
+
+    page = open_shop(before=gone)
     expect(page.get_by_test_id("error-title")).to_have_text("The service cannot be reached")
     page.unroute("**/galleries")
     page.get_by_test_id("error-retry").click()
     expect(page.get_by_test_id("gallery-size")).to_have_text("24 items to search")
-
-
-def test_an_empty_gallery_and_filters_without_items_are_told_apart(
-    shop_page: Page, fake_shop: Shop
-) -> None:
-    drop_item(shop_page, fake_shop, 0)
-    shop_page.get_by_role("checkbox", name="mug").check()
-    shop_page.get_by_test_id("filter").nth(2).locator("summary").click()
-    shop_page.get_by_test_id("filter-from").fill("23")
-    expect(shop_page.get_by_test_id("empty-text")).to_contain_text("No item passes the filters")
-    shop_page.get_by_test_id("empty-filter").click()
-    expect(shop_page.get_by_test_id("card")).to_have_count(20)
-    fake_shop.galleries["shop"] = []
-    shop_page.get_by_test_id("k").select_option("50")
-    expect(shop_page.get_by_test_id("empty-title")).to_have_text("Nothing to search in")
-
-
-def test_a_gallery_without_a_description_can_still_be_searched(
-    open_shop: OpenShop, fake_shop: Shop
-) -> None:
-    page = open_shop("/live", allowed=("500",))
-    page.route("**/galleries/shop", lambda route: route.fulfill(status=500))
-    page.goto(page.url.removesuffix("live"))
-    expect(page.get_by_test_id("gallery-size")).not_to_be_empty()
     drop_item(page, fake_shop, 0)
     expect(page.get_by_test_id("card")).to_have_count(20)
     expect(page.get_by_test_id("filters")).to_be_hidden()
 
 
-def test_the_times_of_the_stages_are_a_bar_and_a_list(shop_page: Page, fake_shop: Shop) -> None:
-    drop_item(shop_page, fake_shop, 0)
-    shop_page.get_by_test_id("about").locator("summary").click()
-    expect(shop_page.get_by_test_id("about")).to_contain_text("Answered in 16 ms")
-    parts = shop_page.get_by_test_id("timing-bar").locator("span")
-    widths = [part.bounding_box() for part in parts.all()]
-    assert len(widths) == 4
-    embed, decode = widths[1], widths[0]
-    assert embed is not None
-    assert decode is not None
-    assert embed["width"] > 3 * decode["width"]
-    expect(shop_page.get_by_test_id("about-list")).to_contain_text("Embed")
-
-
-def test_an_image_that_the_browser_cannot_show_is_searched_all_the_same(
-    open_shop: OpenShop, fake_shop: Shop
+def test_an_empty_gallery_and_filters_without_items_are_told_apart(
+    results: Page, fake_shop: Shop
 ) -> None:
-    page = opened(open_shop)
-    answer = fake_shop.galleries["shop"][0]
-    page.route(
-        "**/search",
-        lambda route: route.fulfill(
-            json={
-                "gallery": "shop",
-                "hits": [fake_shop.entry("shop", answer) | {"score": 0.5, "probability": None}],
-                "groups": None,
-                "timings_ms": {},
-                "cached": True,
-            }
-        ),
-    )
-    send_bytes(page, "drop", "scan.tif", "image/tiff", b"II*")
-    settled(page)
-    expect(page.get_by_test_id("card")).to_have_count(1)
-    expect(page.get_by_test_id("crops")).to_be_hidden()
+    results.get_by_role("checkbox", name="mug").check()
+    results.get_by_test_id("filter").nth(2).locator("summary").click()
+    results.get_by_test_id("filter-from").fill("23")
+    expect(results.get_by_test_id("empty-text")).to_contain_text("No item passes the filters")
+    results.get_by_test_id("empty-filter").click()
+    expect(results.get_by_test_id("card")).to_have_count(20)
+    fake_shop.galleries["shop"] = []
+    results.get_by_test_id("k").select_option("50")
+    expect(results.get_by_test_id("empty-title")).to_have_text("Nothing to search in")
 
 
-def test_samples_of_the_service_come_first_and_can_be_linked(
-    open_shop: OpenShop, fake_shop: Shop
+def test_files_that_are_no_image_or_none_that_the_browser_can_show_and_markup_that_stays_text(
+    results: Page,
 ) -> None:
-    page = open_shop("/live")
-    data = fake_shop.galleries["shop"][4].data
-    samples = [{"name": "04-jar", "image": "/samples/0"}]
-    page.route("**/samples", lambda route: route.fulfill(json={"samples": samples}))
-    page.route("**/samples/0", lambda route: route.fulfill(body=data, content_type="image/png"))
-    page.goto(page.url.removesuffix("live"))
+    before = keys(results)
+    send_files(results, ("notes.txt", "text/plain", b"not an image"))
+    expect(results.get_by_test_id("error-title")).to_have_text("“notes.txt” is not an image")
+    assert keys(results) == before
+
+    hostile = "<img src=x onerror=document.body.remove()>"
+    hit = {"id": 0, "key": hostile, "score": 0.5, "probability": None}
+    hit |= {"attributes": {hostile: hostile}, "image": "/ui/shared/icon.svg"}
+    answer = {"gallery": "shop", "hits": [hit], "groups": None, "timings_ms": {}, "cached": True}
+    results.route("**/search", lambda route: route.fulfill(json=answer))
+    send_files(results, ("scan.tif", "image/tiff", b"II*"))
+    card = results.get_by_test_id("card")
+    expect(card).to_have_count(1)
+    expect(card).to_have_attribute("data-key", hostile)
+    settled(results)
+    expect(results.get_by_test_id("error")).to_be_hidden()
+    expect(results.get_by_test_id("crops")).to_be_hidden()
+    card.locator("summary").click()
+    expect(card.locator("dd")).to_have_text(hostile)
+    expect(card.locator("img")).to_have_count(1)
+
+
+def test_samples_of_the_service_come_first_and_can_be_linked(open_shop: OpenPage) -> None:
+    samples = {"samples": [{"name": "the-first", "image": "/samples/0"}]}
+
+    def with_a_sample(page: Page) -> None:
+        page.route("**/samples", lambda route: route.fulfill(json=samples))
+        page.route(
+            "**/samples/0", lambda route: route.fulfill(body=PICTURE, content_type="image/png")
+        )
+
+    page = open_shop(before=with_a_sample)
     page.get_by_test_id("sample").click()
     settled(page)
-    expect(page.get_by_test_id("card").first).to_have_attribute("data-key", "jar/004.png")
+    expect(page.get_by_test_id("card").first).to_have_attribute("data-key", "mug/000.png")
     assert "sample=0" in page.url
     page.reload()
     settled(page)
-    expect(page.get_by_test_id("query-name")).to_have_text("04-jar")
+    expect(page.get_by_test_id("query-name")).to_have_text("the-first")
+
+
+def test_try_again_dismiss_and_the_way_out_of_no_match_hand_the_focus_to_the_results(
+    results: Page, allowed: list[str]
+) -> None:
+    allowed.append("503")
+    summary = results.get_by_test_id("summary")
+
+    def press(button: str) -> None:
+        results.get_by_test_id(button).focus()
+        results.keyboard.press("Enter")
+        expect(summary).to_be_focused()
+        expect(results.get_by_test_id("results")).to_have_attribute("aria-busy", "false")
+
+    results.route("**/search", lambda route: route.fulfill(status=503, json={"title": "Busy"}))
+    for button in ("error-retry", "error-close"):
+        results.get_by_test_id("like").nth(2).click()
+        press(button)
+    results.get_by_test_id("like").nth(2).click()
+    expect(results.get_by_test_id("error-retry")).to_be_visible()
+    results.unroute("**/search")
+    press("error-retry")
+    expect(results.get_by_test_id("chip")).to_have_count(1)
+    judge(results, "dislike", 5, chips=2)
+    results.get_by_test_id("min-score").fill("1")
+    press("empty-min")
+    expect(results.get_by_test_id("card").first).to_be_visible()

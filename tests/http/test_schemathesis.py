@@ -82,7 +82,8 @@ def test_every_operation_keeps_to_the_document(target: Target, seed: int, tmp_pa
         f"{target.process.url}/openapi.json",
     ]
     command += ["--header", f"Authorization: Bearer {target.key}", "--phases", PHASES]
-    command += ["--seed", str(seed), "--max-examples", str(EXAMPLES), "--workers", "2"]
+    # With one worker: `ast` of Python 3.11 is not made for two threads (SystemError).
+    command += ["--seed", str(seed), "--max-examples", str(EXAMPLES), "--workers", "1"]
     command += ["--exclude-checks", UNCHECKED, "--generation-database", "none"]
     command += ["--warnings", "off", "--no-color", "--continue-on-failure"]
     hooks = {"SCHEMATHESIS_HOOKS": "tests.support.fuzz_hooks", "PYTHONPATH": str(ROOT)}

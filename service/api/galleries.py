@@ -1,12 +1,9 @@
 """Galleries over HTTP: list, describe, create, delete; and what all routes of a gallery share."""
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path as FilePath
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -31,8 +28,6 @@ from service.galleries.registry import Served
 from service.http.openapi import problems
 from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS, UNSUPPORTED_MEDIA
 from service.runtime import Runtime
-
-T = TypeVar("T")
 
 _READING = (
     KINDS[errors.OverloadedError],
@@ -101,9 +96,8 @@ async def galleries(runtime: Service) -> Galleries:
 @router.get("/galleries/{name}", responses=problems(*FAILURES), summary="Describe a gallery")
 async def gallery(runtime: Service, name: str) -> GalleryDetail:
     """A gallery with its attributes, for filters; its index; the calibration of its bundle."""
-    async with leased(runtime, name) as served:
-        listed = await _listed(runtime, served)
-        return await read_from_disk(runtime, "the gallery", lambda: _detail(served, listed))
+    async with runtime.registry.find(name) as served:
+        return await runtime.read("the gallery", lambda: _detail(served, runtime.settings.state))
 
 
 @router.post(
@@ -131,43 +125,21 @@ async def delete(runtime: Service, name: str) -> None:
     await runtime.managed.delete(name)
 
 
-@asynccontextmanager
-async def leased(runtime: Runtime, name: str) -> AsyncIterator[Served]:
-    """A gallery and its model for as long as the block lasts. Raises: GalleryNotFoundError."""
-    await runtime.registry.refresh_if_unknown(name)
-    with runtime.registry.lease(name) as served:
-        yield served
-
-
-async def read_from_disk(runtime: Runtime, what: str, work: Callable[[], T]) -> T:
-    """What `work` returns, in a thread. Raises: DeadlineExceededError, OverloadedError."""
-    limit_s = runtime.settings.request_timeout_ms / 1e3
-    try:
-        async with asyncio.timeout(limit_s):
-            return await runtime.pools["file"].run(work)
-    except TimeoutError as error:
-        raise errors.DeadlineExceededError(
-            f"Reading {what} took longer than {limit_s:g} s, which is the limit. "
-            "Try again in a second."
-        ) from error
-
-
 async def _listed(runtime: Runtime, served: Served) -> GalleryModel:
-    gallery = served.gallery
-    state = await runtime.state(gallery)
-    return GalleryModel(
-        name=served.name,
-        version=state.version,
-        generation=gallery.generation,
-        bundle_id=gallery.bundle_id,
-        size=state.size,
-        dim=gallery.dim,
-        created_at=gallery.created_at,
-        managed=served.managed,
-        writable=await read_from_disk(
-            runtime, "the gallery", lambda: _is_writable(served, runtime.settings.state)
-        ),
-    )
+    def read() -> GalleryModel:
+        return GalleryModel(**_facts(served, served.gallery.facts(), runtime.settings.state))
+
+    return await runtime.read("the gallery", read)
+
+
+def _facts(served: Served, facts: GalleryFacts, state: FilePath | None) -> dict[str, Any]:
+    known = {"version", "generation", "bundle_id", "size", "dim", "created_at"}
+    writable = _is_writable(served, state)
+    return facts.model_dump(include=known) | {
+        "name": served.name,
+        "managed": served.managed,
+        "writable": writable,
+    }
 
 
 def _is_writable(served: Served, state: FilePath | None) -> bool:
@@ -177,11 +149,10 @@ def _is_writable(served: Served, state: FilePath | None) -> bool:
     return state is not None and (served.path is None or os.access(served.path, os.W_OK))
 
 
-def _detail(served: Served, listed: GalleryModel) -> GalleryDetail:
+def _detail(served: Served, state: FilePath | None) -> GalleryDetail:
     facts = served.gallery.facts()
-    known = listed.model_dump() | {"version": facts.version, "size": facts.size}
     return GalleryDetail(
-        **known,
+        **_facts(served, facts, state),
         attributes=[_attribute(one) for one in served.gallery.attribute_facts()],
         index=_index(facts),
         calibration=_calibration(served.model.calibration, facts.size),

@@ -29,11 +29,11 @@ from indexer.types import Dump, Entry
 from service.access.address import Addresses
 from service.access.keys import KeyStore
 from service.access.rates import LocalCounts, RateLimits, SharedCounts
-from service.galleries.locations import Bundles, GalleryLocation, Locations
+from service.galleries.locations import GalleryLocation, Locations
 from service.galleries.migration import bring_over
-from service.galleries.picture_files import PictureFiles, SharedPictures
-from service.galleries.pictures import PictureFolder, Renditions, Samples
-from service.galleries.registry import Failures, Registry
+from service.galleries.pictures import PictureFiles, PictureFolder, SharedPictures
+from service.galleries.registry import Failures
+from service.galleries.renditions import Renditions
 from service.http.routes import RouteTable
 from service.http.server import listen
 from service.jobs.manager import JobManager
@@ -47,7 +47,6 @@ from service.search.redis_cache import RedisStore
 __all__ = [
     "Addresses",
     "Batcher",
-    "Bundles",
     "Cache",
     "Catalog",
     "CatalogView",
@@ -74,10 +73,8 @@ __all__ = [
     "ProcessDecoder",
     "RateLimits",
     "RedisStore",
-    "Registry",
     "Renditions",
     "RouteTable",
-    "Samples",
     "Segment",
     "SegmentIndex",
     "SharedCounts",

@@ -54,27 +54,24 @@ def test_a_picture_is_kept_found_and_removed(files: PictureFiles) -> None:
 def test_pictures_that_some_item_shows_stay(files: PictureFiles) -> None:
     shown = {SHA256}
     pictures = SharedPictures(files, lambda asked: shown & set(asked))
-    with pictures.adding():
-        pictures.save(DATA)
+    with pictures.keeping({SHA256: DATA}):
+        pass
     pictures.discard([SHA256])
     assert pictures.read(SHA256) == DATA
     shown.clear()
     pictures.discard([SHA256, "0" * 64])
-    assert not pictures.has(SHA256)
+    assert not files.has(SHA256)
 
 
 def test_a_picture_put_while_another_service_removes_it_is_there_in_the_end(
     files: PictureFiles,
 ) -> None:
-    with SharedPictures(files, nobody).adding():
-        SharedPictures(files, nobody).save(DATA)
+    files.write(SHA256, DATA)
     answers = iter([set(), {SHA256}])  # an item came between the question and the removal
     SharedPictures(files, lambda _: next(answers)).discard([SHA256])
     assert files.has(SHA256)
 
-    putting = SharedPictures(files, nobody)
-    with putting.adding():
-        putting.save(DATA)
+    with SharedPictures(files, nobody).keeping({SHA256: DATA}):
         SharedPictures(files, nobody).discard([SHA256])  # the item is not there yet
     assert files.has(SHA256)
 

@@ -1,9 +1,13 @@
 """Galleries and models that are replaced while customers search: no error, no mixed answer."""
 
+import contextlib
+import gc
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,15 @@ from indexer.gallery import Gallery
 from indexer.types import Entry
 from service.app import create_app
 from service.settings import Settings
-from tests.support.seams import GalleryManifest, publish_generation
+from tests.embedder.bundles import write_full_bundle
+from tests.support.seams import Failures, GalleryLocation, GalleryManifest, publish_generation
 from tests.support.servers import DEFAULTS, Running, run
 from tests.tiny import encoded, picture
 
 PICTURES = 8
 CLIENTS = 4
+WAIT_S = 20.0
+Until = Callable[[Callable[[], bool]], None]
 
 
 @dataclass
@@ -142,14 +149,26 @@ class Crowd:
             self.answers.append(answer)
 
 
+def open_generations(folder: Path) -> set[str]:
+    """The generations of which this process has a file open, on Linux."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = link.readlink()
+            if target.is_relative_to(folder / "versions"):
+                found.add(target.relative_to(folder / "versions").parts[0])
+    return found
+
+
 def served(shop: Shop) -> str:
     answer: dict[str, Any] = shop.service.search(shop.uploads[0], k=1).json()
     return str(answer["hits"][0]["image"].split("version=")[1])
 
 
 def test_gallery_and_model_are_swapped_under_load_without_an_error_or_a_mixed_answer(
-    shop: Shop, bundles: list[Bundle], until: Callable[[Callable[[], bool]], None]
+    shop: Shop, bundles: list[Bundle], until: Until
 ) -> None:
+    first_model = weakref.ref(shop.service.runtime.embedder)
     with Crowd(shop) as crowd:
         for round_ in range(1, 7):
             seen = len(crowd.answers)
@@ -164,42 +183,102 @@ def test_gallery_and_model_are_swapped_under_load_without_an_error_or_a_mixed_an
     until(lambda: len(shop.service.runtime.models.running()) == 1)
     ready = shop.service.client.get("/ready").json()
     assert (ready["status"], ready["bundle_id"]) == ("ready", bundles[1].bundle_id)
+    text, (old, new) = shop.service.client.get("/metrics").text, bundles
+    labels = {"provider": "CPUExecutionProvider", "bundle_id": new.bundle_id}
+    assert shop.service.metric("kinlens_provider_info", **labels) == 1
+    assert old.bundle_id not in text
+    assert shop.service.metric("kinlens_gallery_items", gallery="shop") == PICTURES
+    # What was replaced leaves nothing behind: no open file, and no memory of a model.
+    until(lambda: open_generations(shop.folder) == {generation})
+    gc.collect()
+    assert first_model() is None
 
 
-def test_a_generation_of_an_unknown_bundle_is_told_and_the_old_one_answers(
-    shop: Shop, make_tiny_bundle: Callable[..., Bundle], until: Callable[[Callable[[], bool]], None]
+@pytest.mark.parametrize("fault", ["unknown bundle", "no generation", "away"])
+def test_a_generation_that_cannot_be_served_is_told_and_the_old_one_answers(
+    shop: Shop, make_tiny_bundle: Callable[..., Bundle], until: Until, fault: str
 ) -> None:
-    unknown = OnnxEmbedder.open(make_tiny_bundle(seed=13))
-    shop.embedders[unknown.bundle_id] = unknown
-    before = served(shop)
-    shop.publish(1, unknown.bundle_id)
+    before, current, errors = served(shop), shop.folder / "CURRENT", "GalleryCorruptError"
+    if fault == "unknown bundle":
+        unknown = OnnxEmbedder.open(make_tiny_bundle(seed=13))
+        shop.embedders[unknown.bundle_id] = unknown
+        shop.publish(1, unknown.bundle_id)
+        errors = "BundleNotFoundError"
+    elif fault == "no generation":
+        current.write_text("0123456789ab\n")
+    else:
+        current.unlink()
+        errors = "GalleryNotFoundError"
     client = shop.service.client
     until(lambda: "reload shop" in client.get("/ready").json()["checks"])
     ready = client.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
-    assert "failed with BundleNotFoundError" in ready.json()["checks"]["reload shop"]
+    assert f"failed with {errors}" in ready.json()["checks"]["reload shop"]
     assert served(shop) == before
     client.get("/metrics")
     assert shop.service.metric("kinlens_reload_failures_total", gallery="shop") >= 1
-    (shop.folder / "CURRENT").write_text(f"{before}\n")  # put back by hand
+    current.write_text(f"{before}\n")  # put back by hand
     until(lambda: "reload shop" not in client.get("/ready").json()["checks"])
     assert served(shop) == before
 
 
-def test_the_metrics_follow_a_swap(
-    shop: Shop, bundles: list[Bundle], until: Callable[[Callable[[], bool]], None]
+@pytest.mark.parametrize("timeout_s", [WAIT_S, 0.5])
+def test_a_search_keeps_its_gallery_through_swaps_also_if_nobody_waits_for_it(
+    shop: Shop,
+    bundles: list[Bundle],
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    timeout_s: float,
 ) -> None:
-    def provided(bundle: Bundle) -> float:
-        shop.service.client.get("/metrics")
-        labels = {"provider": "CPUExecutionProvider", "bundle_id": bundle.bundle_id}
-        return shop.service.metric("kinlens_provider_info", **labels)
+    """One whose client has gone goes on in its thread until it notices."""
+    entered, gate, search = threading.Event(), threading.Event(), Gallery.search
 
-    assert [provided(bundle) for bundle in bundles] == [1, 0]
+    def held(gallery: Gallery, *arguments: Any) -> Any:
+        if not entered.is_set():
+            entered.set()
+            assert gate.wait(WAIT_S)
+        return search(gallery, *arguments)
+
+    def ask() -> httpx.Response:
+        files = {"image": ("x", shop.uploads[0])}
+        return shop.service.client.post("/search", files=files, timeout=timeout_s)
+
+    monkeypatch.setattr(Gallery, "search", held)
+    with ThreadPoolExecutor(1) as caller:
+        answer = caller.submit(ask)
+        assert entered.wait(WAIT_S)
+        if timeout_s < WAIT_S:
+            with pytest.raises(httpx.ReadTimeout):
+                answer.result()
+        for round_, bundle in enumerate(bundles, 1):
+            new = shop.publish(round_, bundle.bundle_id)
+            until(lambda name=new: served(shop) == name)
+        assert len(open_generations(shop.folder)) == 2
+        gate.set()
+        if timeout_s == WAIT_S:
+            hits = answer.result().json()["hits"]
+            assert {hit["attributes"]["round"] for hit in hits} == {0}
+    until(lambda: open_generations(shop.folder) == {new})
+
+
+def test_a_model_is_warm_before_its_gallery_is_served(
+    shop: Shop, bundles: list[Bundle], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, gate, embed = threading.Event(), threading.Event(), OnnxEmbedder.embed
+
+    def held(embedder: OnnxEmbedder, images: Any) -> Any:
+        if embedder.bundle_id == bundles[1].bundle_id and not gate.is_set():
+            entered.set()
+            assert gate.wait(WAIT_S)
+        return embed(embedder, images)
+
+    before = served(shop)
     new = shop.publish(1, bundles[1].bundle_id)
+    monkeypatch.setattr(OnnxEmbedder, "embed", held)
+    assert entered.wait(WAIT_S)
+    assert served(shop) == before
+    gate.set()
     until(lambda: served(shop) == new)
-    until(lambda: [provided(bundle) for bundle in bundles] == [0, 1])
-    assert bundles[0].bundle_id not in shop.service.client.get("/metrics").text
-    assert shop.service.metric("kinlens_gallery_items", gallery="shop") == PICTURES
 
 
 def test_a_start_opens_each_bundle_and_each_gallery_once(
@@ -228,7 +307,7 @@ def test_a_start_opens_each_bundle_and_each_gallery_once(
 def test_two_models_are_served_side_by_side_and_checked_by_name(
     shop: Shop,
     bundles: list[Bundle],
-    until: Callable[[Callable[[], bool]], None],
+    until: Until,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = (bundle.bundle_id for bundle in bundles)
@@ -258,3 +337,31 @@ def test_two_models_are_served_side_by_side_and_checked_by_name(
     assert "another vector" in checks[f"model {first[:12]}"]
     assert checks["gallery shop"] == "not searched, since the model failed"
     assert checks[f"model {second[:12]}"] == checks["gallery hats"] == "ok"
+
+
+def test_the_precision_of_the_settings_runs(
+    tmp_path: Path, make_tiny_bundle: Callable[..., Bundle]
+) -> None:
+    bundle = write_full_bundle(make_tiny_bundle(seed=3), tmp_path, seed=3.05)
+    settings = Settings(bundle=bundle.path, precision="int8", state=tmp_path / "state", **DEFAULTS)
+    service = run(create_app(settings))
+    assert service.client.get("/ready").json()["precision"] == "int8"
+    service.close()
+
+
+def test_what_fails_again_is_tried_after_a_pause_that_doubles_up_to_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("service.galleries.registry.time.monotonic", lambda: now[0])
+    failures = Failures(lambda _: None)
+    location = GalleryLocation("shop", Path("shop"), managed=False, generation="a" * 12)
+    pauses = []
+    for _ in range(8):
+        failures.add(location, OSError("gone"))
+        start = now[0]
+        while failures.is_waiting(location):
+            now[0] += 1.0
+        pauses.append(now[0] - start)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert not failures.is_waiting(replace(location, generation="b" * 12))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import SourceError
-from service.galleries.pictures import MAX_SAMPLES, Samples
+from service.api.pictures import MAX_SAMPLES
 from tests.support.servers import StartService
 
 
@@ -54,12 +54,17 @@ def test_a_file_that_is_gone_is_said_so(
     assert "cannot be read any more" in answer.json()["detail"]
 
 
-def test_a_missing_folder_is_named_with_its_cure(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named_with_its_cure(
+    start_service: StartService, tmp_path: Path
+) -> None:
     with pytest.raises(SourceError, match=r"nowhere cannot be read.*--samples"):
-        Samples(tmp_path / "nowhere")
+        start_service(samples=tmp_path / "nowhere")
 
 
-def test_there_is_a_bound(tmp_path: Path, pictures: list[bytes]) -> None:
+def test_there_is_a_bound(
+    start_service: StartService, tmp_path: Path, pictures: list[bytes]
+) -> None:
     for number in range(MAX_SAMPLES + 5):
         (tmp_path / f"{number:03d}.png").write_bytes(pictures[0])
-    assert len(Samples(tmp_path).all()) == MAX_SAMPLES
+    service = start_service(samples=tmp_path)
+    assert len(service.client.get("/samples").json()["samples"]) == MAX_SAMPLES

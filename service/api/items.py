@@ -1,6 +1,7 @@
 """The items of galleries over HTTP: list, put, patch, remove."""
 
-from typing import Annotated, Any
+from collections import Counter
+from typing import Annotated, Any, get_args
 from urllib.parse import quote
 
 from fastapi import APIRouter, HTTPException, Query, Request
@@ -37,7 +38,7 @@ from service.api.models import (
     PutResult,
     RemoveAnswer,
 )
-from service.galleries.items import NewItem, Outcome
+from service.galleries.items import NewItem, Outcome, Status
 from service.galleries.locations import VERSION_DIGITS, Gallery
 from service.http.bodies import (
     JSON,
@@ -204,12 +205,9 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     done = await runtime.items.put(name, await _new_items(request, runtime))
     if len(done.outcomes) == 1 and done.outcomes[0].error is not None:
         raise done.outcomes[0].error
+    counts = Counter(outcome.status for outcome in done.outcomes)
     return PutAnswer(
-        added=done.count("added"),
-        replaced=done.count("replaced"),
-        updated=done.count("updated"),
-        unchanged=done.count("unchanged"),
-        failed=done.count("failed"),
+        **{status: counts[status] for status in get_args(Status)},
         items=[_result(outcome, request) for outcome in done.outcomes],
         version=done.version,
     )

@@ -79,10 +79,6 @@ class Put:
     outcomes: Sequence[Outcome]
     version: str
 
-    def count(self, status: Status) -> int:
-        """How many items became that."""
-        return sum(outcome.status == status for outcome in self.outcomes)
-
 
 @dataclass(frozen=True, slots=True)
 class Changed:
@@ -119,7 +115,7 @@ class Items:
             deadline = time.monotonic() + -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
             unknown = [draft for draft in drafts if draft.error is None and draft.vector is None]
             await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
-            return await self._pool.run(lambda: _store(served.gallery, pictures, drafts))
+            return await self._pool.run(lambda: _store(served, pictures, drafts))
 
         return await self._changing(gallery, put)
 
@@ -258,12 +254,13 @@ def _check_count(key: str, attributes: Collection[str]) -> None:
 
 
 def _store(
-    gallery: Gallery, pictures: PictureFolder | SharedPictures, drafts: Sequence[_Draft]
+    served: Served, pictures: PictureFolder | SharedPictures, drafts: Sequence[_Draft]
 ) -> Put:
     """Keep the pictures, then store the items; what nobody shows afterwards goes.
 
     Raises: GalleryBusyError, GalleryWriteError, and then nothing was stored.
     """
+    gallery = served.gallery
     good = {draft.item.key: draft for draft in drafts if draft.error is None}
     old = gallery.stored([*good])
     entries = {key: draft.entry(old.get(key)) for key, draft in good.items()}
@@ -275,10 +272,10 @@ def _store(
         with pictures.keeping(uploads):
             _add(gallery, good, entries)
     except KinlensError:
-        pictures.discard(uploads)
+        served.discard_pictures([*uploads])
         raise
     failed = [draft.sha256 for draft in good.values() if draft.error is not None]
-    pictures.discard([*replaced, *failed])
+    served.discard_pictures([*replaced, *failed])
     new = gallery.stored([*entries])
     return Put([draft.outcome(entries, old, new) for draft in drafts], gallery.version)
 
@@ -327,7 +324,7 @@ def _patch(gallery: Gallery, changes: Changes) -> Changed:
 def _remove(served: Served, keys: Sequence[str]) -> Changed:
     contents = _uploaded(served.gallery.stored(keys).values())
     removed = served.gallery.remove(keys)
-    _discard(served, contents)
+    served.discard_pictures(contents)
     return Changed(removed, served.gallery.version)
 
 
@@ -341,7 +338,7 @@ def _remove_item(served: Served, item_id: ItemId) -> Changed:
         if served.path is not None:
             served.check_generation(gallery.generation, current_generation(served.path))
         raise
-    _discard(served, _uploaded([item]))
+    served.discard_pictures(_uploaded([item]))
     return Changed(1, gallery.version)
 
 
@@ -357,14 +354,9 @@ def _remove_where(served: Served, where: Filter) -> Changed:
     try:
         removed = gallery.remove_where(where)
     finally:
-        _discard(served, contents)  # also of what went before it was cut short
+        served.discard_pictures(contents)  # also of what went before it was cut short
     return Changed(removed, gallery.version)
 
 
 def _uploaded(items: Iterable[Item]) -> list[str]:
     return [item.sha256 for item in items if not item.path]
-
-
-def _discard(served: Served, contents: Sequence[str]) -> None:
-    if served.pictures is not None:
-        served.pictures.discard(contents)

@@ -16,7 +16,7 @@ from embedder.types import SHORT
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
 from indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
-from service.galleries.pictures import PictureFiles
+from service.galleries.pictures import SharedPictures
 from service.settings import Settings, split_gallery, split_named
 
 VERSION_DIGITS = 12
@@ -49,7 +49,7 @@ class GalleryLocation:
     generation: str | None
     image_root: Path | None = None
     address: str = ""
-    pictures: PictureFiles | None = None
+    pictures: SharedPictures | None = None
     given: Gallery | None = None
 
     @property
@@ -74,7 +74,7 @@ class Locations:
         self._roots = dict(split_gallery(entry) for entry in settings.image_roots)
         limit_s = settings.pictures_timeout_ms / 1e3
         self._pictures = {
-            name: PictureFiles(address, limit_s)
+            name: SharedPictures(address, limit_s)
             for name, address in map(split_named, settings.pictures)
             if name is not None
         }
@@ -94,7 +94,10 @@ class Locations:
         """Every gallery, in the order of the service; those of the settings also while they are
         away.
         """
-        found = [self._open_location(name, gallery) for name, gallery in self._open.items()]
+        found = [
+            GalleryLocation(name, _path_of(gallery), False, gallery.generation, given=gallery)
+            for name, gallery in self._open.items()
+        ]
         found += [self._named_location(name, text) for name, text in self._named.items()]
         taken = {location.name for location in found}
         for path in self._managed_folders():
@@ -102,10 +105,6 @@ class Locations:
             if path.name not in taken and location.generation is not None:
                 found.append(location)
         return found
-
-    def _open_location(self, name: str, gallery: Gallery) -> GalleryLocation:
-        path = gallery.path if isinstance(gallery, IndexedGallery) else None
-        return GalleryLocation(name, path, False, gallery.generation, given=gallery)
 
     def _named_location(self, name: str, text: str) -> GalleryLocation:
         if not text.startswith(MILVUS):
@@ -160,6 +159,10 @@ def open_gallery(
         consistency=settings.milvus_consistency,
         on_call=on_call,
     )
+
+
+def _path_of(gallery: Gallery) -> Path | None:
+    return gallery.path if isinstance(gallery, IndexedGallery) else None
 
 
 def _own_name(text: str) -> str:

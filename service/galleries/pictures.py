@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
@@ -30,6 +30,7 @@ from indexer.gallery import contents_held, current_generation, pictures_folder
 from service.concurrency import DaemonThreads
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 _LOCK, _COPIED = "LOCK", "COPIED"
 _STAGE = ".stage-"
@@ -277,9 +278,13 @@ class Sweeper:
             self._stopped.wait(_SWEEP_S)
 
 
-class PictureFiles:
-    """Files ADDRESS/<ab>/<sha256>, in a folder or anywhere that fsspec reaches; each call blocks
-    for at most `limit_s`. Thread safe, and any number of services may share them.
+class SharedPictures:
+    """Uploaded pictures of a gallery on Milvus: files ADDRESS/<ab>/<sha256>, in a folder or
+    anywhere that fsspec reaches, which any number of services change without a lock among them.
+    Each request for a file blocks for at most `limit_s`. Thread safe.
+
+    Who removes a picture asks once more afterwards and puts it back if it is shown by then; who
+    puts an item looks once more for its picture. Of two that do so at once, the later one notices.
     """
 
     def __init__(self, address: str, limit_s: float) -> None:
@@ -289,40 +294,64 @@ class PictureFiles:
         self._files = _files_at(address)
         self._threads = DaemonThreads("picture files", _AT_ONCE)
 
-    def has(self, sha256: str) -> bool:
-        """Whether there is a file of this content."""
-        return self._call("looked at", lambda: self._files.has(_name(sha256)))
-
     def read(self, sha256: str) -> bytes:
-        """The content with this sha256. Raises: ItemNotFoundError, GalleryCorruptError."""
+        """The content with this sha256.
+
+        Raises: ItemNotFoundError, GalleryCorruptError, EngineUnavailableError.
+        """
         try:
-            return _intact(sha256, self._call("read", lambda: self._files.read(_name(sha256))))
+            return _intact(sha256, self._call("read", self._files.read, sha256))
         except FileNotFoundError as error:
             raise _missing() from error
 
-    def write(self, sha256: str, data: bytes) -> None:
-        """Keep `data` for good. Raises: GalleryWriteError."""
+    @contextlib.contextmanager
+    def keeping(self, contents: Mapping[str, bytes]) -> Iterator[None]:
+        """Keep these, by sha256, before and after the block that names them in the catalogue.
+
+        Raises: GalleryWriteError, EngineUnavailableError.
+        """
+        self._complete(contents)
+        yield
+        self._complete(contents)
+
+    def discard(self, sha256s: Iterable[str], held: Callable[[list[str]], Collection[str]]) -> None:
+        """Remove those of these contents that no item shows; `held` says which ones some item has
+        now. What cannot go now stays.
+        """
         try:
-            self._call("written", lambda: self._files.write(_name(sha256), data))
+            contents = list(set(sha256s))
+            for sha256 in set(contents) - set(held(contents)):
+                with contextlib.suppress(ItemNotFoundError, FileNotFoundError):
+                    data = self.read(sha256)
+                    self._call("removed", self._files.remove, sha256)
+                    if held([sha256]):
+                        self._write(sha256, data)
+        except KinlensError as error:
+            _warn_of_what_stays(self._address, error)
+
+    def _complete(self, contents: Mapping[str, bytes]) -> None:
+        for sha256, data in contents.items():
+            if not self._call("looked at", self._files.has, sha256):
+                self._write(sha256, data)
+
+    def _write(self, sha256: str, data: bytes) -> None:
+        try:
+            self._call("written", self._files.write, sha256, data)
         except EngineUnavailableError as error:
             raise GalleryWriteError(str(error)) from error
 
-    def remove(self, sha256: str) -> None:
-        """Remove the file of this content, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            self._call("removed", lambda: self._files.remove(_name(sha256)))
-
-    def _call(self, what: str, work: Callable[[], T]) -> T:
+    def _call(self, what: str, work: Callable[P, T], *given: P.args, **options: P.kwargs) -> T:
         """In a thread of its own, since not every client of a store gives up by itself."""
-        call = self._threads.submit(work)
+        call = self._threads.submit(lambda: work(*given, **options))
         try:
             return call.result(self._limit_s)
         except FileNotFoundError:
             raise
-        except FutureTimeoutError as error:
+        except FutureTimeoutError:
             call.cancel()
-            reason = f"that took longer than {self._limit_s:g} s, which is the limit"
-            raise self._failure(what, reason) from error
+            raise self._failure(
+                what, f"that took longer than {self._limit_s:g} s, which is the limit"
+            ) from None
         except Exception as error:
             # Each client of a store has errors of its own.
             raise self._failure(what, f"{type(error).__name__}: {error}") from error
@@ -334,73 +363,25 @@ class PictureFiles:
         )
 
 
-class SharedPictures:
-    """The uploaded pictures of a gallery that several services change, without a lock among them.
-
-    `held` says which contents some item has now. Who removes a picture asks once more afterwards
-    and puts it back if it is shown by then; who puts an item looks once more for its picture. Of
-    two that do so at once, the later one notices.
-    """
-
-    def __init__(self, files: PictureFiles, held: Callable[[list[str]], Collection[str]]) -> None:
-        self._files = files
-        self._held = held
-
-    def read(self, sha256: str) -> bytes:
-        """The content with this sha256. Raises: ItemNotFoundError, GalleryError."""
-        return self._files.read(sha256)
-
-    @contextlib.contextmanager
-    def keeping(self, contents: Mapping[str, bytes]) -> Iterator[None]:
-        """Keep these, by sha256, before and after the block that names them in the catalogue.
-
-        Raises: GalleryWriteError.
-        """
-        self._complete(contents)
-        yield
-        self._complete(contents)
-
-    def discard(self, sha256s: Iterable[str]) -> None:
-        """Remove those of these contents that no item shows; what cannot go now stays."""
-        try:
-            contents = list(set(sha256s))
-            for sha256 in set(contents) - set(self._held(contents)):
-                with contextlib.suppress(ItemNotFoundError):
-                    self._discard(sha256)
-        except KinlensError as error:
-            _warn_of_what_stays("Milvus", error)
-
-    def _discard(self, sha256: str) -> None:
-        data = self._files.read(sha256)
-        self._files.remove(sha256)
-        if self._held([sha256]):
-            self._files.write(sha256, data)
-
-    def _complete(self, contents: Mapping[str, bytes]) -> None:
-        for sha256, data in contents.items():
-            if not self._files.has(sha256):
-                self._files.write(sha256, data)
-
-
 class _Folder:
-    """Files by names relative to `root`; what is read or removed may be missing."""
+    """Files below `root` by sha256; what is read or removed may be missing."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def has(self, name: str) -> bool:
-        return (self._root / name).is_file()
+    def has(self, sha256: str) -> bool:
+        return (self._root / _name(sha256)).is_file()
 
-    def read(self, name: str) -> bytes:
-        return (self._root / name).read_bytes()
+    def read(self, sha256: str) -> bytes:
+        return (self._root / _name(sha256)).read_bytes()
 
-    def write(self, name: str, data: bytes) -> None:
-        path = self._root / name
+    def write(self, sha256: str, data: bytes) -> None:
+        path = self._root / _name(sha256)
         make_folder(path.parent, "picture")
         write_whole(path, data, "picture")
 
-    def remove(self, name: str) -> None:
-        (self._root / name).unlink()
+    def remove(self, sha256: str) -> None:
+        (self._root / _name(sha256)).unlink()
 
 
 class _Store:
@@ -412,22 +393,19 @@ class _Store:
         self._files = files
         self._root = root.rstrip("/")
 
-    def has(self, name: str) -> bool:
-        return bool(self._files.isfile(self._path(name)))
+    def has(self, sha256: str) -> bool:
+        return bool(self._files.isfile(f"{self._root}/{_name(sha256)}"))
 
-    def read(self, name: str) -> bytes:
-        return bytes(self._files.cat_file(self._path(name)))
+    def read(self, sha256: str) -> bytes:
+        return bytes(self._files.cat_file(f"{self._root}/{_name(sha256)}"))
 
-    def write(self, name: str, data: bytes) -> None:
-        path = self._path(name)
+    def write(self, sha256: str, data: bytes) -> None:
+        path = f"{self._root}/{_name(sha256)}"
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
         self._files.pipe_file(path, data)
 
-    def remove(self, name: str) -> None:
-        self._files.rm_file(self._path(name))
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+    def remove(self, sha256: str) -> None:
+        self._files.rm_file(f"{self._root}/{_name(sha256)}")
 
 
 def _files_at(address: str) -> _Folder | _Store:

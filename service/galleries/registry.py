@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +28,6 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import SHORT
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore
 from service.concurrency import DaemonThreads
@@ -72,7 +71,7 @@ class Served:
         self.path = location.path
         self.managed = location.managed
         self.is_remote = isinstance(gallery, MilvusStore)
-        self._location = location
+        self._shared = location.pictures
         self._close = close
         self._users = 1  # whoever serves it
         self._lock = threading.Lock()
@@ -80,10 +79,14 @@ class Served:
     @property
     def pictures(self) -> PictureFolder | SharedPictures | None:
         """The pictures that were uploaded for it; None if there is no place for them."""
+        return self._shared if self.path is None else PictureFolder(self.path)
+
+    def discard_pictures(self, sha256s: Sequence[str]) -> None:
+        """Remove those that were uploaded with these contents and that no item shows any more."""
         if self.path is not None:
-            return PictureFolder(self.path)
-        files = self._location.pictures
-        return None if files is None else SharedPictures(files, self.gallery.held)
+            PictureFolder(self.path).discard(sha256s)
+        elif self._shared is not None:
+            self._shared.discard(sha256s, self.gallery.held)
 
     def check_generation(self, version: str | None, current: str | None = None) -> None:
         """Numbers of items belong to one generation of a gallery; in another they name other items.
@@ -180,16 +183,6 @@ class Registry:
         await asyncio.to_thread(self._join)
 
     @property
-    def default(self) -> str:
-        """The first gallery. Raises: GalleryNotFoundError if there is none."""
-        for name in self._served:
-            return name
-        raise GalleryNotFoundError(
-            "This service has no gallery yet. Make one with POST /galleries, or start the service "
-            "with --gallery."
-        )
-
-    @property
     def model(self) -> Model:
         """The model of the first gallery, or the one that runs while there is none."""
         for served in self._served.values():
@@ -211,9 +204,8 @@ class Registry:
 
     @contextlib.contextmanager
     def lease(self, name: str | None = None) -> Iterator[Served]:
-        """A gallery and its model, which both stay as they are until the lease ends.
-
-        Raises: GalleryNotFoundError naming the known ones.
+        """A gallery, by default the first, and its model; both stay as they are until the lease
+        ends. Raises: GalleryNotFoundError naming the known ones.
         """
         served = self._get(name)
         while not served.take():  # replaced at this moment
@@ -274,50 +266,45 @@ class Registry:
         await self._drop_models()
 
     def _get(self, name: str | None) -> Served:
-        name = self.default if name is None else name
-        served = self._served.get(name)
-        if served is None:
+        if name is None and not self._served:
+            raise GalleryNotFoundError(
+                "This service has no gallery yet. Make one with POST /galleries, or start the "
+                "service with --gallery."
+            )
+        name = next(iter(self._served)) if name is None else name
+        if name not in self._served:
             raise GalleryNotFoundError(
                 f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
                 f"{', '.join(self._served) or 'none'}."
             )
-        return served
+        return self._served[name]
 
     def _open_first(self, location: GalleryLocation) -> None:
-        """Before the event loop runs."""
+        """With its model, before the event loop runs."""
+        opened = len(self._opened)
         try:
             gallery = self._open_gallery(location)
             self._opened.append((location, gallery))
             try:
-                self._open_model(location.name, gallery)
-            except BaseException:
-                self._close(*self._opened.pop())
-                raise
+                self._models.open(gallery.bundle_id)
+            except BundleNotFoundError:
+                if gallery.bundle_id == self._primary:
+                    raise
+                raise BundleMismatchError(
+                    f"Gallery {location.name!r} was made with bundle {gallery.bundle_id}, the "
+                    f"service runs {self._primary}. Serve the bundle it was made with, or build it "
+                    "again: kinlens-index build."
+                ) from None
         except KinlensError as error:
             if not location.managed:
                 raise
+            self._close_opened(opened)
             self.failures.add(location, error)
-
-    def _open_model(self, name: str, gallery: Gallery) -> None:
-        try:
-            embedder = self._models.open(gallery.bundle_id)
-        except BundleNotFoundError:
-            if gallery.bundle_id == self._primary:
-                raise
-            raise BundleMismatchError(
-                f"Gallery {name!r} was made with bundle {gallery.bundle_id}, the service runs "
-                f"{self._primary}. Serve the bundle it was made with, or build it again: "
-                "kinlens-index build."
-            ) from None
-        _check_dim(name, gallery, embedder.dim)
 
     async def _looked_at(self, location: GalleryLocation) -> GalleryLocation:
         """With its generation on Milvus; with that of the last look while there is no answer."""
         served = self._served.get(location.name)
-        if location.path is not None or served is None:
-            return location
-        gallery = served.gallery
-        if not isinstance(gallery, MilvusStore):
+        if served is None or not isinstance(gallery := served.gallery, MilvusStore):
             return location
         try:
             current = await self._call(gallery.look)
@@ -340,7 +327,7 @@ class Registry:
             gallery = await self._call(lambda: self._open_gallery(location))
             try:
                 model = await self._models.get(gallery.bundle_id)
-                await self._call(lambda: _check_searches(location.name, gallery, model))
+                await self._call(lambda: _check_searches(gallery, model))
             except BaseException:
                 self._close(location, gallery)
                 raise
@@ -376,8 +363,8 @@ class Registry:
             self._closings.add(thread)
             thread.start()
 
-    def _close_opened(self) -> None:
-        while self._opened:
+    def _close_opened(self, left: int = 0) -> None:
+        while len(self._opened) > left:
             self._close(*self._opened.pop())
 
     def _join(self) -> None:
@@ -479,22 +466,11 @@ def probe(gallery: Gallery, model: Model) -> tuple[str, bool]:
     return version, is_found and all(math.isfinite(hit.score) for hit in hits)
 
 
-def _check_searches(name: str, gallery: Gallery, model: Model) -> None:
-    """What a gallery must pass before it is served. Raises: GalleryError."""
-    _check_dim(name, gallery, model.dim)
+def _check_searches(gallery: Gallery, model: Model) -> None:
+    """What a gallery must pass before it is served. Raises: GalleryError, InvalidParameterError."""
     _, is_searchable = probe(gallery, model)
     if not is_searchable:
         raise GalleryCorruptError(
-            f"Gallery {name!r} has {gallery.size:,} items, but a search found none of them. Make "
-            "its index again: kinlens-index compact GALLERY --rebuild."
-        )
-
-
-def _check_dim(name: str, gallery: Gallery, dim: int) -> None:
-    """Refuse vectors of another length than the model's. Raises: BundleMismatchError."""
-    if gallery.dim != dim:
-        raise BundleMismatchError(
-            f"Gallery {name!r} has vectors of length {gallery.dim}, its bundle "
-            f"{gallery.bundle_id[:SHORT]} makes them of length {dim}. Build it again: "
-            "kinlens-index build."
+            f"Gallery {gallery.name!r} has {gallery.size:,} items, but a search found none of "
+            "them. Make its index again: kinlens-index compact GALLERY --rebuild."
         )

@@ -31,7 +31,7 @@ from service.access.keys import KeyStore
 from service.access.rates import LocalCounts, RateLimits, SharedCounts
 from service.galleries.locations import GalleryLocation, Locations
 from service.galleries.migration import bring_over
-from service.galleries.pictures import PictureFiles, PictureFolder, SharedPictures
+from service.galleries.pictures import PictureFolder, SharedPictures
 from service.galleries.registry import Failures
 from service.galleries.renditions import Renditions
 from service.http.routes import RouteTable
@@ -68,7 +68,6 @@ __all__ = [
     "Lookup",
     "LruCache",
     "MilvusStore",
-    "PictureFiles",
     "PictureFolder",
     "ProcessDecoder",
     "RateLimits",

@@ -1,6 +1,7 @@
 """Galleries over HTTP: list, describe, create, delete; and what all routes of a gallery share."""
 
 import os
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Annotated, Any
@@ -86,11 +87,13 @@ class NewGallery(BaseModel):
 @router.get("/galleries", responses=problems(*_READING), summary="List the galleries")
 async def galleries(runtime: Service) -> Galleries:
     """Every gallery as it is now; the first is the default of a search."""
-    listed = []
-    for name in runtime.registry.names():
-        with runtime.registry.lease(name) as served:
-            listed.append(await _listed(runtime, served))
-    return Galleries(bundle_id=runtime.registry.model.bundle_id, galleries=listed)
+    registry, state = runtime.registry, runtime.settings.state
+    with ExitStack() as leases:  # all at one moment: one of them may be deleted in the next
+        found = [leases.enter_context(registry.lease(name)) for name in registry.names()]
+        listed = await runtime.read(
+            "the galleries", lambda: [_described(served, state) for served in found]
+        )
+    return Galleries(bundle_id=registry.model.bundle_id, galleries=listed)
 
 
 @router.get("/galleries/{name}", responses=problems(*FAILURES), summary="Describe a gallery")
@@ -111,7 +114,7 @@ async def create(runtime: Service, new: NewGallery, response: Response) -> Galle
     await runtime.managed.create(new.name, new.bundle_id)
     response.headers["Location"] = f"/galleries/{new.name}"
     with runtime.registry.lease(new.name) as served:
-        return await _listed(runtime, served)
+        return await runtime.read("the gallery", lambda: _described(served, runtime.settings.state))
 
 
 @router.delete(
@@ -125,20 +128,16 @@ async def delete(runtime: Service, name: str) -> None:
     await runtime.managed.delete(name)
 
 
-async def _listed(runtime: Runtime, served: Served) -> GalleryModel:
-    def read() -> GalleryModel:
-        return GalleryModel(**_facts(served, served.gallery.facts(), runtime.settings.state))
-
-    return await runtime.read("the gallery", read)
+def _described(served: Served, state: FilePath | None) -> GalleryModel:
+    return GalleryModel(**_known(served, served.gallery.facts(), state))
 
 
-def _facts(served: Served, facts: GalleryFacts, state: FilePath | None) -> dict[str, Any]:
-    known = {"version", "generation", "bundle_id", "size", "dim", "created_at"}
-    writable = _is_writable(served, state)
-    return facts.model_dump(include=known) | {
+def _known(served: Served, facts: GalleryFacts, state: FilePath | None) -> dict[str, Any]:
+    of_gallery = {"version", "generation", "bundle_id", "size", "dim", "created_at"}
+    return facts.model_dump(include=of_gallery) | {
         "name": served.name,
         "managed": served.managed,
-        "writable": writable,
+        "writable": _is_writable(served, state),
     }
 
 
@@ -152,7 +151,7 @@ def _is_writable(served: Served, state: FilePath | None) -> bool:
 def _detail(served: Served, state: FilePath | None) -> GalleryDetail:
     facts = served.gallery.facts()
     return GalleryDetail(
-        **_facts(served, facts, state),
+        **_known(served, facts, state),
         attributes=[_attribute(one) for one in served.gallery.attribute_facts()],
         index=_index(facts),
         calibration=_calibration(served.model.calibration, facts.size),

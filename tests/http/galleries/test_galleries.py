@@ -206,6 +206,24 @@ def test_a_folder_that_does_not_answer_holds_up_nobody_else(
         assert [one.result().status_code for one in described] == [200, 200]
 
 
+def test_the_list_is_there_while_a_gallery_is_deleted(mall, monkeypatch) -> None:
+    for name in ("z1", "z2"):
+        mall.create(name)
+    access, seen = os.access, []
+
+    def delete_the_next(folder: Path, mode: int) -> bool:
+        if not seen:
+            seen.append(folder)
+            mall.client.delete("/galleries/z2").raise_for_status()
+        return access(folder, mode)
+
+    monkeypatch.setattr(os, "access", delete_the_next)
+    response = mall.client.get("/galleries")
+    assert response.status_code == 200, response.text
+    left = mall.client.get("/galleries").json()["galleries"]
+    assert "z2" not in [one["name"] for one in left]
+
+
 def test_what_another_process_made_is_there_at_the_first_request(tmp_path, data) -> None:
     slow = {"reload_interval_ms": 600_000}
     maker = start_shop(tmp_path, **slow)

@@ -286,7 +286,7 @@ class Registry:
             gallery = self._open_gallery(location)
             self._opened.append((location, gallery))
             try:
-                self._models.open(gallery.bundle_id)
+                dim = self._models.open(gallery.bundle_id).dim
             except BundleNotFoundError:
                 if gallery.bundle_id == self._primary:
                     raise
@@ -295,6 +295,11 @@ class Registry:
                     f"service runs {self._primary}. Serve the bundle it was made with, or build it "
                     "again: kinlens-index build."
                 ) from None
+            if gallery.dim != dim:
+                raise BundleMismatchError(
+                    f"Gallery {location.name!r} has vectors of length {gallery.dim}, its bundle "
+                    f"makes them of length {dim}. Build it again: kinlens-index build."
+                )
         except KinlensError as error:
             if not location.managed:
                 raise

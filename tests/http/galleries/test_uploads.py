@@ -99,8 +99,8 @@ def test_a_picture_that_is_about_to_be_named_or_copied_stays(pictures, tmp_path,
     }[kept]:
         thread = threading.Thread(target=pictures.discard, args=([orphan],))
         thread.start()
-        thread.join(0.2)
-        assert thread.is_alive() is (kept == "adding")
+        thread.join(0.2 if kept == "adding" else WAIT_S)
+        assert thread.is_alive() is (kept == "adding"), "only one that is about to be named waits"
         assert pictures.has(orphan)
     thread.join(WAIT_S)
     pictures.sweep()

@@ -19,7 +19,7 @@ from embedder.session import Embedder
 from service.access.rates import RateLimits
 from service.api import galleries as gallery_routes
 from service.api import items, jobs, operations, pictures, search
-from service.galleries.registry import Gallery
+from service.galleries.locations import Gallery
 from service.http.bodies import BodyLimit
 from service.http.gate import Gate, bounds_of, open_rates
 from service.http.openapi import install_openapi

@@ -6,20 +6,21 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
 from embedder.errors import DeadlineExceededError, GalleryNotFoundError
 from embedder.session import Embedder
-from indexer.gallery import Gallery as IndexedGallery
 from service.access.keys import KeyStore, open_keys
 from service.concurrency import BoundedPool
 from service.galleries.items import Items
-from service.galleries.locations import Bundles, Locations, managed_folder, open_gallery
+from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from service.galleries.managed import ManagedGalleries
 from service.galleries.migration import bring_over
-from service.galleries.pictures import Renditions, Sweeper
-from service.galleries.registry import Gallery, Registry
+from service.galleries.pictures import Sweeper
+from service.galleries.registry import Registry
+from service.galleries.renditions import Renditions
 from service.jobs.manager import JobManager
 from service.observe.health import Health
 from service.observe.metrics import Metrics
@@ -31,27 +32,9 @@ from service.search.pipeline import Pipeline, RecallSampler
 from service.search.redis_cache import RedisStore
 from service.settings import Settings
 
-_NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
-_PATIENCE = 4
+T = TypeVar("T")
 _WRITERS = 2  # a catalogue has one writer at a time; the other one prepares
 _FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once; each is short
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A gallery at one moment."""
-
-    version: str
-    size: int
-
-
-def _state(gallery: Gallery) -> State:
-    """Both of one moment, unless the gallery changes all the time."""
-    for _ in range(_PATIENCE):
-        version, size = gallery.version, gallery.size
-        if gallery.version == version:
-            break
-    return State(version, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +89,18 @@ class Runtime:
         for warning in missing_image_roots(self.galleries):
             structlog.get_logger().warning("image root is missing", detail=warning)
 
-    async def state(self, gallery: Gallery) -> State:
-        """Version and size of a gallery at one moment.
+    async def read(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` reads, in a thread.
 
-        Raises: DeadlineExceededError, OverloadedError, GalleryError.
+        Raises: DeadlineExceededError, OverloadedError, what `work` raises.
         """
         limit_s = self.settings.request_timeout_ms / 1e3
         try:
             async with asyncio.timeout(limit_s):
-                return await self.pools["lookup"].run(lambda: _state(gallery))
+                return await self.pools["file"].run(work)
         except TimeoutError as error:
             raise DeadlineExceededError(
-                f"The gallery took longer than {limit_s:g} s, which is the limit. "
+                f"Reading {what} took longer than {limit_s:g} s, which is the limit. "
                 "Try again in a second."
             ) from error
 
@@ -135,7 +118,7 @@ class Runtime:
             ending.push_async_callback(asyncio.to_thread, self.sampler.close)
             ending.push_async_callback(self.registry.stop)
             if self.sweeper is not None:
-                ending.push_async_callback(asyncio.to_thread, self.sweeper.stop)
+                ending.callback(self.sweeper.stop)
             if self.jobs is not None:
                 ending.push_async_callback(asyncio.to_thread, self.jobs.close)
 
@@ -157,18 +140,11 @@ def build_runtime(
     pools = _create_pools(settings)
     lanes = _create_lanes(settings)
     connect = _connector(settings, cache, lanes, metrics)
-    registry, models = open_registry(
-        settings,
-        connect,
-        metrics,
-        embedder,
-        galleries,
-    )
+    registry, models = open_registry(settings, connect, metrics, embedder, galleries)
     jobs = None if settings.state is None else JobManager(settings)
     count_jobs = dict if jobs is None else jobs.store.counts
     observer = Observer(registry, models, pools["lookup"], limit_s, count_jobs)
     metrics.add(observer)
-    folder = managed_folder(settings.state)
     health = Health(registry, models, pools["lookup"], settings.ready_timeout_ms / 1e3)
     publish(metrics, lanes, cache, health)
     sampler = RecallSampler(registry, metrics, settings.recall_sample)
@@ -188,7 +164,7 @@ def build_runtime(
         keys=open_keys(settings.state),
         items=Items(registry, pools["write"], limit_s, puts=settings.state is not None),
         sweeper=None if settings.state is None else Sweeper(settings.state, registry.folders),
-        managed=ManagedGalleries(registry, models, folder, pools["write"], jobs, limit_s),
+        managed=ManagedGalleries(registry, models, settings.state, pools["write"], jobs, limit_s),
         jobs=jobs,
     )
 
@@ -242,14 +218,11 @@ def open_registry(
     bundles = Bundles(settings, embedder)
     primary = bundles.primary()
     models = Models(bundles.open, connect)
-    own = settings if galleries is None else settings.model_copy(update=_NO_GALLERIES)
-    locations = Locations(own)
+    locations = Locations(settings, galleries)
     found = locations.list_galleries()
     if settings.state is not None:
-        given = [one.path for one in (galleries or {}).values() if isinstance(one, IndexedGallery)]
-        places = [location.path for location in found if location.path is not None]
-        bring_over(settings.state, [*given, *places])
-    elif not galleries and not found:
+        bring_over(settings.state, [one.path for one in found if one.path is not None])
+    elif not found:
         raise GalleryNotFoundError(
             "No gallery was given. Name at least one folder with --gallery or KINLENS_GALLERIES, "
             "or a folder for those that are made while the service runs with --state."
@@ -258,7 +231,6 @@ def open_registry(
         locations,
         models,
         primary,
-        galleries,
         open_gallery=lambda place: open_gallery(place, settings, metrics.observe_milvus),
         on_failure=lambda name: metrics.reload_failures.labels(name).inc(),
     )

@@ -1,12 +1,10 @@
 """Galleries over HTTP: list, describe, create, delete; and what all routes of a gallery share."""
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path as FilePath
-from typing import Annotated, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -31,8 +29,6 @@ from service.galleries.registry import Served
 from service.http.openapi import problems
 from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS, UNSUPPORTED_MEDIA
 from service.runtime import Runtime
-
-T = TypeVar("T")
 
 _READING = (
     KINDS[errors.OverloadedError],
@@ -91,19 +87,20 @@ class NewGallery(BaseModel):
 @router.get("/galleries", responses=problems(*_READING), summary="List the galleries")
 async def galleries(runtime: Service) -> Galleries:
     """Every gallery as it is now; the first is the default of a search."""
-    listed = []
-    for name in runtime.registry.names():
-        with runtime.registry.lease(name) as served:
-            listed.append(await _listed(runtime, served))
-    return Galleries(bundle_id=runtime.registry.model.bundle_id, galleries=listed)
+    registry, state = runtime.registry, runtime.settings.state
+    with ExitStack() as leases:  # all at one moment: one of them may be deleted in the next
+        found = [leases.enter_context(registry.lease(name)) for name in registry.names()]
+        listed = await runtime.read(
+            "the galleries", lambda: [_described(served, state) for served in found]
+        )
+    return Galleries(bundle_id=registry.model.bundle_id, galleries=listed)
 
 
 @router.get("/galleries/{name}", responses=problems(*FAILURES), summary="Describe a gallery")
 async def gallery(runtime: Service, name: str) -> GalleryDetail:
     """A gallery with its attributes, for filters; its index; the calibration of its bundle."""
-    async with leased(runtime, name) as served:
-        listed = await _listed(runtime, served)
-        return await read_from_disk(runtime, "the gallery", lambda: _detail(served, listed))
+    async with runtime.registry.find(name) as served:
+        return await runtime.read("the gallery", lambda: _detail(served, runtime.settings.state))
 
 
 @router.post(
@@ -117,7 +114,7 @@ async def create(runtime: Service, new: NewGallery, response: Response) -> Galle
     await runtime.managed.create(new.name, new.bundle_id)
     response.headers["Location"] = f"/galleries/{new.name}"
     with runtime.registry.lease(new.name) as served:
-        return await _listed(runtime, served)
+        return await runtime.read("the gallery", lambda: _described(served, runtime.settings.state))
 
 
 @router.delete(
@@ -131,43 +128,17 @@ async def delete(runtime: Service, name: str) -> None:
     await runtime.managed.delete(name)
 
 
-@asynccontextmanager
-async def leased(runtime: Runtime, name: str) -> AsyncIterator[Served]:
-    """A gallery and its model for as long as the block lasts. Raises: GalleryNotFoundError."""
-    await runtime.registry.refresh_if_unknown(name)
-    with runtime.registry.lease(name) as served:
-        yield served
+def _described(served: Served, state: FilePath | None) -> GalleryModel:
+    return GalleryModel(**_known(served, served.gallery.facts(), state))
 
 
-async def read_from_disk(runtime: Runtime, what: str, work: Callable[[], T]) -> T:
-    """What `work` returns, in a thread. Raises: DeadlineExceededError, OverloadedError."""
-    limit_s = runtime.settings.request_timeout_ms / 1e3
-    try:
-        async with asyncio.timeout(limit_s):
-            return await runtime.pools["file"].run(work)
-    except TimeoutError as error:
-        raise errors.DeadlineExceededError(
-            f"Reading {what} took longer than {limit_s:g} s, which is the limit. "
-            "Try again in a second."
-        ) from error
-
-
-async def _listed(runtime: Runtime, served: Served) -> GalleryModel:
-    gallery = served.gallery
-    state = await runtime.state(gallery)
-    return GalleryModel(
-        name=served.name,
-        version=state.version,
-        generation=gallery.generation,
-        bundle_id=gallery.bundle_id,
-        size=state.size,
-        dim=gallery.dim,
-        created_at=gallery.created_at,
-        managed=served.managed,
-        writable=await read_from_disk(
-            runtime, "the gallery", lambda: _is_writable(served, runtime.settings.state)
-        ),
-    )
+def _known(served: Served, facts: GalleryFacts, state: FilePath | None) -> dict[str, Any]:
+    of_gallery = {"version", "generation", "bundle_id", "size", "dim", "created_at"}
+    return facts.model_dump(include=of_gallery) | {
+        "name": served.name,
+        "managed": served.managed,
+        "writable": _is_writable(served, state),
+    }
 
 
 def _is_writable(served: Served, state: FilePath | None) -> bool:
@@ -177,11 +148,10 @@ def _is_writable(served: Served, state: FilePath | None) -> bool:
     return state is not None and (served.path is None or os.access(served.path, os.W_OK))
 
 
-def _detail(served: Served, listed: GalleryModel) -> GalleryDetail:
+def _detail(served: Served, state: FilePath | None) -> GalleryDetail:
     facts = served.gallery.facts()
-    known = listed.model_dump() | {"version": facts.version, "size": facts.size}
     return GalleryDetail(
-        **known,
+        **_known(served, facts, state),
         attributes=[_attribute(one) for one in served.gallery.attribute_facts()],
         index=_index(facts),
         calibration=_calibration(served.model.calibration, facts.size),

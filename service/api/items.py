@@ -1,6 +1,7 @@
 """The items of galleries over HTTP: list, put, patch, remove."""
 
-from typing import Annotated, Any
+from collections import Counter
+from typing import Annotated, Any, get_args
 from urllib.parse import quote
 
 from fastapi import APIRouter, HTTPException, Query, Request
@@ -19,8 +20,6 @@ from service.api.galleries import (
     ItemId,
     Service,
     Version,
-    leased,
-    read_from_disk,
 )
 from service.api.models import (
     ItemModel,
@@ -39,9 +38,8 @@ from service.api.requests import (
     shown,
     where_of,
 )
-from service.galleries.items import NewItem, Outcome
-from service.galleries.locations import VERSION_DIGITS
-from service.galleries.registry import Gallery
+from service.galleries.items import NewItem, Outcome, Status
+from service.galleries.locations import VERSION_DIGITS, Gallery
 from service.http.bodies import (
     JSON,
     Part,
@@ -164,7 +162,7 @@ async def items(
 
     To read all while some are added and removed, send the last number of a page as `after`.
     """
-    async with leased(runtime, name) as served:
+    async with runtime.registry.find(name) as served:
         gallery = served.gallery
 
         def read() -> ItemPage:
@@ -178,15 +176,15 @@ async def items(
                 generation=gallery.generation,
             )
 
-        return await read_from_disk(runtime, "the items", read)
+        return await runtime.read("the items", read)
 
 
 @router.get("/{item_id}", responses=problems(*FAILURES, _UNKNOWN_ITEM), summary="Describe an item")
 async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
     """What is known of one item."""
-    async with leased(runtime, name) as served:
+    async with runtime.registry.find(name) as served:
         gallery = served.gallery
-        found = await read_from_disk(runtime, "the item", lambda: gallery.item(item_id))
+        found = await runtime.read("the item", lambda: gallery.item(item_id))
         return _item(name, gallery, found)
 
 
@@ -202,17 +200,14 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     The same key and content again is `unchanged`. Searches find an item when this returns. If a
     single item was sent and failed, the answer is its problem.
     """
-    async with leased(runtime, name):
+    async with runtime.registry.find(name):
         pass  # an unknown gallery is told before the body is read
     done = await runtime.items.put(name, await _new_items(request, runtime))
     if len(done.outcomes) == 1 and done.outcomes[0].error is not None:
         raise done.outcomes[0].error
+    counts = Counter(outcome.status for outcome in done.outcomes)
     return PutAnswer(
-        added=done.count("added"),
-        replaced=done.count("replaced"),
-        updated=done.count("updated"),
-        unchanged=done.count("unchanged"),
-        failed=done.count("failed"),
+        **{status: counts[status] for status in get_args(Status)},
         items=[_result(outcome, request) for outcome in done.outcomes],
         version=done.version,
     )
@@ -227,7 +222,6 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
 async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
     """Change attributes of items by key, all or none."""
     sent = await read_model(request, PatchItems)
-    await runtime.registry.refresh_if_unknown(name)
     changed = await runtime.items.patch(name, sent.changes)
     return PatchAnswer(changed=changed.count, version=changed.version)
 
@@ -239,7 +233,6 @@ async def remove(
     key: Annotated[list[str], Query(min_length=1, max_length=MAX_KEYS)],
 ) -> RemoveAnswer:
     """Remove items; unknown keys are not counted."""
-    await runtime.registry.refresh_if_unknown(name)
     removed = await runtime.items.remove(name, key)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
@@ -255,11 +248,10 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
     sent = await read_model(request, RemoveItems)
     if (sent.keys is None) == (sent.filter is None):
         raise InvalidParameterError("Send either keys or filter, and not both.")
-    await runtime.registry.refresh_if_unknown(name)
     if sent.keys is not None:
         removed = await runtime.items.remove(name, sent.keys)
     else:
-        where = await read_from_disk(runtime, "the filter", lambda: where_of(sent.filter))
+        where = await runtime.read("the filter", lambda: where_of(sent.filter))
         if where is None:
             raise errors.FilterError("The filter is empty. To remove all items, send keys.")
         removed = await runtime.items.remove_where(name, where)
@@ -271,7 +263,6 @@ async def remove_item(
     runtime: Service, name: str, item_id: ItemId, version: Version = None
 ) -> RemoveAnswer:
     """Remove one item by its number; in another generation that is the number of another."""
-    await runtime.registry.refresh_if_unknown(name)
     removed = await runtime.items.remove_item(name, item_id, version)
     return RemoveAnswer(removed=removed.count, version=removed.version)
 

@@ -1,5 +1,6 @@
 """Pictures over HTTP: those of items, and the samples to try a search with."""
 
+from pathlib import Path as FilePath
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -8,16 +9,24 @@ from pydantic import BeforeValidator
 from embedder import errors
 from indexer.ingest.pictures import ItemImage, is_shown, item_bytes, shown
 from indexer.types import Item
-from service.api.galleries import FAILURES, ItemId, Version, leased, read_from_disk
+from service.api.galleries import FAILURES, ItemId, Version
 from service.api.models import SampleModel, SamplesAnswer
-from service.galleries.pictures import MAX_SAMPLES, SIDES_PX, Samples
 from service.galleries.registry import Served
+from service.galleries.renditions import SIDES_PX
 from service.http.openapi import problems
 from service.problems import INVALID, KINDS
 from service.runtime import Runtime
 
+MAX_SAMPLES = 48
 Size = Literal[160, 320, 640]
 
+_SAMPLE_TYPES = {
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".png": "image/png",
+    ".webp": "image/webp",
+    ".gif": "image/gif",
+}
 _UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
 _PICTURE = {"content": {"image/*": {}}, "description": "The picture."}
 _SIZE_TEXT = (
@@ -28,7 +37,7 @@ _SIZE_TEXT = (
 
 def build_router(runtime: Runtime) -> APIRouter:
     """The routes of pictures; the settings name the folder of samples."""
-    router, samples = APIRouter(), Samples(runtime.settings.samples)
+    router, samples = APIRouter(), _list_samples(runtime.settings.samples)
 
     @router.get(
         "/galleries/{name}/items/{item_id}/image",
@@ -52,14 +61,14 @@ def build_router(runtime: Runtime) -> APIRouter:
         ] = None,
     ) -> Response:
         """The picture as a browser can show it; items are found by number only."""
-        async with leased(runtime, name) as served:
+        async with runtime.registry.find(name) as served:
             gallery = served.gallery
             served.check_generation(version)
             etag = f'"{gallery.generation}-{item_id}{f"-{size}" if size else ""}"'
             headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
             if etag in request.headers.get("if-none-match", ""):
                 # It may have been removed.
-                await read_from_disk(runtime, "the picture", lambda: gallery.item(item_id))
+                await runtime.read("the picture", lambda: gallery.item(item_id))
                 return Response(status_code=304, headers=headers)
             data, media_type = await _picture(runtime, served, item_id, size)
         return Response(data, media_type=media_type, headers=headers)
@@ -68,8 +77,8 @@ def build_router(runtime: Runtime) -> APIRouter:
     async def list_samples() -> SamplesAnswer:
         """Pictures to try a search with; none unless the operator chose a folder of them."""
         listed = [
-            SampleModel(name=sample.name, image=f"/samples/{number}")
-            for number, sample in enumerate(samples.all())
+            SampleModel(name=path.stem, image=f"/samples/{number}")
+            for number, path in enumerate(samples)
         ]
         return SamplesAnswer(samples=listed)
 
@@ -81,10 +90,33 @@ def build_router(runtime: Runtime) -> APIRouter:
     )
     def sample(number: Annotated[int, Path(ge=0, le=MAX_SAMPLES)]) -> Response:
         """The picture of a sample query."""
-        media_type = samples.get(number).media_type
-        return Response(samples.read(number), media_type=media_type)
+        if number >= len(samples):
+            raise errors.ItemNotFoundError(
+                f"There is no sample {number}; there are {len(samples)}. GET /samples lists them."
+            )
+        path = samples[number]
+        try:
+            return Response(path.read_bytes(), media_type=_SAMPLE_TYPES[path.suffix.lower()])
+        except OSError as error:
+            raise errors.ItemNotFoundError(
+                f"The file of sample {number} ({path.stem}) cannot be read any more. Restart the "
+                "service to look at its folder again."
+            ) from error
 
     return router
+
+
+def _list_samples(folder: FilePath | None) -> list[FilePath]:
+    """The first pictures of a folder by name. Raises: SourceError."""
+    try:
+        paths = [] if folder is None else sorted(folder.iterdir())
+    except OSError as error:
+        raise errors.SourceError(
+            f"The folder of samples {folder} cannot be read: {error.strerror}. Name a folder of "
+            "pictures with --samples or KINLENS_SAMPLES."
+        ) from error
+    known = [path for path in paths if path.suffix.lower() in _SAMPLE_TYPES and path.is_file()]
+    return known[:MAX_SAMPLES]
 
 
 async def _picture(
@@ -96,38 +128,21 @@ async def _picture(
     def find() -> tuple[Item, ItemImage | None]:
         item = gallery.item(item_id)
         as_it_is = size is None and is_shown(item.format)
-        return item, _stored(served, item) if as_it_is else None
+        return item, shown(_original(served, item), item.format) if as_it_is else None
 
-    item, picture = await read_from_disk(runtime, "the picture", find)
+    item, picture = await runtime.read("the picture", find)
     if picture is not None:
         return picture.data, picture.media_type
 
     async def read() -> bytes:
-        return await read_from_disk(runtime, "the picture", lambda: _bytes(served, item))
+        return await runtime.read("the picture", lambda: _original(served, item))
 
     key = f"{served.name}/{gallery.generation}-{item_id}"  # a copied folder has its generation too
     return await runtime.renditions.get(key, read, size), "image/jpeg"
 
 
-def _stored(served: Served, item: Item) -> ItemImage:
-    """A picture that browsers show: the file that was indexed, or the one that was uploaded.
-
-    Raises: ItemNotFoundError, GalleryError.
-    """
-    data = _uploaded(served, item)
-    return served.gallery.image(item.id) if data is None else shown(data, item.format)
-
-
-def _bytes(served: Served, item: Item) -> bytes:
-    """As `_stored`, of any format, as it is."""
-    if is_shown(item.format):
-        return _stored(served, item).data
-    data = _uploaded(served, item)
-    return item_bytes(served.gallery.image_root, item) if data is None else data
-
-
-def _uploaded(served: Served, item: Item) -> bytes | None:
-    pictures = served.pictures
-    if pictures is None or item.path or not pictures.has(item.sha256):
-        return None
-    return pictures.read(item.sha256)
+def _original(served: Served, item: Item) -> bytes:
+    """The file as uploaded, or as indexed. Raises: ItemNotFoundError, GalleryError."""
+    if item.path or served.pictures is None:
+        return item_bytes(served.gallery.image_root, item)
+    return served.pictures.read(item.sha256)

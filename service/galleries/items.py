@@ -6,7 +6,7 @@ check ─► known content? its vector : decode and embed ─► picture on the 
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -27,10 +27,9 @@ from indexer.gallery import check_item as check_stored
 from indexer.gallery import current_generation
 from indexer.types import Entry, Item
 from service.concurrency import BoundedPool
-from service.galleries.locations import check_generation
-from service.galleries.picture_files import SharedPictures
-from service.galleries.pictures import PictureFolder
-from service.galleries.registry import Gallery, Registry, Served
+from service.galleries.locations import Gallery
+from service.galleries.pictures import PictureFolder, SharedPictures
+from service.galleries.registry import Registry, Served
 from service.search.model import Model
 
 T = TypeVar("T")
@@ -80,10 +79,6 @@ class Put:
     outcomes: Sequence[Outcome]
     version: str
 
-    def count(self, status: Status) -> int:
-        """How many items became that."""
-        return sum(outcome.status == status for outcome in self.outcomes)
-
 
 @dataclass(frozen=True, slots=True)
 class Changed:
@@ -115,21 +110,12 @@ class Items:
         """Store items; each fails alone. Raises: StateMissingError if this service stores none."""
 
         async def put(served: Served) -> Put:
-            pictures = served.pictures
-            if pictures is None and served.is_remote:
-                raise StateMissingError(
-                    f"There is no place for the pictures of gallery {served.name}, which lies on "
-                    f"Milvus. Start the service with --pictures {served.name}=ADDRESS."
-                )
-            if pictures is None or not (self._puts or served.is_remote):
-                raise StateMissingError(
-                    "The service keeps no uploaded images. Start it with --state DIR."
-                )
+            pictures = self._place_for_pictures(served)
             drafts = await self._pool.run(lambda: _drafts(served.gallery, items))
             deadline = time.monotonic() + -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
             unknown = [draft for draft in drafts if draft.error is None and draft.vector is None]
             await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
-            return await self._pool.run(lambda: _store(served.gallery, pictures, drafts))
+            return await self._pool.run(lambda: _store(served, pictures, drafts))
 
         return await self._changing(gallery, put)
 
@@ -156,7 +142,7 @@ class Items:
 
         Raises: ItemNotFoundError, also if the gallery was replaced meanwhile.
         """
-        with self._registry.lease(gallery) as served:
+        async with self._registry.find(gallery) as served:
             served.check_generation(generation)
             return await self._pool.run(lambda: _remove_item(served, item_id))
 
@@ -166,12 +152,25 @@ class Items:
     async def _changing(self, gallery: str, work: Callable[[Served], Awaitable[T]]) -> T:
         """Do it in the gallery as it is now; once more if that was replaced meanwhile."""
         try:
-            with self._registry.lease(gallery) as served:
+            async with self._registry.find(gallery) as served:
                 return await work(served)
         except (GalleryBusyError, BundleMismatchError):
             await self._registry.read_from_disk()
         with self._registry.lease(gallery) as served:
             return await work(served)
+
+    def _place_for_pictures(self, served: Served) -> PictureFolder | SharedPictures:
+        pictures = served.pictures
+        if pictures is None and served.is_remote:
+            raise StateMissingError(
+                f"There is no place for the pictures of gallery {served.name}, which lies on "
+                f"Milvus. Start the service with --pictures {served.name}=ADDRESS."
+            )
+        if pictures is None or not (self._puts or served.is_remote):
+            raise StateMissingError(
+                "The service keeps no uploaded images. Start it with --state DIR."
+            )
+        return pictures
 
     async def _embed(self, model: Model, draft: "_Draft", deadline: float) -> None:
         try:
@@ -191,9 +190,9 @@ class _Draft:
     """An item that is being stored; one with an `error` goes no further."""
 
     item: NewItem
+    error: KinlensError | None
     sha256: str = ""
     vector: NDArray[np.float32] | None = None
-    error: KinlensError | None = None
 
     def entry(self, stored: Item | None) -> Entry:
         """As it is to be stored; a picture that was indexed where it lies stays there."""
@@ -203,10 +202,20 @@ class _Draft:
             path, kind = stored.path, stored.format
         return Entry(self.item.key, self.vector, self.sha256, self.item.attributes, path, kind)
 
+    def outcome(
+        self, entries: Mapping[str, Entry], old: Mapping[str, Item], new: Mapping[str, Item]
+    ) -> Outcome:
+        """What became of it; `old` and `new` are the items that had and have the keys."""
+        key = self.item.key
+        if self.error is not None:
+            return Outcome(key, "failed", error=self.error)
+        number = new[key].id if key in new else None
+        return Outcome(key, _status(old.get(key), entries[key]), number)
+
 
 def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
     """Each item checked against the gallery; the vector of a content that it has is reused."""
-    drafts = [_Draft(item, error=item.error) for item in items]
+    drafts = [_Draft(item, item.error) for item in items]
     kinds = dict(gallery.schema())
     seen: set[str] = set()
     for draft in drafts:
@@ -245,54 +254,42 @@ def _check_count(key: str, attributes: Collection[str]) -> None:
 
 
 def _store(
-    gallery: Gallery, pictures: PictureFolder | SharedPictures, drafts: Sequence[_Draft]
+    served: Served, pictures: PictureFolder | SharedPictures, drafts: Sequence[_Draft]
 ) -> Put:
     """Keep the pictures, then store the items; what nobody shows afterwards goes.
 
     Raises: GalleryBusyError, GalleryWriteError, and then nothing was stored.
     """
-    good = [draft for draft in drafts if draft.error is None]
-    old = gallery.stored([draft.item.key for draft in good])
-    entries = {draft.item.key: draft.entry(old.get(draft.item.key)) for draft in good}
-    uploaded = [draft for draft in good if not entries[draft.item.key].path]
+    gallery = served.gallery
+    good = {draft.item.key: draft for draft in drafts if draft.error is None}
+    old = gallery.stored([*good])
+    entries = {key: draft.entry(old.get(key)) for key, draft in good.items()}
+    uploads = {
+        draft.sha256: draft.item.data for key, draft in good.items() if not entries[key].path
+    }
     replaced = [item.sha256 for key, item in old.items() if item.sha256 != entries[key].sha256]
     try:
-        with pictures.adding():
-            for draft in uploaded:
-                pictures.save(draft.item.data)
+        with pictures.keeping(uploads):
             _add(gallery, good, entries)
     except KinlensError:
-        pictures.discard(draft.sha256 for draft in uploaded)
+        served.discard_pictures([*uploads])
         raise
-    pictures.discard([*replaced, *(draft.sha256 for draft in uploaded if draft.error is not None)])
+    failed = [draft.sha256 for draft in good.values() if draft.error is not None]
+    served.discard_pictures([*replaced, *failed])
     new = gallery.stored([*entries])
-    outcomes = [_outcome(draft, entries, old, new) for draft in drafts]
-    return Put(outcomes, gallery.version)
+    return Put([draft.outcome(entries, old, new) for draft in drafts], gallery.version)
 
 
-def _add(gallery: Gallery, drafts: Sequence[_Draft], entries: Mapping[str, Entry]) -> None:
+def _add(gallery: Gallery, drafts: Mapping[str, _Draft], entries: Mapping[str, Entry]) -> None:
     """All in one transaction; if an entry does not fit after all, each in its own."""
     try:
-        gallery.add([entries[draft.item.key] for draft in drafts])
+        gallery.add(list(entries.values()))
     except InvalidParameterError:
-        for draft in drafts:
+        for key, entry in entries.items():
             try:
-                gallery.add([entries[draft.item.key]])
+                gallery.add([entry])
             except KinlensError as error:
-                draft.error = error
-
-
-def _outcome(
-    draft: _Draft,
-    entries: Mapping[str, Entry],
-    old: Mapping[str, Item],
-    new: Mapping[str, Item],
-) -> Outcome:
-    key = draft.item.key
-    if draft.error is not None:
-        return Outcome(key, "failed", error=draft.error)
-    number = new[key].id if key in new else None
-    return Outcome(key, _status(old.get(key), entries[key]), number)
+                drafts[key].error = error
 
 
 def _status(stored: Item | None, entry: Entry) -> Status:
@@ -327,7 +324,7 @@ def _patch(gallery: Gallery, changes: Changes) -> Changed:
 def _remove(served: Served, keys: Sequence[str]) -> Changed:
     contents = _uploaded(served.gallery.stored(keys).values())
     removed = served.gallery.remove(keys)
-    _discard(served, contents)
+    served.discard_pictures(contents)
     return Changed(removed, served.gallery.version)
 
 
@@ -339,10 +336,9 @@ def _remove_item(served: Served, item_id: ItemId) -> Changed:
             gallery.item(item_id)  # replaced meanwhile: an error that says so
     except GalleryBusyError:
         if served.path is not None:
-            current = current_generation(served.path) or gallery.generation
-            check_generation(served.name, current, gallery.generation)
+            served.check_generation(gallery.generation, current_generation(served.path))
         raise
-    _discard(served, _uploaded([item]))
+    served.discard_pictures(_uploaded([item]))
     return Changed(1, gallery.version)
 
 
@@ -358,14 +354,9 @@ def _remove_where(served: Served, where: Filter) -> Changed:
     try:
         removed = gallery.remove_where(where)
     finally:
-        _discard(served, contents)  # also of what went before it was cut short
+        served.discard_pictures(contents)  # also of what went before it was cut short
     return Changed(removed, gallery.version)
 
 
-def _uploaded(items: Collection[Item]) -> list[str]:
+def _uploaded(items: Iterable[Item]) -> list[str]:
     return [item.sha256 for item in items if not item.path]
-
-
-def _discard(served: Served, contents: Sequence[str]) -> None:
-    if served.pictures is not None:
-        served.pictures.discard(contents)

@@ -1,7 +1,7 @@
 """Where things are: the galleries and bundles of the settings, then those of the state folder."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,14 +10,13 @@ from embedder.errors import (
     BundleNotFoundError,
     GalleryNotFoundError,
     InvalidParameterError,
-    ItemNotFoundError,
 )
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
 from embedder.types import SHORT
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
 from indexer.types import MILVUS, OnCall, checked_name, milvus_address, unobserved
-from service.galleries.picture_files import PictureFiles
+from service.galleries.pictures import SharedPictures
 from service.settings import Settings, split_gallery, split_named
 
 VERSION_DIGITS = 12
@@ -27,15 +26,21 @@ VERSION_PATTERN = rf"^[0-9a-f]{{{VERSION_DIGITS},64}}$"
 VERSION_TEXT = "The gallery generation that the number is from; default: the one being served."
 
 _FOLDER_DIGITS = 16
+_NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
+
+Gallery = IndexedGallery | MilvusStore
+"""A gallery that is served. To read its `version` or `size` may block, since they are looked up.
+Each change raises GalleryBusyError while a build replaces the gallery, and GalleryWriteError.
+"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GalleryLocation:
     """Where a gallery is; `generation` is what it is at now, None if it is not there.
 
     A `managed` one was made by the service and lies in its state folder. One on Milvus has no
     `path` but an `address`, and perhaps a place for `pictures`; its server is not asked here, so
-    its `generation` is None.
+    its `generation` is None. One that was `given` open is never opened or closed.
     """
 
     name: str
@@ -44,7 +49,8 @@ class GalleryLocation:
     generation: str | None
     image_root: Path | None = None
     address: str = ""
-    pictures: PictureFiles | None = None
+    pictures: SharedPictures | None = None
+    given: Gallery | None = None
 
     @property
     def exists(self) -> bool:
@@ -55,42 +61,52 @@ class GalleryLocation:
 class Locations:
     """Finds galleries on the disk; every call may block."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Raises: GalleryNotFoundError if two galleries have one name, or an image root has none.
+    def __init__(self, settings: Settings, given: Mapping[str, Gallery] | None = None) -> None:
+        """Galleries that are `given` open stand for those of the settings.
 
-        GalleryError for a gallery without a name of its own that cannot be read.
+        Raises: GalleryNotFoundError if two galleries have one name, or an image root has none;
+            GalleryError for a gallery without a name of its own that cannot be read.
         """
+        if given is not None:
+            settings = settings.model_copy(update=_NO_GALLERIES)
+        self._open = given or {}
+        self._managed = None if settings.state is None else managed_folder(settings.state)
         self._roots = dict(split_gallery(entry) for entry in settings.image_roots)
-        self._managed = managed_folder(settings.state)
         limit_s = settings.pictures_timeout_ms / 1e3
         self._pictures = {
-            name: PictureFiles(address, limit_s)
+            name: SharedPictures(address, limit_s)
             for name, address in map(split_named, settings.pictures)
             if name is not None
         }
-        self._given: dict[str, str] = {}
+        self._named: dict[str, str] = {}
         for entry in settings.galleries:
             name, text = split_named(entry)
             name = name or _own_name(text)
-            if name in self._given:
+            if name in self._named:
                 raise GalleryNotFoundError(
                     f"Two galleries are called {name!r}. Give one of them another name: "
                     f"--gallery NAME={text}."
                 )
-            self._given[name] = text
-        self._check_roots()
-        self._check_pictures()
+            self._named[name] = text
+        self._check()
 
     def list_galleries(self) -> list[GalleryLocation]:
-        """Every gallery, in the order of the service; given ones also while they are away."""
-        found = [self._given_location(name, text) for name, text in self._given.items()]
+        """Every gallery, in the order of the service; those of the settings also while they are
+        away.
+        """
+        found = [
+            GalleryLocation(name, _path_of(gallery), False, gallery.generation, given=gallery)
+            for name, gallery in self._open.items()
+        ]
+        found += [self._named_location(name, text) for name, text in self._named.items()]
+        taken = {location.name for location in found}
         for path in self._managed_folders():
             location = self._location(path.name, path, managed=True)
-            if path.name not in self._given and location.generation is not None:
+            if path.name not in taken and location.generation is not None:
                 found.append(location)
         return found
 
-    def _given_location(self, name: str, text: str) -> GalleryLocation:
+    def _named_location(self, name: str, text: str) -> GalleryLocation:
         if not text.startswith(MILVUS):
             return self._location(name, Path(text), managed=False)
         root, pictures = self._roots.get(name), self._pictures.get(name)
@@ -105,7 +121,7 @@ class Locations:
             return []
         return sorted(path for path in self._managed.iterdir() if is_name(path.name))
 
-    def _check_roots(self) -> None:
+    def _check(self) -> None:
         known = [location.name for location in self.list_galleries()]
         for name in self._roots:
             if name not in known:
@@ -113,9 +129,7 @@ class Locations:
                     f"--image-root names the gallery {name!r}, which is not served. Known are: "
                     f"{', '.join(known) or 'none'}."
                 )
-
-    def _check_pictures(self) -> None:
-        remote = [name for name, text in self._given.items() if text.startswith(MILVUS)]
+        remote = [name for name, text in self._named.items() if text.startswith(MILVUS)]
         for name in self._pictures:
             if name not in remote:
                 raise GalleryNotFoundError(
@@ -127,11 +141,13 @@ class Locations:
 
 def open_gallery(
     location: GalleryLocation, settings: Settings, on_call: OnCall = unobserved
-) -> IndexedGallery | MilvusStore:
+) -> Gallery:
     """The generation that a gallery is at now; `on_call` is told of each request to Milvus.
 
     Raises: GalleryError.
     """
+    if location.given is not None:
+        return location.given
     if location.path is not None:
         return IndexedGallery.open(location.path, image_root=location.image_root)
     token = settings.milvus_token
@@ -143,6 +159,10 @@ def open_gallery(
         consistency=settings.milvus_consistency,
         on_call=on_call,
     )
+
+
+def _path_of(gallery: Gallery) -> Path | None:
+    return gallery.path if isinstance(gallery, IndexedGallery) else None
 
 
 def _own_name(text: str) -> str:
@@ -158,21 +178,9 @@ def is_name(name: str) -> bool:
         return False
 
 
-def managed_folder(state: Path | None) -> Path | None:
+def managed_folder(state: Path) -> Path:
     """Where the galleries are that the service makes."""
-    return None if state is None else state / "galleries"
-
-
-def check_generation(name: str, current: str, version: str | None) -> None:
-    """Numbers of items belong to one generation of a gallery; in another they name other items.
-
-    Raises: ItemNotFoundError for a number from another generation than the current one.
-    """
-    if version is not None and not current.startswith(version):
-        raise ItemNotFoundError(
-            f"This link is from version {version[:VERSION_DIGITS]} of gallery {name}, which was "
-            f"built again and is at version {current[:VERSION_DIGITS]} now. Search again."
-        )
+    return state / "galleries"
 
 
 class Bundles:

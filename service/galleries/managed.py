@@ -1,14 +1,14 @@
 """Galleries that the service makes and deletes itself, in the folder of its state."""
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from embedder.durable import discard, exclusive, is_stage, make_folder
 from embedder.errors import (
     BundleNotFoundError,
     GalleryConflictError,
+    GalleryNotFoundError,
     GalleryWriteError,
     InvalidParameterError,
     StateMissingError,
@@ -16,12 +16,12 @@ from embedder.errors import (
 from indexer.gallery import Gallery, current_generation, delete_gallery
 from indexer.types import checked_name
 from service.concurrency import BoundedPool
+from service.galleries.locations import managed_folder
 from service.galleries.pictures import PictureFolder
 from service.galleries.registry import Registry
 from service.jobs.manager import JobManager
 from service.search.model import Model, Models
 
-T = TypeVar("T")
 _SHOWN = 64
 
 
@@ -32,7 +32,7 @@ class ManagedGalleries:
         self,
         registry: Registry,
         models: Models,
-        folder: Path | None,
+        state: Path | None,
         pool: BoundedPool,
         jobs: JobManager | None,
         limit_s: float,
@@ -40,11 +40,10 @@ class ManagedGalleries:
         """`limit_s` is how long reading the disk may take after a change."""
         self._registry = registry
         self._models = models
-        self._folder = folder
+        self._state = state
         self._pool = pool
         self._jobs = jobs
         self._limit_s = limit_s
-        self._changing = asyncio.Lock()
 
     async def create(self, name: str, bundle_id: str | None) -> None:
         """Make an empty gallery and serve it.
@@ -53,44 +52,47 @@ class ManagedGalleries:
             that is unknown, GalleryConflictError for a name that is taken, GalleryWriteError;
             DeadlineExceededError if it was made but could not be served in time.
         """
-        folder = self._checked_folder()
+        if self._state is None:
+            raise StateMissingError(
+                "The service has no folder to keep galleries in. Start it with --state DIR."
+            )
+        folder = managed_folder(self._state)
         checked_name(name)
-        async with self._changing:
-            if name in self._registry.names():
-                raise _taken(name)
-            model = await self._model(bundle_id)
-            await self._pool.run(lambda: _locked(folder, lambda: _create(folder, name, model)))
-            await self._registry.read_from_disk(self._limit_s)
+        if name in self._registry.names():
+            raise _taken(name)
+        model = await self._model(bundle_id)
+        await self._pool.run(lambda: _create(folder / name, model))
+        await self._registry.read_from_disk(self._limit_s)
 
     async def delete(self, name: str) -> None:
         """Delete a gallery with its items and their pictures.
 
-        Raises: StateMissingError, GalleryNotFoundError, GalleryConflictError for one that the
-            service did not make or a job works with, GalleryBusyError while a build runs in it;
+        Raises: GalleryNotFoundError, GalleryConflictError for one that the service did not make or
+            a job works with, GalleryBusyError while a build runs in it, GalleryWriteError;
             DeadlineExceededError if it was deleted but the others could not be looked at in time.
         """
-        await self._registry.refresh_if_unknown(name)
-        async with self._changing:
-            with self._registry.lease(name) as served:
-                path = served.path if served.managed else None
-            if path is None:
+        async with self._registry.find(name) as served:
+            path = served.path
+            if path is None or not served.managed:
                 raise GalleryConflictError(
                     f"Gallery {name[:_SHOWN]!r} was not made by this service, which leaves its "
                     "files alone. Take it out of the settings (--gallery) and delete its folder."
                 )
-            folder = self._checked_folder()
-            await self._pool.run(lambda: _locked(folder, lambda: self._delete(name, path)))
-            await self._registry.read_from_disk(self._limit_s)
+        await self._pool.run(lambda: self._delete(path))
+        await self._registry.read_from_disk(self._limit_s)
 
-    def _delete(self, name: str, path: Path) -> None:
-        for job in self._jobs.store.active() if self._jobs is not None else ():
-            if name in job.galleries:
-                raise GalleryConflictError(
-                    f"Job {job.id} ({job.kind}) works with gallery {name!r}. Wait until it has "
-                    f"ended, or end it: POST /jobs/{job.id}/cancel."
-                )
-        with PictureFolder(path).deleted():
-            delete_gallery(path)
+    def _delete(self, path: Path) -> None:
+        with _locked(path.parent):
+            if current_generation(path) is None:
+                raise GalleryNotFoundError(f"Gallery {path.name!r} has just been deleted.")
+            for job in () if self._jobs is None else self._jobs.store.active():
+                if path.name in job.galleries:
+                    raise GalleryConflictError(
+                        f"Job {job.id} ({job.kind}) works with gallery {path.name!r}. Wait until "
+                        f"it has ended, or end it: POST /jobs/{job.id}/cancel."
+                    )
+            with PictureFolder(path).deleted():
+                delete_gallery(path)
 
     async def _model(self, bundle_id: str | None) -> Model:
         if bundle_id is None:
@@ -103,35 +105,28 @@ class ManagedGalleries:
                 "into the folder bundles of its state, or leave bundle_id away."
             ) from error
 
-    def _checked_folder(self) -> Path:
-        if self._folder is None:
-            raise StateMissingError(
-                "The service has no folder to keep galleries in. Start it with --state DIR."
-            )
-        return self._folder
 
-
-def _locked(folder: Path, work: Callable[[], T]) -> T:
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     """Only one process makes or deletes galleries at a time. Raises: GalleryWriteError."""
     try:
         make_folder(folder, "galleries")
         with exclusive(folder / ".lock", wait=True):
             for left in filter(is_stage, folder.iterdir()):  # of a deletion that was cut short
                 discard(left)
-            return work()
+            yield
     except OSError as error:
         raise GalleryWriteError(
             f"The galleries in {folder} cannot be changed: {error.strerror}. Check its permissions."
         ) from error
 
 
-def _create(folder: Path, name: str, model: Model) -> None:
-    if current_generation(folder / name) is not None:
-        raise _taken(name)
-    made = Gallery.create(
-        folder / name, name=name, bundle_id=model.bundle_id, dim=model.dim, source="uploads"
-    )
-    made.close()
+def _create(path: Path, model: Model) -> None:
+    with _locked(path.parent):
+        if current_generation(path) is not None:
+            raise _taken(path.name)
+        bundle_id, dim = model.bundle_id, model.dim
+        Gallery.create(path, name=path.name, bundle_id=bundle_id, dim=dim, source="uploads").close()
 
 
 def _taken(name: str) -> GalleryConflictError:

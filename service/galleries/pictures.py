@@ -1,69 +1,49 @@
-"""Pictures: those that were uploaded, in the folder of their gallery; those made for the screen;
-and those that the page offers to search with.
+"""Pictures that were uploaded: in the folder of their gallery, or where services on Milvus share
+them. A picture is whole and there for good before the catalogue names it, and goes when no item of
+the gallery shows it any more.
 """
 
-import asyncio
 import contextlib
 import fcntl
 import hashlib
 import os
 import re
 import threading
-import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
 from embedder.durable import exclusive, make_folder, sync, write_whole
 from embedder.errors import (
-    DeadlineExceededError,
+    EngineUnavailableError,
     GalleryBusyError,
     GalleryCorruptError,
     GalleryWriteError,
-    ImageCostError,
-    ImageError,
     ItemNotFoundError,
     KinlensError,
-    OverloadedError,
-    SourceError,
 )
-from embedder.preprocess import MAX_SIDE_PX, ImageLimits
 from indexer.gallery import contents_held, current_generation, pictures_folder
-from indexer.ingest.sources import ANY_SIZE
-from service.concurrency import SingleFlight
-from service.search.cache import LruCache
-from service.search.lanes import Lanes
+from service.concurrency import DaemonThreads
 
-SIDES_PX = (160, 320, 640)
-"""Longest sides of the small pictures that can be asked for."""
-
-MAX_SAMPLES = 48
+T = TypeVar("T")
+P = ParamSpec("P")
 
 _LOCK, _COPIED = "LOCK", "COPIED"
 _STAGE = ".stage-"
 _SHARD = 2  # hex digits
 _SHA256 = re.compile("[0-9a-f]{64}")
 _SWEEP_S = 3600.0
-_KEPT_BYTES = 64 * 2**20
-_KEPT = 10_000
-_PAUSE_S = 30.0
-_SAMPLE_TYPES = {
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".png": "image/png",
-    ".webp": "image/webp",
-    ".gif": "image/gif",
-}
+_AT_ONCE = 16
 
 
 class PictureFolder:
     """The uploaded pictures of one gallery: GALLERY/pictures/<ab>/<sha256>, beside its generations.
 
-    A picture is whole and on the disk before the catalogue names it, and goes when no item of the
-    gallery shows it any more. Thread safe, also between processes; every call may block.
+    Thread safe, also between processes; every call may block.
     """
 
     def __init__(self, gallery: Path) -> None:
@@ -77,40 +57,26 @@ class PictureFolder:
     def read(self, sha256: str) -> bytes:
         """The content with this sha256. Raises: ItemNotFoundError, GalleryCorruptError."""
         try:
-            data = self._path(sha256).read_bytes()
+            return _intact(sha256, self._path(sha256).read_bytes())
         except FileNotFoundError as error:
-            raise ItemNotFoundError(
-                "The picture of this item is not kept here; it was stored as a vector, or the item "
-                "is gone. Put the item again with its image."
-            ) from error
+            raise _missing() from error
         except OSError as error:
             raise GalleryCorruptError(f"An uploaded picture cannot be read: {error}.") from error
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise GalleryCorruptError(
-                f"The picture {sha256} is damaged. Put its items again with their image."
-            )
-        return data
 
     @contextlib.contextmanager
-    def adding(self) -> Iterator[None]:
-        """Nothing is discarded until the block ends: what is saved in it is named in it.
+    def keeping(self, contents: Mapping[str, bytes]) -> Iterator[None]:
+        """Keep these for good, by sha256; nothing is discarded until the block, which names them
+        in the catalogue, ends.
 
         Raises: GalleryBusyError if the gallery is not there now; GalleryWriteError.
         """
         with self._locked(_LOCK, fcntl.LOCK_SH):
             if current_generation(self._gallery) is None:
                 raise self._absence()
+            with self._disk_errors_explained():
+                for sha256, data in contents.items():
+                    self._write(self._path(sha256), data)
             yield
-
-    def save(self, data: bytes) -> None:
-        """Keep `data` for good. Raises: GalleryWriteError."""
-        path = self._path(hashlib.sha256(data).hexdigest())
-        with self._disk_errors_explained():
-            make_folder(path.parent, "picture")
-            if path.is_file():
-                sync(path.parent, "picture")  # another thread may be about to
-            else:
-                write_whole(path, data, "picture")
 
     @contextlib.contextmanager
     def receiving(self, other: "PictureFolder") -> Iterator[None]:
@@ -160,7 +126,7 @@ class PictureFolder:
     def deleted(self) -> Iterator[None]:
         """Nothing is added until the block ends, in which the gallery is deleted.
 
-        Raises: GalleryWriteError.
+        Raises: GalleryBusyError if it is not there; GalleryWriteError.
         """
         with self._locked(_LOCK, fcntl.LOCK_EX):
             yield
@@ -178,14 +144,16 @@ class PictureFolder:
         except BlockingIOError:
             return False
         except (KinlensError, OSError) as error:
-            structlog.get_logger().warning(
-                "pictures stay for now",
-                gallery=self._gallery.name,
-                error=type(error).__name__,
-                detail=str(error),
-            )
+            _warn_of_what_stays(self._gallery.name, error)
             return False
         return True
+
+    def _write(self, path: Path, data: bytes) -> None:
+        make_folder(path.parent, "picture")
+        if path.is_file():
+            sync(path.parent, "picture")  # another thread may be about to
+        else:
+            write_whole(path, data, "picture")
 
     def _link(self, file: Path) -> None:
         try:
@@ -230,7 +198,11 @@ class PictureFolder:
 
     def _path(self, sha256: str) -> Path:
         assert _SHA256.fullmatch(sha256), "not a sha256"
-        return self.root / sha256[:_SHARD] / sha256
+        return self.root / _name(sha256)
+
+
+def _name(sha256: str) -> str:
+    return f"{sha256[:_SHARD]}/{sha256}"
 
 
 def _shards(root: Path) -> list[Path]:
@@ -249,8 +221,29 @@ def _contents(shard: Path) -> list[str]:
     return [file.name for file in shard.iterdir() if _SHA256.fullmatch(file.name)]
 
 
+def _intact(sha256: str, data: bytes) -> bytes:
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise GalleryCorruptError(
+            f"The picture {sha256} is damaged. Put its items again with their image."
+        )
+    return data
+
+
+def _missing() -> ItemNotFoundError:
+    return ItemNotFoundError(
+        "The picture of this item is not kept here; it was stored as a vector, or the item is "
+        "gone. Put the item again with its image."
+    )
+
+
+def _warn_of_what_stays(place: str, error: Exception) -> None:
+    structlog.get_logger().warning(
+        "pictures stay for now", place=place, error=type(error).__name__, detail=str(error)
+    )
+
+
 class Sweeper:
-    """Looks now and then for pictures that no item shows: of writes that were cut short, and of
+    """Looks once an hour for pictures that no item shows: of writes that were cut short, and of
     items that were removed without the service. It has a thread of its own, in one process of all
     that share the folder `state`.
     """
@@ -258,168 +251,180 @@ class Sweeper:
     def __init__(self, state: Path, list_galleries: Callable[[], Iterable[Path]]) -> None:
         self._state = state
         self._list_galleries = list_galleries
-        self._is_chosen = False
         self._stopped = threading.Event()
 
     def start(self) -> None:
         """Begin with a sweep as soon as no other process does them."""
-        self._stopped.clear()
-        self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="sweep", daemon=True).start()
 
     def stop(self) -> None:
         """End after the folder that is being looked at; a disk that hangs is left."""
         self._stopped.set()
-        if self._is_chosen:
-            self._thread.join(1.0)
 
     def _run(self) -> None:
-        with self._failures_told():
-            make_folder(self._state, "sweep")
-            with exclusive(self._state / ".sweep.lock", wait=True):
-                self._is_chosen = True
-                while not self._stopped.is_set():
-                    with self._failures_told():
-                        for gallery in self._list_galleries():
-                            PictureFolder(gallery).sweep(self._stopped.is_set)
-                    self._stopped.wait(_SWEEP_S)
+        while not self._stopped.is_set():
+            try:
+                make_folder(self._state, "sweep")
+                with exclusive(self._state / ".sweep.lock", wait=True):
+                    self._sweep_every_hour()
+            except OSError as error:
+                _warn_of_what_stays(self._state.name, error)
+                self._stopped.wait(_SWEEP_S)
+
+    def _sweep_every_hour(self) -> None:
+        while not self._stopped.is_set():
+            for gallery in self._list_galleries():
+                PictureFolder(gallery).sweep(self._stopped.is_set)
+            self._stopped.wait(_SWEEP_S)
+
+
+class SharedPictures:
+    """Uploaded pictures of a gallery on Milvus: files ADDRESS/<ab>/<sha256>, in a folder or
+    anywhere that fsspec reaches, which any number of services change without a lock among them.
+    Each request for a file blocks for at most `limit_s`. Thread safe.
+
+    Who removes a picture asks once more afterwards and puts it back if it is shown by then; who
+    puts an item looks once more for its picture. Of two that do so at once, the later one notices.
+    """
+
+    def __init__(self, address: str, limit_s: float) -> None:
+        """Raises: EngineUnavailableError if the address is unknown or needs a package."""
+        self._address = address
+        self._limit_s = limit_s
+        self._files = _files_at(address)
+        self._threads = DaemonThreads("picture files", _AT_ONCE)
+
+    def read(self, sha256: str) -> bytes:
+        """The content with this sha256.
+
+        Raises: ItemNotFoundError, GalleryCorruptError, EngineUnavailableError.
+        """
+        try:
+            return _intact(sha256, self._call("read", self._files.read, sha256))
+        except FileNotFoundError as error:
+            raise _missing() from error
 
     @contextlib.contextmanager
-    def _failures_told(self) -> Iterator[None]:
-        try:
-            yield
-        except (KinlensError, OSError) as error:
-            structlog.get_logger().warning("no sweep of pictures", error=type(error).__name__)
+    def keeping(self, contents: Mapping[str, bytes]) -> Iterator[None]:
+        """Keep these, by sha256, before and after the block that names them in the catalogue.
 
-
-class Renditions:
-    """Makes and keeps them; belongs to the thread of the event loop.
-
-    At most `at_once` are made at the same time, so that searches find decoding processes free.
-    """
-
-    def __init__(
-        self, lanes: Lanes, limits: ImageLimits, at_once: int, waiting: int, limit_s: float
-    ) -> None:
-        """`limits` are those of uploads; bytes do not count, since the file is here already."""
-        self._lanes = lanes
-        self._limits = replace(limits, max_bytes=ANY_SIZE.max_bytes)
-        self._places = asyncio.Semaphore(at_once)
-        self._most = at_once + waiting
-        self._under_way = 0
-        self._limit_s = limit_s
-        self._kept = LruCache(_KEPT, _KEPT_BYTES)
-        self._costly: dict[str, float] = {}
-        self._flights: SingleFlight[bytes] = SingleFlight()
-
-    async def get(
-        self, key: str, read: Callable[[], Awaitable[bytes]], side_px: int | None = None
-    ) -> bytes:
-        """The picture `key` as a JPEG, from what `read` gives; `side_px` None: MAX_SIDE_PX.
-
-        Raises: ItemNotFoundError if it cannot be shown, OverloadedError, DeadlineExceededError;
-            what `read` raises.
+        Raises: GalleryWriteError, EngineUnavailableError.
         """
-        side_px = side_px or MAX_SIDE_PX
-        key = f"{key}-{side_px}"
-        if (kept := self._kept.get(key)) is not None:
-            return kept
-        if self._is_costly(key):
-            raise _too_costly()
+        self._complete(contents)
+        yield
+        self._complete(contents)
+
+    def discard(self, sha256s: Iterable[str], held: Callable[[list[str]], Collection[str]]) -> None:
+        """Remove those of these contents that no item shows; `held` says which ones some item has
+        now. What cannot go now stays.
+        """
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await self._flights.run(key, lambda: self._make(key, read, side_px))
-        except TimeoutError as error:
-            raise DeadlineExceededError(
-                f"Making the picture took longer than {self._limit_s:g} s, which is the limit. "
-                "Try again in a second."
-            ) from error
+            contents = list(set(sha256s))
+            for sha256 in set(contents) - set(held(contents)):
+                with contextlib.suppress(ItemNotFoundError, FileNotFoundError):
+                    data = self.read(sha256)
+                    self._call("removed", self._files.remove, sha256)
+                    if held([sha256]):
+                        self._write(sha256, data)
+        except KinlensError as error:
+            _warn_of_what_stays(self._address, error)
 
-    def _is_costly(self, key: str) -> bool:
-        """Whether it was given up a moment ago: nobody can keep the processes busy with it."""
-        now = time.monotonic()
-        self._costly = {one: until for one, until in self._costly.items() if until > now}
-        return key in self._costly
+    def _complete(self, contents: Mapping[str, bytes]) -> None:
+        for sha256, data in contents.items():
+            if not self._call("looked at", self._files.has, sha256):
+                self._write(sha256, data)
 
-    async def _make(self, key: str, read: Callable[[], Awaitable[bytes]], side_px: int) -> bytes:
-        if self._under_way >= self._most:
-            raise OverloadedError(
-                f"{self._under_way} pictures are being made, which is the limit. "
-                "Try again in a second."
-            )
-        self._under_way += 1
+    def _write(self, sha256: str, data: bytes) -> None:
         try:
-            async with self._places:
-                data = await read()
-                made = await self._lanes.render(data, self._limits, side_px)
-        except ImageCostError as error:
-            self._costly[key] = time.monotonic() + _PAUSE_S
-            raise _too_costly() from error
-        except ImageError as error:
-            raise ItemNotFoundError(f"The picture of this item cannot be shown: {error}") from error
-        finally:
-            self._under_way -= 1
-        self._kept.set(key, made)
-        return made
+            self._call("written", self._files.write, sha256, data)
+        except EngineUnavailableError as error:
+            raise GalleryWriteError(str(error)) from error
+
+    def _call(self, what: str, work: Callable[P, T], *given: P.args, **options: P.kwargs) -> T:
+        """In a thread of its own, since not every client of a store gives up by itself."""
+        call = self._threads.submit(lambda: work(*given, **options))
+        try:
+            return call.result(self._limit_s)
+        except FileNotFoundError:
+            raise
+        except FutureTimeoutError:
+            call.cancel()
+            raise self._failure(
+                what, f"that took longer than {self._limit_s:g} s, which is the limit"
+            ) from None
+        except Exception as error:
+            # Each client of a store has errors of its own.
+            raise self._failure(what, f"{type(error).__name__}: {error}") from error
+
+    def _failure(self, what: str, reason: str) -> EngineUnavailableError:
+        return EngineUnavailableError(
+            f"A picture at {self._address} cannot be {what}: {reason:.500}. Check that the address "
+            "is right, and that this service may read and write there."
+        )
 
 
-def _too_costly() -> DeadlineExceededError:
-    return DeadlineExceededError(
-        "Making the picture took more time or memory than an image may take. Try again in a "
-        "minute, or put a smaller image in its place."
-    )
+class _Folder:
+    """Files below `root` by sha256; what is read or removed may be missing."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def has(self, sha256: str) -> bool:
+        return (self._root / _name(sha256)).is_file()
+
+    def read(self, sha256: str) -> bytes:
+        return (self._root / _name(sha256)).read_bytes()
+
+    def write(self, sha256: str, data: bytes) -> None:
+        path = self._root / _name(sha256)
+        make_folder(path.parent, "picture")
+        write_whole(path, data, "picture")
+
+    def remove(self, sha256: str) -> None:
+        (self._root / _name(sha256)).unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A picture; `name` is that of its file, without the suffix."""
-
-    name: str
-    path: Path
-
-    @property
-    def media_type(self) -> str:
-        """By the suffix of the file."""
-        return _SAMPLE_TYPES[self.path.suffix.lower()]
-
-
-class Samples:
-    """The first `MAX_SAMPLES` pictures of a folder by name; they are asked for by number.
-
-    Raises: SourceError if the folder cannot be read.
+class _Store:
+    """As `_Folder`, in a file system of fsspec; to write a file there is one step, as in every
+    object store.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        try:
-            paths = [] if folder is None else sorted(folder.iterdir())
-        except OSError as error:
-            raise SourceError(
-                f"The folder of samples {folder} cannot be read: {error.strerror}. Name a "
-                "folder of pictures with --samples or KINLENS_SAMPLES."
-            ) from error
-        known = [path for path in paths if path.suffix.lower() in _SAMPLE_TYPES and path.is_file()]
-        self._samples = [Sample(path.stem, path) for path in known[:MAX_SAMPLES]]
+    def __init__(self, files: Any, root: str) -> None:
+        self._files = files
+        self._root = root.rstrip("/")
 
-    def all(self) -> list[Sample]:
-        """Every sample; empty without a folder."""
-        return list(self._samples)
+    def has(self, sha256: str) -> bool:
+        return bool(self._files.isfile(f"{self._root}/{_name(sha256)}"))
 
-    def get(self, number: int) -> Sample:
-        """A sample by its number. Raises: ItemNotFoundError."""
-        if not 0 <= number < len(self._samples):
-            raise ItemNotFoundError(
-                f"There is no sample {number}; there are {len(self._samples)}. GET /samples lists "
-                "them."
-            )
-        return self._samples[number]
+    def read(self, sha256: str) -> bytes:
+        return bytes(self._files.cat_file(f"{self._root}/{_name(sha256)}"))
 
-    def read(self, number: int) -> bytes:
-        """The bytes of a sample. Raises: ItemNotFoundError, also if its file is gone."""
-        sample = self.get(number)
-        try:
-            return sample.path.read_bytes()
-        except OSError as error:
-            raise ItemNotFoundError(
-                f"The file of sample {number} ({sample.name}) cannot be read any more. Restart the "
-                "service to look at its folder again."
-            ) from error
+    def write(self, sha256: str, data: bytes) -> None:
+        path = f"{self._root}/{_name(sha256)}"
+        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._files.pipe_file(path, data)
+
+    def remove(self, sha256: str) -> None:
+        self._files.rm_file(f"{self._root}/{_name(sha256)}")
+
+
+def _files_at(address: str) -> _Folder | _Store:
+    scheme, separator, path = address.partition("://")
+    if not separator or scheme == "file":
+        return _Folder(Path(path if separator else address))
+    try:
+        import fsspec
+    except ImportError as error:
+        raise EngineUnavailableError(
+            f"Pictures at {address} need fsspec, which is not installed. Install it: pip install "
+            "'kinlens[fsspec]', and what the address needs, such as s3fs."
+        ) from error
+    try:
+        # Listings of others would hide what they write meanwhile.
+        files, root = fsspec.url_to_fs(address, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        raise EngineUnavailableError(
+            f"Pictures at {address} cannot be reached: {error}. Check the address, and install "
+            "what it needs, such as s3fs for s3://."
+        ) from error
+    return _Store(files, str(root))

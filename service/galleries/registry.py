@@ -6,14 +6,14 @@ read the disk ─► open what is new ─► its model, warm ─► self-check �
 
 import asyncio
 import contextlib
-import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+import weakref
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -25,26 +25,23 @@ from embedder.errors import (
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
+    ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import SHORT, ItemId
 from indexer.gallery import Gallery as IndexedGallery
-from indexer.gallery import GalleryFacts, MilvusStore
-from indexer.ingest.pictures import ItemImage
-from indexer.types import VectorStore
+from indexer.gallery import MilvusStore
 from service.concurrency import DaemonThreads
 from service.galleries.locations import (
+    VERSION_DIGITS,
+    Gallery,
     GalleryLocation,
     Locations,
-    check_generation,
     is_name,
 )
-from service.galleries.picture_files import SharedPictures
-from service.galleries.pictures import PictureFolder
+from service.galleries.pictures import PictureFolder, SharedPictures
 from service.search.model import Model, Models
 
 T = TypeVar("T")
-OpenGallery = Callable[[GalleryLocation], "Gallery"]
 
 _SHOWN_NAME = 64
 _THREADS = 2
@@ -56,73 +53,55 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
 
-class Gallery(VectorStore, Protocol):
-    """A gallery that is served; `indexer.gallery.Gallery` is one. To read its `version` or `size`
-    may block, since they are looked up on the disk. Each change raises GalleryBusyError while a
-    build replaces the gallery, and GalleryWriteError.
+class Served:
+    """A gallery and the model that made its vectors. Counts its users; `close` is called once, when
+    it has been replaced and the last one has gone. Thread safe.
     """
 
-    def image(self, item_id: ItemId) -> ItemImage:
-        """The picture of an item. Raises: GalleryError, ItemNotFoundError if there is none."""
-
-    def facts(self) -> GalleryFacts:
-        """What is in the gallery now."""
-
-    def close(self) -> None:
-        """Let go of the files; calls that run may end with a GalleryError."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Served:
-    """A gallery and the model that made its vectors; without `location` it was given open."""
-
-    name: str
-    gallery: Gallery
-    model: Model
-    location: GalleryLocation | None
-
-    @property
-    def managed(self) -> bool:
-        """Whether the service made it."""
-        return self.location is not None and self.location.managed
-
-    @property
-    def path(self) -> Path | None:
-        """Its folder."""
-        return None if self.location is None else self.location.path
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether it lies on Milvus, where other services change it as well."""
-        return self.location is not None and self.location.path is None
+    def __init__(
+        self,
+        gallery: Gallery,
+        model: Model,
+        location: GalleryLocation,
+        close: Callable[[], None],
+    ) -> None:
+        self.gallery = gallery
+        self.model = model
+        self.name = location.name
+        self.path = location.path
+        self.managed = location.managed
+        self.is_remote = isinstance(gallery, MilvusStore)
+        self._shared = location.pictures
+        self._close = close
+        self._users = 1  # whoever serves it
+        self._lock = threading.Lock()
 
     @property
     def pictures(self) -> PictureFolder | SharedPictures | None:
         """The pictures that were uploaded for it; None if there is no place for them."""
+        return self._shared if self.path is None else PictureFolder(self.path)
+
+    def discard_pictures(self, sha256s: Sequence[str]) -> None:
+        """Remove those that were uploaded with these contents and that no item shows any more."""
         if self.path is not None:
-            return PictureFolder(self.path)
-        if self.location is None or self.location.pictures is None:
-            return None
-        return SharedPictures(self.location.pictures, self.gallery.held)
+            PictureFolder(self.path).discard(sha256s)
+        elif self._shared is not None:
+            self._shared.discard(sha256s, self.gallery.held)
 
-    def check_generation(self, version: str | None) -> None:
-        """Refuse a number from another generation, where numbers belong to one; on Milvus they mean
-        one content for ever. Raises: ItemNotFoundError.
+    def check_generation(self, version: str | None, current: str | None = None) -> None:
+        """Numbers of items belong to one generation of a gallery; in another they name other items.
+        On Milvus they mean one content for ever.
+
+        Raises: ItemNotFoundError for a number from another generation than the `current` one, by
+            default the one being served.
         """
-        if not self.is_remote:
-            check_generation(self.name, self.gallery.generation, version)
-
-
-class GalleryLease:
-    """Counts who uses a served gallery; `close` is called once, when it has been replaced and the
-    last user has gone. Thread safe.
-    """
-
-    def __init__(self, served: Served, close: Callable[["GalleryLease"], None]) -> None:
-        self.served = served
-        self._close = close
-        self._users = 1  # whoever serves it
-        self._lock = threading.Lock()
+        current = current or self.gallery.generation
+        if version is not None and not self.is_remote and not current.startswith(version):
+            raise ItemNotFoundError(
+                f"This link is from version {version[:VERSION_DIGITS]} of gallery {self.name}, "
+                f"which was built again and is at version {current[:VERSION_DIGITS]} now. Search "
+                "again."
+            )
 
     def take(self) -> bool:
         """Be a user; False after the end."""
@@ -136,7 +115,7 @@ class GalleryLease:
             self._users -= 1
             is_over = not self._users
         if is_over:
-            self._close(self)
+            self._close()
 
 
 class Registry:
@@ -149,13 +128,12 @@ class Registry:
         locations: Locations,
         models: Models,
         primary: str,
-        given: Mapping[str, Gallery] | None = None,
         *,
-        open_gallery: OpenGallery,
+        open_gallery: Callable[[GalleryLocation], Gallery],
         on_failure: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Open everything with its embedder, what is `given` open first; what does not fit is
-        refused. A managed gallery that cannot be opened does not stop the others.
+        """Open everything with its embedder; what does not fit is refused. A managed gallery that
+        cannot be opened does not stop the others.
 
         `primary` is the bundle that runs without a gallery; `on_failure` is called with the name
         of a gallery each time that it cannot be opened.
@@ -167,23 +145,27 @@ class Registry:
         self._models = models
         self._primary = primary
         self._open_gallery = open_gallery
-        self._given = set(given or ())
-        self._slots: dict[str, GalleryLease] = {}
-        self._retired: set[GalleryLease] = set()
-        self._closings: set[threading.Thread] = set()
+        self._served: dict[str, Served] = {}
+        self._closings: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._threads = DaemonThreads("gallery", _THREADS)
-        self._refreshing = asyncio.Lock()
         self._asked = asyncio.Event()
         self._next: asyncio.Future[None]
         self._reading: asyncio.Task[None] | None = None
-        self._opened: list[_Opened] = []
-        self._open_all(given or {})
+        self._opened: list[tuple[GalleryLocation, Gallery]] = []
+        try:
+            for location in locations.list_galleries():
+                self._open_first(location)
+            if not self._opened:
+                models.open(primary)
+        except BaseException:
+            self._close_opened()
+            raise
 
     async def start(self, interval_s: float) -> None:
         """Warm the models up, serve the galleries, and read the disk every `interval_s`."""
         while self._opened:
-            model = await self._models.get(self._opened[0].gallery.bundle_id)
-            self._serve(self._opened.pop(0), model)
+            model = await self._models.get(self._opened[0][1].bundle_id)
+            self._serve(*self._opened.pop(0), model)
         await self._drop_models()
         self._next = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._keep_reading(interval_s))
@@ -193,63 +175,59 @@ class Registry:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-        for opened in self._opened:
-            self._close(opened)
-        slots, self._slots, self._opened = self._slots, {}, []
-        for slot in slots.values():
-            self._retire(slot)
+        self._close_opened()
+        all_served, self._served = self._served, {}
+        for served in all_served.values():
+            served.give_back()
         await self._models.keep(())
         await asyncio.to_thread(self._join)
 
     @property
-    def default(self) -> str:
-        """The first gallery. Raises: GalleryNotFoundError if there is none."""
-        for name in self._slots:
-            return name
-        raise GalleryNotFoundError(
-            "This service has no gallery yet. Make one with POST /galleries, or start the service "
-            "with --gallery."
-        )
-
-    @property
     def model(self) -> Model:
         """The model of the first gallery, or the one that runs while there is none."""
-        for slot in self._slots.values():
-            return slot.served.model
+        for served in self._served.values():
+            return served.model
         return self._models.running()[0]
 
     def names(self) -> list[str]:
         """The names of all galleries; the first is the default."""
-        return list(self._slots)
+        return list(self._served)
 
     def galleries(self) -> dict[str, Gallery]:
         """The galleries by name, also before the start; a request takes a lease instead."""
-        served = {name: slot.served.gallery for name, slot in self._slots.items()}
-        return served | {opened.name: opened.gallery for opened in self._opened}
+        served = {name: served.gallery for name, served in self._served.items()}
+        return served | {location.name: gallery for location, gallery in self._opened}
 
     def folders(self) -> list[Path]:
         """The folders of the galleries that lie in one."""
-        served = [slot.served for slot in self._slots.values()]
-        return [one.path for one in served if one.path is not None]
+        return [one.path for one in self._served.values() if one.path is not None]
 
     @contextlib.contextmanager
     def lease(self, name: str | None = None) -> Iterator[Served]:
-        """A gallery and its model, which both stay as they are until the lease ends.
-
-        Raises: GalleryNotFoundError naming the known ones.
+        """A gallery, by default the first, and its model; both stay as they are until the lease
+        ends. Raises: GalleryNotFoundError naming the known ones.
         """
-        lease = self.take(name)
+        served = self._get(name)
+        while not served.take():  # replaced at this moment
+            served = self._get(name)
         try:
-            yield lease.served
+            yield served
         finally:
-            lease.give_back()
+            served.give_back()
 
-    def take(self, name: str | None = None) -> GalleryLease:
-        """As `lease`, to be given back by the caller."""
-        slot = self._slot(name)
-        while not slot.take():  # replaced at this moment
-            slot = self._slot(name)
-        return slot
+    @contextlib.asynccontextmanager
+    async def find(self, name: str | None) -> AsyncIterator[Served]:
+        """As `lease`, also of a gallery that another process has just made."""
+        await self.refresh_if_unknown(name)
+        with self.lease(name) as served:
+            yield served
+
+    async def refresh_if_unknown(self, name: str | None) -> None:
+        """Read the disk if this name is unknown: another process may have just made it."""
+        if name is None or name in self._served or not is_name(name):
+            return
+        with contextlib.suppress(DeadlineExceededError, GalleryError):
+            await self.read_from_disk(_UNKNOWN_S)
 
     async def read_from_disk(self, limit_s: float = _READ_S) -> None:
         """As `refresh`, beginning after this call, shared with everybody who waits for it, and at
@@ -272,94 +250,66 @@ class Registry:
             ) from error
 
     async def refresh(self) -> None:
-        """Read the disk now and serve what is there.
+        """Read the disk now and serve what is there; one call at a time.
 
         A generation that cannot be opened leaves the old one served and is in `failures`.
         """
-        async with self._refreshing:
-            listed = await self._call(self._locations.list_galleries)
-            found = await asyncio.gather(*map(self._looked_at, listed))
-            locations = {one.name: one for one in found if one.name not in self._given}
-            due = [one for one in locations.values() if self._is_due(one)]
-            await asyncio.gather(*(self._reload(one) for one in due))
-            order = [*(name for name in self._slots if name in self._given), *locations]
-            gone = [slot for name, slot in self._slots.items() if name not in order]
-            self._slots = {name: self._slots[name] for name in order if name in self._slots}
-            for slot in gone:
-                self._retire(slot)
-            self.failures.keep(order)
-            await self._drop_models()
+        listed = await self._call(self._locations.list_galleries)
+        locations = await asyncio.gather(*map(self._looked_at, listed))
+        await asyncio.gather(*(self._reload(one) for one in locations if self._is_due(one)))
+        names = [location.name for location in locations]
+        gone = [served for name, served in self._served.items() if name not in names]
+        self._served = {name: self._served[name] for name in names if name in self._served}
+        for served in gone:
+            served.give_back()
+        self.failures.keep(names)
+        await self._drop_models()
 
-    async def refresh_if_unknown(self, name: str | None) -> None:
-        """Read the disk if this name is unknown: another process may have just made it."""
-        if name is None or name in self._slots or not is_name(name):
-            return
-        with contextlib.suppress(DeadlineExceededError, GalleryError):
-            await self.read_from_disk(_UNKNOWN_S)
-
-    def _slot(self, name: str | None) -> GalleryLease:
-        name = self.default if name is None else name
-        slot = self._slots.get(name)
-        if slot is None:
+    def _get(self, name: str | None) -> Served:
+        if name is None and not self._served:
+            raise GalleryNotFoundError(
+                "This service has no gallery yet. Make one with POST /galleries, or start the "
+                "service with --gallery."
+            )
+        name = next(iter(self._served)) if name is None else name
+        if name not in self._served:
             raise GalleryNotFoundError(
                 f"gallery = {name[:_SHOWN_NAME]!r} is unknown. Known are: "
-                f"{', '.join(self._slots) or 'none'}."
+                f"{', '.join(self._served) or 'none'}."
             )
-        return slot
+        return self._served[name]
 
-    def _open_all(self, given: Mapping[str, Gallery]) -> None:
-        try:
-            for name, gallery in given.items():
-                location = None
-                if isinstance(gallery, IndexedGallery):
-                    location = GalleryLocation(name, gallery.path, False, gallery.generation)
-                self._opened.append(_Opened(name, gallery, location, is_given=True))
-                self._open_model(name, gallery)
-            for location in self._locations.list_galleries():
-                if location.name not in given:
-                    self._open_one(location)
-            if not self._opened:
-                self._models.open(self._primary)
-        except BaseException:
-            for opened in self._opened:
-                opened.close()
-            raise
-
-    def _open_one(self, location: GalleryLocation) -> None:
+    def _open_first(self, location: GalleryLocation) -> None:
+        """With its model, before the event loop runs."""
+        opened = len(self._opened)
         try:
             gallery = self._open_gallery(location)
+            self._opened.append((location, gallery))
             try:
-                self._open_model(location.name, gallery)
-            except BaseException:
-                gallery.close()
-                raise
+                dim = self._models.open(gallery.bundle_id).dim
+            except BundleNotFoundError:
+                if gallery.bundle_id == self._primary:
+                    raise
+                raise BundleMismatchError(
+                    f"Gallery {location.name!r} was made with bundle {gallery.bundle_id}, the "
+                    f"service runs {self._primary}. Serve the bundle it was made with, or build it "
+                    "again: kinlens-index build."
+                ) from None
+            if gallery.dim != dim:
+                raise BundleMismatchError(
+                    f"Gallery {location.name!r} has vectors of length {gallery.dim}, its bundle "
+                    f"makes them of length {dim}. Build it again: kinlens-index build."
+                )
         except KinlensError as error:
             if not location.managed:
                 raise
+            self._close_opened(opened)
             self.failures.add(location, error)
-        else:
-            self._opened.append(_Opened(location.name, gallery, location))
-
-    def _open_model(self, name: str, gallery: Gallery) -> None:
-        try:
-            embedder = self._models.open(gallery.bundle_id)
-        except BundleNotFoundError:
-            if gallery.bundle_id == self._primary:
-                raise
-            raise BundleMismatchError(
-                f"Gallery {name!r} was made with bundle {gallery.bundle_id}, the service runs "
-                f"{self._primary}. Serve the bundle it was made with, or build it again: "
-                "kinlens-index build."
-            ) from None
-        _check_dim(name, gallery, embedder.dim)
 
     async def _looked_at(self, location: GalleryLocation) -> GalleryLocation:
         """With its generation on Milvus; with that of the last look while there is no answer."""
-        slot = self._slots.get(location.name)
-        if location.path is not None or slot is None:
-            return location
-        gallery = slot.served.gallery
-        if not isinstance(gallery, MilvusStore):
+        served = self._served.get(location.name)
+        if served is None or not isinstance(gallery := served.gallery, MilvusStore):
             return location
         try:
             current = await self._call(gallery.look)
@@ -371,28 +321,27 @@ class Registry:
         return replace(location, generation=current)
 
     def _is_due(self, location: GalleryLocation) -> bool:
-        slot = self._slots.get(location.name)
-        if slot is not None and slot.served.gallery.generation == location.generation:
+        served = self._served.get(location.name)
+        if served is not None and served.gallery.generation == location.generation:
             self.failures.clear(location.name)
             return False
         return not self.failures.is_waiting(location)
 
     async def _reload(self, location: GalleryLocation) -> None:
         try:
-            gallery = await self._call(functools.partial(self._open_gallery, location))
-            opened = _Opened(location.name, gallery, location)
+            gallery = await self._call(lambda: self._open_gallery(location))
             try:
                 model = await self._models.get(gallery.bundle_id)
-                await self._call(functools.partial(_check_searches, location.name, gallery, model))
+                await self._call(lambda: _check_searches(gallery, model))
             except BaseException:
-                self._close(opened)
+                self._close(location, gallery)
                 raise
         except Exception as error:
             # Whatever is wrong with the new one, the old one must stay.
             self.failures.add(location, error)
             return
         self.failures.clear(location.name)
-        self._serve(opened, model)
+        self._serve(location, gallery, model)
         structlog.get_logger().info(
             "gallery loaded",
             gallery=location.name,
@@ -400,37 +349,28 @@ class Registry:
             bundle_id=model.bundle_id,
         )
 
-    def _serve(self, opened: "_Opened", model: Model) -> None:
+    def _serve(self, location: GalleryLocation, gallery: Gallery, model: Model) -> None:
         """From the next lease on."""
-
-        def close(slot: GalleryLease) -> None:
-            self._retired.discard(slot)
-            self._close(opened)
-
-        served = Served(opened.name, opened.gallery, model, opened.location)
-        old = self._slots.get(opened.name)
-        self._slots = self._slots | {opened.name: GalleryLease(served, close)}
-        if served.managed and isinstance(opened.gallery, IndexedGallery):
-            opened.gallery.compact_in_background()
+        served = Served(gallery, model, location, lambda: self._close(location, gallery))
+        old = self._served.get(location.name)
+        self._served = self._served | {location.name: served}
+        if location.managed and isinstance(gallery, IndexedGallery):
+            gallery.compact_in_background()
         if old is not None:
-            self._retire(old)
+            old.give_back()
 
-    def _retire(self, slot: GalleryLease) -> None:
-        self._retired.add(slot)
-        slot.give_back()
-
-    def _close(self, opened: "_Opened") -> None:
+    def _close(self, location: GalleryLocation, gallery: Gallery) -> None:
         """In a thread of its own: it may take as long as a compaction."""
+        if location.given is None:
+            thread = threading.Thread(
+                target=gallery.close, name=f"close {location.name}", daemon=True
+            )
+            self._closings.add(thread)
+            thread.start()
 
-        def close() -> None:
-            try:
-                opened.close()
-            finally:
-                self._closings.discard(threading.current_thread())
-
-        thread = threading.Thread(target=close, name=f"close {opened.name}", daemon=True)
-        self._closings.add(thread)
-        thread.start()
+    def _close_opened(self, left: int = 0) -> None:
+        while len(self._opened) > left:
+            self._close(*self._opened.pop())
 
     def _join(self) -> None:
         deadline = time.monotonic() + _CLOSE_S
@@ -439,9 +379,10 @@ class Registry:
         self._threads.close()
 
     async def _drop_models(self) -> None:
-        """Let go of every model without a gallery, except where there is no gallery at all."""
-        slots = [*self._slots.values(), *list(self._retired)]
-        used = {slot.served.model.bundle_id for slot in slots}
+        """Let go of every model without a gallery, except where there is no gallery at all; one
+        that a search still uses goes with the search.
+        """
+        used = {served.model.bundle_id for served in self._served.values()}
         if not used:
             try:
                 await self._models.get(self._primary)
@@ -470,20 +411,6 @@ class Registry:
             else:
                 awaited.set_result(None)
             await asyncio.sleep(_BETWEEN_READS_S)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Opened:
-    """An open gallery that no model serves yet; one that was given open is never closed."""
-
-    name: str
-    gallery: Gallery
-    location: GalleryLocation | None
-    is_given: bool = False
-
-    def close(self) -> None:
-        if not self.is_given:
-            self.gallery.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,22 +471,11 @@ def probe(gallery: Gallery, model: Model) -> tuple[str, bool]:
     return version, is_found and all(math.isfinite(hit.score) for hit in hits)
 
 
-def _check_searches(name: str, gallery: Gallery, model: Model) -> None:
-    """What a gallery must pass before it is served. Raises: GalleryError."""
-    _check_dim(name, gallery, model.dim)
+def _check_searches(gallery: Gallery, model: Model) -> None:
+    """What a gallery must pass before it is served. Raises: GalleryError, InvalidParameterError."""
     _, is_searchable = probe(gallery, model)
     if not is_searchable:
         raise GalleryCorruptError(
-            f"Gallery {name!r} has {gallery.size:,} items, but a search found none of them. Make "
-            "its index again: kinlens-index compact GALLERY --rebuild."
-        )
-
-
-def _check_dim(name: str, gallery: Gallery, dim: int) -> None:
-    """Refuse vectors of another length than the model's. Raises: BundleMismatchError."""
-    if gallery.dim != dim:
-        raise BundleMismatchError(
-            f"Gallery {name!r} has vectors of length {gallery.dim}, its bundle "
-            f"{gallery.bundle_id[:SHORT]} makes them of length {dim}. Build it again: "
-            "kinlens-index build."
+            f"Gallery {gallery.name!r} has {gallery.size:,} items, but a search found none of "
+            "them. Make its index again: kinlens-index compact GALLERY --rebuild."
         )

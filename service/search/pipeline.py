@@ -9,8 +9,8 @@ One search in so many is run again exactly, in the background: how good are the 
 import asyncio
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,7 +27,8 @@ from embedder.errors import (
 from embedder.types import Embeddings, Hit
 from indexer.types import Group, SearchOptions, combined_query
 from service.concurrency import DaemonThreads
-from service.galleries.registry import Gallery, GalleryLease, Registry, Served
+from service.galleries.locations import Gallery
+from service.galleries.registry import Registry, Served
 from service.observe.metrics import Metrics
 from service.observe.tracing import record_wait, span
 from service.search.cache import Cache, Lookup, answer_key
@@ -103,10 +104,10 @@ class Pipeline:
         return await self._search(query)
 
     async def _search(self, query: Query) -> Answer:
-        with self._metrics.in_flight.track_inprogress(), self._lease(query.gallery) as lease:
+        with self._metrics.in_flight.track_inprogress(), self._registry.lease(query.gallery) as own:
             try:
                 async with asyncio.timeout(self._limit_s):
-                    return await self._in_a_lane(lease, query)
+                    return await self._in_a_lane(own, query)
             except TimeoutError as error:
                 raise self._too_late() from error
 
@@ -130,48 +131,38 @@ class Pipeline:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _outcome(
-        self, query: Query | Exception, leased: dict[str | None, GalleryLease | KinlensError]
+        self, query: Query | Exception, leased: dict[str | None, Served | KinlensError]
     ) -> Answer | Exception:
         if isinstance(query, Exception):
             return query
-        lease = leased[query.gallery]
-        if isinstance(lease, KinlensError):
-            return lease
+        served = leased[query.gallery]
+        if isinstance(served, KinlensError):
+            return served
         try:
             async with self._lanes.crowd:
-                return await self._in_a_lane(lease, query, patient=True)
+                return await self._in_a_lane(served, query, patient=True)
         except Exception as error:
             # Also what nobody foresaw: the other queries are answered all the same.
             return error
 
-    def _leased(self, name: str | None, leases: ExitStack) -> GalleryLease | KinlensError:
+    def _leased(self, name: str | None, leases: ExitStack) -> Served | KinlensError:
         try:
-            return leases.enter_context(self._lease(name))
+            return leases.enter_context(self._registry.lease(name))
         except KinlensError as error:
             return error
 
-    @contextmanager
-    def _lease(self, name: str | None) -> Iterator[GalleryLease]:
-        lease = self._registry.take(name)
-        try:
-            yield lease
-        finally:
-            lease.give_back()
-
-    async def _in_a_lane(
-        self, lease: GalleryLease, query: Query, *, patient: bool = False
-    ) -> Answer:
-        served, abandoned, started = lease.served, Abandoned(), time.perf_counter()
+    async def _in_a_lane(self, served: Served, query: Query, *, patient: bool = False) -> Answer:
+        abandoned, started = Abandoned(), time.perf_counter()
         # Where nobody waits no turn is to be had. To name a query with a long filter takes long.
         may_go_first = not patient and query.where is None and self._lanes.waiting > 0
         is_at_hand = may_go_first and self._cache.has(_key(served, query))
-        lease.take()  # until the lane is done with it, also if nobody waits for that any more
+        served.take()  # until the lane is done with it, also if nobody waits for that any more
         try:
             return await self._lanes.run(
                 lambda decoder: self._answer(decoder, served, query, abandoned, started),
                 urgent=is_at_hand,
                 patient=patient,
-                after=lease.give_back,
+                after=served.give_back,
             )
         finally:
             abandoned.end()

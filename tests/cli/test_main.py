@@ -23,11 +23,11 @@ import sys, threading
 from indexer.gallery import Gallery
 from service.__main__ import app
 
-def image(self, item_id):
+def item(self, item_id):
     print("reading", flush=True)
     threading.Event().wait()
 
-Gallery.image = image
+Gallery.item = item
 app(sys.argv[1:])
 """
 

@@ -19,6 +19,7 @@ from embedder.preprocess import (
     decode,
     preprocess,
     read_header,
+    render_jpeg,
     resize_box,
 )
 from tests.tiny import encoded, picture
@@ -297,3 +298,22 @@ def test_a_crop_box_that_cannot_be_cut_is_refused(box: tuple[float, ...], fault:
 def test_what_rounding_adds_to_a_crop_box_is_cut_off() -> None:
     assert check_box((0.7, 0.0, 0.3 + 1e-9, 1.0)) == (0.7, 0.0, 1 - 0.7, 1.0)
     assert check_box([0, 0, 1, 1]) == (0.0, 0.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "TIFF", "GIF", "WEBP"])
+@pytest.mark.parametrize("size", [(300, 200), (40, 900), (60, 50)])
+def test_a_small_picture_fits_its_side_and_keeps_its_shape(kind, size) -> None:
+    made = Image.open(io.BytesIO(render_jpeg(encoded(picture(1, size), kind), ImageLimits(), 160)))
+    scale = min(1.0, 160 / max(size))
+    assert (made.format, max(made.size)) == ("JPEG", min(160, max(size)))
+    assert [abs(a - b * scale) <= 1 for a, b in zip(made.size, size, strict=True)] == [True, True]
+
+
+def test_a_small_picture_shows_what_the_original_shows_upright_on_white() -> None:
+    whole = picture(1, (320, 200))
+    turned = stored_turned(whole, "JPEG", 6, quality=95)
+    made = Image.open(io.BytesIO(render_jpeg(turned, ImageLimits(), 160)))
+    difference = np.asarray(made, dtype=float) - np.asarray(whole.resize((160, 100)), dtype=float)
+    assert np.abs(difference).mean() < 4
+    clear = render_jpeg(encoded(Image.new("RGBA", (64, 64), (0, 0, 0, 0))), ImageLimits(), 160)
+    assert Image.open(io.BytesIO(clear)).getpixel((5, 5)) == (255, 255, 255)

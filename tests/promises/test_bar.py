@@ -28,8 +28,7 @@ from service.settings import Settings
 from tests.support.odd_images import claiming
 from tests.support.own_process import ROOT, OwnProcess, own_process
 from tests.support.servers import DEFAULTS, Running, run
-from tests.support.shelves import DIM, make_gallery
-from tests.support.shops import Shop, base64_of, start_shop
+from tests.support.shops import Shop, base64_of, make_gallery, start_shop
 from tests.tiny import encoded, picture
 
 TIMES = 7
@@ -253,7 +252,7 @@ def long_shop(tmp_path: Path) -> Iterator[Running]:
     """A gallery of 4,000 items."""
     make_gallery(tmp_path / "shop", "item", count=4_000)
     settings = Settings(**DEFAULTS, galleries=(f"shop={tmp_path / 'shop'}",))
-    service = run(create_app(settings, FakeEmbedder(dim=DIM)))
+    service = run(create_app(settings, FakeEmbedder(dim=32)))
     yield service
     service.close()
 

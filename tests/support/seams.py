@@ -28,11 +28,10 @@ from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry
 from service.access.keys import FreshKeys, KeyStore, open_keys
 from service.access.rates import Addresses, LocalCounts, RateLimits, SharedCounts, parse_rates
-from service.galleries.locations import Bundles, GalleryLocation, Locations
+from service.galleries.locations import GalleryLocation, Locations
 from service.galleries.migration import bring_over
-from service.galleries.picture_files import PictureFiles, SharedPictures
-from service.galleries.pictures import PictureFolder
-from service.galleries.registry import Failures, Registry
+from service.galleries.pictures import PictureFolder, SharedPictures
+from service.galleries.registry import Failures
 from service.http.gate import RouteTable
 from service.http.server import listen
 from service.jobs.manager import JobManager

@@ -5,12 +5,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from embedder.errors import ItemNotFoundError
 from embedder.fake import FakeEmbedder
 from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import Embeddings, Hit, Images, ItemId
+from indexer.gallery import GalleryFacts
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
 from indexer.types import Entry, Item, SearchOptions
@@ -37,6 +39,7 @@ from tests.support.seams import listen
 from tests.tiny import encoded, picture
 
 WAIT_S = 20.0
+CREATED_AT = "2026-01-01T00:00:00+00:00"
 DEFAULTS: dict[str, Any] = {"lanes": 2, "decode_isolation": False}
 
 
@@ -66,10 +69,13 @@ class FakeGallery:
         self.bundle_id = embedder.bundle_id
         self.dim = embedder.dim
         self.size = len(pictures)
-        self.created_at = "2026-01-01T00:00:00+00:00"
-        self.image_root = Path(__file__).parent
+        self.created_at = CREATED_AT
+        self.image_root = Path(tempfile.mkdtemp())
+        weakref.finalize(self, shutil.rmtree, self.image_root, ignore_errors=True)
+        for number, data in enumerate(pictures):
+            (self.image_root / f"{number:03d}.png").write_bytes(data)
         self.searches = 0
-        self._pictures = list(pictures)
+        self._sha256s = [hashlib.sha256(data).hexdigest() for data in pictures]
         inputs = np.stack([embedder.preprocess(data) for data in pictures])
         self._vectors = np.concatenate([FakeEmbedder.embed(embedder, inputs)])
 
@@ -99,13 +105,23 @@ class FakeGallery:
     def item(self, item_id: ItemId) -> Item:
         if not 0 <= item_id < self.size:
             raise ItemNotFoundError(f"Gallery {self.name} has no item {item_id}.")
-        return Item(item_id, f"{item_id:03d}.png", "", "", {"number": item_id}, "PNG")
+        key = f"{item_id:03d}.png"
+        return Item(item_id, key, key, self._sha256s[item_id], {"number": item_id}, "PNG")
 
-    def image(self, item_id: ItemId) -> SimpleNamespace:
-        return SimpleNamespace(data=self._pictures[self.item(item_id).id], media_type="image/png")
+    def facts(self) -> GalleryFacts:
+        known = ("name", "version", "generation", "bundle_id", "dim", "created_at", "size")
+        return GalleryFacts(
+            **{name: getattr(self, name) for name in known},
+            source="",
+            source_root="",
+            delta=self.size,
+            tombstones=0,
+            compaction_due=None,
+            segment=None,
+        )
 
     def close(self) -> None:
-        pass
+        """Given open, so never called."""
 
 
 class GatedEmbedder(FakeEmbedder):

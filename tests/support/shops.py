@@ -1,15 +1,19 @@
 """A service that keeps things in a folder and lets everybody write, for tests of galleries."""
 
 import base64
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from embedder.fake import FakeEmbedder
 from embedder.session import Embedder
+from indexer.gallery import Gallery
+from indexer.types import Entry
 from service.app import create_app
 from service.settings import Settings
 from tests.support.servers import DEFAULTS, Running, run
@@ -18,43 +22,65 @@ PROBLEM = "application/problem+json"
 
 
 class Shop:
-    """A running service with a managed gallery `shop`."""
+    """A running service with a managed gallery."""
 
-    def __init__(self, running: Running, state: Path) -> None:
+    def __init__(self, running: Running, state: Path, name: str = "shop") -> None:
         self.running = running
         self.client = running.client
         self.state = state
+        self.name = name
+        self.url = f"/galleries/{name}"
+        self.folder = state / "galleries" / name
 
-    def put(self, items: Mapping[str, bytes], gallery: str = "shop", **attributes: Any) -> Any:
+    def create(self, name: str) -> "Shop":
+        """A new gallery of the same service."""
+        self.client.post("/galleries", json={"name": name}).raise_for_status()
+        return Shop(self.running, self.state, name)
+
+    def put(self, items: Mapping[str, bytes], gallery: str = "", **attributes: Any) -> Any:
         """Put items as a form, all with the same attributes; the checked answer."""
         response = self.put_form(items, [json.dumps(attributes)] * len(items), gallery)
         assert response.status_code == 200, response.text
         return response.json()
 
     def put_form(
-        self, items: Mapping[str, bytes], attributes: Sequence[str] = (), gallery: str = "shop"
+        self, items: Mapping[str, bytes], attributes: Sequence[str] = (), gallery: str = ""
     ) -> httpx.Response:
         parts: list[Any] = [("image", ("x.png", data, "image/png")) for data in items.values()]
         parts += [("key", (None, key)) for key in items]
         parts += [("attributes", (None, text)) for text in attributes]
-        return self.client.put(f"/galleries/{gallery}/items", files=parts)
+        return self.client.put(f"/galleries/{gallery or self.name}/items", files=parts)
 
-    def put_json(self, items: Sequence[Mapping[str, Any]], gallery: str = "shop") -> httpx.Response:
-        return self.client.put(f"/galleries/{gallery}/items", json={"items": items})
+    def put_json(self, items: Sequence[Mapping[str, Any]]) -> httpx.Response:
+        return self.client.put(f"{self.url}/items", json={"items": items})
 
-    def items(self, gallery: str = "shop", **query: Any) -> Any:
-        response = self.client.get(f"/galleries/{gallery}/items", params=query)
+    def remove(self, *keys: str) -> int:
+        """How many of these items were there."""
+        response = self.client.delete(f"{self.url}/items", params={"key": keys})
+        assert response.status_code == 200, response.text
+        return int(response.json()["removed"])
+
+    def search(self, data: bytes, **fields: Any) -> httpx.Response:
+        return self.running.search(data, gallery=self.name, **fields)
+
+    def items(self, gallery: str = "", **query: Any) -> Any:
+        response = self.client.get(f"/galleries/{gallery or self.name}/items", params=query)
         assert response.status_code == 200, response.text
         return response.json()
 
-    def gallery(self, name: str = "shop") -> Any:
-        response = self.client.get(f"/galleries/{name}")
+    def link(self, key: str) -> str:
+        """The address of the picture of an item."""
+        [link] = [item["image"] for item in self.items()["items"] if item["key"] == key]
+        return str(link)
+
+    def gallery(self, name: str = "") -> Any:
+        response = self.client.get(f"/galleries/{name or self.name}")
         assert response.status_code == 200, response.text
         return response.json()
 
-    def pictures(self, gallery: str = "shop") -> set[str]:
+    def pictures(self, gallery: str = "") -> set[str]:
         """The contents of the uploaded pictures that lie in a managed gallery."""
-        files = (self.state / "galleries" / gallery / "pictures").glob("*/*")
+        files = (self.folder.with_name(gallery or self.name) / "pictures").glob("*/*")
         return {file.name for file in files if len(file.name) == 64}
 
     def close(self) -> None:
@@ -69,8 +95,29 @@ def start_shop(
     running = run(create_app(Settings(**given), embedder or FakeEmbedder()))
     shop = Shop(running, state)
     if create and shop.client.get("/galleries/shop").status_code == 404:
-        shop.client.post("/galleries", json={"name": "shop"}).raise_for_status()
+        shop.create("shop")
     return shop
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def make_gallery(
+    path: Path, tag: str, *, count: int = 5, bundle_id: str = "fake", dim: int = 32
+) -> str:
+    """A new generation of the gallery in `path`, of random unit vectors with keys `tag-0` .. ; its
+    name is given back.
+    """
+    seed = int(sha256(tag.encode())[:8], 16)
+    vectors = np.random.default_rng(seed).standard_normal((count, dim)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    gallery = Gallery.create(path, name=path.name, bundle_id=bundle_id, dim=dim)
+    gallery.add(
+        Entry(f"{tag}-{n}", vector, sha256(vector.tobytes())) for n, vector in enumerate(vectors)
+    )
+    gallery.close()
+    return gallery.generation
 
 
 def base64_of(data: bytes) -> str:

@@ -2,8 +2,8 @@
 
 import os
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,9 @@ from embedder.fake import FakeEmbedder
 from indexer.gallery import Gallery
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
-from service.app import create_app
-from service.settings import Settings
-from tests.embedder.bundles import CALIBRATION
 from tests.support.seams import Locations
-from tests.support.servers import DEFAULTS, WAIT_S, run
-from tests.support.shops import Shop, assert_problem, start_shop
-from tests.tiny import encoded, picture
+from tests.support.servers import WAIT_S
+from tests.support.shops import assert_problem, make_gallery, start_shop
 
 FACTS = (
     "name",
@@ -33,54 +29,36 @@ FACTS = (
 )
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Iterator[Shop]:
-    shop = start_shop(tmp_path / "state")
-    yield shop
-    shop.close()
-
-
-@pytest.fixture(scope="module")
-def data() -> list[bytes]:
-    return [encoded(picture(seed)) for seed in range(8)]
-
-
-def test_a_gallery_is_there_as_soon_as_it_was_made_and_gone_when_deleted(shop, data) -> None:
-    response = shop.client.post("/galleries", json={"name": "summer"})
+def test_a_gallery_is_there_as_soon_as_it_was_made_and_gone_when_deleted(mall, data) -> None:
+    response = mall.client.post("/galleries", json={"name": "summer"})
     assert (response.status_code, response.headers["location"]) == (201, "/galleries/summer")
     made = response.json()
-    assert (made["name"], made["size"], made["managed"], made["writable"]) == (
-        "summer",
-        0,
-        True,
-        True,
-    )
-    assert shop.put({"a": data[0]}, gallery="summer")["added"] == 1
-    assert [one["name"] for one in shop.client.get("/galleries").json()["galleries"]] == [
-        "shop",
-        "summer",
-    ]
-    assert shop.client.delete("/galleries/summer").status_code == 204
-    assert_problem(shop.client.get("/galleries/summer"), 404, "unknown-gallery")
-    assert_problem(shop.client.delete("/galleries/summer"), 404, "unknown-gallery")
-    assert list((shop.state / "galleries").glob("*summer*")) == []
-    assert shop.client.post("/galleries", json={"name": "summer"}).status_code == 201
-    assert shop.gallery("summer")["size"] == 0
+    known = ("name", "size", "managed", "writable")
+    assert [made[name] for name in known] == ["summer", 0, True, True]
+    assert mall.put({"a": data[0]}, gallery="summer")["added"] == 1
+    listed = [one["name"] for one in mall.client.get("/galleries").json()["galleries"]]
+    assert listed == sorted(listed)
+    assert "summer" in listed
+    assert mall.client.delete("/galleries/summer").status_code == 204
+    assert_problem(mall.client.get("/galleries/summer"), 404, "unknown-gallery")
+    assert_problem(mall.client.delete("/galleries/summer"), 404, "unknown-gallery")
+    assert list((mall.state / "galleries").glob("*summer*")) == []
+    assert mall.create("summer").gallery()["size"] == 0
 
 
-def test_a_name_that_is_taken_is_409_also_when_two_ask_at_once(shop) -> None:
-    taken = shop.client.post("/galleries", json={"name": "shop"})
+def test_a_name_that_is_taken_is_409_also_when_two_ask_at_once(mall) -> None:
+    taken = mall.client.post("/galleries", json={"name": "shop"})
     assert "delete it first" in assert_problem(taken, 409, "gallery-conflict")["detail"]
     with ThreadPoolExecutor(4) as pool:
-        made = list(
-            pool.map(lambda _: shop.client.post("/galleries", json={"name": "x"}), range(4))
-        )
-    assert sorted(one.status_code for one in made) == [201, 409, 409, 409]
+        made = pool.map(lambda _: mall.client.post("/galleries", json={"name": "x"}), range(4))
+        assert sorted(one.status_code for one in made) == [201, 409, 409, 409]
+        gone = pool.map(lambda _: mall.client.delete("/galleries/x"), range(4))
+        assert sorted(one.status_code for one in gone) == [204, 404, 404, 404]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_a_gallery_that_cannot_be_made_is_422_and_leaves_nothing(mall) -> None:
+    before = list((mall.state / "galleries").iterdir())
+    for body in (
         {"name": ""},
         {"name": "../up"},
         {"name": ".hidden"},
@@ -91,19 +69,19 @@ def test_a_name_that_is_taken_is_409_also_when_two_ask_at_once(shop) -> None:
         {"name": "x", "path": "/tmp"},
         {"name": 5},
         {},
-    ],
-)
-def test_a_gallery_that_cannot_be_made_is_422_and_leaves_nothing(shop, body) -> None:
-    assert_problem(shop.client.post("/galleries", json=body), 422, "invalid-parameter")
-    assert [one.name for one in (shop.state / "galleries").iterdir() if one.is_dir()] == ["shop"]
+    ):
+        assert_problem(mall.client.post("/galleries", json=body), 422, "invalid-parameter")
+    assert list((mall.state / "galleries").iterdir()) == before
 
 
 def test_a_description_holds_what_filters_index_and_page_need(shop, data) -> None:
     for n, one in enumerate(data):
         shop.put({f"k{n}": one}, colour="red" if n % 3 else "blue", price=n / 2, sale=n % 2 == 0)
-    shop.client.delete("/galleries/shop/items", params={"key": "k7"})
+    assert shop.remove("k7") == 1
     described = shop.gallery()
-    listed = shop.client.get("/galleries").json()["galleries"][0]
+    [listed] = [
+        one for one in shop.client.get("/galleries").json()["galleries"] if one["name"] == shop.name
+    ]
     assert {name: described[name] for name in FACTS} == listed
     attributes = {one["name"]: one for one in described["attributes"]}
     assert attributes["colour"] == {
@@ -118,32 +96,39 @@ def test_a_description_holds_what_filters_index_and_page_need(shop, data) -> Non
         {"value": False, "count": 3},
     ]
     assert (attributes["price"]["minimum"], attributes["price"]["maximum"]) == (0, 3)
-    assert described["index"]["kind"] is None
-    assert described["index"]["delta"] == 7
+    assert (described["index"]["kind"], described["index"]["delta"]) == (None, 7)
     assert described["provider"] == "FakeExecutionProvider"
-    assert (described["calibration"], described["image_root_missing"]) == (None, False)
-
-
-def test_the_calibration_of_the_bundle_is_described_with_its_thresholds(tmp_path) -> None:
-    shop = start_shop(tmp_path, FakeEmbedder(calibration=CALIBRATION))
-    calibration = shop.gallery()["calibration"]
-    shop.close()
+    assert described["image_root_missing"] is False
+    calibration = described["calibration"]
     assert (calibration["slope"], calibration["intercept"]) == (12.0, -6.0)
     [threshold] = calibration["thresholds"]
     assert (threshold["false_matches"], threshold["search_score"]) == (0.01, 0.75)
     assert threshold["probability"] == pytest.approx(0.9525741, abs=1e-6)
 
 
-def test_galleries_and_items_are_there_after_a_restart(tmp_path, data) -> None:
-    shop = start_shop(tmp_path)
-    shop.put({"a": data[0]}, n=1)
-    before = shop.items()
-    shop.close()
-    again = start_shop(tmp_path, create=False)
-    assert again.items() == before
-    assert again.client.get(before["items"][0]["image"]).content == data[0]
-    assert again.put({"a": data[0]}, n=1)["unchanged"] == 1
-    again.close()
+def test_galleries_of_the_settings_come_first_and_others_after_them_by_name(tmp_path) -> None:
+    """Also after a restart, and beside what cannot be opened."""
+    managed = tmp_path / "state" / "galleries"
+    for folder in (tmp_path / "zebra", tmp_path / "apple"):
+        make_gallery(folder, folder.name)
+    for name in ("nut", "mint", "apple", "bad"):
+        make_gallery(managed / name, f"managed-{name}")
+    (managed / "bad" / "CURRENT").write_text("0123456789ab\n")
+    (managed / "no-gallery").mkdir()
+    (managed / ".stage-gone").mkdir()
+    galleries = tuple(f"{name}={tmp_path / name}" for name in ("zebra", "apple"))
+    shop = start_shop(tmp_path / "state", create=False, galleries=galleries)
+    with closing(shop):
+        listed = shop.client.get("/galleries").json()["galleries"]
+        expected = {"zebra": False, "apple": False, "mint": True, "nut": True}
+        assert {one["name"]: one["managed"] for one in listed} == expected
+        assert [one["name"] for one in listed] == [*expected]
+        assert shop.items("apple")["items"][0]["key"] == "apple-0"
+        checks = shop.client.get("/ready").json()["checks"]
+        assert "GalleryCorruptError" in checks["reload bad"]
+        make_gallery(managed / "bad", "mended")
+        assert shop.items("bad")["items"][0]["key"] == "mended-0"
+        assert "reload bad" not in shop.running.runtime.registry.failures.verdicts()
 
 
 def test_a_gallery_of_the_settings_can_be_written_but_not_deleted(tmp_path, data) -> None:
@@ -152,99 +137,125 @@ def test_a_gallery_of_the_settings_can_be_written_but_not_deleted(tmp_path, data
     (pictures / "0.png").write_bytes(data[0])
     embedder = FakeEmbedder()
     build_gallery(folder_source(pictures), embedder, tmp_path / "given")
-    shop = start_shop(tmp_path / "state", embedder, galleries=(f"given={tmp_path / 'given'}",))
-    described = shop.gallery("given")
-    assert (described["managed"], described["writable"]) == (False, True)
-    assert shop.put({"0.png": data[0]}, gallery="given")["unchanged"] == 1
-    assert shop.put({"new": data[1]}, gallery="given")["added"] == 1
-    items = shop.items("given")["items"]
-    assert [shop.client.get(item["image"]).content for item in items] == data[:2]
-    refused = assert_problem(shop.client.delete("/galleries/given"), 409, "gallery-conflict")
-    assert "--gallery" in refused["detail"]
-    assert (
-        shop.client.delete("/galleries/given/items", params={"key": ["0.png", "new"]}).json()[
-            "removed"
-        ]
-        == 2
-    )
+    given = (f"given={tmp_path / 'given'}",)
+    with closing(start_shop(tmp_path / "state", embedder, create=False, galleries=given)) as shop:
+        described = shop.gallery("given")
+        assert (described["managed"], described["writable"]) == (False, True)
+        assert described["calibration"] is None
+        assert shop.put({"0.png": data[0]}, gallery="given")["unchanged"] == 1
+        assert shop.put({"new": data[1]}, gallery="given")["added"] == 1
+        items = shop.items("given")["items"]
+        assert [shop.client.get(item["image"]).content for item in items] == data[:2]
+        refused = assert_problem(shop.client.delete("/galleries/given"), 409, "gallery-conflict")
+        assert "--gallery" in refused["detail"]
+        gone = shop.client.delete("/galleries/given/items", params={"key": ["0.png", "new"]})
+        assert gone.json()["removed"] == 2
     assert (pictures / "0.png").read_bytes() == data[0]
-    shop.close()
 
 
-def test_without_a_folder_for_state_writes_are_409_and_name_the_cure(tmp_path, data) -> None:
-    embedder = FakeEmbedder()
-    gallery = Gallery.create(
-        tmp_path / "g", name="g", bundle_id=embedder.bundle_id, dim=embedder.dim
-    )
-    settings = Settings(**DEFAULTS, anonymous_scopes=("admin",))
-    running = run(create_app(settings, embedder, {"g": gallery}))
-    shop = Shop(running, tmp_path)
+def test_a_managed_gallery_compacts_itself_and_one_of_the_settings_does_not(
+    tmp_path, until
+) -> None:
+    folders = {"given": tmp_path / "given", "made": tmp_path / "state" / "galleries" / "made"}
+    for name, folder in folders.items():
+        make_gallery(folder, name, count=20)
+        with closing(Gallery.open(folder)) as gallery:
+            gallery.compact()
+    given = (f"given={folders['given']}",)
+    with closing(start_shop(tmp_path / "state", create=False, galleries=given)) as shop:
+        for name in folders:
+            body = {"keys": [f"{name}-{n}" for n in range(10)]}
+            shop.client.post(f"/galleries/{name}/items/delete", json=body).raise_for_status()
+        until(lambda: shop.gallery("made")["index"]["tombstones"] == 0)
+        assert shop.gallery("given")["index"]["tombstones"] == 10
+
+
+def test_without_a_folder_for_state_writes_are_409_and_name_the_cure(start_service, data) -> None:
+    running = start_service(anonymous_scopes=("admin",))
+    parts = [("image", ("x", data[0])), ("key", (None, "k"))]
     for response in (
-        shop.put_form({"k": data[0]}, gallery="g"),
-        shop.client.post("/galleries", json={"name": "x"}),
+        running.client.put("/galleries/shop/items", files=parts),
+        running.client.post("/galleries", json={"name": "x"}),
     ):
         assert "--state" in assert_problem(response, 409, "state-missing")["detail"]
-    assert_problem(shop.client.delete("/galleries/g"), 409, "gallery-conflict")
-    assert shop.gallery("g")["writable"] is False
-    assert shop.items("g")["total"] == 0
-    running.close()
-    gallery.close()
+    assert_problem(running.client.delete("/galleries/shop"), 409, "gallery-conflict")
+    [listed] = running.client.get("/galleries").json()["galleries"]
+    assert listed["writable"] is False
 
 
-@pytest.mark.parametrize("path", ["/galleries", "/galleries/shop"])
 def test_a_folder_that_does_not_answer_holds_up_nobody_else(
-    shop, path: str, monkeypatch: pytest.MonkeyPatch
+    mall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a mount whose server is gone."""
-    asked, answer, access = threading.Event(), threading.Event(), os.access
+    asked, answer, access = threading.Semaphore(0), threading.Event(), os.access
 
     def slow(folder: Path, mode: int) -> bool:
-        asked.set()
-        assert answer.wait(20)
+        asked.release()
+        assert answer.wait(WAIT_S)
         return access(folder, mode)
 
     monkeypatch.setattr(os, "access", slow)
-    with ThreadPoolExecutor(1) as caller:
-        described = caller.submit(shop.client.get, path)
+    with ThreadPoolExecutor(2) as callers:
+        described = [callers.submit(mall.client.get, path) for path in ("/galleries", mall.url)]
         try:
-            assert asked.wait(20)
-            assert shop.client.get("/live", timeout=5).status_code == 200
+            for _ in described:
+                assert asked.acquire(timeout=WAIT_S)
+            assert mall.client.get("/live", timeout=5).status_code == 200
         finally:
             answer.set()
-        assert described.result().status_code == 200
+        assert [one.result().status_code for one in described] == [200, 200]
 
 
-def test_what_another_process_made_is_there_at_the_first_request(tmp_path) -> None:
-    data = encoded(picture(1))
+def test_the_list_is_there_while_a_gallery_is_deleted(mall, monkeypatch) -> None:
+    for name in ("z1", "z2"):
+        mall.create(name)
+    access, seen = os.access, []
+
+    def delete_the_next(folder: Path, mode: int) -> bool:
+        if not seen:
+            seen.append(folder)
+            mall.client.delete("/galleries/z2").raise_for_status()
+        return access(folder, mode)
+
+    monkeypatch.setattr(os, "access", delete_the_next)
+    response = mall.client.get("/galleries")
+    assert response.status_code == 200, response.text
+    left = mall.client.get("/galleries").json()["galleries"]
+    assert "z2" not in [one["name"] for one in left]
+
+
+def test_what_another_process_made_is_there_at_the_first_request(tmp_path, data) -> None:
     slow = {"reload_interval_ms": 600_000}
-    maker = start_shop(tmp_path, FakeEmbedder(), **slow)
+    maker = start_shop(tmp_path, **slow)
+    other = start_shop(tmp_path, create=False, **slow)
     for name, ask in {
-        "put": lambda shop: shop.put_form({"k": data}, gallery="put"),
-        "patch": lambda shop: shop.client.patch(
+        "put": lambda: other.put_form({"k": data[0]}, gallery="put"),
+        "patch": lambda: other.client.patch(
             "/galleries/patch/items", json={"changes": {"k": {"a": 1}}}
         ),
-        "list": lambda shop: shop.client.get("/galleries/list/items"),
-        "describe": lambda shop: shop.client.get("/galleries/describe"),
-        "search": lambda shop: shop.running.search(data, gallery="search"),
-        "item": lambda shop: shop.client.get("/galleries/item/items/1"),
-        "image": lambda shop: shop.client.get("/galleries/image/items/1/image?size=160"),
-        "one": lambda shop: shop.client.delete("/galleries/one/items/1"),
-        "remove": lambda shop: shop.client.delete("/galleries/remove/items", params={"key": "k"}),
-        "many": lambda shop: shop.client.post("/galleries/many/items/delete", json={"keys": ["k"]}),
-        "delete": lambda shop: shop.client.delete("/galleries/delete"),
+        "list": lambda: other.client.get("/galleries/list/items"),
+        "describe": lambda: other.client.get("/galleries/describe"),
+        "search": lambda: other.running.search(data[0], gallery="search"),
+        "item": lambda: other.client.get("/galleries/item/items/1"),
+        "image": lambda: other.client.get("/galleries/image/items/1/image?size=160"),
+        "one": lambda: other.client.delete("/galleries/one/items/1"),
+        "remove": lambda: other.client.delete("/galleries/remove/items", params={"key": "k"}),
+        "many": lambda: other.client.post("/galleries/many/items/delete", json={"keys": ["k"]}),
+        "delete": lambda: other.client.delete("/galleries/delete"),
     }.items():
-        other = start_shop(tmp_path, FakeEmbedder(), create=False, **slow)
-        maker.client.post("/galleries", json={"name": name}).raise_for_status()
-        maker.put({"k": data}, gallery=name, a=0)
-        answer = ask(other)
+        maker.create(name).put({"k": data[0]}, a=0)
+        assert name not in other.running.runtime.registry.names()
+        answer = ask()
         assert answer.is_success, (name, answer.text)
-        assert_problem(other.client.get("/galleries/nowhere"), 404, "unknown-gallery")
-        other.close()
+    assert_problem(other.client.get("/galleries/nowhere"), 404, "unknown-gallery")
+    other.close()
     maker.close()
 
 
-def test_a_gallery_that_is_made_while_the_disk_hangs_is_503_in_time(tmp_path, monkeypatch) -> None:
-    shop = start_shop(tmp_path, request_timeout_ms=500, reload_interval_ms=600_000)
+def test_what_cannot_be_read_now_is_503_in_time_and_read_again_later(
+    tmp_path, monkeypatch, until
+) -> None:
+    shop = start_shop(tmp_path, request_timeout_ms=500, reload_interval_ms=50)
     gate = threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(Locations, "list_galleries", lambda _: gate.wait(WAIT_S) and [])
@@ -252,5 +263,15 @@ def test_a_gallery_that_is_made_while_the_disk_hangs_is_503_in_time(tmp_path, mo
         assert_problem(answer, 503, "deadline-exceeded")
         assert_problem(shop.client.delete("/galleries/shop"), 503, "deadline-exceeded")
         assert shop.client.get("/live").status_code == 200
+    find, faults = Locations.list_galleries, iter([OSError(116, "Stale file handle")] * 2)
+
+    def fail_twice(locations: Locations) -> object:
+        for fault in faults:
+            raise fault
+        return find(locations)
+
+    monkeypatch.setattr(Locations, "list_galleries", fail_twice)
     gate.set()
+    names = shop.running.runtime.registry.names
+    until(lambda: names() == ["new"])
     shop.close()

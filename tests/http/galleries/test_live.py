@@ -34,24 +34,43 @@ def entry(path):
     digest = hashlib.sha256(data).hexdigest()
     return Entry(path.name, vector, digest, {ATTRIBUTES!r}, path.name, "PNG")
 
+root = Path(sys.argv[1]) / "pictures"
+gallery = Gallery.open(sys.argv[1] + "/shop")
 for line in sys.stdin:
-    verb, shop, name = line.rstrip().split("|")
-    gallery = Gallery.open(shop)
+    verb, name = line.rstrip().split("|")
     if verb == "add":
-        gallery.add([entry(Path(shop).parent / "pictures" / name)])
+        gallery.add([entry(root / name)])
     elif verb == "remove":
         gallery.remove([name])
+    elif verb == "reset":
+        wanted = {{f"{{number}}.png" for number in range(8)}}
+        there = {{item.key for item in gallery.items()}}
+        gallery.remove(there - wanted)
+        gallery.add([entry(root / name) for name in wanted - there])
     else:
         gallery.compact()
     print("done", flush=True)
-    gallery.close()
+gallery.close()
 """
 
 
 @pytest.fixture(scope="module")
-def writer() -> Iterator[subprocess.Popen[str]]:
-    """Another process that changes galleries as it is told."""
-    command = [sys.executable, "-c", WRITER]
+def folder(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Path:
+    """A gallery of pictures 0 .. 7 of the twelve that lie in its folder of images."""
+    folder = tmp_path_factory.mktemp("live")
+    root = folder / "pictures"
+    root.mkdir()
+    for number, data in enumerate(pictures):
+        if number == 8:
+            build_gallery(folder_source(root), FakeEmbedder(), folder / "shop")
+        (root / f"{number}.png").write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def writer(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that changes the gallery as it is told."""
+    command = [sys.executable, "-c", WRITER, str(folder)]
     with subprocess.Popen(
         command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -61,35 +80,23 @@ def writer() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, pictures: list[bytes]) -> Path:
-    """A gallery of pictures 0 .. 7 of the twelve that lie in its folder of images."""
-    root = tmp_path / "pictures"
-    root.mkdir()
-    for number, data in enumerate(pictures[:8]):
-        (root / f"{number}.png").write_bytes(data)
-    build_gallery(folder_source(root), FakeEmbedder(), tmp_path / "shop")
-    for number, data in enumerate(pictures[8:], 8):
-        (root / f"{number}.png").write_bytes(data)
-    return tmp_path / "shop"
-
-
-@pytest.fixture
-def write(shop: Path, writer: subprocess.Popen[str]) -> Callable[..., None]:
-    """Let the other process change the gallery; a call returns when the change is acknowledged."""
+def write(writer: subprocess.Popen[str]) -> Iterator[Callable[..., None]]:
+    """Let it; a call returns when the change is acknowledged. Afterwards all is as it was."""
 
     def do(verb: str, name: str = "") -> None:
         assert writer.stdin is not None
         assert writer.stdout is not None
-        writer.stdin.write(f"{verb}|{shop}|{name}\n")
+        writer.stdin.write(f"{verb}|{name}\n")
         writer.stdin.flush()
         assert writer.stdout.readline() == "done\n"
 
-    return do
+    yield do
+    do("reset")
 
 
-@pytest.fixture
-def live(shop: Path) -> Iterator[Running]:
-    gallery = Gallery.open(shop)
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[Running]:
+    gallery = Gallery.open(folder / "shop")
     service = run(create_app(Settings(**DEFAULTS), FakeEmbedder(), {"shop": gallery}))
     yield service
     service.close()

@@ -3,19 +3,21 @@
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 
-from tests.support.live_writes import live_writes
 from tests.support.own_process import own_process
 from tests.support.servers import WAIT_S
 from tests.support.shops import start_shop
 from tests.tiny import encoded, picture
 
-ADDS = 120
-DELETES = 120
+CHANGES = 120
+WRITERS = 3
+SEARCHERS = 4
 SEARCHES_PER_S = 50
 KILLS = 20 if os.environ.get("KINLENS_LONG_TESTS") else 2
 
@@ -24,11 +26,42 @@ def test_adds_and_deletes_under_searches_are_seen_at_once_and_cause_no_error(tmp
     shop = start_shop(tmp_path)
     kept = {f"kept/{n}": encoded(picture(10_000 + n)) for n in range(20)}
     shop.put(kept)
-    live = live_writes(shop.running.url, "shop", ADDS, DELETES, SEARCHES_PER_S)
-    assert live.faults == []
-    assert live.searches > 0
-    assert shop.items()["total"] == len(kept) + ADDS - DELETES
-    assert len(shop.pictures()) == len(kept) + ADDS - DELETES
+    pictures = [encoded(picture(n, (24, 20))) for n in range(CHANGES)]
+    deleted: set[int] = set()
+    over = threading.Event()
+
+    def found(data: bytes) -> set[int]:
+        before = set(deleted)
+        response = shop.search(data, k=5)
+        assert response.status_code == 200, response.text
+        hits = {hit["id"] for hit in response.json()["hits"]}
+        assert not hits & before, "deleted items were returned"
+        return hits
+
+    def change(number: int) -> None:
+        [item] = shop.put({f"live/{number}": pictures[number]})["items"]
+        assert item["id"] in found(pictures[number]), "acknowledged and not found"
+        assert shop.remove(f"live/{number}") == 1
+        deleted.add(item["id"])
+
+    def search(seed: int) -> int:
+        rng, searches = np.random.default_rng(seed), 0
+        while not over.wait(SEARCHERS / SEARCHES_PER_S):
+            found(pictures[int(rng.integers(CHANGES))])
+            searches += 1
+        return searches
+
+    with ThreadPoolExecutor(SEARCHERS) as searchers, ThreadPoolExecutor(WRITERS) as writers:
+        searching = [searchers.submit(search, seed) for seed in range(SEARCHERS)]
+        changing = [writers.submit(change, number) for number in range(CHANGES)]
+        try:
+            for one in changing:
+                one.result()
+        finally:
+            over.set()
+        assert sum(one.result() for one in searching) > 0
+    assert shop.items()["total"] == len(kept)
+    assert len(shop.pictures()) == len(kept)
     shop.close()
 
 

@@ -35,6 +35,13 @@ def publish(server: MilvusServer, name: str, embedder: Any) -> None:
     store.close()
 
 
+@pytest.fixture(scope="module")
+def empty(server: MilvusServer, tiny_bundle: Bundle) -> str:
+    """The address of a gallery of the tiny bundle that stays empty."""
+    publish(server, "empty", OnnxEmbedder.open(tiny_bundle))
+    return address(server, "empty")
+
+
 def address(server: MilvusServer, name: str) -> str:
     return f"milvus://{server.uri.removeprefix('http://')}/{name}"
 
@@ -116,12 +123,13 @@ def test_items_are_put_found_changed_and_removed_by_every_replica(
     assert one.running.metric("kinlens_gallery_items", gallery="shop") == len(pictures) - 3
 
 
-def test_another_bundle_behind_the_alias_brings_its_model(
+def test_another_bundle_behind_the_alias_brings_its_model_and_an_outage_ends_by_itself(
     server: MilvusServer,
     start: Callable[..., Shop],
     tmp_path: Path,
     make_tiny_bundle: Callable[..., Bundle],
     pictures: list[bytes],
+    until: Callable[[Callable[[], bool]], None],
 ) -> None:
     old, new = (OnnxEmbedder.open(make_tiny_bundle(seed)) for seed in (0, 1))
     (tmp_path / "state" / "bundles").mkdir(parents=True)
@@ -130,50 +138,38 @@ def test_another_bundle_behind_the_alias_brings_its_model(
         folder.symlink_to(embedder.bundle.path)
     publish(server, "swapped", old)
     shop = start("swapped", embedder=old, state=tmp_path / "state", reload_interval_ms=100)
-    shop.put({"a": pictures[0]})
+    shop.put({"old": pictures[1]})
     publish(server, "swapped", new)
     answer = shop.running.search(pictures[0], k=1)
     assert answer.status_code == 200
     assert answer.json()["bundle_id"] == new.bundle_id
     assert answer.json()["hits"] == []
-    shop.put({"b": pictures[1]})
-    assert keys(shop.running.search(pictures[1], k=1)) == ["b"]
-
-
-@pytest.fixture
-def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MilvusServer]:
-    """One that may be stopped."""
-    yield from started_server(request, tmp_path / "milvus")
-
-
-def test_an_outage_gives_503_and_ends_by_itself(
-    own_server: MilvusServer,
-    start: Callable[..., Shop],
-    pictures: list[bytes],
-    until: Callable[[Callable[[], bool]], None],
-) -> None:
-    publish(own_server, "shop", FakeEmbedder())
-    shop = start("shop", galleries=(f"shop={address(own_server, 'shop')}",))
     shop.put({"a": pictures[0]})
+    assert keys(shop.running.search(pictures[0], k=2)) == ["a"]
+
     assert shop.client.get("/ready").status_code == 200
-    own_server.kill()
+    server.kill()
     refused = shop.running.search(pictures[0])
     assert_problem(refused, 503, "gallery-unavailable")
     assert int(refused.headers["retry-after"]) >= 1
     assert_problem(shop.put_form({"b": pictures[1]}), 503, "gallery-unavailable")
     until(lambda: shop.client.get("/ready").status_code == 503)
     assert shop.running.metric("kinlens_milvus_failures_total", call="describe_collection") > 0
-    own_server.restart()
+    server.restart()
     until(lambda: shop.running.search(pictures[0]).status_code == 200)
     assert keys(shop.running.search(pictures[0], k=2)) == ["a"]
     until(lambda: shop.client.get("/ready").status_code == 200)
 
 
 def test_what_cannot_be_done_on_milvus_says_what_to_do_instead(
-    server: MilvusServer, start: Callable[..., Shop], tmp_path: Path, pictures: list[bytes]
+    empty: str,
+    start: Callable[..., Shop],
+    tiny_bundle: Bundle,
+    tmp_path: Path,
+    pictures: list[bytes],
 ) -> None:
-    publish(server, "limits", FakeEmbedder())
-    shop = start("limits", pictures=(), state=tmp_path / "state")
+    embedder = OnnxEmbedder.open(tiny_bundle)
+    shop = start("empty", embedder=embedder, pictures=(), state=tmp_path / "state")
     refused = assert_problem(shop.put_form({"a": pictures[0]}), 409, "state-missing")
     assert "--pictures shop=ADDRESS" in refused["detail"]
     assert not shop.gallery()["writable"]
@@ -185,11 +181,10 @@ def test_what_cannot_be_done_on_milvus_says_what_to_do_instead(
 
 
 def test_check_tells_of_a_gallery_on_milvus_and_of_a_client_that_is_missing(
-    server: MilvusServer, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+    empty: str, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(server, "checked", OnnxEmbedder.open(tiny_bundle))
     monkeypatch.setenv("KINLENS_BUNDLE", str(tiny_bundle.path))
-    monkeypatch.setenv("KINLENS_GALLERIES", f"shop={address(server, 'checked')}")
+    monkeypatch.setenv("KINLENS_GALLERIES", f"shop={empty}")
     said = CliRunner().invoke(command, ["check", "--port", "0"])
     assert "0 items of bundle" in " ".join(said.output.split())
     monkeypatch.setitem(sys.modules, "pymilvus", None)
@@ -203,24 +198,22 @@ WRONG = {
     "a password": ({"galleries": "shop=milvus://a:b@host:1/shop"}, "KINLENS_MILVUS_TOKEN"),
     "nobody there": ({"galleries": "shop=milvus://127.0.0.1:1/shop"}, "does not answer"),
     "unknown collection": ({"galleries": "shop=milvus://SERVER/none"}, "does not have it"),
-    "another bundle": ({"galleries": "shop=milvus://SERVER/foreign"}, "Serve the bundle"),
+    "another bundle": ({"galleries": "shop=milvus://SERVER/empty"}, "Serve the bundle"),
     "pictures of nobody": ({"pictures": "hats=/tmp"}, "no gallery on Milvus"),
     "pictures nowhere": ({"pictures": "shop=nope://x"}, "cannot be reached"),
     "consistency": ({"milvus_consistency": "Sometimes"}, "milvus_consistency"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
 def test_wrong_settings_are_refused_at_the_start(
-    server: MilvusServer, tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch, case: str
+    empty: str, make_tiny_bundle: Callable[..., Bundle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong, text = WRONG[case]
-    if case == "another bundle":
-        publish(server, "foreign", FakeEmbedder())
-    given = {"galleries": "shop=milvus://SERVER/none", "bundle": str(tiny_bundle.path)} | wrong
-    for name, value in given.items():
-        place = server.uri.removeprefix("http://")
-        monkeypatch.setenv(f"KINLENS_{name.upper()}", value.replace("SERVER", place))
-    done = CliRunner().invoke(command, ["--port", "0"])
-    assert done.exit_code == 1
-    assert text in " ".join(done.output.split())
+    usual = {"galleries": "shop=milvus://SERVER/none", "bundle": str(make_tiny_bundle(9).path)}
+    server = empty.removeprefix("milvus://").partition("/")[0]
+    for case, (wrong, text) in WRONG.items():
+        with monkeypatch.context() as patch:
+            for name, value in (usual | wrong).items():
+                patch.setenv(f"KINLENS_{name.upper()}", value.replace("SERVER", server))
+            done = CliRunner().invoke(command, ["--port", "0"])
+        assert done.exit_code == 1, case
+        assert text in " ".join(done.output.split()), case

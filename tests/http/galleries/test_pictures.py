@@ -1,75 +1,53 @@
-"""The pictures of items, from a real gallery on a real file system: found by number, or refused."""
+"""The pictures of items: found by number or refused; small ones made in the decoding processes."""
 
+import asyncio
 import errno
 import http.client
+import io
 import json
-import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import pytest
+from PIL import Image
 
+from embedder.errors import ImageCostError, OverloadedError
 from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery
+from embedder.preprocess import MAX_SIDE_PX, ImageLimits
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
-from service.app import create_app
-from service.settings import Settings
-from tests.support.servers import Running, run
-from tests.support.shops import assert_problem, start_shop
+from tests.support.seams import Renditions
+from tests.support.servers import Running
+from tests.support.shops import PROBLEM, assert_problem, make_gallery, start_shop
 from tests.tiny import encoded, picture
 
-PROBLEM = "application/problem+json"
 SECRET = b"secret-outside-of-the-catalogue"
 WAIT_S = 20.0
+SIDES_PX = (160, 320, 640)
 
 
-def make_catalogue(folder: Path, pictures: list[bytes]) -> Path:
+@pytest.fixture(scope="module")
+def catalogue(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Path:
     """A folder of four pictures, beside a file that must never be shown; and their gallery."""
-    catalogue = folder / "catalogue"
+    catalogue = tmp_path_factory.mktemp("real") / "catalogue"
     catalogue.mkdir()
     for number, data in enumerate(pictures[:4]):
         (catalogue / f"{number}.png").write_bytes(data)
-    (folder / "secret.txt").write_bytes(SECRET)
-    build_gallery(folder_source(catalogue), FakeEmbedder(), folder / "shop")
+    (catalogue.parent / "secret.txt").write_bytes(SECRET)
+    build_gallery(folder_source(catalogue), FakeEmbedder(), catalogue.parent / "shop")
     return catalogue
 
 
 @pytest.fixture(scope="module")
-def real_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("real")
-
-
-@pytest.fixture(scope="module")
-def real_service(real_folder: Path, pictures: list[bytes]) -> Iterator[Running]:
-    """A service with a real gallery, for tests that change nothing."""
-    make_catalogue(real_folder, pictures)
-    gallery = Gallery.open(real_folder / "shop")
-    service = run(create_app(Settings(), FakeEmbedder(), {"shop": gallery}))
-    yield service
-    service.close()
-    gallery.close()
-
-
-@pytest.fixture
-def catalogue(tmp_path: Path, pictures: list[bytes]) -> Path:
-    return make_catalogue(tmp_path, pictures)
-
-
-@pytest.fixture
-def built(catalogue: Path) -> Path:
-    """The gallery of the catalogue."""
-    return catalogue.parent / "shop"
-
-
-@pytest.fixture
-def shop(built: Path) -> Iterator[Gallery]:
-    gallery = Gallery.open(built)
-    yield gallery
-    gallery.close()
+def service(catalogue: Path) -> Iterator[Running]:
+    """A service with that gallery; who changes a file puts it back."""
+    given = (f"shop={catalogue.parent / 'shop'}",)
+    with closing(start_shop(catalogue.parent / "state", create=False, galleries=given)) as shop:
+        yield shop.running
 
 
 def fetch(service: Any, target: str) -> tuple[int, str, bytes]:
@@ -87,8 +65,13 @@ def first_link(service: Any, data: bytes) -> str:
     return link
 
 
-def test_the_link_of_a_hit_shows_the_indexed_file(start_service, shop, pictures) -> None:
-    service = start_service(galleries={"shop": shop})
+def opened(data: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(data))
+    assert image.format == "JPEG"
+    return image
+
+
+def test_the_link_of_a_hit_shows_the_indexed_file(service, pictures) -> None:
     for data in pictures[:4]:
         response = service.client.get(first_link(service, data))
         assert response.content == data
@@ -96,125 +79,93 @@ def test_the_link_of_a_hit_shows_the_indexed_file(start_service, shop, pictures)
         assert response.headers["cache-control"] == "private, no-cache"
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
-        "../../secret.txt",
-        "..%2f..%2fsecret.txt",
-        "..%2F..%2Fsecret.txt",
-        "%2e%2e%2f%2e%2e%2fsecret.txt",
-        "%2e%2e/%2e%2e/secret.txt",
-        "..%252f..%252fsecret.txt",
-        "..%5c..%5csecret.txt",
-        "..%c0%af..%c0%afsecret.txt",
-        "0/../../../secret.txt",
-        "0%2f..%2f..%2fsecret.txt",
-        "0%00..%2fsecret.txt",
-        "{secret}",
-        "{encoded_secret}",
-        "0%2f{encoded_secret}",
-        "file:%2f%2f{encoded_secret}",
-        "%2fetc%2fpasswd",
-        "//etc/passwd",
-        "0.png",
-        "..%2fcatalogue%2f0.png",
-        "-1",
-        "99999999999999999999",
-        "0",
-        "5",
-    ],
+ITEMS = (
+    "../../secret.txt",
+    "..%2f..%2fsecret.txt",
+    "..%2F..%2Fsecret.txt",
+    "%2e%2e%2f%2e%2e%2fsecret.txt",
+    "%2e%2e/%2e%2e/secret.txt",
+    "..%252f..%252fsecret.txt",
+    "..%5c..%5csecret.txt",
+    "..%c0%af..%c0%afsecret.txt",
+    "0/../../../secret.txt",
+    "0%2f..%2f..%2fsecret.txt",
+    "0%00..%2fsecret.txt",
+    "{secret}",
+    "{encoded}",
+    "0%2f{encoded}",
+    "file:%2f%2f{encoded}",
+    "%2fetc%2fpasswd",
+    "//etc/passwd",
+    "0.png",
+    "..%2fcatalogue%2f0.png",
+    "-1",
+    "99999999999999999999",
+    "0",
+    "5",
 )
-def test_nothing_in_the_place_of_a_number_reaches_a_file(
-    real_service, real_folder, pictures, item: str
-) -> None:
-    secret = str(real_folder / "secret.txt")
-    item = item.format(secret=secret, encoded_secret=quote(secret, safe=""))
-    for target in (f"/galleries/shop/items/{item}/image", f"/galleries/shop/items/{item}"):
-        status, media_type, body = fetch(real_service, target)
+GALLERIES = (
+    "..",
+    "%2e%2e",
+    "..%2fshop",
+    "{encoded}",
+    "%2fetc",
+    "shop%2f..",
+    "shop%00",
+    ".",
+    "SHOP",
+)
+FILES_OF_THE_PAGE = (
+    "/ui/../app.py",
+    "/ui/..%2fapp.py",
+    "/ui/%2e%2e/settings.py",
+    "/ui//etc/passwd",
+    "/ui/%2fetc%2fpasswd",
+    "/..%2f..%2fetc%2fpasswd",
+)
+
+
+def test_nothing_in_an_address_reaches_another_file(service, catalogue, pictures) -> None:
+    secret = str(catalogue.parent / "secret.txt")
+    names = {"secret": secret, "encoded": quote(secret, safe="")}
+    targets = [f"/galleries/shop/items/{item}" for item in ITEMS]
+    targets += [f"{target}/image" for target in targets]
+    targets += [f"/galleries/{name}/items/0/image" for name in GALLERIES]
+    for target in (*targets, *FILES_OF_THE_PAGE):
+        status, media_type, body = fetch(service, target.format(**names))
         assert status in {400, 404, 422}, target
         assert media_type == PROBLEM
         assert SECRET not in body
         assert json.loads(body)["request_id"]
-    assert real_service.client.get("/galleries/shop/items/1/image").content == pictures[0]
+    assert service.client.get("/galleries/shop/items/1/image").content == pictures[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["..", "%2e%2e", "..%2fshop", "{encoded}", "%2fetc", "shop%2f..", "shop%00", ".", "SHOP"],
-)
-def test_nothing_in_the_place_of_a_gallery_name_reaches_a_file(
-    real_service, real_folder, pictures, name: str
+@pytest.mark.parametrize("change", ["removed", "changed", "a link"])
+def test_a_file_that_is_not_what_was_indexed_is_404_and_says_what_to_do(
+    service, catalogue, pictures, change: str
 ) -> None:
-    built = real_folder / "shop"
-    name = name.format(encoded=quote(str(built), safe=""))
-    status, media_type, _ = fetch(real_service, f"/galleries/{name}/items/0/image")
-    assert (status, media_type) in ((404, PROBLEM), (400, PROBLEM))
-    assert real_service.client.get("/galleries/shop/items/1/image").content == pictures[0]
-
-
-@pytest.mark.parametrize(
-    ("target", "status"),
-    [
-        ("/ui/../app.py", 404),
-        ("/ui/..%2fapp.py", 404),
-        ("/ui/%2e%2e/settings.py", 404),
-        ("/ui//etc/passwd", 404),
-        ("/ui/%2fetc%2fpasswd", 404),
-        ("/..%2f..%2fetc%2fpasswd", 404),
-    ],
-)
-def test_the_files_of_the_page_lead_nowhere_else(running_service, target: str, status: int) -> None:
-    assert fetch(running_service, target)[:2] == (status, PROBLEM)
-
-
-def test_a_file_that_became_a_link_to_elsewhere_is_not_followed(
-    start_service, shop, catalogue, pictures
-) -> None:
-    service = start_service(galleries={"shop": shop})
-    (catalogue / "1.png").unlink()
-    (catalogue / "1.png").symlink_to(catalogue.parent / "secret.txt")
-    response = service.client.get(first_link(service, pictures[1]))
-    assert_problem(response, 404, "unknown-item")
+    file = catalogue / "1.png"
+    file.unlink()
+    if change == "changed":
+        file.write_bytes(pictures[0])
+    elif change == "a link":
+        file.symlink_to(catalogue.parent / "secret.txt")
+    link = first_link(service, pictures[1])
+    response = service.client.get(link)
+    assert "Put it back" in assert_problem(response, 404, "unknown-item")["detail"]
     assert SECRET not in response.content
     assert service.client.get(first_link(service, pictures[2])).content == pictures[2]
-
-
-@pytest.mark.parametrize("change", ["removed", "changed"])
-def test_a_file_that_is_not_what_was_indexed_is_404_and_says_what_to_do(
-    start_service, shop, catalogue, pictures, change: str
-) -> None:
-    service = start_service(galleries={"shop": shop})
-    file = catalogue / "1.png"
-    file.unlink() if change == "removed" else file.write_bytes(pictures[0])
-    link = first_link(service, pictures[1])
-    problem = assert_problem(service.client.get(link), 404, "unknown-item")
-    assert "Put it back" in problem["detail"]
+    file.unlink(missing_ok=True)
     file.write_bytes(pictures[1])
     assert service.client.get(link).content == pictures[1]
 
 
-def test_an_image_root_that_cannot_be_read_is_503_and_green_again_when_it_can(
-    start_service, shop, catalogue, pictures
-) -> None:
-    service = start_service(galleries={"shop": shop})
-    link = first_link(service, pictures[0])
-    away = catalogue.rename(catalogue.with_name("away"))
-    catalogue.symlink_to(catalogue)  # whoever opens it gets an error that is not "missing"
-    problem = assert_problem(service.client.get(link), 503, "gallery-unavailable")
-    assert str(catalogue) not in problem["detail"]
-    assert service.search(pictures[1]).status_code == 200
-    catalogue.unlink()
-    away.rename(catalogue)
-    assert service.client.get(link).content == pictures[0]
-
-
 def test_a_disk_that_fails_while_serving_is_503_without_a_word_of_its_paths(
-    start_service, shop, pictures, monkeypatch
+    service, catalogue, pictures, monkeypatch
 ) -> None:
     def fail(*_: Any) -> bytes:
         raise OSError(errno.EIO, "Input/output error", "/mnt/secret/1.png")
 
-    service = start_service(galleries={"shop": shop})
     link = first_link(service, pictures[1])
     with monkeypatch.context() as patch:
         patch.setattr("indexer.ingest.pictures.source_bytes", fail)
@@ -223,21 +174,66 @@ def test_a_disk_that_fails_while_serving_is_503_without_a_word_of_its_paths(
     assert int(response.headers["retry-after"]) >= 1
     assert "secret" not in json.dumps(problem)
     assert service.client.get(link).content == pictures[1]
+    away = catalogue.rename(catalogue.with_name("away"))
+    catalogue.symlink_to(catalogue)  # whoever opens it gets an error that is not "missing"
+    problem = assert_problem(service.client.get(link), 503, "gallery-unavailable")
+    assert str(catalogue) not in problem["detail"]
+    assert service.search(pictures[1]).status_code == 200
+    catalogue.unlink()
+    away.rename(catalogue)
+    assert service.client.get(link).content == pictures[1]
+
+
+def test_a_picture_that_the_browser_has_is_304_without_reading_the_file(
+    service, catalogue, pictures
+) -> None:
+    link = first_link(service, pictures[3])
+    etag = service.client.get(link).headers["etag"]
+    (catalogue / "3.png").unlink()
+    again = service.client.get(link, headers={"if-none-match": f'"other", {etag}'})
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["etag"] == etag
+    assert service.client.get(link, headers={"if-none-match": '"other"'}).status_code == 404
+    (catalogue / "3.png").write_bytes(pictures[3])
+
+
+def test_a_link_from_before_a_rebuild_is_404_and_names_both_generations(
+    service, catalogue, pictures, until
+) -> None:
+    old_link = first_link(service, pictures[2])
+    old = old_link.rpartition("=")[2]
+    (catalogue / "0.png").unlink()  # numbers start anew
+    build_gallery(folder_source(catalogue), FakeEmbedder(), catalogue.parent / "shop")
+    until(lambda: not first_link(service, pictures[2]).endswith(old))
+    new_link = first_link(service, pictures[2])
+    new = new_link.rpartition("=")[2]
+    for headers in ({}, {"if-none-match": f'"{new}-2"'}):
+        response = service.client.get(old_link, headers=headers)
+        problem = assert_problem(response, 404, "unknown-item")
+        for text in (old, new, "Search again"):
+            assert text in problem["detail"]
+    assert service.client.get(new_link).content == pictures[2]
+    unversioned = old_link.partition("?")[0]
+    assert service.client.get(unversioned).content == pictures[3]
+    (catalogue / "0.png").write_bytes(pictures[0])
+    build_gallery(folder_source(catalogue), FakeEmbedder(), catalogue.parent / "shop")
+    until(lambda: service.client.get(unversioned).content == pictures[2])
 
 
 def test_a_catalogue_that_is_damaged_while_serving_is_503_and_readiness_turns_red(
-    start_service, shop, built, pictures
+    tmp_path, data
 ) -> None:
-    service = start_service(galleries={"shop": shop})
-    (catalog,) = built.glob("versions/*/catalog.sqlite")
+    make_gallery(tmp_path / "galleries" / "shop", "k")
+    shop = start_shop(tmp_path)
+    (catalog,) = shop.folder.glob("versions/*/catalog.sqlite")
     catalog.write_bytes(bytes(catalog.stat().st_size))
-    response = service.search(pictures[0])
-    problem = assert_problem(response, 503, "gallery-unavailable")
+    problem = assert_problem(shop.search(data[0]), 503, "gallery-unavailable")
     assert "catalog" not in problem["detail"]
-    ready = service.client.get("/ready")
+    ready = shop.client.get("/ready")
     assert ready.status_code == 503
     assert ready.json()["checks"]["gallery shop"] == "failed with GalleryCorruptError"
-    assert service.client.get("/live").status_code == 200
+    assert shop.client.get("/live").status_code == 200
+    shop.close()
 
 
 def test_a_picture_that_takes_too_long_is_503_and_so_are_those_behind_it(
@@ -245,7 +241,7 @@ def test_a_picture_that_takes_too_long_is_503_and_so_are_those_behind_it(
 ) -> None:
     held = threading.Event()
     service = start_service(request_timeout_ms=300, lanes=1)
-    monkeypatch.setattr(gallery, "image", lambda _: held.wait(WAIT_S))
+    monkeypatch.setattr(gallery, "item", lambda _: held.wait(WAIT_S))
     for number in range(2):
         response = service.client.get(f"/galleries/shop/items/{number}/image")
         problem = assert_problem(response, 503, "deadline-exceeded")
@@ -257,79 +253,136 @@ def test_a_picture_that_takes_too_long_is_503_and_so_are_those_behind_it(
     until(lambda: service.client.get("/galleries/shop/items/2/image").content == pictures[2])
 
 
-def test_a_picture_that_the_browser_has_is_304_without_reading_the_file(
-    start_service, shop, catalogue, pictures
-) -> None:
-    service = start_service(galleries={"shop": shop})
-    link = first_link(service, pictures[3])
-    etag = service.client.get(link).headers["etag"]
-    shutil.rmtree(catalogue)
-    again = service.client.get(link, headers={"if-none-match": f'"other", {etag}'})
-    assert (again.status_code, again.content) == (304, b"")
-    assert again.headers["etag"] == etag
-    assert service.client.get(link, headers={"if-none-match": '"other"'}).status_code == 404
+def test_a_small_picture_can_be_asked_for_and_has_an_etag_of_its_own(shop) -> None:
+    shop.put({"k": encoded(picture(3, (900, 600)))})
+    link = shop.link("k")
+    whole = shop.client.get(link)
+    etags = {"whole": whole.headers["etag"]}
+    for side in SIDES_PX:
+        answer = shop.client.get(f"{link}&size={side}")
+        assert opened(answer.content).size == (side, round(side * 2 / 3))
+        assert len(answer.content) < len(whole.content)
+        etags[f"&size={side}"] = answer.headers["etag"]
+    assert len({*etags.values()}) == 4
+    for size in ("0", "161", "-1", "x", "99999999999"):
+        response = shop.client.get(f"{link}&size={size}")
+        assert_problem(response, 422, "invalid-parameter")
+    for gone in (False, True):  # also a picture that the browser has goes with its item
+        if gone:
+            assert shop.remove("k") == 1
+        for side in SIDES_PX:
+            headers = {"if-none-match": etags[f"&size={side}"]}
+            answer = shop.client.get(f"{link}&size={side}", headers=headers)
+            assert answer.status_code == (404 if gone else 304)
 
 
-def test_a_link_from_before_a_rebuild_is_404_and_names_both_generations(
-    start_service, shop, catalogue, built, pictures
-) -> None:
-    old_link = first_link(start_service(galleries={"shop": shop}), pictures[2])
-    (catalogue / "0.png").unlink()  # numbers start anew
-    build_gallery(folder_source(catalogue), FakeEmbedder(), built)
-    renewed = Gallery.open(built)
-    service = start_service(galleries={"shop": renewed})
-    assert old_link.endswith(f"?version={shop.generation}")
-    etag = f'"{renewed.generation}-2"'
-    for headers in ({}, {"if-none-match": etag}):
-        response = service.client.get(old_link, headers=headers)
-        problem = assert_problem(response, 404, "unknown-item")
-        assert shop.generation in problem["detail"]
-        assert renewed.generation in problem["detail"]
-        assert "Search again" in problem["detail"]
-    assert service.client.get(first_link(service, pictures[2])).content == pictures[2]
-    unversioned = service.client.get(old_link.partition("?")[0])
-    assert unversioned.content == pictures[3]
-    renewed.close()
-
-
-def test_a_picture_of_an_item_that_is_gone_is_404_even_if_the_browser_has_it(
-    start_service, gallery, pictures
-) -> None:
-    service = start_service()
-    link = first_link(service, pictures[11])
-    etag = service.client.get(link).headers["etag"]
-    assert service.client.get(link, headers={"if-none-match": etag}).status_code == 304
-    gallery.size = 11  # the last one is gone
-    for headers in ({}, {"if-none-match": etag}):
-        assert_problem(service.client.get(link, headers=headers), 404, "unknown-item")
-
-
-def test_an_uploaded_picture_is_shown_as_a_browser_can_show_it(tmp_path) -> None:
-    shop = start_shop(tmp_path)
+def test_an_uploaded_picture_is_shown_as_a_browser_can_show_it(shop) -> None:
     for kind, media_type in (("PNG", "png"), ("JPEG", "jpeg"), ("BMP", "jpeg"), ("TIFF", "jpeg")):
         data = encoded(picture(3), kind)
-        [item] = shop.put({kind: data})["items"]
-        response = shop.client.get(f"/galleries/shop/items/{item['id']}/image")
+        shop.put({kind: data})
+        response = shop.client.get(shop.link(kind))
         assert response.headers["content-type"] == f"image/{media_type}"
         assert (response.content == data) is (kind.lower() == media_type)
         assert response.content[:2] in (b"\x89P", b"\xff\xd8")
-    shop.close()
 
 
-def test_an_upload_that_is_gone_is_404_and_comes_back_when_it_is_put_again(tmp_path) -> None:
-    shop = start_shop(tmp_path)
-    data = encoded(picture(3))
-    [item] = shop.put({"k": data})["items"]
-    link = f"/galleries/shop/items/{item['id']}/image"
-    [file] = [
-        file
-        for file in tmp_path.glob("galleries/shop/pictures/*/*")
-        if file.name in shop.pictures()
-    ]
+def test_an_upload_that_is_gone_is_404_and_comes_back_when_it_is_put_again(shop, data) -> None:
+    shop.put({"k": data[3]})
+    link = shop.link("k")
+    [name] = shop.pictures()
+    file = shop.folder / "pictures" / name[:2] / name
     file.write_bytes(b"damaged")
     assert_problem(shop.client.get(link), 503, "gallery-unavailable")
     file.unlink()
     assert_problem(shop.client.get(link), 404, "unknown-item")
-    assert shop.put({"k": data})["unchanged"] == 1
-    assert shop.client.get(link).content == data
+    assert shop.put({"k": data[3]})["unchanged"] == 1
+    assert shop.client.get(link).content == data[3]
+
+
+def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("decoded in the service")
+
+    shop = start_shop(tmp_path, decode_isolation=True, lanes=1)
+    made: list[int] = []
+    lanes = shop.running.runtime.lanes
+    render = lanes.render
+
+    async def counted(*arguments: Any) -> bytes:
+        made.append(1)
+        return await render(*arguments)
+
+    monkeypatch.setattr(lanes, "render", counted)
+    for module in ("embedder.preprocess", "indexer.ingest.pictures"):
+        monkeypatch.setattr(f"{module}.decode", forbidden)
+    shop.put({"k": encoded(picture(3, (3000, 400)), "TIFF")})
+    link = shop.link("k")
+    answers = [shop.client.get(link) for _ in range(3)]
+    assert [opened(answer.content).size for answer in answers] == [(MAX_SIDE_PX, 273)] * 3
+    assert answers[0].headers["content-type"] == "image/jpeg"
+    assert made == [1]
     shop.close()
+    monkeypatch.undo()
+    shop = start_shop(tmp_path, create=False, max_megapixels=1.0)
+    problem = assert_problem(shop.client.get(link), 404, "unknown-item")
+    assert "1.2 MP" in problem["detail"]
+    shop.close()
+
+
+class Slow:
+    """A decoder that counts how many pictures it makes at the same time."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Semaphore(0)
+        self.go = asyncio.Event()
+        self.now = self.most = self.made = 0
+
+    async def render(self, *_: Any) -> bytes:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.begun.release()
+        await self.go.wait()
+        self.now -= 1
+        self.made += 1
+        return b"jpeg"
+
+
+def test_few_are_made_at_once_what_waits_is_bounded_and_the_same_is_made_once() -> None:
+    async def use() -> None:
+        slow, read = Slow(), []
+
+        async def reading() -> bytes:
+            read.append(1)
+            return b"tiff"
+
+        made = Renditions(slow, ImageLimits(), at_once=2, waiting=3, limit_s=WAIT_S)  # type: ignore[arg-type]
+        keys = ["a", "a", "b", "c", "d", "e"]
+        tasks = [asyncio.create_task(made.get(key, reading)) for key in keys]
+        for _ in range(2):
+            await slow.begun.acquire()
+        assert len(read) == slow.most == 2, "nothing is read before it has a place"
+        with pytest.raises(OverloadedError):
+            await made.get("f", reading)
+        slow.go.set()
+        assert await asyncio.gather(*tasks) == [b"jpeg"] * 6
+        assert await made.get("a", reading) == b"jpeg"
+        assert (slow.most, slow.made) == (2, 5)
+
+    asyncio.run(use())
+
+
+def test_a_picture_that_costs_too_much_is_503_and_not_tried_again_at_once(
+    mall, shop, monkeypatch
+) -> None:
+    tried = 0
+
+    async def costly(*_: Any) -> bytes:
+        nonlocal tried
+        tried += 1
+        raise ImageCostError("killed")
+
+    shop.put({"k": encoded(picture(5), "TIFF")})
+    monkeypatch.setattr(mall.running.runtime.lanes, "render", costly)
+    for _ in range(3):
+        assert_problem(shop.client.get(shop.link("k")), 503, "deadline-exceeded")
+    assert tried == 1

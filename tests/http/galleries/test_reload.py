@@ -1,9 +1,13 @@
 """Galleries and models that are replaced while customers search: no error, no mixed answer."""
 
-import hashlib
+import contextlib
+import gc
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,130 +20,127 @@ from indexer.gallery import Gallery
 from indexer.types import Entry
 from service.app import create_app
 from service.settings import Settings
-from tests.support.seams import GalleryManifest, publish_generation
+from tests.embedder.bundles import write_full_bundle
+from tests.support.seams import Failures, GalleryLocation, GalleryManifest, publish_generation
 from tests.support.servers import DEFAULTS, Running, run
+from tests.support.shops import sha256
 from tests.tiny import encoded, picture
 
 PICTURES = 8
 CLIENTS = 4
+WAIT_S = 20.0
+Until = Callable[[Callable[[], bool]], None]
 
 
 @dataclass
 class Shop:
     """A service over one gallery that can be replaced, by either of two bundles."""
 
-    service: Running
     folder: Path
     uploads: Sequence[bytes]
     embedders: dict[str, OnnxEmbedder]
+    service: Running = field(init=False)
 
-    def publish(self, round_: int, bundle_id: str) -> str:
+    def publish(self, round_: int, bundle_id: str, folder: Path | None = None) -> str:
         """The next generation: the same pictures, made with that bundle."""
-        manifest = GalleryManifest(
-            name="shop", bundle_id=bundle_id, dim=self.embedders[bundle_id].dim
-        )
-        return publish(self.folder, manifest, self.embedders[bundle_id], self.uploads, round_)
+        folder, embedder = folder or self.folder, self.embedders[bundle_id]
+        attributes = {"bundle": bundle_id, "round": round_}
+        entries = [
+            Entry(
+                f"{n}.png",
+                embedder.embed(embedder.preprocess(data)[None])[0],
+                sha256(data),
+                attributes,
+            )
+            for n, data in enumerate(self.uploads)
+        ]
+        manifest = GalleryManifest(name=folder.name, bundle_id=bundle_id, dim=embedder.dim)
+        return publish_generation(folder, manifest, entries)
 
 
-def publish(
-    folder: Path,
-    manifest: GalleryManifest,
-    embedder: OnnxEmbedder,
-    uploads: Sequence[bytes],
-    round_: int,
-) -> str:
-    vectors = [embedder.embed(embedder.preprocess(data)[None])[0] for data in uploads]
-    attributes = {"bundle": manifest.bundle_id, "round": round_}
-    entries = [
-        Entry(f"{n}.png", vector, hashlib.sha256(data).hexdigest(), attributes)
-        for n, (vector, data) in enumerate(zip(vectors, uploads, strict=True))
-    ]
-    return publish_generation(folder, manifest, entries)
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def bundles(make_tiny_bundle: Callable[..., Bundle]) -> list[Bundle]:
     return [make_tiny_bundle(seed=11), make_tiny_bundle(seed=12)]
 
 
+@pytest.fixture(scope="module")
+def embedders(bundles: list[Bundle]) -> dict[str, OnnxEmbedder]:
+    return {bundle.bundle_id: OnnxEmbedder.open(bundle) for bundle in bundles}
+
+
 @pytest.fixture
-def shop(tmp_path: Path, bundles: list[Bundle]) -> Iterator[Shop]:
+def shop(
+    tmp_path: Path, bundles: list[Bundle], embedders: dict[str, OnnxEmbedder]
+) -> Iterator[Shop]:
     """Served with the first bundle; the second one lies in the state folder."""
     first, second = bundles
     stored = tmp_path / "state" / "bundles" / second.bundle_id[:16]
     stored.parent.mkdir(parents=True)
     stored.symlink_to(second.path)
-    embedders = {bundle.bundle_id: OnnxEmbedder.open(bundle) for bundle in bundles}
     uploads = [encoded(picture(100 + n)) for n in range(PICTURES)]
-    folder = tmp_path / "shop"
-    manifest = GalleryManifest(name="shop", bundle_id=first.bundle_id, dim=first.manifest.dim)
-    publish(folder, manifest, embedders[first.bundle_id], uploads, 0)
+    shop = Shop(tmp_path / "shop", uploads, dict(embedders))
+    shop.publish(0, first.bundle_id)
     settings = Settings(
         bundle=first.path,
-        galleries=(f"shop={folder}",),
+        galleries=(f"shop={shop.folder}",),
         state=tmp_path / "state",
         reload_interval_ms=20,
         **DEFAULTS,
     )
-    service = run(create_app(settings))
-    yield Shop(service, folder, uploads, embedders)
-    service.close()
+    shop.service = run(create_app(settings))
+    yield shop
+    shop.service.close()
 
 
-@dataclass
-class Crowd:
-    """Clients that search all the time, and what each answer was."""
+@contextlib.contextmanager
+def crowd(shop: Shop) -> Iterator[list[dict[str, Any]]]:
+    """Clients that search all the time; their answers, each checked to be of one generation."""
+    answers: list[dict[str, Any]] = []
+    rounds: dict[str, int] = {}
+    over = threading.Event()
 
-    shop: Shop
-    errors: list[str] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    rounds: dict[str, int] = field(default_factory=dict)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _threads: list[threading.Thread] = field(default_factory=list)
-
-    def __enter__(self) -> "Crowd":
-        self._threads = [threading.Thread(target=self._search, args=(n,)) for n in range(CLIENTS)]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _search(self, client: int) -> None:
-        count = 0
-        while not self._stop.is_set():
-            count += 1
+    def search(client: int) -> None:
+        for count in itertools.count():
+            if over.is_set():
+                return
             number = (client + count) % PICTURES
             # Every other upload is new to all caches, the others are known to them.
             tail = f"{client}-{count}".encode() if count % 2 else b""
-            try:
-                response = self.shop.service.search(self.shop.uploads[number] + tail, k=PICTURES)
-            except httpx.HTTPError as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                continue
-            self._check(response, number)
+            response = shop.service.search(shop.uploads[number] + tail, k=PICTURES)
+            assert response.status_code == 200, response.text
+            check(response.json(), number)
 
-    def _check(self, response: httpx.Response, number: int) -> None:
-        if response.status_code != 200:
-            self.errors.append(response.text)
-            return
-        answer = response.json()
+    def check(answer: dict[str, Any], number: int) -> None:
         hits = answer["hits"]
-        made_by = {hit["attributes"]["bundle"] for hit in hits}
-        rounds = {hit["attributes"]["round"] for hit in hits}
-        links = {hit["image"].split("version=")[1] for hit in hits}
+        assert {hit["attributes"]["bundle"] for hit in hits} == {answer["bundle_id"]}
+        assert len({hit["image"].split("version=")[1] for hit in hits}) == 1
+        [round_] = {hit["attributes"]["round"] for hit in hits}
+        assert rounds.setdefault(answer["gallery_version"], round_) == round_
         best = hits[0]
-        if made_by != {answer["bundle_id"]} or len(rounds) != 1 or len(links) != 1:
-            self.errors.append(f"mixed: {answer['bundle_id']} {made_by} {rounds} {links}")
-        elif best["key"] != f"{number}.png" or best["score"] < 0.999 or len(hits) != PICTURES:
-            self.errors.append(f"wrong: {number} {best} {len(hits)}")
-        elif self.rounds.setdefault(answer["gallery_version"], *rounds) not in rounds:
-            self.errors.append(f"one version, two rounds: {answer['gallery_version']} {rounds}")
-        else:
-            self.answers.append(answer)
+        assert (best["key"], len(hits)) == (f"{number}.png", PICTURES)
+        assert best["score"] > 0.999
+        answers.append(answer)
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(search, client) for client in range(CLIENTS)]
+        try:
+            yield answers
+        finally:
+            over.set()
+            for one in clients:
+                one.result()
+    assert set(rounds.values()) == set(range(7))
+
+
+def open_generations(folder: Path) -> set[str]:
+    """The generations of which this process has a file open, on Linux."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = link.readlink()
+            if target.is_relative_to(folder / "versions"):
+                found.add(target.relative_to(folder / "versions").parts[0])
+    return found
 
 
 def served(shop: Shop) -> str:
@@ -148,58 +149,117 @@ def served(shop: Shop) -> str:
 
 
 def test_gallery_and_model_are_swapped_under_load_without_an_error_or_a_mixed_answer(
-    shop: Shop, bundles: list[Bundle], until: Callable[[Callable[[], bool]], None]
+    shop: Shop, bundles: list[Bundle], until: Until
 ) -> None:
-    with Crowd(shop) as crowd:
+    first_model = weakref.ref(shop.service.runtime.embedder)
+    with crowd(shop) as answers:
         for round_ in range(1, 7):
-            seen = len(crowd.answers)
+            seen = len(answers)
             bundle = bundles[(round_ // 2) % 2]  # now the gallery alone, now the model with it
             generation = shop.publish(round_, bundle.bundle_id)
             until(lambda name=generation: served(shop) == name)
-            until(lambda least=seen + 20: len(crowd.answers) > least or bool(crowd.errors))
-    assert not crowd.errors, crowd.errors[:3]
-    assert set(crowd.rounds.values()) == set(range(7))
-    assert {answer["bundle_id"] for answer in crowd.answers} == {b.bundle_id for b in bundles}
-    assert any(answer["cached"] for answer in crowd.answers)
+            until(lambda least=seen + 20: len(answers) > least)
+    assert {answer["bundle_id"] for answer in answers} == {b.bundle_id for b in bundles}
+    assert any(answer["cached"] for answer in answers)
     until(lambda: len(shop.service.runtime.models.running()) == 1)
     ready = shop.service.client.get("/ready").json()
     assert (ready["status"], ready["bundle_id"]) == ("ready", bundles[1].bundle_id)
+    text, (old, new) = shop.service.client.get("/metrics").text, bundles
+    labels = {"provider": "CPUExecutionProvider", "bundle_id": new.bundle_id}
+    assert shop.service.metric("kinlens_provider_info", **labels) == 1
+    assert old.bundle_id not in text
+    assert shop.service.metric("kinlens_gallery_items", gallery="shop") == PICTURES
+    # What was replaced leaves nothing behind: no open file, and no memory of a model.
+    until(lambda: open_generations(shop.folder) == {generation})
+    gc.collect()
+    assert first_model() is None
 
 
-def test_a_generation_of_an_unknown_bundle_is_told_and_the_old_one_answers(
-    shop: Shop, make_tiny_bundle: Callable[..., Bundle], until: Callable[[Callable[[], bool]], None]
+@pytest.mark.parametrize("fault", ["unknown bundle", "no generation", "away"])
+def test_a_generation_that_cannot_be_served_is_told_and_the_old_one_answers(
+    shop: Shop, make_tiny_bundle: Callable[..., Bundle], until: Until, fault: str
 ) -> None:
-    unknown = OnnxEmbedder.open(make_tiny_bundle(seed=13))
-    shop.embedders[unknown.bundle_id] = unknown
-    before = served(shop)
-    shop.publish(1, unknown.bundle_id)
+    before, current, errors = served(shop), shop.folder / "CURRENT", "GalleryCorruptError"
+    if fault == "unknown bundle":
+        unknown = OnnxEmbedder.open(make_tiny_bundle(seed=13))
+        shop.embedders[unknown.bundle_id] = unknown
+        shop.publish(1, unknown.bundle_id)
+        errors = "BundleNotFoundError"
+    elif fault == "no generation":
+        current.write_text("0123456789ab\n")
+    else:
+        current.unlink()
+        errors = "GalleryNotFoundError"
     client = shop.service.client
     until(lambda: "reload shop" in client.get("/ready").json()["checks"])
     ready = client.get("/ready")
     assert (ready.status_code, ready.json()["status"]) == (200, "ready")
-    assert "failed with BundleNotFoundError" in ready.json()["checks"]["reload shop"]
+    assert f"failed with {errors}" in ready.json()["checks"]["reload shop"]
     assert served(shop) == before
     client.get("/metrics")
     assert shop.service.metric("kinlens_reload_failures_total", gallery="shop") >= 1
-    (shop.folder / "CURRENT").write_text(f"{before}\n")  # put back by hand
+    current.write_text(f"{before}\n")  # put back by hand
     until(lambda: "reload shop" not in client.get("/ready").json()["checks"])
     assert served(shop) == before
 
 
-def test_the_metrics_follow_a_swap(
-    shop: Shop, bundles: list[Bundle], until: Callable[[Callable[[], bool]], None]
+@pytest.mark.parametrize("timeout_s", [WAIT_S, 0.5])
+def test_a_search_keeps_its_gallery_through_swaps_also_if_nobody_waits_for_it(
+    shop: Shop,
+    bundles: list[Bundle],
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    timeout_s: float,
 ) -> None:
-    def provided(bundle: Bundle) -> float:
-        shop.service.client.get("/metrics")
-        labels = {"provider": "CPUExecutionProvider", "bundle_id": bundle.bundle_id}
-        return shop.service.metric("kinlens_provider_info", **labels)
+    """One whose client has gone goes on in its thread until it notices."""
+    entered, gate, search = threading.Event(), threading.Event(), Gallery.search
 
-    assert [provided(bundle) for bundle in bundles] == [1, 0]
+    def held(gallery: Gallery, *arguments: Any) -> Any:
+        if not entered.is_set():
+            entered.set()
+            assert gate.wait(WAIT_S)
+        return search(gallery, *arguments)
+
+    def ask() -> httpx.Response:
+        files = {"image": ("x", shop.uploads[0])}
+        return shop.service.client.post("/search", files=files, timeout=timeout_s)
+
+    monkeypatch.setattr(Gallery, "search", held)
+    with ThreadPoolExecutor(1) as caller:
+        answer = caller.submit(ask)
+        assert entered.wait(WAIT_S)
+        if timeout_s < WAIT_S:
+            with pytest.raises(httpx.ReadTimeout):
+                answer.result()
+        for round_, bundle in enumerate(bundles, 1):
+            new = shop.publish(round_, bundle.bundle_id)
+            until(lambda name=new: served(shop) == name)
+        assert len(open_generations(shop.folder)) == 2
+        gate.set()
+        if timeout_s == WAIT_S:
+            hits = answer.result().json()["hits"]
+            assert {hit["attributes"]["round"] for hit in hits} == {0}
+    until(lambda: open_generations(shop.folder) == {new})
+
+
+def test_a_model_is_warm_before_its_gallery_is_served(
+    shop: Shop, bundles: list[Bundle], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, gate, embed = threading.Event(), threading.Event(), OnnxEmbedder.embed
+
+    def held(embedder: OnnxEmbedder, images: Any) -> Any:
+        if embedder.bundle_id == bundles[1].bundle_id and not gate.is_set():
+            entered.set()
+            assert gate.wait(WAIT_S)
+        return embed(embedder, images)
+
+    before = served(shop)
     new = shop.publish(1, bundles[1].bundle_id)
+    monkeypatch.setattr(OnnxEmbedder, "embed", held)
+    assert entered.wait(WAIT_S)
+    assert served(shop) == before
+    gate.set()
     until(lambda: served(shop) == new)
-    until(lambda: [provided(bundle) for bundle in bundles] == [0, 1])
-    assert bundles[0].bundle_id not in shop.service.client.get("/metrics").text
-    assert shop.service.metric("kinlens_gallery_items", gallery="shop") == PICTURES
 
 
 def test_a_start_opens_each_bundle_and_each_gallery_once(
@@ -228,13 +288,12 @@ def test_a_start_opens_each_bundle_and_each_gallery_once(
 def test_two_models_are_served_side_by_side_and_checked_by_name(
     shop: Shop,
     bundles: list[Bundle],
-    until: Callable[[Callable[[], bool]], None],
+    until: Until,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = (bundle.bundle_id for bundle in bundles)
     managed = shop.folder.parent / "state" / "galleries" / "hats"
-    manifest = GalleryManifest(name="hats", bundle_id=second, dim=bundles[1].manifest.dim)
-    publish(managed, manifest, shop.embedders[second], shop.uploads, 1)
+    shop.publish(1, second, managed)
     client = shop.service.client
     until(lambda: "hats" in client.get("/ready").json()["galleries"])
     ready = client.get("/ready")
@@ -259,3 +318,31 @@ def test_two_models_are_served_side_by_side_and_checked_by_name(
     assert "another vector" in checks[f"model {first[:12]}"]
     assert checks["gallery shop"] == "not searched, since the model failed"
     assert checks[f"model {second[:12]}"] == checks["gallery hats"] == "ok"
+
+
+def test_the_precision_of_the_settings_runs(
+    tmp_path: Path, make_tiny_bundle: Callable[..., Bundle]
+) -> None:
+    bundle = write_full_bundle(make_tiny_bundle(seed=3), tmp_path, seed=3.05)
+    settings = Settings(bundle=bundle.path, precision="int8", state=tmp_path / "state", **DEFAULTS)
+    service = run(create_app(settings))
+    assert service.client.get("/ready").json()["precision"] == "int8"
+    service.close()
+
+
+def test_what_fails_again_is_tried_after_a_pause_that_doubles_up_to_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("service.galleries.registry.time.monotonic", lambda: now[0])
+    failures = Failures(lambda _: None)
+    location = GalleryLocation("shop", Path("shop"), managed=False, generation="a" * 12)
+    pauses = []
+    for _ in range(8):
+        failures.add(location, OSError("gone"))
+        start = now[0]
+        while failures.is_waiting(location):
+            now[0] += 1.0
+        pauses.append(now[0] - start)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert not failures.is_waiting(replace(location, generation="b" * 12))

@@ -81,9 +81,8 @@ def test_pictures_come_from_the_image_root_and_from_the_uploads(shop: JobShop) -
     gallery = shop.gallery()
     [entry] = gallery.entries(["class-0/0.png"])
     data = (shop.pictures / entry.path).read_bytes()
-    with PictureFolder(gallery.path).adding():
-        PictureFolder(gallery.path).save(data)
-    gallery.add([replace(entry, path=""), replace(entry, key="other", path="")])
+    with PictureFolder(gallery.path).keeping({entry.sha256: data}):
+        gallery.add([replace(entry, path=""), replace(entry, key="other", path="")])
     gallery.close()
     (shop.pictures / entry.path).unlink()
     before = shop.content()

@@ -15,7 +15,7 @@ from embedder.errors import (
     GalleryWriteError,
     ItemNotFoundError,
 )
-from tests.support.seams import PictureFiles, SharedPictures
+from tests.support.seams import SharedPictures
 
 LIMIT_S = 10.0
 DATA = b"a picture"
@@ -23,77 +23,62 @@ SHA256 = hashlib.sha256(DATA).hexdigest()
 
 
 @pytest.fixture(params=["folder", "file", "memory"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> PictureFiles:
+def pictures(request: pytest.FixtureRequest, tmp_path: Path) -> SharedPictures:
     addresses = {
         "folder": str(tmp_path / "pictures"),
         "file": f"file://{tmp_path}/pictures",
         "memory": f"memory://{tmp_path.name}/pictures",
     }
-    return PictureFiles(addresses[request.param], LIMIT_S)
+    return SharedPictures(addresses[request.param], LIMIT_S)
 
 
 def nobody(_: Collection[str]) -> set[str]:
     return set()
 
 
-def test_a_picture_is_kept_found_and_removed(files: PictureFiles) -> None:
-    assert not files.has(SHA256)
+def test_a_picture_is_there_as_long_as_some_item_shows_it(pictures: SharedPictures) -> None:
     with pytest.raises(ItemNotFoundError, match="Put the item again"):
-        files.read(SHA256)
-    files.write(SHA256, DATA)
-    assert files.has(SHA256)
-    assert files.read(SHA256) == DATA
-    files.write(SHA256, b"damaged")
-    with pytest.raises(GalleryCorruptError, match="damaged"):
-        files.read(SHA256)
-    for _ in range(2):
-        files.remove(SHA256)
-    assert not files.has(SHA256)
-
-
-def test_pictures_that_some_item_shows_stay(files: PictureFiles) -> None:
-    shown = {SHA256}
-    pictures = SharedPictures(files, lambda asked: shown & set(asked))
-    with pictures.adding():
-        pictures.save(DATA)
-    pictures.discard([SHA256])
+        pictures.read(SHA256)
+    with pictures.keeping({SHA256: DATA, "0" * 64: b"damaged"}):
+        assert pictures.read(SHA256) == DATA
+    pictures.discard([SHA256, "1" * 64], lambda asked: {SHA256} & set(asked))
     assert pictures.read(SHA256) == DATA
-    shown.clear()
-    pictures.discard([SHA256, "0" * 64])
-    assert not pictures.has(SHA256)
+    pictures.discard([SHA256, "1" * 64], nobody)
+    with pytest.raises(ItemNotFoundError):
+        pictures.read(SHA256)
+    with pytest.raises(GalleryCorruptError, match="damaged"):
+        pictures.read("0" * 64)
 
 
 def test_a_picture_put_while_another_service_removes_it_is_there_in_the_end(
-    files: PictureFiles,
+    pictures: SharedPictures,
 ) -> None:
-    with SharedPictures(files, nobody).adding():
-        SharedPictures(files, nobody).save(DATA)
+    with pictures.keeping({SHA256: DATA}):
+        pictures.discard([SHA256], nobody)  # the item is not there yet
+    assert pictures.read(SHA256) == DATA
     answers = iter([set(), {SHA256}])  # an item came between the question and the removal
-    SharedPictures(files, lambda _: next(answers)).discard([SHA256])
-    assert files.has(SHA256)
-
-    putting = SharedPictures(files, nobody)
-    with putting.adding():
-        putting.save(DATA)
-        SharedPictures(files, nobody).discard([SHA256])  # the item is not there yet
-    assert files.has(SHA256)
+    pictures.discard([SHA256], lambda _: next(answers))
+    assert pictures.read(SHA256) == DATA
 
 
 def test_a_store_that_hangs_or_fails_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    files = PictureFiles("memory://hanging/pictures", 0.05)
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, "isfile", lambda *_: gate.wait())
+        patch.setattr(MemoryFileSystem, "cat_file", lambda *_: gate.wait())
         with pytest.raises(EngineUnavailableError, match=r"longer than 0\.05 s"):
-            files.has(SHA256)
+            SharedPictures("memory://hanging/pictures", 0.05).read(SHA256)
         gate.set()
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("no rights there")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    with pytest.raises(GalleryWriteError, match="no rights there"):
-        PictureFiles("memory://refusing/pictures", LIMIT_S).write(SHA256, DATA)
+    refusing = SharedPictures("memory://refusing/pictures", LIMIT_S)
+    with (
+        pytest.raises(GalleryWriteError, match="no rights there"),
+        refusing.keeping({SHA256: DATA}),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("address", ["nowhere://bucket/shop", "s3://bucket/shop"])
@@ -106,4 +91,4 @@ def test_an_address_that_nothing_here_reaches_is_refused(
     if address.startswith("s3"):
         monkeypatch.setattr(fsspec, "url_to_fs", missing)
     with pytest.raises(EngineUnavailableError, match="install what it needs"):
-        PictureFiles(address, LIMIT_S)
+        SharedPictures(address, LIMIT_S)

@@ -1,0 +1,39 @@
+"""One service for the tests of a module that leave it as it is; for each a gallery of its own."""
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from tests.embedder.bundles import CALIBRATION
+from tests.support.servers import GatedEmbedder
+from tests.support.shops import Shop, start_shop
+from tests.tiny import encoded, picture
+
+_NUMBERS = count()
+
+
+@pytest.fixture(scope="session")
+def data() -> list[bytes]:
+    """Eight pictures."""
+    return [encoded(picture(seed)) for seed in range(8)]
+
+
+@pytest.fixture(scope="module")
+def model() -> GatedEmbedder:
+    """The model of the service."""
+    return GatedEmbedder(calibration=CALIBRATION)
+
+
+@pytest.fixture(scope="module")
+def mall(tmp_path_factory: pytest.TempPathFactory, model: GatedEmbedder) -> Iterator[Shop]:
+    """The service, with a gallery `shop` that nobody changes."""
+    shop = start_shop(tmp_path_factory.mktemp("mall") / "state", model, max_items_per_request=8)
+    yield shop
+    shop.close()
+
+
+@pytest.fixture
+def shop(mall: Shop) -> Shop:
+    """A new, empty gallery there."""
+    return mall.create(f"shop-{next(_NUMBERS)}")

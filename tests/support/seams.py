@@ -32,6 +32,7 @@ from service.galleries.locations import GalleryLocation, Locations
 from service.galleries.migration import bring_over
 from service.galleries.pictures import PictureFolder, SharedPictures
 from service.galleries.registry import Failures
+from service.galleries.renditions import Renditions
 from service.http.gate import RouteTable
 from service.http.server import listen
 from service.jobs.manager import JobManager

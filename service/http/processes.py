@@ -26,7 +26,7 @@ import typer
 
 from embedder.errors import KinlensError
 from service.app import create_app
-from service.http.server import Server, address_of, config_of
+from service.http.server import Server, SharedListener, address_of, config_of
 from service.observe.logs import configure_logs
 from service.observe.metrics_shared import forget, restarts_counter, shared_folder
 from service.settings import Settings
@@ -38,7 +38,6 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 _DOUBLINGS = 16  # beyond the longest pause; a power without a limit is no number in the end
 _STABLE_S = 60.0
-_QUEUE = 1024
 
 
 def serve_processes(settings: Settings, listener: socket.socket, count: int) -> None:
@@ -200,20 +199,13 @@ class _Parent:
 
 
 class _Child(Server):
-    """A server that calls `on_started`, ends when its parent says so, and shares the connections.
-
-    It takes one connection each time it is woken: a process that emptied the queue of the socket
-    would leave nothing to its idle siblings.
-    """
+    """A server that calls `on_started`, and ends when its parent says so."""
 
     on_started: Callable[[], None]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept from `sockets`, whose queue stays long."""
-        self.config.backlog = 1
+        """Accept from `sockets`."""
         await super().startup(sockets)
-        for listener in sockets or []:
-            listener.listen(_QUEUE)
         self.on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -248,7 +240,7 @@ def serve_child(
         target=_end_with_parent, args=(parent, server, limit_s, metrics), daemon=True
     )
     watcher.start()
-    server.run([listener])
+    server.run([SharedListener(fileno=listener.detach())])
 
 
 def _end_with_parent(parent: Connection, server: _Child, limit_s: float, metrics: Path) -> None:

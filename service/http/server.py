@@ -27,18 +27,13 @@ _FEWEST_CONNECTIONS = 64
 _WANTED_FILES = 4 * _MOST_CONNECTIONS
 _INTERRUPTED = 130
 _QUEUE = 1024
+_REST_S = 2e-3  # the others need 0.1 ms to wake up
 _STATUS_LINE = b"HTTP/1.1 "
 _CONTINUE = b"HTTP/1.1 100 "
 
 
 class Server(uvicorn.Server):
     """Ends with code 0 after the first SIGINT or SIGTERM, and at once at the second."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept: one connection a turn, so that processes of one socket share them."""
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(_QUEUE)  # asyncio has made it as short as a turn
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,6 +49,22 @@ class Server(uvicorn.Server):
         if self.should_exit:
             os._exit(_INTERRUPTED)
         super().handle_exit(sig, frame)
+
+
+class SharedListener(socket.socket):
+    """A listening socket of several processes. After each connection a process leaves the next one
+    to the others for a moment; the one that is awake would else take all that come together.
+    """
+
+    _rests_until = 0.0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As of any socket. Raises: BlockingIOError also while this process rests."""
+        if time.monotonic() < self._rests_until:
+            raise BlockingIOError
+        accepted = super().accept()
+        self._rests_until = time.monotonic() + _REST_S
+        return accepted
 
 
 class _WholeAnswers:
@@ -223,7 +234,7 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         http=protocol,  # type: ignore[arg-type]
         ws="none",
         loop="asyncio",
-        backlog=1,
+        backlog=_QUEUE,
         log_config=None,
         access_log=False,
         server_header=False,

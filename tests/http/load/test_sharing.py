@@ -1,43 +1,31 @@
-"""Processes that listen on one socket: none takes all connections that wait there at once."""
+"""Processes that listen on one socket: none takes all connections that come together."""
 
-import asyncio
-import itertools
 import socket
-import threading
 import time
 
-from fastapi import FastAPI
+import pytest
 
-from service.http.server import Server, config_of, listen
-from service.settings import Settings
+from service.http.server import SharedListener, listen
 
-CONNECTIONS = 16
-LIMIT_S = 10
+WAIT_S = 10
 
 
-def test_a_server_accepts_a_connection_a_turn_and_lets_the_others_wait() -> None:
-    listener = listen("127.0.0.1", 0)
-    server = Server(config_of(FastAPI(), Settings()))
-
-    async def counts() -> list[int]:
-        """Connections after each turn of the event loop, all of which came before the first."""
-        serving = asyncio.create_task(server.serve([listener]))
-        while not server.started:
-            await asyncio.sleep(0)
-        clients = [socket.create_connection(listener.getsockname()) for _ in range(CONNECTIONS)]
-        found, ends = [0], time.monotonic() + LIMIT_S
-        while found[-1] < CONNECTIONS and time.monotonic() < ends:
-            await asyncio.sleep(0)
-            found.append(len(server.server_state.connections))
-        for client in clients:
-            client.close()
-        server.should_exit = True
-        await serving
-        return found
-
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.extend(asyncio.run(counts())), daemon=True)
-    thread.start()
-    thread.join(3 * LIMIT_S)
-    assert found[-1] >= CONNECTIONS
-    assert max(after - before for before, after in itertools.pairwise(found)) <= 2
+def test_after_each_connection_a_process_leaves_the_next_one_to_the_others() -> None:
+    with listen("127.0.0.1", 0) as first:
+        first.setblocking(False)
+        address = first.getsockname()
+        one, other = (SharedListener(fileno=first.dup().detach()) for _ in range(2))
+        clients = [socket.create_connection(address) for _ in range(3)]
+        accepted = [one.accept()[0]]
+        with pytest.raises(BlockingIOError):
+            one.accept()
+        accepted.append(other.accept()[0])
+        ends = time.monotonic() + WAIT_S
+        while len(accepted) < 3 and time.monotonic() < ends:
+            try:
+                accepted.append(one.accept()[0])
+            except BlockingIOError:
+                continue
+        assert [each.getpeername() for each in accepted] == [each.getsockname() for each in clients]
+        for each in (*clients, *accepted, one, other):
+            each.close()

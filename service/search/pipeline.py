@@ -197,8 +197,8 @@ class Pipeline:
                 found = find(served, query, vectors, min_score, renderer, abandoned)
             results = encode_results(renderer, found.hits, found.groups, match=found.match)
             stages = replace(stages, search=_ms_since(before))
-            # They may be from a later version, but nobody asks for an earlier one any more.
-            if not served.is_remote:
+            # Otherwise they may be from a later one.
+            if not served.is_remote and gallery.version == version:
                 self._cache.set(key, version.encode() + results)
             self._sampler.offer(served.name, query.k, found.measurable(version))
         stages = replace(stages, total=_ms_since(started))

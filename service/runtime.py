@@ -104,10 +104,6 @@ class Runtime:
                 "Try again in a second."
             ) from error
 
-    async def observe(self) -> None:
-        """Publish models and galleries in the metrics."""
-        await self.observer.observe()
-
     async def stop(self) -> None:
         """Stop the workers, disconnect, let go of the threads; one that hangs is left behind."""
         async with AsyncExitStack() as ending:  # each is tried, whatever becomes of the others

@@ -249,8 +249,8 @@ class Settings(BaseSettings):
 
     def alone_threads(self) -> int:
         """How many threads work on a search that is alone; processes know nothing of each other."""
-        is_shared = self.device != "cpu" or self.workers > 1
-        return 0 if is_shared else min(core_count(), _MOST_ALONE)
+        is_wanted = self.device == "cpu" and self.threads == self.workers == 1
+        return min(core_count(), _MOST_ALONE) if is_wanted else 0
 
     def image_limits(self) -> ImageLimits:
         """What an upload may cost."""

@@ -24,7 +24,7 @@ from service.api.models import (
     IndexModel,
     ThresholdModel,
 )
-from service.galleries.locations import VERSION_PATTERN, VERSION_TEXT
+from service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
 from service.galleries.registry import Served
 from service.http.openapi import problems
 from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS, UNSUPPORTED_MEDIA
@@ -129,12 +129,15 @@ async def delete(runtime: Service, name: str) -> None:
 
 
 def _described(served: Served, state: FilePath | None) -> GalleryModel:
-    return GalleryModel(**_known(served, served.gallery.facts(), state))
+    return GalleryModel(**_known(served, served.gallery, state))
 
 
-def _known(served: Served, facts: GalleryFacts, state: FilePath | None) -> dict[str, Any]:
-    of_gallery = {"version", "generation", "bundle_id", "size", "dim", "created_at"}
-    return facts.model_dump(include=of_gallery) | {
+def _known(
+    served: Served, gallery: Gallery | GalleryFacts, state: FilePath | None
+) -> dict[str, Any]:
+    """From its facts, or from a gallery without reading more of it: its index may be damaged."""
+    of_gallery = ("version", "generation", "bundle_id", "size", "dim", "created_at")
+    return {name: getattr(gallery, name) for name in of_gallery} | {
         "name": served.name,
         "managed": served.managed,
         "writable": _is_writable(served, state),

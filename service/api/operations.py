@@ -46,7 +46,7 @@ async def ready(runtime: Service) -> JSONResponse:
 )
 async def metrics(runtime: Service) -> Response:
     """Counters, histograms and gauges in the text format of Prometheus."""
-    await runtime.observe()
+    await runtime.observer.observe()
     return Response(runtime.metrics.render(), media_type=CONTENT_TYPE)
 
 

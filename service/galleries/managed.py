@@ -1,5 +1,6 @@
 """Galleries that the service makes and deletes itself, in the folder of its state."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,7 @@ class ManagedGalleries:
         self._pool = pool
         self._jobs = jobs
         self._limit_s = limit_s
+        self._changing = asyncio.Lock()  # one waits for the folder, the others for it
 
     async def create(self, name: str, bundle_id: str | None) -> None:
         """Make an empty gallery and serve it.
@@ -61,7 +63,8 @@ class ManagedGalleries:
         if name in self._registry.names():
             raise _taken(name)
         model = await self._model(bundle_id)
-        await self._pool.run(lambda: _create(folder / name, model))
+        async with self._changing:
+            await self._pool.run(lambda: _create(folder / name, model))
         await self._registry.read_from_disk(self._limit_s)
 
     async def delete(self, name: str) -> None:
@@ -78,7 +81,8 @@ class ManagedGalleries:
                     f"Gallery {name[:_SHOWN]!r} was not made by this service, which leaves its "
                     "files alone. Take it out of the settings (--gallery) and delete its folder."
                 )
-        await self._pool.run(lambda: self._delete(path))
+        async with self._changing:
+            await self._pool.run(lambda: self._delete(path))
         await self._registry.read_from_disk(self._limit_s)
 
     def _delete(self, path: Path) -> None:

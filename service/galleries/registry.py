@@ -9,7 +9,6 @@ import contextlib
 import math
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,8 +118,8 @@ class Served:
 
 
 class Registry:
-    """Gives out galleries by name. Leases may be taken in any thread; all else belongs to the
-    thread of the event loop.
+    """Gives out galleries by name. Leases may be taken, and names and folders be read, in any
+    thread; all else belongs to the thread of the event loop.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class Registry:
         self._primary = primary
         self._open_gallery = open_gallery
         self._served: dict[str, Served] = {}
-        self._closings: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._closings: set[threading.Thread] = set()
         self._threads = DaemonThreads("gallery", _THREADS)
         self._asked = asyncio.Event()
         self._next: asyncio.Future[None]
@@ -362,11 +361,15 @@ class Registry:
     def _close(self, location: GalleryLocation, gallery: Gallery) -> None:
         """In a thread of its own: it may take as long as a compaction."""
         if location.given is None:
-            thread = threading.Thread(
-                target=gallery.close, name=f"close {location.name}", daemon=True
-            )
-            self._closings.add(thread)
-            thread.start()
+            closing = threading.Thread(target=self._end, args=(gallery,), daemon=True)
+            self._closings.add(closing)
+            closing.start()
+
+    def _end(self, gallery: Gallery) -> None:
+        try:
+            gallery.close()
+        finally:
+            self._closings.discard(threading.current_thread())
 
     def _close_opened(self, left: int = 0) -> None:
         while len(self._opened) > left:

@@ -534,14 +534,6 @@ def checked(model: type[M], value: Any, context: object) -> M:
         raise as_faults(error) from None
 
 
-def checking(name: str, check: Callable[[], None]) -> None:
-    """Call `check`; a ValueError is a fault of parameter `name`."""
-    try:
-        check()
-    except ValueError as error:
-        raise fault(name, str(error)) from error
-
-
 def as_faults(error: ValidationError, name: str = "") -> RequestValidationError:
     """What pydantic found, about parameter `name` or those that it names itself."""
     found = error.errors(include_url=False, include_context=False, include_input=False)

@@ -26,7 +26,7 @@ import typer
 
 from embedder.errors import KinlensError
 from service.app import create_app
-from service.http.server import Server, SharedListener, address_of, config_of, leave_to_the_end
+from service.http.server import Server, SharedListener, address_of, config_of
 from service.observe.logs import configure_logs
 from service.observe.metrics_shared import forget, restarts_counter, shared_folder
 from service.settings import Settings
@@ -232,7 +232,6 @@ def serve_child(
     except (KinlensError, OSError) as error:
         tell(" ".join(str(error).split()) or type(error).__name__)
         raise SystemExit(1) from None
-    leave_to_the_end()
     server = _Child(config_of(app, settings))
     server.on_started = lambda: tell("")
     signal.signal(signal.SIGTERM, server.handle_exit)

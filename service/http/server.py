@@ -1,7 +1,6 @@
 """uvicorn with the limits and signals of this service, and HTTP/1.1 that nobody can hold open."""
 
 import asyncio
-import gc
 import os
 import resource
 import socket
@@ -247,14 +246,7 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
 
 def serve_on(app: ASGIApp, listener: socket.socket, settings: Settings) -> None:
     """Answer on `listener` until a signal comes."""
-    leave_to_the_end()
     Server(config_of(app, settings)).run(sockets=[listener])
-
-
-def leave_to_the_end() -> None:
-    """Let no collection of garbage look again at the modules and models that are loaded by now."""
-    gc.collect()
-    gc.freeze()
 
 
 def listen(host: str, port: int) -> socket.socket:

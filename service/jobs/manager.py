@@ -66,6 +66,7 @@ class JobManager:
         self._stopped = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jobs", daemon=True)
+        self._tidying = threading.Thread()
 
     def open(self) -> None:
         """Watch the jobs, and tidy up, until `close`."""
@@ -161,7 +162,7 @@ class JobManager:
                 self._look()
                 if time.monotonic() >= tidy_at:
                     tidy_at = time.monotonic() + _TIDY_S
-                    tidy(self._settings, self.store)
+                    self._tidy()
                 wait_s = _LOOK_S
             except Exception as error:
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -170,6 +171,19 @@ class JobManager:
                 )
             self._wake.wait(wait_s)
             self._wake.clear()
+
+    def _tidy(self) -> None:
+        """In a thread of its own: to remove a large gallery takes long, and jobs go on."""
+
+        def work() -> None:
+            try:
+                tidy(self._settings, self.store)
+            except Exception as error:
+                structlog.get_logger().error("jobs cannot be tidied up", exc_info=error)
+
+        if not self._tidying.is_alive():
+            self._tidying = threading.Thread(target=work, name="tidy jobs", daemon=True)
+            self._tidying.start()
 
     def _look(self) -> None:
         """End what is to end or has died, and begin what waits."""

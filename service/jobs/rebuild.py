@@ -226,7 +226,7 @@ def replace_model(
         context.tell(**found.model_dump(mode="json"), gate=asdict(verdict))
         store_bundle(bundle, context.folders.bundles)
         if params.swap == "auto" and verdict.passed:
-            _swap_in(context, follower, candidate, compared, params.max_missing, known)
+            _swap_in(context, follower, candidate, compared, params.max_missing, frozenset())
 
 
 def _swap_in(

@@ -137,7 +137,12 @@ class Encoder:
         self._embedder = embedder
         self._cache = cache
         self._lanes = lanes
-        self._batcher = Batcher(self._embed, batch_size, at_once, on_batch)
+
+        def embed(images: Images) -> Embeddings:  # no method: a cycle would keep the session alive
+            """With all cores where nothing else wants one."""
+            return (embedder.embed_alone if lanes.is_alone else embedder.embed)(images)
+
+        self._batcher = Batcher(embed, batch_size, at_once, on_batch)
 
     def lookup(self, view: View) -> Lookup[Vector]:
         """Where a cache may have the vector of `view`."""
@@ -171,11 +176,6 @@ class Encoder:
         for view, vector in zip(views, vectors, strict=True):
             self._cache.set(self.lookup(view).key, encode_vector(vector))
         return Encoded(vectors, (decoded - started) * 1e3, (embedded - decoded) * 1e3)
-
-    def _embed(self, images: Images) -> Embeddings:
-        """With all cores where nothing else wants one."""
-        is_alone = self._lanes.is_alone
-        return (self._embedder.embed_alone if is_alone else self._embedder.embed)(images)
 
     async def encode(self, data: bytes, digest: str) -> Vector:
         """The vector (D,) of the image `data`, whose sha256 is `digest`, once a lane is free.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from embedder.errors import GalleryCorruptError
 from embedder.fake import FakeEmbedder
 from indexer.gallery import Gallery
 from indexer.ingest.build import build_gallery
@@ -275,3 +276,16 @@ def test_what_cannot_be_read_now_is_503_in_time_and_read_again_later(
     names = shop.running.runtime.registry.names
     until(lambda: names() == ["new"])
     shop.close()
+
+
+def test_a_gallery_whose_index_is_damaged_is_listed_still(
+    start_service, gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged() -> None:
+        raise GalleryCorruptError("a segment is damaged")
+
+    service = start_service()
+    monkeypatch.setattr(gallery, "facts", damaged)
+    [listed] = service.client.get("/galleries").json()["galleries"]
+    assert (listed["name"], listed["size"]) == ("shop", gallery.size)
+    assert service.client.get("/galleries/shop").status_code == 503

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -54,7 +53,7 @@ def started(
         wait_ready(url + ready, process, every_s)
         yield url
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.wait(timeout=30)
 
 

@@ -50,9 +50,9 @@ demo-sop: $(VENV)/.training  ## Stanford Online Products as a shop: ROOT=/data/S
 demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStoreDataset/dataset
 	$(SHOP_DEMO) grocery --root '$(ROOT)' $(SHOP_FLAGS)
 
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 
-test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=2 processes
+test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=3 processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1

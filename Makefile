@@ -6,6 +6,9 @@ BIN    := $(VENV)/bin
 UV     := $(BIN)/uv
 PIP    := $(UV) pip install --python $(BIN)/python --constraint constraints.txt
 
+# Where it is set, each of a hundred processes compiles torch anew, which takes it ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install install-gpu demo demo-check demo-inshop demo-sop demo-grocery test soak scale-check mutations check format bench clean
 
@@ -23,7 +26,7 @@ $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,fsspec,parquet,milvus-server]'
+	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,fsspec,parquet,heif,milvus-server]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
@@ -50,20 +53,21 @@ demo-sop: $(VENV)/.training  ## Stanford Online Products as a shop: ROOT=/data/S
 demo-grocery: $(VENV)/.training  ## Groceries as a shop: ROOT=/data/GroceryStoreDataset/dataset
 	$(SHOP_DEMO) grocery --root '$(ROOT)' $(SHOP_FLAGS)
 
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 
-test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=3 processes
+test: $(VENV)/.dev  ## All tests, in TEST_PROCESSES=4 processes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 soak: $(VENV)/.dev  ## The long forms of the tests under load: HOURS=1
 	KINLENS_LONG_TESTS=1 $(BIN)/pytest tests/http/test_schemathesis.py \
 	  tests/http/galleries/test_live_writes.py tests/promises/test_bar.py tests/units/test_decoding.py \
-	  tests/training/test_export.py tests/training/test_models.py \
+	  tests/training/test_export.py tests/training/test_models.py tests/training/test_trunks.py \
 	  tests/training/losses/test_laws.py --timeout 3600
 	$(BIN)/python scripts/soak.py $(if $(HOURS),--hours $(HOURS))
 
 scale-check: $(VENV)/.dev  ## Three replicas over Milvus and Redis, all real: puts, kills and outages
-	$(BIN)/pytest -ra --durations 0 tests/http/load/test_scale.py tests/http/galleries/test_milvus_served.py
+	$(BIN)/pytest -ra --durations 0 tests/http/load/test_scale.py tests/http/load/test_balancer.py \
+	  tests/http/galleries/test_milvus_served.py
 
 mutations: $(VENV)/.dev  ## Break the product on purpose: do the tests notice? NAMES="workers redis"
 	$(BIN)/python -m tests.long.mutations $(NAMES)
@@ -79,11 +83,11 @@ format: $(VENV)/.dev  ## Mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,fsspec,parquet,milvus-server,bench]'
+	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,fsspec,parquet,heif,milvus-server,bench]'
 	@touch $@
 
-bench: $(VENV)/.bench  ## Benchmarks, each with its ceiling; those of a GPU are called by hand
-	set -e; for file in $$(grep -l "__main__" benchmarks/*.py | grep -v -e _gpu -e /load.py -e /milvus_search.py); do $(BIN)/python $$file; done
+bench: $(VENV)/.bench  ## Every benchmark once at its smallest: NAMES="gallery.py"; tells what it leaves out
+	$(BIN)/python benchmarks $(NAMES)
 
 clean:  ## Remove the environment and what the demo made
 	rm -rf $(VENV) .kinlens .pytest_cache .mypy_cache .ruff_cache

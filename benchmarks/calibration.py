@@ -8,27 +8,29 @@
 
 Each argument is NAME=BUNDLE:DATA. DATA is `grocery` (81 classes), `cars196-half` (classes 99-196),
 both under $KINLENS_SHARED/data, `job` (the test classes of the job that trained the bundle), or a
-folder with a sub-folder per class; none of it may have been trained on. Half of the classes, drawn
-at random, fit a curve; the other half asks, in galleries of all classes, of that half, and of half
-of it. Written: a table on the console, `--json` with the bins, `--plot`. Embeddings are kept in
-`--cache`.
+folder with a sub-folder per class; none of it may have been trained on. Without an argument: the
+trunk, with random weights where its own are not to be had, on products that are drawn for it. Half
+of the classes, drawn at random, fit a curve; the other half asks, in galleries of all classes, of
+that half, and of half of it. Beside it stands the curve that bundles had before: a logistic of the
+score alone. Written: a table on the console, `--json` with the bins, `--plot`. Embeddings are kept
+in `--cache`.
 """
 
-import argparse
 import csv
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import heading, kinlens, options, row, shared_folder, skip
 from numpy.typing import NDArray
-from running import shared_folder
 
 from embedder.bundle import Bundle
-from embedder.calibration import Calibration
 from embedder.errors import EvaluationError
 from embedder.session import OnnxEmbedder
+from embedder.types import Embeddings
 from training.config.job import parse_job
 from training.data.datasets import OFFICIAL, read_official
 from training.data.load import load_split
@@ -43,59 +45,76 @@ from training.export.calibration import (
 )
 
 SIZES = ("full", "half", "quarter")
-QUERIES = 1_000
-BINS = 10
-BATCH = 64
+QUERIES, BINS, BATCH = 1_000, 10, 64
+FIGURES = {
+    "error": "error", "error_of_one": "in one halving", "error_before": "score alone",
+    "said": "said", "true": "true", "said_best": "best hit: said",
+    "said_best_before": "score alone", "true_best": "true",
+}  # fmt: skip
 Labels = NDArray[np.int64]
-Likely = Callable[[Hits, int], NDArray[np.float64]]
+Likely = Callable[[Hits], NDArray[np.float64]]
 Asked = tuple[Hits, int, Likely, Likely]
-Data = list[tuple[Path, str]]
+Row = dict[str, Any]
 
 
 def main() -> None:
-    arguments = parsed()
-    rows = [row for case in arguments.cases for row in measured(case, arguments)]
-    print("\n" + table(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    asked = options(
+        __doc__, "cases", cases=list[str](), cache=Path("runs/calibration"), json=None, plot=None,
+        repeats=3,
+    )  # fmt: skip
+    rows = [found for case in cases_of(asked) for found in measured(case, asked)]
+    heading("model", "data", "gallery", "items", *FIGURES.values())
+    for one in rows:
+        start = (one["model"], one["data"])
+        if "reason" in one:
+            row(*start, f"none: {one['reason']}", *[""] * (1 + len(FIGURES)))
+        else:
+            figures = (f"{one[name]:.3f}" for name in FIGURES)
+            row(*start, one["gallery"], round(one["items"]), *figures)
+    if asked.json:
+        asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if asked.plot:
+        plot([one for one in rows if "bins" in one], asked.plot)
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("cases", nargs="+", metavar="NAME=BUNDLE:DATA")
-    parser.add_argument("--cache", type=Path, default=Path("runs/calibration"))
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--repeats", type=int, default=3, help="halvings, each in both directions")
-    return parser.parse_args()
+def cases_of(asked: Namespace) -> list[str]:
+    """Those that were asked for; else one that needs nothing, made in the cache."""
+    if asked.cases:
+        return list(asked.cases)
+    shared, bundle, data = shared_folder(), asked.cache / "trunk", asked.cache / "rendered"
+    weights = shared / "weights/mobilenet_v2-imagenet-fp16.pth" if shared else "none"
+    if not data.exists():
+        kinlens("train", "data", "render", data, "--products", 40, "--views", 8, "--size-px", 80)
+    if not bundle.exists():
+        side = ("--size-px", 64, "--resize-px", 72, "--weights", weights)
+        kinlens("train", "export", "--backbone", "mobilenet_v2", "--out", bundle, *side)
+    return [f"trunk={bundle}:{data}"]
 
 
-def measured(case: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(case: str, asked: Namespace) -> list[Row]:
     """A row for each gallery size, or one with the reason why there is no calibration."""
-    name, _, rest = case.partition("=")
-    path, _, data = rest.rpartition(":")
-    vectors, labels = embedded(Path(path), data, arguments.cache)
-    row = {"model": name, "data": Path(data).name, "classes": len(np.unique(labels))}
+    name, path, data = parts_of(case)
+    vectors, labels = embedded(path, data, asked.cache)
+    head = {"model": name, "data": Path(data).name, "classes": len(np.unique(labels))}
     found: dict[str, list[Asked]] = {size: [] for size in SIZES}
     reasons = []
-    for fitted, asking in halvings(labels, arguments.repeats):
+    for fitted, asking in halvings(labels, asked.repeats):
         try:
-            calibration = fit_calibration(vectors[fitted], labels[fitted], "test")
+            curve = fit_calibration(vectors[fitted], labels[fitted], "test")
         except EvaluationError as error:
             reasons.append(str(error))
             continue
         before = score_alone(vectors[fitted], labels[fitted])
         for size, gallery in galleries(labels, fitted, asking):
             hits = answers(vectors, labels, gallery, asking)
-            found[size].append((hits, len(gallery), ranked(calibration), before))
-    print(f"{case}: {len(reasons)} of {2 * arguments.repeats} refused", flush=True)
+            here = curve.for_gallery(len(gallery))
+            now: Likely = lambda hits, here=here: here.probability(hits.scores, hits.ranks)
+            found[size].append((hits, len(gallery), now, before))
+    print(f"{case}: {len(reasons)} of {2 * asked.repeats} refused", flush=True)
     if not found["full"]:
-        return [row | {"reason": reasons[0]}]
-    return [
-        row | {"gallery": size, "refused": len(reasons)} | judged(found[size]) for size in SIZES
-    ]
+        return [head | {"reason": reasons[0]}]
+    refused = {"refused": len(reasons)}
+    return [head | {"gallery": size} | refused | judged(found[size]) for size in SIZES]
 
 
 def halvings(labels: Labels, repeats: int) -> Iterator[tuple[Labels, Labels]]:
@@ -112,11 +131,10 @@ def halvings(labels: Labels, repeats: int) -> Iterator[tuple[Labels, Labels]]:
 def galleries(labels: Labels, fitted: Labels, asking: Labels) -> Iterator[tuple[str, Labels]]:
     yield "full", np.concatenate((fitted, asking))
     yield "half", asking
-    names = np.unique(labels[asking])
-    yield "quarter", asking[np.isin(labels[asking], names[::2])]
+    yield "quarter", asking[np.isin(labels[asking], np.unique(labels[asking])[::2])]
 
 
-def answers(vectors: Any, labels: Labels, gallery: Labels, asking: Labels) -> Hits:
+def answers(vectors: Embeddings, labels: Labels, gallery: Labels, asking: Labels) -> Hits:
     """The best hits of images that are in the gallery and were not fitted on."""
     rng = np.random.default_rng(0)
     queries = some_queries(labels, np.intersect1d(gallery, asking), rng, QUERIES)
@@ -125,27 +143,22 @@ def answers(vectors: Any, labels: Labels, gallery: Labels, asking: Labels) -> Hi
     return Hits(hits.scores[:, best], hits.right[:, best], hits.ranks[best], hits.best_wrong)
 
 
-def ranked(calibration: Calibration) -> Likely:
-    """The probability as the service gives it."""
-    return lambda hits, items: calibration.for_gallery(items).probability(hits.scores, hits.ranks)
-
-
-def score_alone(vectors: Any, labels: Labels) -> Likely:
-    """As it was before: a logistic curve of the score over the 10 best hits."""
-    hits = answers(vectors, labels, np.arange(len(labels)), np.arange(len(labels)))
+def score_alone(vectors: Embeddings, labels: Labels) -> Likely:
+    """A logistic curve of the score over the 10 best hits, the same for any rank and gallery."""
+    every = np.arange(len(labels))
+    hits = answers(vectors, labels, every, every)
     scores, right = hits.scores.ravel()[:, None].astype(np.float64), hits.right.ravel()
     slopes, intercept = fit_logistic(scores, right, np.ones(len(right)), (np.inf,))
-    return lambda hits, _: 1 / (1 + np.exp(-(slopes[0] * hits.scores + intercept)))
+    return lambda hits: 1 / (1 + np.exp(-(slopes[0] * hits.scores + intercept)))
 
 
-def judged(asked: list[Asked]) -> dict[str, Any]:
+def judged(asked: list[Asked]) -> Row:
     """The figures of all halvings; `error` pools their hits, `error_of_one` is the mean of each."""
     right = np.concatenate([hits.right for hits, *_ in asked])
-    now = np.concatenate([likely(hits, items) for hits, items, likely, _ in asked])
-    before = np.concatenate([likely(hits, items) for hits, items, _, likely in asked])
+    now = np.concatenate([likely(hits) for hits, _, likely, _ in asked])
+    before = np.concatenate([likely(hits) for hits, _, _, likely in asked])
     alone = [
-        calibration_error(likely(hits, items).ravel(), hits.right.ravel())
-        for hits, items, likely, _ in asked
+        calibration_error(likely(hits).ravel(), hits.right.ravel()) for hits, _, likely, _ in asked
     ]
     parts = np.array_split(np.argsort(now, axis=None, kind="stable"), BINS)
     return {
@@ -162,42 +175,22 @@ def judged(asked: list[Asked]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    head = (
-        "| model | data | gallery | items | error | in one halving | score alone | said | true "
-        "| best hit: said | score alone | true |"
-    )
-    lines = [head, "|" + "---|" * 12]
-    for row in rows:
-        if "reason" in row:
-            lines.append(f"| {row['model']} | {row['data']} | none: {row['reason']} |" + " |" * 9)
-            continue
-        errors = ("error", "error_of_one", "error_before")
-        means = ("said", "true", "said_best", "said_best_before", "true_best")
-        figures = " | ".join(f"{row[name]:.3f}" for name in (*errors, *means))
-        start = f"| {row['model']} | {row['data']} | {row['gallery']} | {row['items']:,.0f} "
-        lines.append(f"{start}| {figures} |")
-    return "\n".join(lines)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: list[Row], path: Path) -> None:
     """Of each case and size, what was said and what was true in each bin."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows = [row for row in rows if "bins" in row]
-    cases = list(dict.fromkeys((row["model"], row["data"]) for row in rows))
-    figure, axes = plt.subplots(
-        1, len(cases), figsize=(2.3 * len(cases), 2.6), sharey=True, squeeze=False
-    )
+    cases = list(dict.fromkeys((one["model"], one["data"]) for one in rows))
+    size = (2.3 * len(cases), 2.6)
+    figure, axes = plt.subplots(1, len(cases), figsize=size, sharey=True, squeeze=False)
     for axis, case in zip(axes[0], cases, strict=True):
         axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-        for row in rows:
-            if (row["model"], row["data"]) == case:
-                said, true = np.array(row["bins"]).T
-                axis.plot(said, true, marker="o", markersize=3, linewidth=1, label=row["gallery"])
+        for one in rows:
+            if (one["model"], one["data"]) == case:
+                said, true = np.array(one["bins"]).T
+                axis.plot(said, true, marker="o", markersize=3, linewidth=1, label=one["gallery"])
         axis.set(title=" on ".join(case), xlabel="said", xlim=(0, 1), ylim=(0, 1), aspect="equal")
         axis.title.set_fontsize(9)
     axes[0, 0].set_ylabel("true")
@@ -206,7 +199,19 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def embedded(path: Path, data: str, cache: Path) -> tuple[Any, Labels]:
+# Labelled embeddings; benchmarks/rerank.py takes the same arguments
+
+
+def parts_of(case: str) -> tuple[str, Path, str]:
+    """Name, bundle and data of NAME=BUNDLE:DATA."""
+    name, _, rest = case.partition("=")
+    path, _, data = rest.rpartition(":")
+    if not (name and path and data):
+        raise SystemExit(f"{case!r} is not NAME=BUNDLE:DATA, such as trunk=runs/trunk:grocery.")
+    return name, Path(path), data
+
+
+def embedded(path: Path, data: str, cache: Path) -> tuple[Embeddings, Labels]:
     """Vectors (N, D) and classes (N,) of the data, from the cache if it has them."""
     bundle = Bundle.open(path)
     file = cache / f"{bundle.bundle_id[:12]}-{Path(data).name}.npz"
@@ -226,36 +231,37 @@ def embedded(path: Path, data: str, cache: Path) -> tuple[Any, Labels]:
         return stored["vectors"], stored["labels"]
 
 
-def images_of(data: str, bundle: Bundle) -> Data:
+def images_of(data: str, bundle: Bundle) -> list[tuple[Path, str]]:
     """(path, class) of each image."""
+    if data == "grocery":
+        parts = groceries()
+        return [image for part in parts.values() for image in part]
     if data == "job":
-        split = load_split(parse_job(bundle.manifest.job).data)
+        test = load_split(parse_job(bundle.manifest.job).data).test
     elif data == "cars196-half":
-        split = read_official(OFFICIAL["cars196"], shared_data() / data, allow_partial=True)
-    elif data == "grocery":
-        return groceries(shared_data() / "grocery-store")
+        test = read_official(OFFICIAL["cars196"], shared_data() / data, allow_partial=True).test
     else:
         folders = sorted(folder for folder in Path(data).iterdir() if folder.is_dir())
         return [(path, folder.name) for folder in folders for path in sorted(folder.iterdir())]
-    test = split.test
-    return [
-        (test.root / path, test.class_names[label])
-        for path, label in zip(test.paths, test.labels, strict=True)
-    ]
+    names = (test.class_names[label] for label in test.labels)
+    return [(test.root / path, name) for path, name in zip(test.paths, names, strict=True)]
 
 
-def groceries(root: Path) -> Data:
-    found = []
+def groceries() -> dict[str, list[tuple[Path, str]]]:
+    """The images of each split."""
+    root, found = shared_data() / "grocery-store", {}
     for part in ("train", "val", "test"):
         with (root / f"{part}.txt").open(newline="", encoding="utf-8") as stream:
-            found += [(root / row[0].strip(), row[1].strip()) for row in csv.reader(stream) if row]
+            rows = [one for one in csv.reader(stream) if one]
+        # The halves of the classes are drawn by their order: that of the numbers.
+        found[part] = [(root / one[0].strip(), one[1].strip().zfill(2)) for one in rows]
     return found
 
 
 def shared_data() -> Path:
     shared = shared_folder()
     if shared is None:
-        raise SystemExit("This data needs $KINLENS_SHARED, with the folder data/ in it.")
+        skip("this data needs $KINLENS_SHARED, with the folder data/ in it")
     return shared / "data"
 
 

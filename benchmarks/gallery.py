@@ -1,222 +1,522 @@
 """What a gallery costs beside raw FAISS, hnswlib and usearch, from 10,000 to 10,000,000 items.
 
-    python benchmarks/gallery.py [--sizes 10k,100k,1m,10m] [--dims 128,512] [--full]
+    python benchmarks/gallery.py --sizes 10k 100k 1m --dims 128 512
+    python benchmarks/gallery.py --sizes 10m --dims 128 --parts process speed filters
 
-Vectors: benchmarks/clustered.py. Ceiling of searches: raw FAISS, with the gallery's own index file
-read into memory and searched with the gallery's tuned parameters, in rounds that take turns with
-the gallery's. `nearest` is its counterpart; `search` fetches keys and attributes as well. hnswlib
-and usearch search with the smallest ef that reaches the gallery's recall@10, or 0.98 where the
-gallery is exact, up to 1,000,000 vectors (of 512 numbers only with --full). One query runs on one
-thread, a batch on all cores.
+Vectors: benchmarks/clustered.py. The ceiling is raw FAISS: the gallery's own index file, read into
+memory and searched with its tuned parameters, in rounds that take turns with the gallery's.
+`nearest` gives scores and numbers, as FAISS does; `search` fetches keys and attributes as well. One
+query runs on one thread, a batch on all cores. What one adds to the other is the work of their
+thread; all other times are the clock's. hnswlib and usearch search with the smallest ef that
+reaches the gallery's recall@10, or 0.98 where the gallery is exact.
 
-Recall is that of held-out queries against a comparison with every vector. Memory: resident growth
-of a fresh process that opens the gallery and answers 1,000 queries, over the size of the codes that
-the index compares with. Ceiling of a build from images: a bare loop (gallery_images.py).
+The parts:
 
-10m is measured with 128 numbers alone. The sizes that do not fit the machine are refused before.
-On 2 cores 10k and 100k take minutes, 1m and 10m about half an hour each; --parts chooses.
+    process     in a fresh process that opens the gallery and answers 1,000 queries: seconds to the
+                first answer, and its growth in memory over the codes that the index compares with
+    speed       recall of held-out queries against a comparison with every vector, and the searches
+    peers       hnswlib and usearch beside them, where the extra `bench` is installed
+    filters     searches among 0.1 to 50 % of the items, one thread
+    changes     what a durable add takes
+    compaction  what searches take while another process compacts
+    images      `build` of photographs beside a bare loop of decoding, preprocessing, onnxruntime
+
+On 2 cores 10k and 100k take minutes, 1m and 10m about half an hour each.
 """
 
-import argparse
+import contextlib
 import importlib.util
-import shutil
-import sys
+import random
+import statistics
 import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from clustered import clustered_queries
-from gallery_changes import measure_changes, measure_compaction
-from gallery_contest import of_faiss, of_gallery, peers
-from gallery_filters import QUERIES, measure_filters, selections
-from gallery_images import measure_images
-from gallery_make import K, Setting, build, codes_mb, label, refusal, segment_folder
-from gallery_process import FRESH, answer, drop_cached_pages, fresh, serve
-from gallery_report import Report, Target
-from gallery_speed import compare
-from gallery_truth import true_neighbours
+import faiss
+import numpy as np
+import onnxruntime as ort
+from clustered import clustered_batches, clustered_later, clustered_queries
+from harness import (
+    beside,
+    columns,
+    fresh,
+    in_turns,
+    kinlens,
+    made_gallery,
+    memory_mb,
+    options,
+    photographs,
+    ratio,
+    timed_ms,
+)
+from numpy.typing import NDArray
 
+from embedder.bundle import Bundle
+from embedder.machine import core_count
+from embedder.preprocess import preprocess
+from embedder.session import OnnxEmbedder
 from embedder.types import Embeddings
+from indexer.filters.tree import Range
+from indexer.folder.layout import GalleryFolder
 from indexer.gallery import Gallery
-from indexer.index.segment import read_manifest
+from indexer.index.kinds import KINDS
+from indexer.index.plan import IndexSettings
+from indexer.index.segment import IDS, INDEX, VECTORS, read_manifest
+from indexer.ingest.build import build_gallery
+from indexer.ingest.embed import EmbedSettings
+from indexer.ingest.sources import folder_source
+from indexer.live.compaction import SEGMENTS
+from indexer.types import Entry, SearchOptions
 
-SIZES = {"10k": 10_000, "100k": 100_000, "1m": 1_000_000, "10m": 10_000_000}
+K, BATCH, RECALL = 10, 256, 0.98
 PARTS = ("process", "speed", "peers", "filters", "changes", "compaction", "images")
-LARGEST_FOR_PEERS = 1_000_000
-LARGEST_FOR_512 = 1_000_000
-SLOWEST_TO_COMPACT_S = 1200.0
-LEAST_CODES_MB = 64
-"""Below this the fixed cost of a process hides what an index takes."""
+BUCKETS = 1000
+FILTERS = {"0.1 %": 1, "1 %": 10, "10 %": 100, "50 %": 500}
+FILTER_QUERIES = 200
+ROUND_S = 0.4
+LARGEST_PEERS = 128_000_000  # numbers in all vectors
+EFFORTS = (10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 1024)
+Figures = dict[str, object]
+Positions = NDArray[np.int64]
+"""Positions of items in the order in which they were made, (Q, k); -1 for none."""
 
-RECALL = Target(0.98)
-MEMORY = Target(1.2, is_upper=True)
-FIRST_ANSWER_S = Target(1.0, is_upper=True)
-GROWTH_OF_P50 = Target(3.0, is_upper=True)
+
+@dataclass(frozen=True)
+class Setting:
+    """A gallery of `n` vectors of `dim` numbers in a folder of its own."""
+
+    n: int
+    dim: int
+    folder: Path
+    index: IndexSettings
+
+    @property
+    def segment(self) -> Path:
+        """The segment that the build made; a compaction replaces it."""
+        (folder,) = (GalleryFolder(self.folder).current() / SEGMENTS).iterdir()
+        return folder
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """`search` answers queries (Q, D); `use` is told the number of threads before a round."""
+
+    search: Callable[[Embeddings], object]
+    recall: float
+    use: Callable[[int], object] = faiss.omp_set_num_threads
+    facts: str = ""
 
 
 def main() -> None:
-    if sys.argv[1:2] == [FRESH]:
-        serve(sys.argv[2:])
-        return
-    options = parse()
-    report = Report()
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="gallery-benchmark-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        for setting in settings(options, folder):
-            measure(setting, options, report)
-        compare_sizes(report)
-        if "images" in options.parts:
-            measure_images(folder / "images", report)
-    finally:
-        if not options.folder:
-            shutil.rmtree(folder)
-        elif not options.keep:
-            shutil.rmtree(folder / "images", ignore_errors=True)
-        if options.json:
-            report.write_json(options.json)
-    if options.markdown:
-        print(f"\n{report.markdown()}")
+    asked = options(
+        __doc__, sizes=["10k", "100k"], dims=[128, 512], parts=list(PARTS), rounds=11,
+        index="auto", images=512,
+    )  # fmt: skip
+    figures: dict[str, Figures] = {}
+    with tempfile.TemporaryDirectory(prefix="gallery-benchmark-") as name:
+        for size in asked.sizes if asked.parts != ["images"] else ():
+            for dim in asked.dims:
+                n = int(size.lower().replace("k", "000").replace("m", "000000"))
+                setting = Setting(n, dim, Path(name, f"{n}x{dim}"), IndexSettings(asked.index))
+                found: Figures = {}
+                figures[f"{size} x {dim}"] = found
+                for figure, value in measured(setting, asked):
+                    found[figure] = value
+                    print(f"{size} x {dim}: {figure}: {value}", flush=True)
+        if "images" in asked.parts:
+            figures["images"] = built_of_images(Path(name), asked.images, asked.rounds)
+    columns(figures)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    words = lambda text: text.lower().split(",")
-    parser.add_argument("--sizes", type=words, default=["10k", "100k"])
-    parser.add_argument("--dims", type=lambda text: [int(word) for word in words(text)])
-    parser.add_argument("--parts", type=words, default=list(PARTS), help=", ".join(PARTS))
-    parser.add_argument("--full", action="store_true", help="peers also at 1m x 512")
-    parser.add_argument("--index", default="auto", help="the kind of index, in place of the plan's")
-    parser.add_argument("--memory-mb", type=float, help="what the plan may use")
-    parser.add_argument("--folder", type=Path, help="where galleries are made")
-    parser.add_argument(
-        "--keep",
-        action="store_true",
-        help="with --folder: galleries that were not changed, to use again",
-    )
-    parser.add_argument("--json", type=Path, help="file to write all figures to")
-    parser.add_argument("--markdown", action="store_true", help="print one table at the end")
-    options = parser.parse_args()
-    options.dims = options.dims or [128, 512]
-    if unknown := (set(options.sizes) - set(SIZES)) | (set(options.parts) - set(PARTS)):
-        parser.error(f"{min(unknown)} is none of {', '.join((*SIZES, *PARTS))}")
-    return options
-
-
-def settings(options: argparse.Namespace, folder: Path) -> list[Setting]:
-    return [
-        Setting(SIZES[size], dim, folder, options.index, options.memory_mb)
-        for size in options.sizes
-        for dim in options.dims
-        if SIZES[size] <= LARGEST_FOR_512 or dim <= 128
-    ]
-
-
-def measure(setting: Setting, options: argparse.Namespace, report: Report) -> None:
-    """All figures of one gallery; its files go afterwards."""
-    try:
-        _measure(setting, options, report)
-    finally:
-        # Changes make it another gallery than the one that was built.
-        if not options.keep or {"changes", "compaction"} & set(options.parts):
-            shutil.rmtree(setting.path, ignore_errors=True)
-
-
-def _measure(setting: Setting, options: argparse.Namespace, report: Report) -> None:
-    report.begin(str(setting))
-    with_peers = "peers" in options.parts and has_peers(setting, options.full)
-    if reason := refusal(setting, with_peers):
-        report.add("index", f"refused: {reason}")
-        return
-    if with_peers and not all(map(importlib.util.find_spec, ("hnswlib", "usearch"))):
-        report.add("peers", "skipped: hnswlib and usearch come with the extra `bench`")
-        with_peers = False
-    build_s = make(setting, report)
-    if "process" in options.parts:
-        measure_process(setting, report)
+def measured(setting: Setting, asked: Namespace) -> Iterator[tuple[str, object]]:
+    """All figures of one gallery."""
+    seconds, peak = fresh(build, setting)
+    manifest = read_manifest(setting.segment)
+    yield "index", f"{manifest.kind}, effort {manifest.effort}, k_factor {manifest.k_factor}"
+    yield "build from vectors, s", seconds
+    yield "its peak of memory, MB", peak
     queries = clustered_queries(setting.n, setting.dim)
-    if {"speed", "filters"} & set(options.parts):
-        measure_searches(setting, queries, options.parts, with_peers, report)
-    if "changes" in options.parts:
-        measure_changes(setting, queries, report)
-    if "compaction" in options.parts and build_s <= SLOWEST_TO_COMPACT_S:
-        measure_compaction(setting, queries, report)
-    elif "compaction" in options.parts:
-        report.add("compaction", f"skipped: a build takes {build_s:,.0f} s")
+    if "process" in asked.parts:
+        yield from fresh(opened, setting).items()
+    with contextlib.closing(Gallery.open(setting.folder)) as gallery:
+        if "speed" in asked.parts:
+            yield from speed(setting, gallery, queries, asked)
+        if "filters" in asked.parts:
+            yield from filtered(setting, gallery, queries[:FILTER_QUERIES])
+        if "changes" in asked.parts:
+            yield from changed(setting, gallery)
+        if "compaction" in asked.parts:
+            yield from compacted(setting, gallery, queries)
 
 
-def has_peers(setting: Setting, is_full: bool) -> bool:
-    return setting.n <= LARGEST_FOR_PEERS and (
-        is_full or setting.n * setting.dim <= LARGEST_FOR_PEERS * 128
+def build(setting: Setting) -> tuple[float, float]:
+    """Seconds, and the peak of this process in MB."""
+    n, dim = setting.n, setting.dim
+    bucket = buckets(n)
+    started = time.perf_counter()
+    made_gallery(
+        setting.folder,
+        lambda: clustered_batches(n, dim, batch=10_000),
+        n,
+        dim,
+        lambda number: {"bucket": int(bucket[number])},
+        settings=setting.index,
     )
+    return time.perf_counter() - started, memory_mb()["VmHWM"]
 
 
-def make(setting: Setting, report: Report) -> float:
-    """Build the gallery unless it was kept; returns the seconds."""
-    seconds = 0.0
-    if not setting.path.exists():
-        made = fresh(build, setting)
-        seconds = made["seconds"]
-        report.add("build from vectors", seconds, "s")
-        report.add("build: vectors/s", setting.n / seconds)
-        report.add("build: peak memory", made["peak_mb"], "MB")
-    manifest = read_manifest(segment_folder(setting))
-    report.add("index", manifest.kind)
-    report.add("index: efSearch or nprobe", manifest.effort)
-    report.add("index: k_factor", manifest.k_factor)
-    return seconds
+def buckets(n: int) -> NDArray[np.int16]:
+    """The attribute `bucket` of every item: uniform in 0..999."""
+    return np.random.default_rng((n, BUCKETS)).integers(0, BUCKETS, n, dtype=np.int16)
 
 
-def measure_process(setting: Setting, report: Report) -> None:
-    """Memory and start, in fresh processes; nobody else has the gallery open."""
-    drop_cached_pages(setting.path)
-    cold = fresh(answer, setting)
-    warm = fresh(answer, setting)
-    codes = codes_mb(setting)
-    report.add("codes", codes, "MB")
-    bounded = codes >= LEAST_CODES_MB
-    for name, words in (("VmRSS", "all"), ("RssAnon", "its own"), ("RssFile", "pages of files")):
-        target = MEMORY if bounded and name == "VmRSS" else None
-        report.add(f"memory / codes: {words} ({name})", warm[name] / codes, "", target)
-    without = (warm["VmRSS"] - warm["vectors"]) / codes
-    report.add("memory / codes: all but the mapped vectors behind them", without)
-    target = FIRST_ANSWER_S if setting.n <= SIZES["1m"] else None
-    report.add("open to first answer", warm["first_answer_s"], "s", target)
-    report.add("open to first answer, files not cached", cold["first_answer_s"], "s")
+def opened(setting: Setting) -> dict[str, float]:
+    """Open the gallery and answer queries one by one: seconds to the first answer, and memory."""
+    queries = clustered_queries(setting.n, setting.dim)
+    before = memory_mb()
+    started = time.perf_counter()
+    gallery = Gallery.open(setting.folder)
+    gallery.search(queries[:1], K)
+    seconds = time.perf_counter() - started
+    for row in range(1, len(queries)):
+        gallery.search(queries[row : row + 1], K)
+    grown = {name: value - before[name] for name, value in memory_mb().items()}
+    files = read_manifest(setting.segment).files
+    codes = files[INDEX if INDEX in files else VECTORS].bytes / 1e6
+    # Of a flat index the vectors are the codes.
+    behind = resident_mb(setting.segment / VECTORS) if INDEX in files else 0.0
+    return {
+        "open to first answer, s (target 1)": seconds,
+        "codes, MB": codes,
+        "memory / codes, every resident page": grown["VmRSS"] / codes,
+        "memory / codes, without the mapped vectors behind them (target 1.2)": (
+            grown["VmRSS"] - behind
+        )
+        / codes,
+    }
 
 
-def measure_searches(
-    setting: Setting, queries: Embeddings, parts: list[str], with_peers: bool, report: Report
-) -> None:
-    truth = true_neighbours(setting.n, setting.dim, queries, K)[""]
-    gallery = Gallery.open(setting.path)
-    if "speed" in parts:
-        ours = of_gallery(gallery, queries, truth)
-        contestants = [*ours, of_faiss(setting, queries, truth)]
-        if with_peers:
-            contestants += peers(setting, queries, truth, min(ours[0].recall, RECALL.bound))
-        for contestant in contestants:
-            target = RECALL if contestant.name in ("nearest", "search") else None
-            report.add(f"recall@{K}, {contestant.name}", contestant.recall, "", target)
-            if contestant.build_s is not None and contestant.effort is not None:
-                report.add(f"{contestant.name}: build", contestant.build_s, "s")
-                report.add(f"{contestant.name}: ef", contestant.effort)
-        compare(contestants, queries, report)
-        del contestants
-    if "filters" in parts:
-        chosen = queries[:QUERIES]
-        among = true_neighbours(setting.n, setting.dim, chosen, K, selections(setting.n))
-        measure_filters(gallery, chosen, among, report)
-    gallery.close()
+def resident_mb(file: Path) -> float:
+    """Pages of a mapped file that count as memory of this process, in MB."""
+    inside, kib = False, 0
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first = line.split(maxsplit=1)[0]
+        if not first.endswith(":"):
+            inside = line.endswith(str(file.resolve()))
+        elif inside and first == "Rss:":
+            kib += int(line.split()[1])
+    return kib * 1024 / 1e6
 
 
-def compare_sizes(report: Report) -> None:
-    """How p50 grows from 100,000 to 10,000,000."""
-    small, large = (label(SIZES[size], 128) for size in ("100k", "10m"))
-    name = "one query, nearest: p50"
-    before, after = report.value(small, name), report.value(large, name)
-    if before is not None and after is not None:
-        report.begin(f"{large} against {small}")
-        report.add("p50, growth", after / before, "", GROWTH_OF_P50)
+# Searches
+
+
+def speed(
+    setting: Setting, gallery: Gallery, queries: Embeddings, asked: Namespace
+) -> Iterator[tuple[str, object]]:
+    """Recall, latencies and QPS of all contestants, in turn, so that noise hits all of them."""
+    truth = true_neighbours(setting.n, setting.dim, queries, {"": np.ones(setting.n, bool)})[""]
+    contestants = {"raw FAISS": of_faiss(setting, queries, truth)}
+    contestants |= of_gallery(gallery, queries, truth)
+    if "peers" in asked.parts and setting.n * setting.dim <= LARGEST_PEERS:
+        contestants |= of_peers(setting, queries, truth, min(contestants["nearest"].recall, RECALL))
+    for name, one in contestants.items():
+        yield f"recall@{K}, {name} (target {RECALL})", one.recall
+        if one.facts:
+            yield name, one.facts
+    single = [queries[i : i + 1] for i in range(len(queries))]
+    clock, work = rounds_of(contestants, single, 1, asked.rounds)
+    for name, rounds in clock.items():
+        latencies = 1e3 * np.concatenate(rounds)
+        yield f"one query, {name}: p50, ms", float(np.percentile(latencies, 50))
+        yield f"one query, {name}: p99, ms", float(np.percentile(latencies, 99))
+    yield from of_ceiling("one query", clock)
+    for name, other, target in (("nearest", "raw FAISS", 25), ("search", "nearest", 70)):
+        added = [
+            1e6 * (statistics.median(ours) - statistics.median(theirs))
+            for ours, theirs in zip(work[name], work[other], strict=True)
+        ]
+        yield f"`{name}` adds to {other}, µs of work (target {target})", statistics.median(added)
+        least = 1e6 * (np.min(work[name]) - np.min(work[other]))
+        yield f"`{name}` adds, undisturbed, µs", least
+    wrapped = np.concatenate([queries, queries[:BATCH]])
+    batches = [wrapped[i : i + BATCH] for i in range(0, len(queries), BATCH)]
+    clock, _ = rounds_of(contestants, batches, core_count(), asked.rounds)
+    for name, rounds in clock.items():
+        yield f"batches of {BATCH}, {name}: QPS", BATCH / float(np.concatenate(rounds).mean())
+    yield from of_ceiling(f"batches of {BATCH}", clock)
+
+
+Rounds = dict[str, list[list[float]]]
+"""Seconds of each contestant, of each round, of each call."""
+
+
+def rounds_of(
+    contestants: Mapping[str, Contestant], calls: list[Embeddings], threads: int, rounds: int
+) -> tuple[Rounds, Rounds]:
+    """The same calls for everyone in rounds of random order, by the clock and by the thread."""
+    slowest = 0.0
+    for one in contestants.values():
+        one.use(threads)
+        one.search(calls[0])
+        slowest = max(slowest, timed_ms(partial(one.search, calls[0])) / 1e3)
+    count = min(max(int(ROUND_S / slowest), 2 if threads > 1 else 50), 200)
+    clock: Rounds = {name: [] for name in contestants}
+    work: Rounds = {name: [] for name in contestants}
+    for number in range(rounds):
+        chosen = [calls[(number * count + i) % len(calls)] for i in range(count)]
+        for name in random.sample(list(contestants), len(contestants)):
+            one = contestants[name]
+            one.use(threads)
+            one.search(chosen[-1])  # takes the caches back from whoever ran before
+            times = []
+            for queries in chosen:
+                started, worked = time.perf_counter(), time.thread_time()
+                one.search(queries)
+                times.append((time.perf_counter() - started, time.thread_time() - worked))
+            for found, seconds in zip((clock, work), zip(*times, strict=True), strict=True):
+                found[name].append(list(seconds))
+    return clock, work
+
+
+def of_ceiling(name: str, rounds: Rounds) -> Iterator[tuple[str, float]]:
+    """QPS over that of raw FAISS, the median of the rounds."""
+    sums = {who: [sum(each) for each in found] for who, found in rounds.items()}
+    for who in sums:
+        if who != "raw FAISS":
+            yield f"{name}: {who} / raw FAISS, QPS", ratio(sums["raw FAISS"], sums[who])
+
+
+def of_gallery(
+    gallery: Gallery, queries: Embeddings, truth: Positions
+) -> Iterator[tuple[str, Contestant]]:
+    """The gallery twice: scores and numbers alone, and full hits with attributes.
+
+    `search` may fetch more than it returns, so an approximate index can find other items for it.
+    """
+    by_nearest = gallery.nearest(queries, K)[1] - 1  # numbers count from 1
+    by_search = np.array([[int(hit.key) for hit in row] for row in gallery.search(queries, K)])
+    yield "nearest", Contestant(lambda q: gallery.nearest(q, K), recall(by_nearest, truth))
+    yield "search", Contestant(lambda q: gallery.search(q, K), recall(by_search, truth))
+
+
+def of_faiss(setting: Setting, queries: Embeddings, truth: Positions) -> Contestant:
+    """FAISS alone, with the gallery's index file in memory and its tuned parameters."""
+    manifest = read_manifest(setting.segment)
+    index = faiss.IndexFlatIP(manifest.dim)
+    index.add(np.load(setting.segment / VECTORS))
+    codes = None
+    if INDEX in manifest.files:
+        codes = faiss.read_index(str(setting.segment / INDEX))
+        index = faiss.IndexRefine(codes, index)
+    asked = KINDS[manifest.kind].search_parameters(
+        getattr(codes, "nlist", 0), manifest.size, manifest.tuned, K
+    )
+    positions = np.load(setting.segment / IDS) - 1
+    found = positions[index.search(queries, K, params=asked)[1]]
+    return Contestant(lambda q: index.search(q, K, params=asked), recall(found, truth))
+
+
+def of_peers(
+    setting: Setting, queries: Embeddings, truth: Positions, least: float
+) -> Iterator[tuple[str, Contestant]]:
+    """hnswlib and usearch, each with the smallest ef that reaches the recall `least`."""
+    for name, make in (("hnswlib", hnswlib_of), ("usearch", usearch_of)):
+        if importlib.util.find_spec(name) is None:
+            print(f"left out: {name} comes with the extra `bench`")
+            continue
+        started = time.perf_counter()
+        search, use, set_ef = make(setting)
+        seconds = time.perf_counter() - started
+        use(core_count())
+        for ef in EFFORTS:
+            set_ef(ef)
+            reached = recall(np.asarray(search(queries)).astype(np.int64), truth)
+            if reached >= least:
+                break
+        yield name, Contestant(search, reached, use, f"built in {seconds:.1f} s, ef {ef}")
+
+
+Peer = tuple[Callable[[Embeddings], object], Callable[[int], object], Callable[[int], object]]
+"""How to search for positions, to set the number of threads, to set ef."""
+
+
+def hnswlib_of(setting: Setting) -> Peer:
+    """M 16 and ef_construction 200, as its documentation has them."""
+    import hnswlib
+
+    index = hnswlib.Index(space="ip", dim=setting.dim)
+    index.init_index(max_elements=setting.n, M=16, ef_construction=200, random_seed=0)
+    index.set_num_threads(core_count())
+    for batch in clustered_batches(setting.n, setting.dim):
+        index.add_items(batch)
+    return lambda q: index.knn_query(q, K)[0], index.set_num_threads, index.set_ef
+
+
+def usearch_of(setting: Setting) -> Peer:
+    """Its defaults, in full precision."""
+    from usearch.index import Index
+
+    index = Index(ndim=setting.dim, metric="ip", dtype="f32")
+    for start, batch in numbered(setting):
+        index.add(np.arange(start, start + len(batch)), batch, threads=core_count())
+    threads = [1]
+
+    def search(queries: Embeddings) -> object:
+        return index.search(queries, K, threads=threads[0]).keys
+
+    def set_ef(ef: int) -> None:
+        index.expansion_search = ef
+
+    return search, lambda count: threads.__setitem__(0, count), set_ef
+
+
+def numbered(setting: Setting) -> Iterator[tuple[int, Embeddings]]:
+    """The vectors in parts, each with the position of its first."""
+    start = 0
+    for batch in clustered_batches(setting.n, setting.dim):
+        yield start, batch
+        start += len(batch)
+
+
+def true_neighbours(
+    n: int, dim: int, queries: Embeddings, among: Mapping[str, NDArray[np.bool_]]
+) -> dict[str, Positions]:
+    """The best of each set of items, found by comparing with every vector, batch by batch."""
+    scores = {name: np.full((len(queries), K), -np.inf, np.float32) for name in among}
+    found = {name: np.full((len(queries), K), -1, np.int64) for name in among}
+    for start, batch in numbered(Setting(n, dim, Path(), IndexSettings())):
+        for name, mask in among.items():
+            rows = np.flatnonzero(mask[start : start + len(batch)])
+            if len(rows):
+                best, near = faiss.knn(
+                    queries, batch[rows], min(K, len(rows)), metric=faiss.METRIC_INNER_PRODUCT
+                )
+                best = np.concatenate([scores[name], best], axis=1)
+                near = np.concatenate([found[name], start + rows[near]], axis=1)
+                order = np.argsort(-best, axis=1, kind="stable")[:, :K]
+                scores[name] = np.take_along_axis(best, order, axis=1)
+                found[name] = np.take_along_axis(near, order, axis=1)
+    return found
+
+
+def recall(found: Positions, truth: Positions) -> float:
+    """The part of the true neighbours that was found."""
+    pairs = zip(found, truth, strict=True)
+    hits = sum(len(np.intersect1d(row, true[true >= 0])) for row, true in pairs)
+    return hits / int((truth >= 0).sum())
+
+
+def filtered(
+    setting: Setting, gallery: Gallery, queries: Embeddings
+) -> Iterator[tuple[str, object]]:
+    """recall@10 and latency of full hits on one thread, and what a new filter costs."""
+    bucket = buckets(setting.n)
+    masks = {name: bucket < below for name, below in FILTERS.items()}
+    truth = true_neighbours(setting.n, setting.dim, queries, masks)
+    for name, below in FILTERS.items():
+        asked = SearchOptions(where=Range("bucket", at_least=0, below=below))
+        times, rows = [], []
+        for number in range(len(queries)):
+            started = time.perf_counter()
+            hits = gallery.search(queries[number : number + 1], K, asked)[0]
+            times.append(1e3 * (time.perf_counter() - started))
+            found = [int(hit.key) for hit in hits]
+            rows.append(found + [-1] * (K - len(found)))
+        yield f"filter {name}: recall@{K} (target {RECALL})", recall(np.array(rows), truth[name])
+        yield f"filter {name}: p50, ms", statistics.median(times[1:])
+        yield f"filter {name}: first search, ms", times[0]
+
+
+# Changes
+
+
+def changed(setting: Setting, gallery: Gallery) -> Iterator[tuple[str, object]]:
+    """What a durable add takes."""
+    later = clustered_later(setting.n, setting.dim, count=2_100)
+    entries = [
+        Entry(f"later-{n}", vector, f"{10**12 + n:064x}", {"bucket": n % BUCKETS})
+        for n, vector in enumerate(later)
+    ]
+    for size, start, count in ((1, 0, 100), (100, 100, 20)):
+        chunks = [entries[at : at + size] for at in range(start, start + size * count, size)]
+        times = [timed_ms(partial(gallery.add, chunk)) for chunk in chunks]
+        yield f"durable add of {size}: p50, ms", statistics.median(times)
+
+
+def compacted(
+    setting: Setting, gallery: Gallery, queries: Embeddings
+) -> Iterator[tuple[str, object]]:
+    """What searches take while another process compacts the gallery."""
+
+    def search() -> float:
+        row = random.randrange(len(queries))
+        return timed_ms(lambda: gallery.search(queries[row : row + 1], K))
+
+    with beside() as pool:
+        pool.submit(memory_mb).result()  # it has imported everything
+        before = [search() for _ in range(1_000)]
+        compacting = pool.submit(compact, setting)
+        during = []
+        while not compacting.done():
+            during.append(search())
+        yield "compaction, s", compacting.result()
+    during += [search() for _ in range(200)]  # the first takes over the new segment
+    p99, p99_before = (float(np.percentile(times, 99)) for times in (during, before))
+    yield "p99 of searches during it, ms", p99
+    yield "p99 during a compaction / before", p99 / p99_before
+    yield "slowest search during it, ms", max(during)
+
+
+def compact(setting: Setting) -> float:
+    return Gallery.open(setting.folder).compact(setting.index).elapsed_s
+
+
+# Images
+
+
+def built_of_images(folder: Path, images: int, rounds: int) -> Figures:
+    """Images/s of a build beside a bare loop, in turn: ResNet-50 with random weights, 224 px."""
+    if importlib.util.find_spec("torch") is None:
+        return {"build": "left out: no torch, so no bundle can be made"}
+    source = folder_source(photographs(folder / "photographs", images))
+    kinlens("train", "export", "--backbone", "resnet50", "--weights", "none", "--out", folder / "b")
+    bundle = Bundle.open(folder / "b")
+    embedder = OnnxEmbedder.open(bundle)
+    files = [source.root / record.path for record in source.records()]
+    single = ort.SessionOptions()
+    single.intra_op_num_threads = single.inter_op_num_threads = 1
+    session = ort.InferenceSession(bundle.model_path, single, providers=["CPUExecutionProvider"])
+    settings = EmbedSettings()
+    size = settings.batch_size
+
+    def embed(batch: list[Path]) -> Embeddings:
+        spec = bundle.manifest.preprocessing
+        inputs = np.stack([preprocess(file.read_bytes(), spec) for file in batch])
+        vectors: Embeddings = session.run(None, {session.get_inputs()[0].name: inputs})[0]
+        return vectors
+
+    def bare() -> None:
+        with ThreadPoolExecutor(settings.worker_count) as pool:
+            list(pool.map(embed, [files[at : at + size] for at in range(0, len(files), size)]))
+
+    seconds = in_turns(
+        {
+            "bare": bare,
+            "build": lambda: build_gallery(source, embedder, folder / f"built-{time.monotonic()}"),
+        },
+        min(rounds, 3),
+    )
+    return {
+        "bare loop: images/s": len(files) / statistics.median(seconds["bare"]),
+        "build: images/s": len(files) / statistics.median(seconds["build"]),
+        "build / bare loop (target 0.9)": ratio(seconds["bare"], seconds["build"]),
+    }
 
 
 if __name__ == "__main__":

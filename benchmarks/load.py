@@ -3,9 +3,9 @@
     python benchmarks/load.py HOST:PORT FOLDER --connections 16 --seconds 10 [--repeat]
 
 Every request is a new file (a picture of FOLDER with other bytes behind its end), unless --repeat:
-then the same files are asked for again and again. Prints JSON: answered requests, errors, seconds,
-qps, the p50 and p99 of the latency in milliseconds, all of answers with 200 alone, and its own CPU
-time a request. Plain asyncio on prebuilt bytes, since it shares the cores with what it measures.
+then the same files are asked for again and again. Prints JSON: answered requests, errors, qps, the
+p50 and p99 of the latency in milliseconds, all of answers with 200 alone, and its own CPU time a
+request. Plain asyncio on prebuilt bytes, since it shares the cores with what it measures.
 """
 
 import argparse
@@ -22,93 +22,86 @@ HEAD = (
     b"Content-Type: image/jpeg\r\n\r\n"
 )
 TAIL = b"\r\n--part--\r\n"
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @dataclass
 class Load:
-    """What is asked, until when, and what came of it."""
+    """What one service is asked, and what came of it. `address` is HOST:PORT."""
 
-    host: str
-    port: int
+    address: str
     images: list[bytes]
-    repeat: bool
-    ends: float
-    sent: int = 0
+    repeat: bool = False
     start: int = 0
+    sent: int = 0
     latencies: list[float] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
 
-    def next_request(self) -> bytes:
-        """The bytes of one request."""
+    async def connected(self) -> Connection:
+        host, port = self.address.rsplit(":", 1)
+        return await asyncio.open_connection(host, int(port), limit=2**20)
+
+    async def ask(self, connection: Connection) -> None:
+        """One search."""
+        reader, writer = connection
         self.sent += 1
         data = self.images[self.sent % len(self.images)]
         if not self.repeat:
             data += b"%016d" % (self.start + self.sent)
         body = HEAD + data + TAIL
-        return (
-            f"POST /search HTTP/1.1\r\nHost: {self.host}\r\nContent-Length: {len(body)}\r\n"
+        head = (
+            f"POST /search HTTP/1.1\r\nHost: {self.address}\r\nContent-Length: {len(body)}\r\n"
             "Content-Type: multipart/form-data; boundary=part\r\n\r\n"
-        ).encode() + body
+        )
+        started = time.perf_counter()
+        writer.write(head.encode() + body)
+        lines = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+        length = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
+        await reader.readexactly(length)
+        status = lines[0].split()[1].decode()
+        self.statuses[status] += 1
+        if status == "200":
+            self.latencies.append(time.perf_counter() - started)
 
+    async def keep_asking(self, ends: float) -> None:
+        """One connection, until the time is over; what is under way then is waited for."""
+        connection = await self.connected()
+        try:
+            while time.monotonic() < ends:
+                await self.ask(connection)
+        finally:
+            connection[1].close()
 
-async def connection(load: Load) -> None:
-    """Ask one after another until the time is over."""
-    reader, writer = await asyncio.open_connection(load.host, load.port, limit=2**20)
-    try:
-        while time.monotonic() < load.ends:
-            request = load.next_request()
-            started = time.perf_counter()
-            writer.write(request)
-            head = await reader.readuntil(b"\r\n\r\n")
-            status, length = parse(head)
-            await reader.readexactly(length)
-            load.statuses[status] += 1
-            if status == "200":
-                load.latencies.append(time.perf_counter() - started)
-    finally:
-        writer.close()
-
-
-def parse(head: bytes) -> tuple[str, int]:
-    """Status and length of an answer."""
-    lines = head.lower().split(b"\r\n")
-    length = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
-    return lines[0].split()[1].decode(), length
-
-
-async def measure(load: Load, connections: int) -> dict[str, object]:
-    """Run the load. What is under way at its end is waited for and counts."""
-    started, cpu = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(connection(load) for _ in range(connections)))
-    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-    ordered = sorted(load.latencies) or [float("inf")]
-    return {
-        "requests": len(load.latencies),
-        "errors": sum(n for status, n in load.statuses.items() if status != "200"),
-        "statuses": dict(load.statuses),
-        "seconds": seconds,
-        "qps": len(load.latencies) / seconds,
-        "p50_ms": 1e3 * ordered[len(ordered) // 2],
-        "p99_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        "sent": load.sent,
-        "cpu_ms": 1e3 * cpu_s / max(1, load.sent),
-    }
+    async def run(self, connections: int, seconds: float) -> dict[str, object]:
+        """All connections at once; the figures."""
+        started, cpu = time.perf_counter(), time.process_time()
+        ends = time.monotonic() + seconds
+        await asyncio.gather(*(self.keep_asking(ends) for _ in range(connections)))
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+        ordered = sorted(self.latencies) or [float("inf")]
+        return {
+            "requests": len(self.latencies),
+            "errors": sum(n for status, n in self.statuses.items() if status != "200"),
+            "qps": len(self.latencies) / seconds,
+            "p50_ms": 1e3 * ordered[len(ordered) // 2],
+            "p99_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+            "sent": self.sent,
+            "cpu_ms": 1e3 * cpu_s / max(1, self.sent),
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address", help="HOST:PORT")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--connections", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--repeat", action="store_true", help="ask for the same files again")
     parser.add_argument("--start", type=int, default=0, help="number of the first new file")
-    options = parser.parse_args()
-    host, port = options.address.rsplit(":", 1)
-    images = [path.read_bytes() for path in sorted(options.folder.glob("*.jpg"))]
-    ends = time.monotonic() + options.seconds
-    load = Load(host, int(port), images, options.repeat, ends, start=options.start)
-    print(json.dumps(asyncio.run(measure(load, options.connections))))
+    asked = parser.parse_args()
+    images = [path.read_bytes() for path in sorted(asked.folder.glob("*.jpg"))]
+    load = Load(asked.address, images, asked.repeat, asked.start)
+    print(json.dumps(asyncio.run(load.run(asked.connections, asked.seconds))))
 
 
 if __name__ == "__main__":

@@ -4,117 +4,90 @@
 
 A replica is `kinlens-serve` on a core of its own (taskset), with a gallery in a folder, MobileNetV2
 at 224 px and new images. Measured first: `S`, a second divided by the searches that one replica
-answers in it when eight connections ask without a pause, and `T`, the mean time of a search that
-comes alone. Then searches come at random (Poisson) from an open loop, in turn to each replica, so
-many that a replica is busy for the share `load`: the model says T + S load / (1 - load), M/M/1, as
-the page does for one core. The error is that of the mean. The load shares the cores: its part a
-request, about 0.4 ms, is what keeps two replicas from twice the searches of one.
+answers in it when eight connections ask without a pause, and how much the time of a search that
+comes alone varies (`cs2`, variance over squared mean). Then searches come at random (Poisson) from
+an open loop, in turn to each of R replicas, so that the times between two at one of them vary by
+`ca2` = 1 / R. The model is that of the page for one core (Kingman): a replica that is busy for the
+share `load` answers after S + S load / (1 - load) (ca2 + cs2) / 2, the load being that of the
+searches that came. The error is that of the mean. The load process shares the cores: its part
+a request, about 0.4 ms, is what keeps two replicas from twice the searches of one.
 """
 
-import argparse
 import asyncio
 import contextlib
+import os
 import random
+import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from load import Load, parse
-from running import BIN, free_port, started
-from search import gallery, load, pictures, small_bundle
+from harness import heading, load, options, photographs, row, serving, skip
+from load import Connection, Load
+from search import IMAGES, gallery, small_bundle
 
-from embedder.session import OnnxEmbedder
-
-ITEMS = 10_000
-CONNECTIONS = 8
+ITEMS, CONNECTIONS = 10_000, 8
 
 
 def main() -> None:
-    options = _options()
-    with tempfile.TemporaryDirectory() as name:
+    asked = options(__doc__, seconds=20.0, loads=[0.3, 0.5, 0.7])
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2 or shutil.which("taskset") is None:
+        skip("needs two cores and taskset")
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as running:
         folder = Path(name)
-        images, bundle = pictures(folder), small_bundle(folder, "mobilenet_v2")
-        made = gallery(folder / "gallery", OnnxEmbedder.open(bundle), ITEMS)
+        images, bundle = (
+            photographs(folder / "images", IMAGES),
+            small_bundle(folder, "mobilenet_v2"),
+        )
+        made = gallery(folder / "gallery", bundle, ITEMS)
         files = [path.read_bytes() for path in sorted(images.glob("*.jpg"))]
-        with contextlib.ExitStack() as running:
-            urls = [running.enter_context(replica(core, bundle, made)) for core in (0, 1)]
-            for url in urls:
-                load(url, images, CONNECTIONS, 2)
-            most = [load(url, images, CONNECTIONS, 5, "--start", "10000")[0].qps for url in urls]
-            service_s = 1 / statistics.mean(most)
-            alone_s = statistics.mean(
-                asyncio.run(offered(urls[:1], files, 0.05 / service_s, options.seconds, "alone"))
-            )
-            print(f"S {1e3 * service_s:.1f} ms, T {1e3 * alone_s:.1f} ms")
-            print("replicas  load  searches/s  model ms  measured ms  error")
-            for count in (1, 2):
-                for share in options.loads:
-                    rate = count * share / service_s
-                    tag = f"{count} {share}"
-                    found = asyncio.run(offered(urls[:count], files, rate, options.seconds, tag))
-                    model = 1e3 * (alone_s + service_s * share / (1 - share))
-                    mean = 1e3 * statistics.mean(found)
-                    print(
-                        f"{count:8}  {share:4.2f}  {len(found) / options.seconds:10.1f}  "
-                        f"{model:8.1f}  {mean:11.1f}  {model / mean - 1:+5.0%}",
-                        flush=True,
-                    )
+        replicas = (serving(bundle, made, prefix=("taskset", "-c", f"{core}")) for core in cores)
+        urls = [running.enter_context(replica).url for replica in replicas]
+        for url in urls:
+            load(url, images, CONNECTIONS, min(2, asked.seconds))
+        busiest = min(5, asked.seconds)
+        qps = [load(url, images, CONNECTIONS, busiest, "--start", 10_000)["qps"] for url in urls]
+        service_s = 1 / statistics.mean(qps)
+        alone = asyncio.run(offered(urls[:1], files, 0.05 / service_s, asked.seconds))
+        varies = (statistics.pstdev(alone) / statistics.mean(alone)) ** 2
+        print(f"S {1e3 * service_s:.1f} ms, alone {1e3 * statistics.mean(alone):.1f} ms, ", end="")
+        print(f"cs2 {varies:.2f}")
+        heading("replicas", "load asked", "searches/s", "model ms", "measured ms", "error")
+        for count in (1, 2):
+            for share in asked.loads:
+                rate = count * share / service_s
+                found = asyncio.run(offered(urls[:count], files, rate, asked.seconds))
+                busy = len(found) / asked.seconds / count * service_s
+                waits = busy / (1 - busy) * (1 / count + varies) / 2
+                model, mean = 1e3 * service_s * (1 + waits), 1e3 * statistics.mean(found)
+                error = f"{model / mean - 1:+.0%}"
+                row(count, share, len(found) / asked.seconds, model, mean, error)
 
 
-@contextlib.contextmanager
-def replica(core: int, bundle: Path, made: Path) -> Iterator[str]:
-    """The URL of a service that has one core."""
-    port = free_port()
-    words = ["--bundle", bundle, "--gallery", f"g={made}", "--port", port, "--log-level", "info"]
-    command = ["taskset", "-c", str(core), BIN / "kinlens-serve", *map(str, words)]
-    with started(command, f"http://127.0.0.1:{port}") as url:
-        yield url
-
-
-async def offered(
-    urls: list[str], files: list[bytes], rate: float, seconds: float, tag: str
-) -> list[float]:
+async def offered(urls: list[str], files: list[bytes], rate: float, seconds: float) -> list[float]:
     """Seconds of each search of those that come at random, `rate` a second, whatever is waiting."""
-    source = random.Random(tag)
-    hosts = [url.removeprefix("http://").split(":") for url in urls]
-    loads = [
-        Load(host, int(port), files, repeat=False, ends=0, start=source.randrange(10**12))
-        for host, port in hosts
-    ]
-    free: list[list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = [[] for _ in loads]
-    found: list[float] = []
+    starts = (random.randrange(10**12) for _ in urls)
+    loads = [Load(url.removeprefix("http://"), files, start=start)
+             for url, start in zip(urls, starts, strict=False)]  # fmt: skip
+    free: list[list[Connection]] = [[] for _ in loads]
 
     async def ask(number: int) -> None:
-        began, pool = time.perf_counter(), free[number]
-        one = loads[number]
-        connection = pool.pop() if pool else await asyncio.open_connection(one.host, one.port)
-        reader, writer = connection
-        writer.write(one.next_request())
-        status, length = parse(await reader.readuntil(b"\r\n\r\n"))
-        await reader.readexactly(length)
-        assert status == "200", status
-        found.append(time.perf_counter() - began)
+        pool = free[number]
+        connection = pool.pop() if pool else await loads[number].connected()
+        await loads[number].ask(connection)
         pool.append(connection)
 
-    ends, asked = time.monotonic() + seconds, []
+    ends, asked = time.monotonic() + seconds, [asyncio.create_task(ask(0))]
     while time.monotonic() < ends:
-        await asyncio.sleep(source.expovariate(rate))
+        await asyncio.sleep(random.expovariate(rate))
         asked.append(asyncio.create_task(ask(len(asked) % len(loads))))
     await asyncio.gather(*asked)
-    for _, writer in (connection for pool in free for connection in pool):
-        writer.close()
-    return found
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=20, help="of each row")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.5, 0.7])
-    return parser.parse_args()
+    for connection in (connection for pool in free for connection in pool):
+        connection[1].close()
+    assert not any(status != "200" for one in loads for status in one.statuses)
+    return [latency for one in loads for latency in one.latencies]
 
 
 if __name__ == "__main__":

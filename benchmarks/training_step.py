@@ -12,7 +12,6 @@ costs at most 10 % of a step. Photographs of $KINLENS_SHARED if they are there, 
 products.
 """
 
-import argparse
 import random
 import statistics
 import tempfile
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import heading, options, ratio, row, shared_folder
 from pytorch_metric_learning.losses import ProxyAnchorLoss as PeerLoss
-from running import shared_folder
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -36,7 +35,7 @@ from training.models.embedding import EmbeddingNet
 from training.state import create_run
 from training.trainer import train_step
 
-BATCH, DIM, WARM_UP = 90, 512, 3
+DIM, WARM_UP = 512, 3
 REGULARIZERS: dict[str, dict[str, dict[str, Any]]] = {
     "Proxy-Anchor": {},
     "+ determinant, Real-NVP": {"determinant": {}},
@@ -50,11 +49,12 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    rounds = parser.parse_args().rounds
+    asked = options(__doc__, rounds=40, batch=90, size_px=160)
     with tempfile.TemporaryDirectory() as folder:
-        jobs = {name: job(tables, Path(folder)) for name, tables in REGULARIZERS.items()}
+        jobs = {
+            name: job(tables, Path(folder), asked.batch, asked.size_px)
+            for name, tables in REGULARIZERS.items()
+        }
         base = jobs["Proxy-Anchor"]
         split = load_split(base.data)
         steps = {name: ours(one, split.train.classes) for name, one in jobs.items()}
@@ -66,10 +66,14 @@ def main() -> None:
             num_workers=2,
         )
         with tuned(torch.device("cpu")):
-            print_table(measure(steps, endless(loader), rounds))
+            seconds = measure(steps, endless(loader), asked.rounds)
+    heading("step", "images/s", "time of Proxy-Anchor alone")
+    for name, values in seconds.items():
+        alone = f"{ratio(values, seconds['Proxy-Anchor']):.3f}"
+        row(name, asked.batch / statistics.median(values), alone)
 
 
-def job(regularizers: dict[str, dict[str, Any]], folder: Path) -> Job:
+def job(regularizers: dict[str, dict[str, Any]], folder: Path, batch: int, size_px: int) -> Job:
     """Proxy-Anchor on cars, or on rendered products, with some regularizers."""
     shared = shared_folder()
     if shared is None:
@@ -81,9 +85,9 @@ def job(regularizers: dict[str, dict[str, Any]], folder: Path) -> Job:
             "name": "step",
             "data": data,
             "model": {"weights": "none", "dim": DIM, "batch_norm": "folded"},
-            "input": {"size_px": 160, "resize_px": 176},
+            "input": {"size_px": size_px, "resize_px": size_px * 11 // 10},
             "sampling": {"kind": "paired", "per_class": 5},
-            "optimizer": {"batch_size": BATCH, "epochs": 1},
+            "optimizer": {"batch_size": batch, "epochs": 1},
             "regularizers": regularizers,
             "runtime": {"device": "cpu"},
         }
@@ -140,15 +144,6 @@ def measure(
             if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
     return seconds
-
-
-def print_table(seconds: dict[str, list[float]]) -> None:
-    alone = seconds["Proxy-Anchor"]
-    print(f"| step | images/s | time of Proxy-Anchor alone, median of {len(alone)} rounds |")
-    print("|---|---|---|")
-    for name, values in seconds.items():
-        ratio = statistics.median(v / a for v, a in zip(values, alone, strict=True))
-        print(f"| {name} | {BATCH / statistics.median(values):.1f} | {ratio:.3f} |")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 bundle/
   model.onnx          uint8 (N, 3, S, S) -> float32 (N, D), unit norm
   model.int8.onnx     the same in other precisions, where they were exported: int8, fp16
+  model.map.onnx      where it was exported: float32 (N, D, h, w), whose sum over h, w is the vector
   manifest.json       BundleManifest, stamped with the bundle_id
   golden/             encoded images, their preprocessed tensors, their vectors by each precision
 """
@@ -23,6 +24,7 @@ from embedder.manifest import BundleManifest, GoldenHashes, OtherPrecision, Prec
 from embedder.types import Embeddings, Images
 
 MODEL = "model.onnx"
+MAP = "model.map.onnx"
 MANIFEST = "manifest.json"
 GOLDEN = "golden"
 _INPUTS = "inputs.npy"
@@ -82,6 +84,15 @@ class Bundle:
             )
         return self.path / _model_name(precision)
 
+    def map_file(self) -> Path:
+        """The ONNX file of the map. Raises: BundleError if the bundle lacks it."""
+        if self.manifest.map is None:
+            raise BundleError(
+                f"The bundle {self.path} has no map of its images, which tells where they match. "
+                "Export it again with --map, and rebuild its galleries."
+            )
+        return self.path / MAP
+
     def golden_images(self) -> list[bytes]:
         """The golden images as encoded files, in the order of the vectors."""
         names = [n for n in self.manifest.golden.files if not n.endswith(".npy")]
@@ -106,6 +117,8 @@ class Bundle:
                 "it was edited after the export. Export the bundle again."
             )
         expected = {MODEL: manifest.model_sha256}
+        if manifest.map is not None:
+            expected[MAP] = manifest.map.sha256
         for precision, variant in manifest.variants.items():
             expected[_model_name(precision)] = variant.sha256
             if _vectors_name(precision) not in manifest.golden.files:
@@ -134,11 +147,12 @@ def write_bundle(
     golden_inputs: Images,
     golden_vectors: Embeddings,
     variants: Mapping[OtherPrecision, VariantFiles] | None = None,
+    map_model: Path | None = None,
 ) -> Bundle:
     """Write a bundle to the new folder `out`: either all of it is there or nothing.
 
     `manifest` comes without hashes and id; both are filled in here. `variants` are the files of
-    the precisions that it names.
+    the precisions that it names, `map_model` that of its map.
 
     Raises: BundleError if `out` exists.
     """
@@ -157,6 +171,8 @@ def write_bundle(
         for precision, files in (variants or {}).items():
             np.save(golden / _vectors_name(precision), files.golden_vectors)
             shutil.copyfile(files.model, stage / _model_name(precision))
+        if map_model is not None:
+            shutil.copyfile(map_model, stage / MAP)
         page = _stamped(manifest, stage).page()
         text = json.dumps(page, indent=2, ensure_ascii=False)
         (stage / MANIFEST).write_text(text + "\n", encoding="utf-8")
@@ -179,6 +195,7 @@ def _stamped(manifest: BundleManifest, stage: Path) -> BundleManifest:
         "model_sha256": sha256_of(stage / MODEL),
         "golden": GoldenHashes(files=golden),
         "variants": variants,
+        "map": manifest.map and manifest.map.model_copy(update={"sha256": sha256_of(stage / MAP)}),
     }
     return manifest.model_copy(update=hashes).with_id()
 

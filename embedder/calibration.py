@@ -1,5 +1,6 @@
 """From the score of a hit to the probability that it is right. Fitted by the export; numpy only."""
 
+import functools
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,21 @@ from pydantic import (
 SMALLEST_GALLERY = 4
 """A curve is fitted on galleries from all held-out classes down to one in so many of them."""
 
+UNREACHABLE = 2.0
+"""A least score that no cosine similarity reaches."""
+
+NEAR = 0.99
+"""From this probability on two items are near-duplicates, unless another one is asked for: at the
+score that has it one pair in a hundred is of two products, and above it fewer."""
+
+SAME_PICTURE = 0.95
+"""From this cosine on two items are near-duplicates though the calibration does not say so, unless
+one pair of classes in a thousand reaches more: many copies of a photograph have it, and photographs
+of other classes do not (docs/benchmarks.md). A logistic curve that was fitted over all hits may
+never reach 0.99, least of all in a large gallery.
+"""
+
+_STEPS = 256  # halves towards 0 reach the smallest float32
 _PAGE = 20  # hits that are shown where nothing else is asked for
 _ADDED = ("rank_slope", "tail_slope", "size_slope", "classes", "auc", "auc_of_hits")
 """Keys that older calibrations lack; while empty they are left out, so that ids stay."""
@@ -105,3 +121,39 @@ class Calibration(BaseModel):
         size = max(items, self.gallery_images / SMALLEST_GALLERY)
         shift = self.size_slope * float(np.log(size / self.gallery_images))
         return self.model_copy(update={"intercept": self.intercept - shift})
+
+
+@functools.lru_cache(maxsize=1024)
+def score_of(calibration: Calibration, probability: float) -> float | None:
+    """The least float32 in [-1, 1] whose probability is at least `probability` as the best hit.
+
+    None if even -1 has it, UNREACHABLE if not even 1 does.
+    """
+
+    def fits(score: np.float32) -> bool:
+        return bool(calibration.probability(np.array(score)) >= probability)
+
+    low, high = np.float32(-1), np.float32(1)
+    if fits(low):
+        return None
+    if not fits(high):
+        return UNREACHABLE
+    for _ in range(_STEPS):
+        middle = np.float32((float(low) + float(high)) / 2)
+        if middle in (low, high):
+            break
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return float(high)
+
+
+def near_score(calibration: Calibration, probability: float | None = None) -> float:
+    """The least cosine at which two items are of one class with this probability; without one with
+    `NEAR`, or with less where they are as like as two copies of a picture and more so than nearly
+    all pairs of other classes. `calibration` is that for the gallery as large as it is.
+    """
+    score = score_of(calibration, NEAR if probability is None else probability)
+    most = 1.0
+    if probability is None:
+        rarest = min(calibration.thresholds, key=lambda one: one.false_matches, default=None)
+        most = SAME_PICTURE if rarest is None else max(SAME_PICTURE, min(rarest.pair_score, 1.0))
+    return -1.0 if score is None else min(score, most)

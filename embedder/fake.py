@@ -10,7 +10,9 @@ from PIL import Image
 from embedder.calibration import Calibration
 from embedder.manifest import Precision, Preprocessing
 from embedder.preprocess import Box, ImageLimits, preprocess
-from embedder.types import Embeddings, Images
+from embedder.types import Embeddings, Images, Maps
+
+_BLOCKS = 4  # of a side, in its map
 
 
 class FakeEmbedder:
@@ -22,6 +24,7 @@ class FakeEmbedder:
     provider = "FakeExecutionProvider"
     precision: Precision = "fp32"
     precision_reason = "asked for"
+    has_map = True
 
     def __init__(
         self,
@@ -51,9 +54,7 @@ class FakeEmbedder:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm."""
         if self.delay_s:
             time.sleep(self.delay_s)
-        flat = images.reshape(len(images), -1)
-        pixels = flat.astype(np.float32) / np.float32(127.5) - np.float32(1.0)
-        vectors = pixels @ self._projection + np.float32(1e-3)
+        vectors = _pixels(images).reshape(len(images), -1) @ self._projection + np.float32(1e-3)
         unit: Embeddings = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
         return unit
 
@@ -61,9 +62,24 @@ class FakeEmbedder:
         """The same."""
         return self.embed(images)
 
+    def maps(self, images: Images) -> Maps:
+        """uint8 (N, 3, S, S) to (N, D, 4, 4), which sum to the embeddings: each block's pixels."""
+        side = images.shape[-1]
+        products = _pixels(images)[..., None] * self._projection.reshape(1, 3, side, side, -1)
+        starts = np.linspace(0, side, _BLOCKS, endpoint=False, dtype=np.int64)
+        rows = np.add.reduceat(products.sum(axis=1), starts, axis=1)
+        parts = np.add.reduceat(rows, starts, axis=2) + np.float32(1e-3 / _BLOCKS**2)
+        norms = np.linalg.norm(parts.sum(axis=(1, 2)), axis=1)
+        maps: Maps = (parts / norms[:, None, None, None]).transpose(0, 3, 1, 2)
+        return maps
+
     def known_images(self) -> list[bytes]:
         """One small picture, encoded as PNG."""
         ramp = np.linspace(0, 255, 48 * 48 * 3, dtype=np.uint8).reshape(48, 48, 3)
         buffer = io.BytesIO()
         Image.fromarray(ramp).save(buffer, "PNG")
         return [buffer.getvalue()]
+
+
+def _pixels(images: Images) -> NDArray[np.float32]:
+    return images.astype(np.float32) / np.float32(127.5) - np.float32(1.0)

@@ -16,7 +16,7 @@ AskedPrecision = Literal["auto", "fp32", "int8", "fp16"]
 
 HeldOutSplit = Literal["validation", "test"]
 
-_ADDED = ("held_out", "variants", "calibration", "baseline")
+_ADDED = ("held_out", "variants", "calibration", "baseline", "map")
 """Keys that a manifest of schema 1 may lack; while empty they are left out of page and id."""
 
 
@@ -90,6 +90,18 @@ class Variant(_Frozen):
     mean_cosine: float
 
 
+class MapFile(_Frozen):
+    """`model.map.onnx`: what each position of an image adds to its embedding.
+
+    `sum_difference` is the largest between the sums over positions and the embeddings, `difference`
+    the mean one between the maps of ONNX and torch, as a part of their mean size; golden images.
+    """
+
+    sha256: str = ""
+    sum_difference: float
+    difference: float
+
+
 class GoldenHashes(_Frozen):
     """sha256 of each file under `golden/`."""
 
@@ -116,6 +128,7 @@ class BundleManifest(_Frozen):
     held_out: HeldOut | None = None
     variants: dict[OtherPrecision, Variant] = Field(default_factory=dict)
     calibration: Calibration | None = None
+    map: MapFile | None = None
     licence: str = "unspecified"
     versions: dict[str, str] = Field(default_factory=dict)
     bundle_id: str = ""

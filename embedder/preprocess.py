@@ -21,12 +21,9 @@ from embedder.errors import (
     InvalidParameterError,
     UnsupportedFormatError,
 )
+from embedder.formats import FORMATS, claimed_size, format_of, name_of, open_image
 from embedder.manifest import Interpolation, Preprocessing
 
-ALLOWED_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
-"""Formats that are decoded, by content; of an animation the first frame."""
-
-_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"BM", b"GIF8", b"II*\0", b"MM\0*")
 _EXIF_ORIENTATION = 0x0112
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -70,7 +67,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the header claims: one of ALLOWED_FORMATS, pixels as stored (of a JPEG upright)."""
+    """What the header claims: one of FORMATS, pixels as stored (of a JPEG or HEIC upright)."""
 
     format: str
     width: int
@@ -84,7 +81,7 @@ def read_header(data: bytes, limits: ImageLimits | None = None) -> ImageHeader:
         ImageTooLargeError.
     """
     with _open(data, limits or ImageLimits()) as image:
-        kind, size = _format(image), image.size
+        kind, size = name_of(image), image.size
         if kind == "JPEG" and _orientation(image) in _SIDEWAYS:
             size = size[::-1]
         return ImageHeader(kind, *size)
@@ -122,7 +119,7 @@ def decode(
     """
     box = None if box is None else check_box(box)
     with _open(data, limits or ImageLimits()) as image:
-        if min_side_px is not None and _format(image) == "JPEG":
+        if min_side_px is not None and name_of(image) == "JPEG":
             _draft(image, min_side_px, box)
         try:
             image.load()
@@ -133,7 +130,7 @@ def decode(
         except Exception as error:
             # Pillow's decoders raise many kinds of exception on damaged data.
             raise CorruptImageError(
-                f"The {_format(image)} image is truncated or damaged ({error}). "
+                f"The {name_of(image)} image is truncated or damaged ({error}). "
                 "Export it again from its source."
             ) from error
     return upright if box is None else _cut(upright, box)
@@ -202,45 +199,46 @@ def _open(data: bytes, limits: ImageLimits) -> Image.Image:
             "Resize or compress it."
         )
     try:
-        image = Image.open(io.BytesIO(data), formats=ALLOWED_FORMATS)
+        image = open_image(data)
+    except UnsupportedFormatError:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageTooLargeError(
             f"The image claims too many pixels ({error}); the limit is "
             f"{limits.max_megapixels:g} megapixels. Resize it."
         ) from error
     except Exception as error:
+        _check_size(claimed_size(data), limits)
         raise _unreadable(data) from error
-    width, height = image.size
+    _check_size(image.size, limits)
+    if image.mode in ("I", "F"):
+        raise UnsupportedFormatError(
+            f"The {name_of(image)} image has 32 bits a pixel, which have no agreed range of "
+            "brightness. Save it with 8 or 16 bits."
+        )
+    return image
+
+
+def _check_size(size: tuple[int, int], limits: ImageLimits) -> None:
+    width, height = size
     megapixels = width * height / 1e6
     if megapixels > limits.max_megapixels or max(width, height) > limits.max_side_px:
         raise ImageTooLargeError(
             f"The image is {width} x {height} px ({megapixels:.1f} MP); the limits are "
             f"{limits.max_megapixels:g} MP and {limits.max_side_px} px a side. Resize it."
         )
-    if image.mode in ("I", "F"):
-        raise UnsupportedFormatError(
-            f"The {_format(image)} image has 32 bits a pixel, which have no agreed range of "
-            "brightness. Save it with 8 or 16 bits."
-        )
-    return image
 
 
 def _unreadable(data: bytes) -> CorruptImageError | UnsupportedFormatError:
-    is_webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
-    if is_webp or data.startswith(_SIGNATURES):
+    if format_of(data) is not None:
         return CorruptImageError(
             "The image starts like a picture but its header is damaged. "
             "Export it again from its source."
         )
     return UnsupportedFormatError(
-        f"The content is not an image in a known format. Send one of {', '.join(ALLOWED_FORMATS)}; "
+        f"The content is not an image in a known format. Send one of {', '.join(FORMATS)}; "
         "the name of a file does not change its format."
     )
-
-
-def _format(image: Image.Image) -> str:
-    # A phone's multi-picture file is a JPEG with more JPEGs behind it; the first is the photograph.
-    return "JPEG" if image.format == "MPO" else str(image.format)
 
 
 def _draft(image: Image.Image, min_side_px: int, box: Box | None) -> None:

@@ -5,6 +5,7 @@ since what holds on one processor need not on another: x86 without VNNI adds the
 unsigned and signed 8-bit numbers in pairs, in 16 bits, which saturates.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from embedder.calibration import Calibration
 from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
 from embedder.manifest import AskedPrecision, OtherPrecision, Precision, Preprocessing
 from embedder.preprocess import Box, ImageLimits, preprocess
-from embedder.types import Embeddings, Images
+from embedder.types import Embeddings, Images, Maps
 
 MIN_OWN_COSINE = {"fp32": 0.999, "fp16": 0.999, "int8": 0.99}
 """The least cosine to the golden vectors that the same precision gave at export. Integer kernels
@@ -91,6 +92,7 @@ class Embedder(Protocol):
     limits: ImageLimits
     calibration: Calibration | None
     no_calibration: str | None
+    has_map: bool
 
     def preprocess(self, data: bytes, box: Box | None = None) -> NDArray[np.uint8]:
         """Encoded image, or its part in `box`, to uint8 (3, S, S). Raises: ImageError."""
@@ -100,6 +102,11 @@ class Embedder(Protocol):
 
     def embed_alone(self, images: Images) -> Embeddings:
         """The same, sooner if no other call runs: with more cores, if there are some for it."""
+
+    def maps(self, images: Images) -> Maps:
+        """uint8 (N, 3, S, S) to (N, D, h, w), which sum to the embeddings in fp32. Raises:
+        BundleError without `has_map`.
+        """
 
     def known_images(self) -> list[bytes]:
         """Encoded images whose vectors are known; never empty."""
@@ -154,7 +161,10 @@ class OnnxEmbedder:
         self.precision = precision
         self.precision_reason = "asked for"
         self.provider = str(session.get_providers()[0])
+        self.has_map = manifest.map is not None
         self._session = self._alone = session
+        self._map: ort.InferenceSession | None = None
+        self._map_opening = threading.Lock()
         self._input = str(session.get_inputs()[0].name)
 
     @classmethod
@@ -253,6 +263,28 @@ class OnnxEmbedder:
                 "Export it again and compare `kinlens-train evaluate` of both."
             )
         return vectors
+
+    def maps(self, images: Images) -> Maps:
+        """uint8 (N, 3, S, S) to what each position adds to the embedding in fp32, (N, D, h, w).
+
+        A session of its own, on the CPU, opens at the first call, so that searches pay nothing.
+
+        Raises: BundleError (no map, corrupt, golden mismatch).
+        """
+        with self._map_opening:
+            if self._map is None:
+                session = create_session(self.bundle.map_file(), SessionSettings())
+                golden = self.bundle.golden_vectors()
+                sums = run_plain(session, self._input, self.bundle.golden_inputs()).sum((2, 3))
+                fault = golden_fault("fp32", sums, golden, golden)
+                if fault is not None:
+                    raise GoldenMismatchError(
+                        f"The map of the model {self.bundle_id[:12]} does not sum to the golden "
+                        f"vectors: {fault}. Export it again, or without --map."
+                    )
+                self._map = session
+        maps: Maps = run_plain(self._map, self._input, images)
+        return maps
 
     def known_images(self) -> list[bytes]:
         """The golden images as encoded files."""

@@ -13,6 +13,9 @@ Images = NDArray[np.uint8]
 Embeddings = NDArray[np.float32]
 """Embeddings, shape (N, D), each row of unit norm."""
 
+Maps = NDArray[np.float32]
+"""What each position of an image adds to its embedding, shape (N, D, h, w): they sum to it."""
+
 ItemId = int
 """Number of an item inside one gallery; never given to another item or content."""
 

@@ -62,6 +62,7 @@ from indexer.types import (
     AttributeFacts,
     Consistency,
     Entry,
+    Facet,
     Group,
     Grouping,
     Ids,
@@ -307,6 +308,11 @@ class Gallery:
             for ids, vectors in view.iter_vectors(batch_size):
                 yield _entries(view.known(ids), vectors)
 
+    def iter_vectors(self, batch_size: int = _PAGE) -> Iterator[tuple[Ids, Embeddings]]:
+        """Numbers (N,) and vectors (N, D) of all items, by ascending number, of one state."""
+        with self._own_view() as view:
+            yield from view.iter_vectors(batch_size)
+
     def ids(self) -> Ids:
         """The numbers of all items (N,), ascending."""
         with self._catalog.reading() as view:
@@ -375,8 +381,26 @@ class Gallery:
         """
         return self._searcher.search_like(liked, disliked, k, options)
 
+    def facets(
+        self,
+        names: Sequence[str],
+        query: Embeddings | None = None,
+        options: SearchOptions | None = None,
+        prefix: str = "",
+    ) -> dict[str, Facet]:
+        """How the values of these attributes are spread over all items that fit `options.where`,
+        whose keys begin with `prefix`, and, with `options.min_score`, whose score for one of the
+        queries (Q, D) reaches it; without those to exclude. `distinct` and places do not count.
+
+        The items that reach a score are those that a search without end would list: up to 1,000
+        as its index finds them, more by comparing with every item, as with `exact`.
+
+        Raises: InvalidParameterError for more than 8 attributes; FilterError for an unknown one.
+        """
+        return self._searcher.facets(names, query, options, prefix)
+
     def image(self, item_id: ItemId) -> ItemImage:
-        """The indexed bytes of an item, read from the image root; BMP and TIFF become JPEG.
+        """The indexed bytes of an item, read from the image root; BMP, TIFF and HEIC become JPEG.
 
         Raises: ItemNotFoundError for an unknown number, or if the file is gone, was changed or lies
             outside the image root; GalleryCorruptError if it cannot be read.

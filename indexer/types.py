@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,17 @@ Progress = Callable[[int], None]
 GroupScore = Literal["best", "mean"]
 """What a group is ranked by: its best item, or the mean over all its items."""
 
+
+Rerank = Literal["aqe", "reciprocal"]
+"""How the first hits are put into another order: by their likeness to the query moved towards its
+best hits (average query expansion), or by the neighbours that they share with it (k-reciprocal).
+"""
+
+CANDIDATES = 200
+"""So many of the first hits, or groups, may change places; all others follow in plain order."""
+
+MAX_BOOST = 0.2
+"""The largest weight of an attribute beside the cosine similarity."""
 
 Consistency = Literal["Strong", "Session", "Bounded", "Eventually"]
 """The levels of Milvus, as its documentation defines them: when a read sees a change."""
@@ -92,6 +103,34 @@ class AttributeFacts:
     maximum: float | None = None
 
 
+MAX_FACETS = 8
+"""Attributes whose values are counted at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facet:
+    """How many of some items have which value of an attribute; `missing` have none.
+
+    values: the most frequent texts or truth values first, at most `MAX_COUNTED_VALUES`, equal ones
+        by value; `other` items have another. Or all numbers, ascending, if there are few.
+    bins: in place of values where numbers are many: lower end, upper end, items from the lower to
+        below the upper end; the last bin has its upper end too.
+    """
+
+    values: Sequence[tuple[AttributeValue, int]] | None = ()
+    bins: Sequence[tuple[float, float, int]] | None = None
+    other: int = 0
+    missing: int = 0
+
+    def described(self) -> dict[str, Any]:
+        """As JSON: `bins` and `missing`, or `values`, `other` and `missing`."""
+        if self.bins is not None:
+            bins = [{"from": low, "to": high, "count": count} for low, high, count in self.bins]
+            return {"bins": bins, "missing": self.missing}
+        values = [{"value": value, "count": count} for value, count in self.values or ()]
+        return {"values": values, "other": self.other, "missing": self.missing}
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """What became of the entries of an `add`; they sum to the number of entries."""
@@ -110,6 +149,21 @@ class Written:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Boost:
+    """Rank by score + `weight` * x, with x from 0 to 1: a numeric attribute, scaled.
+
+    `low` and `high` are the values that become 0 and 1, those outside the same; without them the
+    lowest and highest of the gallery. An item without the attribute is at the end that is not
+    preferred.
+    """
+
+    attribute: str
+    weight: float
+    low: float | None = None
+    high: float | None = None
+
+
 def go_on() -> None:
     """The checkpoint of a search that nobody ends early."""
 
@@ -122,9 +176,14 @@ class SearchOptions:
     min_score: only items (groups) whose cosine similarity (group score) reaches it, in [-1, 1].
     offset: leave out that many of the best.
     distinct: of items with equal content only the best, and of equals the one with the lowest id.
+    near: of items whose vectors have at least this cosine to a better one that is an answer only
+        the better one, in [-1, 1]; neither for groups nor on Milvus.
     exclude: leave out the items with these numbers.
     exact: compare with every vector, whatever the index.
     effort: how hard an approximate index tries, in place of its tuned value (efSearch or nprobe).
+    rerank, diversity, boost: another order of the first `CANDIDATES` hits, or groups; the score of
+        a hit stays its cosine similarity. Diversity d in [0, 1]: next comes the hit with the
+        highest (1 - d) * its score - d * its similarity to the most similar hit before it.
     checkpoint: called between pieces of the work; what it raises ends the search.
     """
 
@@ -132,10 +191,19 @@ class SearchOptions:
     min_score: float | None = None
     offset: int = 0
     distinct: bool = False
+    near: float | None = None
     exclude: frozenset[ItemId] = frozenset()
     exact: bool = False
     effort: int | None = None
+    rerank: Rerank | None = None
+    diversity: float = 0.0
+    boost: Boost | None = None
     checkpoint: Callable[[], None] = field(default=go_on, compare=False, repr=False)
+
+    @property
+    def reorders(self) -> bool:
+        """Whether hits come in another order than that of their scores."""
+        return bool(self.rerank or self.diversity or self.boost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +391,17 @@ class VectorStore(Protocol):
         Raises: ItemNotFoundError, InvalidParameterError.
         """
 
+    def facets(
+        self,
+        names: Sequence[str],
+        query: Embeddings | None = None,
+        options: SearchOptions | None = None,
+        prefix: str = "",
+    ) -> dict[str, Facet]:
+        """How the values of these attributes are spread over all items that fit and, with
+        `options.min_score`, reach it. Raises: InvalidParameterError, also on Milvus; FilterError.
+        """
+
     def close(self) -> None:
         """Let go of files and memory."""
 
@@ -356,6 +435,22 @@ def milvus_address(text: str) -> tuple[str, str]:
             "for the server stands in KINLENS_MILVUS_TOKEN."
         )
     return f"http://{server}", name
+
+
+def boost_of(text: str) -> Boost:
+    """The boost that is written NAME:WEIGHT or NAME:WEIGHT:FROM:TO, such as price:-0.1:0:50.
+
+    Raises: InvalidParameterError.
+    """
+    name, *numbers = text.rsplit(":", 3 if re.search(r":[^:]*:[^:]*:[^:]*$", text) else 1)
+    try:
+        weight, *ends = map(float, numbers)
+        return Boost(name, weight, *ends)
+    except ValueError as error:
+        raise InvalidParameterError(
+            f"boost = {text!r:.80} is not NAME:WEIGHT or NAME:WEIGHT:FROM:TO. Write price:-0.1, or "
+            "price:-0.1:0:50 for prices from 0 to 50."
+        ) from error
 
 
 def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:

@@ -12,6 +12,7 @@ of products and searches among products that the model has never seen.
 """
 
 import argparse
+import contextlib
 import shutil
 import sys
 import time
@@ -35,6 +36,7 @@ from demo_steps import (
 
 from embedder.errors import SourceError
 from embedder.types import AttributeValue
+from indexer.gallery import Gallery
 from indexer.ingest.sources import folder_source
 
 WORK = Path(".kinlens/demo")
@@ -93,7 +95,7 @@ def rendered_products() -> tuple[Path, list[Query]]:
 
 def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[Path, list[Query]]:
     """Train on the user's classes if there are any; index everything."""
-    files, classes = photographs(images)
+    classes = trainable(images)
     run = WORK / "run"
     unseen: list[dict[str, str]] = []
     if bundle is None and len(classes) >= MIN_CLASSES:
@@ -108,42 +110,43 @@ def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[
             "so a pretrained network is used as it is."
         )
         bundle = WORK / "bundle"
-        put_aside(bundle)
-        chosen = ["--weights", weights] if weights else []
-        kinlens("train", "export", "--backbone", "mobilenet_v2", "--out", str(bundle), *chosen)
+        export(bundle, "--backbone", "mobilenet_v2", *(["--weights", weights] if weights else []))
     build(bundle, images)
     if unseen:
         return bundle, [Query(images / r["path"], r["path"], r["class"]) for r in unseen]
-    return bundle, [Query(p, p.relative_to(images).as_posix()) for p in files]
+    with contextlib.closing(Gallery.open(WORK / "gallery")) as gallery:  # it lacks damaged files
+        return bundle, [Query(images / item.key, item.key) for item in gallery.items()]
 
 
-def photographs(images: Path) -> tuple[list[Path], set[AttributeValue]]:
-    """All images as the gallery will hold them, and the classes that can be trained on."""
+def trainable(images: Path) -> set[AttributeValue]:
+    """The classes that can be trained on."""
     try:
         source = folder_source(images)
     except SourceError as error:
         raise DemoError(f"IMAGES={images}: {error}") from error
-    records = [*source.records()]
-    sizes = Counter(r.attributes["class"] for r in records if r.attributes)
-    files = [images / record.path for record in records]
-    return files, {name for name, size in sizes.items() if size > 1}
+    sizes = Counter(r.attributes["class"] for r in source.records() if r.attributes)
+    return {name for name, size in sizes.items() if size > 1}
 
 
 def train(job: str, run: Path, bundle: Path, *changes: str) -> None:
-    """Fit a job into a fresh run folder and export it; the bundle of the demo before is kept."""
+    """Fit a job into a fresh run folder and export it."""
     shutil.rmtree(run, ignore_errors=True)
     kinlens("train", "fit", job, "--out", str(run), *changes)
-    put_aside(bundle)
-    kinlens("train", "export", str(run), "--out", str(bundle))
+    export(bundle, str(run))
 
 
-def put_aside(bundle: Path) -> None:
-    """Make room for a bundle; the one that is there is kept beside until the next demo."""
+def export(bundle: Path, *source: str) -> None:
+    """Export a bundle; the one of the demo before is then kept beside it until the next."""
+    made = bundle.with_name(f"{bundle.name}-new")
+    shutil.rmtree(made, ignore_errors=True)
+    kinlens("train", "export", *source, "--map", "--out", str(made))
     if bundle.exists():
         former = bundle.with_name(f"{bundle.name}-before")
         shutil.rmtree(former, ignore_errors=True)
         bundle.rename(former)
         say(f"The bundle of the demo before is now {former}.")
+    made.rename(bundle)
+    say(f"The bundle of this demo is {bundle}.")
 
 
 def build(bundle: Path, images: Path, *source: str) -> None:
@@ -181,7 +184,10 @@ def what(query: Query) -> str:
         return "each image finds itself"
     if query.key is None:
         return "new views of products that the model was never trained on"
-    return "another photograph of a product that the model was never trained on"
+    return (
+        "another photograph of a product that the model was never trained on, among all "
+        "photographs; R@1 above is among those of such products alone"
+    )
 
 
 def others(query: Query, hits: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -195,8 +201,10 @@ def show_one(url: str, query: Query) -> None:
     say(f"top 5 for {query.path}")
     for rank, hit in enumerate(others(query, answer["hits"])[:5], start=1):
         print(f"  {rank}. {hit['score']:.3f}  {hit['key']}")
-    timings = "  ".join(f"{k} {v:.1f} ms" for k, v in answer["timings_ms"].items())
-    print(f"  {timings}  cached: {answer['cached']}")
+    if answer["cached"]:
+        print("  answered from the cache")
+        return
+    print("  " + "  ".join(f"{k} {v:.1f} ms" for k, v in answer["timings_ms"].items()))
 
 
 def view_of(row: dict[str, str]) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 BIN = Path(sys.executable).parent
-READY_S = 60
+READY_S = 180
 
 
 class DemoError(Exception):
@@ -25,7 +26,7 @@ class DemoError(Exception):
 
 def kinlens(command: str, *arguments: str) -> None:
     """Run and print one of the three commands."""
-    print(f"\n$ kinlens-{command} {' '.join(arguments)}", flush=True)
+    print(f"\n$ kinlens-{command} {shlex.join(arguments)}", flush=True)
     code = subprocess.run([BIN / f"kinlens-{command}", *arguments], check=False).returncode
     if code:
         raise DemoError(f"kinlens-{command} ended with exit code {code}; its message is above.")
@@ -53,7 +54,7 @@ def serve(port: int, *arguments: str) -> "subprocess.Popen[bytes]":
     """Start the service and wait until it is ready."""
     require_free(port)
     arguments = (*arguments, "--port", str(port), "--log-level", "warning")
-    print(f"\n$ kinlens-serve {' '.join(arguments)}", flush=True)
+    print(f"\n$ kinlens-serve {shlex.join(arguments)}", flush=True)
     server = subprocess.Popen([BIN / "kinlens-serve", *arguments])
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
@@ -79,10 +80,13 @@ def require_free(port: int) -> None:
             )
 
 
-def search(url: str, image: Path, k: int) -> dict[str, Any]:
+def search(url: str, image: Path, k: int, **fields: object) -> dict[str, Any]:
     """POST /search with the standard library alone."""
     boundary = uuid.uuid4().hex
-    head = f'--{boundary}\r\nContent-Disposition: form-data; name="k"\r\n\r\n{k}\r\n'
+    head = "".join(
+        f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in {"k": k, **fields}.items()
+    )
     head += (
         f'--{boundary}\r\nContent-Disposition: form-data; name="image"; filename="query"\r\n\r\n'
     )

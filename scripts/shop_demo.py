@@ -36,8 +36,10 @@ from demo_steps import (
 
 CLIENTS = 4
 SAMPLES = 24
+PRODUCT_QUERIES = 1000
 Row = dict[str, str]
 Published = Sequence[tuple[str, Sequence[float]]]
+Recall = dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def official(folders: tuple[str, ...]) -> Callable[..., tuple[Path, list[Row], l
         gallery_list = work / "lists" / "gallery.csv"
         gallery = read_list(gallery_list) if gallery_list.is_file() else queries
         images = next(p for p in (root / "Img", root) if (p / queries[0]["path"]).is_file())
-        return images, named(gallery, folders), named(queries, folders)
+        products = [row | {"product": row["class"]} for row in named(gallery, folders)]
+        return images, products, named(queries, folders)
 
     return lists
 
@@ -143,8 +146,15 @@ def main() -> int:
         places = ("--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}")
         kept = ("--samples", str(samples), "--state", str(work / "state"))
         with served(port, *places, *kept) as server:
-            recall = ask(f"http://127.0.0.1:{port}", demo, images, queries, options.queries)
-            print_table(demo, recall, bundle)
+            url = f"http://127.0.0.1:{port}"
+            recall = ask(url, demo, images, queries, options.queries)
+            by_product: Recall = {}
+            if "product" in gallery[0]:
+                most = min(options.queries or PRODUCT_QUERIES, PRODUCT_QUERIES)
+                fields = {"group_by": "product", "group_size": 2}
+                by_product = ask(url, demo, images, queries, most, **fields)
+            is_part = options.allow_partial or (options.queries or len(queries)) < len(queries)
+            print_table(demo, recall, by_product, bundle, is_part)
             guess = chance(gallery, queries)
             say(f"The whole road took {time.monotonic() - started:.0f} s.")
             if not options.check:
@@ -204,15 +214,20 @@ def copy_samples(work: Path, images: Path, queries: list[Row]) -> Path:
 
 
 def ask(
-    url: str, demo: Demo, images: Path, queries: list[Row], most: int | None
-) -> dict[int, float]:
-    """Recall at each k over HTTP: the share of queries with an image of their class that near."""
+    url: str, demo: Demo, images: Path, queries: list[Row], most: int | None, **fields: object
+) -> Recall:
+    """Recall at each k over HTTP: the share of queries with an image of their class that near.
+
+    With `fields` that group the answer by product, k counts products.
+    """
     asked = spread(queries, most or len(queries))
     k = max(demo.recall_at) + demo.leave_one_out
     say(f"{len(asked):,} of {len(queries):,} queries over HTTP ...")
     first_right = []
     with ThreadPoolExecutor(CLIENTS) as pool:
-        ranks = pool.map(lambda row: rank(search(url, images / row["path"], k), row), asked)
+        ranks = pool.map(
+            lambda row: rank(search(url, images / row["path"], k, **fields), row), asked
+        )
         for number, found in enumerate(ranks, start=1):
             first_right.append(found)
             if number % 1000 == 0:
@@ -224,22 +239,35 @@ def ask(
 
 
 def rank(answer: dict[str, Any], row: Row) -> int | None:
-    """The place of the first right hit, from 1, without the query itself."""
-    others = [hit for hit in answer["hits"] if hit["key"] != row["key"]]
+    """The place of the first right hit, from 1, without the query itself.
+
+    Of a product its best other picture counts, which may make it come later.
+    """
+    hits = answer["hits"]
+    if answer["groups"] is not None:
+        left = ([h for h in g["hits"] if h["key"] != row["key"]] for g in answer["groups"])
+        hits = sorted((each[0] for each in left if each), key=lambda hit: -hit["score"])
+    others = [hit for hit in hits if hit["key"] != row["key"]]
     classes = [hit["attributes"]["class"] for hit in others]
     return classes.index(row["class"]) + 1 if row["class"] in classes else None
 
 
-def print_table(demo: Demo, recall: dict[int, float], bundle: Path) -> None:
-    """Recall beside what was published."""
+def print_table(
+    demo: Demo, recall: Recall, by_product: Recall, bundle: Path, is_part: bool
+) -> None:
+    """Recall beside what was published, and that of products, of which k counts each once."""
     say(f"{demo.title}: recall in percent")
     rows = [*demo.published, (f"this run ({bundle})", [100 * v for v in recall.values()])]
+    if by_product:
+        rows.append(("this run, products", [100 * v for v in by_product.values()]))
     width = max(len(name) for name, _ in rows)
     print(f"{'':{width}}" + "".join(f"{f'R@{k}':>9}" for k in recall))
     for name, values in rows:
         print(f"{name:{width}}" + "".join(f"{value:9.1f}" for value in values))
     if demo.source:
         print(f"Published: {demo.source}.")
+    if is_part:
+        print("This run asked a part of the data set: its figures do not compare with those above.")
 
 
 def chance(gallery: list[Row], queries: list[Row]) -> float:

@@ -79,6 +79,8 @@ def open_shop(plan: Plan) -> Iterator[Shop]:
     key = _make_key(state)
     redis = Redis(plan.folder) if shutil.which("redis-server") else None
     port = free_port()
+    while redis is not None and port == redis.port:  # which may not listen yet
+        port = free_port()
     flags = ["--bundle", str(bundle), "--gallery", f"shop={gallery}", "--state", str(state)]
     flags += ["--workers", str(plan.workers)]
     if redis is not None:

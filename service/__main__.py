@@ -2,7 +2,7 @@
 
 import typer
 
-from service.commands import check, keys, serve
+from service.commands import check, feedback, keys, serve
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -13,6 +13,7 @@ _EXAMPLE = (
 app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
 app.command()(check.check)
 app.command()(serve.work)
+app.add_typer(feedback.app, name="feedback")
 app.add_typer(keys.app, name="keys")
 
 

@@ -17,8 +17,17 @@ from starlette.types import Lifespan
 from embedder.errors import KinlensError
 from embedder.session import Embedder
 from service.access.rates import RateLimits
+from service.api import (
+    duplicates,
+    feedback,
+    golden,
+    items,
+    jobs,
+    operations,
+    pictures,
+    search,
+)
 from service.api import galleries as gallery_routes
-from service.api import items, jobs, operations, pictures, search
 from service.galleries.locations import Gallery
 from service.http.bodies import BodyLimit
 from service.http.gate import Gate, bounds_of, open_rates
@@ -69,6 +78,9 @@ def create_app(
         search.build_router(runtime),
         gallery_routes.router,
         items.router,
+        golden.router,
+        feedback.router,
+        duplicates.router,
         pictures.build_router(runtime),
         jobs.router,
         operations.router,

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 import httpx
 
 from embedder.types import AttributeValue
+from indexer.checks.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns
 from service import client_calls as calls
 from service.api import models as api
 from service.client_calls import Attributes, Crop, Filter, Image, Images, NewItem, Part, Query
@@ -265,6 +266,36 @@ class AsyncKinlens(_Client):
         path = ("galleries", gallery, "items", item_id, "similar")
         return await self._send(api.SearchAnswer, "GET", *path, query=options)
 
+    async def feedback(
+        self, answer_id: str, item: str, action: api.Action, image: Image | None = None
+    ) -> None:
+        """Say that an item (its key) was right or wrong for the question of an answer. `image` is
+        the picture that was searched with, for a service that keeps pictures.
+        """
+        parts = await self._aside(calls.feedback_form, answer_id, item, action, image)
+        await self._send(bytes, "POST", "feedback", parts=parts)
+
+    async def gallery_feedback(self, gallery: str) -> str:
+        """The feedback on a gallery as CSV: query, query_key, item, action."""
+        return (await self._send(bytes, "GET", "galleries", gallery, "feedback")).decode()
+
+    async def explain(
+        self,
+        gallery: str,
+        item_id: int,
+        images: Images,
+        *,
+        crops: Sequence[Crop] = (),
+        positives: Sequence[str] = (),
+        negatives: Sequence[str] = (),
+    ) -> api.ExplainAnswer:
+        """Where a hit matches the images, crops, likes and dislikes that found it."""
+        options: calls.ImageSearchOptions = {"crops": crops}
+        options |= {"positives": positives, "negatives": negatives}
+        parts = await self._aside(calls.search_form, images, options)
+        path = ("galleries", gallery, "items", item_id, "explain")
+        return await self._send(api.ExplainAnswer, "POST", *path, parts=parts)
+
     async def galleries(self) -> api.Galleries:
         """Every gallery; the first is the default of a search."""
         return await self._send(api.Galleries, "GET", "galleries")
@@ -331,9 +362,12 @@ class AsyncKinlens(_Client):
         after: int | None = None,
         filter: Filter | None = None,
         key_prefix: str = "",
+        facets: Sequence[str] | None = None,
     ) -> api.ItemPage:
-        """A page of items, of those with numbers above `after`, in the order of their numbers."""
-        page = {"offset": offset, "limit": limit, "after": after}
+        """A page of items, of those with numbers above `after`, in the order of their numbers; with
+        the values of the attributes `facets` counted over all that fits.
+        """
+        page = {"offset": offset, "limit": limit, "after": after, "facets": facets}
         query = {**page, "filter": filter, "key_prefix": key_prefix}
         return await self._send(api.ItemPage, "GET", "galleries", gallery, "items", query=query)
 
@@ -368,6 +402,21 @@ class AsyncKinlens(_Client):
                 return
             query["after"] = page.items[-1].id
 
+    async def duplicates(
+        self,
+        gallery: str,
+        *,
+        offset: int = 0,
+        limit: int = 50,
+        min_probability: float | None = None,
+        min_score: float | None = None,
+    ) -> api.DuplicatesAnswer:
+        """Groups of items that show one product, in a gallery of up to 10,000 items."""
+        least = {"min_probability": min_probability, "min_score": min_score}
+        query = {"offset": offset, "limit": limit, **least}
+        path = ("galleries", gallery, "duplicates")
+        return await self._send(api.DuplicatesAnswer, "GET", *path, query=query)
+
     async def item(self, gallery: str, item_id: int) -> api.ItemModel:
         """What is known of an item."""
         return await self._send(api.ItemModel, "GET", "galleries", gallery, "items", item_id)
@@ -400,6 +449,49 @@ class AsyncKinlens(_Client):
         path, query = ("galleries", gallery, "items", item_id), {"version": version}
         return await self._send(api.RemoveAnswer, "DELETE", *path, query=query, once=True)
 
+    async def golden(self, gallery: str) -> GoldenQueries:
+        """The queries that the owner of a gallery has labelled."""
+        return await self._send(GoldenQueries, "GET", "galleries", gallery, "golden")
+
+    async def add_golden(
+        self,
+        gallery: str,
+        image: Image,
+        *,
+        keys: Sequence[str] = (),
+        attribute: str | None = None,
+        value: AttributeValue | None = None,
+        name: str = "",
+    ) -> GoldenQuery:
+        """Label an image: items with these keys, or with this value of an attribute, are right for
+        it; without either nothing is. The same image again gets the new label.
+        """
+        label: dict[str, Any] = {"keys": [*keys], "attribute": attribute, "value": value}
+        label["no_match"] = not keys and attribute is None
+        parts = await self._aside(calls.golden_form, image, label, name)
+        return await self._send(GoldenQuery, "POST", "galleries", gallery, "golden", parts=parts)
+
+    async def remove_golden(self, gallery: str, sha256: str) -> None:
+        """Remove a labelled query."""
+        await self._send(bytes, "DELETE", "galleries", gallery, "golden", sha256, once=True)
+
+    async def golden_image(self, gallery: str, sha256: str, size: int = 320) -> bytes:
+        """The picture of a labelled query as a JPEG of 160, 320 or 640 pixels a side."""
+        path = ("galleries", gallery, "golden", sha256, "image")
+        return await self._send(bytes, "GET", *path, query={"size": size})
+
+    async def run_golden(self, gallery: str, min_score: float | None = None) -> GoldenRun:
+        """Ask with every labelled query; how many are answered right. Give the client a timeout
+        that is long enough; a run goes on without it, and `golden_runs` has its report.
+        """
+        path, query = ("galleries", gallery, "golden", "run"), {"min_score": min_score}
+        return await self._send(GoldenRun, "POST", *path, query=query, once=True)
+
+    async def golden_runs(self, gallery: str, limit: int | None = None) -> GoldenRuns:
+        """The reports over time, newest first."""
+        path, query = ("galleries", gallery, "golden", "runs"), {"limit": limit}
+        return await self._send(GoldenRuns, "GET", *path, query=query)
+
     async def compact(self, gallery: str) -> api.JobModel:
         """Start to make the index of a gallery again, without what was removed."""
         return await self._start("galleries", gallery, "compact")
@@ -431,6 +523,10 @@ class AsyncKinlens(_Client):
     ) -> api.Jobs:
         """Jobs, newest first."""
         return await self._send(api.Jobs, "GET", "jobs", query={"state": state, "limit": limit})
+
+    async def job_options(self) -> api.JobOptions:
+        """The training jobs, data sets, weights and bundles that jobs can be given."""
+        return await self._send(api.JobOptions, "GET", "jobs", "options")
 
     async def job(self, job_id: str) -> api.JobModel:
         """A job as it is now."""
@@ -509,6 +605,9 @@ class Kinlens(_Client):
     search_each = _blocking(AsyncKinlens.search_each)
     search_batch = _blocking(AsyncKinlens.search_batch)
     similar = _blocking(AsyncKinlens.similar)
+    feedback = _blocking(AsyncKinlens.feedback)
+    gallery_feedback = _blocking(AsyncKinlens.gallery_feedback)
+    explain = _blocking(AsyncKinlens.explain)
     galleries = _blocking(AsyncKinlens.galleries)
     gallery = _blocking(AsyncKinlens.gallery)
     create_gallery = _blocking(AsyncKinlens.create_gallery)
@@ -517,17 +616,25 @@ class Kinlens(_Client):
     put_many = _blocking(AsyncKinlens.put_many)
     items = _blocking(AsyncKinlens.items)
     each_item = _iterating(AsyncKinlens.each_item)
+    duplicates = _blocking(AsyncKinlens.duplicates)
     item = _blocking(AsyncKinlens.item)
     image = _blocking(AsyncKinlens.image)
     patch = _blocking(AsyncKinlens.patch)
     remove = _blocking(AsyncKinlens.remove)
     remove_where = _blocking(AsyncKinlens.remove_where)
     remove_item = _blocking(AsyncKinlens.remove_item)
+    golden = _blocking(AsyncKinlens.golden)
+    add_golden = _blocking(AsyncKinlens.add_golden)
+    remove_golden = _blocking(AsyncKinlens.remove_golden)
+    golden_image = _blocking(AsyncKinlens.golden_image)
+    run_golden = _blocking(AsyncKinlens.run_golden)
+    golden_runs = _blocking(AsyncKinlens.golden_runs)
     compact = _blocking(AsyncKinlens.compact)
     swap = _blocking(AsyncKinlens.swap)
     rebuild = _blocking(AsyncKinlens.rebuild)
     train = _blocking(AsyncKinlens.train)
     jobs = _blocking(AsyncKinlens.jobs)
+    job_options = _blocking(AsyncKinlens.job_options)
     job = _blocking(AsyncKinlens.job)
     job_log = _blocking(AsyncKinlens.job_log)
     cancel_job = _blocking(AsyncKinlens.cancel_job)

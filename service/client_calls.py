@@ -51,15 +51,21 @@ class SearchOptions(TypedDict, total=False):
     group_by: str | None
     group_score: Literal["best", "mean"] | None
     group_size: int | None
-    distinct: bool | None
+    distinct: bool | Literal["near"] | None
     exact: bool | None
+    facets: Sequence[str] | None
+    rerank: Literal["aqe", "reciprocal"] | None
+    diversity: float | None
+    boost: str | None
 
 
 class ImageSearchOptions(SearchOptions, total=False):
-    """What a search with images can be given beside them. `crops` are of each image."""
+    """What a search with images can be given beside them. `crops` are of each image; with
+    `combine` "best" an item counts with the image and crop that it is most like, its `view`."""
 
     gallery: str | None
     crops: Sequence[Crop] | None
+    combine: Literal["mean", "best"] | None
     positives: Sequence[str] | None
     negatives: Sequence[str] | None
 
@@ -82,6 +88,7 @@ class TrainOptions(TypedDict, total=False):
     swap: Literal["auto", "never"]
     class_attribute: str
     max_missing: float
+    feedback: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +116,9 @@ def address(*parts: str | int) -> str:
 
 
 def fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as fields of a form or an address: without None, mappings as JSON."""
+    """Options as fields of a form or an address: without None, mappings and facets as JSON."""
     return {
-        name: json_of(value) if isinstance(value, Mapping) else value
+        name: json_of(value) if isinstance(value, Mapping) or name == "facets" else value
         for name, value in options.items()
         if value is not None
     }
@@ -136,6 +143,12 @@ def search_form(images: Images, options: ImageSearchOptions) -> list[Part]:
     parts += [_field("positive", key) for key in single.pop("positives", ())]
     parts += [_field("negative", key) for key in single.pop("negatives", ())]
     return parts + [_field(name, value) for name, value in single.items()]
+
+
+def feedback_form(answer_id: str, item: str, action: str, image: Image | None) -> list[Part]:
+    """Feedback as parts of a form. Raises: ImageReadError, ArgumentError."""
+    parts = [_field("answer_id", answer_id), _field("item", item), _field("action", action)]
+    return parts if image is None else [*parts, _file(image)]
 
 
 def batch_json(queries: Sequence[Query]) -> dict[str, Any]:
@@ -173,6 +186,11 @@ def put_forms(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str],
         size += added
     if keys:
         yield keys, parts
+
+
+def golden_form(image: Image, label: Mapping[str, Any], name: str) -> list[Part]:
+    """A labelled query as parts of a form. Raises: ImageReadError, ArgumentError."""
+    return [_file(image), _field("label", json_of(label)), _field("name", name)]
 
 
 def refused_put(key: str, problem: Problem) -> PutAnswer:

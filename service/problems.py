@@ -177,13 +177,21 @@ def _told(error: Exception) -> tuple[Kind, str, list[dict[str, str]]]:
     return kind, INTERNAL_TEXT, []
 
 
+def plain(message: str) -> str:
+    """What a validator of ours said, without the words that pydantic puts before it."""
+    return message.removeprefix("Value error, ")
+
+
 def _fault(entry: Any) -> dict[str, str]:
     location: Sequence[Any] = entry.get("loc", ())
     name = _encodable(str(location[-1])[:_SHOWN]) if location else "request"
     if entry.get("type") == "missing":
-        message = f"{name} is missing; send it as a part of a multipart/form-data body."
+        place = (
+            "in the JSON body" if location[:1] == ("body",) else f"in the address, as ?{name}=..."
+        )
+        message = f"{name} is missing; send it {place}."
     elif entry.get("type") == "out_of_range":
         message = str(entry["msg"])
     else:
-        message = f"{name}: {entry.get('msg')}."
+        message = f"{name}: {plain(entry['msg'])}."
     return {"name": name, "message": _encodable(message[:_MAX_MESSAGE])}

@@ -14,6 +14,7 @@ from embedder.errors import DeadlineExceededError, GalleryNotFoundError
 from embedder.session import Embedder
 from service.access.keys import KeyStore, open_keys
 from service.concurrency import BoundedPool
+from service.galleries.feedback import FeedbackStore, open_feedback
 from service.galleries.items import Items
 from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from service.galleries.managed import ManagedGalleries
@@ -58,6 +59,7 @@ class Runtime:
     sweeper: Sweeper | None
     managed: ManagedGalleries
     jobs: JobManager | None
+    feedback: FeedbackStore | None
 
     @property
     def galleries(self) -> Mapping[str, Gallery]:
@@ -89,15 +91,15 @@ class Runtime:
         for warning in missing_image_roots(self.galleries):
             structlog.get_logger().warning("image root is missing", detail=warning)
 
-    async def read(self, what: str, work: Callable[[], T]) -> T:
-        """What `work` reads, in a thread.
+    async def read(self, what: str, work: Callable[[], T], pool: str = "file") -> T:
+        """What `work` reads, in a thread of this pool.
 
         Raises: DeadlineExceededError, OverloadedError, what `work` raises.
         """
         limit_s = self.settings.request_timeout_ms / 1e3
         try:
             async with asyncio.timeout(limit_s):
-                return await self.pools["file"].run(work)
+                return await self.pools[pool].run(work)
         except TimeoutError as error:
             raise DeadlineExceededError(
                 f"Reading {what} took longer than {limit_s:g} s, which is the limit. "
@@ -107,6 +109,8 @@ class Runtime:
     async def stop(self) -> None:
         """Stop the workers, disconnect, let go of the threads; one that hangs is left behind."""
         async with AsyncExitStack() as ending:  # each is tried, whatever becomes of the others
+            if self.feedback is not None:
+                ending.push_async_callback(asyncio.to_thread, self.feedback.close)
             for pool in self.pools.values():
                 ending.push_async_callback(asyncio.to_thread, pool.close)
             ending.push_async_callback(asyncio.to_thread, self.cache.close)
@@ -144,6 +148,8 @@ def build_runtime(
     health = Health(registry, models, pools["lookup"], settings.ready_timeout_ms / 1e3)
     publish(metrics, lanes, cache, health)
     sampler = RecallSampler(registry, metrics, settings.recall_sample)
+    feedback = None if settings.feedback == "off" else open_feedback(settings)
+    tidy = [] if feedback is None else [feedback.tidy]
     return Runtime(
         settings=settings,
         registry=registry,
@@ -159,7 +165,8 @@ def build_runtime(
         observer=observer,
         keys=open_keys(settings.state),
         items=Items(registry, pools["write"], limit_s, puts=settings.state is not None),
-        sweeper=None if settings.state is None else Sweeper(settings.state, registry.folders),
+        sweeper=None if settings.state is None else Sweeper(settings.state, registry.folders, tidy),
+        feedback=feedback,
         managed=ManagedGalleries(registry, models, settings.state, pools["write"], jobs, limit_s),
         jobs=jobs,
     )
@@ -183,6 +190,7 @@ def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
         "lookup": BoundedPool("lookup", settings.lanes, waiting),
         "write": BoundedPool("write", _WRITERS, settings.queue_size),
         "file": BoundedPool("file", settings.lanes, waiting),
+        "feedback": BoundedPool("feedback", 1, settings.queue_size),
     }
 
 

@@ -17,6 +17,7 @@ from embedder.preprocess import ImageLimits
 from indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address
 from service.access.keys import Scope
 from service.access.rates import parse_network, parse_rates
+from service.api.models import FeedbackMode
 from service.search.redis_cache import check_url
 
 ANY_HOST = "*"
@@ -179,6 +180,10 @@ class Settings(BaseSettings):
     recall_sample: int = Field(default=1_000, ge=0)
     reload_interval_ms: int = Field(default=1_000, ge=10)
 
+    feedback: FeedbackMode = "off"
+    feedback_max_rows: int = Field(default=100_000, ge=1)
+    feedback_days: int = Field(default=180, ge=1)
+
     jobs: Literal["here", "elsewhere"] = "here"
     training_command: Annotated[str, Field(pattern=r"\S")] = "kinlens-train"
     training_data: Places = ()
@@ -229,6 +234,15 @@ class Settings(BaseSettings):
                 f"gives everybody who reaches it the scope {' and '.join(opened)}; make a key "
                 "with kinlens-serve keys create and leave anonymous_scopes at search, or listen "
                 "on 127.0.0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _feedback_has_a_folder(self) -> Self:
+        if self.feedback != "off" and self.state is None:
+            raise ValueError(
+                f"feedback = {self.feedback} needs a folder to keep it in; name one with --state "
+                "DIR or KINLENS_STATE, or leave KINLENS_FEEDBACK off"
             )
         return self
 

@@ -33,6 +33,9 @@ LONGEST_FIRST = (
     "training/test_cli.py",
     "galleries/test_milvus_served.py",
     "http/test_schemathesis.py",
+    "tests/test_pipeline.py",
+    "tests/test_golden.py",
+    "cli/test_soak.py",
 )
 """Files that take long, most of it in other processes; begun last, one would keep all waiting."""
 

@@ -1,16 +1,16 @@
 """Containers without an engine: each line of the Dockerfiles runs here, and the rest is checked."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from service.http.processes import GRACE_S
 from service.settings import Settings
 from tests.support.dockerfiles import ROOT, Scratch, environment, parse
 from tests.support.seams import Locations
+from tests.support.servers import free_port
+from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -42,11 +44,6 @@ IMAGE_MB = 500
 BASE_MB = 130  # python:3.13-slim, unpacked
 COMPOSED: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSED["services"]
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        return int(probe.getsockname()[1])
 
 
 def resolved(said: str) -> set[str]:
@@ -111,6 +108,7 @@ class Container:
         given = {name: image.moved(text) for name, text in environment(instructions).items()}
         given |= {"KINLENS_BUNDLE": str(bundle), "KINLENS_GALLERIES": f"shop={gallery}"}
         self.variables = image.variables(given | {"KINLENS_PORT": str(self.port)})
+        self.log = log
         self.errors = log.open("w")
         program, *arguments = entrypoint.arguments
         self.process = subprocess.Popen(
@@ -120,6 +118,13 @@ class Container:
             stdout=self.errors,
             stderr=self.errors,
         )
+
+    def ready(self) -> bool:
+        """Whether it answers, which is asked more cheaply than by a HEALTHCHECK."""
+        assert self.process.poll() is None, self.log.read_text()
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/ready"):
+            return True
+        return False
 
     def healthy(self) -> bool:
         """Run the HEALTHCHECK as the engine does."""
@@ -144,11 +149,7 @@ def container(
 ) -> Iterator[Container]:
     log = tmp_path_factory.mktemp("container") / "log.txt"
     container = Container(image, tiny_bundle.path, shop, log)
-    until = time.monotonic() + 60
-    while not container.healthy():
-        assert container.process.poll() is None, log.read_text()
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.2)
+    until(container.ready)
     yield container
     if container.process.poll() is None:
         container.stop()
@@ -204,10 +205,8 @@ def test_the_cpu_image_serves_is_healthy_and_ends_with_its_signal(
     answer = httpx.post(f"{container.url}/search", files={"image": encoded(picture(2))})
     assert answer.json()["hits"][0]["key"] == "2.png"
     other = Container(image, tiny_bundle.path, shop, tmp_path / "log.txt")
-    assert not other.healthy(), "it cannot have started yet"
-    until = time.monotonic() + 60
-    while not other.healthy():
-        assert time.monotonic() < until, (tmp_path / "log.txt").read_text()
+    until(other.ready)
+    assert other.healthy()
     assert other.stop() == 0
     assert not other.healthy()
 
@@ -251,12 +250,9 @@ def test_the_worker_of_the_training_image_waits_for_jobs_and_ends_with_its_signa
     variables = os.environ | given | {"PATH": f"{BIN}:/usr/bin:/bin"}
     variables |= {"KINLENS_BUNDLE": str(tiny_bundle.path)}
     worker = subprocess.Popen([BIN / entrypoint.arguments[0], *arguments], env=variables)
+    check = [sys.executable, *health.arguments[1:]]
     try:
-        until = time.monotonic() + 60
-        while subprocess.run([sys.executable, *health.arguments[1:]], env=variables).returncode:
-            assert worker.poll() is None
-            assert time.monotonic() < until, "the worker has made no database of jobs"
-            time.sleep(0.2)
+        until(lambda: subprocess.run(check, env=variables).returncode == 0)
         time.sleep(1)
         assert worker.poll() is None
     finally:
@@ -420,14 +416,13 @@ def test_redis_takes_its_command_and_lets_in_only_who_has_the_password(secrets: 
         redis.Redis.from_url(address.replace("redis:6379", f"127.0.0.1:{port}")) as client,
         redis.Redis(port=port) as stranger,
     ):
-        until = time.monotonic() + 20
-        while True:
-            try:
-                assert stranger.ping()
-                break
-            except redis.ConnectionError:
-                assert time.monotonic() < until
-                time.sleep(0.05)
+
+        def answers() -> bool:
+            with contextlib.suppress(redis.ConnectionError):
+                return bool(stranger.ping())
+            return False
+
+        until(answers)
         client.set("kinlens:1:e:x", b"value", ex=60)
         assert client.mget(["kinlens:1:e:x"]) == [b"value"]
         assert client.eval("return redis.call('incr', KEYS[1])", 1, "LIMITS:x") == 1

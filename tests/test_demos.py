@@ -61,6 +61,7 @@ def test_a_demo_goes_from_the_official_folder_to_recall_beside_the_paper(
     # A network without training finds little: what is asked for is the whole road and its table.
     assert "R@1" in done.stdout, done.stdout + done.stderr
     assert "this run" in done.stdout
+    assert ("this run, products" in done.stdout) is (name != "grocery")
     assert published in done.stdout
     assert "error" not in done.stdout
     assert len(list((tmp_path / ".kinlens" / name / "samples").iterdir())) >= 3
@@ -74,6 +75,7 @@ def test_the_demo_of_ones_own_photographs_with_ones_own_model_goes_the_whole_roa
         path = tmp_path / "shop" / folder.format(number // 3) / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(picture(number), "JPEG", quality=95))
+    path.with_name("damaged.jpg").write_bytes(b"no image")
     command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--check"]
     command += ["--images", str(tmp_path / "shop"), "--bundle", str(tiny_bundle.path)]
     done = subprocess.run(

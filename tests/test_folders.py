@@ -1,5 +1,6 @@
 """A folder of photographs means the same classes to training, gallery and demo."""
 
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -9,14 +10,15 @@ from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
 from indexer.ingest.build import BuildSettings, build_gallery
-from indexer.ingest.sources import SUFFIXES, folder_source
+from indexer.ingest.sources import folder_source
 from tests.tiny import encoded, picture
 from training.config.settings import FolderData
 from training.data.doctor import examine
 from training.data.load import load_split
-from training.data.records import IMAGE_SUFFIXES
 
 PRODUCTS = ("Women/Dress", "Women/Coat", "Men/Coat", "Hats", "Bags/Small/Red")
+
+FILES = {"PNG": ".png", "AVIF": ".AVIF", "HEIF": ".heic"}
 
 
 @pytest.fixture
@@ -25,9 +27,9 @@ def shop(tmp_path: Path) -> Path:
     root = tmp_path / "shop"
     for number, product in enumerate(PRODUCTS):
         (root / product).mkdir(parents=True)
-        for view in range(3):
-            data = encoded(picture(10 * number + view))
-            (root / product / f"{view}.png").write_bytes(data)
+        for view, (kind, suffix) in enumerate(FILES.items()):
+            data = encoded(picture(10 * number + view), kind)
+            (root / product / f"{view}{suffix}").write_bytes(data)
     (root / "loose.png").write_bytes(encoded(picture(99)))
     (root / "Hats" / ".hidden.png").write_bytes(encoded(picture(98)))
     return root
@@ -48,13 +50,20 @@ def test_training_gallery_and_demo_find_the_same_classes(
     stored = {item.key: item.attributes.get("class") for item in gallery.items()}
     gallery.close()
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
-    files, classes = import_module("demo").photographs(shop)
+    classes = import_module("demo").trainable(shop)
 
     assert set(trained.values()) == classes == set(PRODUCTS)
     assert stored == {**trained, "loose.png": None}
-    assert {path.relative_to(shop).as_posix() for path in files} == set(stored)
     assert examine(shop).parts["all"] == (15, 5)
 
 
-def test_training_and_gallery_take_the_same_files_for_images() -> None:
-    assert set(SUFFIXES) == IMAGE_SUFFIXES
+def test_without_its_extra_each_heic_is_left_out_with_the_cure(
+    shop: Path, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    embedder = OnnxEmbedder.open(tiny_bundle)
+    report = build_gallery(folder_source(shop), embedder, tmp_path / "gallery")
+    assert len(report.failures) == len(PRODUCTS)
+    for failure in report.failures:
+        assert failure.key.endswith(".heic")
+        assert "pip install 'kinlens[heif]'" in failure.reason

@@ -1,6 +1,8 @@
 """What a newcomer relies on: the commands and files that the documents name, and the installs."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -101,3 +103,14 @@ def test_every_dependency_is_pinned_and_no_index_is_named() -> None:
     extras = PROJECT["optional-dependencies"]
     wanted = [*PROJECT["dependencies"], *extras["training"], *extras["dev"]]
     assert {name_of(requirement).lower() for requirement in wanted} <= pinned
+
+
+@pytest.mark.parametrize("package", ["tomli_w", "torch"])  # loaded at the start, and by a command
+def test_the_base_install_says_what_a_training_needs(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None; import training.__main__ as t; t.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "fit", "demo"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert f"kinlens-train needs the package {package}" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -23,7 +23,11 @@ def picture(seed: int, size: tuple[int, int] = (64, 48)) -> Image.Image:
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    """The file content of an image."""
+    """The file content of an image; HEIF is the name that HEIC has in Pillow."""
+    if kind == "HEIF":
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()

@@ -3,12 +3,25 @@
 import typer
 
 from embedder.errors import KinlensError
-from training.commands.data import app as data_app
-from training.commands.evaluate import compare, evaluate, report
-from training.commands.export import export
-from training.commands.fit import fit, new
-from training.commands.studies import crossval, search, tournament
-from training.report.log import console
+
+
+def _needs(missing: ModuleNotFoundError) -> SystemExit:
+    """The end of a command of the base install, which serves and indexes alone."""
+    return SystemExit(
+        f"kinlens-train needs the package {missing.name}, which is not installed. Install the "
+        "extra training: pip install 'kinlens[training]', or make install in a clone."
+    )
+
+
+try:
+    from training.commands.data import app as data_app
+    from training.commands.evaluate import compare, evaluate, report
+    from training.commands.export import export
+    from training.commands.fit import fit, new
+    from training.commands.studies import crossval, search, tournament
+    from training.report.log import console
+except ModuleNotFoundError as missing:
+    raise _needs(missing) from None
 
 app = typer.Typer(
     help="Train an embedding, compare methods, and export a model bundle.",
@@ -27,6 +40,10 @@ def main() -> None:
     except KinlensError as error:
         console.print(f"error: {error}", style="red", soft_wrap=True, markup=False)
         raise SystemExit(1) from error
+    except ModuleNotFoundError as missing:  # which a command loads when it begins
+        if missing.name not in ("torch", "torchvision"):
+            raise
+        raise _needs(missing) from None
 
 
 if __name__ == "__main__":

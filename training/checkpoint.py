@@ -14,13 +14,11 @@ from torch import Tensor
 
 from embedder.errors import CheckpointError
 from training.config.job import Job, parse_job
+from training.folder import UNTRAINED
 from training.models.embedding import EmbeddingNet
 
 FILE = "checkpoint.pt"
 BEST = "best.pt"
-UNTRAINED = "the untrained trunk"
-"""What a run begins with, unless it goes on from the trained model of a bundle."""
-
 _FORMAT = 1
 
 
@@ -46,6 +44,7 @@ class Checkpoint:
     start: dict[str, float] = field(default_factory=dict)
     began_with: str = UNTRAINED
     cuda_rng: Tensor | None = None
+    learnt_sha256: str = ""
 
     def network(self) -> tuple[Job, EmbeddingNet]:
         """The job and its trained network, in evaluation mode on the CPU."""

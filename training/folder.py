@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from embedder.errors import CheckpointError, JobError
-from training.checkpoint import UNTRAINED
 from training.config.job import Job, parse_job
 
 RESULT = "result.json"
+UNTRAINED = "the untrained trunk"
+"""What a run begins with, unless it goes on from the trained model of a bundle."""
+
 FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
 """Settings of a job that change nothing in its figures."""
 

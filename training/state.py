@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from embedder.errors import CheckpointError, TrainingError
-from training.checkpoint import UNTRAINED, Average, Checkpoint, load_checkpoint
+from embedder.errors import CheckpointError, DatasetError, TrainingError
+from training.checkpoint import Average, Checkpoint, load_checkpoint
 from training.config.job import Job, parse_job
 from training.data.records import Split
 from training.device import choose_device
 from training.distributed import world
-from training.folder import changes
+from training.folder import UNTRAINED, changes
 from training.models.embedding import EmbeddingNet
 from training.models.from_bundle import new_network
 from training.objective import Objective, TrainingStep
@@ -26,7 +26,9 @@ OF_TERMS = ("share ", "scale ", "r_")
 VALIDATION = "validation "
 """Figures on validation classes carry this prefix; those on test classes carry none."""
 
-_FREE_SETTINGS = frozenset(("runtime", "data.root", "description", "licence", "recall_at"))
+_FREE_SETTINGS = frozenset(
+    ("runtime", "data.root", "data.feedback", "description", "licence", "recall_at")
+)
 _PROGRESS = (
     "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk", "start",
     "began_with",
@@ -75,6 +77,7 @@ class Run:
             job=self.job.as_dict(),
             classes=split.train.classes,
             split_sha256=split.sha256(),
+            learnt_sha256=split.learnt_sha256(),
             net=self.net.state_dict(),
             objective=self.objective.checkpoint(),
             optimizer=self.optimizer.state_dict(),
@@ -164,6 +167,11 @@ def restore(run: Run, split: Split, path: Path) -> None:
     """
     checkpoint = load_checkpoint(path)
     split.require(checkpoint.split_sha256, str(path))
+    if (checkpoint.learnt_sha256 or checkpoint.split_sha256) != split.learnt_sha256():
+        raise DatasetError(
+            f"{path} was trained with other feedback than data.feedback has now. Restore the "
+            "folders that it was begun with, or start a new run with another --out."
+        )
     stored = parse_job(checkpoint.job, origin=f"the job in {path}")
     changed = changes(stored.as_dict(), run.job.as_dict(), _FREE_SETTINGS)
     if changed:

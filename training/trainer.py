@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from embedder.errors import TrainingError
-from training.checkpoint import BEST, FILE, UNTRAINED, Average, save_checkpoint, seed_everything
+from training.checkpoint import BEST, FILE, Average, save_checkpoint, seed_everything
 from training.config.job import Job
 from training.config.settings import rate
 from training.data.images import TrainingImages, build_loader
@@ -23,6 +23,7 @@ from training.data.samplers import BatchSampler
 from training.device import autocast, on_device
 from training.distributed import is_main, local_world, rank, wait_for_all, world
 from training.evaluation.evaluate import batches, embed, evaluate, evaluating, figures_of
+from training.folder import UNTRAINED
 from training.losses.base import check_labels
 from training.objective import Terms
 from training.report import notices
@@ -47,7 +48,7 @@ class Listener(Protocol):
 def fit(
     job: Job, split: Split, folder: Path, listener: Listener, resume: bool = False
 ) -> list[Row]:
-    """Train `job` on `split.train` and keep everything in `folder`.
+    """Train `job` on `split.train`, and the feedback on it, and keep everything in `folder`.
 
     Before the first step the trunk alone is measured on the held-out classes. The last epoch is
     the model of the run, in `checkpoint.pt`, unless the job's protocol chooses the best one, which
@@ -57,15 +58,16 @@ def fit(
     Raises: TrainingError.
     """
     seed_everything(job.seed)
-    order = BatchSampler(job, split.train.labels, rank(), world())
+    images = split.to_learn()
+    order = BatchSampler(job, images.labels, rank(), world(), split.confused())
     job = job.model_copy(update={"optimizer": job.optimizer.enough_epochs(len(order))})
-    check_labels(torch.from_numpy(split.train.labels), split.train.classes)
-    run = create_run(job, split.train.classes)
+    check_labels(torch.from_numpy(images.labels), images.classes)
+    run = create_run(job, images.classes)
     run.objective.shares.calibration_steps = len(order)
     run.net.check_sizes(job.input.size_px, job.input.preprocessing().crop_px)
     if resume:
         restore(run, split, folder / FILE)
-    views = TrainingImages(split.train, job.input, job.seed)
+    views = TrainingImages(images, job.input, job.seed)
     loader = build_loader(views, order, job.runtime, run.device, job.seed, local_world())
     log = RunLog(folder, job.runtime.tensorboard, run.step) if is_main() else None
     training = _Training(run, split, folder, log, listener)
@@ -109,6 +111,8 @@ class _Training:
             part: LabelledImages | None = getattr(self.split, name)
             if part is not None:
                 write_table(self.folder / f"{name}.csv", part)
+        if self.split.feedback is not None:
+            write_table(self.folder / "feedback.csv", self.split.joined())
 
     def begin(self) -> None:
         """Epoch 0: figures of the trunk, or of the model that it goes on from, and of the start."""
@@ -138,7 +142,7 @@ class _Training:
         trained = goes_on(job)
         run.began_with = "the model that it went on from" if trained else UNTRAINED
         run.trunk = figures(embedded if trained else functional.normalize)
-        start_from_trunk(run, self.split.train)
+        start_from_trunk(run, self.split.to_learn())
         if run.average is not None:
             run.average = Average(run.net, run.average.decay)
         run.start = figures(embedded)

@@ -21,10 +21,11 @@ from PIL import Image
 from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.models import mobilenet_v2
 from torchvision.transforms import v2
 
+from training.config.settings import OfficialData
 from training.data.load import load_split
 from training.data.records import LabelledImages
 
@@ -105,15 +106,18 @@ def train(options: argparse.Namespace, images: LabelledImages) -> tuple[Network,
     return network.eval(), time.perf_counter() - started
 
 
-def recall(network: Network, images: LabelledImages, size_px: int) -> dict[str, float]:
+def recall(
+    network: Network, images: LabelledImages, size_px: int, count: int | None
+) -> dict[str, float]:
     transform = v2.Compose(
         [v2.Resize(round(TEST_SCALE * size_px)), v2.CenterCrop(size_px), *to_tensor()]
     )
-    loader = DataLoader(Photographs(images, transform), 90, num_workers=2)
+    asked = range(len(images))[:count]
+    loader = DataLoader(Subset(Photographs(images, transform), asked), 90, num_workers=2)
     with torch.inference_mode():
         vectors = torch.cat([network(pixels) for pixels, _ in loader])
     scores = (vectors @ vectors.T).fill_diagonal_(-torch.inf)
-    labels = torch.from_numpy(images.labels)
+    labels = torch.from_numpy(images.labels[: len(asked)])
     right = labels[scores.topk(8, dim=1).indices] == labels[:, None]
     return {f"R@{k}": 100 * float(right[:, :k].any(1).float().mean()) for k in (1, 2, 4, 8)}
 
@@ -131,11 +135,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=90)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--test-images", type=int, help="the first so many; default: all")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from training.config.settings import OfficialData
-
     root = str(Path(options.shared) / "data/cars196-half")
+    if not Path(root).is_dir():
+        print(f"skipped: needs {root}, with the photographs of Cars196; name --shared")
+        raise SystemExit(77)
     split = load_split(OfficialData(kind="cars196", root=root, allow_partial=True))
     network, seconds = train(options, split.train)
     found = {
@@ -145,7 +151,7 @@ def main() -> None:
         "steps": options.steps,
         "batch_size": options.batch_size,
         "seconds_per_step": seconds / options.steps,
-        "figures": recall(network, split.test, options.size_px),
+        "figures": recall(network, split.test, options.size_px, options.test_images),
     }
     print(json.dumps(found))
     if options.out:

@@ -74,6 +74,10 @@ _GROUPED = """
 SELECT value, group_concat(item), count(*) FROM attributes
 WHERE name = (SELECT id FROM names WHERE name = ?) AND value IN ({}) GROUP BY value
 """
+_ALL_GROUPED = """
+SELECT value, group_concat(item), count(*) FROM attributes
+WHERE name = (SELECT id FROM names WHERE name = ?) GROUP BY value ORDER BY value
+"""
 _LOWEST = f"SELECT {_VALUES_OF} ORDER BY value LIMIT 1"
 _HIGHEST = f"SELECT {_VALUES_OF} ORDER BY value DESC LIMIT 1"
 _FROM_ID = "SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
@@ -234,6 +238,15 @@ class CatalogView:
         rows = self._all(_GROUPED.format(", ".join("?" * len(asked))), name, *asked)
         return [(restored(value), self._parsed(text, count)) for value, text, count in rows]
 
+    def values_of(self, name: str) -> tuple[list[AttributeValue], NDArray[np.int64], Ids]:
+        """The values of an attribute, ascending; how many items have each; and the numbers of all
+        these items, value after value.
+        """
+        rows = self._all(_ALL_GROUPED, name)
+        counts = np.array([count for _, _, count in rows], np.int64)
+        ids = self._listed(",".join(text for _, text, _ in rows), int(counts.sum()))
+        return [restored(value) for value, _, _ in rows], counts, ids
+
     def ids_from(self, offset: int, limit: int, after: ItemId = -1) -> Ids:
         """The numbers above `after` of at most `limit` items, ascending, without the first
         `offset`.
@@ -260,8 +273,7 @@ class CatalogView:
         minimum = maximum = None
         is_counted = True
         if kind == "number":
-            ends = [*self._all(_LOWEST, name), *self._all(_HIGHEST, name)]
-            minimum, maximum = (ends[0][0], ends[1][0]) if ends else (None, None)
+            minimum, maximum = self.span(name) or (None, None)
             different = self._all(_DIFFERENT, name, MAX_COUNTED_VALUES + 1)
             is_counted = len(different) <= MAX_COUNTED_VALUES
         values = None
@@ -269,6 +281,11 @@ class CatalogView:
             rows = self._all(_FREQUENT, name, MAX_COUNTED_VALUES)
             values = tuple((restored(value), count) for value, count in rows)
         return AttributeFacts(name, kind, values, minimum, maximum)
+
+    def span(self, name: str) -> tuple[float, float] | None:
+        """The lowest and highest value of a numeric attribute; None if no item has it now."""
+        ends = [*self._all(_LOWEST, name), *self._all(_HIGHEST, name)]
+        return (ends[0][0], ends[1][0]) if ends else None
 
     def iter_vectors(self, batch: int = 4096) -> Iterator[tuple[Ids, Embeddings]]:
         """Numbers (B,) and vectors (B, D) of all items, by ascending number."""
@@ -379,13 +396,16 @@ class CatalogView:
         return self._parsed(text, count)
 
     def _parsed(self, text: str | None, count: int) -> Ids:
+        return np.sort(self._listed(text, count))
+
+    def _listed(self, text: str | None, count: int) -> Ids:
         try:
             ids = np.fromstring(text or "", dtype=np.int64, sep=",")
         except (ValueError, DeprecationWarning):
             ids = np.empty(0, np.int64)
         if len(ids) != count:
             raise damaged(self.connection, "it has item numbers that are no numbers")
-        return np.sort(ids)
+        return ids
 
     def _all(self, sql: str, *parameters: Any) -> list[Any]:
         return self.connection.execute(sql, parameters).fetchall()

@@ -3,7 +3,6 @@
 import contextlib
 from collections import Counter
 from collections.abc import Container, Sequence
-from math import sqrt
 from statistics import median
 from time import perf_counter
 
@@ -12,14 +11,10 @@ from pydantic import BaseModel, ConfigDict
 
 from embedder.errors import ItemNotFoundError
 from embedder.types import AttributeValue, Hit
+from indexer.checks.intervals import Interval, over_classes, wilson
 from indexer.gallery import Gallery
 
 _SEED = 0
-_DRAWS = 2000
-_Z = 1.96  # of a normal distribution, 95 % lie within as many standard deviations
-
-Interval = tuple[float, float]
-"""The lower and the upper end of a 95 % interval."""
 
 
 class Side(BaseModel):
@@ -98,7 +93,7 @@ def compare(
         queries=len(keys),
         judged=len(judged),
         classes=len(set(names)),
-        change_interval=_over_classes(change, names),
+        change_interval=over_classes(change, names),
         old=sides[0],
         new=sides[1],
         overlap_at_k=_overlap(answers[0], answers[1]),
@@ -144,37 +139,10 @@ def _side(gallery: Gallery, right: Sequence[list[bool]], times: Sequence[float])
         generation=gallery.generation,
         items=gallery.size,
         recall_at_1=round(float(np.mean(first)), 6) if first else None,
-        recall_at_1_interval=_wilson(sum(first), len(first)) if first else None,
+        recall_at_1_interval=wilson(sum(first), len(first)) if first else None,
         recall_at_k=round(float(np.mean(within)), 6) if within else None,
         ms_per_query=round(median(times), 3) if times else None,
     )
-
-
-def _wilson(right: int, queries: int) -> Interval:
-    """Interval of a part of independent queries.
-
-    References: Wilson, Probable Inference, the Law of Succession, and Statistical Inference (1927).
-    """
-    part, z2 = right / queries, _Z**2 / queries
-    middle = (part + z2 / 2) / (1 + z2)
-    half = _Z * sqrt(part * (1 - part) / queries + z2 / (4 * queries)) / (1 + z2)
-    return round(max(middle - half, 0.0), 6), round(min(middle + half, 1.0), 6)
-
-
-def _over_classes(change: Sequence[int], names: Sequence[object]) -> Interval | None:
-    """Interval of the mean of `change` (N,), drawing whole classes (N,) with replacement."""
-    number = {name: index for index, name in enumerate(dict.fromkeys(names))}
-    if len(number) < 2:
-        return None
-    rows = np.array([number[name] for name in names])
-    sums, sizes = np.bincount(rows, np.array(change, dtype=float)), np.bincount(rows)
-    rng = np.random.default_rng(_SEED)
-    means = []
-    for _ in range(_DRAWS):
-        drawn = rng.integers(0, len(number), len(number))
-        means.append(sums[drawn].sum() / sizes[drawn].sum())
-    low, high = np.quantile(means, (0.025, 0.975))
-    return round(float(low), 6), round(float(high), 6)
 
 
 def _overlap(old: dict[str, list[Hit]], new: dict[str, list[Hit]]) -> float | None:

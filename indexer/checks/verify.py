@@ -12,6 +12,7 @@ from embedder.errors import GalleryCorruptError, ImageError, SourceError
 from embedder.session import Embedder
 from embedder.types import Embeddings
 from indexer.catalog.database import Catalog, catalog_view
+from indexer.checks.golden import GoldenSet
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import read_manifest
 from indexer.gallery import Gallery
@@ -38,8 +39,12 @@ _SAME_IMAGE = 0.999
 
 
 def check_files(path: Path | str) -> None:
-    """Every hash of the index, and the integrity of the catalogue. Raises: GalleryCorruptError."""
+    """Every hash of the index, and the integrity of the catalogue and the golden set.
+
+    Raises: GalleryCorruptError.
+    """
     generation = GalleryFolder(path).current()
+    GoldenSet(path).check()
     catalog = Catalog.open(generation / CATALOG)
     try:
         with catalog.reading() as view:

@@ -119,8 +119,9 @@ def print_failures(failures: tuple[Failure, ...], found: int, rest: str) -> None
 
 def shown(attributes: Mapping[str, AttributeValue]) -> str:
     """Attributes on one line."""
-    return ", ".join(f"{name}={_written(value)}" for name, value in attributes.items())
+    return ", ".join(f"{name}={written(value)}" for name, value in attributes.items())
 
 
-def _written(value: AttributeValue) -> str:
+def written(value: AttributeValue) -> str:
+    """A value as it is typed."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import numpy as np
 import typer
 from numpy.lib.format import read_array
+from numpy.typing import NDArray
 
 from embedder.errors import ImageError, InvalidParameterError, SourceError
 from embedder.manifest import AskedPrecision
@@ -94,9 +95,13 @@ def read_vectors(file: Path) -> Embeddings:
 
 def vector_of(image: Path, embedder: Embedder) -> Embeddings:
     """The vector (1, D) of an image file. Raises: SourceError if it cannot be used."""
+    return embedder.embed(pixels_of(image, embedder)[1][None])
+
+
+def pixels_of(image: Path, embedder: Embedder) -> tuple[bytes, NDArray[np.uint8]]:
+    """An image file as it is, and preprocessed. Raises: SourceError if it cannot be used."""
     try:
         data = read_image(image.resolve().parent, image.name, ANY_SIZE.max_bytes)
-        pixels = embedder.preprocess(data)
+        return data, embedder.preprocess(data)
     except (ImageError, OSError) as error:
         raise SourceError(f"The image {image} cannot be used: {error}") from error
-    return embedder.embed(pixels[None])

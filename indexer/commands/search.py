@@ -1,17 +1,21 @@
-"""kinlens-index search, show: ask a gallery."""
+"""kinlens-index search, show, explain: ask a gallery."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-from embedder.errors import ItemNotFoundError
+from embedder import explain as where
+from embedder.calibration import Calibration
+from embedder.errors import ItemNotFoundError, SourceError
+from embedder.preprocess import decode
 from embedder.types import Embeddings, Hit
 from indexer.commands import options, stores
-from indexer.commands.console import errors_shown, out, print_json, shown
+from indexer.commands.console import errors_shown, out, print_json, shown, written
 from indexer.commands.options import (
     DeviceOption,
     FallbackOption,
@@ -21,19 +25,43 @@ from indexer.commands.options import (
     WhereOption,
 )
 from indexer.filters.text import parse_filter
-from indexer.types import Group, Grouping, GroupScore, SearchOptions, VectorStore, combined_query
+from indexer.ingest.sources import ANY_SIZE
+from indexer.types import (
+    Group,
+    Grouping,
+    GroupScore,
+    Rerank,
+    SearchOptions,
+    VectorStore,
+    boost_of,
+    combined_query,
+)
 
 app = typer.Typer()
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answers to all queries, in their order: `hits`, or `groups` if these were asked for."""
+    """The answers to all queries, in their order: `hits`, or `groups` if these were asked for, and
+    the counts of `facets`. `probabilities`: that each answer is right, if the model is calibrated.
+    """
 
     gallery: str
     version: str
     hits: Sequence[Sequence[Hit]] | None = None
     groups: Sequence[Sequence[Group]] | None = None
+    facets: Sequence[Mapping[str, Mapping[str, Any]]] | None = None
+    probabilities: Sequence[Sequence[float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is wanted of the answer to each query."""
+
+    k: int
+    wanted: SearchOptions
+    grouping: Grouping | None
+    facets: Sequence[str]
 
 
 @app.command(
@@ -68,9 +96,27 @@ def search(
     distinct: Annotated[
         bool, typer.Option("--distinct", help="Of items with equal content only the best.")
     ] = False,
+    near: Annotated[
+        float | None,
+        typer.Option(metavar="SCORE", help="Of items with this cosine to a better one none."),
+    ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Compare with every vector.")] = False,
     effort: Annotated[
         int | None, typer.Option(help="efSearch or nprobe instead of the tuned value.")
+    ] = None,
+    facets: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="Count values over all that fits: colour,price."),
+    ] = None,
+    rerank: Annotated[
+        Rerank | None, typer.Option(help="Order the first 200 by their own neighbours.")
+    ] = None,
+    diversity: Annotated[
+        float, typer.Option(help="Prefer what is unlike the hits before it, 0..1.")
+    ] = 0.0,
+    boost: Annotated[
+        str | None,
+        typer.Option(metavar="NAME:WEIGHT[:FROM:TO]", help="Add a scaled numeric attribute."),
     ] = None,
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
@@ -88,18 +134,26 @@ def search(
             min_score=min_score,
             offset=offset,
             distinct=distinct,
+            near=near,
             exact=exact,
             effort=effort,
+            rerank=rerank,
+            diversity=diversity,
+            boost=boost_of(boost) if boost else None,
         )
         grouping = Grouping(group_by, group_score, group_size) if group_by else None
+        shape = Shape(k, wanted, grouping, facets.split(",") if facets else [])
         expected = None if embedder is None else embedder.bundle_id
         with stores.opened(gallery, bundle_id=expected, device=device) as store:
             if like:
-                found = _found_like(store, like, unlike or [], k, wanted, grouping)
+                found = _found_like(store, like, unlike or [], shape)
             elif image and embedder:
-                found = _found(store, options.vector_of(image, embedder), k, wanted, grouping)
+                found = _found(store, options.vector_of(image, embedder), shape)
             else:
-                found = _found(store, options.read_vectors(vector or Path()), k, wanted, grouping)
+                found = _found(store, options.read_vectors(vector or Path()), shape)
+            if image and embedder and embedder.calibration and not wanted.reorders:
+                calibration = embedder.calibration.for_gallery(store.size)
+                found = replace(found, probabilities=_probabilities(found, calibration, offset))
         if json:
             print_json(found)
         else:
@@ -127,6 +181,42 @@ def show(
         out.print(f"{name:10} {shown(value) if name == 'attributes' else value}")
 
 
+@app.command(epilog="Example: kinlens-index explain new.jpg shoes/red.jpg --bundle shop/bundle")
+def explain(
+    query: Annotated[Path, typer.Argument(metavar="QUERY", help="Image that was searched with.")],
+    hit: Annotated[Path, typer.Argument(metavar="HIT", help="Image that was found.")],
+    bundle: Annotated[Path, typer.Option(help="Model bundle, exported with --map.")],
+    drawn: Annotated[
+        Path, typer.Option("--out", help="Picture to write: both under their heat maps.")
+    ] = Path("match.png"),
+    json: JsonOption = False,
+) -> None:
+    """Show where two images match: the share of their score that each region has."""
+    with errors_shown():
+        embedder = options.open_embedder(bundle, "cpu", False, "fp32")
+        data, pixels = zip(
+            *(options.pixels_of(path, embedder) for path in (query, hit)), strict=True
+        )
+        match = where.explain(embedder, *pixels)
+        sheet = where.side_by_side(
+            [
+                where.overlaid(decode(one, ANY_SIZE), grid, embedder.preprocessing)
+                for one, grid in zip(data, (match.query, match.hit), strict=True)
+            ]
+        )
+        try:
+            sheet.save(drawn)
+        except (OSError, ValueError) as error:
+            raise SourceError(
+                f"{drawn} cannot be written: {error}. Name a .png or .jpg with --out."
+            ) from error
+    if json:
+        shares = {"query": match.query.tolist(), "hit": match.hit.tolist()}
+        print_json({"score": match.score, **shares, "out": str(drawn)})
+        return
+    out.print(f"{match.score:.4f}  {drawn}")
+
+
 def _check_usage(
     image: Path | None,
     bundle: Path | None,
@@ -142,35 +232,27 @@ def _check_usage(
         raise typer.BadParameter("--unlike needs at least one --like.")
 
 
-def _found(
-    store: VectorStore,
-    queries: Embeddings,
-    k: int,
-    wanted: SearchOptions,
-    grouping: Grouping | None,
-) -> Found:
-    if grouping is None:
-        hits = store.search(queries, k, wanted)
-        return Found(store.name, store.version, hits=hits)
-    groups = store.search_groups(queries, k, grouping, wanted)
-    return Found(store.name, store.version, groups=groups)
+def _found(store: VectorStore, queries: Embeddings, shape: Shape) -> Found:
+    found, wanted = Found(store.name, store.version), shape.wanted
+    if shape.facets:
+        counts = [store.facets(shape.facets, query[None], wanted) for query in queries]
+        described = [{name: one.described() for name, one in each.items()} for each in counts]
+        found = replace(found, facets=described)
+    if shape.grouping is None:
+        return replace(found, hits=store.search(queries, shape.k, wanted))
+    return replace(found, groups=store.search_groups(queries, shape.k, shape.grouping, wanted))
 
 
 def _found_like(
-    store: VectorStore,
-    like: Sequence[str],
-    unlike: Sequence[str],
-    k: int,
-    wanted: SearchOptions,
-    grouping: Grouping | None,
+    store: VectorStore, like: Sequence[str], unlike: Sequence[str], shape: Shape
 ) -> Found:
-    if grouping is None:
-        hits = store.search_like(like, unlike, k, wanted)
+    if shape.grouping is None and not shape.facets:
+        hits = store.search_like(like, unlike, shape.k, shape.wanted)
         return Found(store.name, store.version, hits=[hits])
     liked, disliked = _vectors(store, like), _vectors(store, unlike)
     known = store.stored([*like, *unlike]).values()
-    wanted = replace(wanted, exclude=frozenset(item.id for item in known))
-    return _found(store, combined_query(liked, disliked)[None], k, wanted, grouping)
+    wanted = replace(shape.wanted, exclude=frozenset(item.id for item in known))
+    return _found(store, combined_query(liked, disliked)[None], replace(shape, wanted=wanted))
 
 
 def _vectors(store: VectorStore, keys: Sequence[str]) -> Embeddings:
@@ -178,22 +260,47 @@ def _vectors(store: VectorStore, keys: Sequence[str]) -> Embeddings:
     return np.stack(rows) if rows else np.empty((0, store.dim), np.float32)
 
 
+def _probabilities(found: Found, calibration: Calibration, offset: int) -> list[list[float]]:
+    """That each answer is right, at its rank."""
+    answers: Sequence[Sequence[Hit | Group]] = found.groups or found.hits or ()
+    return [
+        calibration.probability(
+            np.array([part.score for part in answer]), offset + 1 + np.arange(len(answer))
+        ).tolist()
+        for answer in answers
+    ]
+
+
 def _print_found(found: Found) -> None:
-    """One line an item."""
+    """One line an item, with the probability that it is right if the model is calibrated."""
     answers: Sequence[Sequence[Hit | Group]] = found.groups or found.hits or ()
     for number, answer in enumerate(answers):
         if len(answers) > 1:
             out.print(f"Query {number}:")
         if not answer:
             out.print("Nothing fits.")
-        for part in answer:
+        likely = found.probabilities[number] if found.probabilities else []
+        for part, sure in zip_longest(answer, likely):
+            told = "" if sure is None else f"  {100 * sure:3.0f} %"
             if isinstance(part, Hit):
-                _print_hit(part)
+                _print_hit(part, told=told)
                 continue
-            out.print(f"{part.score:.4f}  {'(no value)' if part.value is None else part.value}")
+            value = "(no value)" if part.value is None else part.value
+            out.print(f"{part.score:.4f}{told}  {value}")
             for hit in part.hits:
                 _print_hit(hit, "    ")
+        for name, facet in found.facets[number].items() if found.facets else ():
+            _print_facet(name, facet)
 
 
-def _print_hit(hit: Hit, indent: str = "") -> None:
-    out.print(f"{indent}{hit.score:.4f}  {hit.key}  {shown(hit.attributes)}".rstrip())
+def _print_hit(hit: Hit, indent: str = "", told: str = "") -> None:
+    out.print(f"{indent}{hit.score:.4f}{told}  {hit.key}  {shown(hit.attributes)}".rstrip())
+
+
+def _print_facet(name: str, facet: Mapping[str, Any]) -> None:
+    """One line an attribute."""
+    parts = [f"{written(each['value'])} ({each['count']:,})" for each in facet.get("values", ())]
+    bins = facet.get("bins", ())
+    parts += [f"{each['from']:g} to {each['to']:g} ({each['count']:,})" for each in bins]
+    parts += [f"{rest} ({facet[rest]:,})" for rest in ("other", "missing") if facet.get(rest)]
+    out.print(f"{name}: {', '.join(parts)}")

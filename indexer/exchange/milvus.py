@@ -51,24 +51,27 @@ from indexer.exchange.milvus_collection import (
     vectors_of,
 )
 from indexer.exchange.milvus_filters import literal
-from indexer.filters.tree import Filter, In, check_grouped
+from indexer.filters.tree import Filter, In, check_boosted, check_grouped
 from indexer.folder.manifest import GalleryFacts
 from indexer.ingest.pictures import ItemImage, item_image
 from indexer.live.ranking import (
     Candidate,
     Fetch,
     Members,
+    Reorder,
     best_groups,
     best_hits,
     check_options,
     check_search,
     contents_of,
 )
+from indexer.live.rerank import reorder_of
 from indexer.types import (
     MAX_COUNTED_VALUES,
     AttributeFacts,
     Consistency,
     Entry,
+    Facet,
     Group,
     Grouping,
     Item,
@@ -383,7 +386,8 @@ class MilvusStore:
         options = options or SearchOptions()
         now = self._now()
         queries = _checked(now, queries, k, options)
-        return best_hits(_fetch(now, queries, options), len(queries), k, options)
+        fetch, reorder = _fetch(now, queries, options), _reorder(now, queries, k, options)
+        return best_hits(fetch, len(queries), k, options, reorder=reorder)
 
     def search_groups(
         self,
@@ -398,7 +402,8 @@ class MilvusStore:
         if grouping.by not in now.kinds and now.count():
             check_grouped(grouping.by, now.kinds)
         groups = _Groups(now, queries, grouping.by, options)
-        return best_groups(groups, len(queries), k, grouping, options)
+        reorder = _reorder(now, queries, k, options)
+        return best_groups(groups, len(queries), k, grouping, options, reorder)
 
     def search_like(
         self,
@@ -416,6 +421,13 @@ class MilvusStore:
         numbers = {int(row["number"]) for row in rows}
         [hits] = self.search(query[None], k, replace(options, exclude=options.exclude | numbers))
         return hits
+
+    def facets(self, names: Sequence[str], *_others: object, **_named: object) -> dict[str, Facet]:
+        """Not on Milvus, which cannot count by value. Raises: InvalidParameterError."""
+        raise InvalidParameterError(
+            f"facets = {', '.join(names):.160}: gallery {self.name} lies on Milvus, which does not "
+            "count values. Leave facets out, or import the gallery into a folder."
+        )
 
     def close(self) -> None:
         """Let go of the connection."""
@@ -483,6 +495,24 @@ def _fetch(now: Collection, queries: Embeddings, options: SearchOptions, group: 
         return [[_candidate(row) for row in best] for best in found]
 
     return fetch
+
+
+def _reorder(
+    now: Collection, queries: Embeddings, k: int, options: SearchOptions
+) -> Reorder | None:
+    """How the first hits change places; their vectors are one more request to the server."""
+
+    def vectors(ids: Sequence[ItemId]) -> Embeddings:
+        rows = now.lookup("number", ids, ["number", "vector"])
+        found = {int(row["number"]): row["vector"] for row in rows}
+        gone = [0.0] * now.facts.dim  # removed since it was found: like nothing else
+        return np.array([found.get(number, gone) for number in ids], np.float32)
+
+    def span(name: str) -> None:
+        if now.kinds or now.count():
+            check_boosted(name, now.kinds)  # the server does not tell the range
+
+    return reorder_of(options, k, queries, vectors, span)
 
 
 def _candidate(row: Row) -> Candidate:
@@ -559,6 +589,11 @@ def _possible(ids: Iterable[ItemId]) -> list[ItemId]:
 
 def _checked(now: Collection, queries: Embeddings, k: int, options: SearchOptions) -> Embeddings:
     queries = check_search(k, options, now.facts.dim, queries)
+    if options.near is not None:
+        raise InvalidParameterError(
+            "Near-duplicates are not left out of answers on Milvus. Ask for distinct = true, which "
+            "leaves out equal content, or import the gallery into a folder."
+        )
     if options.offset + k > MOST:
         raise InvalidParameterError(
             f"offset + k = {options.offset + k:,}; Milvus gives the {MOST:,} best. Ask for fewer."

@@ -43,13 +43,14 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 _WHOLE = re.compile(r"[+-]?\d+")
 _LIMITS = {"<": "below", "<=": "at_most", ">": "above", ">=": "at_least"}
 _TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+_VALUE = 'a value such as "red" or 12.5'
 _WORDS = {
     "BARE": "an attribute",
     "QUOTED": "an attribute",
-    "TEXT": "a value",
-    "NUMBER": "a value",
-    "TRUE": "a value",
-    "FALSE": "a value",
+    "TEXT": _VALUE,
+    "NUMBER": _VALUE,
+    "TRUE": _VALUE,
+    "FALSE": _VALUE,
     "OP": "a comparison such as =",
     "IN": "'in'",
     "NOT": "'not'",

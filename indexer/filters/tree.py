@@ -235,8 +235,21 @@ Filter = Equals | In | Range | And | Or | Not
 
 def check_grouped(name: object, schema: Schema) -> None:
     """Raises: FilterError for an attribute to group by that no item ever had."""
+    check_attribute(name, schema, "group by")
+
+
+def check_attribute(name: object, schema: Schema, purpose: str) -> None:
+    """Raises: FilterError for an attribute that no item ever had; it says what it is for."""
     if name not in schema:
-        raise FilterError(f"There is no attribute {name!r:.160} to group by. {_known(schema)}")
+        raise FilterError(f"There is no attribute {name!r:.160} to {purpose}. {_known(schema)}")
+
+
+def check_boosted(name: object, schema: Schema) -> None:
+    """Raises: FilterError for an attribute to boost by that is no number."""
+    numeric = {known: kind for known, kind in schema.items() if kind == "number"}
+    if name not in numeric:
+        told = _known(numeric) if numeric else "No attribute of this gallery is a number."
+        raise FilterError(f"There is no numeric attribute {name!r:.160} to boost by. {told}")
 
 
 def _joined(*sizes: _Size) -> _Size:

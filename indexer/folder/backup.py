@@ -4,6 +4,7 @@ A backup is a folder in the layout of a gallery, so it opens as it is, with one 
 
     backup.json            BackupReport; no build takes a folder that has it
     CURRENT
+    golden.sqlite          the golden set, if there is one
     versions/<generation>/ manifest.json, report.json, catalog.sqlite, segments/<name>/
 
 A backup and what is restored from it are generations of their own: their items change separately
@@ -31,6 +32,7 @@ from embedder.errors import (
 )
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.read import State
+from indexer.checks.golden import GoldenSet
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import REPORT as BUILD_REPORT
 from indexer.folder.manifest import GalleryManifest, read_manifest, read_report, write_manifest
@@ -80,6 +82,8 @@ def backup(
         make_folder(out.parent, "backup")
         with staged(out.parent, f".{out.name}.part-") as stage:
             report = _write(source, stage, on_progress)
+            GoldenSet(gallery).copy_to(stage)
+            GoldenSet(stage).check()
             sync_tree(stage, "backup")
             rename(stage, out, "backup")
     return report
@@ -95,7 +99,7 @@ def restore(
     """Make the gallery of a backup the current one in folder `out`, as a new generation.
 
     A damaged backup, or a kill at any moment, leaves the gallery in `out` as it was. One that is
-    there has to be given up with `replace`.
+    there has to be given up with `replace`, and so is its golden set, if the backup has one.
 
     Raises: GalleryNotFoundError if there is no backup; GalleryCorruptError if it is damaged;
         GalleryError if `out` holds a gallery and not `replace`; GalleryBusyError;
@@ -108,11 +112,14 @@ def restore(
         )
     source, folder = GalleryFolder(backup).current(), GalleryFolder(out)
     _refuse_old(folder, replace)
+    golden = GoldenSet(backup)
+    golden.check()
     with disk_errors_explained(folder.path), folder.locked(), folder.stage() as stage:
         _refuse_old(folder, replace)
         manifest = _renewed(source)
         _copy(source, stage, manifest, on_progress)
         folder.publish(stage, manifest.generation)
+        golden.copy_to(folder.path)
     return manifest
 
 

@@ -6,6 +6,7 @@ gallery/
   WRITE                shared by writes, held alone while a build replaces the gallery
   TURN                 passed by a write on its way to WRITE, held by a build that waits for it
   pictures/            what was uploaded, kept by whoever serves the gallery; no build touches it
+  golden.sqlite        queries that the owner labelled, and reports; no build touches it either
   versions/<name>/     a generation: what one build made, and every change since
   versions/.draft-<...>/     a gallery in itself: what a build has made so far, kept after a kill
 """
@@ -41,6 +42,7 @@ from embedder.errors import (
     GalleryWriteError,
 )
 from embedder.types import SHORT
+from indexer.checks.golden import GOLDEN
 from indexer.folder.manifest import MANIFEST
 
 _CURRENT = "CURRENT"
@@ -55,6 +57,7 @@ _GENERATION_NAME = re.compile(f"[0-9a-f]{{{SHORT}}}")
 _OWN_NAMES = {
     *(_CURRENT, f".{_CURRENT}.tmp", _LOCK, _WRITE, _TURN, _VERSIONS, PICTURES),
     *(f"{_WORK}{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
+    *(f"{GOLDEN}{suffix}" for suffix in ("", "-journal")),
 }
 
 

@@ -171,6 +171,12 @@ class SegmentIndex:
             return compare(queries, k, self._vectors, positions)
         return self._brute_force(queries, k)
 
+    def reaching(self, query: Embeddings, least: float, allowed: Bits | None = None) -> Ids:
+        """The positions of all vectors whose score for the query (1, D) is at least `least`, of
+        those that the bitmap `allowed` leaves; by comparing with each.
+        """
+        return reaching(self._vectors, query, least, allowed)
+
     def vectors(self, positions: Ids) -> Embeddings:
         """The full-precision vectors (N, D) at known positions (N,)."""
         found: Embeddings = np.asarray(self._vectors[positions])
@@ -260,6 +266,31 @@ class SegmentIndex:
         _check(queries, self.dim)
         _set_threads(1 if len(queries) == 1 else min(len(queries), core_count()))
         return queries, min(k, self.size)
+
+
+def reaching(
+    vectors: Embeddings, query: Embeddings, least: float, allowed: Bits | None = None
+) -> Ids:
+    """The positions of all vectors (N, D) whose score for the query (1, D) is at least `least`,
+    of those that the bitmap `allowed` leaves. Compares with each of them.
+    """
+    if not len(vectors):
+        return np.empty(0, np.int64)
+    _set_threads(1)
+    # FAISS gives what is above its radius; scores and radius are of single precision.
+    radius = np.float32(least)
+    if float(radius) >= least:
+        radius = np.nextafter(radius, np.float32(-np.inf))
+    asked = None
+    if allowed is not None:
+        asked = faiss.SearchParameters(sel=faiss.IDSelectorBitmap(allowed))
+    found = faiss.RangeSearchResult(1)
+    _flat_over(vectors).range_search_c(1, faiss.swig_ptr(query), float(radius), found, asked)
+    count = int(faiss.rev_swig_ptr(found.lims, 2)[1])
+    if not count:
+        return np.empty(0, np.int64)
+    positions: Ids = faiss.rev_swig_ptr(found.labels, count).copy()
+    return positions
 
 
 def count_of(allowed: Bits, size: int) -> int:

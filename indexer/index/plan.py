@@ -16,7 +16,7 @@ from indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
 
 _MIB = 2**20
 _BASE_BUILD_MB = 100.0  # batches on their way from the catalogue to the file, held-out queries
-_BUILD_ITEM_BYTES = 60  # measured by benchmarks/build_memory.py: keys and numbers of items
+_BUILD_ITEM_BYTES = 60  # measured by benchmarks/memory.py: keys and numbers of items
 _WRITE_BYTES_PER_S = 200e6
 
 MAX_DIM = 8192

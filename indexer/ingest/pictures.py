@@ -16,7 +16,7 @@ from embedder.preprocess import decode
 from indexer.ingest.sources import ANY_SIZE, read_image
 from indexer.types import Item
 
-_MEDIA_TYPES = {"JPEG": "image/jpeg", "PNG": "image/png", "WEBP": "image/webp", "GIF": "image/gif"}
+_MEDIA_TYPES = {kind: f"image/{kind.lower()}" for kind in ("JPEG", "PNG", "WEBP", "GIF", "AVIF")}
 _JPEG_QUALITY = 90
 
 
@@ -29,7 +29,7 @@ class ItemImage:
 
 
 def item_image(root: Path, item: Item) -> ItemImage:
-    """The indexed bytes of an item; BMP and TIFF become JPEG.
+    """The indexed bytes of an item; BMP, TIFF and HEIC become JPEG.
 
     Raises: ItemNotFoundError if it has no image, or the file is gone, was changed after it was
         indexed, or lies outside `root`; GalleryCorruptError if it cannot be read.
@@ -59,7 +59,7 @@ def item_bytes(root: Path, item: Item) -> bytes:
 
 
 def is_shown(kind: str) -> bool:
-    """Whether browsers show files of this format; BMP and TIFF must become JPEG."""
+    """Whether browsers show files of this format; BMP, TIFF and HEIC must become JPEG."""
     return kind in _MEDIA_TYPES
 
 

@@ -14,6 +14,7 @@ from typing import get_args
 import numpy as np
 
 from embedder.errors import ImageTooManyBytesError, SourceError
+from embedder.formats import SUFFIXES
 from embedder.preprocess import ImageLimits
 from embedder.types import AttributeKind, AttributeValue
 from indexer.catalog.attributes import Schema, is_printable
@@ -26,9 +27,6 @@ _WHOLE = re.compile(r"[+-]?\d+")
 _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _DIGITS = 100  # with all its leading zeros
 BOOLEANS = {"true": True, "false": False}
-
-SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-"""Names that a folder walk takes for images, in any case; the content decides in the end."""
 
 ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
 """For images that an embedder has accepted already, within whatever limits of its own."""

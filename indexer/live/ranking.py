@@ -8,7 +8,8 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.catalog.entries import NORM_TOLERANCE, ROUNDING, normalised, norms_of
-from indexer.types import Group, Grouping, Ids, SearchOptions
+from indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, Ids, SearchOptions
 
 _EXPECTED_EXCLUDED = 100
 _BLOCK = 4096
@@ -24,6 +25,8 @@ _EXPECTED_SIZE = 4
 _OPENED_AT_ONCE = 256
 _MOST_GROWTH = 16  # so many times the first number of candidates is fetched while groups turn up
 _MOST_CLOSED = 5000
+_MOST_COMPARED = 10_000  # among so many of the best, what is near a better one is left out
+_COMPARED = 256  # candidates whose vectors are compared at a time
 
 T = TypeVar("T")
 
@@ -47,6 +50,15 @@ Fetch = Callable[[Sequence[int], int], list[list[Candidate]]]
 """(query rows, n) -> the n best candidates of each of these rows; fewer only if there are no more.
 
 Which of several equal scores are cut off at n is left to the engine.
+"""
+
+VectorsOf = Callable[[Sequence[ItemId]], Embeddings]
+"""The vectors (N, D) of these items, in their order."""
+
+
+Reorder = Callable[[int, Sequence[Candidate]], Sequence[int]]
+"""(query row, its first candidates, best first) -> their places in the order to show them in; as
+many of these as a page needs.
 """
 
 
@@ -81,21 +93,55 @@ class Pool:
         return math.isinf(self.ceiling) or not reaches(self.ceiling, min_score)
 
 
-def best_hits(fetch: Fetch, rows: int, k: int, options: SearchOptions) -> list[list[Hit]]:
+def best_hits(
+    fetch: Fetch,
+    rows: int,
+    k: int,
+    options: SearchOptions,
+    vectors_of: VectorsOf | None = None,
+    reorder: Reorder | None = None,
+) -> list[list[Hit]]:
     """The `k` best items of each of `rows` queries after `options.offset`, best first.
 
-    Obeys `min_score`, `offset`, `distinct` and `exclude` of the options; the rest is up to `fetch`.
+    Obeys `min_score`, `offset`, `distinct`, `exclude` and, with `vectors_of`, `near` of the
+    options; the rest is up to `fetch` and `reorder`.
     """
-    reach = options.offset + k
+    reach = _reach(k, options, reorder)
 
-    def settled(_row: int, pool: Pool) -> list[Hit] | None:
+    def settled(row: int, pool: Pool) -> list[Hit] | None:
         allowed = (c for c in pool.candidates if reaches(c.score, options.min_score))
-        kept = list(remaining(allowed, options))
-        if len(kept) < reach and not pool.holds_all(options.min_score):
+        ordered = remaining(allowed, options)
+        if options.near is not None and vectors_of is not None:
+            ordered = apart(ordered, options.near, vectors_of, options.checkpoint)
+        kept = list(islice(ordered, reach))
+        is_crowd = options.near is not None and len(pool.candidates) >= _MOST_COMPARED
+        if len(kept) < reach and not is_crowd and not pool.holds_all(options.min_score):
             return None
-        return [hit(c) for c in kept[options.offset : reach]]
+        return [hit(c) for c in _page(kept, lambda c: c, row, k, options, reorder)]
 
     return settle(fetch, rows, first_count(reach, options), settled)
+
+
+def _reach(k: int, options: SearchOptions, reorder: Reorder | None) -> int:
+    """How many of the best a page is made of."""
+    return max(options.offset + k, 0 if reorder is None else CANDIDATES)
+
+
+def _page(
+    found: Sequence[T],
+    best: Callable[[T], Candidate],
+    row: int,
+    k: int,
+    options: SearchOptions,
+    reorder: Reorder | None,
+) -> Sequence[T]:
+    """The `k` after `options.offset`, once the first have changed places; the rest follow as they
+    are, so that pages leave nothing out and show nothing twice.
+    """
+    if reorder is not None and options.offset < CANDIDATES:
+        places = reorder(row, [best(one) for one in found[:CANDIDATES]])
+        found = [*(found[place] for place in places), *found[CANDIDATES:]]
+    return found[options.offset : options.offset + k]
 
 
 def settle(
@@ -132,6 +178,41 @@ def remaining(ordered: Iterable[Candidate], options: SearchOptions) -> Iterator[
             continue
         contents.add(candidate.sha256)
         yield candidate
+
+
+def apart(
+    ordered: Iterable[Candidate],
+    near: float,
+    vectors_of: VectorsOf,
+    checkpoint: Callable[[], None],
+) -> Iterator[Candidate]:
+    """Candidates, best first, without those whose cosine with one that stays is at least `near`.
+
+    What stays depends on better candidates alone, so that all pages agree; for the same reason
+    cosines are summed in float64, where it does not matter how many are summed at a time.
+    """
+    rest = iter(ordered)
+    kept: NDArray[np.float64] | None = None
+    while block := list(islice(rest, _COMPARED)):
+        checkpoint()
+        vectors = vectors_of([candidate.id for candidate in block]).astype(np.float64)
+        kept = np.empty((0, vectors.shape[1])) if kept is None else kept
+        is_free = ~_are_near(vectors, kept, near).any(axis=1)
+        among = _are_near(vectors, vectors, near)
+        chosen: list[int] = []
+        for row in np.flatnonzero(is_free).tolist():
+            if not among[row, chosen].any():
+                chosen.append(row)
+                yield block[row]
+        kept = np.concatenate([kept, vectors[chosen]])
+
+
+def _are_near(
+    some: NDArray[np.float64], others: NDArray[np.float64], near: float
+) -> NDArray[np.bool_]:
+    """Which cosines of unit vectors (N, D) and (M, D) are at least `near`, (N, M)."""
+    cosines: NDArray[np.float32] = (some @ others.T).astype(np.float32)
+    return cosines >= np.float32(near)
 
 
 def rank(candidate: Candidate) -> tuple[float, ItemId]:
@@ -222,22 +303,40 @@ class GroupSource(Protocol):
 
 
 def best_groups(
-    source: GroupSource, rows: int, k: int, grouping: Grouping, options: SearchOptions
+    source: GroupSource,
+    rows: int,
+    k: int,
+    grouping: Grouping,
+    options: SearchOptions,
+    reorder: Reorder | None = None,
 ) -> list[list[Group]]:
     """The `k` best groups of each of `rows` queries after `options.offset`, best first.
 
     Equal groups are ordered by the number of their best item. What does not fit the filter or is
     excluded belongs to no group; with `distinct` a content counts once in each group, and once
-    among the items without the attribute. `min_score` applies to the score of a group.
+    among the items without the attribute. `min_score` applies to the score of a group. To
+    `reorder` the best item of a group stands for it.
 
     Raises: InvalidParameterError for a grouping out of range.
     """
     _check_grouping(grouping)
-    reach = options.offset + k
+    if options.near is not None:
+        raise InvalidParameterError(
+            "Near-duplicates are not left out of groups. Ask for distinct = true, which leaves out "
+            "equal content, or for items in place of groups."
+        )
+    if options.rerank and grouping.score == "mean":
+        raise InvalidParameterError(
+            f"rerank = {options.rerank} orders groups by their best items, not by their mean. "
+            "Leave it out, or rank groups by their best."
+        )
+    reach = _reach(k, options, reorder)
     first = _EXPECTED_SIZE * first_count(reach, options)
     fetched = source.fetch(range(rows), first) if rows else []
     return [
-        _Search(source, row, reach, grouping, options).found(Pool.of(best, first), first)
+        _Search(source, row, k, reach, grouping, options, reorder).found(
+            Pool.of(best, first), first
+        )
         for row, best in enumerate(fetched)
     ]
 
@@ -248,9 +347,11 @@ class _Search:
 
     source: GroupSource
     row: int
+    k: int
     reach: int
     grouping: Grouping
     options: SearchOptions
+    reorder: Reorder | None
     means: dict[_Key, float] = field(default_factory=dict)
 
     def found(self, pool: Pool, first: int) -> list[Group]:
@@ -270,7 +371,7 @@ class _Search:
         found = [own for own in self._split(pool) if reaches(own[0].score, self.options.min_score)]
         if len(found) < self.reach and not pool.holds_all(self.options.min_score):
             return None
-        shown = found[self.options.offset : self.reach]
+        shown = _page(found, lambda own: own[0], self.row, self.k, self.options, self.reorder)
         return [self._group(self._best_of(own), own[0].score) for own in shown]
 
     def _by_mean(self, pool: Pool) -> list[Group] | None:
@@ -296,7 +397,12 @@ class _Search:
         if not full and not pool.holds_all(self.options.min_score):
             return None
         groups.sort(key=lambda group: (-group[0], group[1][0].id))
-        shown = groups[self.options.offset : self.reach]
+        # A group stands for its mean where the first change places.
+        shown = _page(
+            groups,
+            lambda group: group[1][0]._replace(score=group[0]),
+            *(self.row, self.k, self.options, self.reorder),
+        )
         return [self._group(self._best_of(own), mean) for mean, own in shown]
 
     def _split(self, pool: Pool) -> list[list[Candidate]]:
@@ -374,20 +480,51 @@ def check_options(k: int, options: SearchOptions) -> None:
     check_at_least("offset", options.offset, 0)
     if options.effort is not None:
         check_at_least("effort", options.effort, 1)
-    _check_min_score(options.min_score)
+    _check_cosine("min_score", options.min_score)
+    _check_cosine("near", options.near)
+    if options.reorders:
+        _check_reordering(options)
     if not isinstance(options.exclude, set | frozenset):
         raise InvalidParameterError(
             f"exclude = {options.exclude!r:.80} is not a set. Give frozenset(...) of item numbers."
         )
 
 
-def _check_min_score(min_score: object) -> None:
-    if min_score is None:
-        return
-    is_number = isinstance(min_score, int | float | np.integer | np.floating)
-    if not is_number or not -1.0 <= min_score <= 1.0:  # type: ignore[operator]
+def _check_reordering(options: SearchOptions) -> None:
+    """Raises: InvalidParameterError, unless rerank, diversity and boost are in range."""
+    if options.rerank not in (None, "aqe", "reciprocal"):
         raise InvalidParameterError(
-            f"min_score = {min_score!r:.80} is outside -1..1, the range of a cosine "
+            f"rerank = {options.rerank!r:.80} is not known. Choose 'aqe' or 'reciprocal'."
+        )
+    _check_number("diversity", options.diversity, 0, 1)
+    boost = options.boost
+    if boost is None:
+        return
+    _check_number("the weight of a boost", boost.weight, -MAX_BOOST, MAX_BOOST)
+    for end in (boost.low, boost.high):
+        if end is not None:
+            _check_number("from or to of a boost", end, -math.inf, math.inf)
+    if boost.low is not None and boost.high is not None and boost.low >= boost.high:
+        raise InvalidParameterError(
+            f"A boost from {boost.low:g} to {boost.high:g} has no length. Let `from` be below "
+            "`to`; a negative weight prefers what is low."
+        )
+
+
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high or math.isinf(value):
+        limits = "finite" if math.isinf(low) else f"from {low:g} to {high:g}"
+        raise InvalidParameterError(f"{name} = {value!r:.80}; give a number, {limits}.")
+
+
+def _check_cosine(name: str, value: object) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    if not is_number or not -1.0 <= value <= 1.0:  # type: ignore[operator]
+        raise InvalidParameterError(
+            f"{name} = {value!r:.80} is outside -1..1, the range of a cosine "
             "similarity. Choose a number inside, or leave it out."
         )
 

@@ -8,28 +8,40 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.errors import GalleryCorruptError, ItemNotFoundError
+from embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.catalog.read import Attributes, CatalogView, Row
-from indexer.filters.tree import Filter, In, check_grouped
+from indexer.filters.tree import Filter, In, check_attribute, check_boosted, check_grouped
 from indexer.index.kinds import Bits
+from indexer.live.facets import Columns, checked_names, counted
 from indexer.live.filter_cache import FilterCache, mask_of
 from indexer.live.ranking import (
     Candidate,
     Fetch,
     Members,
+    Reorder,
     best_groups,
     best_hits,
     check_options,
     check_search,
     contents_of,
 )
+from indexer.live.rerank import reorder_of
 from indexer.live.snapshot import FilterMask, ReadTransaction, Snapshot, SnapshotKeeper
-from indexer.types import Group, Grouping, Ids, Scores, SearchOptions, combined_query
+from indexer.types import (
+    Facet,
+    Group,
+    Grouping,
+    Ids,
+    Scores,
+    SearchOptions,
+    combined_query,
+)
 
 _DEFAULTS = SearchOptions()
 _NO_IDS: Ids = np.empty(0, np.int64)
 _MASKS = 64  # of values, kept for the other queries of a search
+_FEW = 1000  # items above a threshold that an index is asked for, to count them
 _BLOCK = 4096  # items whose rows or vectors are read at a time
 
 
@@ -40,6 +52,7 @@ class Searcher:
         self._keeper = keeper
         self._dim = dim
         self._filters = FilterCache()
+        self._columns = Columns()
 
     def nearest(
         self, queries: Embeddings, k: int, options: SearchOptions | None
@@ -73,7 +86,8 @@ class Searcher:
             if now.snapshot.size:
                 check_grouped(grouping.by, now.view.schema())
             source = _Groups(now, queries, grouping.by, options, self._mask(now, options))
-            return best_groups(source, len(queries), k, grouping, options)
+            reorder = _reorder(now, queries, k, options)
+            return best_groups(source, len(queries), k, grouping, options, reorder)
 
     def search_like(
         self,
@@ -92,6 +106,58 @@ class Searcher:
             [hits] = self._hits(now, query[np.newaxis], k, others)
             return hits
 
+    def facets(
+        self,
+        names: Sequence[str],
+        query: Embeddings | None,
+        options: SearchOptions | None,
+        prefix: str,
+    ) -> dict[str, Facet]:
+        options, names = options or _DEFAULTS, checked_names(names)
+        check_options(1, options)
+        if query is not None:
+            query = check_search(1, options, self._dim, query)
+        asked = 0 if query is None else len(query)
+        if asked < (options.min_score is not None):
+            raise InvalidParameterError(
+                f"No query for facets with min_score. Give some of shape (Q, {self._dim})."
+            )
+        while True:  # each round reads a later state
+            with self._keeper.reading() as now:
+                if not now.snapshot.size:
+                    return {name: Facet() for name in names}
+                schema = now.view.schema()
+                for name in names:
+                    check_attribute(name, schema, "count")
+                columns = self._columns.at(now.view, now.snapshot, names, options.checkpoint)
+                if columns is None:
+                    continue
+                rows = self._counted_rows(now, query, options, prefix)
+                return {
+                    name: counted(column, rows, schema[name])
+                    for name, column in zip(names, columns, strict=True)
+                }
+
+    def _counted_rows(
+        self, now: ReadTransaction, query: Embeddings | None, options: SearchOptions, prefix: str
+    ) -> Ids | None:
+        """The rows of the items that fit; None for every row."""
+        snapshot, mask = now.snapshot, self._mask(now, options)
+        if prefix:
+            mask = _in_both(mask, mask_of(snapshot, now.view.with_prefix(prefix)))
+        if query is None or options.min_score is None or options.min_score <= -1:
+            rows = snapshot.rows(mask)
+        else:
+            each = [query[n : n + 1] for n in range(len(query))]
+            found = [_reaching(snapshot, one, options.min_score, options, mask) for one in each]
+            rows = np.unique(np.concatenate(found))
+        if not options.exclude:
+            return rows
+        left = np.ones(snapshot.row_count, np.bool_)
+        known = now.view.get(list(options.exclude))
+        left[snapshot.rows_of(np.array([*known], np.int64))] = False
+        return np.flatnonzero(left) if rows is None else rows[left[rows]]
+
     def _mask(self, now: ReadTransaction, options: SearchOptions) -> FilterMask | None:
         """What a filter leaves. Raises: FilterError."""
         if options.where is None:
@@ -107,12 +173,16 @@ class Searcher:
             hits = _plain_hits(now.snapshot, read, queries, k, options, mask)
             if hits is not None:
                 return hits
-        return best_hits(_fetch(now, queries, options, mask), len(queries), k, options)
+        fetch, reorder = _fetch(now, queries, options, mask), _reorder(now, queries, k, options)
+        vectors_of = functools.partial(_vectors, now.snapshot)
+        return best_hits(fetch, len(queries), k, options, vectors_of, reorder)
 
 
 def _is_plain(k: int, options: SearchOptions, queries: int) -> bool:
-    """Whether every item counts for itself, and rows of few are read."""
-    return not options.distinct and not options.exclude and queries * (options.offset + k) <= _BLOCK
+    """Whether every item counts for itself in the order found, and rows of few are read."""
+    if options.distinct or options.exclude or options.near is not None or options.reorders:
+        return False
+    return queries * (options.offset + k) <= _BLOCK
 
 
 def _plain_hits(
@@ -167,6 +237,33 @@ def _nearest(
     return snapshot.nearest(queries, k, mask, exact=options.exact, effort=options.effort)
 
 
+def _reaching(
+    snapshot: Snapshot,
+    query: Embeddings,
+    least: float,
+    options: SearchOptions,
+    mask: FilterMask | None,
+) -> Ids:
+    """The rows of the items whose score is at least `least`: of few, those that the index finds;
+    of more, or where a search looks at every item anyway, by comparing with each.
+    """
+    options.checkpoint()
+    if not options.exact and snapshot.segment is not None and snapshot.segment.index.kind != "flat":
+        [scores], [ids] = _nearest(snapshot, query, _FEW, options, mask)
+        is_hit = (ids >= 0) & (scores >= np.float64(least))
+        if not is_hit.all() or len(ids) < _FEW:
+            return snapshot.rows_of(ids[is_hit])
+        options.checkpoint()
+    return snapshot.reaching(query, least, mask)
+
+
+def _in_both(one: FilterMask | None, other: FilterMask) -> FilterMask:
+    """What both filters leave."""
+    if one is None:
+        return other
+    return FilterMask(one.segment & other.segment, one.delta & other.delta)
+
+
 def _fetch(
     now: ReadTransaction, queries: Embeddings, options: SearchOptions, mask: FilterMask | None
 ) -> Fetch:
@@ -181,6 +278,28 @@ def _fetch(
         ]
 
     return fetch
+
+
+def _vectors(snapshot: Snapshot, ids: Sequence[ItemId]) -> Embeddings:
+    """The vectors (N, D) of these items, in their order. Raises: GalleryCorruptError."""
+    numbers, vectors = snapshot.vectors(np.array(ids, np.int64))
+    order = np.argsort(numbers)
+    in_order: Embeddings = vectors[order[np.searchsorted(numbers, ids, sorter=order)]]
+    return in_order
+
+
+def _reorder(
+    now: ReadTransaction, queries: Embeddings, k: int, options: SearchOptions
+) -> Reorder | None:
+    """How the first hits change places. Raises: FilterError."""
+    vectors_of = functools.partial(_vectors, now.snapshot)
+
+    def span(name: str) -> tuple[float, float]:
+        if now.snapshot.size:
+            check_boosted(name, now.view.schema())
+        return now.view.span(name) or (0.0, 0.0)
+
+    return reorder_of(options, k, queries, vectors_of, span)
 
 
 def _candidate(
@@ -280,9 +399,7 @@ class _Groups:
         return self._of_values[values]
 
     def _left(self, segment: Bits, delta: NDArray[np.bool_]) -> FilterMask:
-        if self._mask is None:
-            return FilterMask(segment, delta)
-        return FilterMask(segment & self._mask.segment, delta & self._mask.delta)
+        return _in_both(self._mask, FilterMask(segment, delta))
 
     def _best(self, row: int, n: int, mask: FilterMask | None) -> list[Candidate]:
         query = self._queries[row : row + 1]

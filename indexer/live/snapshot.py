@@ -24,6 +24,7 @@ from embedder.machine import core_count
 from embedder.types import Embeddings
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import CatalogView, State
+from indexer.index.faiss import reaching
 from indexer.index.kinds import Bits, Effort
 from indexer.index.segment import Segment
 from indexer.live.compaction import SEGMENTS, collect
@@ -188,6 +189,63 @@ class Snapshot:
         segment_size = 0 if self.segment is None else len(self.segment.ids)
         return segment_size - self.dead_count + self.delta.size
 
+    @property
+    def row_count(self) -> int:
+        """Rows, also of removed items: positions of the segment, then the rows of the delta."""
+        return self._segment_size + len(self.delta.alive)
+
+    @property
+    def _segment_size(self) -> int:
+        return 0 if self.segment is None else len(self.segment.ids)
+
+    @property
+    def row_ids(self) -> Ids:
+        """The number of the item in each row."""
+        if self.segment is None:
+            return self.delta.ids
+        return np.concatenate([self.segment.ids, self.delta.ids])
+
+    def rows_of(self, ids: Ids) -> Ids:
+        """The row of each of these items, removed or not.
+
+        Raises: GalleryCorruptError for an item that is not here.
+        """
+        rows = np.full(len(ids), -1, np.int64)
+        if self.segment is not None:
+            rows = self.segment.positions_of(ids)
+        others = rows < 0
+        found = self.delta.positions_of(ids[others])
+        if len(found) < np.count_nonzero(others):
+            raise _not_indexed()
+        rows[others] = self._segment_size + found
+        return rows
+
+    def rows(self, among: FilterMask | None) -> Ids | None:
+        """The rows of all items that `among` leaves, ascending; None if that is every row."""
+        bits, later = self._left(among)
+        if bits is None and later.all():
+            return None
+        bits = ~self.dead if bits is None else bits
+        left = np.unpackbits(bits, count=self._segment_size, bitorder="little").view(np.bool_)
+        return np.flatnonzero(np.concatenate([left, later]))
+
+    def reaching(self, query: Embeddings, least: float, among: FilterMask | None) -> Ids:
+        """The rows of all items that `among` leaves whose score for the query (1, D) is at least
+        `least`; by comparing with each.
+        """
+        bits, later = self._left(among)
+        own = np.packbits(later, bitorder="little")
+        rows = self._segment_size + reaching(self.delta.vectors, query, least, own)
+        if self.segment is None:
+            return rows
+        return np.concatenate([self.segment.index.reaching(query, least, bits), rows])
+
+    def _left(self, among: FilterMask | None) -> tuple[Bits | None, NDArray[np.bool_]]:
+        """Positions of the segment, None for all of them, and rows of the delta."""
+        if among is None:
+            return (~self.dead if self.dead_count else None), self.delta.alive
+        return among.segment & ~self.dead, self.delta.alive & among.delta
+
     def nearest(
         self,
         queries: Embeddings,
@@ -223,10 +281,7 @@ class Snapshot:
         rows = self.delta.positions_of(ids[positions < 0])
         positions = positions[positions >= 0]
         if len(positions) + len(rows) < len(ids):
-            raise GalleryCorruptError(
-                "An item of the catalogue is not in the index. Make the index again: "
-                "kinlens-index compact GALLERY --rebuild."
-            )
+            raise _not_indexed()
         if among is not None:
             positions = positions[has_bits(among.segment, positions)]
             rows = rows[among.delta[rows]]
@@ -456,6 +511,13 @@ def open_segment(
 def _release(descriptor: int, on_release: Callable[[], None]) -> None:
     os.close(descriptor)
     on_release()
+
+
+def _not_indexed() -> GalleryCorruptError:
+    return GalleryCorruptError(
+        "An item of the catalogue is not in the index. Make the index again: "
+        "kinlens-index compact GALLERY --rebuild."
+    )
 
 
 def has_bits(bits: Bits, positions: NDArray[np.int64]) -> NDArray[np.bool_]:

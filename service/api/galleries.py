@@ -100,7 +100,9 @@ async def galleries(runtime: Service) -> Galleries:
 async def gallery(runtime: Service, name: str) -> GalleryDetail:
     """A gallery with its attributes, for filters; its index; the calibration of its bundle."""
     async with runtime.registry.find(name) as served:
-        return await runtime.read("the gallery", lambda: _detail(served, runtime.settings.state))
+        detail = await runtime.read("the gallery", lambda: _detail(served, runtime.settings.state))
+    detail.feedback = runtime.settings.feedback
+    return detail
 
 
 @router.post(
@@ -126,6 +128,8 @@ async def create(runtime: Service, new: NewGallery, response: Response) -> Galle
 async def delete(runtime: Service, name: str) -> None:
     """The gallery with its items and their uploaded pictures; only one created here."""
     await runtime.managed.delete(name)
+    if (feedback := runtime.feedback) is not None:  # another gallery may get the name
+        await runtime.read("the feedback", lambda: feedback.clear(name), "feedback")
 
 
 def _described(served: Served, state: FilePath | None) -> GalleryModel:
@@ -141,6 +145,7 @@ def _known(
         "name": served.name,
         "managed": served.managed,
         "writable": _is_writable(served, state),
+        "has_map": served.model.embedder.has_map,
     }
 
 
@@ -159,6 +164,7 @@ def _detail(served: Served, state: FilePath | None) -> GalleryDetail:
         index=_index(facts),
         calibration=_calibration(served.model.calibration, facts.size),
         no_calibration=served.model.no_calibration,
+        facets=not served.is_remote,
         provider=served.model.provider,
         image_root_missing=bool(facts.source_root) and not served.gallery.image_root.is_dir(),
     )

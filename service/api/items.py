@@ -1,6 +1,8 @@
 """The items of galleries over HTTP: list, put, patch, remove."""
 
+import hashlib
 from collections import Counter
+from dataclasses import replace
 from typing import Annotated, Any, get_args
 from urllib.parse import quote
 
@@ -11,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from embedder import errors
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue
-from indexer.types import Item
+from indexer.types import Item, SearchOptions
 from service.api.galleries import (
     BODY_FAILURES,
     CHANGE_FAILURES,
@@ -34,6 +36,7 @@ from service.api.requests import (
     Strict,
     base64_content,
     custom_error,
+    facets_of,
     inlined,
     shown,
     where_of,
@@ -72,7 +75,7 @@ def _plain(value: Any) -> Any:
     """A validator of the value of an attribute; what pydantic says of each kind would be long."""
     if isinstance(value, str | int | float | None):
         return value
-    raise custom_error(f"{shown(value)} is not a text, a number or true/false; send one of these.")
+    raise custom_error(f"{shown(value)} is not a text, a number or true/false.")
 
 
 _Attributes = Annotated[
@@ -84,10 +87,16 @@ _Changes = Annotated[
 _ATTRIBUTES: TypeAdapter[dict[str, AttributeValue]] = TypeAdapter(_Attributes)
 
 
+_OF_PRODUCT = (
+    "The product that all these images show: its attribute `product`, and the start of the keys "
+    "that are not given. Search with group_by=product."
+)
+
+
 class NewItemModel(Strict):
     """An item to be put: its key, its image as base64, and all of its attributes."""
 
-    key: str
+    key: str | None = None
     data: Annotated[str, Field(description="The image file, base64.")]
     attributes: Annotated[_Attributes, Field(default_factory=dict)]
 
@@ -95,6 +104,7 @@ class NewItemModel(Strict):
 class PutItems(Strict):
     """Items to be put; one with the key of a stored item takes its place."""
 
+    product: Annotated[str | None, Field(description=_OF_PRODUCT, min_length=1)] = None
     items: Annotated[list[NewItemModel], Field(fail_fast=True, min_length=1)]
 
 
@@ -129,10 +139,11 @@ def _parts(of: dict[str, str], description: str) -> dict[str, Any]:
 
 _PUT_FORM = {
     "type": "object",
-    "required": ["image", "key"],
+    "required": ["image"],
     "properties": {
         "image": _parts({"format": "binary"}, "The image files, one for each item."),
-        "key": _parts({}, "The key of each image, in the same order."),
+        "key": _parts({}, "The key of each image, in the same order; or none, with product."),
+        "product": {"type": "string", "description": _OF_PRODUCT},
         "attributes": _parts({}, "For each image a JSON object; or none at all."),
     },
 }
@@ -144,7 +155,12 @@ _PUT_CONTENT = {
 router = APIRouter(prefix="/galleries/{name}/items")
 
 
-@router.get("", responses=problems(*FAILURES, _FILTER), summary="List items")
+@router.get(
+    "",
+    responses=problems(*FAILURES, _FILTER),
+    summary="List items",
+    response_model_exclude_unset=True,  # no facets where none are asked for
+)
 async def items(
     runtime: Service,
     name: str,
@@ -157,6 +173,9 @@ async def items(
     after: Annotated[
         int | None, Query(ge=0, le=2**63 - 1, description="Only items with higher numbers.")
     ] = None,
+    facets: Annotated[
+        str | None, Query(description="Attributes to count over all that fits: colour,price.")
+    ] = None,
 ) -> ItemPage:
     """Items in the order of their numbers, new ones last.
 
@@ -166,14 +185,20 @@ async def items(
         gallery = served.gallery
 
         def read() -> ItemPage:
-            above = -1 if after is None else after
-            page = gallery.page(offset, limit, where_of(where), key_prefix, above)
+            above, fitting = -1 if after is None else after, where_of(where)
+            page = gallery.page(offset, limit, fitting, key_prefix, above)
+            counts: dict[str, Any] = {}
+            if facets:
+                wanted = SearchOptions(where=fitting)
+                found = gallery.facets(facets_of(facets), None, wanted, key_prefix)
+                counts = {"facets": {name: one.described() for name, one in found.items()}}
             return ItemPage(
                 total=page.total,
                 offset=offset,
-                items=[_item(name, gallery, item) for item in page.items],
+                items=[item_model(name, gallery, item) for item in page.items],
                 last=page.last,
                 generation=gallery.generation,
+                **counts,
             )
 
         return await runtime.read("the items", read)
@@ -185,7 +210,7 @@ async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
     async with runtime.registry.find(name) as served:
         gallery = served.gallery
         found = await runtime.read("the item", lambda: gallery.item(item_id))
-        return _item(name, gallery, found)
+        return item_model(name, gallery, found)
 
 
 @router.put(
@@ -267,7 +292,8 @@ async def remove_item(
     return RemoveAnswer(removed=removed.count, version=removed.version)
 
 
-def _item(name: str, gallery: Gallery, item: Item) -> ItemModel:
+def item_model(name: str, gallery: Gallery, item: Item) -> ItemModel:
+    """An item of gallery `name` as it goes over the wire."""
     version = gallery.generation[:VERSION_DIGITS]
     return ItemModel(
         id=item.id,
@@ -304,27 +330,53 @@ async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
 
 
 def _from_form(body: bytes, content_type: str, limit: int) -> list[NewItem]:
-    named: dict[str, list[Part]] = {"image": [], "key": [], "attributes": []}
+    named: dict[str, list[Part]] = {"image": [], "key": [], "attributes": [], "product": []}
     for part in parse_form(body, content_type):
         if part.name not in named:
             raise InvalidParameterError(
-                f"The form has a field {part.name[:_SHOWN]!r}; send image, key and attributes."
+                f"The form has a field {part.name[:_SHOWN]!r}; send image, key, attributes and "
+                "product."
             )
         if part.name != "image" and part.is_file:
             raise InvalidParameterError(f"{part.name} was sent as a file; send it as a text.")
         named[part.name].append(part)
-    images, keys, texts = named.values()
+    images, keys, texts, products = named.values()
     _check_count(len(images), limit)
-    if len(keys) != len(images) or len(texts) not in (0, len(images)):
+    if len(products) > 1 or any(not part.text for part in products):
+        raise InvalidParameterError(
+            f"The form names {len(products)} products, or an empty one; send one for all images."
+        )
+    product = products[0].text if products else None
+    needed = (len(images),) if product is None else (0, len(images))
+    if len(keys) not in needed or len(texts) not in (0, len(images)):
         raise InvalidParameterError(
             f"The form has {len(images)} images, {len(keys)} keys and {len(texts)} attributes; "
-            "send one key for each image, and attributes for each or for none."
+            "send one key for each image, or a product, and attributes for each or for none."
         )
+    given = [part.text for part in keys] or [_key_in(product, image.data) for image in images]
     attributes = [part.text for part in texts] or ["{}"] * len(images)
     return [
-        _with_attributes(key.text, image.data, text)
-        for image, key, text in zip(images, keys, attributes, strict=True)
+        _of_product(product, _with_attributes(key, image.data, text))
+        for image, key, text in zip(images, given, attributes, strict=True)
     ]
+
+
+def _key_in(product: str | None, data: bytes) -> str:
+    """The key of a view that has none: the same for the same picture of the same product."""
+    return f"{product}/{hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def _of_product(product: str | None, item: NewItem) -> NewItem:
+    if product is None:
+        return item
+    own = item.attributes.get("product", product)
+    if own != product:
+        fault = InvalidParameterError(
+            f"Item {item.key!r:.200} has the attribute product = {own!r:.80}, and the request "
+            f"says {product!r:.80}. Send one of them."
+        )
+        return replace(item, error=item.error or fault)
+    return replace(item, attributes={**item.attributes, "product": product})
 
 
 def _with_attributes(key: str, data: bytes, text: str) -> NewItem:
@@ -337,8 +389,8 @@ def _with_attributes(key: str, data: bytes, text: str) -> NewItem:
     except (ValueError, InvalidParameterError) as error:
         reason = str(error)
     fault = InvalidParameterError(
-        f"attributes of item {key!r:.200}: {reason}; send a JSON object of texts, numbers and "
-        "true/false."
+        f"attributes of item {key!r:.200}: {reason.rstrip('.')}; send a JSON object of texts, "
+        "numbers and true/false."
     )
     return NewItem(key, data, error=fault)
 
@@ -347,14 +399,21 @@ def _from_json(body: bytes, limit: int) -> list[NewItem]:
     payload = parse_object(body)
     if isinstance(payload.get("items"), list):
         _check_count(len(payload["items"]), limit)
-    return [_decoded(item) for item in checked(PutItems, payload, None).items]
+    sent = checked(PutItems, payload, None)
+    return [_of_product(sent.product, _decoded(item, sent.product)) for item in sent.items]
 
 
-def _decoded(item: NewItemModel) -> NewItem:
+def _decoded(item: NewItemModel, product: str | None) -> NewItem:
     try:
-        return NewItem(item.key, base64_content(item.data), item.attributes)
+        data = base64_content(item.data)
     except PydanticCustomError as error:
-        return NewItem(item.key, b"", item.attributes, InvalidParameterError(error.message()))
+        fault = InvalidParameterError(error.message())
+        return NewItem(item.key or "", b"", item.attributes, fault)
+    if item.key is None and product is None:
+        fault = InvalidParameterError("The item has no key; send one, or a product for all.")
+        return NewItem("", data, item.attributes, fault)
+    key = _key_in(product, data) if item.key is None else item.key
+    return NewItem(key, data, item.attributes)
 
 
 def _check_count(count: int, limit: int) -> None:

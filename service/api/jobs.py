@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import ConfigDict, Field
 
 from embedder import errors
-from service.api.models import JobLog, JobModel, Jobs, JobState
+from service.api.models import JobLog, JobModel, JobOptions, Jobs, JobState
 from service.http.openapi import problems
 from service.jobs.manager import JobManager
 from service.jobs.params import NAME, CompactParams, Params, RebuildParams, SwapParams, TrainParams
@@ -110,6 +110,12 @@ def jobs(
 ) -> Jobs:
     """The newest jobs, newest first."""
     return Jobs(jobs=[*manager.store.newest(state, limit)])
+
+
+@router.get("/jobs/options", responses=problems(*_STATE), summary="What jobs can be given")
+def options(manager: Manager) -> JobOptions:
+    """The training jobs, data sets, weights and bundles that this service knows, by name."""
+    return manager.options()
 
 
 @router.get("/jobs/{job_id}", **_LOOK, response_model=JobModel, summary="A job")

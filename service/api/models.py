@@ -8,6 +8,8 @@ from embedder.types import AttributeValue
 
 JobKind = Literal["compact", "swap", "rebuild", "train"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+Action = Literal["clicked", "bought", "wrong"]
+FeedbackMode = Literal["off", "pairs", "pictures"]
 
 Probability = Annotated[
     float | None,
@@ -34,6 +36,16 @@ class Problem(BaseModel):
     errors: list[Fault] | None = None
 
 
+class ViewModel(BaseModel):
+    """A part of the query: the number of its image, from 1, and its crop; null for the whole."""
+
+    image: int
+    crop: list[float] | None
+
+
+_VIEW = Field(description="With combine=best: the image and crop of the query that it is like.")
+
+
 class HitModel(BaseModel):
     """An item of the gallery and its cosine similarity to the query."""
 
@@ -45,6 +57,7 @@ class HitModel(BaseModel):
     image: Annotated[
         str, Field(description="Address of the item's picture, good until the gallery is rebuilt.")
     ]
+    view: Annotated[ViewModel | None, _VIEW] = None
 
 
 class GroupModel(BaseModel):
@@ -54,6 +67,7 @@ class GroupModel(BaseModel):
     score: float
     probability: Probability = None
     hits: list[HitModel]
+    view: Annotated[ViewModel | None, _VIEW] = None
 
 
 class Timings(BaseModel):
@@ -66,6 +80,40 @@ class Timings(BaseModel):
     embed: float
     search: float
     total: float
+
+
+class AttributeCount(BaseModel):
+    """A value of an attribute, and how many items have it."""
+
+    value: AttributeValue
+    count: int
+
+
+class BinModel(BaseModel):
+    """How many items have a number from `from` to below `to`; the last bin has `to` as well."""
+
+    from_: Annotated[float, Field(alias="from")]
+    to: float
+    count: int
+
+
+class FacetModel(BaseModel):
+    """How many of the items that fit have which value of an attribute; `missing` have none.
+
+    `values` are the 50 most frequent, and `other` items have another; of at most 20 different
+    numbers they are all, ascending. More numbers are counted in `bins` of one width.
+    """
+
+    values: list[AttributeCount] | None = None
+    bins: list[BinModel] | None = None
+    other: int = 0
+    missing: int
+
+
+Facets = Annotated[
+    dict[str, FacetModel] | None,
+    Field(description="Of each attribute that `facets` names, over all that fits."),
+]
 
 
 class SearchAnswer(BaseModel):
@@ -96,7 +144,15 @@ class SearchAnswer(BaseModel):
     groups: Annotated[
         list[GroupModel] | None, Field(description="With group_by, in place of hits.")
     ] = None
+    facets: Facets = None
     timings_ms: Timings
+    answer_id: Annotated[
+        str | None,
+        Field(
+            description="To send feedback with, where the service takes it; null for an answer "
+            "that is about no single whole picture or item."
+        ),
+    ] = None
 
 
 class Outcome(BaseModel):
@@ -127,6 +183,9 @@ class GalleryModel(BaseModel):
     created_at: str
     managed: Annotated[bool, Field(description="Made by the service, which may delete it.")] = False
     writable: Annotated[bool, Field(description="Whether items can be put here.")] = False
+    has_map: Annotated[
+        bool, Field(description="Whether its bundle tells where hits match: POST .../explain.")
+    ] = False
 
 
 class Galleries(BaseModel):
@@ -134,13 +193,6 @@ class Galleries(BaseModel):
 
     bundle_id: str
     galleries: list[GalleryModel]
-
-
-class AttributeCount(BaseModel):
-    """A value of an attribute, and how many items have it."""
-
-    value: AttributeValue
-    count: int
 
 
 class AttributeModel(BaseModel):
@@ -207,8 +259,48 @@ class GalleryDetail(GalleryModel):
     no_calibration: Annotated[
         str | None, Field(description="Why the model has no calibration.")
     ] = None
+    facets: Annotated[bool, Field(description="Whether values are counted on request.")] = False
     provider: str
     image_root_missing: bool
+    feedback: Annotated[
+        FeedbackMode, Field(description="What the service keeps of POST /feedback.")
+    ] = "off"
+
+
+class FeedbackCounts(BaseModel):
+    """How much feedback there is on a gallery; `pairs` of it can be learnt from."""
+
+    clicked: int
+    bought: int
+    wrong: int
+    pairs: int
+
+
+class QueryShares(BaseModel):
+    """Of an image of the query, by its number from 1, or of a crop of it: rows of `shares`."""
+
+    image: int
+    crop: tuple[float, float, float, float] | None
+    shares: list[list[float]]
+
+
+class ExplainAnswer(BaseModel):
+    """Where a hit matches: the share of `score` that each region has, in rows from the top.
+
+    The shares of `hit` sum to the score; those of all `query`, with `rest`, the part of liked and
+    disliked items, do too. They cover the central square of a picture, or of its crop, whose side
+    is the part `square` of the shorter one.
+    """
+
+    bundle_id: str
+    gallery: str
+    gallery_version: str
+    key: Annotated[str, Field(description="Of the item: numbers change when a gallery is rebuilt.")]
+    score: float
+    rest: float
+    square: float
+    hit: list[list[float]]
+    query: list[QueryShares]
 
 
 class ItemModel(BaseModel):
@@ -233,6 +325,30 @@ class ItemPage(BaseModel):
     generation: Annotated[
         str | None, Field(description="That the numbers are of; in another they are of others.")
     ] = None
+    facets: Facets = None
+
+
+class NearItem(ItemModel):
+    """An item of a group of near-duplicates; `score` is its cosine to the first of the group."""
+
+    score: float
+    probability: Probability = None
+    same_content: Annotated[bool, Field(description="Its file is that of the first.")]
+    newest: Annotated[bool, Field(description="It came last of its group.")]
+
+
+class DuplicatesAnswer(BaseModel):
+    """Groups of near-duplicates from place `offset` on, the largest of all first.
+
+    All members are as near to the first of their group as `min_score` says.
+    """
+
+    gallery_version: str
+    min_score: Annotated[float, Field(description="Least cosine, also for min_probability.")]
+    total: Annotated[int, Field(description="How many groups there are.")]
+    items: Annotated[int, Field(description="How many items are in these groups.")]
+    offset: int
+    groups: list[list[NearItem]]
 
 
 class PutResult(BaseModel):
@@ -296,6 +412,24 @@ class Jobs(BaseModel):
     """Jobs, newest first."""
 
     jobs: list[JobModel]
+
+
+class BundleModel(BaseModel):
+    """A model bundle that the service knows, as its manifest says, or "" where that does not."""
+
+    bundle_id: str
+    backbone: str
+    created_at: str
+
+
+class JobOptions(BaseModel):
+    """What jobs can be given by name."""
+
+    training_jobs: list[str]
+    no_training: Annotated[str | None, Field(description="Why nothing can be trained here.")] = None
+    data: Annotated[list[str], Field(description="Data sets that the settings name.")]
+    weights: Annotated[list[str], Field(description="What model.weights of a training can be.")]
+    bundles: Annotated[list[BundleModel], Field(description="What a rebuild can be given.")]
 
 
 class JobLog(BaseModel):

@@ -26,12 +26,13 @@ _SAMPLE_TYPES = {
     ".png": "image/png",
     ".webp": "image/webp",
     ".gif": "image/gif",
+    ".avif": "image/avif",
 }
 _UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
 _PICTURE = {"content": {"image/*": {}}, "description": "The picture."}
 _SIZE_TEXT = (
     f"A JPEG of at most so many pixels a side, one of {', '.join(map(str, SIDES_PX))}; default: "
-    "the picture as it is, BMP and TIFF as a JPEG."
+    "the picture as it is, BMP, TIFF and HEIC as a JPEG."
 )
 
 
@@ -128,20 +129,20 @@ async def _picture(
     def find() -> tuple[Item, ItemImage | None]:
         item = gallery.item(item_id)
         as_it_is = size is None and is_shown(item.format)
-        return item, shown(_original(served, item), item.format) if as_it_is else None
+        return item, shown(original(served, item), item.format) if as_it_is else None
 
     item, picture = await runtime.read("the picture", find)
     if picture is not None:
         return picture.data, picture.media_type
 
     async def read() -> bytes:
-        return await runtime.read("the picture", lambda: _original(served, item))
+        return await runtime.read("the picture", lambda: original(served, item))
 
     key = f"{served.name}/{gallery.generation}-{item_id}"  # a copied folder has its generation too
     return await runtime.renditions.get(key, read, size), "image/jpeg"
 
 
-def _original(served: Served, item: Item) -> bytes:
+def original(served: Served, item: Item) -> bytes:
     """The file as uploaded, or as indexed. Raises: ItemNotFoundError, GalleryError."""
     if item.path or served.pictures is None:
         return item_bytes(served.gallery.image_root, item)

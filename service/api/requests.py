@@ -19,6 +19,8 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    TypeAdapter,
+    ValidationError,
     ValidationInfo,
     WithJsonSchema,
     model_validator,
@@ -26,12 +28,21 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from embedder import errors
+from embedder.calibration import NEAR
 from embedder.errors import InvalidParameterError, KinlensError
 from embedder.preprocess import Box, check_box
 from indexer.filters.json import filter_from_json
 from indexer.filters.text import parse_filter
 from indexer.filters.tree import Filter
-from indexer.types import Grouping, GroupScore
+from indexer.types import (
+    MAX_BOOST,
+    MAX_FACETS,
+    Boost,
+    Grouping,
+    GroupScore,
+    Rerank,
+    boost_of,
+)
 from service.http.bodies import (
     INLINE_BYTES,
     JSON,
@@ -43,12 +54,13 @@ from service.http.bodies import (
     parse_json,
     parse_object,
 )
-from service.search.query import Combine, Query, SearchLimits, views_of
+from service.search.query import Combine, Distinct, Query, SearchLimits, views_of
 
 _UNKNOWN_KEPT = 5
 _SHOWN_CHARACTERS = 40
 _LARGEST_SHOWN = 10**18
 _HEAD = 256
+_FACETS = 'send colour,price or ["colour", "price"]'
 _DATA_URL = re.compile(r"\s*data:[^,]{0,200};base64,", re.IGNORECASE)
 
 
@@ -98,6 +110,26 @@ def where_of(value: str | dict[str, Any] | None) -> Filter | None:
                 '{"colour": "red"}, or as text: colour = "red".'
             ) from error
     return filter_from_json(value)
+
+
+def facets_of(value: Any) -> list[str]:
+    """A validator for the attributes to count: a list, JSON of one, or a text with commas between
+    the names. Raises: InvalidParameterError.
+    """
+    names = value
+    if isinstance(value, str):
+        try:
+            is_json = value[:1] == "["
+            names = parse_json(value.encode()) if is_json else value.split(",") if value else []
+        except ValueError as error:
+            raise InvalidParameterError(f"facets is no JSON list: {error}; {_FACETS}.") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise InvalidParameterError(f"facets = {shown(value)} names no attributes; {_FACETS}.")
+    if len(names) > MAX_FACETS:
+        raise InvalidParameterError(
+            f"facets = {len(names):,} attributes, more than the limit of {MAX_FACETS}; send fewer."
+        )
+    return names
 
 
 def custom_error(message: str) -> PydanticCustomError:
@@ -222,6 +254,38 @@ def _filter(value: Any) -> Any:
     )
 
 
+def _distinct(value: Any) -> Distinct:
+    """A validator for true, false, however they are written, or "near"."""
+    if value == "near":
+        return "near"
+    try:
+        return _BOOLEAN.validate_python(value)
+    except ValidationError as error:
+        raise _out_of_range("distinct", value, "true, false or near") from error
+
+
+_BOOLEAN = TypeAdapter(bool)
+_DISTINCT_SCHEMA: dict[str, Any] = {"enum": [False, True, "near"]}
+
+
+def _boost(value: Any) -> Boost | None:
+    """A validator of a boost as text."""
+    if value is None or value == "":
+        return None
+    try:
+        return boost_of(value if isinstance(value, str) else shown(value))
+    except InvalidParameterError as error:
+        raise custom_error(str(error)) from error
+
+
+_BOOST_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"type": "string"}, {"type": "null"}],
+    "default": None,
+    "examples": ["price:-0.1", "price:-0.1:0:50"],
+    "description": "NAME:WEIGHT or NAME:WEIGHT:FROM:TO: rank by score + weight * a numeric "
+    "attribute, which is scaled to 0..1 by its range in the gallery or by FROM and TO; weights "
+    f"from {-MAX_BOOST} to {MAX_BOOST}. Scores stay as they are.",
+}
 _CROP_SCHEMA: dict[str, Any] = {
     "type": "array",
     "items": {"type": "number", "minimum": 0, "maximum": 1},
@@ -286,12 +350,38 @@ class SearchFields(Strict):
     group_size: Annotated[
         _Natural, Field(description="How many items of each group; default 1.")
     ] = None
-    distinct: Annotated[bool, Field(description="Of items with equal content only the best.")] = (
-        False
-    )
+    distinct: Annotated[
+        Distinct,
+        BeforeValidator(_distinct),
+        WithJsonSchema(_DISTINCT_SCHEMA),
+        Field(
+            description="true: of items with equal content only the best; near: also of those that "
+            f"show one product with probability {NEAR}, by the calibration of the model."
+        ),
+    ] = False
     exact: Annotated[bool, Field(description="Compare with every item, whatever the index.")] = (
         False
     )
+    rerank: Annotated[
+        Rerank | None,
+        Field(description="Another order of the first 200: by their own neighbours."),
+    ] = None
+    diversity: Annotated[
+        Annotated[float, Field(ge=0, le=1)] | None,
+        BeforeValidator(_number(0, 1)),
+        Field(description="Of the first 200, prefer what is unlike those before it; 0: not."),
+    ] = None
+    boost: Annotated[Boost | None, BeforeValidator(_boost), WithJsonSchema(_BOOST_SCHEMA)] = None
+    facets: Annotated[
+        list[str],
+        Field(
+            default_factory=list,
+            max_length=MAX_FACETS,
+            description="Attributes whose values to count over all that fits.",
+            examples=[["colour", "price"]],
+        ),
+        BeforeValidator(facets_of),
+    ]
 
     @model_validator(mode="after")
     def _is_within_reach(self, info: ValidationInfo) -> Self:
@@ -323,6 +413,10 @@ class SearchFields(Strict):
             grouping=grouping,
             distinct=self.distinct,
             exact=self.exact,
+            facets=tuple(dict.fromkeys(self.facets)),
+            rerank=self.rerank,
+            diversity=self.diversity or 0.0,
+            boost=self.boost,
         )
 
 
@@ -333,8 +427,10 @@ class SearchRequest(SearchFields):
     combine: Annotated[
         Combine,
         Field(
-            description="One query from the mean of all images, crops and positives, moved away "
-            "from the negatives; or a query for each image and crop."
+            description="mean: one query from the mean of all images, crops and positives, moved "
+            "away from the negatives. best: each image and crop is looked for, and an item or "
+            "group counts with the best of them, which its view tells. separate: a query for each "
+            "image and crop, with an answer of its own."
         ),
     ] = "mean"
     positives: Annotated[_Keys, Field(description="Keys of items to look like.")]
@@ -345,9 +441,24 @@ class SearchRequest(SearchFields):
         BeforeValidator(_few("images", "max_images")),
     ]
 
+    @model_validator(mode="after")
+    def _has_views(self) -> Self:
+        others = (self.positives, self.negatives, self.distinct, self.rerank)
+        if self.combine == "best" and (any(others) or self.diversity or self.boost):
+            raise custom_error(
+                "combine = best is for images and crops, each looked for by itself; leave out "
+                "positives, negatives, distinct, rerank, diversity and boost, or send combine = "
+                "mean."
+            )
+        return self
+
     def query(self, limits: SearchLimits) -> Query:
         """The same as a query. Raises: FilterError, InvalidParameterError."""
-        _check(_VIEWS, sum(max(1, len(image.crops)) for image in self.images), limits.max_views)
+        views = sum(max(1, len(image.crops)) for image in self.images)
+        _check(_VIEWS, views, limits.max_views)
+        if self.combine == "best":
+            reach = (self.offset or 0) + (self.k or limits.default_k)
+            _check("hits", views * reach * (self.group_size or 1), limits.max_batch_hits)
         return replace(
             super().query(limits),
             views=tuple(
@@ -358,6 +469,7 @@ class SearchRequest(SearchFields):
             positives=tuple(dict.fromkeys(self.positives)),
             negatives=tuple(dict.fromkeys(self.negatives)),
             gallery=self.gallery,
+            best_view=self.combine == "best",
         )
 
 
@@ -411,7 +523,7 @@ async def _read(
 
 
 def _from_form(request: Request, body: bytes, limits: SearchLimits) -> Query | list[Query]:
-    images, pairs = _form(request, body)
+    images, pairs = read_form(request, body)
     return _asked(
         _with_images([*request.query_params.multi_items(), *pairs], images, limits), limits
     )
@@ -430,7 +542,7 @@ def _from_json(request: Request, body: bytes, limits: SearchLimits) -> Query | l
 
 def _asked(search: SearchRequest, limits: SearchLimits) -> Query | list[Query]:
     query = search.query(limits)
-    if search.combine == "mean":
+    if search.combine != "separate":
         return query
     queries = query.apart()
     _check_amounts(queries, limits)
@@ -467,7 +579,7 @@ def _one_of_batch(value: Any, limits: SearchLimits) -> Query | Exception:
 def _batch_from_form(
     request: Request, body: bytes, limits: SearchLimits
 ) -> list[Query | Exception]:
-    images, pairs = _form(request, body)
+    images, pairs = read_form(request, body)
     if not images:
         raise _nothing_asked()
     _check("queries", len(images), limits.max_queries)
@@ -480,8 +592,11 @@ def _batch_from_form(
     return list(queries)
 
 
-def _form(request: Request, body: bytes) -> tuple[list[bytes], list[tuple[str, str]]]:
-    """The images, and the other fields."""
+def read_form(request: Request, body: bytes) -> tuple[list[bytes], list[tuple[str, str]]]:
+    """The images of a form, and its other fields.
+
+    Raises: HTTPException (400), RequestValidationError.
+    """
     images, pairs = [], []
     for part in parse_form(body, request.headers["content-type"]):
         name = part.name[:_SHOWN]

@@ -14,7 +14,8 @@ from starlette.requests import ClientDisconnect
 
 from embedder import errors
 from service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
-from service.api.models import BatchAnswer, SearchAnswer, Timings
+from service.api.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
+from service.api.pictures import original
 from service.api.requests import (
     FORM,
     IMAGE,
@@ -26,11 +27,13 @@ from service.api.requests import (
     read_fields,
     read_search,
 )
+from service.galleries.feedback import FeedbackStore, Question
 from service.http.bodies import JSON, ClientGoneError, while_connected
 from service.http.openapi import problems
 from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime
-from service.search.query import Answer, SearchLimits
+from service.search.explanation import explain
+from service.search.query import Answer, Query, SearchLimits
 from service.settings import Settings
 
 _CLIENT_GONE = 499
@@ -54,6 +57,7 @@ _REQUESTS = {
             "group_size": 3,
         }
     },
+    "facets": {"value": {"images": _IMAGES, "min_score": 0.5, "facets": ["colour", "price"]}},
     "like and unlike": {
         "value": {"positives": ["shoes/0017.jpg"], "negatives": ["boots/0004.jpg"]}
     },
@@ -62,6 +66,7 @@ _BATCHES = {
     "two": {"value": {"queries": [{"images": _IMAGES, "k": 5}, {"positives": ["shoes/0017.jpg"]}]}}
 }
 _FILE = {"type": "string", "format": "binary"}
+_FACETS = {"type": "string", "examples": ["colour,price"]}
 _CROP_TEXT = "left,top,width,height as fractions of the upright image; for each image."
 _CROP = {"type": "string", "examples": ["0.1,0.2,0.5,0.5"]}
 
@@ -76,6 +81,7 @@ class _RequestRoute(APIRoute):
 def build_router(runtime: Runtime) -> APIRouter:
     """The routes of searches; the settings of this service are their limits."""
     router, limits = APIRouter(route_class=_RequestRoute), _limits_of(runtime.settings)
+    feedback = runtime.feedback
 
     @router.post(
         "/search",
@@ -97,8 +103,9 @@ def build_router(runtime: Runtime) -> APIRouter:
             asked = await read_search(request, limits)
             if isinstance(asked, list):
                 answers = await while_connected(request, runtime.searching.search_all(asked))
-                return _batch_response(answers, request)
-            return _response(await while_connected(request, runtime.searching.search(asked)))
+                return _batch_response(answers, request, feedback)
+            answer = await while_connected(request, runtime.searching.search(asked))
+            return _response(answer, feedback)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=_CLIENT_GONE)
 
@@ -120,7 +127,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         try:
             queries = await read_batch(request, limits)
             answers = await while_connected(request, runtime.searching.search_all(queries))
-            return _batch_response(answers, request)
+            return _batch_response(answers, request, feedback)
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=_CLIENT_GONE)
 
@@ -143,12 +150,74 @@ def build_router(runtime: Runtime) -> APIRouter:
         pairs = [pair for pair in request.query_params.multi_items() if pair[0] != "version"]
         query = await read_fields(pairs, limits)
         query = replace(query, gallery=name, like=item_id, generation=version)
+        like = ""
+        if feedback is not None:
+            query, like = await _with_key(runtime, query)
         try:
-            return _response(await while_connected(request, runtime.searching.search(query)))
+            answer = await while_connected(request, runtime.searching.search(query))
+            return _response(answer, feedback, like)
         except ClientGoneError:
             return Response(status_code=_CLIENT_GONE)
 
+    _add_explain(router, runtime, limits)
     return router
+
+
+def _add_explain(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> None:
+    @router.post(
+        "/galleries/{name}/items/{item_id}/explain",
+        response_model=ExplainAnswer,
+        responses={
+            200: {"description": "The share of the score that each region has."},
+            **problems(*_SEARCH, KINDS[errors.GalleryConflictError]),
+        },
+        openapi_extra=_search_docs(limits),
+        summary="Where a hit matches",
+    )
+    async def explain_hit(request: Request, name: str, item_id: ItemId) -> Response:
+        """The regions of query and hit that make their score; the request is that of the search.
+
+        The gallery is that of the address, and what chooses among hits changes nothing. It needs a
+        bundle that was exported with a map (`has_map` of the gallery).
+        """
+        try:
+            query = await read_search(request, limits)
+            if isinstance(query, list) or query.best_view:
+                raise errors.InvalidParameterError(
+                    "combine = separate or best is not for an explanation; send the image or crop "
+                    "that found the hit."
+                )
+            work = _explained(runtime, name, item_id, query)
+            answer = await while_connected(request, work)
+            return Response(to_json(answer), headers=_HEADERS, media_type=JSON)
+        except (ClientGoneError, ClientDisconnect):
+            return Response(status_code=_CLIENT_GONE)
+
+
+async def _explained(runtime: Runtime, name: str, item_id: int, query: Query) -> ExplainAnswer:
+    async with runtime.registry.find(name) as served:
+
+        def read() -> tuple[str, bytes]:
+            item = served.gallery.item(item_id)
+            return item.key, original(served, item)
+
+        key, picture = await runtime.read("the picture", read)
+        limit_s = runtime.settings.request_timeout_ms / 1e3
+        found = await explain(runtime.lanes, served, query, picture, limit_s)
+        return ExplainAnswer(
+            bundle_id=served.model.bundle_id,
+            gallery=served.name,
+            gallery_version=served.gallery.version,
+            key=key,
+            score=found.score,
+            rest=found.rest,
+            square=found.square,
+            hit=found.hit.tolist(),
+            query=[
+                QueryShares(image=view.number, crop=view.box, shares=grid.tolist())
+                for view, grid in found.query
+            ],
+        )
 
 
 def _limits_of(settings: Settings) -> SearchLimits:
@@ -162,25 +231,37 @@ def _limits_of(settings: Settings) -> SearchLimits:
     )
 
 
-def _response(answer: Answer) -> Response:
+async def _with_key(runtime: Runtime, query: Query) -> tuple[Query, str]:
+    """A query about an item in the generation that is served now, and the key of that item."""
+    number = query.like
+    assert number is not None
+    async with runtime.registry.find(query.gallery) as served:
+        served.check_generation(query.generation)
+        item = await runtime.read("the item", lambda: served.gallery.item(number))
+        return replace(query, generation=served.gallery.generation), item.key
+
+
+def _response(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> Response:
     stages = ", ".join(f"{stage};dur={ms}" for stage, ms in _timings(answer).items())
     headers = {**_HEADERS, "X-Kinlens-Bundle": answer.bundle_id, "Server-Timing": stages}
-    return Response(_json(answer), headers=headers, media_type=JSON)
+    return Response(_json(answer, feedback, like), headers=headers, media_type=JSON)
 
 
-def _batch_response(answers: Sequence[Answer | Exception], request: Request) -> Response:
-    body = b",".join(_outcome(answer, request) for answer in answers)
+def _batch_response(
+    answers: Sequence[Answer | Exception], request: Request, feedback: FeedbackStore | None
+) -> Response:
+    body = b",".join(_outcome(answer, request, feedback) for answer in answers)
     return Response(b'{"answers":[' + body + b"]}", headers=_HEADERS, media_type=JSON)
 
 
-def _outcome(answer: Answer | Exception, request: Request) -> bytes:
+def _outcome(answer: Answer | Exception, request: Request, feedback: FeedbackStore | None) -> bytes:
     if isinstance(answer, Answer):
-        return b'{"status":200,"answer":' + _json(answer) + b',"problem":null}'
+        return b'{"status":200,"answer":' + _json(answer, feedback) + b',"problem":null}'
     problem = described(answer, request_id=request_id_of(request.scope), instance=request.url.path)
     return to_json({"status": problem["status"], "answer": None, "problem": problem})
 
 
-def _json(answer: Answer) -> bytes:
+def _json(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> bytes:
     """The answer as JSON; its results are JSON already, and are not read again."""
     head = to_json(
         {
@@ -192,9 +273,25 @@ def _json(answer: Answer) -> bytes:
             "cached": answer.cached,
             "min_score": answer.min_score,
             "timings_ms": _timings(answer),
+            **({} if feedback is None else {"answer_id": _answer_id(answer, feedback, like)}),
         }
     )
     return head[:-1] + b"," + answer.results[1:]
+
+
+def _answer_id(answer: Answer, feedback: FeedbackStore, like: str) -> str | None:
+    """What feedback on this answer names; None if it is about no single whole picture or item.
+
+    Of several items that were searched with without a picture, the first.
+    """
+    views, picture = answer.query.views, ""
+    if len(views) == 1 and views[0].box is None:
+        picture = views[0].digest
+    item = "" if views else like or next(iter(answer.query.positives), "")
+    if not picture and not item:
+        return None
+    question = Question(answer.gallery, answer.gallery_version, picture, item)
+    return feedback.sign(question)
 
 
 def _timings(answer: Answer) -> dict[str, float]:
@@ -257,6 +354,7 @@ def _text_fields(model: type[SearchFields], limits: SearchLimits) -> dict[str, A
         default = schema.pop("default", None)
         known = {} if default is None else {"default": default}
         texts[name.removesuffix("s")] = {**choice, **schema, **known}  # one of positives at a time
+    texts["facets"] = {**_FACETS, "description": texts.pop("facet")["description"]}
     if texts.pop("image", None):
         crops = {"type": "array", "items": _CROP, "maxItems": limits.max_crops}
         texts["crop"] = {**crops, "description": _CROP_TEXT}
@@ -268,7 +366,7 @@ def _form(limits: SearchLimits, max_images: int) -> dict[str, Any]:
         "type": "array",
         "items": _FILE,
         "maxItems": max_images,
-        "description": "JPEG, PNG, WebP, BMP, TIFF or GIF; each a part of its own.",
+        "description": "JPEG, PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC; each a part of its own.",
     }
     return {
         "type": "object",

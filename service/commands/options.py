@@ -10,6 +10,7 @@ import typer
 from pydantic import ValidationError
 
 from embedder.errors import KinlensError
+from service.problems import plain
 from service.settings import Settings
 
 State = Annotated[
@@ -84,7 +85,7 @@ def refusals() -> Iterator[None]:
 def faults(error: ValidationError) -> str:
     """Each setting that does not fit, by name, without its value."""
     return "; ".join(
-        f"{'.'.join(map(str, fault['loc'])) or 'settings'}: {fault['msg']}"
+        f"{'.'.join(map(str, fault['loc'])) or 'settings'}: {plain(fault['msg'])}"
         for fault in error.errors(include_input=False, include_url=False)
     )
 

@@ -21,6 +21,7 @@ from embedder.errors import (
     KinlensError,
     StateMissingError,
 )
+from embedder.formats import format_of
 from embedder.types import AttributeKind, AttributeValue, ItemId
 from indexer.filters.tree import Filter
 from indexer.gallery import check_item as check_stored
@@ -42,14 +43,6 @@ MAX_ATTRIBUTES = 64
 _EMBEDDED_AT_ONCE = 16  # of all puts together: searches find a place in the queue of the model
 _IMAGES_PER_LIMIT = 16
 _PAGE = 20_000
-_FORMATS = {
-    b"\xff\xd8\xff": "JPEG",
-    b"\x89PNG": "PNG",
-    b"GIF8": "GIF",
-    b"BM": "BMP",
-    b"II*\0": "TIFF",
-    b"MM\0*": "TIFF",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +190,7 @@ class _Draft:
     def entry(self, stored: Item | None) -> Entry:
         """As it is to be stored; a picture that was indexed where it lies stays there."""
         assert self.vector is not None
-        path, kind = "", _format_of(self.item.data)
+        path, kind = "", format_of(self.item.data) or ""
         if stored is not None and stored.sha256 == self.sha256 and stored.path:
             path, kind = stored.path, stored.format
         return Entry(self.item.key, self.vector, self.sha256, self.item.attributes, path, kind)
@@ -301,14 +294,6 @@ def _status(stored: Item | None, entry: Entry) -> Status:
     known = (stored.path, stored.format, dict(stored.attributes))
     same = known == (entry.path, entry.format, dict(entry.attributes))
     return "unchanged" if same else "updated"
-
-
-def _format_of(data: bytes) -> str:
-    """The format of an image that was decoded, by its first bytes."""
-    for signature, name in _FORMATS.items():
-        if data.startswith(signature):
-            return name
-    return "WEBP"
 
 
 def _patch(gallery: Gallery, changes: Changes) -> Changed:

@@ -239,11 +239,16 @@ class Bundles:
             yield self._primary
 
 
-def id_of(folder: Path) -> str | None:
-    """The id that the manifest in a folder names, unchecked; None if there is no such manifest."""
+def manifest_of(folder: Path) -> dict[str, str]:
+    """The texts in the manifest of a bundle, unchecked; none if there is no such manifest."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    found = content.get("bundle_id") if isinstance(content, dict) else None
-    return found if isinstance(found, str) else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    found = content if isinstance(content, dict) else {}
+    return {name: value for name, value in found.items() if isinstance(value, str)}
+
+
+def id_of(folder: Path) -> str | None:
+    """The id that the manifest in a folder names, unchecked; None if there is no such manifest."""
+    return manifest_of(folder).get("bundle_id")

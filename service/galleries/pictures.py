@@ -244,13 +244,19 @@ def _warn_of_what_stays(place: str, error: Exception) -> None:
 
 class Sweeper:
     """Looks once an hour for pictures that no item shows: of writes that were cut short, and of
-    items that were removed without the service. It has a thread of its own, in one process of all
-    that share the folder `state`.
+    items that were removed without the service; and does what else is to `tidy`. It has a thread of
+    its own, in one process of all that share the folder `state`.
     """
 
-    def __init__(self, state: Path, list_galleries: Callable[[], Iterable[Path]]) -> None:
+    def __init__(
+        self,
+        state: Path,
+        list_galleries: Callable[[], Iterable[Path]],
+        tidy: Iterable[Callable[[], None]] = (),
+    ) -> None:
         self._state = state
         self._list_galleries = list_galleries
+        self._tidy = tuple(tidy)
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -275,6 +281,9 @@ class Sweeper:
         while not self._stopped.is_set():
             for gallery in self._list_galleries():
                 PictureFolder(gallery).sweep(self._stopped.is_set)
+            for tidy in self._tidy:
+                with contextlib.suppress(KinlensError):  # the next one finds it again
+                    tidy()
             self._stopped.wait(_SWEEP_S)
 
 

@@ -27,6 +27,7 @@ from service.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
     OVERLOADED,
+    plain,
     problem,
     request_id_of,
 )
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
 
-BodyKind = Literal["plain", "keys", "image", "batch"]
+BodyKind = Literal["plain", "keys", "picture", "image", "batch"]
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ _MAX_FAULTS = 20
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """`image_bytes` for a search with a file, `batch_bytes` for what may hold several images.
+    """`image_bytes` for one file, `batch_bytes` for what may hold several images.
 
     Both get 64 KiB more for what is around the images. A list of keys or changes has at most
     1 MiB, everything else 16 KiB.
@@ -76,7 +77,7 @@ class Bounds:
         is_json = media_type == JSON or media_type.endswith("+json")
         if kind == "batch" or (kind == "image" and is_json):
             return self.batch_bytes + FORM_BYTES
-        if kind == "image":
+        if kind == "image" or (kind == "picture" and not is_json):
             return self.image_bytes + FORM_BYTES
         plain = _KEYS_BYTES if kind == "keys" else _PLAIN_BYTES
         return min(plain, self.image_bytes + FORM_BYTES)
@@ -550,7 +551,7 @@ def _readable(fault: ErrorDetails, name: str) -> dict[str, Any]:
     elif fault["type"] == "extra_forbidden":
         message = f"{name} is no parameter here; /docs lists them."
     elif fault["type"] != "out_of_range":
-        message = f"{name}: {message}."
+        message = f"{name}: {plain(message)}."
     return {"type": "out_of_range", "loc": (name,), "msg": message}
 
 

@@ -83,7 +83,7 @@ _DETAILS = {
     KINDS[errors.ImageTooLargeError]: "The image is 14000 x 9000 px (126.0 MP); the limits "
     "are 64 MP and 16384 px a side. Resize it.",
     KINDS[errors.UnsupportedFormatError]: "The content is no image in a known format. Send JPEG, "
-    "PNG, WebP, BMP, TIFF or GIF.",
+    "PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC.",
     KINDS[errors.CorruptImageError]: "The JPEG image is truncated or damaged (broken data "
     "stream). Export it again from its source.",
     KINDS[errors.ImageCostError]: "Decoding the image took longer than 5 s, which is the limit. "

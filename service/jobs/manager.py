@@ -22,10 +22,10 @@ import structlog
 from embedder.durable import discard, is_stage
 from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateMissingError
 from indexer.gallery import current_manifest
-from service.api.models import JobLog
+from service.api.models import JobLog, JobOptions
 from service.galleries.locations import Locations, id_of
 from service.galleries.migration import bring_over
-from service.jobs.params import Params, SwapParams, params_of, plan_of
+from service.jobs.params import Params, SwapParams, options_of, params_of, plan_of
 from service.jobs.store import HEAVY, Job, JobFolders, JobStore, reason_of
 from service.settings import Settings
 
@@ -84,6 +84,10 @@ class JobManager:
         locations = Locations(self._settings).list_galleries()
         bring_over(self._state, [place.path for place in locations if place.path is not None])
         self._watch(lambda: once and not self.store.active())
+
+    def options(self) -> JobOptions:
+        """What jobs can be given by name."""
+        return options_of(self._settings)
 
     def start(self, gallery: str, params: Params, by: str) -> Job:
         """A new job on a gallery; it waits until its turn comes.

@@ -1,12 +1,13 @@
 """What a job can be told, by kind: names and numbers, never a path; and the places they mean."""
 
-import importlib.util
+import contextlib
 import re
 import shlex
 import shutil
 import sys
 import tomllib
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -21,8 +22,8 @@ from embedder.errors import (
 from embedder.session import SessionSettings
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
-from service.api.models import JobKind
-from service.galleries.locations import GalleryLocation, Locations, id_of
+from service.api.models import BundleModel, JobKind, JobOptions
+from service.galleries.locations import GalleryLocation, Locations, manifest_of
 from service.jobs.store import JobFolders
 from service.settings import START_WORDS, Settings, split_gallery
 
@@ -129,6 +130,9 @@ class TrainParams(ModelParams):
         ),
     ] = {}
     gate: Gate = Gate()
+    feedback: Annotated[
+        bool, Field(description="Learn also from the feedback that was sent on the gallery.")
+    ] = False
 
     @field_validator("overrides")
     @classmethod
@@ -166,6 +170,7 @@ class Plan(BaseModel):
     other: Path | None = None
     other_root: Path | None = None
     bundle: Path | None = None
+    old_bundle: Path | None = None
     command: tuple[str, ...] = ()
     data_root: Path | None = None
     weights: Path | None = None
@@ -194,6 +199,11 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
         found["other"] = JobFolders(settings.state.absolute(), params.job).candidate
     if isinstance(params, RebuildParams):
         found["bundle"] = _bundle_folder(params.bundle_id, settings)
+    if isinstance(params, ModelParams):
+        assert location.path is not None
+        with contextlib.suppress(InvalidParameterError):  # then nothing is asked of the old model
+            bundle_id = current_manifest(location.path).bundle_id
+            found["old_bundle"] = _bundle_folder(bundle_id, settings)
     if isinstance(params, TrainParams):
         found |= _training(params, location, settings)
         if settings.jobs == "here":
@@ -208,12 +218,33 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
     return Plan(**found, session=session)
 
 
+def options_of(settings: Settings) -> JobOptions:
+    """What jobs can be given by name in this process; the newest bundle first."""
+    jobs, why = sorted(training_jobs()), None
+    try:
+        if settings.jobs == "here":
+            _training_command(settings)
+    except JobConflictError as error:
+        why = str(error)
+    bundles = [
+        BundleModel(**{name: manifest.get(name, "") for name in BundleModel.model_fields})
+        for _, manifest in _known_bundles(settings).values()
+    ]
+    return JobOptions(
+        training_jobs=jobs,
+        no_training=why if jobs else "The training jobs of Kinlens are not installed here.",
+        data=sorted(_named(settings.training_data)),
+        weights=[*START_WORDS, *sorted(_named(settings.training_weights))],
+        bundles=sorted(bundles, key=lambda one: one.created_at, reverse=True),
+    )
+
+
 def training_jobs() -> dict[str, Path]:
     """The training jobs that come with Kinlens, by name, and the file that begins each.
 
     Every file is a job, and every method with every data set; what they do is not loaded.
     """
-    spec = importlib.util.find_spec("training")
+    spec = find_spec("training")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     found: dict[str, Path] = {}
     for folder in (Path(name) / "jobs" for name in folders):
@@ -246,13 +277,19 @@ def _location_of(name: str, settings: Settings) -> GalleryLocation:
     return known[name]
 
 
-def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
-    """The folder of a bundle that a service can open, by its id or 12 and more digits of it."""
+def _known_bundles(settings: Settings) -> dict[str, tuple[Path, dict[str, str]]]:
+    """The folder and the manifest of each bundle that a service can open, by its id."""
     folders = [] if settings.state is None else sorted(settings.state.glob("bundles/*"))
     if settings.bundle is not None:
         folders.append(settings.bundle)
-    known = {other: folder for folder in folders if (other := id_of(folder)) is not None}
-    fitting = [folder for other, folder in known.items() if other.startswith(bundle_id)]
+    found = [(folder, manifest_of(folder)) for folder in folders]
+    return {one["bundle_id"]: (folder, one) for folder, one in found if one.get("bundle_id")}
+
+
+def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
+    """The folder of a bundle that a service can open, by its id or 12 and more digits of it."""
+    known = _known_bundles(settings)
+    fitting = [folder for other, (folder, _) in known.items() if other.startswith(bundle_id)]
     if len(fitting) == 1:
         return fitting[0].resolve()
     raise InvalidParameterError(
@@ -298,11 +335,18 @@ def _check_known(what: str, name: str, known: Collection[str], cure: str) -> Non
 
 def _training_command(settings: Settings) -> tuple[str, ...]:
     """The command that trains, its program as a path."""
-    program, *words = shlex.split(settings.training_command)
-    found = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
-    if found is None:
+    try:
+        program, *words = shlex.split(settings.training_command)
+    except ValueError as error:
         raise JobConflictError(
-            f"Nothing can be trained here: the command {settings.training_command!r} is not "
+            f"Nothing can be trained here: KINLENS_TRAINING_COMMAND cannot be read ({error})."
+        ) from error
+    ours = Path(sys.executable).with_name("kinlens-train")
+    found = shutil.which(program) or shutil.which(program, path=str(ours.parent))
+    lacks_torch = found is not None and Path(found) == ours and find_spec("torch") is None
+    if found is None or lacks_torch:
+        raise JobConflictError(
+            f"Nothing can be trained here: {'torch' if lacks_torch else program} is not "
             "installed. Install the extra `training`, name the command with "
             "KINLENS_TRAINING_COMMAND, or let another container do the jobs (KINLENS_JOBS="
             "elsewhere and kinlens-serve work)."

@@ -5,7 +5,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,16 @@ from embedder.bundle import Bundle
 from embedder.durable import make_folder, rename, staged, sync_tree
 from embedder.errors import JobConflictError
 from embedder.session import OnnxEmbedder
-from indexer.checks.compare import Comparison, Interval, compare
+from indexer.checks.compare import Comparison, compare
+from indexer.checks.golden import (
+    MIN_JUDGED,
+    Asked,
+    GoldenSet,
+    change,
+    embedded,
+    threshold_of,
+)
+from indexer.checks.intervals import Interval
 from indexer.gallery import Gallery, copy_bytes, current_manifest
 from indexer.ingest.rebuild import Follower, ReadImage, adopt, missing_since, rebuild, swap_in
 from indexer.ingest.sources import ANY_SIZE, Record, read_image
@@ -99,10 +108,11 @@ class Context:
 @dataclass(frozen=True, slots=True)
 class Questions:
     """The keys of the items that are fair questions, or None for all, and what they have in common,
-    as a clause."""
+    as a clause. `seen` are the contents that the new model was trained on, None if unknown."""
 
     keys: Set[str] | None = None
     clause: str = ""
+    seen: Set[str] | None = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +232,50 @@ def replace_model(
         questions = choose(old)
         with contextlib.closing(Gallery.open(candidate, verify_hashes=False)) as new:
             found = compare(old, new, params.class_attribute, asked=questions.keys)
-        verdict = judge(found, gate, questions.clause)
+            verdict = judge(found, gate, questions.clause)
+            verdict = _judged_by_golden(context, follower, new, questions, gate, verdict)
         context.tell(**found.model_dump(mode="json"), gate=asdict(verdict))
         store_bundle(bundle, context.folders.bundles)
         if params.swap == "auto" and verdict.passed:
             _swap_in(context, follower, candidate, compared, params.max_missing, frozenset())
+
+
+def _judged_by_golden(
+    context: Context,
+    follower: Follower,
+    new: Gallery,
+    questions: Questions,
+    gate: Gate,
+    otherwise: Verdict,
+) -> Verdict:
+    """Both galleries on the golden set, without pictures that the new model was trained on; the
+    verdict `otherwise`, with the reason, where that cannot decide.
+    """
+    plan, golden, seen = context.plan, GoldenSet(context.plan.gallery), questions.seen
+    known = golden.queries()
+    queries = [one for one in known if seen is not None and one.sha256 not in seen]
+    if not known:
+        return otherwise
+    if plan.old_bundle is None or not queries:
+        why = "the bundle of the old model is not known here"
+        if not queries:
+            why = "the new model may have been trained on all of it"
+        return replace(otherwise, reason=f"{otherwise.reason} The golden set was not asked: {why}.")
+    old = OnnxEmbedder.open(plan.old_bundle, plan.session, ANY_SIZE)
+    before, after = (
+        Asked.of(gallery, queries, embedded(golden, queries, embedder))
+        for gallery, embedder in ((follower.gallery, old), (new, follower.embedder))
+    )
+    thresholds = [threshold_of(one.calibration) for one in (old, follower.embedder)]
+    found = change(before, after, *thresholds)
+    context.tell(golden=found.model_dump(mode="json"))
+    if found.decides:
+        passed, reason = found.verdict(gate.max_recall_loss, gate.min_recall_at_1)
+        if passed and not otherwise.passed:
+            reason += f" By the items of the gallery it would not pass: {otherwise.reason}"
+        return Verdict(passed, reason)
+    few = f"{found.judged:,} of its queries can be judged, {MIN_JUDGED} are needed"
+    return replace(otherwise, reason=f"{otherwise.reason} The golden set did not decide: {few}.")
 
 
 def _swap_in(

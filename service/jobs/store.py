@@ -57,12 +57,14 @@ class JobFolders:
     """The files of one job in the state folder `state`."""
 
     def __init__(self, state: Path, job_id: str) -> None:
+        self.state = state
         self.path = state / "jobs" / job_id
         self.log = self.path / "log.txt"
         self.plan = self.path / "plan.json"
         self.missing = self.path / "missing.json"
         self.run = state / "runs" / job_id
         self.data = self.run / "data"
+        self.feedback = self.run / "feedback"
         self.candidate = state / "candidates" / job_id
         self.bundles = state / "bundles"
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from embedder.bundle import MAP
 from embedder.errors import GalleryError, ImageError, SourceError, StateError
 from embedder.session import FASTER, PROVIDERS
 from embedder.types import AttributeValue
 from indexer.gallery import Gallery
+from service.galleries.feedback import FeedbackStore
 from service.jobs.params import Plan, TrainParams, data_kind
 from service.jobs.rebuild import Context, Questions, replace_model
 
@@ -24,7 +26,10 @@ _LAST_LINES = 3  # of its output, in the error
 _PREPARED, _TRAINED, _EXPORTED = 0.05, 0.6, 0.65  # parts of the whole job
 _SHOWN = 100
 _MIN_CLASSES = 4  # of 2 pictures: half of them are held out, and a search needs more than one
-_SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif"}
+_SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif"} | {
+    "AVIF": ".avif",
+    "HEIC": ".heic",
+}
 _RESULTS = ("figures", "validation", "trunk", "best_epoch", "seconds_per_epoch")
 
 
@@ -56,8 +61,8 @@ def train_gallery(context: Context) -> None:
         context.tell(training={**figures, "epochs": epochs}, swapped=False)
         context.at("export the bundle", _TRAINED)
         shutil.rmtree(bundle, ignore_errors=True)
-        _run([*command, "export", str(run), "--out", str(bundle), *_precisions(context.plan)])
-        seen = seen_by(run, context.plan.data_root or folders.data)
+        _run([*command, "export", str(run), "--out", str(bundle), *_options(context.plan)])
+        seen = seen_by(run, context.plan.data_root or folders.data, folders.feedback)
     finally:
         shutil.rmtree(folders.data, ignore_errors=True)
     replace_model(
@@ -68,12 +73,14 @@ def train_gallery(context: Context) -> None:
         choose=lambda gallery: unseen_in(gallery, params.class_attribute, seen),
     )
     shutil.rmtree(bundle, ignore_errors=True)  # the service has a copy
+    shutil.rmtree(folders.feedback, ignore_errors=True)
     for checkpoint in run.glob("*.pt"):
         checkpoint.unlink()
 
 
-def seen_by(run: Path, root: Path) -> Seen | None:
-    """What the run in folder `run` trained on, by its train.csv and the pictures in `root`.
+def seen_by(run: Path, root: Path, feedback: Path) -> Seen | None:
+    """What the run in folder `run` trained on, by its train.csv and the pictures in `root`, and the
+    pictures of customers in `feedback`, whose names are the sha256 of what was sent.
 
     None if there is no such list, or its pictures lie neither in `root` nor in a folder of it.
 
@@ -89,7 +96,8 @@ def seen_by(run: Path, root: Path) -> Seen | None:
     if base is None:
         return None
     contents = (hashlib.sha256((base / row["path"]).read_bytes()).hexdigest() for row in rows)
-    return Seen(frozenset(contents), frozenset(row["class"] for row in rows))
+    joined = (path.stem for path in (feedback / "pictures").glob("*"))
+    return Seen(frozenset((*contents, *joined)), frozenset(row["class"] for row in rows))
 
 
 def unseen_in(gallery: Gallery, class_attribute: str, seen: Seen | None) -> Questions:
@@ -99,7 +107,7 @@ def unseen_in(gallery: Gallery, class_attribute: str, seen: Seen | None) -> Ques
     known of the training, everything counts as seen.
     """
     if seen is None:
-        return Questions(frozenset(), " that are known not to be trained on")
+        return Questions(frozenset(), " that are known not to be trained on", seen=None)
     items = [(i.key, i.sha256, i.attributes.get(class_attribute)) for i in gallery.items()]
     trained = {name for _, content, name in items if content in seen.contents}
     keys = {
@@ -108,18 +116,24 @@ def unseen_in(gallery: Gallery, class_attribute: str, seen: Seen | None) -> Ques
         if name is not None and name not in trained and str(name) not in seen.classes
     }
     if keys:
-        return Questions(keys, ", classes that the new model was not trained on")
+        clause = ", classes that the new model was not trained on"
+        return Questions(keys, clause, seen.contents)
     return Questions(
         {key for key, content, _ in items if content not in seen.contents},
         " that the new model was not trained on, though on others of their class",
+        seen.contents,
     )
 
 
-def _precisions(plan: Plan) -> list[str]:
+def _options(plan: Plan) -> list[str]:
     """The options of an export that has what the service asks for, or may choose by itself."""
+    has_map = plan.old_bundle is not None and (plan.old_bundle / MAP).is_file()
+    with_map = ["--map"] if has_map else []
     if plan.session.precision == "auto":
-        return ["--precision", FASTER[PROVIDERS[plan.session.device]], "--skip-refused"]
-    return [] if plan.session.precision == "fp32" else ["--precision", plan.session.precision]
+        return [*with_map, "--precision", FASTER[PROVIDERS[plan.session.device]], "--skip-refused"]
+    if plan.session.precision == "fp32":
+        return with_map
+    return [*with_map, "--precision", plan.session.precision]
 
 
 def _fit(context: Context, params: TrainParams) -> None:
@@ -128,7 +142,9 @@ def _fit(context: Context, params: TrainParams) -> None:
     if context.plan.weights is not None:
         changes["model.weights"] = str(context.plan.weights)
     settings = [f"{name}={json.dumps(value)}" for name, value in changes.items()]
-    words = [word for setting in (_data(context, params), *settings) for word in ("--set", setting)]
+    data, names = _data(context, params)
+    settings = [data, *_feedback(context, params, names), *settings]
+    words = [word for setting in settings for word in ("--set", setting)]
     if (run / "checkpoint.pt").is_file():
         words.append("--resume")
     told = -1
@@ -173,25 +189,41 @@ def _run(words: Sequence[str], on_line: Callable[[], None] = lambda: None) -> No
         )
 
 
-def _data(context: Context, params: TrainParams) -> str:
-    """The setting that says what to train on."""
-    root = context.plan.data_root
+def _data(context: Context, params: TrainParams) -> tuple[str, dict[str, str] | None]:
+    """The setting that says what to train on, and the keys of the items there; None: their own."""
+    root, names = context.plan.data_root, None
     if root is None:
         root = context.folders.data
-        _write_pictures(context, params.class_attribute, root)
+        names = _write_pictures(context, params.class_attribute, root)
     elif data_kind(params.job) != "rendered":
-        return f"data.root={json.dumps(str(root))}"
+        return f"data.root={json.dumps(str(root))}", None
     # A job of another kind has other names in this table, so all of it is replaced.
-    return f'data={{kind = "folder", root = {json.dumps(str(root))}, small_classes = "drop"}}'
+    data = f'data={{kind = "folder", root = {json.dumps(str(root))}, small_classes = "drop"}}'
+    return data, names
 
 
-def _write_pictures(context: Context, class_attribute: str, root: Path) -> None:
-    """Copy the picture of each item of the gallery to `root`/CLASS/NUMBER.
+def _feedback(context: Context, params: TrainParams, names: dict[str, str] | None) -> list[str]:
+    """The setting that names the feedback on the gallery, if it is asked for; `names` are those of
+    the items in what is trained on.
+    """
+    folder = context.folders.feedback
+    if not params.feedback:
+        return []
+    if not (folder / "pairs.csv").is_file():  # a training that goes on learns from the same
+        with contextlib.closing(FeedbackStore(context.folders.state)) as store:
+            pairs = store.export(context.job.gallery, folder, names)
+        context.tell(feedback=Counter(pair.action for pair in pairs))
+    return [f"data.feedback={json.dumps(str(folder))}"]
+
+
+def _write_pictures(context: Context, class_attribute: str, root: Path) -> dict[str, str]:
+    """Copy the picture of each item of the gallery to `root`/CLASS/NUMBER; where each key now is.
 
     Raises: SourceError if fewer than four classes have two pictures; OSError.
     """
     shutil.rmtree(root, ignore_errors=True)
     names: dict[AttributeValue, str] = {}
+    written: dict[str, str] = {}
     sizes: Counter[AttributeValue] = Counter()
     left_out = 0
     read_image = context.read_image()
@@ -214,6 +246,7 @@ def _write_pictures(context: Context, class_attribute: str, root: Path) -> None:
             folder = root / names.setdefault(value, f"{len(names):05d}-{word}")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{item.id:09d}{suffix}").write_bytes(data)
+            written[item.key] = f"{folder.name}/{item.id:09d}{suffix}"
             sizes[value] += 1
         name = gallery.name
     if left_out:
@@ -225,6 +258,7 @@ def _write_pictures(context: Context, class_attribute: str, root: Path) -> None:
             f"{class_attribute!r} with 2 pictures or more; a training needs {_MIN_CLASSES}. Give "
             "the items that attribute, or name another one with class_attribute."
         )
+    return written
 
 
 def _epochs_of(run: Path) -> tuple[int, int]:

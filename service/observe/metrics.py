@@ -50,6 +50,7 @@ class Metrics:
         self.rate_limited = self._counter(
             "kinlens_rate_limited", "Requests refused for their number.", "by"
         )
+        self.feedback = self._counter("kinlens_feedback", "Feedback that was kept.", "action")
         self.reload_failures = self._counter(
             "kinlens_reload_failures", "Generations that could not be opened.", "gallery"
         )

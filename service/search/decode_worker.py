@@ -43,7 +43,8 @@ PLUGINS = (
     TiffImagePlugin,
     WebPImagePlugin,
 )
-"""Loaded now; Pillow would load those of all its formats with the first image."""
+"""Loaded now; Pillow would load those of all its formats with the first image. Those of AVIF and
+HEIC are loaded with the first image of theirs (see embedder.formats)."""
 
 REQUEST = struct.Struct("<II")
 REPLY = struct.Struct("<BxxxI")

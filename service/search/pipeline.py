@@ -9,23 +9,24 @@ One search in so many is run again exactly, in the background: how good are the 
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from embedder.calibration import Calibration
+from embedder.calibration import UNREACHABLE, Calibration
 from embedder.errors import (
     BundleMismatchError,
     DeadlineExceededError,
     ImageError,
     KinlensError,
 )
-from embedder.types import Embeddings, Hit
-from indexer.types import Group, SearchOptions, combined_query
+from embedder.types import Embeddings, Hit, ItemId
+from indexer.types import Facet, Group, SearchOptions, combined_query
 from service.concurrency import DaemonThreads
 from service.galleries.locations import Gallery
 from service.galleries.registry import Registry, Served
@@ -35,7 +36,6 @@ from service.search.cache import Cache, Lookup, answer_key
 from service.search.lanes import Decoder, Lanes
 from service.search.model import Vector
 from service.search.query import (
-    UNREACHABLE,
     Answer,
     HitRenderer,
     Query,
@@ -44,10 +44,12 @@ from service.search.query import (
     checked_results,
     encode_results,
     least_score,
+    nearness,
 )
 
 _VERSION_BYTES = 64
 _TIE = 1e-6  # of a cosine: items that score the same may stand in for each other
+T = TypeVar("T", Hit, Group)
 _NOTHING: Embeddings = np.empty((0, 0), dtype=np.float32)
 
 
@@ -195,7 +197,14 @@ class Pipeline:
             before = time.perf_counter()
             with span("search"):
                 found = find(served, query, vectors, min_score, renderer, abandoned)
-            results = encode_results(renderer, found.hits, found.groups, match=found.match)
+            results = encode_results(
+                renderer,
+                found.hits,
+                found.groups,
+                match=found.match,
+                views=found.views,
+                facets=found.facets,
+            )
             stages = replace(stages, search=_ms_since(before))
             # Otherwise they may be from a later one.
             if not served.is_remote and gallery.version == version:
@@ -219,7 +228,7 @@ class Pipeline:
             return payload[_VERSION_BYTES:]
 
         def accept(payload: bytes) -> bytes:
-            return checked_results(current(payload), query.k, renderer)
+            return checked_results(current(payload), query.k, renderer, by_score=not query.reorders)
 
         lookups = [served.model.encoder.lookup(view) for view in query.views]
         if served.is_remote:  # what others changed there shows in no version that is sure
@@ -281,6 +290,8 @@ class Found:
 
     match: whether anything fits, also on an earlier page.
     vector, options, ranked: what was asked for and all that was found, for who asks again.
+    views: of `Query.best_view`, which view found each hit, or the best hit of each group.
+    facets: the counts that were asked for.
     """
 
     hits: Sequence[Hit]
@@ -289,10 +300,14 @@ class Found:
     vector: Vector
     options: SearchOptions
     ranked: Sequence[Hit] | None
+    facets: Mapping[str, Facet]
+    views: Mapping[ItemId, View] | None = None
 
     def measurable(self, version: str) -> "Measurable | None":
-        """The search as it can be run again; None for groups, and where nothing can match."""
-        if self.ranked is None:
+        """The search as it can be run again; None for groups, in another order than that of the
+        scores, and where nothing can match.
+        """
+        if self.ranked is None or self.options.reorders:
             return None
         return Measurable(self.vector, self.options, self.ranked, version)
 
@@ -314,43 +329,96 @@ def find(
     """
     abandoned.check()
     gallery = served.gallery
-    vector, exclude = _target(served, query, vectors)
+    targets, exclude = _targets(served, query, vectors)
     options = SearchOptions(
         where=query.where,
         min_score=min_score,
         offset=query.offset,
-        distinct=query.distinct,
+        distinct=bool(query.distinct),
+        near=nearness(query.distinct, renderer.calibration, served.model.no_calibration),
         exclude=exclude,
         exact=query.exact,
+        rerank=query.rerank,
+        diversity=query.diversity,
+        boost=query.boost,
     )
     if min_score == UNREACHABLE:
-        return Found([], None if query.grouping is None else [], False, vector[0], options, None)
+        if query.facets:  # which says so of an attribute that there is not
+            gallery.facets(query.facets, None, replace(options, min_score=None))
+        counts = dict.fromkeys(query.facets, Facet())
+        groups: list[Group] | None = None if query.grouping is None else []
+        return Found([], groups, False, targets[0], options, None, counts)
     asked = replace(options, checkpoint=abandoned.check)  # not kept: it ends with this search
-    ranked, groups = _search(gallery, query, vector, query.k, asked)
+    ranked, groups, views = _search(gallery, query, targets, query.k, asked)
     hits = ranked
     if query.min_probability is not None:
         hits = renderer.likely(hits, query.min_probability)
         groups = groups and renderer.likely_groups(groups, query.min_probability)
     match = bool(hits or groups)
     if not match and query.offset:  # past the end of what matches?
-        match = any(_search(gallery, query, vector, 1, replace(asked, offset=0)))
-    return Found(hits, groups, match, vector[0], options, ranked if groups is None else None)
+        again, others, _ = _search(gallery, query, targets, 1, replace(asked, offset=0))
+        match = bool(again or others)
+    counts = gallery.facets(query.facets, targets, asked) if query.facets else {}
+    measurable = ranked if groups is None and views is None else None
+    return Found(hits, groups, match, targets[0], options, measurable, counts, views)
 
 
 def _search(
-    gallery: Gallery, query: Query, vector: Embeddings, k: int, options: SearchOptions
-) -> tuple[list[Hit], list[Group] | None]:
+    gallery: Gallery, query: Query, targets: Embeddings, k: int, options: SearchOptions
+) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View] | None]:
+    """Hits or groups, and for `best_view` which view found them."""
+    if query.best_view:
+        return _search_views(gallery, query, targets, k, options)
     if query.grouping is None:
-        [hits] = gallery.search(vector, k, options)
-        return hits, None
-    [groups] = gallery.search_groups(vector, k, query.grouping, options)
-    return [], groups
+        [hits] = gallery.search(targets, k, options)
+        return hits, None, None
+    [groups] = gallery.search_groups(targets, k, query.grouping, options)
+    return [], groups, None
 
 
-def _target(
+def _search_views(
+    gallery: Gallery, query: Query, targets: Embeddings, k: int, options: SearchOptions
+) -> tuple[list[Hit], list[Group] | None, Mapping[ItemId, View]]:
+    """Each view by itself; what several find counts once, with the best of them.
+
+    Exact, since the best `reach` of all are among the best `reach` of each view.
+    """
+    reach, whole = options.offset + k, replace(options, offset=0)
+    page = slice(options.offset, reach)
+    if query.grouping is None:
+        found = gallery.search(targets, reach, whole)
+        ranked = _best_of(found, lambda hit: hit.id, lambda hit: hit.id)[page]
+        return [hit for hit, _ in ranked], None, {hit.id: query.views[n] for hit, n in ranked}
+    grouped = gallery.search_groups(targets, reach, query.grouping, whole)
+    best = _best_of(grouped, _identity, lambda group: group.hits[0].id)[page]
+    views = {group.hits[0].id: query.views[n] for group, n in best}
+    return [], [group for group, _ in best], views
+
+
+def _best_of(
+    found: Sequence[Sequence[T]], identity: Callable[[T], object], tie: Callable[[T], ItemId]
+) -> list[tuple[T, int]]:
+    """What each view found, once, with the number of the view that found it best; best first."""
+    best: dict[object, tuple[T, int]] = {}
+    for number, ranked in enumerate(found):
+        for one in ranked:
+            known = best.get(identity(one))
+            if known is None or one.score > known[0].score:
+                best[identity(one)] = one, number
+    return sorted(best.values(), key=lambda each: (-each[0].score, tie(each[0])))
+
+
+def _identity(group: Group) -> object:
+    value = group.value  # 1 and true are two values, and an item without one is its own group
+    return ("item", group.hits[0].id) if value is None else (isinstance(value, bool), value)
+
+
+def _targets(
     served: Served, query: Query, vectors: Sequence[Vector]
 ) -> tuple[Embeddings, frozenset[int]]:
-    """The vector (1, D) to search with, and the items that are no answer."""
+    """The vector (1, D) to search with, or (V, D) for `best_view`; the items that are no answer."""
+    if query.best_view:
+        return np.stack(vectors), frozenset()
     gallery, positives = served.gallery, query.positives
     if query.like is not None:
         served.check_generation(query.generation)

@@ -2,11 +2,10 @@
 results as JSON, what a cache keeps of them, and from scores to probabilities.
 """
 
-import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -14,17 +13,18 @@ from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import to_json
 
-from embedder.calibration import Calibration
+from embedder.calibration import Calibration, near_score, score_of
 from embedder.errors import InvalidParameterError
 from embedder.preprocess import Box
 from embedder.types import AttributeValue, Hit, ItemId
 from indexer.filters.tree import Filter
-from indexer.types import Group, Grouping
+from indexer.types import Boost, Facet, Group, Grouping, Rerank
 
-Combine = Literal["mean", "separate"]
+Combine = Literal["mean", "best", "separate"]
+Distinct = bool | Literal["near"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,10 @@ class Query:
         none of them is an answer.
     like: the number of one more positive item, of `generation` if that is given.
     min_probability: as `min_score`, in the calibrated probability of the model.
+    best_view: each view is looked for by itself, and what it finds counts with the best of them;
+        else with their mean.
+    facets: attributes whose values are counted over all that fits.
+    distinct: of items with equal content only the best; "near": also of near-duplicates.
     """
 
     views: tuple[View, ...] = ()
@@ -79,13 +83,26 @@ class Query:
     min_probability: float | None = None
     where: Filter | None = None
     grouping: Grouping | None = None
-    distinct: bool = False
+    distinct: Distinct = False
     exact: bool = False
+    best_view: bool = False
+    facets: tuple[str, ...] = ()
+    rerank: Rerank | None = None
+    diversity: float = 0.0
+    boost: Boost | None = None
+
+    @property
+    def reorders(self) -> bool:
+        """Whether hits come in another order than that of their scores."""
+        return bool(self.rerank or self.diversity or self.boost)
 
     @cached_property
     def digest(self) -> str:
         """sha256 (hex) of everything but the gallery: equal for equal questions."""
-        parts = (sorted((view.digest, view.box or ()) for view in self.views), self._rest)
+        views = [(view.digest, view.box or ()) for view in self.views]
+        # Which view found something is a part of the answer; a mean knows no order.
+        numbers = [view.number for view in self.views] if self.best_view else None
+        parts = (views if self.best_view else sorted(views), numbers, self._rest)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
@@ -101,6 +118,9 @@ class Query:
             None if self.where is None else repr(self.where),
             None if grouping is None else (grouping.by, grouping.score, grouping.size),
             (self.distinct, self.exact),
+            self.best_view,
+            self.facets,
+            (self.rerank, _plain(self.diversity), repr(self.boost)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -129,10 +149,6 @@ def _plain(number: float | None) -> float | None:
 
 
 _VERSION_DIGITS = 12
-UNREACHABLE = 2.0
-"""A least score that no cosine similarity reaches."""
-
-_STEPS = 256  # halves towards 0 reach the smallest float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +175,13 @@ class Answer:
     stages: Stages
 
 
+class _StoredView(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    image: Annotated[int, Field(ge=1)]
+    crop: Annotated[list[float], Field(min_length=4, max_length=4)] | None
+
+
 class _StoredHit(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -168,6 +191,7 @@ class _StoredHit(BaseModel):
     probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
     attributes: dict[str, AttributeValue]
     image: str
+    view: _StoredView | None = None
 
 
 class _StoredGroup(BaseModel):
@@ -177,6 +201,7 @@ class _StoredGroup(BaseModel):
     score: Annotated[float, Field(ge=-1.01, le=1.01, allow_inf_nan=False)]
     probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
     hits: Annotated[list[_StoredHit], Field(min_length=1)]
+    view: _StoredView | None = None
 
 
 class _StoredResults(BaseModel):
@@ -186,6 +211,7 @@ class _StoredResults(BaseModel):
     match: bool
     hits: list[_StoredHit]
     groups: list[_StoredGroup] | None
+    facets: dict[str, dict[str, JsonValue]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,24 +302,43 @@ def _reaches(probability: float | None, least: float) -> bool:
 
 
 def encode_results(
-    renderer: HitRenderer, hits: Sequence[Hit], groups: Sequence[Group] | None, *, match: bool
+    renderer: HitRenderer,
+    hits: Sequence[Hit],
+    groups: Sequence[Group] | None,
+    *,
+    match: bool,
+    views: Mapping[ItemId, View] | None = None,
+    facets: Mapping[str, Facet] | None = None,
 ) -> bytes:
-    """The part of an answer that a cache keeps, as a JSON object in its final form."""
+    """The part of an answer that a cache keeps, as a JSON object in its final form.
+
+    views: which part of the query found each hit, or the best hit of each group.
+    """
     count = len(hits) if groups is None else len(groups)
-    return to_json(
-        {
-            "count": count,
-            "match": match,
-            "hits": renderer.hits(hits),
-            "groups": None if groups is None else renderer.groups(groups),
-        }
-    )
+    shown = renderer.hits(hits)
+    grouped = None if groups is None else renderer.groups(groups)
+    if views is not None:
+        for row, hit in zip(shown, hits, strict=True):
+            row["view"] = _named(views[hit.id])
+        for row, group in zip(grouped or [], groups or [], strict=True):
+            row["view"] = _named(views[group.hits[0].id])
+    results = {"count": count, "match": match, "hits": shown, "groups": grouped}
+    if facets:
+        results["facets"] = {name: facet.described() for name, facet in facets.items()}
+    return to_json(results)
 
 
-def checked_results(payload: bytes, k: int, renderer: HitRenderer) -> bytes:
+def _named(view: View) -> dict[str, Any]:
+    return {"image": view.number, "crop": view.box}
+
+
+def checked_results(
+    payload: bytes, k: int, renderer: HitRenderer, *, by_score: bool = True
+) -> bytes:
     """The payload of `encode_results`, once it is one that may be sent.
 
-    Raises: ValueError unless at most `k`, best first and complete, with links into the gallery.
+    Raises: ValueError unless at most `k`, best first if they come `by_score`, and complete, with
+        links into the gallery.
     """
     stored = _StoredResults.model_validate_json(payload)
     ranked: Sequence[_StoredHit | _StoredGroup] = (
@@ -301,7 +346,7 @@ def checked_results(payload: bytes, k: int, renderer: HitRenderer) -> bytes:
     )
     if len(ranked) > k or len(ranked) != stored.count or (stored.groups and stored.hits):
         raise ValueError("the results are too many, or not as many as they say")
-    if any(a.score < b.score for a, b in itertools.pairwise(ranked)):
+    if by_score and any(a.score < b.score for a, b in itertools.pairwise(ranked)):
         raise ValueError("the results are out of order")
     for hit in (*stored.hits, *(hit for group in stored.groups or () for hit in group.hits)):
         if hit.image != f"{renderer.prefix}{hit.id}{renderer.suffix}":
@@ -326,36 +371,31 @@ def least_score(
     if min_probability is None:
         return min_score
     if calibration is None:
-        reason = "" if no_calibration is None else f" ({no_calibration.rstrip('.')})"
-        raise InvalidParameterError(
-            f"min_probability = {min_probability:g} needs a calibration, and the model of this "
-            f"gallery has none{reason}. Send min_score, or export the model again with held-out "
-            "classes."
-        )
+        raise uncalibrated(f"min_probability = {min_probability:g}", no_calibration, "min_score")
     likely = score_of(calibration, min_probability)
     if likely is None or min_score is None:
         return min_score if likely is None else likely
     return max(min_score, likely)
 
 
-@functools.lru_cache(maxsize=1024)
-def score_of(calibration: Calibration, probability: float) -> float | None:
-    """The least float32 in [-1, 1] whose probability is at least `probability` as the best hit.
+def nearness(
+    distinct: Distinct, calibration: Calibration | None, no_calibration: str | None
+) -> float | None:
+    """The cosine from which on `distinct` leaves items out; None unless it is "near".
 
-    None if even -1 has it, UNREACHABLE if not even 1 does.
+    Raises: InvalidParameterError without a calibration.
     """
-
-    def fits(score: np.float32) -> bool:
-        return bool(calibration.probability(np.array(score)) >= probability)
-
-    low, high = np.float32(-1), np.float32(1)
-    if fits(low):
+    if distinct != "near":
         return None
-    if not fits(high):
-        return UNREACHABLE
-    for _ in range(_STEPS):
-        middle = np.float32((float(low) + float(high)) / 2)
-        if middle in (low, high):
-            break
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return float(high)
+    if calibration is None:
+        raise uncalibrated("distinct = near", no_calibration, "distinct = true")
+    return near_score(calibration)
+
+
+def uncalibrated(what: str, no_calibration: str | None, instead: str) -> InvalidParameterError:
+    """`what` was asked for, and `no_calibration` says why it cannot be had."""
+    reason = "" if no_calibration is None else f" ({no_calibration.rstrip('.')})"
+    return InvalidParameterError(
+        f"{what} needs a calibration, and the model of this gallery has none{reason}. Send "
+        f"{instead}, or export the model again with held-out classes."
+    )

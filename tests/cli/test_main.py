@@ -51,6 +51,13 @@ def test_help_shows_every_option_and_an_example() -> None:
     assert "Example: kinlens-serve --bundle" in text
 
 
+def test_settings_that_do_not_go_together_are_told_in_our_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KINLENS_FEEDBACK", "pairs")
+    assert "settings: feedback = pairs needs a folder" in refused("--bundle", "x")
+
+
 @pytest.fixture(scope="module")
 def places(
     tiny_bundle: Bundle,

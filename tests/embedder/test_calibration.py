@@ -2,7 +2,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from embedder.calibration import SMALLEST_GALLERY, Calibration
+from embedder.calibration import (
+    NEAR,
+    SAME_PICTURE,
+    SMALLEST_GALLERY,
+    Calibration,
+    Threshold,
+    near_score,
+)
 from tests.embedder.bundles import CALIBRATION
 
 
@@ -62,3 +69,19 @@ def test_an_older_calibration_is_written_as_it_was_read() -> None:
     newer = RANKED.model_dump(mode="json")
     assert (newer["rank_slope"], newer["size_slope"]) == (0.5, 0.8)
     assert Calibration.model_validate(newer) == RANKED
+
+
+def test_items_are_near_from_the_score_that_has_the_probability_and_one_picture_always_is() -> None:
+    least = near_score(CALIBRATION)
+    assert CALIBRATION.probability(np.array([least, least - 1e-3])).tolist() == pytest.approx(
+        [NEAR, NEAR], abs=1e-3
+    )
+    assert near_score(CALIBRATION, 0.5) == pytest.approx(0.5)
+    larger = [near_score(RANKED.for_gallery(n)) for n in (40, 400, 10**6)]
+    assert larger == sorted(larger)
+    assert larger[-1] == SAME_PICTURE
+    assert near_score(CALIBRATION, 1.0) == 1.0, "a probability that is asked for stands"
+    assert near_score(CALIBRATION, 0.0) == -1.0
+    close = Threshold(false_matches=1e-3, pair_score=0.975, search_score=0.99)
+    crowded = RANKED.for_gallery(10**6).model_copy(update={"thresholds": (close,)})
+    assert near_score(crowded) == 0.975, "other products are as like as copies are elsewhere"

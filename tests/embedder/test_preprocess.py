@@ -11,6 +11,7 @@ from PIL import Image
 
 from embedder import errors
 from embedder.fake import FakeEmbedder
+from embedder.formats import format_of
 from embedder.manifest import Preprocessing
 from embedder.preprocess import (
     ImageLimits,
@@ -54,14 +55,19 @@ def cosine(a: bytes, b: bytes) -> float:
     return float(vectors[0] @ vectors[1])
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF"])
+KINDS = ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF"]
+TURNED = ["JPEG", "PNG", "WEBP", "TIFF", "AVIF", "HEIF"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_allowed_format_gives_the_same_picture(kind: str) -> None:
     image = picture(1)
-    assert read_header(encoded(image, kind)).format == kind
+    name = "HEIC" if kind == "HEIF" else kind
+    assert read_header(encoded(image, kind)).format == format_of(encoded(image, kind)) == name
     assert cosine(encoded(image), encoded(image, kind)) > 0.99
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", TURNED)
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_an_exif_turn_is_undone(kind: str, orientation: int) -> None:
     image = picture(2)
@@ -159,6 +165,38 @@ def test_no_bytes_too_many_and_text_are_refused_whatever_the_name() -> None:
         decode(b"this is text, renamed to photo.jpg")
 
 
+def test_heic_without_its_extra_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(picture(1), "HEIF")
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(errors.UnsupportedFormatError, match=r"HEIC.*pip install 'kinlens\[heif\]'"):
+        decode(data)
+    assert decode(encoded(picture(1))).mode == "RGB"
+
+
+def test_every_way_to_write_a_tiff_is_one() -> None:
+    assert format_of(encoded(picture(1), "TIFF", big_tiff=True)) == "TIFF"
+
+
+def test_a_decoder_of_a_rare_format_is_loaded_with_its_first_image(tmp_path: Path) -> None:
+    names = []
+    for kind in ("PNG", "AVIF", "HEIF"):
+        (tmp_path / kind).write_bytes(encoded(picture(1), kind))
+        names.append(str(tmp_path / kind))
+    code = """
+import sys
+from pathlib import Path
+import service.search.decode_worker
+from embedder.preprocess import decode
+for name in sys.argv[1:]:
+    decode(Path(name).read_bytes())
+    print([n for n in ("PIL.AvifImagePlugin", "pillow_heif") if n in sys.modules])
+"""
+    command = [sys.executable, "-c", code, *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    avif, heic = "PIL.AvifImagePlugin", "pillow_heif"
+    assert done.stdout == f"[]\n['{avif}']\n['{avif}', '{heic}']\n"
+
+
 @pytest.mark.parametrize("kind", ["PPM", "ICO"])
 def test_a_format_that_is_not_allowed_is_refused(kind: str) -> None:
     with pytest.raises(errors.UnsupportedFormatError):
@@ -176,7 +214,7 @@ def test_a_header_that_claims_too_much_is_refused_before_decoding() -> None:
         ImageLimits(max_megapixels=500)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", [0.15, 0.5, 0.9])
 def test_a_truncated_file_is_refused(kind: str, part: float) -> None:
     rng = np.random.default_rng(0)
@@ -189,7 +227,7 @@ def test_a_truncated_file_is_refused(kind: str, part: float) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow says what is damaged
 def test_random_damage_never_raises_anything_but_our_errors() -> None:
     rng = np.random.default_rng(1)
-    for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP"):
+    for kind in KINDS:
         original = bytearray(encoded(picture(6), kind))
         for _ in range(60):
             damaged = bytearray(original)
@@ -231,7 +269,7 @@ def test_a_multi_picture_jpeg_is_its_first_picture() -> None:
     assert blue < 50
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", TURNED)
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_crop_box_is_cut_from_the_upright_image(kind: str, orientation: int) -> None:
     image = picture(2, (400, 200))
@@ -239,7 +277,9 @@ def test_a_crop_box_is_cut_from_the_upright_image(kind: str, orientation: int) -
     turned = stored_turned(image, kind, orientation, **options)
     alone = preprocess(encoded(image.crop((40, 100, 140, 180))), SPEC)
     cropped = preprocess(turned, SPEC, box=(0.1, 0.5, 0.25, 0.4))
-    assert np.abs(cropped.astype(int) - alone).mean() < (3 if kind == "JPEG" else 1e-9)
+    assert np.abs(cropped.astype(int) - alone).mean() < (
+        3 if kind in ("JPEG", "AVIF", "HEIF") else 1e-9
+    )
 
 
 def test_a_crop_box_treats_its_part_as_a_whole_picture() -> None:
@@ -300,7 +340,7 @@ def test_what_rounding_adds_to_a_crop_box_is_cut_off() -> None:
     assert check_box([0, 0, 1, 1]) == (0.0, 0.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "TIFF", "GIF", "WEBP"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [(300, 200), (40, 900), (60, 50)])
 def test_a_small_picture_fits_its_side_and_keeps_its_shape(kind, size) -> None:
     made = Image.open(io.BytesIO(render_jpeg(encoded(picture(1, size), kind), ImageLimits(), 160)))

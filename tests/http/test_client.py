@@ -21,10 +21,13 @@ JOB = "4f2a90c1be77"
 CALLS: dict[str, Callable[[Any], Any]] = {
     "POST /search": lambda c: c.search(b"x"),
     "POST /search/batch": lambda c: c.search_batch([Query(b"x")]),
+    "POST /feedback": lambda c: c.feedback("i", "k", "wrong"),
+    "GET /galleries/{name}/feedback": lambda c: c.gallery_feedback("g"),
     "GET /galleries": lambda c: c.galleries(),
     "POST /galleries": lambda c: c.create_gallery("g"),
     "GET /galleries/{name}": lambda c: c.gallery("g"),
     "DELETE /galleries/{name}": lambda c: c.delete_gallery("g"),
+    "GET /galleries/{name}/duplicates": lambda c: c.duplicates("g"),
     "GET /galleries/{name}/items": lambda c: c.items("g"),
     "PUT /galleries/{name}/items": lambda c: c.put("g", "k", b"x"),
     "PATCH /galleries/{name}/items": lambda c: c.patch("g", {"k": {"a": 1}}),
@@ -33,11 +36,19 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "DELETE /galleries/{name}/items/{item_id}": lambda c: c.remove_item("g", 1),
     "GET /galleries/{name}/items/{item_id}/image": lambda c: c.image("g", 1),
     "GET /galleries/{name}/items/{item_id}/similar": lambda c: c.similar("g", 1),
+    "GET /galleries/{name}/golden": lambda c: c.golden("g"),
+    "POST /galleries/{name}/golden": lambda c: c.add_golden("g", b"x", keys=["k"]),
+    "DELETE /galleries/{name}/golden/{sha256}": lambda c: c.remove_golden("g", "0" * 64),
+    "GET /galleries/{name}/golden/{sha256}/image": lambda c: c.golden_image("g", "0" * 64),
+    "POST /galleries/{name}/golden/run": lambda c: c.run_golden("g"),
+    "GET /galleries/{name}/golden/runs": lambda c: c.golden_runs("g"),
+    "POST /galleries/{name}/items/{item_id}/explain": lambda c: c.explain("g", 1, b"x"),
     "POST /galleries/{name}/compact": lambda c: c.compact("g"),
     "POST /galleries/{name}/swap": lambda c: c.swap("g", "h"),
     "POST /galleries/{name}/rebuild": lambda c: c.rebuild("g", "f" * 64),
     "POST /jobs/train": lambda c: c.train("shop", "g"),
     "GET /jobs": lambda c: c.jobs(),
+    "GET /jobs/options": lambda c: c.job_options(),
     "GET /jobs/{job_id}": lambda c: c.job(JOB),
     "GET /jobs/{job_id}/log": lambda c: c.job_log(JOB),
     "POST /jobs/{job_id}/cancel": lambda c: c.cancel_job(JOB),
@@ -219,6 +230,9 @@ def test_a_gallery_is_made_filled_searched_and_deleted(
     assert client.image("life", first.id) == data[0]
     for image in (data[1], tmp_path / "0.png", str(file), io.BytesIO(data[2])):
         assert client.search(image, gallery="life", k=2, exact=True).match
+    order: dict[str, Any] = {"rerank": "aqe", "diversity": 0.9, "boost": "price:-0.2"}
+    mixed = client.search(data[1], gallery="life", **order)
+    assert sorted(hit.key for hit in mixed.hits) == ["a/0", "a/1", "c"]
     each = client.search_each([data[0], data[2]], gallery="life", crops=[(0, 0, 1, 1)] * 2)
     assert [one.status for one in each.answers] == [200] * 4
     assert client.search(gallery="life", positives=["a/0"], negatives=["c"]).hits[0].key == "a/1"

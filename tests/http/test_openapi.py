@@ -103,7 +103,7 @@ def test_every_example_of_a_search_request_is_answered(document, running_service
     for path in ("/search", "/search/batch"):
         content = document["paths"][path]["post"]["requestBody"]["content"]
         for shown in content["application/json"]["examples"].values():
-            if "filter" in shown["value"]:
+            if {"filter", "facets"} & shown["value"].keys():
                 continue  # the gallery of this service has no attributes
             response = running_service.client.post(path, json=shown["value"])
             expected = 404 if "positives" in shown["value"] else 200  # keys of another shop

@@ -110,10 +110,12 @@ def entry(key: str, content: str, stock: int) -> Entry:
     return Entry(key, vector(content), hashlib.sha256(content.encode()).hexdigest(), attributes)
 
 
-def change(path: Path, log: Path, seed: int, dies_at: int | None, last: Path) -> None:
-    """Change the gallery until somebody kills this process, or at fault point `dies_at`."""
+def change(path: Path, log: Path, seed: int, dies_at: tuple[str, int] | None) -> None:
+    """Change the gallery until somebody kills this process, or it comes to the fault point of this
+    name for this time, from 0.
+    """
     if dies_at is not None:
-        set_fault_hook(Dies(dies_at, last))
+        set_fault_hook(Dies(*dies_at))
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     gallery = Gallery.open(path)
     for number, operation in enumerate(operations(seed)):
@@ -199,18 +201,16 @@ def stored(gallery: Gallery) -> Contents:
 
 
 class Dies:
-    """Kills its process at the point with this number, whose name goes to `last` before."""
+    """Kills its process where the point of this name comes after so many of that name."""
 
-    def __init__(self, number: int, last: Path | None = None) -> None:
-        self._left = number
-        self._last = last
+    def __init__(self, name: str, before: int) -> None:
+        self._name, self._before = name, before
 
     def __call__(self, point: str) -> None:
-        self._left -= 1
-        if self._left < 0:
-            if self._last is not None:
-                self._last.write_text(named(point))
-            os.kill(os.getpid(), signal.SIGKILL)
+        if named(point) == self._name:
+            self._before -= 1
+            if self._before < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def named(point: str) -> str:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import Result
 
 from embedder.fake import FakeEmbedder
 from tests.indexer.conftest import PICTURES, Run, failure, printed, query
+from tests.support.market import CALIBRATION
 
 
 def found(result: Result, query: int = 0) -> list[str]:
@@ -32,6 +34,19 @@ def test_an_image_finds_itself_first(run: Run, built: Path, shop: Path) -> None:
     assert answer["gallery"] == "gallery"
 
 
+def test_a_calibrated_model_says_how_likely_each_answer_is_right(
+    run: Run, built: Path, shop: Path, embedder: FakeEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedder, "calibration", CALIBRATION)
+    ask = ("search", built, "--image", shop / "f.gif", "--bundle", "b", "-k", "2", "--offset", "1")
+    answer = printed(run(*ask, "--json"))
+    scores = np.array([hit["score"] for hit in answer["hits"][0]])
+    expected = CALIBRATION.for_gallery(6).probability(scores, np.array([2, 3]))
+    assert answer["probabilities"] == [pytest.approx(expected.tolist())]
+    [line, _] = run(*ask).stdout.splitlines()
+    assert line.split("  ")[1].strip() == f"{100 * expected[0]:.0f} %"
+
+
 def test_vectors_of_a_file_are_answered_one_by_one(run: Run, built: Path, vectors: Path) -> None:
     result = run("search", built, "--vector", vectors, "-k", "1", "--json")
     assert [found(result, n) for n in (0, 1)] == [["f.gif"], ["cup/a.png"]]
@@ -53,6 +68,22 @@ def test_the_options_of_a_search_are_handed_on(
     assert run("add", built, shop, "--bundle", "b").exit_code == 0
     assert found(run(*ask, "-k", "2")) == ["f.gif", "copy.gif"]
     assert "copy.gif" not in found(run(*ask, "-k", "2", "--distinct"))
+
+
+def test_another_order_is_handed_on(run: Run, built: Path, vectors: Path) -> None:
+    ask = ("search", built, "--vector", vectors, "--json")
+    plain = found(run(*ask))
+    mixed = found(run(*ask, "--diversity", "1", "--rerank", "reciprocal"))
+    assert sorted(mixed) == sorted(plain)
+    assert mixed[0] == plain[0]
+    assert mixed != plain
+    assert run("update", built, "cup/b.jpg", "--set", "price:number=5").exit_code == 0
+    assert run("update", built, "f.gif", "--set", "price:number=1").exit_code == 0
+    ranked = [found(run(*ask, "--boost", f"price:{weight}")) for weight in ("0.2", "-0.2")]
+    assert ranked[0].index("cup/b.jpg") <= ranked[1].index("cup/b.jpg")
+    assert ranked[1][0] == "f.gif"
+    assert "Write price:-0.1" in failure(run(*ask, "--boost", "price"))
+    assert "from -0.2 to 0.2" in failure(run(*ask, "--boost", "price:1"))
 
 
 def test_liked_items_are_not_in_their_own_answer(run: Run, built: Path) -> None:
@@ -140,3 +171,35 @@ def test_an_item_is_shown_with_all_that_is_known(run: Run, built: Path) -> None:
     assert "no item with the key 'gone'" in failure(run("show", built, "gone"))
     for address in ("milvus://", "milvus://host:1", "milvus://host:1/a/b"):
         assert "Write milvus://HOST:PORT/NAME" in failure(run("show", address, "key"))
+
+
+def test_the_values_of_attributes_are_counted_over_all_that_fits(
+    run: Run, built: Path, shop: Path, vectors: Path
+) -> None:
+    ask = ("search", built, "-k", "1", "--facets", "class")
+    counts = {"hat": 3, "cup": 2}
+    answer = printed(run(*ask, "--vector", vectors, "--json"))
+    expected = [{"value": value, "count": count} for value, count in counts.items()]
+    assert answer["facets"] == [{"class": {"values": expected, "other": 0, "missing": 1}}] * 2
+    lines = run(*ask, "--image", shop / "f.gif", "--bundle", "b").stdout.splitlines()
+    assert lines == ["1.0000  f.gif", "class: hat (3), cup (2), missing (1)"]
+    [*_, last] = run(*ask, "--like", "f.gif", "--where", "class = 'cup'").stdout.splitlines()
+    assert last == "class: cup (2)"
+    [*_, last] = run(*ask, "--like", "f.gif", "--min-score", "0.9999").stdout.splitlines()
+    assert last == "class: "
+    assert "'kind' to count" in failure(run("search", built, "--like", "f.gif", "--facets", "kind"))
+
+
+def test_two_images_are_drawn_with_the_regions_where_they_match(
+    run: Run, shop: Path, embedder: FakeEmbedder, tmp_path: Path
+) -> None:
+    pair = (shop / "f.gif", shop / "cup" / "a.png")
+    answer = printed(run("explain", *pair, "--bundle", "b", "--out", tmp_path / "m.png", "--json"))
+    score = float(query(embedder, pair[0])[0] @ query(embedder, pair[1])[0])
+    for found in (answer["score"], np.sum(answer["query"]), np.sum(answer["hit"])):
+        assert found == pytest.approx(score, abs=1e-3)
+    with Image.open(tmp_path / "m.png") as sheet:
+        assert sheet.size == (960, 480)
+    ask = ("explain", *pair, "--bundle", "b", "--out")
+    assert run(*ask, tmp_path / "n.png").stdout.startswith(f"{score:.4f}  ")
+    assert "Name a .png" in failure(run(*ask, tmp_path / "m.txt"))

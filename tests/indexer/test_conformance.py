@@ -36,7 +36,16 @@ from indexer.exchange.parquet import export_gallery, read_dump
 from indexer.filters.text import parse_filter
 from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
 from indexer.gallery import Gallery
-from indexer.types import Entry, Grouping, GroupScore, SearchOptions, VectorStore, Written
+from indexer.types import (
+    CANDIDATES,
+    Boost,
+    Entry,
+    Grouping,
+    GroupScore,
+    SearchOptions,
+    VectorStore,
+    Written,
+)
 from tests.indexer.conftest import Run, failure, printed
 from tests.indexer.oracle import (
     BUNDLE,
@@ -51,6 +60,7 @@ from tests.indexer.oracle import (
     shop,
     units,
 )
+from tests.indexer.test_rerank import ORDERS, check_order
 from tests.support.milvus_server import MilvusServer, started_server
 from tests.support.seams import MilvusStore
 from tests.tiny import encoded, picture
@@ -140,6 +150,17 @@ def test_search_and_groups_equal_brute_force(store: VectorStore) -> None:
             assert_groups(groups, oracle.groups(query, 8, grouping, options))
 
 
+def test_another_order_is_that_of_its_definition(store: VectorStore) -> None:
+    check_order(store, CANDIDATES + 60, ORDERS)
+
+
+@milvus_alone
+def test_a_boost_needs_its_range_where_the_server_tells_none(store: MilvusStore) -> None:
+    store.add(shop(20))
+    with pytest.raises(InvalidParameterError, match="needs from and to"):
+        store.search(units(1), 5, SearchOptions(boost=Boost("price", 0.1)))
+
+
 def full_of_ties(draw: random.Random, count: int) -> list[Entry]:
     """Few different scores, contents and values of all kinds, some of them in a crowd."""
     corners = [*np.eye(DIM, dtype=np.float32)[:6], *-np.eye(DIM, dtype=np.float32)[:6]]
@@ -188,6 +209,12 @@ def test_filters_equal_their_definition(store: VectorStore) -> None:
         options = SearchOptions(where=where)
         (hits,) = store.search(query, 200, options)
         assert_hits(hits, oracle.hits(query[0], 200, options))
+
+
+@milvus_alone
+def test_milvus_leaves_no_near_duplicates_out(store: VectorStore) -> None:
+    with pytest.raises(InvalidParameterError, match="distinct = true"):
+        store.search(units(1), 3, SearchOptions(near=0.9))
 
 
 def test_k_may_exceed_the_gallery(store: VectorStore) -> None:
@@ -820,6 +847,8 @@ def test_what_exceeds_the_limits_of_milvus_is_refused(store: MilvusStore) -> Non
     with pytest.raises(InvalidParameterError, match=r"16,385.*16,384"):
         store.search(units(1), 16_000, SearchOptions(offset=385))
     assert store.search(units(1), 16_384) == [[]]
+    with pytest.raises(InvalidParameterError, match=r"facets = colour: .* lies on Milvus"):
+        store.facets(["colour"])
 
 
 @pytest.mark.milvus

@@ -173,7 +173,7 @@ def test_kinds_never_compare_with_each_other() -> None:
         ("", 0, "an attribute"),
         ("a", 1, "a comparison"),
         ("a =", 3, "Expected a value"),
-        ("a = red", 4, "Expected a value"),
+        ("a = red", 4, 'Expected a value such as "red" or 12.5'),
         ("(a = 1", 6, "Expected ')'"),
         ("a = 1)", 5, "Expected the end"),
         ("a = 1 b = 2", 6, "'and' or 'or' or the end"),

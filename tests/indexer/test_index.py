@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import faiss
@@ -15,16 +16,18 @@ import pytest
 from embedder.bundle import sha256_of
 from embedder.errors import GalleryCorruptError, RecallError
 from embedder.types import Embeddings
+from indexer.gallery import Gallery, current_generation
 from indexer.index import faiss as engine
 from indexer.index import segment as segments
 from indexer.index.plan import IndexSettings
 from indexer.index.segment import SegmentManifest
-from indexer.types import Ids, Scores
+from indexer.types import Dump, Entry, Ids, Scores
 from tests.indexer.oracle import bitmap, clumped, units
 from tests.support.seams import (
     Effort,
     Segment,
     SegmentIndex,
+    import_gallery,
     plan_index,
     recall_at,
     tune,
@@ -521,3 +524,27 @@ def test_an_edited_manifest_is_refused(small: Path, change: dict[str, object] | 
     path.write_text(change)
     with pytest.raises(GalleryCorruptError, match=r"compact GALLERY --rebuild"):
         Segment.open(small)
+
+
+def test_an_index_below_its_target_takes_the_place_of_no_gallery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a new one in its folder nor its own compaction: recall is measured before."""
+    path, facts = tmp_path / "shop", {"name": "shop", "bundle_id": "b" * 64}
+    entries = [Entry(f"k{n}", row, f"{n:064x}") for n, row in enumerate(units(N, dim=DIM))]
+    dump = Dump(facts, DIM, N, lambda: iter(entries))
+    coarse = IndexSettings(kind="ivf-rabitq", target_recall=0.98)
+    monkeypatch.setattr("indexer.index.kinds.IvfRabitq.k_factors", (1,))
+    with pytest.raises(RecallError):
+        import_gallery(dump, path, settings=coarse)
+    assert not (path / "CURRENT").exists()
+    import_gallery(dump, path, settings=IndexSettings(kind="flat"))
+    with closing(Gallery.open(path)) as gallery:
+        before = (current_generation(path), gallery.search(units(5, 3, DIM), 10))
+    with pytest.raises(RecallError, match=r"target is 0\.98"):
+        import_gallery(dump, path, settings=coarse)
+    with closing(Gallery.open(path)) as gallery:
+        with pytest.raises(RecallError, match=r"target is 0\.98"):
+            gallery.compact(coarse)
+        assert (current_generation(path), gallery.search(units(5, 3, DIM), 10)) == before
+        assert gallery.index_settings().kind == "flat"

@@ -6,8 +6,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import catalog_of, faults, generation_of
 from tests.indexer.oracle import DIM, units
 from tests.support.seams import CatalogView, State
+from tests.support.waiting import until
 
 QUERY = units(1, 99)
 
@@ -302,14 +301,6 @@ def test_a_gallery_may_be_searched_and_changed_while_it_is_scanned(gallery: Gall
     del unfinished
     gallery.compact()
     assert gallery.facts().tombstones == 0
-
-
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Wait until it is true."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("small_delta")

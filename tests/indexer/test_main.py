@@ -35,12 +35,17 @@ COMMANDS = {
     "import": "gone --out o",
     "backup": "gone --out o",
     "restore": "gone --out o",
+    "golden add": "gone --query IMAGE --no-match",
+    "golden list": "gone",
+    "golden remove": "gone 0f",
+    "golden run": "gone --bundle b",
+    "golden runs": "gone",
 }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_has_help_with_an_example(run: Run, command: str) -> None:
-    result = run(command, "--help")
+    result = run(*command.split(), "--help")
     assert result.exit_code == 0
     assert f"Example: kinlens-index {command} " in " ".join(result.stdout.split())
 
@@ -49,7 +54,7 @@ def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> N
     places = {"gone": tmp_path / "gone", "IMAGES": tmp_path / "gone", "o": tmp_path / "out"}
     for command, arguments in COMMANDS.items():
         if arguments:
-            result = run(command, *(places.get(word, word) for word in arguments.split()))
+            result = run(*command.split(), *(places.get(word, word) for word in arguments.split()))
             assert str(tmp_path / "gone") in failure(result)
             assert len(result.stderr.splitlines()) == 1
 
@@ -71,6 +76,10 @@ def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> N
         ("update GALLERY f.gif --csv x", "not both"),
         ("remove GALLERY", "Give keys, --where or --keys-from"),
         ("remove GALLERY f.gif --where a=1", "one of them alone"),
+        ("golden add GALLERY", "Give --query with its label"),
+        ("golden add GALLERY --query a", "one of --keys, --attribute and --no-match"),
+        ("golden add GALLERY --query a --keys b --no-match", "one of --keys"),
+        ("golden add GALLERY --csv a --keys b", "none with --csv"),
         ("search GALLERY", "Give --image, --vector or --like"),
         ("search GALLERY --like a --vector b", "one of them alone"),
         ("search GALLERY --image a", "--image needs --bundle"),

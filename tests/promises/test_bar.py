@@ -278,3 +278,14 @@ def test_every_line_of_the_page_names_a_proof_that_is_there() -> None:
         named = re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", proof)
         assert named or "make " in proof, line
         assert [name for name in named if not (ROOT / name).is_file()] == [], line
+
+
+def test_every_benchmark_that_a_page_names_is_there() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"benchmarks/[\w/]+\.py", page.read_text("utf-8"))
+    }
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

@@ -23,6 +23,7 @@ def main() -> None:
         sys.exit("The data set is broken. Mend it.")
     (out / "job.json").write_text(json.dumps({"optimizer": {"epochs": int(epochs)}}))
     (out / "words.json").write_text(json.dumps(words))
+    note_feedback(out, words)
     children = [subprocess.Popen(["sleep", "600"])]
     with (out / "log.jsonl").open("a") as log:
         for epoch in range(1, int(epochs) + 1):
@@ -52,6 +53,17 @@ def trained_on(words: list[str]) -> list[str]:
         for folder in folders[: len(folders) // 2]
         for path in sorted(folder.iterdir())
     ]
+
+
+def note_feedback(out: Path, words: list[str]) -> None:
+    """What was there to learn from, and which of its names are files."""
+    folders = [word.partition("=")[2] for word in words if word.startswith("data.feedback=")]
+    for name in folders:
+        folder = Path(json.loads(name))
+        lines = (folder / "pairs.csv").read_text().splitlines()
+        named = [cell for line in lines[1:] for cell in line.split(",")[:3] if cell]
+        there = [(folder / cell).is_file() or (out / "data" / cell).is_file() for cell in named]
+        (out / "feedback.json").write_text(json.dumps({"pairs": lines, "there": there}))
 
 
 main()

@@ -20,9 +20,10 @@ from PIL import Image, ImageCms
 
 from tests.tiny import encoded, picture
 
+HERE = Path(__file__).parent
 PHOTOGRAPH = 3
 SIZE = (96, 64)
-FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "AVIF", "HEIF")
 PROBLEMS = {
     400: "empty-image",
     413: "image-too-large",
@@ -84,7 +85,7 @@ def photograph(number: int = PHOTOGRAPH) -> Image.Image:
 
 def fine(image: Image.Image, kind: str, **options: object) -> bytes:
     """A file that keeps the picture as well as its format can."""
-    quality = {"quality": 95} if kind in ("JPEG", "WEBP") else {}
+    quality = {"quality": 95} if kind in ("JPEG", "WEBP", "AVIF", "HEIF") else {}
     return encoded(image, kind, **quality | options)
 
 
@@ -148,6 +149,13 @@ def webp(kind: bytes, data: bytes) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
+def container(kind: str, size: tuple[int, int]) -> bytes:
+    """The photograph as an AVIF or a HEIC that claims to have this size."""
+    data = encoded(_IMAGE, kind)
+    at = data.index(b"ispe") + 8
+    return data[:at] + struct.pack(">II", *size) + data[at + 8 :]
+
+
 def segment(marker: int, data: bytes) -> bytes:
     return struct.pack(">BBH", 0xFF, marker, len(data) + 2) + data
 
@@ -195,7 +203,9 @@ def _forms() -> Table:
     opaque = _IMAGE.convert("RGBA")
     return {
         **{f"plain-{kind}": fine(_IMAGE, kind) for kind in FORMATS},
-        **{f"opaque-alpha-{kind}": encoded(opaque, kind) for kind in ("PNG", "TIFF", "BMP")},
+        **{
+            f"opaque-alpha-{kind}": encoded(opaque, kind) for kind in ("PNG", "TIFF", "BMP", "HEIF")
+        },
         **{f"animated-{kind}-is-its-first-frame": animated(kind) for kind in ANIMATED},
         **{f"animated-{kind}-cut-in-a-later-frame": cut_later(kind) for kind in ANIMATED[:3]},
         "jpeg-progressive": fine(_IMAGE, "JPEG", progressive=True),
@@ -209,15 +219,34 @@ def _forms() -> Table:
         "jpeg-cmyk": fine(_IMAGE.convert("CMYK"), "JPEG"),
         "jpeg-multi-picture-is-its-first": pair,
         "jpeg-multi-picture-without-its-second": pair[: len(pair) * 6 // 10],
-        # Pillow reads it and cannot write it.
-        "jpeg-arithmetic": (Path(__file__).parent / "arithmetic.jpg").read_bytes(),
+        # Pillow reads them and cannot write them.
+        "jpeg-arithmetic": (HERE / "arithmetic.jpg").read_bytes(),
+        "avif-10-bit": (HERE / "ten-bit.avif").read_bytes(),
+        "heic-10-bit": _heic_of_10_bits(),
+        "heic-of-tiles": fine(photograph().resize((960, 640)), "HEIF", tile_size=512),
+        "avif-of-any-brand": _rebranded("AVIF"),
+        "heic-of-any-brand": _rebranded("HEIF"),
         "png-rgb-16-bit": png(SIZE, 16, 2, idat(filtered(deep))),
         "png-rgba-16-bit": png(SIZE, 16, 6, idat(filtered(solid))),
         "png-interlaced": png(SIZE, 8, 2, idat(passes), interlace=1),
     }
 
 
-ANIMATED = ("GIF", "PNG", "TIFF", "WEBP")
+def _heic_of_10_bits() -> bytes:
+    import pillow_heif
+
+    buffer, deep = io.BytesIO(), _PIXELS.astype(np.uint16) * 257
+    pillow_heif.from_bytes("RGB;16", SIZE, deep.tobytes()).save(buffer, quality=95)
+    return buffer.getvalue()
+
+
+def _rebranded(kind: str) -> bytes:
+    """Whose first brand names no codec, as some phones write it; a later one does."""
+    data = fine(_IMAGE, kind)
+    return data[:8] + b"mif1" + data[12:]
+
+
+ANIMATED = ("GIF", "PNG", "TIFF", "WEBP", "AVIF", "HEIF")
 
 
 def animated(kind: str) -> bytes:
@@ -235,7 +264,7 @@ def _turns() -> Table:
     """Stored turned, with the EXIF orientation that undoes it; unknown ones mean none."""
     turns = {
         f"orientation-{n}-{kind}": turned(kind, n)
-        for kind in ("JPEG", "PNG", "WEBP", "TIFF")
+        for kind in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF", "HEIF")
         for n in range(1, 9)
     }
     turns |= {f"orientation-{n}-means-none": turned("JPEG", n) for n in (0, 9, 255, 65535)}
@@ -259,7 +288,7 @@ def _colours() -> Table:
     cmyk = _IMAGE.convert("CMYK")
     return {
         f"icc-{name}-{kind}": fine(_IMAGE, kind, icc_profile=profile)
-        for kind in ("JPEG", "PNG", "WEBP", "TIFF")
+        for kind in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF", "HEIF")
         for name, profile in profiles.items()
     } | {"icc-of-rgb-on-cmyk": fine(cmyk, "JPEG", icc_profile=_SRGB)}
 
@@ -289,7 +318,15 @@ def _extras() -> Table:
         "png-with-exif-behind-the-pixels": png(SIZE, 8, 2, _ROWS + chunk(b"eXIf", b"garbage")),
         "jpeg-with-php": fine(_IMAGE, "JPEG", comment=b"<?php system($_GET[0]); ?>"),
         "webp-with-broken-exif": fine(_IMAGE, "WEBP", exif=exif),
+        **{f"{kind}-with-broken-exif": _broken_exif(kind) for kind in ("AVIF", "HEIF")},
     }
+
+
+def _broken_exif(kind: str) -> bytes:
+    exif = Image.Exif()
+    exif[0x010E] = "description"
+    data = fine(_IMAGE, kind, exif=exif.tobytes())
+    return data.replace(b"MM\0*", b"XXXX").replace(b"II*\0", b"XXXX")
 
 
 def _zip() -> bytes:
@@ -310,9 +347,16 @@ def _other_pixels() -> Table:
     return {
         **{f"mode-{mode}-{kind}": fine(_IMAGE.convert(mode), kind) for mode, kind in modes},
         "opaque-alpha-WEBP": encoded(_IMAGE.convert("RGBA"), "WEBP"),
-        **{f"all-transparent-{k}": encoded(clear, k) for k in ("PNG", "WEBP", "TIFF", "GIF")},
-        **{f"mode-LA-{kind}": encoded(_IMAGE.convert("LA"), kind) for kind in ("PNG", "TIFF")},
-        **{f"grey-16-bit-{kind}": encoded(deep, kind) for kind in ("PNG", "TIFF")},
+        "opaque-alpha-AVIF": encoded(_IMAGE.convert("RGBA"), "AVIF"),
+        **{
+            f"all-transparent-{k}": encoded(clear, k)
+            for k in ("PNG", "WEBP", "TIFF", "GIF", "AVIF", "HEIF")
+        },
+        **{
+            f"mode-LA-{kind}": encoded(_IMAGE.convert("LA"), kind)
+            for kind in ("PNG", "TIFF", "AVIF", "HEIF")
+        },
+        **{f"grey-16-bit-{kind}": encoded(deep, kind) for kind in ("PNG", "TIFF", "HEIF")},
         "webp-quality-0": encoded(_IMAGE, "WEBP", quality=0),
         "tiff-YCbCr": encoded(_IMAGE.convert("YCbCr"), "TIFF"),
         "tiff-group4": encoded(_IMAGE.convert("1"), "TIFF", compression="group4"),
@@ -330,7 +374,7 @@ def _other_pixels() -> Table:
 def _sizes() -> Table:
     sizes = {}
     for kind in FORMATS:
-        limit = 16383 if kind == "WEBP" else 16384
+        limit = {"WEBP": 16383, "HEIF": 4000}.get(kind, 16384)  # of what can be written
         sizes[f"1x1-{kind}"] = encoded(Image.new("RGB", (1, 1), "red"), kind)
         sizes[f"tall-{kind}"] = encoded(Image.new("RGB", (1, limit)), kind)
         sizes[f"wide-{kind}"] = encoded(Image.new("RGB", (limit, 1)), kind)
@@ -368,7 +412,7 @@ def black(side: int) -> bytes:
 
 
 def _large_sizes() -> Table:
-    kinds = [kind for kind in FORMATS if kind != "WEBP"]
+    kinds = [kind for kind in FORMATS if kind not in ("WEBP", "HEIF")]
     sizes = ((1, 20000), (20000, 1))
     return {
         f"{w}x{h}-{kind}": encoded(Image.new("L", (w, h)), kind) for kind in kinds for w, h in sizes
@@ -394,6 +438,7 @@ def _claims() -> Table:
             f"{name}-TIFF": grey_tiff(*size),
             f"{name}-BMP": bmp(size, pixels=bytes(900)),
             f"{name}-GIF": gif(size, gif_frame(size) + b";"),
+            **{f"{name}-{kind}": container(kind, size) for kind in ("AVIF", "HEIF")},
         }
     return claims
 
@@ -407,6 +452,7 @@ def _bombs() -> Table:
         "bomb-TIFF": encoded(image, "TIFF", compression="group4"),
         "bomb-WEBP": encoded(wide, "WEBP", lossless=True, method=0, quality=0),
         "bomb-GIF": encoded(image.convert("P"), "GIF"),
+        "bomb-AVIF": (HERE / "bomb.avif").read_bytes(),
         "bomb-JPEG": encoded(Image.new("L", (side, side)), "JPEG"),
     }
 
@@ -415,7 +461,7 @@ def _other_formats() -> Table:
     modes = {"MSP": "1", "XBM": "1", "SPIDER": "F"}
     kinds = (
         *("PPM", "ICO", "TGA", "PCX", "DDS", "EPS", "PDF", "ICNS", "SGI", "JPEG2000"),
-        *("AVIF", "MSP", "XBM", "QOI", "DIB", "SPIDER"),
+        *("MSP", "XBM", "QOI", "DIB", "SPIDER"),
     )
     grey = np.asarray(_IMAGE.convert("L"))
     numbers = {"float": np.float32, "int32": np.int32}
@@ -431,7 +477,8 @@ def _other_formats() -> Table:
         "content-postscript": (
             b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) (r) file\n"
         ),
-        "content-heic": b"\0\0\0\x18ftypheic" + bytes(60),
+        "content-mp4": b"\0\0\0\x18ftypisom\0\0\2\0isommp41" + bytes(60),
+        "content-heif-of-no-known-codec": b"\0\0\0\x18ftypmif1\0\0\0\0mif1jpeg" + bytes(60),
         "content-wav": b"RIFF\x24\0\0\0WAVEfmt " + bytes(60),
         "content-jpeg-as-base64": b"/9j/4AAQSkZJRgABAQAAAQABAAD/",
         "content-url": b"http://169.254.169.254/latest/meta-data/",
@@ -470,10 +517,12 @@ def _cut() -> Table:
         "TIFF-big-endian": b"MM\0*",
         "GIF": b"GIF89a",
         "BMP": b"BM",
+        "AVIF": b"\0\0\0\x1cftypavif",
+        "HEIC": b"\0\0\0\x18ftypheic",
     }
     return cut | {
         "half-a-progressive-JPEG": progressive[: len(progressive) // 2],
-        "animated-WEBP-cut-in-a-later-frame": cut_later("WEBP"),
+        **{f"animated-{kind}-cut-in-a-later-frame": cut_later(kind) for kind in ("WEBP", "AVIF")},
         **{f"signature-and-zeros-{kind}": start + bytes(3000) for kind, start in starts.items()},
         **{f"signature-alone-{kind}": start for kind, start in starts.items()},
         "bm-text": b"BM is how this text starts, and it is no bitmap at all.",
@@ -537,5 +586,8 @@ def _damaged_rest() -> Table:
         "tiff-directory-outside": b"II*\0" + struct.pack("<I", 10**6) + bytes(90),
         "tiff-big-endian-without-tags": b"MM\0*" + struct.pack(">IH", 8, 0) + bytes(4),
         "claims-nothing-TIFF": grey_tiff(0, 0),
+        "heic-that-claims-another-size": container("HEIF", (3000, 2000)),
+        "heic-that-claims-nothing": container("HEIF", (0, 0)),
+        "avif-that-claims-nothing": container("AVIF", (0, 0)),
         "webp-that-claims-more-bytes": good[:4] + b"\xff\xff\xff\x7f" + good[8:],
     }

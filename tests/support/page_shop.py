@@ -126,6 +126,9 @@ class Wanted(BaseModel):
     filter: Json[dict[str, Any]] = {}
     group_by: str = ""
     group_size: int = 1
+    rerank: str = ""
+    diversity: float = 0
+    combine: str = "mean"
     crop: list[Crop] = []
     positive: list[str] = []
     negative: list[str] = []
@@ -163,8 +166,11 @@ class Shop:
         self.galleries = dict(self._stock)
         self.calibration: dict[str, Any] | None = CALIBRATION
         self.asked: list[Wanted] = []
+        self.feedback = "off"
+        self.judged_items: list[dict[str, str]] = []
         self.key: str | None = None
         self.delay_s = 0.0
+        self.has_map = True
         self.open_searches = 0
         self.most_searches = 0
 
@@ -181,7 +187,9 @@ class Shop:
         app.get("/galleries/{name}/items", response_model=models.ItemPage)(self.page_of_items)
         app.get(item, response_model=models.ItemModel)(self.show)
         app.get(f"{item}/similar", response_model=models.SearchAnswer)(self.similar)
+        app.post(f"{item}/explain", response_model=models.ExplainAnswer)(self.explain)
         app.post("/search", response_model=models.SearchAnswer)(self.search)
+        app.post("/feedback", status_code=204)(self.judge)
         app.get(f"{item}/image")(self.picture)
         app.get("/favicon.ico")(lambda: Response())  # of pages that are not the page
         app.get("/")(lambda: FileResponse(UI / "search" / "index.html"))
@@ -213,15 +221,17 @@ class Shop:
             "size": len(self.galleries[name]),
             "dim": 48,
             "created_at": "2026-01-01T00:00:00+00:00",
+            "has_map": self.has_map,
         }
 
     async def describe(self, name: str) -> dict[str, Any]:
         return self.about(name) | {
-            "attributes": [self.attribute(name, a) for a in ("class", "colour", "price", "sale")],
+            "attributes": [self.attribute(name, a) for a in self.galleries[name][0].attributes],
             "calibration": self.calibration,
             "index": INDEX,
             "provider": "CPUExecutionProvider",
             "image_root_missing": False,
+            "feedback": self.feedback,
         }
 
     def attribute(self, gallery: str, name: str) -> dict[str, Any]:
@@ -265,21 +275,63 @@ class Shop:
             async with request.form() as form:
                 wanted = wanted_of(form)
                 images = [await p.read() for p in form.getlist("image") if not isinstance(p, str)]
-            vectors = [vector_of(d, c) for d in images for c in (wanted.crop or [None])]
-            return self.answer(wanted, vectors)
+            parts = [(n, crop) for n in range(len(images)) for crop in wanted.crop or [None]]
+            vectors = [vector_of(images[n], crop) for n, crop in parts]
+            views = [{"image": n + 1, "crop": crop} for n, crop in parts]
+            return self.answer(wanted, vectors, views)
         finally:
             self.open_searches -= 1
 
-    def answer(self, wanted: Wanted, vectors: list[Vector], without: str = "") -> dict[str, Any]:
+    async def judge(self, request: Request) -> None:
+        """Notes the fields of a feedback, and the size of its picture."""
+        async with request.form() as form:
+            said = {k: v if isinstance(v, str) else str(v.size) for k, v in form.items()}
+        self.judged_items.append(said)
+
+    async def explain(self, name: str, number: int, request: Request) -> dict[str, Any]:
+        """The lower right quarter of the item, the upper left of each part of the query."""
+        async with request.form() as form:
+            wanted = wanted_of(form)
+        grid = np.zeros((4, 4))
+        grid[2:, 2:] = 0.2
+        crops = wanted.crop or [None]
+        return {
+            "bundle_id": "b" * 64,
+            "gallery": name,
+            "gallery_version": "1" * 64,
+            "key": self.found(name, number).key,
+            "score": 0.8,
+            "rest": 0.0,
+            "square": 0.8,
+            "hit": grid.tolist(),
+            "query": [
+                {"image": 1, "crop": crop, "shares": (grid[::-1, ::-1] / len(crops)).tolist()}
+                for crop in crops
+            ],
+        }
+
+    def answer(
+        self,
+        wanted: Wanted,
+        vectors: list[Vector],
+        views: Sequence[dict[str, Any]] = (),
+        without: str = "",
+    ) -> dict[str, Any]:
         self.asked.append(wanted)
         stock = self.galleries[wanted.gallery]
         by_key = {item.key: item.vector for item in stock}
         query = np.mean(vectors + [by_key[key] for key in wanted.positive], axis=0)
         query = query - 0.7 * sum(by_key[key] for key in wanted.negative)
-        query = query / np.linalg.norm(query)
+        queries = [query / np.linalg.norm(query)]
+        if is_best := wanted.combine == "best":
+            assert not any((wanted.positive, wanted.negative, wanted.rerank, wanted.diversity))
+            queries = vectors
+        scores = {item.key: [float(item.vector @ one) for one in queries] for item in stock}
         hits = [
-            self.entry(wanted.gallery, item) | self.judged(float(item.vector @ query))
-            for item in sorted(stock, key=lambda item: -float(item.vector @ query))
+            self.entry(wanted.gallery, item)
+            | self.judged(max(found := scores[item.key]))
+            | ({"view": views[int(np.argmax(found))]} if is_best else {})
+            for item in sorted(stock, key=lambda item: -max(scores[item.key]))
             if item.key != without and passes(item.attributes, wanted.filter)
         ]
         groups = self.grouped(wanted, hits) if wanted.group_by else None
@@ -295,6 +347,7 @@ class Shop:
             "match": bool(hits),
             "hits": shown,
             "groups": groups,
+            "answer_id": None if self.feedback == "off" else f"answer-{len(self.asked)}",
             "timings_ms": {"decode": 3.0, "embed": 11.5, "search": 0.5, "total": 16.0},
         }
 
@@ -310,7 +363,7 @@ class Shop:
             values.setdefault(hit["attributes"][wanted.group_by], []).append(hit)
         return [
             {"value": value, "hits": some[: wanted.group_size]}
-            | {name: some[0][name] for name in ("score", "probability")}
+            | {name: some[0].get(name) for name in ("score", "probability", "view")}
             for value, some in values.items()
         ][: wanted.k]
 

@@ -8,6 +8,7 @@ where its tests are mended.
 from collections.abc import Sequence
 from pathlib import Path
 
+from embedder.calibration import UNREACHABLE, score_of
 from embedder.durable import set_fault_hook
 from indexer.catalog.read import CatalogView, State
 from indexer.checks.compare import compare
@@ -28,6 +29,7 @@ from indexer.ingest.rebuild import adopt
 from indexer.types import Dump, Entry
 from service.access.keys import FreshKeys, KeyStore, open_keys
 from service.access.rates import Addresses, LocalCounts, RateLimits, SharedCounts, parse_rates
+from service.galleries.feedback import FeedbackStore, Question
 from service.galleries.locations import GalleryLocation, Locations
 from service.galleries.migration import bring_over
 from service.galleries.pictures import PictureFolder, SharedPictures
@@ -40,23 +42,20 @@ from service.jobs.params import params_of
 from service.jobs.rebuild import store_bundle
 from service.jobs.store import Job, JobStore
 from service.search.cache import (
-    Cache,
     LruCache,
     answer_key,
     decode_vector,
     embedding_key,
     encode_vector,
 )
-from service.search.lanes import InlineDecoder, Lanes, ProcessDecoder
+from service.search.lanes import InlineDecoder, ProcessDecoder
 from service.search.model import Batcher
 from service.search.pipeline import recall_of
 from service.search.query import (
-    UNREACHABLE,
     HitRenderer,
     checked_results,
     encode_results,
     least_score,
-    score_of,
 )
 
 

@@ -43,6 +43,11 @@ CREATED_AT = "2026-01-01T00:00:00+00:00"
 DEFAULTS: dict[str, Any] = {"lanes": 2, "decode_isolation": False}
 
 
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        return int(probe.getsockname()[1])
+
+
 def render(seed: int, size_px: int = 96) -> Image.Image:
     """A picture that has no symmetry and looks like no other."""
     rng = np.random.default_rng(seed)
@@ -296,8 +301,7 @@ class RedisServer:
     """A real redis-server on a free port with its files in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
-        with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None

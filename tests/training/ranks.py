@@ -1,8 +1,9 @@
 """Gradients of one training step for every loss and regularizer, alone or on several ranks.
 
-`python -m torch.distributed.run --nproc-per-node=2 -m tests.training.ranks FOLDER` writes what each
-rank found, and then trains FOLDER/job.toml as `kinlens-train fit` does; called in one process,
-`gradients` gives what the ranks must equal.
+`python -m tests.training.ranks FOLDER` writes what each of two ranks found, which then train
+FOLDER/job.toml as `kinlens-train fit` does; called in one process, `gradients` gives what the ranks
+must equal. The ranks are started by torchrun's own launcher, as forks of the process that has
+loaded torch: to load it in each takes longer than all that they do.
 """
 
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+import training.runner  # noqa: F401  (loaded once, before the ranks part)
 from tests.training.jobs import TINY_TRUNK
 from training.__main__ import main
 from training.checkpoint import seed_everything
@@ -92,8 +95,8 @@ def _stir(objective: torch.nn.Module) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def work(folder: Path) -> None:
+    """What each rank does."""
     torch.set_num_threads(1)
     with process_group("cpu"):
         found = {name: gradients(job) for name, job in cases(folder / "weights.pth").items()}
@@ -101,3 +104,16 @@ if __name__ == "__main__":
         # In the same group: one that is opened again reads the addresses that the first one left.
         sys.argv[1:] = ["fit", str(folder / "job.toml"), "--out", str(folder / "two")]
         main()
+
+
+if __name__ == "__main__":
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    elastic_launch(config, work)(Path(sys.argv[1]))

@@ -85,6 +85,8 @@ def test_a_bundle_without_a_job_is_evaluated_on_a_folder_or_a_list(tmp_path: Pat
     )
     with pytest.raises(KinlensError, match="--data /my/shop"):
         runner.invoke(app, ["evaluate", bundle], catch_exceptions=False)
+    with pytest.raises(KinlensError, match="--data nowhere: there is no such folder or CSV"):
+        runner.invoke(app, ["evaluate", bundle, "--data", "nowhere"], catch_exceptions=False)
 
     done = runner.invoke(app, ["evaluate", bundle, "--data", str(shop), "--json"])
     assert done.exit_code == 0, done.output

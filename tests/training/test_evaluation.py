@@ -339,7 +339,7 @@ def test_with_a_gallery_retrieval_asks_in_it_and_the_rest_sees_both() -> None:
 
 def test_memory_beside_the_embeddings_is_a_few_blocks() -> None:
     # In a process of its own, whose peak is VmHWM: ru_maxrss would count what its parent held
-    # before. benchmarks/evaluation_memory.py has the largest data set and k-means.
+    # before.
     code = """
 import numpy as np
 from training.evaluation.retrieval import retrieval

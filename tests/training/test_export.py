@@ -15,7 +15,8 @@ import training.export.bundle as export_module
 import training.export.precisions as precisions_module
 from embedder.bundle import Bundle
 from embedder.calibration import Calibration
-from embedder.errors import BundleError, DatasetError, ExportError
+from embedder.errors import BundleCorruptError, BundleError, DatasetError, ExportError
+from embedder.explain import explain
 from embedder.session import MIN_FP32_COSINE, OnnxEmbedder, SessionSettings
 from embedder.types import Embeddings, Images
 from tests.embedder.bundles import CALIBRATION
@@ -37,6 +38,7 @@ from training.export.bundle import (
     export_checkpoint,
     images_to_embed,
 )
+from training.export.map import EmbeddingMap
 from training.models.backbones import BACKBONES
 from training.models.embedding import torch_embed
 from training.trainer import fit
@@ -95,7 +97,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         # Of 12 validation images, one is 8 points of recall.
         patch.setattr(precisions_module, "MAX_RECALL_LOSS", 100.0)
         patch.setattr(Path, "read_bytes", counted)
-        bundle = export_checkpoint(checkpoint, split, folder / "bundle", told.append, ALL)
+        bundle = export_checkpoint(
+            checkpoint, split, folder / "bundle", told.append, ALL, with_map=True
+        )
     return Trained(checkpoint, split, bundle, reads, told)
 
 
@@ -135,6 +139,33 @@ def test_torch_and_onnx_agree_at_batch_sizes_that_were_never_traced(trained: Tra
     for size in (1, 3, 5, 17):
         batch = np.resize(trained.bundle.golden_inputs(), (size, 3, 32, 32))
         np.testing.assert_allclose(embedder.embed(batch), torch_embed(net, batch), atol=1e-4)
+
+
+def test_an_exported_map_sums_to_the_embeddings_and_explains_their_cosine(trained: Trained) -> None:
+    bundle = trained.bundle
+    embedder, images = OnnxEmbedder.open(bundle), bundle.golden_inputs()
+    assert embedder.has_map
+    vectors, maps = embedder.embed(images), embedder.maps(images)
+    np.testing.assert_allclose(maps.sum((2, 3)), vectors, atol=1e-3)
+    by_torch = torch_embed(EmbeddingMap(trained.checkpoint.network()[1]), images)
+    assert np.abs(maps - by_torch).mean() < 1e-2 * np.abs(by_torch).mean()
+    match = explain(embedder, images[0], images[1])
+    assert match.query.shape == match.hit.shape == maps.shape[2:]
+    for total in (match.score, match.query.sum(), match.hit.sum()):
+        assert total == pytest.approx(vectors[0] @ vectors[1], abs=1e-3)
+
+
+def test_a_bundle_opens_without_a_map_and_not_with_a_damaged_one(
+    trained: Trained, tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    embedder = OnnxEmbedder.open(tiny_bundle)
+    assert not embedder.has_map
+    with pytest.raises(BundleError, match="Export it again with --map"):
+        embedder.maps(tiny_bundle.golden_inputs())
+    copied = Bundle.open(shutil.copytree(trained.bundle.path, tmp_path / "bundle"))
+    copied.map_file().write_bytes(b"no model")
+    with pytest.raises(BundleCorruptError, match=r"model\.map\.onnx has sha256"):
+        Bundle.open(copied.path)
 
 
 def test_the_manifest_tells_where_the_model_comes_from(trained: Trained) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from service.jobs.params import data_kind, training_jobs
-from tests.training.jobs import Silent
+from tests.training.jobs import TINY_TRUNK, Silent
 from tests.training.official_layouts import KINDS, write_layout
 from training.config.job import Job, job_toml, load_job, parse_job
 from training.config.layers import JOBS, job_names
@@ -29,7 +29,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def miniature(job: Job, layouts: dict[str, Path], tmp_path: Path) -> Job:
-    """The job as it stands but for images, sizes, start weights and the number of steps."""
+    """The job as it stands but for images, sizes, trunk and the number of steps."""
     content = job.as_dict()
     kind = content["data"]["kind"]
     if kind in layouts:
@@ -37,8 +37,8 @@ def miniature(job: Job, layouts: dict[str, Path], tmp_path: Path) -> Job:
     else:
         products = {"kind": "rendered", "root": str(tmp_path / "products"), "size_px": 40}
         content["data"] = products | {"products": 8, "views": 4}
-    content["model"]["weights"] = "none"
-    content["input"] |= {"size_px": 64, "resize_px": 72, "test_px": None}
+    content["model"] |= {"backbone": TINY_TRUNK, "weights": "none"}
+    content["input"] |= {"size_px": 32, "resize_px": 36, "test_px": None}
     content["optimizer"] |= {"epochs": 1, "steps_per_epoch": 2, "batch_size": 8, "min_steps": 0}
     if content["sampling"]["kind"] != "random":
         content["sampling"]["per_class"] = 2

@@ -90,6 +90,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(JobError, match="is no study"):
         read_study(tmp_path / "bad.json")
+    with pytest.raises(JobError, match=r"is a folder.*kinlens-train compare"):
+        read_study(tmp_path / "run")
 
 
 def test_the_page_of_results_has_the_tables_of_the_committed_studies() -> None:

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 from embedder.errors import CheckpointError, DatasetError, JobError, TrainingError
 from tests.training.jobs import Silent, calibrated_weights, small_job
 from training.checkpoint import FILE, load_checkpoint, seed_everything
+from training.commands.jobs import load_images, with_settings
 from training.config.job import Job, parse_job
 from training.config.settings import Optimizer, Runtime, rate
 from training.data.load import load_split
@@ -106,6 +108,45 @@ def test_four_epochs_equal_two_and_a_resumed_two_bit_for_bit(
     assert epochs == [1, 2, 3, 4]
 
 
+def test_a_run_with_feedback_goes_on_bit_for_bit_and_with_no_other_feedback(
+    products: Path, tmp_path: Path
+) -> None:
+    job = small_job(products, epochs=3)
+    train = load_split(job.data).train
+    names = [f"{name}.jpg" for name in train.class_names]
+    items = [train.paths[row] for row in np.unique(train.labels, return_index=True)[1]]
+    rows = [f"{name},,{item},clicked" for name, item in zip(names, items, strict=True)]
+    rows += [f"{names[0]},,{items[1]},wrong"]
+    told = tmp_path / "told"
+    told.mkdir()
+    (told / "pairs.csv").write_text("\n".join(["query,query_key,item,action", *rows]))
+    for name, item in zip(names, items, strict=True):
+        (told / name).write_bytes((products / item).read_bytes())
+    job = changed(job, data={"feedback": [str(told)]})
+    run_job(job, load_split(job.data), tmp_path / "whole", Silent())
+    with pytest.raises(KeyboardInterrupt):
+        run(job, tmp_path / "parts", listener=Stopping(5))
+    split, _ = run(job, tmp_path / "parts", resume=True)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    run(changed(job, data={"feedback": []}), tmp_path / "without")
+    assert not all(torch.equal(whole[n], w) for n, w in weights(tmp_path / "without").items())
+    report = (tmp_path / "whole" / "report.md").read_text()
+    assert "- feedback: 3 picture(s) join 3 train class(es); 1 pair(s) of train classes" in report
+    listed = (tmp_path / "whole" / "feedback.csv").read_text().splitlines()
+    assert listed[1:] == [
+        f"{told / name},{told / name},{own}"
+        for name, own in zip(names, train.class_names, strict=True)
+    ]
+    (told / "pairs.csv").write_text("\n".join(["query,query_key,item,action", *rows[:-1]]))
+    with pytest.raises(DatasetError, match="was trained with other feedback"):
+        run(job, tmp_path / "parts", resume=True)
+    shutil.rmtree(told)  # a model is tested and exported without it
+    later = load_images(with_settings(job, None, ("data.",)))
+    later.require(load_checkpoint(tmp_path / "whole").split_sha256, "the run")
+    assert later.sha256() == split.sha256()
+
+
 def log_of(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
@@ -135,6 +176,7 @@ def test_a_damaged_test_image_is_one_line_before_the_first_step(
     with pytest.raises(DatasetError, match=f"^{re.escape(str(damaged))}: .*truncated") as error:
         fit(job, split, tmp_path, Silent())
     assert "\n" not in str(error.value)
+    assert f"`kinlens-train data doctor {tmp_path / 'products'}` lists all" in str(error.value)
     assert not (tmp_path / FILE).exists()
 
 

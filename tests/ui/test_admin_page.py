@@ -1,5 +1,6 @@
 """The admin page: who gets in, items found, changed and deleted, galleries made and deleted."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.support.admin_page import FEW, MANY, AdminShop, fill_row, opening, row, rows
-from tests.support.page_browser import FOCUSED, OpenPage
+from tests.support.page_browser import FOCUSED, OpenPage, too_wide, violations
 from tests.support.page_browser import until as page_until
 from tests.support.shops import start_shop
 
@@ -50,6 +51,35 @@ def test_without_a_key_the_page_asks_for_one_and_tells_what_a_wrong_one_lacks(
         page.get_by_test_id("forget-key").click()
         expect(page.get_by_test_id("key")).to_be_visible()
         assert page.evaluate("sessionStorage.getItem('kinlens.key')") is None
+
+
+def test_the_golden_set_is_run_and_shows_its_figures_and_worst_answers(
+    open_admin: OpenPage, shop: AdminShop
+) -> None:
+    shop.stock()
+    page = open_admin("/admin?gallery=shop#golden")
+    expect(page.get_by_test_id("golden-empty")).to_contain_text("No query is labelled yet")
+    expect(page.get_by_test_id("golden-run")).to_be_disabled()
+    labels = ({"keys": ["i/00.png"]}, {"keys": ["i/05.png"]}, {"no_match": True})
+    for number, label in enumerate(labels):
+        files = {"image": ("q.png", shop.pictures[number])}
+        answer = shop.shop.client.post(
+            "/galleries/shop/golden", files=files, data={"label": json.dumps(label)}
+        )
+        answer.raise_for_status()
+    page.reload()
+    expect(page.get_by_test_id("golden-count")).to_have_text("3 labelled")
+    for times in (1, 2):
+        page.get_by_test_id("golden-run").click()
+        expect(page.get_by_test_id("golden-runs").locator("tbody tr")).to_have_count(times)
+    expect(page.get_by_test_id("golden-runs")).to_contain_text("50.0%")
+    worst = page.get_by_test_id("golden-worst")
+    expect(worst).to_have_count(2)
+    expect(page.get_by_test_id("golden-report")).to_contain_text("Wanted: i/05.png")
+    expect(worst.locator("img.broken")).to_have_count(0)
+    expect(worst.first.locator("img")).to_have_count(2)
+    assert violations(page) == []
+    assert too_wide(page) == []
 
 
 def test_while_no_key_exists_the_page_says_how_to_make_one(

@@ -205,8 +205,10 @@ def test_the_keyboard_alone_edits_deletes_and_skips_to_the_view_and_no_request_l
     tab_to(page, "confirm-yes")
     page.keyboard.press("Enter")
     expect(rows(page)).to_have_count(11)
+    expect(page.locator("#items-title")).to_be_focused()
 
     page.get_by_test_id("to-status").click()
+    expect(page.locator("#status-title")).to_be_focused()
     page.get_by_role("link", name="Skip to the content").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#main")).to_be_focused()

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from embedder.bundle import Bundle
 from service.app import create_app
-from tests.support.admin_page import opening
+from tests.support.admin_page import fill_row, opening
 from tests.support.job_shops import JobShop
 from tests.support.page_browser import OpenPage, until
 from tests.support.servers import Running, StartService, run
@@ -31,6 +32,8 @@ def shop(
         decode_isolation=False,
         lanes=1,
         request_timeout_ms=60_000,
+        feedback="pairs",
+        training_weights=("mobilenet=/weights/mobilenet.pth",),
     )
     made.build("other")
     slow = made.trainer(seconds=0.5, epochs=200)
@@ -83,7 +86,10 @@ def ended(page: Page, state: str) -> None:
 
 
 def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: JobShop) -> None:
-    start(page, "rebuild", bundle_id=shop.new.bundle_id[:12], swap="never")
+    model = page.get_by_test_id("field-bundle_id").locator("option")
+    expect(model).to_have_count(1)  # its own is not among them
+    expect(model).to_have_text(f"{shop.new.bundle_id[:12]} · 2026-01-01 · tiny")
+    start(page, "rebuild", bundle_id=shop.new.bundle_id, swap="never")
     ended(page, "done")
     detail = page.get_by_test_id("job-detail")
     expect(detail.get_by_test_id("job-step")).to_contain_text("waits to be put in place")
@@ -105,7 +111,13 @@ def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: 
 
 
 def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page: Page) -> None:
-    start(page, "train", epochs="3", max_recall_loss="2")
+    form = page.get_by_test_id("open-train")
+    expect(form.get_by_test_id("field-job")).to_have_value("shop")
+    expect(form.get_by_test_id("field-data").locator("option")).to_have_count(1)
+    expect(form).to_contain_text("KINLENS_TRAINING_DATA=NAME=DIR")
+    expect(form).not_to_contain_text("KINLENS_TRAINING_WEIGHTS")
+    chosen = {"job": "sop-nir", "weights": "mobilenet", "epochs": "3", "max_recall_loss": "2"}
+    start(page, "train", **chosen, feedback="yes")
     detail = page.get_by_test_id("job-detail")
     expect(detail.get_by_test_id("job-step")).to_contain_text("epochs", timeout=LONG_MS)
     expect(page.get_by_test_id("to-jobs")).to_contain_text("1 running")
@@ -113,13 +125,40 @@ def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page:
     expect(detail.get_by_test_id("job-log")).to_contain_text("epoch 2: grün", timeout=LONG_MS)
     until(page, "document.querySelector('#job-detail progress').value > 0")
     detail.locator("details summary", has_text="Details").click()
-    expect(detail).to_contain_text('"optimizer.epochs":3')
+    expect(detail).to_contain_text('{"optimizer.epochs":3,"model.weights":"mobilenet"}')
     expect(detail).to_contain_text('"max_recall_loss":0.02')
+    expect(detail).to_contain_text("feedbacktrue")  # a term and its value
     detail.get_by_test_id("job-cancel").click()
     page.get_by_test_id("confirm-yes").click()
     ended(page, "cancelled")
+    page.get_by_test_id("to-status").click()
+    expect(page.get_by_test_id("status-feedback")).to_contain_text("Called wrong")
+    page.get_by_test_id("to-jobs").click()
     expect(page.get_by_test_id("to-jobs")).to_have_text("Jobs")
     expect(detail.get_by_test_id("job-resume")).to_be_visible()
+
+
+def test_recalls_of_a_training_are_rounded_and_beside_those_before_it(page: Page) -> None:
+    figures = {"R@1": 200 / 3, "MAP@R": 11.456619, "density_pairs": 0.891141}
+    training = {"figures": figures, "trunk": {"R@1": 61.0}, "epochs": [2, 2]}
+    job: dict[str, Any] = {
+        "id": "0123456789ab",
+        "kind": "train",
+        "gallery": "shop",
+        "state": "succeeded",
+    }
+    job |= {"step": "done", "done": 1000, "total": 1000, "by": "office", "params": {}, "error": ""}
+    job |= dict.fromkeys(("created_at", "started_at", "ended_at"), "2026-01-02T03:04:05+00:00")
+    job |= {"report": {"training": training, "swapped": True}}
+    log = {"text": "", "next_offset": 0, "size": 0}
+    page.route("**/jobs?*", lambda route: route.fulfill(json={"jobs": [job]}))
+    page.route("**/jobs/*/log?*", lambda route: route.fulfill(json=log))
+    page.reload()
+    page.get_by_test_id("job").get_by_role("button").click()
+    told = "on classes kept aside: R@1 66.7%, MAP@R 11.5%; before: R@1 61.0%."
+    expect(page.get_by_test_id("report-training")).to_have_text(
+        f"Trained for 2 of 2 rounds; {told}"
+    )
 
 
 def test_jobs_are_started_from_forms_and_followed_to_their_end_or_refused_in_the_form(
@@ -138,10 +177,41 @@ def test_jobs_are_started_from_forms_and_followed_to_their_end_or_refused_in_the
     ended(page, "done")
     assert served.client.get("/galleries/other").json()["generation"] != before
 
-    start(page, "train", job="nothing")
     form = page.get_by_test_id("open-train")
-    expect(form.get_by_test_id("start-error")).to_contain_text("Known are")
-    expect(form.get_by_test_id("field-job")).to_have_value("nothing")
+    form.locator("summary").first.click()
+    form.get_by_text("Further settings").click()
+    form.get_by_test_id("attributes-add-row").click()
+    fill_row(page, 0, "data.root", "text", "pictures")
+    form.get_by_test_id("start-train").click()
+    expect(form.get_by_test_id("start-error")).to_contain_text("'data.root' cannot be changed here")
+    expect(form.get_by_label("Name")).to_have_value("data.root")
+
+
+def test_where_there_is_nothing_to_choose_the_page_says_why_and_what_to_do(
+    page: Page, shop: JobShop
+) -> None:
+    def lacking(route: Route) -> None:
+        known = route.fetch().json()
+        assert {one["bundle_id"] for one in known["bundles"]} >= {shop.new.bundle_id}
+        route.fulfill(json=known | {"bundles": [], "no_training": "Install the extra training."})
+
+    page.route("**/jobs/options", lacking)
+    page.reload()
+    for kind, says in (("rebuild", "under the first 16 digits"), ("train", "Install the extra")):
+        form = page.get_by_test_id(f"open-{kind}")
+        form.locator("summary").click()
+        expect(form).to_contain_text(says)
+        expect(form.locator("form")).to_have_count(0)
+
+
+def test_a_new_gallery_gets_a_model_that_the_service_knows(page: Page, shop: JobShop) -> None:
+    page.get_by_test_id("to-galleries").click()
+    form = page.get_by_test_id("gallery-form")
+    form.get_by_label("Model").select_option(shop.new.bundle_id)
+    page.get_by_test_id("gallery-name").fill("spring")
+    page.get_by_test_id("gallery-create").click()
+    row = page.get_by_test_id("gallery-row").filter(has_text="spring")
+    expect(row).to_contain_text(f"model {shop.new.bundle_id[:12]}")
 
 
 def test_the_status_shows_the_index_the_model_and_readiness(page: Page, allowed: list[str]) -> None:

@@ -72,6 +72,33 @@ def test_a_picture_finds_itself_a_click_searches_with_a_result_and_its_link_show
     assert keys(other) == keys(page)
 
 
+def test_the_counts_of_filters_follow_the_other_filters_and_the_minimum_score(
+    page: Page, shop: AdminShop
+) -> None:
+    """Of twelve items in three colours, every second on sale, with prices from 0 on."""
+    search(page, shop)
+    for found in page.get_by_test_id("filter").all():
+        found.evaluate("(node) => (node.open = true)")
+    colours = page.locator("[data-name=colour] .option-count")  # blue, green, red
+    expect(colours).to_have_text(["4", "4", "4"])
+    bars = page.get_by_test_id("filter-bars").locator("span")
+    expect(bars).to_have_count(12)
+    page.get_by_test_id("filter-from").fill("7")
+    expect(colours).to_have_text(["2", "2", "1"])
+    page.get_by_role("checkbox", name="red").check()
+    expect(page.get_by_test_id("card")).to_have_count(1)
+    yes, no = page.locator("[data-name=sale] .choice span").all()[1:]
+    expect(yes).to_have_attribute("data-count", "0")
+    expect(no).to_have_attribute("data-count", "1")
+    expect(bars).to_have_count(4)  # all prices of red items
+    expect(colours).to_have_text(["2", "2", "1"])  # what another colour would give
+    page.get_by_test_id("clear-all").click()
+    expect(colours).to_have_text(["4", "4", "4"])
+    page.get_by_test_id("min-score").fill("0.99")
+    expect(colours).to_have_text(["0", "0", "1"])
+    expect(page.locator("[data-name=colour] .none")).to_have_count(2)
+
+
 def test_filters_groups_parts_likes_and_suggested_scores_of_the_real_service(
     page: Page, shop: AdminShop
 ) -> None:

@@ -90,6 +90,12 @@ def test_a_batch_dialogs_errors_and_the_key_form_have_no_violation(
     expect(page.get_by_test_id("camera-shoot")).to_be_enabled()
     assert violations(page, "dialog[open]") == []
     page.keyboard.press("Escape")
+    drop_many(page, fake_shop, 2)
+    expect(page.get_by_test_id("summary")).to_contain_text("2 answered")
+    page.get_by_test_id("combine").select_option("best")
+    expect(page.get_by_test_id("found-with")).to_have_count(20)
+    assert violations(page) == []
+    assert too_wide(page) == []
     headers = {"Retry-After": "30"}
     page.route("**/search", lambda route: route.fulfill(status=503, headers=headers))
     send_picture(page, fake_shop.galleries["shop"][0].data)

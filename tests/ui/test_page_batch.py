@@ -1,10 +1,12 @@
 """Many pictures at once, and the camera."""
 
+import re
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from tests.support.admin_page import AdminShop
 from tests.support.page_browser import OpenPage, drop_many, keys, send_files, settled
 from tests.support.page_shop import Shop
 
@@ -126,8 +128,86 @@ def test_many_images_can_be_picked_and_filtered_together_by_a_busy_service(
     expect(shop_page.get_by_test_id("summary")).to_have_text("2 images: 2 answered")
     assert len(refused) == 1
     shop_page.get_by_role("checkbox", name="jar").check()
-    expect(shop_page.get_by_test_id("batch-row").first).to_contain_text("6 results")
+    for row in range(2):
+        expect(shop_page.get_by_test_id("batch-row").nth(row)).to_contain_text("6 results")
     assert [wanted.filter for wanted in fake_shop.asked[-2:]] == [{"class": {"in": ["jar"]}}] * 2
+
+
+def test_several_pictures_can_be_one_search_whose_cards_say_which_of_them_they_are_like(
+    shop_page: Page, fake_shop: Shop
+) -> None:
+    field = shop_page.get_by_test_id("combine-field")
+    expect(field).to_be_hidden()
+    drop_many(shop_page, fake_shop, 3)
+    expect(shop_page.get_by_test_id("summary")).to_have_text("3 images: 3 answered")
+    shop_page.get_by_label("Several pictures").select_option("best")
+    settled(shop_page)
+    assert fake_shop.asked[-1].combine == "best"
+    names, found = keys(shop_page)[:3], shop_page.get_by_test_id("found-with")
+    assert sorted(names) == ["mug/000.png", "mug/001.png", "mug/002.png"]
+    assert found.all_inner_texts()[:3] == [f"Picture {int(name[4:7]) + 1}" for name in names]
+    expect(found).to_have_count(20)
+    card = shop_page.get_by_test_id("card-search").first
+    expect(card).to_have_attribute("aria-label", re.compile("found with picture [123]$"))
+    pictures = shop_page.get_by_test_id("query-pictures").get_by_role("img")
+    expect(pictures).to_have_count(3)
+    expect(pictures.nth(1)).to_have_attribute("alt", "Picture 2: 1.png")
+    # The service takes neither votes nor another order with it.
+    expect(shop_page.get_by_test_id("like")).to_have_count(0)
+    expect(shop_page.get_by_test_id("order-field")).to_be_hidden()
+    expect(shop_page.get_by_test_id("stage")).to_be_hidden()
+    shop_page.get_by_test_id("where").first.click()
+    number = int(names[0][4:7])
+    expect(shop_page.locator("#query-pictures li").nth(number).locator("canvas")).to_have_count(1)
+    expect(shop_page.get_by_test_id("heat")).to_have_count(2)
+
+    shop_page.go_back()
+    expect(shop_page.get_by_test_id("batch-row").filter(visible=True)).to_have_count(3)
+    expect(shop_page.get_by_test_id("combine")).to_have_value("")
+    shop_page.go_forward()
+    settled(shop_page)
+    shop_page.get_by_test_id("combine").focus()
+    shop_page.get_by_test_id("combine").select_option("")
+    expect(shop_page.get_by_test_id("summary")).to_have_text("3 images: 3 answered")
+    expect(shop_page.get_by_test_id("combine")).to_be_focused()
+    shop_page.get_by_test_id("batch-open").first.click()
+    settled(shop_page)
+    expect(field).to_be_hidden()
+    expect(shop_page.get_by_test_id("like")).to_have_count(20)
+
+
+def test_a_real_service_finds_each_picture_and_each_part_of_one_again(
+    open_admin: OpenPage, shop: AdminShop
+) -> None:
+    shop.stock()
+    page = open_admin("/#gallery=shop&k=2&combine=best")
+    expect(page.get_by_test_id("sample")).not_to_have_count(0)
+    send_files(page, *((f"{n}.png", "image/png", shop.pictures[n]) for n in (3, 5)))
+    settled(page)
+    names, found = keys(page), page.get_by_test_id("found-with")
+    assert sorted(names) == ["i/03.png", "i/05.png"]
+    assert found.all_inner_texts() == [f"Picture {1 + (n == 'i/05.png')}" for n in names]
+    page.get_by_test_id("group").select_option("colour")
+    expect(page.get_by_test_id("group-count")).to_have_count(2)
+    expect(found).to_have_count(2)
+    parts = "crop=0,0,0.5,1&crop=0.5,0,0.5,1"
+    linked = open_admin(f"/#gallery=shop&combine=best&item=1&key=i/01.png&{parts}")
+    settled(linked)
+    assert {*linked.get_by_test_id("found-with").all_inner_texts()} == {"Part 1", "Part 2"}
+
+
+def test_more_pictures_than_one_search_takes_are_refused_and_their_rows_are_still_there(
+    shop_page: Page, fake_shop: Shop, allowed: list[str]
+) -> None:
+    allowed.append("422")
+    drop_many(shop_page, fake_shop, 2)
+    expect(shop_page.get_by_test_id("summary")).to_have_text("2 images: 2 answered")
+    refusal = {"title": "Too many", "detail": "Send at most 1."}
+    shop_page.route("**/search", lambda route: route.fulfill(status=422, json=refusal))
+    shop_page.get_by_test_id("combine").select_option("best")
+    expect(shop_page.get_by_test_id("error")).to_contain_text("Send at most 1.")
+    expect(shop_page.get_by_test_id("batch-row").filter(visible=True)).to_have_count(2)
+    expect(shop_page.get_by_test_id("combine")).to_have_value("")
 
 
 def test_the_camera_takes_a_picture_and_searches(open_shop: OpenPage) -> None:

@@ -14,6 +14,7 @@ from tests.support.page_browser import (
     until,
 )
 from tests.support.page_shop import Shop, draw
+from tests.tiny import encoded, picture
 
 pytestmark = pytest.mark.browser
 
@@ -63,8 +64,8 @@ def test_a_late_picture_does_not_replace_the_one_of_a_newer_query(
     held = hold_pictures(keyed)
     search_with_card(keyed, 1)
     assert keyed.evaluate(QUERY_SRC) is None  # not the picture of the query before
-    keyed.wait_for_timeout(300)
-    assert held
+    while not held:
+        keyed.wait_for_timeout(50)
     drop_item(keyed, fake_shop, 2)
     newer = keyed.evaluate(QUERY_SRC)
     let_go(keyed, held)
@@ -96,6 +97,17 @@ def test_the_history_waits_for_the_picture_of_its_query_and_forgets_it(keyed: Pa
     until(keyed, f"{QUERY_SRC}?.startsWith('blob:')")
     keyed.wait_for_timeout(300)
     assert keyed.evaluate(SEARCHES) == []
+
+
+def test_an_avif_is_shown_and_a_heic_is_searched_with_unseen(results: Page) -> None:
+    send_picture(results, encoded(picture(1), "AVIF"), "photo.avif")
+    expect(results.get_by_test_id("query-name")).to_have_text("photo.avif")
+    until(results, "document.querySelector('[data-testid=query-image]').naturalWidth > 0")
+    send_picture(results, encoded(picture(2), "HEIF"), "photo.heic")
+    expect(results.get_by_test_id("query-name")).to_have_text("photo.heic")
+    settled(results)
+    expect(results.get_by_test_id("error")).to_be_hidden()
+    expect(results.get_by_test_id("crops")).to_be_hidden()
 
 
 def test_refused_uploads_and_broken_pictures_keep_no_memory(

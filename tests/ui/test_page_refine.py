@@ -1,5 +1,7 @@
 """Narrowing a search on the page: parts, likes, filters, groups, the minimum score."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from playwright.sync_api import Locator, Page, expect
@@ -189,6 +191,81 @@ def test_groups_show_their_best_picture_their_count_and_their_others(results: Pa
     expect(results.get_by_test_id("query-kind")).to_have_text("Searching with the item")
 
 
+def test_where_there_are_products_each_can_be_one_result_with_its_number_of_views(
+    open_shop: OpenPage, fake_shop: Shop
+) -> None:
+    fake_shop.galleries["shop"] = [
+        replace(item, attributes={**item.attributes, "product": f"p-{item.id // 5}"})
+        for item in fake_shop.galleries["shop"]
+    ]
+    page = open_shop()
+    expect(page.get_by_test_id("sample")).to_have_count(8)
+    drop_item(page, fake_shop, 0)
+    page.get_by_label("Group by").select_option("product: one result each")
+    expect(page.get_by_test_id("card")).to_have_count(5)
+    expect(page.get_by_test_id("summary")).to_contain_text("5 products")
+    expect(page.get_by_test_id("group-count").first).to_have_text("5 views")
+    assert fake_shop.asked[-1].group_by == "product"
+    page.locator('[data-testid=filter][data-name="product"] summary').click()
+    option(page, "p-4").check()
+    expect(page.get_by_test_id("card")).to_have_count(1)
+    expect(page.get_by_test_id("group-count")).to_have_text("4 views")
+
+
+def test_of_several_parts_the_best_can_count_and_the_cards_say_which(
+    results: Page, fake_shop: Shop, open_shop: OpenPage
+) -> None:
+    draw_with_mouse(results, (0.05, 0.05), (0.4, 0.4))
+    wait_for_crops(results, fake_shop, [0.05, 0.05, 0.35, 0.35])
+    expect(results.get_by_test_id("combine-field")).to_be_hidden()
+    draw_with_mouse(results, (0.6, 0.6), (0.9, 0.9))
+    boxes = [0.05, 0.05, 0.35, 0.35], [0.6, 0.6, 0.3, 0.3]
+    wait_for_crops(results, fake_shop, *boxes)
+    judge(results, "like", 1, chips=1)
+    assert fake_shop.asked[-1].combine == "mean"
+    with results.expect_response("**/search"):
+        results.get_by_label("Several parts").select_option("best")
+    settled(results)
+    assert fake_shop.asked[-1].combine == "best"
+    expect(results.get_by_test_id("chip")).to_have_count(0)
+    expect(results.get_by_test_id("notice")).to_contain_text("Likes, dislikes and another order")
+    found = results.get_by_test_id("found-with")
+    expect(found).to_have_count(20)
+    assert {*found.all_inner_texts()} <= {"Part 1", "Part 2"}
+    results.get_by_test_id("where").first.click()  # of the part that it was found with
+    expect(results.get_by_test_id("heat")).to_have_count(2)
+    results.get_by_test_id("crop-clear").click()
+    wait_for_crops(results, fake_shop)
+    expect(found).to_have_count(0)
+    expect(results.get_by_test_id("like")).to_have_count(20)
+    expect(results.get_by_test_id("combine")).to_be_visible()  # the way out of the choice
+
+    item, parts = "item=6&key=box/006.png", "crop=0,0,0.5,1&crop=0.5,0,0.5,1"
+    linked = open_shop(f"/#gallery=shop&combine=best&{item}&{parts}")
+    settled(linked)
+    expect(linked.get_by_test_id("found-with").first).to_be_visible()
+    assert "combine=best" in linked.url
+
+
+def test_another_order_is_asked_for_and_stays_in_the_link(
+    results: Page, fake_shop: Shop, open_shop: OpenPage
+) -> None:
+    order = results.get_by_test_id("order")
+    expect(order).to_have_value("")
+    assert (fake_shop.asked[-1].rerank, fake_shop.asked[-1].diversity) == ("", 0)
+    for chosen, asked in (("reciprocal", ("reciprocal", 0)), ("varied", ("", 0.2)), ("", ("", 0))):
+        with results.expect_response("**/search"):
+            order.select_option(chosen)
+        settled(results)
+        assert (fake_shop.asked[-1].rerank, fake_shop.asked[-1].diversity) == asked
+    linked = open_shop("/#gallery=shop&order=varied&item=6&key=box/006.png")
+    settled(linked)
+    expect(linked.get_by_test_id("order")).to_have_value("varied")
+    assert fake_shop.asked[-1].diversity == 0.2
+    wrong = open_shop("/#order=upwards")
+    expect(wrong.get_by_test_id("order")).to_have_value("")
+
+
 def test_likes_and_dislikes_refine_with_the_mouse_or_arrow_keys_and_l_and_chips_undo_them(
     results: Page, fake_shop: Shop
 ) -> None:
@@ -227,3 +304,34 @@ def test_likes_and_dislikes_refine_with_the_mouse_or_arrow_keys_and_l_and_chips_
     assert before[1] not in keys(results)
     judge(results, "like", 0, chips=1)
     assert fake_shop.asked[-1].positive[0] == before[1]
+
+
+@pytest.mark.parametrize("kept", ["off", "pairs", "pictures"])
+def test_votes_are_sent_as_feedback_where_the_shop_wants_it_and_the_page_says_so(
+    kept: str, open_shop: OpenPage, fake_shop: Shop
+) -> None:
+    fake_shop.feedback = kept
+    page = open_shop()
+    expect(page.get_by_test_id("sample")).to_have_count(8)
+    drop_item(page, fake_shop, 0)
+    note = page.get_by_test_id("feedback-note")
+    shown = {
+        "off": "",
+        "pairs": "sent to the shop, ",
+        "pictures": "sent to the shop with the picture",
+    }
+    expect(note).to_contain_text(shown[kept])
+    expect(note).to_be_visible(visible=kept != "off")
+    liked, size = keys(page)[5], str(len(fake_shop.galleries["shop"][0].data))
+    judge(page, "like", 5, chips=1)
+    page.get_by_test_id("chip-remove").click()
+    expect(page.get_by_test_id("chip")).to_have_count(0)
+    settled(page)
+    disliked = keys(page)[3]
+    judge(page, "dislike", 3, chips=1)
+    picture = {"image": size} if kept == "pictures" else {}
+    sent = [
+        {"answer_id": "answer-1", "item": liked, "action": "clicked"} | picture,
+        {"answer_id": "answer-3", "item": disliked, "action": "wrong"} | picture,
+    ]
+    assert fake_shop.judged_items == ([] if kept == "off" else sent)

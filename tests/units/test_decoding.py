@@ -17,6 +17,7 @@ from PIL import Image
 from embedder import errors
 from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits, preprocess
+from tests.support.odd_images import FORMATS
 from tests.support.seams import InlineDecoder, ProcessDecoder
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
@@ -69,7 +70,7 @@ def no_leftovers() -> Iterator[None]:
 def test_pixels_and_errors_are_those_of_a_direct_call(make: Callable[[], Any]) -> None:
     decoder = make()
     decoder.start()
-    for kind in ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"):
+    for kind in FORMATS:
         data = encoded(picture(1, (320, 200)), kind)
         for box in (None, (0.25, 0.1, 0.5, 0.6)):
             pixels = decoder.decode(data, SPEC, LIMITS, box)

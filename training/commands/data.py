@@ -103,6 +103,10 @@ def doctor(
     allow_partial: Annotated[
         bool, typer.Option(help="Accept a subset of an official data set.")
     ] = False,
+    feedback: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of `kinlens-serve feedback export` on these images. Repeatable."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A report for programs.")] = False,
 ) -> None:
     """Say everything that is wrong with the folder of a data set; exit code 1 if it must be mended.
@@ -117,7 +121,7 @@ def doctor(
             task = bar.add_task("look at images", total=total)
             return lambda: bar.advance(task)
 
-        report = examine(path, kind, quick, allow_partial, watch)
+        report = examine(path, kind, quick, allow_partial, watch, feedback or ())
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:

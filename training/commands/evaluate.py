@@ -24,7 +24,7 @@ def evaluate(
     overrides: Overrides = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Other images: a folder of class folders, or a CSV (path,label)."),
+        typer.Option(help="Other images: a folder of class folders, or a CSV (path,class)."),
     ] = None,
     full: Annotated[
         bool, typer.Option(help="Also NMI, F1 and the structure of the embedding.")
@@ -169,6 +169,8 @@ def _images(data: Path) -> LabelledImages:
     """The images of a folder or a CSV. Raises: DatasetError."""
     from training.data.load import read_folder, read_table
 
+    if not data.exists():
+        raise DatasetError(f"--data {data}: there is no such folder or CSV.")
     root = data if data.is_dir() else data.parent
     records = read_folder(root) if data.is_dir() else read_table(root, data.name)
     images = labelled(root, records)

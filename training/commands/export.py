@@ -10,7 +10,6 @@ from embedder.manifest import OtherPrecision, Precision
 from training.commands.jobs import Overrides, load_images, section, with_settings
 from training.config.job import parse_job
 from training.config.settings import Input, Model
-from training.evaluation.retrieval import with_interval
 from training.report.log import progress_bar
 
 
@@ -40,6 +39,12 @@ def export(
     resize_px: Annotated[
         int, typer.Option(help="With --backbone: shorter side before the crop.")
     ] = 256,
+    with_map: Annotated[
+        bool,
+        typer.Option(
+            "--map", help="Also a map that shows where images match; as large as the model."
+        ),
+    ] = False,
 ) -> None:
     """Write the model bundle of a run; refused unless ONNX and torch agree.
 
@@ -66,7 +71,7 @@ def export(
             )
         model = section(Model, backbone=backbone, weights=weights)
         spec = section(Input, size_px=size_px, resize_px=resize_px)
-        _describe(export_backbone(backbone, model, spec, out))
+        _describe(export_backbone(backbone, model, spec, out, with_map))
     if run is not None:
         checkpoint = load_chosen(run)
         split = load_images(with_settings(parse_job(checkpoint.job), overrides, ("data.",)))
@@ -74,12 +79,20 @@ def export(
             refused = bar.console.print if skip_refused else None
             task = bar.add_task("check recall", total=images_to_embed(split))
             bundle = export_checkpoint(
-                checkpoint, split, out, lambda n: bar.advance(task, n), precisions, refused, trunk
+                checkpoint,
+                split,
+                out,
+                lambda n: bar.advance(task, n),
+                precisions,
+                refused,
+                trunk,
+                with_map,
             )
         _describe(bundle)
 
 
 def _describe(bundle: Bundle) -> None:
+    from training.evaluation.retrieval import with_interval
 
     manifest = bundle.manifest
     typer.echo(
@@ -99,6 +112,8 @@ def _describe(bundle: Bundle) -> None:
         )
     if manifest.parity is not None:
         typer.echo(f"ONNX and torch differ by at most {manifest.parity.max_abs_difference:.1e}")
+    if manifest.map is not None:
+        typer.echo(f"map: sums to the embeddings to {manifest.map.sum_difference:.1e}")
     held_out = manifest.held_out
     if held_out is None:
         typer.echo("no calibration: it was exported without held-out images")

@@ -40,8 +40,12 @@ def settings_of(overrides: Sequence[str] | None, allow_partial: bool) -> list[st
 
 
 def with_settings(job: Job, overrides: Sequence[str] | None, allowed: tuple[str, ...]) -> Job:
-    """`job` with overrides that a trained model allows. Raises: JobError."""
+    """`job` with overrides that a trained model allows, and without feedback. Raises: JobError.
+
+    A model is tested and exported without feedback, the pictures of which may be gone by then.
+    """
     content = job.as_dict()
+    content["data"]["feedback"] = []
     for override in overrides or ():
         if not override.startswith(allowed):
             raise JobError(
@@ -59,6 +63,7 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
 
     Raises: DatasetError.
     """
+    from training.data.feedback import sentences
     from training.data.load import load_split, remarks
     from training.data.protocol import with_protocol
 
@@ -68,9 +73,12 @@ def load_images(job: Job, hold_out: bool = True) -> Split:
             split = load_split(job.data, lambda: bar.advance(task))
     else:
         split = load_split(job.data)
-    for remark in remarks(job.data, split):
+    said = remarks(job.data, split)
+    if hold_out:
+        split = with_protocol(split, job.protocol)
+    for remark in [*said, *sentences(split)]:
         console.print(remark, markup=False)
-    return with_protocol(split, job.protocol) if hold_out else split
+    return split
 
 
 def section(kind: type[Any], /, **values: Any) -> Any:

@@ -6,7 +6,7 @@ The options of a loss are those of its constructor, see training.losses.table.
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from embedder.errors import JobError
 from embedder.manifest import Interpolation, Preprocessing
@@ -23,10 +23,20 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Drawn(Section):
-    """Images whose classes are split here, by a seeded draw, where no list says how."""
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Shown(Section):
+    """Images below `root`, and the folders of `feedback` on them, see training.data.feedback."""
 
     root: str
+    feedback: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+
+
+class Drawn(Shown):
+    """Images whose classes are split here, by a seeded draw, where no list says how."""
+
     train_fraction: float = Field(0.5, gt=0, lt=1)
     split_seed: int = Field(0, ge=0)
 
@@ -56,11 +66,10 @@ class RenderedData(Drawn):
     seed: int = Field(0, ge=0)
 
 
-class OfficialData(Section):
+class OfficialData(Shown):
     """A data set of the literature as its authors give it out, or with a part of its images."""
 
     kind: Literal["cub", "cars196", "sop", "in_shop", "aircraft"]
-    root: str
     allow_partial: bool = False
 
 
@@ -272,13 +281,15 @@ class Sampling(Section):
     `per_class` is m; under "paired", which graph consistency needs, each draw has m of each class,
     and the two draws are "disjoint" or "independent", as in the paper (`pairs`). With `draws` = 2
     the loss is the mean over the two halves of a batch, with 1 that of the whole batch; unset it is
-    2 under "paired", whatever the regularizers, else 1.
+    2 under "paired", whatever the regularizers, else 1. Classes that the feedback says are confused
+    are brought together in the part `confused` of the batches; the others give what these take.
     """
 
     kind: Literal["random", "balanced", "paired"] = "random"
     per_class: int = Field(2, ge=1)
     pairs: Literal["disjoint", "independent"] = "disjoint"
     draws: Literal[1, 2] | None = None
+    confused: float = Field(0.25, ge=0, le=0.5)
 
     @property
     def parts(self) -> int:

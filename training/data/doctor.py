@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from embedder.errors import DatasetError, ImageError
+from embedder.formats import SUFFIXES
 from embedder.preprocess import decode, read_header
 from training.data.datasets import OFFICIAL, Count, counts, data_sets_in
+from training.data.feedback import read_feedback, scan_feedback
 from training.data.load import KINDS, TABLE, read_folder, recognise, scan_table
-from training.data.records import FEWEST, IMAGE_SUFFIXES, Record
+from training.data.records import FEWEST, Record
 
 Watch = Callable[[int], Callable[[], object]]
 """Called with the number of images; gives a function that is called after each."""
@@ -27,6 +29,7 @@ _FINDINGS = {
     "layout": "fault of the layout",
     "counts": "difference from the official counts. Unpack again, or pass --allow-partial",
     "rows": "row(s) of the CSV cannot be used",
+    "feedback-rows": "row(s) of the feedback cannot be read. Export it again",
     "missing": "image(s) are listed but missing. Unpack the images again",
     "unreadable": "image(s) are empty, damaged, too large or no images. Copy again or remove them",
     "few-classes": f"class(es) have 2 images or more; a training needs {2 * FEWEST}: {FEWEST} to "
@@ -35,9 +38,11 @@ _FINDINGS = {
     "copies-across-parts": "picture(s) are in train and in test, byte for byte",
     "copies-across-classes": "picture(s) are in two classes, byte for byte",
     "copies": "picture(s) are twice in their class, byte for byte",
+    "confused": "pair(s) of classes are confused, as feedback tells; batches bring them together",
+    "feedback": "reason(s) why rows of the feedback tell nothing",
     "unlisted": "image(s) belong to no class or are hidden; they are left out",
 }
-_NOTES = {"copies", "unlisted"}
+_NOTES = {"copies", "unlisted", "confused", "feedback"}
 _NOTES_IF_OFFICIAL = {"one-image", "copies-across-parts", "copies-across-classes"}
 """Of lists that the literature has fixed."""
 _NOTES_IF_PARTIAL = {"missing", "counts"}
@@ -98,6 +103,7 @@ def examine(
     quick: bool = False,
     allow_partial: bool = False,
     watch: Watch = lambda _total: lambda: None,
+    feedback: Sequence[Path] = (),
 ) -> Report:
     """Read the lists of a data set and look at every image.
 
@@ -107,6 +113,8 @@ def examine(
         quick: look at headers alone; damage inside an image is not found.
         allow_partial: accept a subset of an official data set.
         watch: told of the progress.
+        feedback: folders of feedback on the images; the report has what it tells of all classes,
+            of which a training leaves out those that it tests with.
 
     Raises: DatasetError if there is no such folder or kind.
     """
@@ -130,6 +138,7 @@ def examine(
         if official:
             cases.pop("few-classes", None)
             cases["counts"] += filter(None, [official.differs(there)])
+    pictures = _look_at_feedback(feedback, records, quick, cases) if feedback else []
     notes = _NOTES | (_NOTES_IF_OFFICIAL if official else set())
     notes |= _NOTES_IF_PARTIAL if allow_partial else set()
     findings = tuple(
@@ -143,7 +152,7 @@ def examine(
         for code, message in _FINDINGS.items()
         if (found := cases[code])
     )
-    return Report(root, kind, counts(records), findings)
+    return Report(root, kind, counts(records) | counts(pictures), findings)
 
 
 def _listed(root: Path, kind: str | None, cases: Cases) -> list[Record]:
@@ -215,11 +224,33 @@ def _look_at_classes(there: Sequence[Record], cases: Cases) -> None:
         cases["few-classes"] = sorted(label for _, label in pairs)
 
 
+def _look_at_feedback(
+    folders: Sequence[Path], records: Sequence[Record], quick: bool, cases: Cases
+) -> list[Record]:
+    """The pictures that feedback joins to classes; each is looked at."""
+    try:
+        cases["feedback-rows"] = [fault for folder in folders for fault in scan_feedback(folder)[1]]
+        if cases["feedback-rows"]:
+            return []
+        feedback = read_feedback(folders, {record.path: record.label for record in records})
+    except DatasetError as error:
+        cases["feedback-rows"].append(str(error))
+        return []
+    often = sorted(feedback.confused, key=lambda pair: -pair.times)
+    cases["confused"] = [f"{one} and {other}: {times:,} row(s)" for one, other, times in often]
+    for reason, rows in feedback.unused.items():
+        cases["feedback"] += [f"{rows:,} of {feedback.rows:,} {reason}"]
+    for picture in feedback.pictures:
+        fault = _look_at(picture.path, quick)[1]
+        cases["unreadable"] += [f"{picture.path}: {fault}"] if fault else []
+    return [Record(picture.name, picture.label, "feedback") for picture in feedback.pictures]
+
+
 def _look_beside(base: Path, records: Sequence[Record], cases: Cases) -> None:
     """Images beside the listed ones, in the folders that these lie in."""
     listed = {record.path for record in records}
     folders = sorted({path.split("/")[0] for path in listed if "/" in path})
     paths = [*sorted(base.iterdir()), *(p for name in folders for p in (base / name).rglob("*"))]
-    images = (path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+    images = (path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
     beside = {path.relative_to(base).as_posix() for path in images} - listed
     cases["unlisted"] = sorted(beside)

@@ -5,6 +5,7 @@ A view is a random crop of an image, scaled to a square of S x S and perhaps mir
 
 import math
 import os
+import shlex
 from collections.abc import Callable
 
 import numpy as np
@@ -46,8 +47,9 @@ class _Images(Dataset[Item]):
             raise DatasetError(f"The image {path} cannot be read: {error.strerror}.") from error
         except ImageError as error:
             raise DatasetError(
-                f"{path}: {error} Mend the file and go on with --resume, or remove it and start a "
-                "new run."
+                f"{path}: {error} `kinlens-train data doctor {shlex.quote(str(self.images.root))}` "
+                "lists all such files. Mend them, and a training goes on with --resume, or "
+                "remove them and begin anew."
             ) from error
         return torch.from_numpy(pixels), torch.tensor(self.images.labels[number])
 

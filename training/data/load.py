@@ -3,17 +3,19 @@
 import csv
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from embedder.errors import DatasetError
+from embedder.formats import SUFFIXES
 from training.config.job import expand_path
 from training.config.settings import CsvData, Data, FolderData, OfficialData, RenderedData
 from training.data.datasets import OFFICIAL, data_sets_in, read_official
+from training.data.feedback import read_feedback
 from training.data.records import (
     FEWEST,
-    IMAGE_SUFFIXES,
     LabelledImages,
     Record,
     Split,
@@ -37,13 +39,24 @@ def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
 
     Raises: DatasetError, JobError.
     """
+    split = _load(data, on_image)
+    if not data.feedback:
+        return split
+    folders = [expand_path(folder, "data.feedback") for folder in data.feedback]
+    parts = [part for part in (split.train, split.test, split.gallery) if part is not None]
+    classes = {
+        path: part.class_names[label]
+        for part in parts
+        for path, label in zip(part.paths, part.labels.tolist(), strict=True)
+    }
+    return replace(split, feedback=read_feedback(folders, classes))
+
+
+def _load(data: Data, on_image: Callable[[], None] | None) -> Split:
     root = expand_path(data.root, "data.root")
     match data:
-        case FolderData():
-            records = without_small_classes(root, read_folder(root), data.small_classes)
-        case CsvData():
-            records = read_table(root, data.file)
-            records = without_small_classes(root, records, data.small_classes)
+        case FolderData() | CsvData():
+            records = without_small_classes(root, _listed(root, data), data.small_classes)
         case RenderedData():
             write_catalogue(root, data, on_image)
             records = read_folder(root)
@@ -54,12 +67,21 @@ def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
     return split_by_class(root, records, data.train_fraction, data.split_seed)
 
 
+def _listed(root: Path, data: FolderData | CsvData) -> list[Record]:
+    return read_table(root, data.file) if isinstance(data, CsvData) else read_folder(root)
+
+
 def remarks(data: Data, split: Split) -> list[str]:
     """What a person should know of a split before it is used, a sentence each."""
     said = []
     if isinstance(data, OfficialData) and data.allow_partial:
         name = OFFICIAL[data.kind].name
         said.append(f"{name}: allow_partial is set, the official counts are not asserted")
+    if isinstance(data, FolderData | CsvData) and data.small_classes == "drop":
+        records = _listed(expand_path(data.root, "data.root"), data)
+        alone = sum(size < 2 for size in Counter(record.label for record in records).values())
+        if alone:
+            said.append(f"{alone:,} class(es) of one image are left out: they have no pair")
     if split.without_gallery:
         said.append(
             f"{len(split.without_gallery)} class(es) of queries have no image in the gallery, for "
@@ -83,7 +105,7 @@ def read_folder(root: Path) -> list[Record]:
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
         hidden = any(part.startswith(".") for part in relative.parts)
-        if path.suffix.lower() in IMAGE_SUFFIXES and len(relative.parts) > 1 and not hidden:
+        if path.suffix.lower() in SUFFIXES and len(relative.parts) > 1 and not hidden:
             records.append(Record(relative.as_posix(), relative.parent.as_posix()))
     if not records:
         raise DatasetError(
@@ -105,7 +127,8 @@ def read_table(root: Path, file: str) -> list[Record]:
 
 
 def scan_table(root: Path, file: str) -> tuple[list[Record], list[str]]:
-    """Rows that can be used, and what is wrong with the others.
+    """Rows that can be used, and what is wrong with the others. The class stands in the column
+    `label`, or in `class` as in a list that a gallery is built from.
 
     Raises: DatasetError if the file is missing, is not a text or lacks a column.
     """
@@ -115,15 +138,17 @@ def scan_table(root: Path, file: str) -> tuple[list[Record], list[str]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as stream:
             reader = csv.DictReader(stream)
-            if not {"path", "label"} <= set(reader.fieldnames or ()):
+            names = reader.fieldnames or ()
+            column = "label" if "label" in names else "class"
+            if not {"path", column} <= set(names):
                 raise DatasetError(
-                    f"The first line of {path} must name the columns path and label; it names "
-                    f"{', '.join(reader.fieldnames or ()) or 'none'}."
+                    f"The first line of {path} must name the columns path and label (or class); "
+                    f"it names {', '.join(names) or 'none'}."
                 )
             for row in reader:
-                image, label = row["path"], row["label"]
+                image, label = row["path"], row[column]
                 if not image or not label:
-                    fault = "path and label must not be empty"
+                    fault = f"path and {column} must not be empty"
                 elif image in records:
                     fault = f"{image} is listed a second time"
                 elif not (root / image).is_file():

@@ -2,8 +2,8 @@
 
 import csv
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import DatasetError
-
-IMAGE_SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
-)
 
 FEWEST = 2
 """Classes in each part: in a part of one class every answer is right."""
@@ -78,12 +74,48 @@ class LabelledImages:
         return digest.hexdigest()
 
 
+class Picture(NamedTuple):
+    """A picture that a customer searched with: its class, its name and where it lies."""
+
+    label: str
+    name: str
+    path: Path
+
+
+class Confused(NamedTuple):
+    """Two classes, in order; an image of one was called wrong as often for one of the other."""
+
+    one: str
+    other: str
+    times: int
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What customers told of the images of a data set, see training.data.feedback.
+
+    `pictures` and `confused` are sorted. Of all `rows`, those that tell nothing are counted in
+    `unused`, by the reason.
+    """
+
+    rows: int
+    pictures: tuple[Picture, ...] = ()
+    confused: tuple[Confused, ...] = ()
+    unused: Mapping[str, int] = field(default_factory=dict)
+
+    def sha256(self) -> str:
+        """Digest of all that is learnt from it, wherever it lies."""
+        told = [(picture.label, picture.name) for picture in self.pictures]
+        return hashlib.sha256(repr((told, self.confused)).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Split:
     """Train, test and perhaps validation images; no class is in two of them.
 
     With a `gallery` the test images are queries and are searched for in it; without one each test
-    image is searched for among the other test images.
+    image is searched for among the other test images. Of the `feedback` only what is of train
+    classes is used, and it is no part of `train`: a model is tested and exported without it.
 
     Raises: DatasetError if a class is in two of train, validation and test.
     """
@@ -92,6 +124,7 @@ class Split:
     test: LabelledImages
     validation: LabelledImages | None = None
     gallery: LabelledImages | None = None
+    feedback: Feedback | None = None
 
     def __post_init__(self) -> None:
         parts = {"train": self.train, "validation": self.validation, "test": self.test}
@@ -114,6 +147,28 @@ class Split:
             return ()
         return tuple(sorted(set(self.test.class_names) - set(self.gallery.class_names)))
 
+    def joined(self) -> LabelledImages:
+        """The pictures of the feedback whose class is trained on, labelled as `train` is."""
+        number = {name: index for index, name in enumerate(self.train.class_names)}
+        pictures = self.feedback.pictures if self.feedback else ()
+        found = [picture for picture in pictures if picture.label in number]
+        labels = np.array([number[picture.label] for picture in found], dtype=np.int64)
+        paths = tuple(str(picture.path) for picture in found)
+        return replace(self.train, paths=paths, labels=labels)
+
+    def to_learn(self) -> LabelledImages:
+        """The train images and, after them, the pictures that join them, at absolute paths."""
+        joined = self.joined()
+        labels = np.concatenate([self.train.labels, joined.labels])
+        return replace(self.train, paths=self.train.paths + joined.paths, labels=labels)
+
+    def confused(self) -> NDArray[np.int64]:
+        """Train classes that customers said are confused: two labels and how often, (P, 3)."""
+        number = {name: index for index, name in enumerate(self.train.class_names)}
+        pairs = self.feedback.confused if self.feedback else ()
+        found = [(number[a], number[b], n) for a, b, n in pairs if {a, b} <= number.keys()]
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
+
     def gallery_labels(self) -> NDArray[np.int64]:
         """Labels (G,) of the gallery in the numbering of `test`; other classes come after it.
 
@@ -130,6 +185,12 @@ class Split:
             if images is not None:
                 content += f"{part}{images.sha256()}"
         return hashlib.sha256(content.encode()).hexdigest()
+
+    def learnt_sha256(self) -> str:
+        """As `sha256`, and of the feedback where there is some: all that a run learns from."""
+        if self.feedback is None:
+            return self.sha256()
+        return hashlib.sha256(f"{self.sha256()}{self.feedback.sha256()}".encode()).hexdigest()
 
     def require(self, expected: str, user: str) -> None:
         """Raises: DatasetError unless this split is the one whose sha256 is `expected`."""

@@ -5,9 +5,11 @@ same global batch and yields its own contiguous share, so the shares of ranks 0 
 one after the other, are the batch of a run of one process.
 
 N images of C classes, B to a batch: c classes, drawn d times with m images each, so B = c d m.
+Classes that feedback says are confused meet in more batches than by chance: hard negatives, for
+every loss and miner.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import count
 
@@ -20,6 +22,9 @@ from training.config.job import Job
 from training.data.images import Index
 
 Numbers = NDArray[np.int64]
+
+Partners = dict[int, tuple[Numbers, NDArray[np.float64]]]
+"""Of a class: those that it is confused with, and how likely each of them is brought to it."""
 
 
 class BatchSampler(Sampler[list[Index]]):
@@ -40,6 +45,9 @@ class BatchSampler(Sampler[list[Index]]):
     nothing of the other: it still repeats no image of a class with at least m, but two draws may
     share some, and an epoch leaves some out. A shared image gives two views.
 
+    With `confused` classes the same images, or visits to classes, are dealt to the batches in
+    another order, see `_met`; without any, nothing is drawn for them.
+
     References:
         Deep Metric Learning with Graph Consistency (Chen et al., 2021), section 3.3.
         https://ojs.aaai.org/index.php/AAAI/article/view/16182
@@ -48,13 +56,22 @@ class BatchSampler(Sampler[list[Index]]):
         job: its `sampling`, `seed` and sizes.
         labels: class of each image (N,).
         rank, world: number of this process and of all processes, which share each batch.
+        confused: two labels and a weight for each pair of classes (P, 3).
 
     Raises: JobError if the settings do not fit each other, the classes or the processes.
     """
 
-    def __init__(self, job: Job, labels: Numbers, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self,
+        job: Job,
+        labels: Numbers,
+        rank: int = 0,
+        world: int = 1,
+        confused: Numbers | None = None,
+    ) -> None:
         self.sampling, self.seed, self.rank, self.world = job.sampling, job.seed, rank, world
-        self.labels = np.unique(labels, return_inverse=True)[1]  # from 0, without gaps
+        found, self.labels = np.unique(labels, return_inverse=True)  # from 0, without gaps
+        self.partners = {} if confused is None else _partners(confused, found)
         self.batches = max(len(labels) // job.optimizer.batch_size, 1)
         self.limit = job.optimizer.steps_per_epoch
         self.epoch = 0
@@ -96,7 +113,9 @@ class BatchSampler(Sampler[list[Index]]):
         epoch = self.epoch
         rng = np.random.default_rng((self.seed, epoch))
         if self.sampling.kind == "random":
-            images = rng.permutation(len(self.labels))[: self.batches * self.batch_size]
+            images = rng.permutation(len(self.labels))
+            order = self._met(self.labels[images], self.batch_size, rng)
+            images = images[order][: self.batches * self.batch_size]
         else:
             images = self._of_classes(rng)
         views = _times_before(images)
@@ -109,10 +128,41 @@ class BatchSampler(Sampler[list[Index]]):
     def _of_classes(self, rng: np.random.Generator) -> Numbers:
         """One draw of a batch after the other, each class after class: (batches * B,)."""
         classes = _class_order(int(self.labels.max()) + 1, self.width, self.batches, rng)
+        classes = classes[self._met(classes, self.width, rng)]
         visits = self.draws * _times_before(classes)[:, None] + np.arange(self.draws)
         images = self._visit(classes.repeat(self.draws), visits.ravel(), rng)  # (batches c d, m)
         grouped = images.reshape(self.batches, self.width, self.draws, self.sampling.per_class)
         return grouped.transpose(0, 2, 1, 3).ravel()
+
+    def _met(self, classes: Numbers, width: int, rng: np.random.Generator) -> Numbers:
+        """The order in which confused classes meet: classes of V places to a permutation (V,).
+
+        A part `sampling.confused` of the batches is chosen. There each class in turn has one of
+        those that it is confused with brought beside it, from a batch that is not chosen. That
+        batch takes in exchange the last of the chosen one that no pair needs, unless its class is
+        there already. So an epoch has what it would have had, and no class is repeated in a batch
+        that was not before.
+        """
+        order = np.arange(len(classes))
+        if not self.partners:
+            return order
+        chosen = np.flatnonzero(rng.random(self.batches) < self.sampling.confused)
+        free = rng.permutation(np.flatnonzero(~np.isin(order // width, chosen)))
+        dealt = _Dealt(classes, width, free)
+        for batch in chosen.tolist():
+            first, last = batch * width, (batch + 1) * width - 1
+            needed: set[int] = set()
+            for place in range(first, last):
+                own = dealt.classes[place]
+                if own not in self.partners:
+                    continue
+                partners, chances = self.partners[own]
+                partner = int(rng.choice(partners, p=chances))
+                while last > place and dealt.classes[last] in needed | {own, partner}:
+                    last -= 1
+                if last > place and dealt.bring(partner, last):
+                    needed |= {own, partner}
+        return dealt.order
 
     def _visit(self, classes: Numbers, visits: Numbers, rng: np.random.Generator) -> Numbers:
         """m images for each visit to a class: classes (V,) and their visits (V,) to (V, m).
@@ -137,6 +187,37 @@ class BatchSampler(Sampler[list[Index]]):
         return rng.permuted(images, axis=1)
 
 
+class _Dealt:
+    """Places with classes (V,), dealt to batches of `width`; the `free` ones may give theirs."""
+
+    def __init__(self, classes: Numbers, width: int, free: Numbers) -> None:
+        self.classes: list[int] = classes.tolist()
+        self.order = np.arange(len(classes))
+        self.width = width
+        starts = range(0, len(classes), width)
+        self.present = [Counter(self.classes[start : start + width]) for start in starts]
+        self.free: defaultdict[int, list[int]] = defaultdict(list)
+        for place in free.tolist():
+            self.free[self.classes[place]].append(place)
+
+    def bring(self, wanted: int, place: int) -> bool:
+        """Whether `wanted` is in the batch of `place`, if need be in exchange for what is there."""
+        here, leaves = self.present[place // self.width], self.classes[place]
+        if here[wanted]:
+            return True
+        for source in self.free[wanted]:
+            there = self.present[source // self.width]
+            if not there[leaves]:
+                self.free[wanted].remove(source)
+                self.free[leaves].append(source)
+                self.classes[place], self.classes[source] = wanted, leaves
+                self.order[[place, source]] = self.order[[source, place]]
+                here.update({wanted: 1, leaves: -1})
+                there.update({wanted: -1, leaves: 1})
+                return True
+        return False
+
+
 def _class_order(classes: int, width: int, batches: int, rng: np.random.Generator) -> Numbers:
     """Shuffled rounds through all classes, no class twice in a batch: (batches * width,)."""
     rounds = [rng.permutation(classes)]
@@ -147,6 +228,20 @@ def _class_order(classes: int, width: int, batches: int, rng: np.random.Generato
         first = new[~np.isin(new, taken)][: width - begun]  # the rest of that batch
         rounds.append(np.concatenate([first, new[~np.isin(new, first)]]))
     return np.concatenate(rounds)[: batches * width]
+
+
+def _partners(confused: Numbers, labels: Numbers) -> Partners:
+    """From pairs of labels and their weights (P, 3), in the numbering of `labels`, sorted (C,)."""
+    known = confused[np.isin(confused[:, :2], labels).all(axis=1)]
+    weights: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    for one, other, times in zip(
+        *np.searchsorted(labels, known[:, :2]).T, known[:, 2], strict=True
+    ):
+        weights[int(one)][int(other)] = weights[int(other)][int(one)] = int(times)
+    return {
+        own: (np.array(list(row)), np.array(list(row.values())) / sum(row.values()))
+        for own, row in weights.items()
+    }
 
 
 def _times_before(items: Numbers) -> Numbers:

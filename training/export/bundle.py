@@ -29,6 +29,7 @@ from embedder.manifest import (
     GoldenHashes,
     HeldOut,
     HeldOutSplit,
+    MapFile,
     OtherPrecision,
     Parity,
     Precision,
@@ -36,7 +37,7 @@ from embedder.manifest import (
     Variant,
 )
 from embedder.preprocess import preprocess
-from embedder.session import Embed, OnnxEmbedder, SessionSettings
+from embedder.session import Embed, OnnxEmbedder, SessionSettings, create_session, run_plain
 from embedder.types import Embeddings, Images
 from training.checkpoint import Checkpoint
 from training.config.job import Job, parse_job
@@ -45,6 +46,7 @@ from training.data.records import LabelledImages, Split
 from training.evaluation.evaluate import OnBatch, embed_with
 from training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from training.export.calibration import fit_calibration
+from training.export.map import EmbeddingMap, check_map
 from training.export.precisions import Candidate, compare, make_candidate
 from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet, torch_embed
@@ -120,6 +122,7 @@ def export_checkpoint(
     precisions: Sequence[Precision] = ("fp32",),
     on_refusal: OnRefusal | None = None,
     trunk: bool = False,
+    with_map: bool = False,
 ) -> Bundle:
     """Write the bundle of a checkpoint to the new folder `out`.
 
@@ -139,6 +142,7 @@ def export_checkpoint(
         precisions: fp32 is always written.
         on_refusal: told why another precision is refused; then the bundle is written without it.
         trunk: export the pooled features of the trunk that the run began with, not its model.
+        with_map: also what each position of an image adds to its embedding (see `EmbeddingMap`).
 
     Raises: DatasetError if `split` is not the one of the run; ExportError, BundleError.
     """
@@ -162,10 +166,12 @@ def export_checkpoint(
             split_sha256=split.sha256(),
             baseline=_baseline(checkpoint, split),
         )
-    return _export(net, manifest, out, data, precisions)
+    return _export(net, manifest, out, data, precisions, with_map)
 
 
-def export_backbone(name: str, model: Model, spec: Input, out: Path) -> Bundle:
+def export_backbone(
+    name: str, model: Model, spec: Input, out: Path, with_map: bool = False
+) -> Bundle:
     """Write the bundle of a pretrained trunk alone: its pooled features, L2-normalised.
 
     Without images it has no recall, no calibration and no other precision.
@@ -173,7 +179,8 @@ def export_backbone(name: str, model: Model, spec: Input, out: Path) -> Bundle:
     Raises: CheckpointError if the weights cannot be had; ExportError, BundleError.
     """
     net = EmbeddingNet(model.model_copy(update={"dim": None})).eval()
-    return _export(net, _manifest(name, net, spec.preprocessing(), model.backbone), out)
+    manifest = _manifest(name, net, spec.preprocessing(), model.backbone)
+    return _export(net, manifest, out, with_map=with_map)
 
 
 def images_to_embed(split: Split) -> int:
@@ -219,6 +226,7 @@ def _export(
     out: Path,
     data: _Data | None = None,
     precisions: Sequence[Precision] = (),
+    with_map: bool = False,
 ) -> Bundle:
     if out.exists():
         raise BundleError(f"{out} exists already. Choose another folder or remove it first.")
@@ -236,7 +244,14 @@ def _export(
             manifest = manifest.model_copy(update=_figures(parity, data, vectors, candidates))
             files = {name: candidates[name].files for name in manifest.variants}
         golden, images = fp32.embed(inputs), trial.golden_images()
-        return write_bundle(out, manifest, trial.model_path, images, inputs, golden, files)
+        map_model = None
+        if with_map:
+            map_model = Path(name) / "map.onnx"
+            checked = _write_map(EmbeddingMap(net), map_model, inputs, golden)
+            manifest = manifest.model_copy(update={"map": checked})
+        return write_bundle(
+            out, manifest, trial.model_path, images, inputs, golden, files, map_model
+        )
 
 
 def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
@@ -247,6 +262,15 @@ def _trial(net: EmbeddingNet, manifest: BundleManifest, folder: Path) -> Bundle:
     inputs = np.stack([preprocess(data, spec) for data in images])
     golden = torch_embed(net, inputs)
     return write_bundle(folder / "trial", manifest, folder / "model.onnx", images, inputs, golden)
+
+
+def _write_map(net: EmbeddingMap, path: Path, inputs: Images, golden: Embeddings) -> MapFile:
+    """Write the map's ONNX file and compare it. Raises: ExportError."""
+    write_onnx(net.eval(), inputs.shape[-1], path, "map")
+    session = create_session(path, SessionSettings(threads=os.cpu_count() or 1))
+    return check_map(
+        partial(torch_embed, net), partial(run_plain, session, "images"), inputs, golden
+    )
 
 
 def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> _Candidates:
@@ -323,8 +347,8 @@ def _recall(data: _Data, vectors: _Vectors, name: str) -> Retrieval:
 # The ONNX file, and how far it is from the network
 
 
-def write_onnx(net: nn.Module, size_px: int, path: Path) -> None:
-    """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, D), N free."""
+def write_onnx(net: nn.Module, size_px: int, path: Path, output: str = "embeddings") -> None:
+    """The inference graph with its weights: uint8 (N, 3, S, S) to float32 (N, ...), N free."""
     sample = torch.zeros(_TRACE_BATCH, 3, size_px, size_px, dtype=torch.uint8)
     with torch.no_grad():
         torch.onnx.export(
@@ -335,7 +359,7 @@ def write_onnx(net: nn.Module, size_px: int, path: Path) -> None:
             external_data=False,
             opset_version=_OPSET,
             input_names=["images"],
-            output_names=["embeddings"],
+            output_names=[output],
             dynamic_shapes=({0: torch.export.Dim("n", min=1)},),
             verbose=False,
         )

@@ -23,8 +23,8 @@ from training.models.backbones import (
 from training.models.timm_trunk import TimmTrunk
 
 GEM_START = 3.0
-_MIN_EXPONENT = 0.1
-_MIN_ACTIVATION = 1e-6
+MIN_EXPONENT = 0.1
+MIN_ACTIVATION = 1e-6
 
 
 class Pool(nn.Module):
@@ -70,8 +70,8 @@ class Pool(nn.Module):
         if self.kind == "gap+gmp":
             return maps.mean(dim=(2, 3)) + maps.amax(dim=(2, 3))
         with torch.autocast(maps.device.type, enabled=False):
-            x = maps.float().clamp(min=_MIN_ACTIVATION)
-            p = self.exponent.float().clamp(min=_MIN_EXPONENT)
+            x = maps.float().clamp(min=MIN_ACTIVATION)
+            p = self.exponent.float().clamp(min=MIN_EXPONENT)
             largest = x.amax(dim=(2, 3), keepdim=True).detach()  # (B, C, 1, 1): no power overflows
             mean = (x / largest).pow(p).mean(dim=(2, 3))
             return largest.flatten(1) * mean.pow(1 / p)

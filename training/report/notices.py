@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from training.checkpoint import UNTRAINED
 from training.config.job import Job
 from training.data.records import Split
 from training.evaluation.retrieval import queries_in, with_interval
-from training.folder import Result
+from training.folder import UNTRAINED, Result
 from training.regularizers.shares import LEAST, WIDEST
 from training.state import VALIDATION, Row
 

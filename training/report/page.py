@@ -8,6 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 from training.config.job import Job
+from training.data.feedback import sentences
 from training.data.records import Split
 from training.distributed import world
 from training.folder import Result, replace_text
@@ -81,6 +82,7 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
             for name, images in parts.items()
             if images is not None
         ),
+        *(f"- {sentence}" for sentence in sentences(split)),
         f"- split sha256: `{split.sha256()[:16]}`",
         f"- training time: {minutes:.1f} minutes on {platform.machine()}, {world()} "
         f"process(es), {torch.get_num_threads()} threads, torch {torch.__version__}",

@@ -74,6 +74,11 @@ class Study:
 
 def read_study(path: Path) -> Study:
     """The study in `path`; an empty one if there is none. Raises: JobError."""
+    if path.is_dir():
+        raise JobError(
+            f"{path} is a folder; the first argument is the JSON file of a study. The report of a "
+            "run is its report.md, and `kinlens-train compare RUN RUN` sets runs side by side."
+        )
     if not path.exists():
         return Study()
     try:

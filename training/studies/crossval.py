@@ -45,7 +45,12 @@ def cross_validate(
     }
     jobs = [parse_job(job.as_dict() | {"protocol": protocol | {"fold": n}}) for n in range(count)]
     parts = [with_protocol(split, one.protocol) for one in jobs]
-    identity = {"job": job.as_dict(), "split_sha256": split.sha256(), "folds": count, "seed": seed}
+    identity = {
+        "job": job.as_dict(),
+        "split_sha256": split.learnt_sha256(),
+        "folds": count,
+        "seed": seed,
+    }
     stamp(folder, "crossval.json", identity)
     found = []
     for number, (one, part) in enumerate(zip(jobs, parts, strict=True)):

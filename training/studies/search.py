@@ -116,7 +116,7 @@ def search(
     """
     _check_space(job, plan)
     part = without_test(hold_out(split, plan.fraction, job.protocol.validation_seed))
-    identity = {"job": job.as_dict(), "split_sha256": split.sha256(), **asdict(plan)}
+    identity = {"job": job.as_dict(), "split_sha256": split.learnt_sha256(), **asdict(plan)}
     del identity["trials"]  # their number may grow
     stamp(folder, "search.json", identity)
     optuna = _optuna()

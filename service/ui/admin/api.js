@@ -50,12 +50,26 @@ export const patchItems = (gallery, changes) =>
 export const deleteItems = (gallery, which) =>
   sent("POST", `${galleryPath(gallery)}/items/delete`, which);
 
+export const listGolden = async (gallery) => (await getJson(`${galleryPath(gallery)}/golden`)).queries;
+
+export const listGoldenRuns = async (gallery) => (await getJson(`${galleryPath(gallery)}/golden/runs`)).runs;
+
+export const runGolden = (gallery) => request(`${galleryPath(gallery)}/golden/run`, { method: "POST" });
+// wanted: {min_probability} or {min_score}, and limit. Resolves to groups of near-duplicates.
+export const findDuplicates = (gallery, wanted) =>
+  getJson(`${galleryPath(gallery)}/duplicates?${new URLSearchParams(wanted)}`);
+
 export const listJobs = async (limit) => (await getJson(`/jobs?limit=${limit}`)).jobs;
+
+// The training jobs, data sets, weights and bundles that jobs can be given by name.
+export const getJobOptions = () => getJson("/jobs/options");
 
 export const getLog = (id, offset) => getJson(`/jobs/${id}/log?offset=${offset}`);
 
 // what: cancel, swap or resume.
 export const changeJob = async (id, what) => bodyOf(await request(`/jobs/${id}/${what}`, { method: "POST" }));
+
+export const getFeedback = (gallery) => getJson(`${galleryPath(gallery)}/feedback?format=json`);
 
 // kind: compact, swap or rebuild of a gallery, or train.
 export function startJob(kind, gallery, params) {

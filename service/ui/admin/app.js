@@ -3,8 +3,10 @@
 import { startAdd, showAdd } from "/ui/admin/add.js";
 import { knock } from "/ui/admin/api.js";
 import { startConfirm } from "/ui/admin/confirm.js";
+import { showDuplicates, startDuplicates } from "/ui/admin/duplicates.js";
 import { startEdit } from "/ui/admin/edit.js";
 import { showGalleries, startGalleries } from "/ui/admin/galleries.js";
+import * as golden from "/ui/admin/golden.js";
 import * as items from "/ui/admin/items.js";
 import { follow, showJob, startJobs } from "/ui/admin/jobs.js";
 import { isStarting, showStarts, startStarts } from "/ui/admin/starts.js";
@@ -12,14 +14,16 @@ import { choose, chosen, loadGalleries, refreshSizes, state, whenGalleryChanges 
 import * as status from "/ui/admin/status.js";
 import { close, failed, startWork } from "/ui/admin/work.js";
 import { hideError, problemOf, showProblem, startAlerts } from "/ui/shared/alerts.js";
-import { element, startSkip, ui } from "/ui/shared/dom.js";
+import { optionsOf, startSkip, ui } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
 import { getKey, setKey } from "/ui/shared/key.js";
 
 const VIEWS = {
   items: items.load,
   add: showAdd,
+  duplicates: showDuplicates,
   status: status.load,
+  golden: golden.load,
   jobs: () => Promise.all([showStarts(), follow()]),
   galleries: showGalleries,
 };
@@ -31,8 +35,7 @@ function wantedView() {
 }
 
 function showChooser() {
-  const options = state.galleries.map(({ name }) => element("option", { value: name, textContent: name }));
-  ui.gallery.replaceChildren(...options);
+  ui.gallery.replaceChildren(...optionsOf(state.galleries.map(({ name }) => [name, name])));
   ui.gallery.value = state.name;
   ui["gallery-bar"].hidden = state.galleries.length === 0;
   const size = chosen()?.size;
@@ -62,7 +65,7 @@ async function refresh() {
   try {
     await refreshSizes();
     showChooser();
-    if (shown === "galleries") showGalleries();
+    if (shown === "galleries") await showGalleries();
   } catch (error) {
     failed(error);
   }
@@ -112,7 +115,9 @@ startConfirm();
 startEdit();
 items.startItems(refresh);
 startAdd(refresh);
+startDuplicates(refresh);
 status.startStatus();
+golden.startGolden();
 startGalleries();
 startJobs(afterJob);
 startStarts(showJob);

@@ -1,6 +1,6 @@
 // The attributes of an item as rows of name, kind and value, or as JSON.
 
-import { element, icon } from "/ui/shared/dom.js";
+import { element, icon, optionsOf } from "/ui/shared/dom.js";
 
 const KINDS = [["text", "text"], ["number", "number"], ["boolean", "yes or no"]];
 const WORDS = { "add-row": "Add an attribute", json: "Edit as JSON", rows: "Edit as a list" };
@@ -24,9 +24,7 @@ function checkedObject(text) {
 
 function valueField(kind, value) {
   if (kind === "boolean") {
-    const options = [["true", "yes"], ["false", "no"]].map(([name, text]) =>
-      element("option", { value: name, textContent: text }));
-    const field = element("select", {}, ...options);
+    const field = element("select", {}, ...optionsOf([["true", "yes"], ["false", "no"]]));
     field.value = String(value === true || value === "true");
     return field;
   }
@@ -132,8 +130,7 @@ export class AttributeEditor {
     const label = element("input", { className: "attribute-name", value: name, autocomplete: "off", ariaLabel: "Name" });
     label.type = "text";
     label.setAttribute("list", this.names.id);
-    const options = KINDS.map(([kind, text]) => element("option", { value: kind, textContent: text }));
-    const kind = element("select", { className: "attribute-kind", ariaLabel: "Kind" }, ...options);
+    const kind = element("select", { className: "attribute-kind", ariaLabel: "Kind" }, ...optionsOf(KINDS));
     const row = element("li", { className: "attribute-row" }, label, kind);
     const place = (content) => {
       const field = valueField(kind.value, content);

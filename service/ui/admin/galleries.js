@@ -1,12 +1,12 @@
 // Making and deleting galleries.
 
-import { createGallery, deleteGallery } from "/ui/admin/api.js";
+import { createGallery, deleteGallery, getJobOptions } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
-import { choose, knownModels, loadGalleries, state } from "/ui/admin/state.js";
+import { choose, loadGalleries, modelChoice, state } from "/ui/admin/state.js";
 import { moment } from "/ui/admin/status.js";
 import { busily } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
-import { element, ui } from "/ui/shared/dom.js";
+import { element, optionsOf, ui } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
 
 const SHORT = 12;
@@ -54,12 +54,11 @@ function rowOf(gallery) {
   return row;
 }
 
-export function showGalleries() {
+export async function showGalleries() {
   ui["gallery-list"].replaceChildren(...state.galleries.map(rowOf));
-  const models = knownModels().map(({ id, galleries }) =>
-    element("option", { value: id, textContent: `${id.slice(0, SHORT)}, as ${galleries.join(", ")}` }));
+  const { bundles } = state.noJobs ? { bundles: [] } : await getJobOptions();
   const chosenModel = ui["gallery-model"].value;
-  ui["gallery-model"].replaceChildren(element("option", { value: "", textContent: "That of the service" }), ...models);
+  ui["gallery-model"].replaceChildren(...optionsOf([["", "That of the service"], ...bundles.map(modelChoice)]));
   ui["gallery-model"].value = chosenModel;
   if (ui["gallery-model"].selectedIndex < 0) ui["gallery-model"].value = "";
 }

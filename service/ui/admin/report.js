@@ -57,9 +57,13 @@ function gateLine({ gate }) {
 
 function training({ training: found }) {
   if (!found) return [];
-  const figures = Object.entries(found.figures ?? {}).map(([name, value]) => `${name} ${value}`).join(", ");
+  const recalls = (figures) => Object.entries(figures ?? {})
+    .filter(([name]) => name.includes("@") && name in (found.figures ?? {}))
+    .map(([name, value]) => `${name} ${value.toFixed(1)}%`).join(", ");
   const [epoch, total] = found.epochs ?? [];
-  return [line(`Trained for ${epoch} of ${total} rounds${figures ? `; on classes kept aside: ${figures}` : ""}.`, "report-training", "hint")];
+  const [after, before] = [recalls(found.figures), recalls(found.trunk)];
+  const told = after && `; on classes kept aside: ${after}`;
+  return [line(`Trained for ${epoch} of ${total} rounds${told}${before && `; before: ${before}`}.`, "report-training", "hint")];
 }
 
 function rebuilt({ rebuild: found }) {

@@ -1,15 +1,23 @@
 // The forms that start jobs, built from what the service knows of the chosen gallery.
 
-import { startJob } from "/ui/admin/api.js";
+import { getJobOptions, startJob } from "/ui/admin/api.js";
 import { AttributeEditor } from "/ui/admin/attributes.js";
-import { describeChosen, knownModels, state } from "/ui/admin/state.js";
+import { describeChosen, modelChoice, state } from "/ui/admin/state.js";
 import { busily, failureText } from "/ui/admin/work.js";
-import { element, ui } from "/ui/shared/dom.js";
+import { element, optionsOf, ui } from "/ui/shared/dom.js";
 import { plural } from "/ui/shared/format.js";
 
-const SHORT = 12;
 const CLASS = "class";
-const JOBS = ["shop", "demo"];
+const RECOMMENDED = "shop";
+const STARTS = {
+  imagenet: "published weights, downloaded",
+  none: "random weights",
+  current: "the model of this gallery",
+};
+const NO_MODEL = "No other model is known here. Train one, or put its bundle into the folder bundles of the " +
+  "state folder, under the first 16 digits of its id.";
+const NO_DATA = "Name a folder of pictures with KINLENS_TRAINING_DATA=NAME=DIR, and it can be chosen here.";
+const NO_WEIGHTS = "Name a file of weights with KINLENS_TRAINING_WEIGHTS=NAME=PATH, and it can be chosen here.";
 let onStarted = () => {};
 let fields = 0;
 
@@ -26,7 +34,7 @@ function field(label, control, hint = "") {
 }
 
 function select(name, options) {
-  const made = element("select", { name }, ...options.map(([value, text]) => element("option", { value, textContent: text })));
+  const made = element("select", { name }, ...optionsOf(options));
   made.dataset.testid = `field-${name}`;
   return made;
 }
@@ -35,14 +43,6 @@ function input(name, type, more = {}) {
   const made = element("input", { type, name, autocomplete: "off", ...more });
   made.dataset.testid = `field-${name}`;
   return made;
-}
-
-// A text field that suggests what is known and takes what is not.
-function suggesting(name, known, more = {}) {
-  const made = input(name, "text", { spellcheck: false, ...more });
-  const list = element("datalist", { id: `start-list-${name}` }, ...known.map(([value, text]) => element("option", { value, textContent: text })));
-  made.setAttribute("list", list.id);
-  return [made, list];
 }
 
 const percent = (name, value, more = {}) =>
@@ -62,6 +62,15 @@ function classField(attributes) {
 const lossField = (value) =>
   field("May lose, in percent", percent("max_recall_loss", value, { required: true }), "How much fewer first answers may be right.");
 
+function boxOf(kind, title, content) {
+  const box = element("details", { className: "start", name: "start" }, element("summary", { textContent: title }), content);
+  box.dataset.testid = `open-${kind}`;
+  return box;
+}
+
+// In place of a form that has nothing to choose from: why, and the cure.
+const closed = (kind, title, why) => boxOf(kind, title, element("p", { className: "hint", textContent: why }));
+
 function form(kind, title, text, button, parts, read) {
   const error = element("p", { className: "field-error", role: "alert" });
   error.dataset.testid = "start-error";
@@ -80,8 +89,7 @@ function form(kind, title, text, button, parts, read) {
       error.textContent = fault instanceof RangeError ? fault.message : failureText(fault);
     });
   });
-  const box = element("details", { className: "start", name: "start" }, element("summary", { textContent: title }), made);
-  box.dataset.testid = `open-${kind}`;
+  const box = boxOf(kind, title, made);
   return box;
 }
 
@@ -94,22 +102,18 @@ function compactForm({ index }) {
 function swapForm() {
   const others = state.galleries.filter(({ name }) => name !== state.name);
   const text = `The items of another gallery become those of ${state.name}, at once and for everybody.`;
-  if (others.length === 0) {
-    const hint = element("p", { className: "hint", textContent: "There is no other gallery to take over." });
-    return element("details", { className: "start", name: "start" }, element("summary", { textContent: "Swap" }), hint);
-  }
+  if (others.length === 0) return closed("swap", "Swap", "There is no other gallery to take over. Create one under Galleries.");
   const control = select("with", others.map(({ name, size }) => [name, `${name}, ${plural(size, "item")}`]));
   return form("swap", "Swap", text, "Start to swap", [field("Take over from", control)], (data) => ({ with: data.get("with") }));
 }
 
-function rebuildForm({ attributes, bundle_id: own }) {
-  const models = knownModels().filter(({ id }) => id !== own).map(({ id, galleries }) => [id, `of ${galleries.join(", ")}`]);
-  const pattern = { required: true, pattern: "[0-9a-f]{12,64}", title: "12 to 64 digits of 0-9 and a-f", placeholder: "3f1c5a0b77d2" };
-  const [model, list] = suggesting("bundle_id", models, { ...pattern, value: models.length === 1 ? models[0][0] : "" });
-  const hint = `Its number, or the first ${SHORT} digits. A model must lie in the folder bundles of the service.`;
-  const parts = [field("Model", model, hint), list, classField(attributes), lossField(1), swapField()];
+function rebuildForm({ attributes, bundle_id: own }, { bundles }) {
+  const models = bundles.filter(({ bundle_id: id }) => id !== own).map(modelChoice);
+  if (models.length === 0) return closed("rebuild", "Change the model", NO_MODEL);
+  const model = field("Model", select("bundle_id", models), "The model of the service, and those in its state folder.");
+  const parts = [model, classField(attributes), lossField(1), swapField()];
   return form("rebuild", "Change the model", "Makes the gallery again with another model beside the old one, and compares both.", "Start to rebuild", parts, (data) => ({
-    bundle_id: data.get("bundle_id").trim(),
+    bundle_id: data.get("bundle_id"),
     class_attribute: data.get("class_attribute"),
     max_recall_loss: Number(data.get("max_recall_loss")) / 100,
     swap: data.get("swap"),
@@ -118,26 +122,45 @@ function rebuildForm({ attributes, bundle_id: own }) {
 
 function trainParams(data, overrides) {
   const least = data.get("min_recall_at_1");
-  const epochs = data.get("epochs");
+  const [epochs, weights] = [data.get("epochs"), data.get("weights")];
   return {
-    job: data.get("job").trim(),
-    data: data.get("data").trim() || null,
+    job: data.get("job"),
+    data: data.get("data") || null,
     class_attribute: data.get("class_attribute"),
-    overrides: { ...overrides, ...(epochs && { "optimizer.epochs": Number(epochs) }) },
+    overrides: {
+      ...overrides,
+      ...(epochs && { "optimizer.epochs": Number(epochs) }),
+      ...(weights && { "model.weights": weights }),
+    },
     gate: { max_recall_loss: Number(data.get("max_recall_loss")) / 100, min_recall_at_1: least ? Number(least) / 100 : null },
     swap: data.get("swap"),
+    feedback: data.get("feedback") === "yes",
   };
 }
 
-function trainForm({ attributes }) {
-  const [job, jobList] = suggesting("job", JOBS.map((name) => [name, ""]), { required: true, value: JOBS[0] });
+function feedbackField({ feedback }) {
+  if (feedback === "off") return [];
+  const control = select("feedback", [["", "leave it out"], ["yes", "learn from it too"]]);
+  return [field("Feedback of customers", control, "What they clicked, bought and called wrong; Status says how much there is.")];
+}
+
+function trainForm(found, options) {
+  const { attributes } = found;
+  if (options.no_training) return closed("train", "Train a model", options.no_training);
+  const named = (names) => names.map((name) => [name, STARTS[name] ?? name]);
+  const job = select("job", named(options.training_jobs));
+  job.value = RECOMMENDED;
+  const data = select("data", [["", "those of the gallery"], ...named(options.data)]);
+  const weights = select("weights", [["", "as the job says"], ...named(options.weights)]);
+  const hasWeights = options.weights.some((name) => !(name in STARTS));
   const place = element("div");
   const overrides = new AttributeEditor(place);
   const more = element("details", { className: "more" }, element("summary", { textContent: "Further settings" }), place);
   const parts = [
-    field("Training job", job, "A name in training/jobs. A wrong one is answered with the list of all."),
-    jobList,
-    field("Pictures", input("data", "text", { placeholder: "those of the gallery", spellcheck: false }), "Or the name of a data set that the service was given."),
+    field("Training job", job, `${RECOMMENDED} is the recommended one.`),
+    field("Pictures", data, options.data.length > 0 ? "" : NO_DATA),
+    field("Start from", weights, hasWeights ? "" : NO_WEIGHTS),
+    ...feedbackField(found),
     field("Rounds (epochs)", input("epochs", "number", { min: 1, step: 1, placeholder: "as the job says" })),
     classField(attributes),
     lossField(0),
@@ -156,8 +179,8 @@ export async function showStarts() {
     ui.starts.replaceChildren(element("p", { className: "notice-line", textContent: text }));
     return;
   }
-  const found = await describeChosen();
-  const forms = [compactForm(found), swapForm(), rebuildForm(found), trainForm(found)];
+  const [found, options] = await Promise.all([describeChosen(), getJobOptions()]);
+  const forms = [compactForm(found), swapForm(), rebuildForm(found, options), trainForm(found, options)];
   ui.starts.replaceChildren(element("h2", { textContent: `Start on ${state.name}` }), ...forms);
 }
 

@@ -2,6 +2,8 @@
 
 import { describeGallery, listGalleries } from "/ui/shared/api.js";
 
+const SHORT = 12;
+const DATE = "2026-01-01".length;
 const listeners = new Set();
 export const state = { galleries: [], name: "", noJobs: "" };
 
@@ -37,11 +39,9 @@ export async function refreshSizes() {
 
 export const describeChosen = () => describeGallery(state.name);
 
-// Models that some gallery has, the default first: [{id, galleries}].
-export function knownModels() {
-  const models = new Map();
-  for (const { bundle_id: id, name } of state.galleries) {
-    models.set(id, [...(models.get(id) ?? []), name]);
-  }
-  return [...models].map(([id, galleries]) => ({ id, galleries }));
+// A bundle as [id, text] to choose it by.
+export function modelChoice({ bundle_id: id, backbone, created_at: created }) {
+  const galleries = state.galleries.filter((gallery) => gallery.bundle_id === id).map(({ name }) => name);
+  const use = galleries.length > 0 && `of ${galleries.join(", ")}`;
+  return [id, [id.slice(0, SHORT), created.slice(0, DATE), use, backbone].filter(Boolean).join(" · ")];
 }

@@ -1,6 +1,6 @@
 // How the chosen gallery, its index and its model are, and whether the service is ready.
 
-import { getReady } from "/ui/admin/api.js";
+import { getFeedback, getReady } from "/ui/admin/api.js";
 import { describeChosen, state } from "/ui/admin/state.js";
 import { failed } from "/ui/admin/work.js";
 import { definitions, element, ui } from "/ui/shared/dom.js";
@@ -87,14 +87,19 @@ function modelBox({ bundle_id: id, dim, provider, calibration, no_calibration: w
 function attributeRow({ name, kind, values, minimum, maximum }) {
   if (kind === "number" && minimum !== null) return [name, kind, `${valueText(minimum)} – ${valueText(maximum)}`];
   const shown = (values ?? []).slice(0, SHOWN_VALUES).map(({ value, count }) => `${valueText(value)} (${number(count)})`);
-  const more = (values ?? []).length - SHOWN_VALUES;
-  return [name, kind === "boolean" ? "yes or no" : kind, shown.join(", ") + (more > 0 ? ` and ${more} more` : "")];
+  const isMore = (values ?? []).length > SHOWN_VALUES;
+  return [name, kind === "boolean" ? "yes or no" : kind, shown.join(", ") + (isMore ? " and more" : "")];
 }
 
 function attributesBox({ attributes }) {
   if (attributes.length === 0) return box("Attributes", "status-attributes", note("No item has attributes.", "plain"));
   const rows = attributes.map(attributeRow);
   return box("Attributes", "status-attributes", table(plural(rows.length, "attribute"), ["Name", "Kind", "Values"], rows));
+}
+
+function feedbackBox({ clicked, bought, wrong, pairs }) {
+  const counts = { Clicked: clicked, Bought: bought, "Called wrong": wrong, "Can be learnt from": pairs };
+  return box("Feedback", "status-feedback", facts(Object.entries(counts).map(([name, value]) => [name, number(value)])));
 }
 
 function readyBox({ status, checks, queue_depth: waiting, redis, last_error: last }) {
@@ -111,11 +116,21 @@ function settle({ status, value, reason }, show) {
   return [];
 }
 
+async function chosenNow() {
+  const found = await describeChosen();
+  return { ...found, said: found.feedback === "off" ? null : await getFeedback(state.name) };
+}
+
+function boxesOf(found) {
+  if (found === null) return [];
+  const more = found.said === null ? [] : [feedbackBox(found.said)];
+  return [indexBox(found), modelBox(found), attributesBox(found), ...more];
+}
+
 export async function load() {
   ui["status-boxes"].setAttribute("aria-busy", "true");
-  const [gallery, ready] = await Promise.allSettled([state.name ? describeChosen() : null, getReady()]);
-  const boxes = settle(gallery, (found) => (found === null ? [] : [indexBox(found), modelBox(found), attributesBox(found)]));
-  ui["status-boxes"].replaceChildren(...boxes.flat(), ...settle(ready, readyBox));
+  const [gallery, ready] = await Promise.allSettled([state.name ? chosenNow() : null, getReady()]);
+  ui["status-boxes"].replaceChildren(...settle(gallery, boxesOf).flat(), ...settle(ready, readyBox));
   ui["status-boxes"].setAttribute("aria-busy", "false");
 }
 

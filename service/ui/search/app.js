@@ -1,10 +1,12 @@
 // The search page: one search under way at most, one batch beside it, and a trail of answers.
 
-import { ask, checkedQuery, itemQuery, likesQuery, linkedQuery, renewed, sampleQuery, uploadQuery } from "/ui/search/ask.js";
+import { ask, checkedQuery, countValues, isBest, severalOf } from "/ui/search/ask.js";
+import { itemQuery, likesQuery, linkedQuery, renewed, sampleQuery, uploadQuery, uploadsQuery } from "/ui/search/ask.js";
 import { BatchRun } from "/ui/search/batch_run.js";
 import { startCamera } from "/ui/search/camera.js";
 import { walkWithArrows } from "/ui/search/cards.js";
 import { Cropper } from "/ui/search/crop.js";
+import { sendVote } from "/ui/search/feedback.js";
 import { acceptImages } from "/ui/search/intake.js";
 import { fileOf, remember, startRecent } from "/ui/search/recent.js";
 import * as results from "/ui/search/results.js";
@@ -20,17 +22,29 @@ const UPLOAD_LINK = "This link was made with an uploaded picture, which stays in
   "was chosen in. Its settings are set; choose a picture to search with them.";
 const COPIED_UPLOAD = "Link copied. Your picture stays in this browser: whoever opens the link gets " +
   "the settings and chooses a picture of their own.";
+const LEFT_OUT = "Likes, dislikes and another order are left out: the best of several takes none of them.";
+const TOGETHER = 32; // pictures of one search, and their bytes
+const TOGETHER_BYTES = 20 * 2 ** 20;
+const TOO_MANY = "These are too many or too large for one search, so there is a search for each.";
 const RENAME_MS = 250;
+const COUNT_MS = 300;
 let running = null; // {query, keep, controller} of the search under way
+let counting = null; // the controller of the counts under way
 let moves = 0; // counts new searches and steps in the history: what waited for something else gives way
 
 const focusIsInResults = () => ui.results.contains(document.activeElement);
 const cropper = new Cropper(ui.stage, ui.crops, { onChange: changeCrops, announce });
 const handlers = {
   onSelect: (hit) => searchNew(itemQuery(settings.view.gallery, hit)),
-  onVote: settings.toggleVote,
+  onVote: vote,
 };
 const batch = new BatchRun({ onOpen: openRow });
+
+// A vote that is taken back says nothing.
+function vote(kind, hit) {
+  if (settings.voteOf(hit.key) !== kind) sendVote(kind, hit, trail.current());
+  settings.toggleVote(kind, hit);
+}
 
 function showCrops(boxes) {
   cropper.set(boxes);
@@ -45,12 +59,30 @@ function settle(focusIsInside, isNew = false) {
   running = null;
   const entry = trail.current();
   if (entry !== null) settings.restore(entry.view);
+  settings.offerCombine(entry?.kind === "batch" ? "pictures" : severalOf(entry?.query));
   results.showEntry(entry, handlers);
   showCrops(entry?.query?.crops ?? []);
   if (entry?.kind === "batch") batch.show(entry);
   if (entry === null && settings.view.gallery) showSamples(searchNew);
   if (focusIsInside && (isNew || !focusIsInResults())) ui.summary.focus({ preventScroll: true });
   else if (focusIsInside) keepFocus(ui.summary);
+  countSoon();
+}
+
+// Results never wait for the counts of the filters; without them the filters have those of all items.
+const count = debounced(async () => {
+  const names = settings.countable();
+  if (names.length === 0) return;
+  const mine = new AbortController();
+  counting = mine;
+  const query = trail.current()?.query ?? null;
+  const counts = await countValues(query, settings.snapshot(), names, mine.signal).catch(() => ({}));
+  if (!mine.signal.aborted) settings.showCounts(counts);
+}, COUNT_MS);
+
+function countSoon() {
+  counting?.abort();
+  count();
 }
 
 // `keep` is trail.push for a new query, trail.replace for the same query with other settings.
@@ -60,6 +92,12 @@ async function search(query, keep) {
   const mine = { query, keep, controller: new AbortController() };
   running = mine;
   const focusIsInside = focusIsInResults() || ui.samples.contains(document.activeElement);
+  settings.offerCombine(severalOf(query));
+  if (isBest(query, settings.view)) {
+    const { likes, dislikes, order } = settings.view;
+    if (likes.length || dislikes.length || order) showNotice(LEFT_OUT);
+    settings.forgetVotes({ order: "" });
+  }
   const wanted = settings.snapshot();
   hideError();
   hideSamples();
@@ -74,7 +112,7 @@ async function search(query, keep) {
     keep(entry, hash);
     settle(focusIsInside, keep === trail.push);
     if (keep === trail.push) scrollTo({ top: 0, behavior: "instant" });
-    remember(full, hash, ui["query-image"]);
+    if (full.kind !== "uploads") remember(full, hash, ui["query-image"]);
     settings.keepUp(answer);
   } catch (error) {
     if (running !== mine) return;
@@ -84,7 +122,7 @@ async function search(query, keep) {
       search(renewed(query), keep);
     });
   } finally {
-    if (running?.query.preview !== query.preview) trail.release([query.preview]);
+    if (running?.query.preview !== query.preview) trail.release(trail.previewsOf(query));
   }
 }
 
@@ -96,14 +134,19 @@ function searchNew(query) {
 
 function searchImages(files) {
   if (files.length === 1) return searchNew(uploadQuery(files[0]));
+  const bytes = files.reduce((sum, file) => sum + file.size, 0);
+  const isOne = settings.view.combine === "best";
+  const fits = files.length <= TOGETHER && bytes <= TOGETHER_BYTES;
+  if (isOne && fits) return searchNew(uploadsQuery(files));
   moves += 1;
   hideNotice();
+  if (isOne) showNotice(TOO_MANY);
   hideError();
   hideSamples();
   settings.forgetVotes();
   const entry = batch.entryOf(files);
   trail.push(entry, toHash(entry.view, { kind: "batch" }));
-  settle(true, true);
+  settle(!ui.settings.contains(document.activeElement), true);
   batch.start(entry);
 }
 
@@ -134,6 +177,15 @@ function searchAgain() {
   search(query, running?.keep ?? trail.replace);
 }
 
+// The same pictures as one search, or as one for each.
+function gather() {
+  const entry = trail.current();
+  const isBatch = running === null && entry?.kind === "batch";
+  const images = isBatch ? entry.rows.map(({ query }) => query.image) : queryNow()?.images;
+  if (images) searchImages(images);
+  else searchAgain();
+}
+
 function goToStart() {
   history.pushState(null, "", toHash(settings.view, null));
   settle(true);
@@ -151,12 +203,15 @@ function applyMin() {
   if (entry?.kind === "batch") batch.show(entry);
   else if (entry !== null) results.filterCards(entry);
   renameSoon();
+  countSoon();
 }
 
 function settingsChanged(what) {
   if (what === "min") return applyMin();
+  if (what === "combine") return gather();
   if (what === "gallery" && queryNow() === null) showSamples(searchNew);
   searchAgain();
+  countSoon();
 }
 
 // An <img> cannot say why it failed, a request can; once an answer is enough.
@@ -223,7 +278,7 @@ function openRecent(entry) {
 
 async function copyLink() {
   const query = queryNow();
-  const isUpload = query === null || query.kind === "upload";
+  const isUpload = query === null || query.kind.startsWith("upload");
   try {
     await navigator.clipboard.writeText(location.href);
     showNotice(isUpload ? COPIED_UPLOAD : "Link copied. It opens this very view.");

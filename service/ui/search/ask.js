@@ -2,13 +2,16 @@
 //
 // A query is one of
 //   {kind: "upload", name, image, preview, crops}
+//   {kind: "uploads", name, images, previews, preview, crops: []}: several of which the best counts
 //   {kind: "item", id, key, name, gallery, link, preview, attributes, crops, isChecked}
 //   {kind: "sample", name, link, preview, crops}: a sample query of the service
 //   {kind: "likes", name, preview: "", crops: []}: liked items alone, from a link without its picture
 
-import { fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "/ui/shared/api.js";
+import { explainHit, fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "/ui/shared/api.js";
+import { plural } from "/ui/shared/format.js";
 
 export const GROUP_SIZE = 7;
+export const PRODUCT = "product"; // the attribute that pictures of one product share
 const FEW = 20;
 
 export function uploadQuery(file) {
@@ -16,9 +19,34 @@ export function uploadQuery(file) {
   return { kind: "upload", name, image: file, preview: URL.createObjectURL(file), crops: [] };
 }
 
-// The query with a preview of its own, for when the one it had is released.
-export const renewed = (query) =>
-  query.kind === "upload" ? { ...uploadQuery(query.image), name: query.name, crops: query.crops } : query;
+export function uploadsQuery(images) {
+  const previews = images.map((image) => URL.createObjectURL(image));
+  return { kind: "uploads", name: plural(images.length, "picture"), images, previews, preview: previews[0], crops: [] };
+}
+
+// The query with previews of its own, for when those it had are released.
+export function renewed(query) {
+  if (query.kind === "uploads") return uploadsQuery(query.images);
+  return query.kind === "upload" ? { ...uploadQuery(query.image), name: query.name, crops: query.crops } : query;
+}
+
+// What a query, or null, has several of: "pictures", "parts" or "".
+export function severalOf(query) {
+  if (query?.kind === "uploads") return "pictures";
+  return query?.crops.length > 1 ? "parts" : "";
+}
+
+// Whether each picture or part is looked for by itself, and the best of them counts.
+export const isBest = (query, view) => view.combine === "best" && severalOf(query) !== "";
+
+// Which of them a result was found with.
+export function viewText({ crops }, { image, crop }) {
+  if (crop === null) return `picture ${image}`;
+  const isIt = (box) => box.every((part, side) => Math.abs(part - crop[side]) < 1e-3);
+  return `part ${crops.findIndex(isIt) + 1}`;
+}
+
+const picturesOf = async (query, signal) => query.images ?? [query.image ?? (await fetchImage(query.link, signal))];
 
 export const sampleQuery = ({ name, image }) =>
   ({ kind: "sample", name, link: image, preview: image, crops: [] });
@@ -60,9 +88,10 @@ export async function checkedQuery(query) {
 }
 
 // Throws: Problem, AbortError.
-export async function ask(query, view, signal) {
+export async function ask(query, view, signal, more = {}) {
   const { gallery, k, filter } = view;
-  const wanted = { gallery, k, filter, groupBy: view.group, groupSize: GROUP_SIZE };
+  const { group: groupBy, order } = view;
+  const wanted = { gallery, k, filter, groupBy, groupSize: GROUP_SIZE, order, ...more };
   const positives = view.likes.map(({ key }) => key);
   const negatives = view.dislikes.map(({ key }) => key);
   const isHere = query.kind === "item" && query.gallery === gallery && query.crops.length === 0;
@@ -72,6 +101,38 @@ export async function ask(query, view, signal) {
   if (isHere) positives.unshift(query.key);
   const voted = { ...wanted, positives: [...new Set(positives)], negatives };
   if (isHere || query.kind === "likes") return postSearch(voted, signal);
-  const image = query.image ?? (await fetchImage(query.link, signal));
-  return postSearch({ ...voted, image, name: query.name, crops: query.crops }, signal);
+  const images = await picturesOf(query, signal);
+  const combine = isBest(query, view) ? "best" : "";
+  return postSearch({ ...voted, images, crops: query.crops, combine }, signal);
+}
+
+// {attribute: counts of its values} over all that passes the filters and the minimum score. What an
+// attribute's own filter leaves out is counted too: it tells what the other values would give. A
+// query is needed for the score alone; without one, or a score, no picture is sent.
+// Throws: Problem, AbortError.
+export async function countValues(query, view, names, signal) {
+  const filtered = names.filter((name) => name in view.filter);
+  const parts = [names.filter((name) => !filtered.includes(name)), ...filtered.map((name) => [name])];
+  const counted = parts.filter((facets) => facets.length > 0).map(async (facets) => {
+    const { [filtered.includes(facets[0]) ? facets[0] : ""]: _, ...filter } = view.filter;
+    if (query !== null && view.min > 0) {
+      return ask(query, { ...view, k: 1, group: "", order: "", filter }, signal, { facets, minScore: view.min });
+    }
+    const isFree = Object.keys(filter).length === 0;
+    return listItems(view.gallery, { limit: 1, filter: isFree ? null : filter, facets }, signal);
+  });
+  return Object.assign({}, ...(await Promise.all(counted)).map(({ facets }) => facets));
+}
+
+// Where a hit of this query, or of the view that found it, matches; an item asks with its picture.
+// Throws: Problem, AbortError.
+export async function askWhere(query, view, hit, signal) {
+  const all = await picturesOf(query, signal);
+  const [images, crops] = hit.view
+    ? [[all[hit.view.image - 1]], hit.view.crop ? [hit.view.crop] : []]
+    : [all, query.crops];
+  const positives = view.likes.map(({ key }) => key).filter((key) => key !== query.key);
+  const negatives = view.dislikes.map(({ key }) => key);
+  const wanted = { images, crops, positives, negatives, k: 1 };
+  return explainHit(view.gallery, hit.id, wanted, signal);
 }

@@ -2,7 +2,7 @@
 
 import { GROUP_SIZE } from "/ui/search/ask.js";
 import { definitions, element, icon } from "/ui/shared/dom.js";
-import { percent, plural, splitKey, valueText } from "/ui/shared/format.js";
+import { capitalized, percent, plural, splitKey, valueText } from "/ui/shared/format.js";
 import { pictureOf } from "/ui/shared/pictures.js";
 
 const TITLE_NAMES = ["title", "name", "product", "product_name"];
@@ -56,6 +56,24 @@ function vote(kind, hit, handlers) {
   return button;
 }
 
+function votes(hit, handlers) {
+  if (handlers.onVote === null) return [];
+  return [element("div", { className: "votes" }, vote("like", hit, handlers), vote("dislike", hit, handlers))];
+}
+
+// Shows which regions make the score, where the model can tell.
+function where(hit, handlers) {
+  if (handlers.onExplain === null) return [];
+  const button = element("button", { type: "button", className: "where" }, icon("where"));
+  button.ariaLabel = `Where ${titleOf(hit.key, hit.attributes)} matches`;
+  button.title = "Where it matches";
+  button.dataset.testid = "where";
+  button.setAttribute("aria-pressed", "false");
+  button.addEventListener("click", () =>
+    handlers.onExplain(hit, button, button.closest(".card").querySelector(".picture")));
+  return [button];
+}
+
 function facts(hit) {
   const pairs = Object.entries(hit.attributes ?? {}).map(([name, value]) => [name, valueText(value)]);
   if (pairs.length === 0) return [];
@@ -64,8 +82,17 @@ function facts(hit) {
   return [element("details", { className: "facts" }, summary, element("dl", {}, ...definitions(pairs)))];
 }
 
+// Which picture or part of the query it was found with, where there are several.
+function found(text) {
+  if (text === "") return [];
+  const made = element("span", { className: "picture-note found-with", textContent: capitalized(text) });
+  made.dataset.testid = "found-with";
+  return [made];
+}
+
 function searchButton(hit, handlers, ...more) {
-  const picture = element("span", { className: "picture" }, pictureOf(hit.image, hit.key), ...more);
+  const view = handlers.viewText(hit);
+  const picture = element("span", { className: "picture" }, pictureOf(hit.image, hit.key), ...found(view), ...more);
   const button = element(
     "button",
     { type: "button", className: "card-search" },
@@ -74,21 +101,22 @@ function searchButton(hit, handlers, ...more) {
     score(hit),
   );
   const sure = hit.probability === null ? "" : `, ${percent(hit.probability)} sure`;
-  button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(3)}${sure}`;
+  const by = view === "" ? "" : `, found with ${view}`;
+  button.ariaLabel = `Search with ${titleOf(hit.key, hit.attributes)}, score ${hit.score.toFixed(3)}${sure}${by}`;
   button.dataset.testid = "card-search";
   button.addEventListener("click", () => handlers.onSelect(hit));
   return button;
 }
 
 function item(hit, button, handlers, ...more) {
-  const votes = element("div", { className: "votes" }, vote("like", hit, handlers), vote("dislike", hit, handlers));
-  const foot = element("div", { className: "card-foot" }, ...facts(hit), votes);
-  const made = element("li", { className: "card" }, button, ...more, foot);
+  const foot = element("div", { className: "card-foot" }, ...facts(hit), ...votes(hit, handlers));
+  const made = element("li", { className: "card" }, button, ...where(hit, handlers), ...more, foot);
   Object.assign(made.dataset, { testid: "card", id: String(hit.id), key: hit.key });
   return made;
 }
 
-// handlers: onSelect(hit), onVote(kind, hit), voteOf(key).
+// handlers: onSelect(hit), onVote(kind, hit) or null, voteOf(key), onExplain(hit, button, picture) or
+// null, viewText(hit), picture: what one is called.
 export function card(hit, handlers) {
   return item(hit, searchButton(hit, handlers), handlers);
 }
@@ -113,15 +141,15 @@ function others(group, hits, handlers) {
 }
 
 // The service sends GROUP_SIZE pictures of a group at most.
-const countText = (count) => (count < GROUP_SIZE ? plural(count, "picture") : `${count}+ pictures`);
+const countText = (count, noun) => (count < GROUP_SIZE ? plural(count, noun) : `${count}+ ${noun}s`);
 
-// The best picture of a group; `group` is {value, hits}, best first.
+// The best picture of a group; `group` is {value, view, hits}, best first.
 export function groupCard(group, handlers) {
-  const [best] = group.hits;
+  const best = { ...group.hits[0], view: group.view };
   const value = group.value === null ? "none" : valueText(group.value);
   const badge = element("span", { className: "group-badge", textContent: value });
   badge.dataset.testid = "group-value";
-  const count = element("span", { className: "group-count", textContent: countText(group.hits.length) });
+  const count = element("span", { className: "picture-note group-count", textContent: countText(group.hits.length, handlers.picture) });
   count.dataset.testid = "group-count";
   const button = searchButton(best, handlers, count);
   if (value !== titleOf(best.key, best.attributes)) button.querySelector(".key").prepend(badge);
@@ -141,14 +169,14 @@ export function placeholders(count) {
     ));
 }
 
-// Arrow keys walk the cards of a grid, L and D vote for the one in focus.
+// Arrow keys walk the cards of a grid; L and D vote for the one in focus, W shows where it matches.
 export function walkWithArrows(grid) {
   const shown = () => [...grid.querySelectorAll(".card:not([hidden]) .card-search")];
   const columns = () => getComputedStyle(grid).gridTemplateColumns.split(" ").length;
   grid.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !event.target.matches(".card-search")) return;
-    const votes = { l: ".vote-like", d: ".vote-dislike" };
-    if (votes[event.key]) return event.target.closest(".card").querySelector(votes[event.key]).click();
+    const votes = { l: ".vote-like", d: ".vote-dislike", w: ".where" };
+    if (votes[event.key]) return event.target.closest(".card").querySelector(votes[event.key])?.click();
     const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns(), ArrowUp: -columns() };
     if (!(event.key in steps)) return;
     const cards = shown();

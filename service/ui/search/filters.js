@@ -29,6 +29,40 @@ function checkbox({ value, count }, chosen, onToggle) {
   return element("label", { className: "option" }, box, name, number);
 }
 
+// What a count says of a value: null if it is one of the rarer ones, which are counted together.
+function countOf({ values, other }, value) {
+  return values.find((known) => known.value === value)?.count ?? (other > 0 ? null : 0);
+}
+
+function bar({ from, to, count }, most) {
+  const span = from === to ? valueText(from) : `${valueText(from)} to ${valueText(to)}`;
+  const made = element("span", { title: `${span}: ${count.toLocaleString("en")}` });
+  made.style.height = `${(100 * count) / most}%`;
+  return made;
+}
+
+function showBars(place, { bins, values }) {
+  const bars = bins ?? values.map(({ value, count }) => ({ from: value, to: value, count }));
+  const most = Math.max(...bars.map(({ count }) => count), 1);
+  place.hidden = bars.length < 2;
+  place.replaceChildren(...bars.map((one) => bar(one, most)));
+}
+
+// The counts of one attribute's values, in place: focus stays.
+function showCount(part, facet) {
+  for (const option of part.querySelectorAll(".option")) {
+    const count = countOf(facet, option.querySelector("input").value);
+    option.classList.toggle("none", count === 0);
+    option.querySelector(".option-count").textContent = count === null ? "" : count.toLocaleString("en");
+  }
+  for (const choice of part.querySelectorAll(".choice")) {
+    const word = choice.querySelector("input").value;
+    if (word !== "any") choice.querySelector("span").dataset.count = countOf(facet, word === "yes");
+  }
+  const bars = part.querySelector(".bars");
+  if (bars !== null) showBars(bars, facet);
+}
+
 function finder(name, options) {
   const field = element("input", { type: "search", className: "option-find", placeholder: "Find a value" });
   field.ariaLabel = `Find a value of ${name}`;
@@ -76,7 +110,9 @@ function numberFilter({ name, minimum, maximum }, condition, change) {
   }, TYPING_MS);
   const low = limitField(name, ">=", "from", minimum, condition, read);
   const high = limitField(name, "<=", "to", maximum, condition, read);
-  return [element("div", { className: "limits" }, low, element("span", { textContent: "to" }), high)];
+  const bars = element("div", { className: "bars", role: "img", ariaLabel: `How many items by ${name}`, hidden: true });
+  bars.dataset.testid = "filter-bars";
+  return [bars, element("div", { className: "limits" }, low, element("span", { textContent: "to" }), high)];
 }
 
 function boolFilter({ name }, condition, change) {
@@ -99,13 +135,26 @@ function fieldOf(attribute, condition, change) {
 // changed; conditions that the panel cannot show are kept.
 export class FilterPanel {
   constructor(place, onChange) {
-    Object.assign(this, { place, onChange, attributes: [], filter: {} });
+    Object.assign(this, { place, onChange, attributes: [], filter: {}, counts: {} });
+  }
+
+  names() {
+    return this.attributes.filter(isUseful).map(({ name }) => name);
+  }
+
+  // The counts of values as they are now, over all that passes; others stay as they are.
+  count(counts) {
+    this.counts = counts;
+    for (const part of this.place.children) {
+      if (part.dataset.name in counts) showCount(part, counts[part.dataset.name]);
+    }
   }
 
   // Built anew only when something else than the panel itself changed it: focus stays.
   show(attributes, filter) {
     const isSame = JSON.stringify(filter) === JSON.stringify(this.filter) &&
       (attributes === this.attributes || this.place.contains(document.activeElement));
+    if (attributes !== this.attributes) this.counts = {};
     Object.assign(this, { attributes, filter });
     if (isSame) return;
     const opened = new Map(
@@ -116,6 +165,7 @@ export class FilterPanel {
     this.place.replaceChildren(
       ...useful.map((attribute, index) => this.#part(attribute, index < OPEN_AT_FIRST, opened)),
     );
+    this.count(this.counts);
   }
 
   #part(attribute, isEarly, opened) {

@@ -2,7 +2,7 @@
 
 const TEXT_FIELD = "textarea, " +
   ["email", "number", "password", "search", "tel", "text", "url"].map((type) => `input[type=${type}]`).join();
-const FORMATS = "Kinlens reads JPEG, PNG, WebP, GIF, BMP and TIFF images.";
+const FORMATS = "Kinlens reads JPEG, PNG, WebP, AVIF, GIF, BMP and TIFF images, and HEIC where its operator installed it.";
 
 function judge(files, { onImages, onRefused }, source) {
   const list = [...files];

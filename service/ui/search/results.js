@@ -1,22 +1,27 @@
 // The answer on the page: cards or groups, what the minimum score leaves, the small print.
 
 import { card, groupCard, placeholders, titleOf } from "/ui/search/cards.js";
+import { isBest, PRODUCT, viewText } from "/ui/search/ask.js";
+import { hideHeat, toggleHeat } from "/ui/search/explain.js";
 import * as settings from "/ui/search/settings.js";
 import { announce, definitions, element, ui } from "/ui/shared/dom.js";
 import { capitalized, milliseconds, percent, plural } from "/ui/shared/format.js";
-import { showPicture } from "/ui/shared/pictures.js";
+import { pictureOf, showPicture } from "/ui/shared/pictures.js";
 
 const PLACEHOLDERS = 12;
 const STAGES = ["decode", "embed", "search"];
 
 export function showQuery(query) {
+  hideHeat();
   ui.query.hidden = query === null;
   document.title = query === null ? "Kinlens" : `${query.name} · Kinlens`;
   if (query === null) return;
   const name = query.kind === "item" ? titleOf(query.key, query.attributes) : query.name;
-  ui.stage.hidden = query.preview === "";
-  ui["crop-tools"].hidden = query.preview === "";
-  if (query.preview && ui["query-image"].dataset.link !== query.preview) {
+  const isOne = query.preview !== "" && !query.previews;
+  ui.stage.hidden = !isOne;
+  ui["crop-tools"].hidden = !isOne;
+  showPictures(query);
+  if (isOne && ui["query-image"].dataset.link !== query.preview) {
     showPicture(ui["query-image"], query.preview);
   }
   ui["query-image"].alt = `Your query: ${query.name}`;
@@ -25,15 +30,25 @@ export function showQuery(query) {
   ui["query-name"].title = query.name;
 }
 
+function showPictures({ images = [], previews = [] }) {
+  ui["query-pictures"].hidden = previews.length === 0;
+  ui["query-pictures"].replaceChildren(...previews.map((link, place) => {
+    const picture = pictureOf(link, `Picture ${place + 1}: ${images[place].name}`);
+    return element("li", { title: images[place].name }, picture);
+  }));
+}
+
 const isGrouped = ({ groups }) => Array.isArray(groups);
 const rowsOf = (answer) => (isGrouped(answer) ? answer.groups : answer.hits);
+const bestOf = (rows) => rows.reduce((best, row) => (row.score > best.score ? row : best));
 
-function summaryOf(shown, answer) {
+function summaryOf(shown, { answer, view }) {
   const rows = rowsOf(answer);
-  const total = plural(rows.length, isGrouped(answer) ? "group" : "result");
+  const noun = view.group === PRODUCT ? "product" : "group";
+  const total = plural(rows.length, isGrouped(answer) ? noun : "result");
   const amount = shown < rows.length ? `${shown} of ${total}` : total;
-  const sure = rows[0].probability;
-  const best = `best ${rows[0].score.toFixed(2)}`;
+  const { probability: sure, score } = bestOf(rows);
+  const best = `best ${score.toFixed(2)}`;
   return sure === null ? `${amount}, ${best}` : `${amount}, ${best} · ${percent(sure)} sure`;
 }
 
@@ -56,9 +71,9 @@ function actions(hasFilter, hasMin) {
 function adviceOf(answer) {
   const rows = rowsOf(answer);
   if (rows.length > 0) {
-    const best = rows[0].probability;
-    const sure = best === null ? "" : ` (${percent(best)} sure)`;
-    return `The closest item has a score of ${rows[0].score.toFixed(2)}${sure}, below the minimum of ` +
+    const { probability, score } = bestOf(rows);
+    const sure = probability === null ? "" : ` (${percent(probability)} sure)`;
+    return `The closest item has a score of ${score.toFixed(2)}${sure}, below the minimum of ` +
       `${settings.minText()}. Lower the minimum score, or try another picture or a part of this one.`;
   }
   if (Object.keys(settings.view.filter).length > 0) return "No item passes the filters. Remove some of them.";
@@ -77,15 +92,16 @@ function showEmpty(answer, isEmpty) {
   ui["empty-actions"].replaceChildren(...actions(hasFilter, hasRows));
 }
 
-// Hides what is below the minimum score. The order is by score, so no request is needed.
-export function filterCards({ answer }) {
+// Hides what is below the minimum score. All scores are here, so no request is needed.
+export function filterCards(entry) {
+  const { answer } = entry;
   const minimum = settings.minScore();
   const rows = rowsOf(answer);
   const cards = [...ui.grid.children];
   cards.forEach((item, rank) => (item.hidden = rows[rank].score < minimum));
   const shown = cards.filter((item) => !item.hidden).length;
   showEmpty(answer, shown === 0);
-  ui.summary.textContent = shown > 0 ? summaryOf(shown, answer) : "No match";
+  ui.summary.textContent = shown > 0 ? summaryOf(shown, entry) : "No match";
   announce(shown > 0 ? ui.summary.textContent : `No match. ${ui["empty-text"].textContent}`);
 }
 
@@ -131,12 +147,22 @@ function showStart() {
   ui.summary.textContent = "Results";
 }
 
-function handlersOf(handlers) {
-  return { ...handlers, voteOf: settings.voteOf };
+function handlersOf(handlers, entry) {
+  const canExplain = settings.hasMap() && entry.query.kind !== "likes"; // which have no picture
+  const onExplain = (hit, button, picture) => toggleHeat(hit, button, picture, entry);
+  const { query, view } = entry;
+  return {
+    ...handlers,
+    voteOf: settings.voteOf,
+    onVote: isBest(query, view) ? null : handlers.onVote,
+    onExplain: canExplain ? onExplain : null,
+    viewText: (hit) => (hit.view ? viewText(query, hit.view) : ""),
+    picture: view.group === PRODUCT ? "view" : "picture",
+  };
 }
 
 function showAnswer(entry, handlers) {
-  const all = handlersOf(handlers);
+  const all = handlersOf(handlers, entry);
   const make = isGrouped(entry.answer) ? groupCard : card;
   const focused = document.activeElement?.closest?.(".card")?.dataset.key;
   const testid = document.activeElement?.dataset?.testid;

@@ -1,22 +1,34 @@
 // The controls of a search: gallery, number of results, grouping, minimum score, filters, votes.
 // `view` (see link.js) is what is chosen now; the controls always show it.
 
+import { PRODUCT } from "/ui/search/ask.js";
 import { FilterPanel, filterChips } from "/ui/search/filters.js";
 import { describeGallery, listGalleries } from "/ui/shared/api.js";
-import { element, icon, ui } from "/ui/shared/dom.js";
+import { element, icon, optionsOf, ui } from "/ui/shared/dom.js";
 import { percent, plural, splitKey } from "/ui/shared/format.js";
 import { emptyView } from "/ui/shared/link.js";
 import { pictureOf } from "/ui/shared/pictures.js";
 
 const FRESH_MS = 30_000;
+const NOTES = {
+  pairs: "Your likes and dislikes are sent to the shop, without your name.",
+  pictures: "Your likes and dislikes are sent to the shop with the picture that you searched with, without your name.",
+};
+const COMBINE = {
+  pictures: ["Several pictures", "a search for each", "one search, the best counts"],
+  parts: ["Several parts", "together as one", "the best one counts"],
+};
+const MOST_COUNTED = 8;
 const described = new Map(); // gallery name -> its description, or what little is known
 let galleries = [];
 let panel = null;
 let onChange = () => {};
+let several = ""; // what there is several of: "pictures", "parts" or ""
 export let view = emptyView();
 
 export const snapshot = () => structuredClone(view);
 export const facts = () => described.get(view.gallery) ?? { attributes: [], calibration: null };
+export const hasMap = () => facts().has_map ?? galleries.find(({ name }) => name === view.gallery)?.has_map;
 export const galleryNames = () => galleries.map(({ name }) => name);
 
 export function voteOf(key) {
@@ -66,10 +78,21 @@ function showPresets() {
 function showGroups() {
   const names = facts().attributes.map(({ name }) => name);
   if (view.group && !names.includes(view.group)) names.push(view.group);
-  const options = names.map((name) => element("option", { value: name, textContent: name }));
-  ui.group.replaceChildren(element("option", { value: "", textContent: "nothing" }), ...options);
+  const named = names.map((name) => [name, name === PRODUCT ? "product: one result each" : name]);
+  ui.group.replaceChildren(...optionsOf([["", "nothing"], ...named]));
   ui.group.value = view.group;
   ui["group-field"].hidden = names.length === 0;
+}
+
+// The best of several is for pictures and parts alone: without votes, and in the order of scores.
+export function offerCombine(what = several) {
+  several = what;
+  ui["combine-field"].hidden = several === "" && view.combine === "";
+  ui["order-field"].hidden = several !== "" && view.combine === "best";
+  const [label, ...texts] = COMBINE[several] ?? COMBINE.pictures;
+  ui["combine-label"].textContent = label;
+  texts.forEach((text, place) => (ui.combine.options[place].textContent = text));
+  ui.combine.value = view.combine;
 }
 
 function showK() {
@@ -148,15 +171,28 @@ function showGallery() {
   ui["gallery-size"].textContent = size === undefined ? "" : `${plural(size, "item")} to search`;
 }
 
+function showNote() {
+  ui["feedback-note"].textContent = NOTES[facts().feedback] ?? "";
+  ui["feedback-note"].hidden = !(facts().feedback in NOTES);
+}
+
 export function show() {
   showGallery();
+  showNote();
   showK();
   showGroups();
+  ui.order.value = view.order ?? "";
+  offerCombine();
   showPresets();
   showMin();
   panel.show(facts().attributes, view.filter);
   showChips();
 }
+
+// The attributes whose values are counted while filters change: as many as the service takes.
+export const countable = () => (facts().facets ? panel.names().slice(0, MOST_COUNTED) : []);
+
+export const showCounts = (counts) => panel.count(counts);
 
 function changed(what) {
   show();
@@ -169,8 +205,8 @@ export function restore(given) {
 }
 
 // A new query starts without the votes of the one before.
-export function forgetVotes() {
-  Object.assign(view, { likes: [], dislikes: [] });
+export function forgetVotes(more = {}) {
+  Object.assign(view, { likes: [], dislikes: [] }, more);
   show();
 }
 
@@ -203,8 +239,7 @@ export function keepUp({ gallery, gallery_version: version }) {
 
 export async function loadGalleries() {
   galleries = await listGalleries();
-  const options = galleries.map(({ name }) => element("option", { value: name, textContent: name }));
-  ui.gallery.replaceChildren(...options);
+  ui.gallery.replaceChildren(...optionsOf(galleries.map(({ name }) => [name, name])));
   ui["gallery-field"].hidden = galleries.length < 2;
 }
 
@@ -216,7 +251,7 @@ async function changeGallery() {
   onChange("gallery");
 }
 
-// onChange(what) after each change by the reader: gallery, k, group, min, filter, votes or all.
+// onChange(what) after each change by the reader: gallery, k, group, order, combine, min, filter, votes or all.
 export function startSettings(whenChanged) {
   onChange = whenChanged;
   panel = new FilterPanel(ui.filters, (filter) => {
@@ -230,10 +265,12 @@ export function startSettings(whenChanged) {
     view.k = Number(ui.k.value);
     onChange("k");
   });
-  ui.group.addEventListener("change", () => {
-    view.group = ui.group.value;
-    onChange("group");
-  });
+  for (const name of ["group", "order", "combine"]) {
+    ui[name].addEventListener("change", () => {
+      view[name] = ui[name].value;
+      onChange(name);
+    });
+  }
   ui["min-score"].addEventListener("input", () => setMin(Number(ui["min-score"].value)));
   show();
 }

@@ -4,8 +4,9 @@ const LIMIT = 40;
 const entries = new Map();
 let made = 0;
 
+export const previewsOf = (query) => query.previews ?? [query.preview];
 const previews = (entry) =>
-  entry.kind === "batch" ? entry.rows.map((row) => row.query.preview) : [entry.query.preview];
+  (entry.kind === "batch" ? entry.rows.map((row) => row.query) : [entry.query]).flatMap(previewsOf);
 
 // Frees the pictures of uploads, except those of entries.
 export function release(urls) {

@@ -18,6 +18,7 @@ export class Problem extends Error {
 const RETRYABLE_STATUS = new Set([408, 429, 500, 502, 503, 504]);
 const NO_REASON = "The service gave no further explanation.";
 const LONGEST_WAIT_S = 3600;
+const VARIED = 0.2; // diversity of a varied order
 
 // Retry-After in whole seconds, given as seconds or as a date; 0 without one.
 function retryAfter(response) {
@@ -87,6 +88,14 @@ export const sendJson = (method, url, content, signal) =>
     headers: { "content-type": "application/json" },
   });
 
+// What an item of an answer was worth: clicked or wrong; `image` is the picture searched with, or null.
+export function postFeedback(answerId, item, action, image) {
+  const form = new FormData();
+  for (const [name, text] of Object.entries({ answer_id: answerId, item, action })) form.append(name, text);
+  if (image) form.append("image", image, "query");
+  return request("/feedback", { method: "POST", body: form });
+}
+
 export const galleryPath = (name) => `/galleries/${encodeURIComponent(name)}`;
 
 export const listGalleries = async () => (await getJson("/galleries")).galleries;
@@ -97,10 +106,11 @@ export const listSamples = async () => (await getJson("/samples")).samples;
 
 export const getItem = (gallery, id) => getJson(`${galleryPath(gallery)}/items/${id}`);
 
-export function listItems(gallery, { offset = 0, limit = 20, prefix = "", filter = null } = {}, signal) {
+export function listItems(gallery, { offset = 0, limit = 20, prefix = "", filter = null, facets = [] } = {}, signal) {
   const query = new URLSearchParams({ offset, limit });
   if (prefix) query.set("key_prefix", prefix);
   if (filter) query.set("filter", typeof filter === "string" ? filter : JSON.stringify(filter));
+  if (facets.length > 0) query.set("facets", JSON.stringify(facets));
   return getJson(`${galleryPath(gallery)}/items?${query}`, { signal });
 }
 
@@ -109,10 +119,13 @@ export async function fetchImage(link, signal) {
 }
 
 // [name, text] of what every search can have.
-function commonFields({ k, filter, groupBy, groupSize }) {
+function commonFields({ k, filter, groupBy, groupSize, order, minScore, facets }) {
   const fields = [["k", k]];
   if (filter && Object.keys(filter).length > 0) fields.push(["filter", JSON.stringify(filter)]);
   if (groupBy) fields.push(["group_by", groupBy], ["group_size", groupSize]);
+  if (order) fields.push(order === "varied" ? ["diversity", VARIED] : ["rerank", order]);
+  if (minScore !== undefined) fields.push(["min_score", minScore]);
+  if (facets) fields.push(["facets", JSON.stringify(facets)]);
   return fields;
 }
 
@@ -127,9 +140,10 @@ export async function getSimilar(gallery, id, wanted, signal) {
   return answerOf(await request(`${galleryPath(gallery)}/items/${id}/similar?${query}`, { signal }));
 }
 
-function searchForm({ image, name, crops = [], gallery, positives = [], negatives = [], ...common }) {
+function searchForm({ images = [], crops = [], combine, gallery, positives = [], negatives = [], ...common }) {
   const form = new FormData();
-  if (image) form.append("image", image, name);
+  for (const image of images) form.append("image", image, "query");
+  if (combine) form.append("combine", combine);
   if (gallery) form.append("gallery", gallery);
   for (const crop of crops) form.append("crop", crop.map((part) => part.toFixed(4)).join(","));
   for (const key of positives) form.append("positive", key);
@@ -138,7 +152,11 @@ function searchForm({ image, name, crops = [], gallery, positives = [], negative
   return form;
 }
 
-// Items like an uploaded picture, parts of it, liked items, and unlike disliked ones.
+// Items like uploaded pictures, parts of one, liked items, and unlike disliked ones.
 export async function postSearch(wanted, signal) {
   return answerOf(await request("/search", { method: "POST", body: searchForm(wanted), signal }));
 }
+
+// The share of its score that each region of a hit and of the query has.
+export const explainHit = (gallery, id, wanted, signal) =>
+  getJson(`${galleryPath(gallery)}/items/${id}/explain`, { method: "POST", body: searchForm(wanted), signal });

@@ -4,6 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const SHAPES = {
   close: "m6 6 12 12M18 6 6 18",
   like: "M7 11v9H4v-9zm0 0 4-7c1.4 0 2.3 1 2.1 2.4L12.5 10H18a2 2 0 0 1 2 2.3l-1.1 6A2 2 0 0 1 17 20H7",
+  where: "M12 2v5M12 17v5M2 12h5M17 12h5M12 7a5 5 0 1 0 0 10 5 5 0 1 0 0-10",
   dislike: "M17 13V4h3v9zm0 0-4 7c-1.4 0-2.3-1-2.1-2.4l.6-3.6H6a2 2 0 0 1-2-2.3l1.1-6A2 2 0 0 1 7 4h10",
 };
 
@@ -17,6 +18,9 @@ export function element(tag, properties = {}, ...children) {
   made.append(...children);
   return made;
 }
+
+// options: [[value, text]].
+export const optionsOf = (options) => options.map(([value, textContent]) => element("option", { value, textContent }));
 
 export function icon(name) {
   const drawing = document.createElementNS(SVG, "svg");

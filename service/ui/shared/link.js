@@ -3,11 +3,12 @@
 export const DEFAULT_K = 20;
 const MAX_K = 10_000;
 const SAMPLES = "/samples/";
+const ORDERS = ["", "reciprocal", "varied"]; // by score, by shared neighbours, unlike each other
 
 // What can be chosen about a search: min is a score, filter the JSON form of the service's filters,
 // likes and dislikes are {key, image?}.
 export function emptyView(gallery = "") {
-  return { gallery, k: DEFAULT_K, min: 0, filter: {}, group: "", likes: [], dislikes: [] };
+  return { gallery, k: DEFAULT_K, min: 0, filter: {}, group: "", order: "", combine: "", likes: [], dislikes: [] };
 }
 
 const cropText = (crop) => crop.map((part) => Number(part.toFixed(4))).join(",");
@@ -19,6 +20,8 @@ export function toHash(view, query) {
   if (view.min > 0) fields.set("min", view.min);
   if (Object.keys(view.filter).length > 0) fields.set("filter", JSON.stringify(view.filter));
   if (view.group) fields.set("group", view.group);
+  if (view.order) fields.set("order", view.order);
+  if (view.combine) fields.set("combine", view.combine);
   for (const { key } of view.likes) fields.append("like", key);
   for (const { key } of view.dislikes) fields.append("dislike", key);
   if (query?.kind === "item") {
@@ -77,9 +80,9 @@ function sampleFrom(fields) {
   return { name, image: `${SAMPLES}${number}`, crops: fields.getAll("crop").flatMap(cropFrom) };
 }
 
-// {view, item, sample, picture}: the item or sample to search with, or null; picture "upload" or
-// "batch" tells that the link was made of pictures that it cannot hold. What a link says wrongly is
-// left out.
+// {view, item, sample, picture}: the item or sample to search with, or null; picture "upload",
+// "uploads" or "batch" tells that the link was made of pictures that it cannot hold. What a link
+// says wrongly is left out.
 export function fromHash(hash) {
   const fields = new URLSearchParams(hash.replace(/^#/, ""));
   const gallery = fields.get("gallery") ?? "";
@@ -90,6 +93,8 @@ export function fromHash(hash) {
     min: numberFrom(fields.get("min"), 0, 1, 0),
     filter: filterFrom(fields.get("filter") ?? "{}"),
     group: fields.get("group") ?? "",
+    order: ORDERS.find((order) => order === fields.get("order")) ?? "",
+    combine: fields.get("combine") === "best" ? "best" : "",
     likes: fields.getAll("like").filter(Boolean).map(keyed),
     dislikes: fields.getAll("dislike").filter(Boolean).map(keyed),
   };

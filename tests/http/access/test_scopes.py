@@ -27,17 +27,24 @@ SCOPES: dict[str | None, str] = {
         POST /search        POST /search/batch  GET /samples        GET /samples/{}
         GET /galleries      GET /galleries/{}   GET /galleries/{}/items
         GET /galleries/{}/items/{}              GET /galleries/{}/items/{}/image
+        GET /galleries/{}/items/{}/similar      POST /feedback
         GET /galleries/{}/items/{}/similar
+        POST /galleries/{}/items/{}/explain
     """,
     WRITE: """
         PUT /galleries/{}/items                 PATCH /galleries/{}/items
         DELETE /galleries/{}/items              POST /galleries/{}/items/delete
-        DELETE /galleries/{}/items/{}
+        DELETE /galleries/{}/items/{}           GET /galleries/{}/golden
+        POST /galleries/{}/golden               DELETE /galleries/{}/golden/{}
+        GET /galleries/{}/golden/{}/image       POST /galleries/{}/golden/run
+        GET /galleries/{}/golden/runs
     """,
     ADMIN: """
+        GET /galleries/{}/feedback
         POST /galleries     DELETE /galleries/{}                    POST /galleries/{}/compact
         POST /galleries/{}/swap                 POST /galleries/{}/rebuild
         POST /jobs/train    GET /jobs           GET /jobs/{}        GET /jobs/{}/log
+        GET /galleries/{}/duplicates            GET /jobs/options
         POST /jobs/{}/cancel                    POST /jobs/{}/swap  POST /jobs/{}/resume
     """,
 }
@@ -97,12 +104,12 @@ def refusal(caller: str, scope: str | None) -> int | None:
 def test_every_address_answers_every_caller_as_the_table_says(
     start_service: StartService, store: KeyStore, texts: dict[str, str]
 ) -> None:
-    """Each caller comes from an address of its own, since wrong keys are limited by address."""
+    """Each request comes from an address of its own, since wrong keys are limited by address."""
     service = start_service(state=store.path.parent, trusted_proxies=("127.0.0.1",))
     for number, (caller, text) in enumerate(texts.items()):
         ways = (bearer(text), {"X-API-Key": text} if text else {})
-        origin = {"x-forwarded-for": f"203.0.113.{number}"}
         for place, ((method, path), scope) in enumerate(EXPECTED.items()):
+            origin = {"x-forwarded-for": f"203.0.{number}.{place}"}
             answer = ask(service, method, path.replace("{}", "17"), ways[place % 2] | origin)
             expected, found = refusal(caller, scope), answer.status_code
             named = (caller, method, path)

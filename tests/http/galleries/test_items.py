@@ -213,6 +213,9 @@ def test_a_removal_that_says_nothing_or_too_much_removes_nothing(shop, data) -> 
     ):
         response = shop.client.post(f"{shop.url}/items/delete", json=body)
         assert response.status_code == 422, response.text
+    response = shop.client.delete(f"{shop.url}/items", params={"filter": "a = 1"})
+    problem = assert_problem(response, 422, "invalid-parameter")
+    assert "in the address, as ?key=" in problem["detail"]
     assert keys(shop) == ["k"]
 
 

@@ -1,5 +1,6 @@
 """Galleries and models that are replaced while customers search: no error, no mixed answer."""
 
+import asyncio
 import contextlib
 import itertools
 import threading
@@ -18,6 +19,7 @@ from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
 from indexer.types import Entry
 from service.app import create_app
+from service.runtime import build_runtime
 from service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
 from tests.support.seams import Failures, GalleryLocation, GalleryManifest, publish_generation
@@ -232,7 +234,7 @@ def test_a_search_keeps_its_gallery_through_swaps_also_if_nobody_waits_for_it(
         for round_, bundle in enumerate(bundles, 1):
             new = shop.publish(round_, bundle.bundle_id)
             until(lambda name=new: served(shop) == name)
-        assert len(open_generations(shop.folder)) == 2
+        until(lambda: len(open_generations(shop.folder)) == 2)  # closed by a thread of their own
         gate.set()
         if timeout_s == WAIT_S:
             hits = answer.result().json()["hits"]
@@ -344,3 +346,31 @@ def test_what_fails_again_is_tried_after_a_pause_that_doubles_up_to_a_minute(
         pauses.append(now[0] - start)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     assert not failures.is_waiting(replace(location, generation="b" * 12))
+
+
+def test_a_part_that_cannot_be_stopped_leaves_no_other_running(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {
+        "galleries": f"gallery={tiny_gallery}",
+        "bundle": tiny_bundle.path,
+        "state": tmp_path / "state",
+    }
+    runtime = build_runtime(Settings(**DEFAULTS | given))
+
+    def breaks() -> None:
+        raise OSError("the disk is gone")
+
+    async def serve_and_stop() -> None:
+        await runtime.start()
+        assert runtime.jobs is not None
+        monkeypatch.setattr(runtime.jobs, "close", breaks)  # the first that is stopped
+        with pytest.raises(OSError, match="the disk is gone"):
+            await runtime.stop()
+        with pytest.raises(RuntimeError, match="have been closed"):
+            await runtime.lanes.run(lambda _: None)
+        for pool in runtime.pools.values():
+            with pytest.raises(RuntimeError, match="have been closed"):
+                await pool.run(lambda: None)
+
+    asyncio.run(serve_and_stop())

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from embedder.bundle import Bundle
 from embedder.errors import JobConflictError
 from service.api.models import JobModel
 from service.app import create_app
+from service.jobs import params
 from service.settings import Settings
 from tests.support.job_shops import JobShop, processes_of
 from tests.support.seams import JobManager, params_of
@@ -25,12 +27,12 @@ FIELDS = {
 
 
 class Load:
-    """Searches one after the other until it is stopped; `answers` are those of status 200."""
+    """Searches every so many seconds until it is stopped; `answers` are those of status 200."""
 
-    def __init__(self, url: str, gallery: str, picture: bytes) -> None:
+    def __init__(self, url: str, gallery: str, picture: bytes, every_s: float = 0.1) -> None:
         self.answers: list[dict[str, Any]] = []
         self.faults: list[str] = []
-        self._url, self._picture = url, picture
+        self._url, self._picture, self._every_s = url, picture, every_s
         self._fields = {"k": "3", "gallery": gallery}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -45,7 +47,7 @@ class Load:
 
     def _run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=60) as client:
-            while not self._stopped.wait(0.1):
+            while not self._stopped.wait(self._every_s):
                 files = {"image": self._picture}
                 answer = client.post("/search", files=files, data=self._fields)
                 if answer.status_code == 200:
@@ -90,7 +92,7 @@ def ended(service: Running, job_id: str) -> dict[str, Any]:
         if job["state"] not in ("queued", "running"):
             return job
         assert time.monotonic() < end, job
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 def query(shop: JobShop) -> bytes:
@@ -132,6 +134,41 @@ def test_jobs_are_listed_read_and_cancelled(served: Running) -> None:
         assert (again.status_code, again.json()["type"].rpartition(":")[2]) == (409, "job-conflict")
 
 
+def test_what_jobs_can_be_given_is_listed_by_name_alone(shop: JobShop, tmp_path: Path) -> None:
+    named = {
+        "training_data": (f"shoes={tmp_path}",),
+        "training_weights": (f"mobilenet={tmp_path}/mobilenet.pth",),
+        "training_command": "no-such",
+    }
+    service = run(create_app(shop.settings.model_copy(update=named)))
+    answer = service.client.get("/jobs/options")
+    service.close()
+    found = answer.json()
+    assert (found["data"], found["weights"][-1]) == (["shoes"], "mobilenet")
+    assert {"shop", "cub-nir"} <= {*found["training_jobs"]}
+    assert "KINLENS_TRAINING_COMMAND" in found["no_training"]
+    ids = [bundle["bundle_id"] for bundle in found["bundles"]]
+    assert sorted(ids) == sorted({shop.old.bundle_id, shop.new.bundle_id})
+    assert found["bundles"][0]["backbone"] == shop.new.manifest.backbone
+    assert str(tmp_path) not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"), [("kinlens-train", "torch is not installed"), ('"', "cannot be read")]
+)
+def test_what_cannot_train_says_so_before_a_job_is_started(
+    shop: JobShop, command: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = params.find_spec
+    monkeypatch.setattr(params, "find_spec", lambda name: None if name == "torch" else find(name))
+    service = run(create_app(shop.settings.model_copy(update={"training_command": command})))
+    said = service.client.get("/jobs/options").json()["no_training"]
+    answer = service.client.post("/jobs/train", json=training())
+    service.close()
+    assert reason in said
+    assert (answer.status_code, answer.json()["detail"]) == (409, said)
+
+
 def training(**given: object) -> dict[str, Any]:
     return {"job": "shop", "gallery": "shop", **given}
 
@@ -148,7 +185,7 @@ def training(**given: object) -> dict[str, Any]:
         ("POST", "/galleries/nothing/compact", None, 404, "shop"),
         ("POST", "/galleries/shop/rebuild", {"bundle_id": "0" * 64}, 422, "Known are"),
         ("POST", "/galleries/shop/rebuild", {"bundle_id": "../x"}, 422, "bundle_id"),
-        ("POST", "/galleries/shop/rebuild", {}, 422, "bundle_id"),
+        ("POST", "/galleries/shop/rebuild", {}, 422, "bundle_id is missing; send it in the JSON"),
         ("POST", "/galleries/shop/swap", {"with": "../x"}, 422, "with"),
         ("POST", "/galleries/shop/swap", {"with": "nothing"}, 404, "shop"),
         ("POST", "/galleries/shop/swap", {"with": "shop"}, 409, "itself"),
@@ -179,6 +216,7 @@ def test_what_does_not_fit_is_refused_with_a_cure(
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     assert says in answer.text
+    assert "Value error" not in answer.text
 
 
 def test_jobs_outlive_their_service_and_every_other_one_sees_them(
@@ -224,11 +262,17 @@ def test_a_missing_training_command_is_said_before_anything_starts(shop: JobShop
 @pytest.mark.timeout(900)
 def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) -> None:
     pytest.importorskip("timm")
-    settings = Settings(**shop.settings.model_dump() | {"training_command": "kinlens-train"})
-    service = run(create_app(settings))
+    more = {"training_command": "kinlens-train", "feedback": "pictures"}
+    service = run(create_app(Settings(**shop.settings.model_dump() | more)))
+    asked = ("query.png", query(shop))
+    found = service.client.post("/search", files={"image": asked}, data={"gallery": "trained"})
+    judged = {"item": found.json()["hits"][0]["key"], "action": "clicked"}
+    judged |= {"answer_id": found.json()["answer_id"]}
+    service.client.post("/feedback", files={"image": asked}, data=judged).raise_for_status()
     body = {
         "job": "demo",
         "gallery": "trained",
+        "feedback": True,
         "gate": {"max_recall_loss": 1.0, "min_queries": 4},
         "overrides": {
             "optimizer.epochs": 1,
@@ -243,12 +287,13 @@ def test_a_real_training_gives_the_shop_its_own_model_under_load(shop: JobShop) 
             "runtime.device": "cpu",
         },
     }
-    with Load(service.url, "trained", query(shop)) as load:
+    with Load(service.url, "trained", query(shop), every_s=0.5) as load:
         answer = service.client.post("/jobs/train", json=body)
         assert answer.status_code == 202, answer.text
         job = ended(service, answer.json()["id"])
         log = service.client.get(f"/jobs/{job['id']}/log").json()["text"]
         assert job["state"] == "succeeded", (job, log)
+        assert "feedback: 1 picture(s) join 1 train class(es)" in log, log
         report = job["report"]
         assert report["swapped"], report
         assert report["training"]["epochs"] == [1, 1]

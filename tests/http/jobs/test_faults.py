@@ -54,8 +54,9 @@ def test_closing_does_not_wait_for_a_disk_that_does_not_answer(
     closing.join(30)
     has_ended = not closing.is_alive()
     store.cancel(job.id)
-    pipe.write_text("{}")  # the look goes on
-    pipe.unlink()
+    with pipe.open("w") as file:  # the look goes on
+        pipe.unlink()  # first: another look that opened it would wait for ever
+        file.write("{}")
     assert has_ended
     idle.reopen()
     assert idle.ended(job).state == "cancelled"

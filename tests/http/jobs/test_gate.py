@@ -59,7 +59,7 @@ def run_folder(folder: Path, numbers: list[int]) -> Seen | None:
         (folder / "data" / path).write_bytes(picture(number))
         rows.append(f"{path},{path},{number % CLASSES:05d}-x")
     (folder / "train.csv").write_text("\n".join(rows) + "\n")
-    return seen_by(folder, folder / "data")
+    return seen_by(folder, folder / "data", folder / "feedback")
 
 
 def of_trained_classes() -> list[int]:
@@ -112,8 +112,8 @@ def test_the_pictures_of_an_official_data_set_are_found_in_the_folder_that_has_t
     (tmp_path / "root").mkdir()
     (tmp_path / "data").rename(tmp_path / "root" / "images")
     assert direct is not None
-    assert seen_by(tmp_path, tmp_path / "root") == direct
-    assert seen_by(tmp_path, tmp_path / "nowhere") is None
+    assert seen_by(tmp_path, tmp_path / "root", tmp_path) == direct
+    assert seen_by(tmp_path, tmp_path / "nowhere", tmp_path) is None
 
 
 def test_a_class_of_a_name_that_was_trained_on_is_not_asked_with(before: Gallery) -> None:
@@ -123,11 +123,24 @@ def test_a_class_of_a_name_that_was_trained_on_is_not_asked_with(before: Gallery
     }
 
 
+def test_the_golden_set_is_not_asked_with_pictures_that_were_trained_on(
+    before: Gallery, tmp_path: Path
+) -> None:
+    half = of_trained_classes()
+    trained = {hashlib.sha256(picture(number)).hexdigest() for number in half}
+    assert unseen_in(before, "class", run_folder(tmp_path, half)).seen == trained
+    (tmp_path / "feedback/pictures").mkdir(parents=True)
+    (tmp_path / "feedback/pictures" / f"{'f' * 64}.jpg").write_bytes(b"made anew, smaller")
+    assert unseen_in(before, "class", run_folder(tmp_path, half)).seen == {*trained, "f" * 64}
+    assert unseen_in(before, "class", run_folder(tmp_path, [*range(144)])).seen is not None
+    assert unseen_in(before, "class", None).seen is None, "everything counts as trained on"
+
+
 @pytest.mark.parametrize("least", [50, 0])
 def test_without_a_list_of_what_was_trained_on_nothing_is_decided(
     before: Gallery, memorised: Gallery, tmp_path: Path, least: int
 ) -> None:
-    seen = seen_by(tmp_path, tmp_path)
+    seen = seen_by(tmp_path, tmp_path, tmp_path / "feedback")
     assert seen is None
     assert not verdict(before, memorised, seen, Gate(min_queries=least)).passed
 

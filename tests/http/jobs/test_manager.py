@@ -1,5 +1,6 @@
 """Jobs: processes of their own that end as something, whatever happens to them."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,11 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from embedder.bundle import Bundle, write_bundle
 from embedder.errors import InvalidParameterError, JobConflictError
+from embedder.manifest import MapFile
+from indexer.checks.golden import GoldenSet, Label, NewQuery
 from indexer.types import Entry
 from service.jobs.manager import LOG_PAGE, tidy
 from tests.support.job_shops import JobShop, processes_of, size_of
-from tests.support.seams import Job, JobManager, JobStore, PictureFolder
+from tests.support.seams import (
+    FeedbackStore,
+    Job,
+    JobManager,
+    JobStore,
+    PictureFolder,
+    Question,
+)
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
@@ -53,6 +64,50 @@ def test_a_rebuild_compares_swaps_and_says_so(shop: JobShop) -> None:
     os.utime(bundle, (0, 0))
     tidy(shop.settings, shop.manager.store)
     assert bundle.stat().st_mtime > 0, "it is marked as used, and stays for a month from now"
+
+
+@pytest.mark.parametrize(("photographs", "attribute"), [(4, "class"), (2, "class"), (4, "brand")])
+def test_a_golden_set_of_twenty_queries_or_more_decides_and_outlives_the_swap(
+    shop: JobShop, photographs: int, attribute: str
+) -> None:
+    golden = GoldenSet(shop.path)
+    new = [
+        NewQuery(
+            encoded(picture(number), "JPEG", quality=80 + copy),
+            Label(attribute="class", value=f"class-{number}"),
+        )
+        for number in range(6)
+        for copy in range(photographs)
+    ]
+    gallery = shop.gallery()
+    golden.add(new, gallery)
+    gallery.close()
+    queries = golden.queries()
+    job = shop.start("rebuild", bundle_id=shop.new.bundle_id, class_attribute=attribute)
+    report = shop.succeeded(job)
+    found, reason = report["golden"], report["gate"]["reason"]
+    assert found["judged"] == found["old"]["judged"] == found["new"]["judged"] == len(new)
+    assert found["labels"] == 6
+    assert found["old"]["bundle_id"] == shop.old.bundle_id
+    assert found["new"]["bundle_id"] == shop.new.bundle_id
+    if photographs == 4:
+        assert reason.startswith(f"On the golden set: recall@1 {found['new_recall_at_1']:.4f}")
+        assert "paired" in reason
+        assert ("By the items of the gallery it would not pass" in reason) is (attribute == "brand")
+    else:
+        assert "The golden set did not decide: 12 of its queries" in reason
+    assert report["swapped"]
+    assert golden.queries() == queries
+
+
+def test_a_golden_set_that_cannot_be_asked_says_why_and_decides_nothing(shop: JobShop) -> None:
+    gallery = shop.gallery()
+    GoldenSet(shop.path).add([NewQuery(encoded(picture(0)), Label(no_match=True))], gallery)
+    gallery.close()
+    shop.reopen(bundle=None)
+    report = shop.succeeded(shop.start("rebuild", bundle_id=shop.new.bundle_id))
+    assert "The golden set was not asked: the bundle of the old model" in report["gate"]["reason"]
+    assert "golden" not in report
 
 
 def test_a_gate_that_is_not_passed_leaves_a_candidate_which_is_swapped_in_with_what_changed_since(
@@ -155,6 +210,30 @@ def test_a_training_goes_from_pictures_to_a_new_bundle_and_its_progress_forward_
     assert not (shop.state / "runs" / job.id / "data").exists()
 
 
+def test_a_training_learns_from_the_feedback_under_the_names_that_it_gives_the_pictures(
+    shop: JobShop,
+) -> None:
+    with contextlib.closing(FeedbackStore(shop.state)) as store:
+        photo = Question("shop", "v", picture="a" * 64)
+        store.add(photo, "class-1/0.png", "bought", b"jpeg")
+        store.add(Question("shop", "v", item="class-1/0.png"), "class-2/3.png", "wrong")
+        store.add(Question("shop", "v", item="class-1/0.png"), "gone.png", "wrong")
+        store.add(Question("other", "v", item="class-1/0.png"), "class-2/3.png", "wrong")
+    job = shop.start("train", feedback=True, swap="never")
+    assert shop.succeeded(job)["feedback"] == {"bought": 1, "wrong": 1}
+    run = shop.state / "runs" / job.id
+    folder = run / "feedback"
+    assert f'data.feedback="{folder}"' in json.loads((run / "words.json").read_text())
+    assert not folder.exists(), "pictures of customers stay in one place"
+    seen = json.loads((run / "feedback.json").read_text())
+    rows = [line.split(",") for line in seen["pairs"][1:]]
+    first, second = rows
+    assert first[0] == f"pictures/{'a' * 64}.jpg"
+    assert second[1] == first[2]
+    assert all(seen["there"]), "each name is a file of the data"
+    assert (first[2].split("/")[0][-7:], second[2].split("/")[0][-7:]) == ("class-1", "class-2")
+
+
 def test_a_training_that_fails_says_why(shop: JobShop) -> None:
     error = shop.failed(shop.start("train", job="cub-nir"))
     assert "The data set is broken. Mend it." in error
@@ -182,6 +261,29 @@ def test_a_training_finds_named_data_and_weights_or_the_gallery_s_own_model(
     assert f'data.root="{folder}"' in named or f'root = "{folder}"' in named
     with pytest.raises(InvalidParameterError, match=r"Known are: .*mobilenet.*TRAINING_WEIGHTS"):
         shop.start("train", overrides={"model.weights": "weights.pth"})
+
+
+def test_a_training_exports_a_map_if_the_model_before_had_one(
+    tmp_path: Path, tiny_bundle: Bundle, new_bundle: Bundle
+) -> None:
+    known = MapFile(sum_difference=0.0, difference=0.0)
+    mapped = write_bundle(
+        tmp_path / "mapped",
+        tiny_bundle.manifest.model_copy(update={"map": known}),
+        tiny_bundle.model_path,
+        tiny_bundle.golden_images(),
+        tiny_bundle.golden_inputs(),
+        tiny_bundle.golden_vectors(),
+        map_model=tiny_bundle.model_path,
+    )
+    for old, has_map in ((tiny_bundle, False), (mapped, True)):
+        shop = JobShop(tmp_path / old.bundle_id[:8], old, new_bundle)
+        shop.reopen()
+        job = shop.start("train", swap="never")
+        shop.succeeded(job)
+        words = json.loads((shop.state / "runs" / job.id / "exported.json").read_text())
+        shop.close()
+        assert ("--map" in words) is has_map
 
 
 def test_a_training_that_is_killed_has_failed_with_a_cure_and_goes_on_from_its_checkpoint(

@@ -120,8 +120,13 @@ def test_24_clients_get_their_answers_while_8_leave_in_the_middle_of_a_batch(
 def test_clients_that_leave_while_their_image_is_decoded_or_sent_disturb_nobody(
     undisturbed, pictures, heavy
 ) -> None:
-    leaving = [send_raw(undisturbed, new(heavy)) for _ in undisturbed.runtime.lanes.pids]
-    until(lambda: len(decoding(undisturbed)) == len(leaving))
+    leaving, stopped = [], set[int]()
+    for _ in undisturbed.runtime.lanes.pids:  # each is stopped, or it may end before the others do
+        leaving.append(send_raw(undisturbed, new(heavy)))
+        until(lambda known=stopped: decoding(undisturbed) - known)
+        stopped.update(decoding(undisturbed))
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
     leaving += [send_raw(undisturbed, new(pictures[n])) for n in range(4)]
     leaving += [send_raw(undisturbed, new(pictures[n]), part=0.5) for n in range(3)]
     until(lambda: in_flight(undisturbed) == 6)
@@ -129,6 +134,8 @@ def test_clients_that_leave_while_their_image_is_decoded_or_sent_disturb_nobody(
         staying = [clients.submit(undisturbed.search, new(data)) for data in pictures]
         for connection in leaving:
             connection.close()
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
         assert first_hits(client.result() for client in staying) == list(range(12))
 
 
@@ -183,7 +190,7 @@ def test_an_image_above_a_limit_of_decoding_is_422_and_the_others_are_answered(
         others = [clients.submit(service.search, data) for data in pictures]
         assert says in assert_problem(large.result(), 422, "image-too-costly")["detail"]
         assert first_hits(other.result() for other in others) == list(range(12))
-    assert (service.runtime.lanes.kills, service.runtime.lanes.restarts) == (1, 1)
+    assert service.runtime.lanes.kills == service.runtime.lanes.restarts >= 1
 
 
 def test_a_model_that_fails_on_one_image_of_a_batch_fails_that_request_alone(
@@ -310,7 +317,7 @@ def test_a_gallery_that_hangs_holds_up_the_list_until_the_limit_and_no_longer(
         @size.setter
         def size(self, _: int) -> None: ...
 
-    service = start_service(request_timeout_ms=100)
+    service = start_service(request_timeout_ms=500)
     monkeypatch.setattr(gallery, "__class__", Hanging)
     assert_problem(service.client.get("/galleries"), 503, "deadline-exceeded")
     assert service.client.get("/metrics").status_code == 200
@@ -339,5 +346,5 @@ def test_a_search_that_nobody_waits_for_any_more_gives_its_thread_back(
     with ThreadPoolExecutor(4) as clients:
         ask = partial(service.search, gallery="endless")
         assert {answer.status_code for answer in clients.map(ask, pictures[:4])} == {503}
-    assert service.search(pictures[5]).status_code == 200
+    until(lambda: service.search(pictures[5]).status_code == 200)
     until(lambda: len(told) >= 2)

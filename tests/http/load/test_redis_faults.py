@@ -153,9 +153,14 @@ def test_pausing_and_killing_redis_under_load_costs_no_answer_and_it_recovers(
         until(lambda: is_up(service))
         searched(20)
     assert waits_above(service, "2.5") == 0
-    service.search(data := new_picture())
-    until(lambda: service.runtime.cache.pending_writes == 0)
-    assert start_service(**settings | {"redis_timeout_ms": 5_000}).search(data).json()["cached"]
+    other = start_service(**settings | {"redis_timeout_ms": 5_000})
+
+    def is_shared() -> bool:
+        service.search(data := new_picture())
+        until(lambda: service.runtime.cache.pending_writes == 0)
+        return other.search(data).json()["cached"]
+
+    until(is_shared)  # on a busy machine an answer may take Redis 50 ms, and is not kept then
 
 
 def test_a_paused_redis_costs_one_call_in_all(start_service, redis_server, pictures) -> None:
@@ -228,16 +233,19 @@ def test_a_full_redis_refuses_to_store_and_is_no_outage(
 def test_all_that_one_request_asks_of_redis_takes_no_longer_than_one_limit(
     start_service, proxy, share: float
 ) -> None:
-    """Its rate, and answers and vectors of each of its queries."""
+    """Its rate, and answers and vectors of each of its queries; `share` is of the limit. One for
+    each call would be two limits at the least.
+    """
+    limit_s = 2.0
     service = start_service(
-        redis_url=proxy.url, redis_timeout_ms=1_000, rate_limit_per_address="999/hour"
+        redis_url=proxy.url, redis_timeout_ms=2_000, rate_limit_per_address="999/hour"
     )
     service.search(new_picture()).raise_for_status()
     queries = [{"images": [{"data": text_of(new_picture())}]} for _ in range(12)]
-    proxy.delay_s = share
+    proxy.delay_s = share * limit_s
     started = time.monotonic()
     answers = post(service, {"queries": queries}, "/search/batch").json()["answers"]
-    assert time.monotonic() - started < 1.6
+    assert time.monotonic() - started < 1.5 * limit_s
     assert [answer["status"] for answer in answers] == [200] * 12
 
 

@@ -103,9 +103,9 @@ def test_a_client_that_offers_another_protocol_is_answered_in_this_one(running_s
 def test_an_answer_that_takes_longer_than_the_head_may_is_not_cut_off(
     start_service, embedder, pictures
 ) -> None:
-    service = start_service(body_timeout_ms=150)
+    service = start_service(body_timeout_ms=500)
     embedder.gate.clear()
-    threading.Timer(0.4, embedder.gate.set).start()
+    threading.Timer(1.0, embedder.gate.set).start()
     assert search(service, pictures[0]) == 200
 
 

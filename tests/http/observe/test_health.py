@@ -74,10 +74,9 @@ def test_a_model_that_hangs_turns_readiness_red_and_green_again(
     embedder.gate.set()
     assert red.status_code == 503
     assert red.json()["checks"]["model"] == "no result within 0.1 s"
-    until(lambda: service.client.get("/ready").status_code == 200)
-    green = service.client.get("/ready")
-    assert green.status_code == 200
-    assert "no result within" in green.json()["last_error"]
+    answers = []
+    until(lambda: answers.append(service.client.get("/ready")) or answers[-1].status_code == 200)
+    assert "no result within" in answers[-1].json()["last_error"]
 
 
 def test_a_gallery_that_fails_is_named_and_the_others_are_still_checked(

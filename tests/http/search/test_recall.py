@@ -60,7 +60,13 @@ def test_one_in_n_searches_is_measured(start_service, gallery, pictures, until) 
 
 @pytest.mark.parametrize(
     ("kind", "sample", "fields"),
-    [("flat", 1, {}), (None, 1, {}), ("hnsw", 0, {}), ("hnsw", 1, {"exact": "true"})],
+    [
+        ("flat", 1, {}),
+        (None, 1, {}),
+        ("hnsw", 0, {}),
+        ("hnsw", 1, {"exact": "true"}),
+        ("hnsw", 1, {"diversity": "0.1"}),  # in another order than that of the scores
+    ],
 )
 def test_what_looks_at_every_item_anyway_is_not_measured_nor_anything_at_zero(
     start_service, gallery, pictures, until, kind: str | None, sample: int, fields: dict[str, str]
@@ -70,7 +76,7 @@ def test_what_looks_at_every_item_anyway_is_not_measured_nor_anything_at_zero(
     for data in (*pictures[:4], pictures[0]):  # the last from the cache
         service.search(data, **fields)
     until(lambda: not service.runtime.sampler.is_running)
-    assert gallery.exact == (4 if fields else 0)
+    assert gallery.exact == (4 if "exact" in fields else 0)
     assert sampled(service) == 0
 
 

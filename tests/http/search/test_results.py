@@ -46,6 +46,40 @@ def test_pages_of_any_size_put_together_are_the_whole_answer(market) -> None:
         assert all(page["match"] for page in pages)
 
 
+@pytest.mark.parametrize(
+    "order", [{"rerank": "reciprocal"}, {"diversity": 0.4}, {"boost": "price:-0.2"}], ids=str
+)
+def test_another_order_shows_the_same_hits_with_their_scores_on_any_pages(
+    market, order: dict[str, Any]
+) -> None:
+    plain = found(market, picture(3), k=COUNT)["hits"]
+    whole = found(market, picture(3), k=COUNT, **order)["hits"]
+    scores = [{hit["key"]: hit["score"] for hit in hits} for hits in (plain, whole)]
+    assert scores[0] == scores[1]
+    assert [*scores[0]] != [*scores[1]]
+    pages = [found(market, picture(3), k=5, offset=o, **order) for o in range(0, COUNT, 5)]
+    assert [key for page in pages for key in keys(page)] == [*scores[1]]
+    assert found(market, picture(3), k=COUNT, **order)["cached"]
+
+
+def test_a_boost_adds_its_weight_times_the_place_in_the_range(market) -> None:
+    hits = found(market, picture(3), k=COUNT)["hits"]
+    hits.sort(key=lambda hit: -hit["score"] - 0.2 * hit["attributes"]["price"] / (COUNT - 1))
+    expected = [hit["key"] for hit in hits]
+    for said in ("price:0.2", f"price:0.2:0:{COUNT - 1}"):
+        assert keys(found(market, picture(3), k=COUNT, boost=said)) == expected
+    sent = {"files": {"image": picture(3)}, "data": {"k": COUNT, "boost": "price:0.2"}}
+    assert keys(market.client.post("/search", **sent).json()) == expected
+    one = found(market, picture(3), k=1)["hits"][0]["id"]
+    similar = f"/galleries/shop/items/{one}/similar?k={COUNT}&boost="
+    dear, cheap = (market.client.get(f"{similar}price:{w}").json() for w in (0.2, -0.2))
+    assert keys(dear) != keys(cheap)
+    problem = assert_problem(
+        post(market, {"positives": ["001.png"], "boost": "colour:0.1"}), 422, "invalid-filter"
+    )
+    assert "no numeric attribute 'colour' to boost by" in problem["detail"]
+
+
 @pytest.mark.parametrize("grouping", [{}, {"group_by": "product"}])
 def test_a_page_past_the_end_is_empty_but_there_is_a_match(
     market, grouping: dict[str, str]
@@ -317,7 +351,14 @@ def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(marke
         {"positives": ["001.png", "002.png"]},
         {"positives": ["001.png"], "negatives": ["002.png"]},
         {"distinct": True},
+        {"distinct": "near"},
         {"exact": True},
+        {"facets": ["colour"]},
+        {"facets": ["colour", "price"]},
+        {"rerank": "reciprocal"},
+        {"diversity": 0.3},
+        {"boost": "price:0.1"},
+        {"boost": "price:0.1:0:50"},
     ]
     document = market.client.get("/openapi.json").json()["paths"]["/search"]["post"]
     schema = document["requestBody"]["content"]["application/json"]["schema"]

@@ -8,7 +8,7 @@ import pytest
 from embedder.errors import DatasetError
 from tests.tiny import encoded, picture
 from training.config.settings import CsvData, FolderData, RenderedData
-from training.data.load import load_split, read_folder, read_table, split_by_class
+from training.data.load import load_split, read_folder, read_table, remarks, split_by_class
 from training.data.records import Record, labelled, write_table
 
 
@@ -80,8 +80,10 @@ def test_a_class_with_one_image_is_refused_by_name_or_dropped(shop: Path) -> Non
     fill(shop, "lone/1.png")
     with pytest.raises(DatasetError, match=r"1 of the 5 classes .*'lone'.*small_classes"):
         load_split(FolderData(kind="folder", root=str(shop)))
-    split = load_split(FolderData(kind="folder", root=str(shop), small_classes="drop"))
+    data = FolderData(kind="folder", root=str(shop), small_classes="drop")
+    split = load_split(data)
     assert "lone" not in split.train.class_names + split.test.class_names
+    assert remarks(data, split) == ["1 class(es) of one image are left out: they have no pair"]
 
 
 @pytest.fixture
@@ -116,7 +118,10 @@ def test_a_csv_without_split_is_split_by_class(table: Callable[..., CsvData]) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("file,label\nx,y\n", "must name the columns path and label; it names file, label"),
+        (
+            "file,label\nx,y\n",
+            "must name the columns path and label .or class.; it names file, label",
+        ),
         ("path,label\nmug/1.png,\n", "line 2: path and label must not be empty"),
         ("path,label\nmug/1.png,a\nmug/1.png,b\n", "line 3: mug/1.png is listed a second time"),
         ("path,label\nmug/1.png,a\nmug/9.png,a\n", r"line 3: the image .*mug/9.png is missing"),

@@ -30,10 +30,14 @@ def sampler(
     seed: int = 0,
     limit: int | None = None,
     ranks: tuple[int, int] = (0, 1),
+    confused: np.ndarray | None = None,
+    share: float = 0.25,
     **sampling: Any,
 ) -> BatchSampler:
     sizes = {"batch_size": batch_size, "steps_per_epoch": limit}
-    return BatchSampler(some_job(seed=seed, sampling=sampling, optimizer=sizes), labels, *ranks)
+    sampling |= {"confused": share}
+    job = some_job(seed=seed, sampling=sampling, optimizer=sizes)
+    return BatchSampler(job, labels, *ranks, confused)
 
 
 def balanced(labels: np.ndarray, batch_size: int, m: int, **settings: Any) -> BatchSampler:
@@ -207,6 +211,59 @@ def test_what_a_draw_has_says_nothing_about_the_other_if_they_are_independent() 
     assert 1.85 < np.mean(shared) < 2.15
 
 
+MANY = even(60, 8)
+CONFUSED = np.array([[3, 41, 2], [3, 55, 2], [7, 8, 1], [20, 59, 4]])
+
+
+def meetings(sampler: BatchSampler, labels: np.ndarray, epochs: int = 30) -> float:
+    """How many of CONFUSED are both in a batch, in the mean batch."""
+    met = 0
+    for epoch in range(epochs):
+        for batch in labels[images_of(sampler, epoch)]:
+            met += sum({one, other} <= set(batch.tolist()) for one, other, _ in CONFUSED)
+    return met / epochs / len(sampler)
+
+
+def test_confused_classes_meet_in_more_batches_in_which_all_else_is_as_it_was(
+    kind: dict[str, Any],
+) -> None:
+    plain, told = (sampler(MANY, 24, confused=pairs, **kind) for pairs in (None, CONFUSED))
+    never = sampler(MANY, 24, confused=CONFUSED, **(kind | {"share": 0.0}))
+    often = sampler(MANY, 24, confused=CONFUSED, **(kind | {"share": 0.5}))
+    found = [meetings(each, MANY) for each in (plain, told, often)]
+    assert meetings(never, MANY) == pytest.approx(found[0], rel=0.2)
+    assert found[2] > found[1] > 1.4 * found[0]
+    for epoch in range(5):
+        before, now = MANY[images_of(plain, epoch)], MANY[images_of(told, epoch)]
+        assert sorted(now.ravel()) == sorted(before.ravel())  # the same visits to every class
+        if kind["kind"] == "random":
+            assert sorted(images_of(told, epoch).ravel()) == list(range(480))
+        else:
+            assert {len(set(batch)) for batch in now.tolist()} == {len(set(before[0]))}
+
+
+def test_without_confused_classes_that_are_there_the_order_is_as_it_was(
+    kind: dict[str, Any],
+) -> None:
+    plain = epoch_of(sampler(MANY, 24, **kind), 3)
+    for pairs in (np.empty((0, 3), np.int64), np.array([[3, 99, 1]])):
+        assert epoch_of(sampler(MANY, 24, confused=pairs, **kind), 3) == plain
+
+
+def test_the_order_of_confused_classes_depends_on_seed_and_epoch_and_is_shared_by_ranks(
+    kind: dict[str, Any],
+) -> None:
+    whole = epoch_of(sampler(MANY, 24, confused=CONFUSED, **kind), 2)
+    assert epoch_of(sampler(MANY, 24, confused=CONFUSED, **kind), 2) == whole
+    assert epoch_of(sampler(MANY, 24, confused=CONFUSED, **kind), 3) != whole
+    shares = [
+        epoch_of(sampler(MANY, 24, confused=CONFUSED, ranks=(rank, 2), **kind), 2)
+        for rank in range(2)
+    ]
+    joined = [list(chain.from_iterable(batches)) for batches in zip(*shares, strict=True)]
+    assert joined == whole
+
+
 def test_batches_that_processes_cannot_share_are_refused(kind: dict[str, Any]) -> None:
     with pytest.raises(JobError, match=r"batch of 12 images .* by 5 processes\. .* a multiple"):
         sampler(LABELS, 12, ranks=(0, 5), **kind)
@@ -229,7 +286,13 @@ def test_an_epoch_of_a_large_data_set_takes_about_a_second() -> None:
     counts = np.full(11318, 5)
     counts[: 59551 - counts.sum()] += 1
     labels = np.repeat(np.arange(11318), counts)
-    for sampler in (balanced(labels, 180, 5), paired(labels, 260, 10)):
+    pairs = np.random.default_rng(0).permutation(11318).reshape(-1, 2)
+    confused = np.column_stack([pairs, np.ones(len(pairs), int)])
+    for sampler in (
+        balanced(labels, 180, 5),
+        balanced(labels, 180, 5, confused=confused),
+        paired(labels, 260, 10),
+    ):
         started = time.process_time()
         assert len(epoch_of(sampler)) == len(sampler)
         assert time.process_time() - started < 3

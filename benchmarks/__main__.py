@@ -1,0 +1,72 @@
+"""Every benchmark once, at its smallest: does it run, and what does it print?
+
+    python benchmarks [NAME ...]        or: make bench
+
+The figures of such a run are worth nothing; the command at the head of each script makes its table
+of docs/benchmarks.md, docs/results.md, docs/scaling.md or docs/trunks.md. What lacks something (a
+GPU, real photographs, a package) is left out, with the reason. Ends with 1 if one of them failed.
+"""
+
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import SKIPPED, heading, row
+
+HERE = Path(__file__).parent
+SMALLEST = {
+    "clustered.py": "--rows 1000 --dim 32",
+    "gallery.py": "--sizes 2k --dims 32 --rounds 2 --images 8",
+    "gallery_gpu.py": "--rows 20000 --dims 32",
+    "facets.py": "--items 5000 --rounds 2",
+    "duplicates.py": "--items 2000 --dims 32 --rounds 1",
+    "memory.py": "--items 500 1000",
+    "milvus_search.py": "--items 500 --dim 16 --searches 5",
+    "request_cpu.py": "--rounds 1 --seconds 0.5",
+    "golden.py": "--rounds 1 --queries 20",
+    "search.py": "--backbone mobilenet_v2 --items 500 --start-items 500 --seconds 0.5 --rounds 1 "
+    "--connections 1",
+    "replicas.py": "--seconds 1 --loads 0.3",
+    "rerank.py": "--rounds 5 --cache {folder}/cache",
+    "calibration.py": "--repeats 1 --cache {folder}/cache",
+    "training_step.py": "--rounds 1 --batch 10 --size-px 64",
+    "trunks.py": "--rounds 2 --only mobilenetv4_conv_small",
+    "simulated_shop.py": "--seeds 1 --out {folder}/shop --set optimizer.epochs=1 "
+    "--set optimizer.steps_per_epoch=1",
+    "peers/plain_loop.py": "--steps 1 --batch-size 4 --size-px 64 --dim 16 --test-images 64",
+}
+BY_HAND = {"load.py": "asks a service that runs; search.py, replicas.py, request_cpu.py use it"}
+
+
+def main() -> None:
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for script in sys.argv[1:] or SMALLEST:
+            words = SMALLEST[script].format(folder=folder).split()
+            print(f"\n$ python benchmarks/{script} {' '.join(words)}", flush=True)
+            before, last = work_s(), ""
+            command = [sys.executable, HERE / script, *words]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                for last in process.stdout or ():
+                    print(last, end="", flush=True)
+            ended = {0: "ran", SKIPPED: f"left out: {last.strip().removeprefix('skipped: ')}"}
+            status = ended.get(process.returncode, f"FAILED with status {process.returncode}")
+            results[script] = status, work_s() - before
+    heading("benchmark", "", "seconds of work")
+    for script, (status, seconds) in results.items():
+        row(script, status, f"{seconds:.0f}")
+    for script, reason in () if sys.argv[1:] else BY_HAND.items():
+        row(script, f"left out: {reason}", "")
+    raise SystemExit(any(status.startswith("FAILED") for status, _ in results.values()))
+
+
+def work_s() -> float:
+    """CPU time of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""What every benchmark stands on: options, a table, turns, processes of their own, a real service.
+
+A benchmark is a script: its command is at the head of its docstring, its defaults are those of the
+table in docs/ that it makes, and `python benchmarks` runs each of them once at its smallest size.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import httpx
+import numpy as np
+from PIL import Image
+
+from embedder.types import Embeddings
+from indexer.index.plan import IndexSettings
+from indexer.ingest.build import import_gallery
+from indexer.types import AttributeValue, Dump, Entry
+
+BIN = Path(sys.executable).parent
+SKIPPED = 77
+"""The exit status of a benchmark that lacks what it needs."""
+
+READY_S = 60
+T = TypeVar("T")
+Seconds = dict[str, list[float]]
+"""Of each contestant, of each round."""
+
+
+def options(doc: str | None, *positional: str, **defaults: Any) -> argparse.Namespace:
+    """The command line of a benchmark: an option for each default, of its type.
+
+    A list takes any number of values, and if it is empty, may be given several times; None stands
+    for no path. Names in `positional` are given without their name.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in defaults.items():
+        flag = name if name in positional else f"--{name.replace('_', '-')}"
+        first = default[0] if isinstance(default, list) and default else default
+        kind = Path if first is None else str if isinstance(first, list) else type(first)
+        more: dict[str, Any] = {"type": kind}
+        if isinstance(default, bool):
+            more = {"action": argparse.BooleanOptionalAction}
+        elif isinstance(default, list):
+            more |= {"nargs": "*", "action": "store" if default else "extend"}
+        parser.add_argument(flag, default=default, help=f"default: {default}", **more)
+    return parser.parse_args()
+
+
+def skip(reason: str) -> NoReturn:
+    """End without a figure, and say why."""
+    print(f"skipped: {reason}", flush=True)
+    raise SystemExit(SKIPPED)
+
+
+# The table
+
+
+def heading(*names: str) -> None:
+    """The head of a table in Markdown."""
+    print(f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
+
+
+def row(*cells: object) -> None:
+    """A row of it; numbers with the digits that count."""
+    print(f"| {' | '.join(map(shown, cells))} |", flush=True)
+
+
+def columns(figures: Mapping[str, Mapping[str, object]]) -> None:
+    """A table with a column for each setting and a row for each figure."""
+    heading("", *figures)
+    for name in dict.fromkeys(itertools.chain.from_iterable(figures.values())):
+        row(name, *(found.get(name, "") for found in figures.values()))
+
+
+def shown(value: object) -> str:
+    if isinstance(value, (float, np.floating)):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, (int, np.integer)) else str(value)
+
+
+def verdict(text: str, value: float, bound: float, at_most: bool = False) -> None:
+    """One line: the figure, and whether it keeps its target."""
+    is_met = value <= bound if at_most else value >= bound
+    sign = "at most" if at_most else "at least"
+    print(f"{value:7.2f}  {'met   ' if is_met else 'MISSED'}  {text}, target {sign} {bound:g}")
+
+
+# Turns
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+    warm_up: int = 0,
+) -> Seconds:
+    """Seconds of each call in each round, in a new random order each time.
+
+    So a noisy machine disturbs all alike; compare within a round (`ratio`). With
+    `time.process_time` or `time.thread_time` the clock is the work of the cores.
+    """
+    seconds: Seconds = {name: [] for name in calls}
+    for number in range(warm_up + rounds):
+        for name in random.sample(list(calls), len(calls)):
+            started = clock()
+            calls[name]()
+            if number >= warm_up:
+                seconds[name].append(clock() - started)
+    return seconds
+
+
+def ratio(ours: Sequence[float], others: Sequence[float]) -> float:
+    """The median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(ours, others, strict=True))
+
+
+def timed_ms(work: Callable[[], object]) -> float:
+    """How many milliseconds it takes."""
+    started = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - started)
+
+
+# Processes
+
+
+def fresh(part: Callable[..., T], *arguments: object) -> T:
+    """What a function of the benchmark returns in a process that has done nothing but import it."""
+    with beside() as pool:
+        return pool.submit(part, *arguments).result()
+
+
+def beside() -> ProcessPoolExecutor:
+    """One process beside this one, started anew and not forked."""
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+
+
+def memory_mb() -> dict[str, float]:
+    """Of this process: VmRSS, of which RssAnon its own and RssFile pages of files; VmHWM its peak.
+
+    `ru_maxrss` would count what the parent held.
+    """
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    names = ("VmRSS", "RssAnon", "RssFile", "VmHWM")
+    return {name: int(fields[name].split()[0]) * 1024 / 1e6 for name in names}
+
+
+def kinlens(command: str, *arguments: object) -> None:
+    """Run one of the console scripts, such as `train`, and print it."""
+    words = [str(argument) for argument in arguments]
+    print(f"$ kinlens-{command} {' '.join(words)}", flush=True)
+    subprocess.run([BIN / f"kinlens-{command}", *words], check=True)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server(NamedTuple):
+    """A process that answers at a URL."""
+
+    url: str
+    pid: int
+
+
+def serving(
+    bundle: Path, gallery: Path, *flags: str, prefix: Sequence[str] = (), every_s: float = 0.1
+) -> contextlib.AbstractContextManager[Server]:
+    """A `kinlens-serve` that is ready."""
+    port = free_port()
+    words = ["--bundle", bundle, "--gallery", f"g={gallery}", "--port", port, *flags]
+    command = [*prefix, BIN / "kinlens-serve", *map(str, words)]
+    return started(command, port, every_s)
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[Path | str], port: int, every_s: float = 0.1, **environment: str
+) -> Iterator[Server]:
+    """A service that answers /ready at this port; it is ended afterwards."""
+    process = subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, env={**os.environ, **environment}
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + READY_S
+        while not _is_ready(url):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise SystemExit(f"{command} did not become ready; run it by hand to see why")
+            time.sleep(every_s)
+        yield Server(url, process.pid)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def load(
+    url: str, images: Path, connections: int, seconds: float, *flags: object
+) -> dict[str, float]:
+    """What benchmarks/load.py says of a service, from a process of its own."""
+    words = [url.removeprefix("http://"), images, "--connections", connections]
+    words += ["--seconds", seconds, *flags]
+    command = [sys.executable, Path(__file__).with_name("load.py"), *map(str, words)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def _is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/ready").status_code == 200
+    return False
+
+
+# What is measured
+
+
+def shared_folder() -> Path | None:
+    """The folder with real photographs and weights, if this machine has it."""
+    root = Path(os.environ.get("KINLENS_SHARED", Path(__file__).parents[2] / "shared"))
+    return root if (root / "data").is_dir() else None
+
+
+def photographs(folder: Path, count: int, is_drawn: bool = False) -> Path:
+    """`folder` with JPEG files: photographs of groceries if this machine has them, else drawn.
+
+    Drawn: smooth noise of 400 x 300 px, about 8 KB.
+    """
+    folder.mkdir(parents=True)
+    shared = None if is_drawn else shared_folder()
+    found = sorted((shared / "data/grocery-store/test").rglob("*.jpg")) if shared else []
+    for number, path in enumerate(found[:: max(1, len(found) // count)][:count]):
+        shutil.copyfile(path, folder / f"{number:04d}.jpg")
+    for number in range(min(len(found), count), count):
+        rng = np.random.default_rng(number)
+        small = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+        large = small.resize((400, 300), Image.Resampling.BICUBIC)
+        large.save(folder / f"{number:04d}.jpg", quality=75)
+    return folder
+
+
+def made_gallery(
+    path: Path,
+    batches: Callable[[], Iterable[Embeddings]],
+    count: int,
+    dim: int,
+    attributes: Callable[[int], dict[str, AttributeValue]] = lambda number: {"n": number},
+    bundle_id: str = "b" * 64,
+    settings: IndexSettings | None = None,
+) -> Path:
+    """A gallery of so many vectors, published as an import does it; keys count from 0."""
+
+    def entries() -> Iterator[Entry]:
+        for number, vector in enumerate(itertools.chain.from_iterable(batches())):
+            yield Entry(f"{number:09d}", vector, f"{number:064x}", attributes(number))
+
+    facts = {"name": "g", "bundle_id": bundle_id}
+    import_gallery(Dump(facts, dim, count, entries), path, settings=settings)
+    return path
+
+
+def random_units(count: int, dim: int, seed: int = 0) -> Iterator[Embeddings]:
+    """Random unit vectors (count, dim), in blocks."""
+    rng = np.random.default_rng(seed)
+    for start in range(0, count, 10_000):
+        vectors = rng.standard_normal((min(10_000, count - start), dim), dtype=np.float32)
+        yield vectors / np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -1,0 +1,95 @@
+"""Memory of a build: it must not grow with what was read.
+
+    python benchmarks/memory.py [--items 10000 1000000]
+
+A process for each row. A build has two ways in: entries with vectors (an import), and a CSV list of
+images (copies of 100 small pictures under as many keys as there are items, with a model that costs
+nothing, so that the rest of the way is what is measured); vectors have 16 numbers. `peak` is the
+largest resident set of the process, `own` its largest part that is not file cache (looked at every
+20 ms), beside the process that has imported the modules and done nothing. What grows is the
+difference in `own` to the first size, over the difference in items.
+"""
+
+import csv
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from harness import fresh, heading, made_gallery, memory_mb, options, random_units, row
+from PIL import Image
+
+from embedder.fake import FakeEmbedder
+from indexer.ingest.build import BuildSettings, build_gallery
+from indexer.ingest.embed import EmbedSettings
+from indexer.ingest.sources import csv_source
+
+DIM, PICTURES = 16, 100
+
+
+def main() -> None:
+    asked = options(__doc__, items=[10_000, 1_000_000])
+    heading("way in", "items", "peak, MB", "own, MB", "bytes an item more", "s")
+    for way in (nothing, entries, images):
+        smallest = 0.0
+        for items in asked.items if way is not nothing else (0,):
+            seconds, peak, own = fresh(watched, way, items)
+            more = 1e6 * (own - smallest) / max(1, items - asked.items[0])
+            row(way.__name__, items, peak, own, more if smallest else "", seconds)
+            smallest = smallest or own
+
+
+def watched(work: Callable[[int, Path], object], items: int) -> tuple[float, float, float]:
+    """Seconds, and in MB the peak of this process and of what is its own."""
+    seen, is_done = [memory_mb()["RssAnon"]], threading.Event()
+
+    def watch() -> None:
+        while not is_done.wait(0.02):
+            seen.append(memory_mb()["RssAnon"])
+
+    with tempfile.TemporaryDirectory() as folder:
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        started = time.perf_counter()
+        work(items, Path(folder))
+        seconds = time.perf_counter() - started
+        is_done.set()
+        watcher.join()
+    return seconds, memory_mb()["VmHWM"], max(seen)
+
+
+def nothing(_items: int, _folder: Path) -> None:
+    """Loaded modules."""
+
+
+def entries(items: int, folder: Path) -> None:
+    """Entries with two attributes and a vector each."""
+    made_gallery(
+        folder / "gallery",
+        lambda: random_units(items, DIM),
+        items,
+        DIM,
+        lambda number: {"class": f"class {number % 1000}", "price": number % 977 / 4},
+    )
+
+
+def images(items: int, folder: Path) -> None:
+    """A CSV list of so many keys of a few pictures."""
+    for number in range(PICTURES):
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    with (folder / "list.csv").open("w", newline="", encoding="utf-8") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(["key", "path", "class", "price:number"])
+        for number in range(items):
+            name, place = f"shop/{number:09d}", f"{number % PICTURES}.png"
+            rows.writerow([name, place, f"class {number % 1000}", number % 977 / 4])
+    settings = BuildSettings(embed=EmbedSettings(batch_size=512))
+    source = csv_source(folder / "list.csv")
+    build_gallery(source, FakeEmbedder(dim=DIM), folder / "gallery", settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,592 @@
+"""A golden set: queries that the owner labelled, kept beside a gallery, and how it does on them.
+
+    GALLERY/golden.sqlite     queries with picture and label; the reports of runs
+
+It belongs to the gallery and not to a generation: no build, swap or compaction touches it. What
+embeds the pictures is the caller's; the client of the service reads these models, so nothing heavy
+is imported.
+"""
+
+import contextlib
+import hashlib
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from math import log
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from embedder.calibration import Calibration
+from embedder.errors import (
+    FilterError,
+    GalleryCorruptError,
+    GalleryWriteError,
+    ImageError,
+    InvalidParameterError,
+    ItemNotFoundError,
+    KinlensError,
+)
+from embedder.types import SHORT, AttributeValue, Hit
+from indexer.catalog.attributes import is_printable
+from indexer.checks.intervals import Interval, over_classes, wilson
+from indexer.filters.tree import Equals
+from indexer.types import SAME_SCORE, Progress, VectorStore
+
+if TYPE_CHECKING:
+    from embedder.session import Embedder
+
+GOLDEN = "golden.sqlite"
+"""The file of a golden set, in the folder of its gallery."""
+
+MAX_QUERIES = 1_000
+"""Queries of one golden set."""
+
+MAX_RIGHT = 10_000
+"""Items that one label may mean."""
+
+MIN_JUDGED = 20
+"""With fewer queries a golden set does not decide about a new model."""
+
+KEPT_RUNS = 500
+"""The newest reports, which are kept."""
+
+_TABLES = {
+    "queries": "sha256 TEXT PRIMARY KEY, query TEXT NOT NULL, image BLOB NOT NULL",
+    "runs": "number INTEGER PRIMARY KEY, report TEXT NOT NULL",
+}
+_WAIT_S = 10.0
+_NAME = 200
+_BATCH = 16
+_KS = (1, 5, 10)
+_BESIDE = 16  # hits beyond those that are ranked, to see where a tie ends
+_WORST = 20
+_FALSE_MATCHES = 0.01
+
+Vector = NDArray[np.float32]
+Embedded = Mapping[str, Vector | KinlensError]
+"""The vector (D,) of each query by its sha256, or why there is none."""
+
+
+class Label(BaseModel):
+    """What is right for a query: items with these `keys`, those whose `attribute` has this `value`,
+    or nothing at all (`no_match`); one of the three.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keys: tuple[str, ...] = ()
+    attribute: str | None = None
+    value: AttributeValue | None = None
+    no_match: bool = False
+
+    @property
+    def wanted(self) -> str:
+        """The label as people read it."""
+        if self.attribute is not None:
+            return f"{self.attribute} = {self.value}"
+        return ", ".join(self.keys) or "no match"
+
+    def judge(self) -> Callable[[Hit], bool]:
+        """What tells whether an answer is right."""
+        if self.attribute is not None and self.value is not None:
+            condition = Equals(self.attribute, self.value)
+            return lambda hit: condition.matches(hit.attributes)
+        keys = frozenset(self.keys)
+        return lambda hit: hit.key in keys
+
+    def count(self, store: VectorStore) -> int:
+        """How many items are right. Raises: FilterError if there is no such attribute."""
+        if self.attribute is not None and self.value is not None:
+            return store.page(0, 1, Equals(self.attribute, self.value)).total
+        return len(store.stored(self.keys))
+
+
+class GoldenQuery(Label):
+    """A query of a golden set, known by the sha256 (hex) of its picture."""
+
+    sha256: str
+    name: str = ""
+    added_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewQuery:
+    """A picture to be asked with, and what is right for it; `name` is shown, such as a file's."""
+
+    data: bytes = field(repr=False)
+    label: Label
+    name: str = ""
+
+
+class GoldenOutcome(BaseModel):
+    """What became of a query: of its `right` items the `rank` of the first, from 1, None if it is
+    not among those looked at; its average `precision` at R; and what came first. `problem` says why
+    it was left out.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    query: GoldenQuery
+    right: int = 0
+    rank: int | None = None
+    precision: float = 0.0
+    best_key: str | None = None
+    best_id: int | None = None
+    best_score: float = -1.0
+    problem: str = ""
+
+    def quality(self, threshold: float | None) -> float:
+        """How good the answer is, 0 to 1: the precision, or whether nothing is said to match."""
+        if self.query.no_match:
+            return float(threshold is None or self.best_score < threshold)
+        return self.precision
+
+
+class GoldenRun(BaseModel):
+    """How a gallery did on its golden set; all figures are parts in [0, 1], None of no query.
+
+    `judged` queries have a right item in the gallery, `no_match` are labelled as having none;
+    `left_out` have lost their items or cannot be embedded. Recall and MAP@R are those of training:
+    ties count against us (docs/decisions/0004). `no_match_precision` is the part of the `no_match`
+    that nothing answers with `threshold` or more, `found` the part of the judged whose first answer
+    is right and reaches it. `own_pictures` are queries that are an item's own picture.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    at: str
+    bundle_id: str
+    generation: str
+    version: str
+    items: int
+    queries: int
+    judged: int
+    no_match: int
+    left_out: int
+    own_pictures: int
+    recall_at_1: float | None
+    recall_at_1_interval: Interval | None
+    recall_at_5: float | None
+    recall_at_10: float | None
+    map_at_r: float | None
+    threshold: float | None
+    no_match_precision: float | None
+    found: float | None
+    worst: tuple[GoldenOutcome, ...]
+
+
+class GoldenQueries(BaseModel):
+    """Queries of a golden set, in the order in which they came."""
+
+    queries: list[GoldenQuery]
+
+
+class GoldenRuns(BaseModel):
+    """The reports of a golden set, newest first."""
+
+    runs: list[GoldenRun]
+
+
+class GoldenChange(BaseModel):
+    """Two galleries on the `judged` queries that both can answer; the interval is of the change of
+    recall@1: a paired bootstrap over labels, None for fewer than two.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    judged: int
+    labels: int
+    old: GoldenRun
+    new: GoldenRun
+    old_recall_at_1: float | None
+    new_recall_at_1: float | None
+    change_interval: Interval | None
+
+    @property
+    def decides(self) -> bool:
+        """Whether there are enough queries to judge a new model by."""
+        return self.judged >= MIN_JUDGED
+
+    def verdict(self, max_loss: float, least: float | None) -> tuple[bool, str]:
+        """Whether recall@1 falls by `max_loss` at most and reaches `least`, and the figures."""
+        old, new = self.old_recall_at_1 or 0.0, self.new_recall_at_1 or 0.0
+        low, high = self.change_interval or (new - old, new - old)
+        text = (
+            f"On the golden set: recall@1 {new:.4f} after {old:.4f}, a change of {new - old:+.4f} "
+            f"({low:+.4f} to {high:+.4f}, paired), on {self.judged:,} queries of {self.labels:,} "
+            f"labels; MAP@R {_figure(self.new.map_at_r)} after {_figure(self.old.map_at_r)}, "
+            f"no-match precision {_figure(self.new.no_match_precision)} after "
+            f"{_figure(self.old.no_match_precision)}"
+        )
+        if old - new > max_loss + 1e-9:
+            chance = ", which may be chance" if high >= 0 else ""
+            return False, f"{text}: {old - new:.4f} is lost{chance}; {max_loss:.4f} is allowed."
+        if least is not None and new < least:
+            return False, f"{text}: the gate asks for {least:.4f}."
+        return True, f"{text}."
+
+
+def _figure(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"
+
+
+class GoldenSet:
+    """The golden set of the gallery in folder `gallery`; it may be empty. Any number of processes
+    may use it. Every method raises: GalleryCorruptError, GalleryWriteError.
+    """
+
+    def __init__(self, gallery: Path | str) -> None:
+        self.file = Path(gallery) / GOLDEN
+
+    def queries(self) -> list[GoldenQuery]:
+        """All queries, in the order in which they came."""
+        rows = self._read("SELECT query FROM queries ORDER BY rowid")
+        return [GoldenQuery.model_validate_json(text) for (text,) in rows]
+
+    def image(self, sha256: str) -> bytes:
+        """The picture of a query. Raises: ItemNotFoundError."""
+        for (data,) in self._read("SELECT image FROM queries WHERE sha256 = ?", sha256):
+            if hashlib.sha256(data).hexdigest() != sha256:
+                raise self._damaged(f"the picture of query {sha256[:SHORT]} is another one")
+            return bytes(data)
+        raise ItemNotFoundError(
+            f"The golden set has no query {sha256[:SHORT]}; it may have been removed. Take the "
+            "sha256 from the list of its queries."
+        )
+
+    def add(self, new: Sequence[NewQuery], store: VectorStore) -> list[GoldenQuery]:
+        """Add queries, all or none; a picture that is there gets its new label. `store` is the
+        gallery, which must have what is right.
+
+        Raises: InvalidParameterError, FilterError for a label that does not fit the gallery, or too
+            many queries.
+        """
+        _check_labels(new, store)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        made = [
+            GoldenQuery(
+                **one.label.model_dump(),
+                sha256=hashlib.sha256(one.data).hexdigest(),
+                name=one.name[:_NAME] if is_printable(one.name) else "",
+                added_at=now,
+            )
+            for one in new
+        ]
+        rows = {
+            query.sha256: (query.sha256, query.model_dump_json(), one.data)
+            for query, one in zip(made, new, strict=True)
+        }
+        if len(rows) < len(new):
+            raise InvalidParameterError(
+                f"Of {len(new):,} queries only {len(rows):,} pictures differ. Label each picture "
+                "once, with all that is right for it."
+            )
+        with self._changing() as connection:
+            connection.executemany(
+                "INSERT INTO queries VALUES (?, ?, ?) "
+                "ON CONFLICT (sha256) DO UPDATE SET query = excluded.query",
+                rows.values(),
+            )
+            count = connection.execute("SELECT count(*) FROM queries").fetchone()[0]
+            if count > MAX_QUERIES:
+                raise InvalidParameterError(
+                    f"The golden set would have {count:,} queries; the limit is {MAX_QUERIES:,}. "
+                    "Remove some, or add fewer."
+                )
+        return made
+
+    def remove(self, sha256s: Iterable[str]) -> int:
+        """Remove queries; how many were there."""
+        if not self.file.is_file():
+            return 0
+        with self._changing() as connection:
+            before = connection.total_changes
+            rows = [(sha256,) for sha256 in sha256s]
+            connection.executemany("DELETE FROM queries WHERE sha256 = ?", rows)
+            return connection.total_changes - before
+
+    def runs(self, limit: int = KEPT_RUNS) -> list[GoldenRun]:
+        """The newest reports that were kept, newest first."""
+        rows = self._read("SELECT report FROM runs ORDER BY number DESC LIMIT ?", limit)
+        return [GoldenRun.model_validate_json(text) for (text,) in rows]
+
+    def keep(self, run: GoldenRun) -> None:
+        """Add a report to those that are kept."""
+        with self._changing() as connection:
+            connection.execute("INSERT INTO runs (report) VALUES (?)", (run.model_dump_json(),))
+            connection.execute(
+                "DELETE FROM runs WHERE number <= (SELECT max(number) FROM runs) - ?", (KEPT_RUNS,)
+            )
+
+    def check(self) -> None:
+        """Read everything: the pages of the file, and each picture."""
+        for (found,) in self._read("PRAGMA integrity_check(1)"):
+            if found != "ok":
+                raise self._damaged(str(found))
+        for query in self.queries():
+            self.image(query.sha256)
+
+    def copy_to(self, gallery: Path) -> None:
+        """Make it, as it is at one moment, the golden set of another folder; none is not copied."""
+        if self.file.is_file():
+            other = GoldenSet(gallery)
+            with self._connected("rw") as source, other._connected("rwc") as target:
+                source.backup(target)
+
+    def _read(self, query: str, *values: object) -> list[tuple[Any]]:
+        if not self.file.is_file() or not self.file.stat().st_size:  # nothing was ever added
+            return []
+        with self._connected("rw") as connection:
+            return connection.execute(query, values).fetchall()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction; what is raised in the block leaves everything as it was."""
+        with self._connected("rwc") as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            with connection:
+                for name, columns in _TABLES.items():
+                    connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({columns})")
+                yield connection
+
+    @contextlib.contextmanager
+    def _connected(self, mode: str) -> Iterator[sqlite3.Connection]:
+        address = f"{self.file.absolute().as_uri()}?mode={mode}"
+        try:
+            with contextlib.closing(
+                sqlite3.connect(address, timeout=_WAIT_S, isolation_level=None, uri=True)
+            ) as connection:
+                yield connection
+        except sqlite3.OperationalError as error:
+            raise GalleryWriteError(
+                f"The golden set {self.file} cannot be used: {error}. Check the free space and the "
+                "permissions of its folder."
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(str(error)) from error
+
+    def _damaged(self, reason: str) -> GalleryCorruptError:
+        return GalleryCorruptError(
+            f"The golden set {self.file} is damaged: {reason}. Take that file from a backup of the "
+            "gallery, or remove it and label its queries again."
+        )
+
+
+def _check_labels(new: Sequence[NewQuery], store: VectorStore) -> None:
+    known = store.stored([*{key for one in new for key in one.label.keys}])
+    for one in new:
+        label = one.label
+        given = (bool(label.keys), label.attribute is not None, label.no_match)
+        if sum(given) != 1 or (label.attribute is None) is not (label.value is None):
+            raise InvalidParameterError(
+                f"The label {label.model_dump(exclude_defaults=True)} of {_shown(one)} does not "
+                "say one thing. Give keys, or an attribute with its value, or no_match."
+            )
+        if missing := [key for key in label.keys if key not in known]:
+            raise InvalidParameterError(
+                f"The gallery {store.name} has no item {missing[0]!r:.200}, which is to be right "
+                f"for {_shown(one)}. Give keys that it has, or label the query as no match."
+            )
+        count = 0 if label.no_match else label.count(store)
+        if not label.no_match and not 1 <= count <= MAX_RIGHT:
+            raise InvalidParameterError(
+                f"{count:,} items of {store.name} have {label.wanted}, the label of {_shown(one)}; "
+                f"expected 1 to {MAX_RIGHT:,}. Name another value, or label it as no match."
+            )
+
+
+def _shown(query: NewQuery) -> str:
+    return f"query {query.name or hashlib.sha256(query.data).hexdigest()[:SHORT]!r:.200}"
+
+
+def embedded(
+    golden: GoldenSet,
+    queries: Sequence[GoldenQuery],
+    embedder: "Embedder",
+    on_progress: Progress | None = None,
+) -> dict[str, Vector | KinlensError]:
+    """The vectors of the queries by this model; a picture that it refuses, or that was removed
+    meanwhile, has its error. Raises: GalleryCorruptError.
+    """
+    found: dict[str, Vector | KinlensError] = {}
+    for start in range(0, len(queries), _BATCH):
+        pixels = {}
+        for query in queries[start : start + _BATCH]:
+            try:
+                pixels[query.sha256] = embedder.preprocess(golden.image(query.sha256))
+            except (ImageError, ItemNotFoundError) as error:  # or was removed since
+                found[query.sha256] = error
+        if pixels:
+            vectors = embedder.embed(np.stack([*pixels.values()]))
+            found |= dict(zip(pixels, vectors, strict=True))
+        if on_progress is not None:
+            on_progress(len(queries[start : start + _BATCH]))
+    return found
+
+
+def ask(store: VectorStore, query: GoldenQuery, vector: Vector | KinlensError) -> GoldenOutcome:
+    """Search for a query as customers do, with the index as it is.
+
+    Raises: GalleryError, InvalidParameterError for a vector of another length.
+    """
+    if isinstance(vector, KinlensError):
+        return GoldenOutcome(query=query, problem=f"Its picture cannot be used: {vector}")
+    right = 0
+    if not query.no_match:
+        with contextlib.suppress(FilterError):  # the gallery that was swapped in has no such thing
+            right = query.count(store)
+        if not 1 <= right <= MAX_RIGHT:
+            return GoldenOutcome(
+                query=query, problem=f"{right:,} items of the gallery fit its label."
+            )
+    hits = _hits(store, vector, max(_KS) if right else 1)
+    best: dict[str, Any] = {}
+    if hits:
+        best = {"best_key": hits[0].key, "best_id": hits[0].id, "best_score": hits[0].score}
+    rank, precision = None, 0.0
+    if right:
+        rank, precision = _judged(query, hits, right)
+    if right > max(_KS):  # an index that is asked for more looks further, also at the first places
+        later, precision = _judged(query, _hits(store, vector, right), right)
+        if rank is None and later is not None:
+            rank = max(later, max(_KS) + 1)
+    return GoldenOutcome(query=query, right=right, rank=rank, precision=precision, **best)
+
+
+def _judged(query: GoldenQuery, hits: Sequence[Hit], right: int) -> tuple[int | None, float]:
+    return ranked([hit.score for hit in hits], [*map(query.judge(), hits)], right)
+
+
+def _hits(store: VectorStore, vector: Vector, least: int) -> list[Hit]:
+    """The best `least` hits and, where these end in a tie, what belongs to it."""
+    hits: list[Hit] = []
+    for k in (least + _BESIDE, 4 * (least + _BESIDE), 16 * (least + _BESIDE)):
+        [hits] = store.search(vector[np.newaxis], k)
+        if len(hits) < k or hits[-1].score < hits[least - 1].score - 2 * SAME_SCORE:
+            break
+    return hits
+
+
+def ranked(
+    scores: Sequence[float], is_right: Sequence[bool], right: int
+) -> tuple[int | None, float]:
+    r"""The rank, from 1, of the first right hit, and the average precision at R = `right`:
+
+    .. math:: \frac{1}{R} \sum_{i = 1}^{R} P(i) \, [\text{hit } i \text{ is right}]
+
+    with P(i) the precision of the i best. A wrong hit ranks before a right one unless it is worse
+    by more than 1e-5, as in the evaluation of a training.
+
+    References: A Metric Learning Reality Check (MAP@R), https://arxiv.org/abs/2003.08505
+    """
+    lowered = [
+        (SAME_SCORE * good - score, good) for score, good in zip(scores, is_right, strict=True)
+    ]
+    places = [place for place, (_, good) in enumerate(sorted(lowered), 1) if good]
+    precision = sum(found / place for found, place in enumerate(places, 1) if place <= right)
+    return places[0] if places else None, precision / right
+
+
+def threshold_of(calibration: Calibration | None) -> float | None:
+    """The score from which on a search is taken to have a match: that at which one in a hundred
+    without a match gets an answer all the same, or as near to it as the model knows.
+    """
+    usable = [
+        one for one in (calibration.thresholds if calibration else ()) if one.search_score < 1
+    ]
+    if not usable:
+        return None
+    return min(usable, key=lambda one: abs(log(one.false_matches / _FALSE_MATCHES))).search_score
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The golden set asked of a gallery; of one that changes meanwhile, `version` is that at the
+    beginning. `outcomes` are in the order of the queries.
+    """
+
+    bundle_id: str
+    generation: str
+    version: str
+    items: int
+    own_pictures: int
+    outcomes: list[GoldenOutcome] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, store: VectorStore, queries: Sequence[GoldenQuery]) -> "Asked":
+        """Before the first query is asked."""
+        own = len(store.held([query.sha256 for query in queries]))
+        return cls(store.bundle_id, store.generation, store.version, store.size, own)
+
+    @classmethod
+    def of(cls, store: VectorStore, queries: Sequence[GoldenQuery], vectors: Embedded) -> "Asked":
+        """All of them. Raises: as `ask`."""
+        begun = cls.begin(store, queries)
+        begun.outcomes.extend(ask(store, query, vectors[query.sha256]) for query in queries)
+        return begun
+
+    def report(self, threshold: float | None, worst: int = _WORST) -> GoldenRun:
+        """Its figures. No `threshold`: those that need one are None."""
+        judged = [one for one in self.outcomes if one.right]
+        nothing = [one for one in self.outcomes if one.query.no_match and not one.problem]
+        left_out = [one for one in self.outcomes if one.problem]
+        recall = {k: _mean([one.rank is not None and one.rank <= k for one in judged]) for k in _KS}
+        first = [one for one in judged if one.rank == 1]
+        silent = found = None
+        if threshold is not None:
+            silent = _mean([one.quality(threshold) for one in nothing])
+            found = _mean([one.rank == 1 and one.best_score >= threshold for one in judged])
+        bad = [one for one in (*judged, *nothing) if one.quality(threshold) < 1]
+        bad.sort(key=lambda one: one.quality(threshold))
+        return GoldenRun(
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            bundle_id=self.bundle_id,
+            generation=self.generation,
+            version=self.version,
+            items=self.items,
+            queries=len(self.outcomes),
+            judged=len(judged),
+            no_match=len(nothing),
+            left_out=len(left_out),
+            own_pictures=self.own_pictures,
+            recall_at_1=recall[1],
+            recall_at_1_interval=wilson(len(first), len(judged)) if judged else None,
+            recall_at_5=recall[5],
+            recall_at_10=recall[10],
+            map_at_r=_mean([one.precision for one in judged]),
+            threshold=threshold,
+            no_match_precision=silent,
+            found=found,
+            worst=tuple([*bad, *left_out][:worst]),
+        )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(float(np.mean(values)), 6) if values else None
+
+
+def change(
+    old: Asked, new: Asked, old_threshold: float | None, new_threshold: float | None
+) -> GoldenChange:
+    """Both on the same queries, in the same order, each with a threshold of its own model."""
+    pairs = [
+        (before, after)
+        for before, after in zip(old.outcomes, new.outcomes, strict=True)
+        if before.right and after.right
+    ]
+    first = [(before.rank == 1, after.rank == 1) for before, after in pairs]
+    labels = [before.query.wanted for before, _ in pairs]
+    return GoldenChange(
+        judged=len(pairs),
+        labels=len(set(labels)),
+        old=old.report(old_threshold),
+        new=new.report(new_threshold),
+        old_recall_at_1=_mean([before for before, _ in first]),
+        new_recall_at_1=_mean([after for _, after in first]),
+        change_interval=over_classes([after - before for before, after in first], labels),
+    )

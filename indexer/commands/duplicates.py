@@ -1,0 +1,216 @@
+"""kinlens-index duplicates: one product photographed or listed twice, with a report of pictures."""
+
+import base64
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import TypeAdapter
+
+from embedder.calibration import NEAR, SAME_PICTURE, Calibration, near_score
+from embedder.errors import GalleryWriteError, InvalidParameterError, KinlensError
+from embedder.preprocess import render_jpeg
+from embedder.session import Embedder
+from indexer.checks.duplicates import Member, members_of, near_groups
+from indexer.commands import options, stores
+from indexer.commands.console import SHOWN, errors_shown, out, print_json, progress, shown
+from indexer.commands.options import ImageRootOption, JsonOption, StoreArgument
+from indexer.gallery import Gallery
+from indexer.ingest.pictures import item_bytes
+from indexer.ingest.sources import ANY_SIZE
+from indexer.types import MILVUS, Progress
+
+app = typer.Typer()
+
+_KINDS = (".html", ".csv", ".json")
+_SIDE_PX = 160
+_MOST_PICTURES = 24  # of a group; the others are counted
+_HEAD = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Near-duplicates</title>
+<style>
+:root { color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }
+body { max-width: 80rem; margin: 2rem auto; padding: 0 1rem; }
+section { border-top: 1px solid #8886; padding-bottom: 1rem; }
+section div { display: flex; flex-wrap: wrap; gap: 1rem; }
+figure { width: 10rem; margin: 0; font-size: .8125rem; overflow-wrap: anywhere; }
+img, figure p { width: 10rem; height: 10rem; margin: 0; object-fit: contain; background: #8882; }
+</style>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DuplicatesReport:
+    """Groups of near-duplicates, the largest first, with `items` in all.
+
+    `recall` is that of the index that was asked, 1 where all items were compared.
+    """
+
+    name: str
+    version: str
+    size: int
+    min_score: float
+    min_probability: float | None
+    recall: float
+    items: int
+    groups: list[list[Member]]
+
+    def text(self) -> str:
+        """The figures in a sentence."""
+        likely = f" (probability {self.min_probability})" if self.min_probability else ""
+        if likely and self.min_score == SAME_PICTURE:
+            likely = f" (that of copies; probability {self.min_probability} would take more)"
+        return (
+            f"Groups of near-duplicates: {len(self.groups):,}, with {self.items:,} of the "
+            f"{self.size:,} items of {self.name}; cosine at least {self.min_score:.5f}{likely}; "
+            f"recall {self.recall:.3f}."
+        )
+
+
+@app.command(
+    epilog="Example: kinlens-index duplicates shop/gallery --bundle shop/bundle --out near.html"
+)
+def duplicates(
+    gallery: StoreArgument,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Model bundle; its calibration says what is near enough.")
+    ] = None,
+    min_probability: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help=f"Least probability of being one product [{NEAR}]."),
+    ] = None,
+    min_score: Annotated[
+        float | None, typer.Option(min=-1, max=1, help="Least cosine, in place of a probability.")
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Compare all with all.")] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option("--out", help="Report: .html with pictures, or .csv or .json."),
+    ] = None,
+    pictures: Annotated[
+        int, typer.Option(min=0, help="Groups that .html shows; the other kinds have all.")
+    ] = 200,
+    image_root: ImageRootOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find items that show one product: photographed twice, or listed twice."""
+    if (bundle is None) == (min_score is None) or (min_probability is not None and not bundle):
+        raise typer.BadParameter(
+            "Give --bundle, with a --min-probability or without, or else --min-score."
+        )
+    if file is not None and file.suffix.lower() not in _KINDS:
+        raise typer.BadParameter(f"--out {file} must end with {', '.join(_KINDS)}.")
+    with errors_shown():
+        if gallery.startswith(MILVUS):
+            raise InvalidParameterError(
+                f"Near-duplicates are looked for in galleries in a folder; {gallery} is on Milvus. "
+                f"Copy it: kinlens-index import {gallery} --out FOLDER."
+            )
+        embedder = options.open_embedder(bundle, "cpu", False, "fp32") if bundle else None
+        expected = None if embedder is None else embedder.bundle_id
+        with stores.opened(gallery, bundle_id=expected, image_root=image_root) as store:
+            assert isinstance(store, Gallery)
+            calibration = None
+            if embedder is not None:
+                calibration = _calibration(embedder, store.size)
+                min_score = near_score(calibration, min_probability)
+                min_probability = NEAR if min_probability is None else min_probability
+            assert min_score is not None
+            with progress(store.size, "Comparing") as advance:
+                groups = near_groups(store, min_score, exact=exact, on_progress=advance)
+                found = list(members_of(store, groups, calibration))
+                segment = None if exact else store.facts().segment
+                report = DuplicatesReport(
+                    name=store.name,
+                    version=store.version,
+                    size=store.size,
+                    min_score=min_score,
+                    min_probability=min_probability,
+                    recall=1.0 if segment is None else segment.recall,
+                    items=sum(map(len, found)),
+                    groups=found,
+                )
+                if file is not None:
+                    drawn = min(len(found), pictures)
+                    _write(file, report, store, drawn, advance.then("Drawing", drawn))
+    if as_json:
+        print_json(report)
+        return
+    for group in report.groups[:SHOWN]:
+        out.print("  ".join(f"{one.item.key} {one.score:.4f}" for one in group[:SHOWN]))
+    out.print(report.text())
+
+
+def _calibration(embedder: Embedder, size: int) -> Calibration:
+    if embedder.calibration is None:
+        raise InvalidParameterError(
+            f"The bundle has no calibration ({embedder.no_calibration}). Leave --bundle out and "
+            "give --min-score, the least cosine of two items of one product, such as 0.95."
+        )
+    return embedder.calibration.for_gallery(size)
+
+
+def _write(
+    file: Path, report: DuplicatesReport, store: Gallery, drawn: int, on_progress: Progress
+) -> None:
+    kind = file.suffix.lower()
+    try:
+        with file.open("w", encoding="utf-8", newline="") as stream:
+            if kind == ".json":
+                stream.write(TypeAdapter(DuplicatesReport).dump_json(report, indent=2).decode())
+            elif kind == ".csv":
+                csv.writer(stream).writerows(_rows(report))
+            else:
+                stream.writelines(_page(report, store, drawn, on_progress))
+    except OSError as error:
+        raise GalleryWriteError(
+            f"Cannot write {file}: {error.strerror or error}. Check its folder and the free space."
+        ) from error
+
+
+def _rows(report: DuplicatesReport) -> Iterator[Sequence[object]]:
+    yield "group", "id", "key", "score", "probability", "same_content", "newest", "attributes"
+    for number, group in enumerate(report.groups, 1):
+        for one in group:
+            item, attributes = one.item, json.dumps(dict(one.item.attributes), ensure_ascii=False)
+            judged = one.score, one.probability, one.same_content, one.newest
+            yield number, item.id, item.key, *judged, attributes
+
+
+def _page(
+    report: DuplicatesReport, store: Gallery, drawn: int, on_progress: Progress
+) -> Iterator[str]:
+    yield f"{_HEAD}<h1>Near-duplicates</h1><p>{escape(report.text())}</p>\n"
+    if drawn < len(report.groups):
+        yield f"<p>The largest {drawn:,} groups are shown; a .csv or .json has all.</p>\n"
+    for group in report.groups[:drawn]:
+        yield f"<section><h2>{len(group):,} items</h2><div>\n"
+        for one in group[:_MOST_PICTURES]:
+            yield f"<figure>{_picture(store, one)}<figcaption>{_caption(one)}</figcaption>"
+            yield "</figure>\n"
+        if len(group) > _MOST_PICTURES:
+            yield f"<p>and {len(group) - _MOST_PICTURES:,} more</p>"
+        yield "</div></section>\n"
+        on_progress(1)
+
+
+def _picture(store: Gallery, member: Member) -> str:
+    try:
+        data = render_jpeg(item_bytes(store.image_root, member.item), ANY_SIZE, _SIDE_PX)
+    except KinlensError:
+        return "<p>no picture</p>"
+    return f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data).decode()}">'
+
+
+def _caption(one: Member) -> str:
+    said = [f"cosine {one.score:.4f}"]
+    if one.probability is not None:
+        said.append(f"probability {one.probability:.3f}")
+    said += ["newest"] * one.newest + ["same file as the first"] * one.same_content
+    about = escape(shown(one.item.attributes))
+    return f"<b>{escape(one.item.key)}</b><br>{'; '.join(said)}<br>{about}"

@@ -1,0 +1,289 @@
+"""kinlens-index golden add, list, remove, run, runs: how good a gallery is for its customers."""
+
+import contextlib
+import csv as csv_text
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embedder.errors import ImageError, InvalidParameterError, SourceError
+from embedder.preprocess import ImageLimits, decode
+from embedder.types import SHORT
+from indexer.checks.golden import (
+    Asked,
+    GoldenOutcome,
+    GoldenQueries,
+    GoldenRun,
+    GoldenRuns,
+    GoldenSet,
+    Label,
+    NewQuery,
+    embedded,
+    threshold_of,
+)
+from indexer.commands import options, stores
+from indexer.commands.console import errors_shown, out, print_json, progress
+from indexer.commands.options import (
+    DeviceOption,
+    FallbackOption,
+    GalleryArgument,
+    JsonOption,
+    PrecisionOption,
+)
+from indexer.gallery import Gallery, current_manifest
+from indexer.ingest.sources import parse_value, read_image, read_table
+from indexer.types import VectorStore
+
+app = typer.Typer(no_args_is_help=True)
+
+_KEYS = "keys"
+
+
+@app.command(
+    epilog="Example: kinlens-index golden add shop/gallery --query photo.jpg --keys A17,A18"
+)
+def add(
+    gallery: GalleryArgument,
+    query: Annotated[Path | None, typer.Option(help="Image that a customer may send.")] = None,
+    keys: Annotated[
+        str | None, typer.Option(help="Keys of the right items; one with a comma in quotes.")
+    ] = None,
+    attribute: Annotated[
+        str | None, typer.Option(metavar="NAME=VALUE", help="Items with this value are right.")
+    ] = None,
+    no_match: Annotated[
+        bool, typer.Option("--no-match", help="Nothing in the gallery is right.")
+    ] = False,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="CSV list: column image, and keys or an attribute; neither: no match."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Label an image with what is right for it; the same image again gets the new label.
+
+    Paths of a list start from its folder. All queries of a list are added, or none.
+    """
+    if bool(query) == bool(csv):
+        raise typer.BadParameter("Give --query with its label, or --csv, and one of them alone.")
+    if bool(keys) + bool(attribute) + no_match != (query is not None):
+        raise typer.BadParameter(
+            "Give one of --keys, --attribute and --no-match with --query, and none with --csv."
+        )
+    with (
+        errors_shown(),
+        contextlib.closing(Gallery.open(gallery, load_index=False)) as store,
+    ):
+        if csv:
+            new = _listed(csv, store)
+        else:
+            file = (query or Path()).resolve()
+            new = [_new(file.parent, file.name, _label(keys, attribute, store))]
+        made = GoldenSet(gallery).add(new, store)
+    if json:
+        print_json(GoldenQueries(queries=made))
+    else:
+        out.print(f"{len(made):,} queries labelled; {len(GoldenSet(gallery).queries()):,} in all.")
+
+
+@app.command("list", epilog="Example: kinlens-index golden list shop/gallery")
+def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
+    """Show the queries and what is right for them."""
+    with errors_shown():
+        current_manifest(gallery)
+        queries = GoldenSet(gallery).queries()
+    if json:
+        print_json(GoldenQueries(queries=queries))
+        return
+    for query in queries:
+        out.print(f"{query.sha256[:SHORT]}  {query.name}  {query.wanted}")
+    if not queries:
+        out.print("The golden set is empty: kinlens-index golden add.")
+
+
+@app.command(epilog="Example: kinlens-index golden remove shop/gallery 0f3a91c2b7de")
+def remove(
+    gallery: GalleryArgument,
+    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Numbers that `list` shows.")],
+    json: JsonOption = False,
+) -> None:
+    """Remove queries. Their pictures go with them; reports stay."""
+    with errors_shown():
+        current_manifest(gallery)
+        golden = GoldenSet(gallery)
+        known = [query.sha256 for query in golden.queries()]
+        chosen = [_chosen(number, known) for number in ids]
+        golden.remove(chosen)
+        left = [query for query in golden.queries() if query.sha256 not in chosen]
+    if json:
+        print_json(GoldenQueries(queries=left))
+    else:
+        out.print(f"{len({*chosen}):,} queries removed; {len(left):,} in all.")
+
+
+@app.command(epilog="Example: kinlens-index golden run shop/gallery --bundle shop/bundle")
+def run(
+    gallery: GalleryArgument,
+    bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was made with.")],
+    min_score: Annotated[
+        float | None,
+        typer.Option(
+            min=-1, max=1, help="Score of a match; by default the calibrated one in a hundred."
+        ),
+    ] = None,
+    worst: Annotated[int, typer.Option(min=0, max=1000, help="Worst queries to show.")] = 10,
+    device: DeviceOption = "cpu",
+    allow_cpu_fallback: FallbackOption = False,
+    precision: PrecisionOption = "fp32",
+    json: JsonOption = False,
+) -> None:
+    """Ask with every query and say how many are answered right; the report is kept."""
+    with errors_shown():
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision)
+        with stores.opened(str(gallery), bundle_id=embedder.bundle_id) as store:
+            golden = GoldenSet(gallery)
+            queries = golden.queries()
+            if not queries:
+                raise InvalidParameterError(
+                    f"The golden set of {gallery} is empty. Label queries first: kinlens-index "
+                    "golden add."
+                )
+            with progress(len(queries), "Embedding", "images") as advance:
+                vectors = embedded(golden, queries, embedder, advance)
+            threshold = threshold_of(embedder.calibration) if min_score is None else min_score
+            report = Asked.of(store, queries, vectors).report(threshold, worst)
+            golden.keep(report)
+    if json:
+        print_json(report)
+    else:
+        _print(report)
+
+
+@app.command(epilog="Example: kinlens-index golden runs shop/gallery --json")
+def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
+    """Show the reports over time, newest first."""
+    with errors_shown():
+        current_manifest(gallery)
+        found = GoldenSet(gallery).runs()
+    if json:
+        print_json(GoldenRuns(runs=found))
+        return
+    out.print(f"{'at':25} {'bundle':12} {'version':12} {'R@1':>6} {'R@10':>6} {'MAP@R':>6}  judged")
+    for one in found:
+        figures = (one.recall_at_1, one.recall_at_10, one.map_at_r)
+        shown = " ".join(f"{_part(figure):>6}" for figure in figures)
+        names = f"{one.bundle_id[:SHORT]:12} {one.version[:SHORT]:12}"
+        out.print(f"{one.at:25} {names} {shown}  {one.judged:,}")
+
+
+def _label(keys: str | None, attribute: str | None, store: VectorStore) -> Label:
+    if keys is not None:
+        return Label(keys=_split(keys))
+    if attribute is None:
+        return Label(no_match=True)
+    name, equals, text = attribute.partition("=")
+    kind = store.schema().get(name.strip())
+    if not equals or kind is None:
+        raise InvalidParameterError(
+            f"--attribute {attribute}: expected NAME=VALUE with one of the attributes "
+            f"{', '.join(store.schema()) or '(the gallery has none)'}."
+        )
+    try:
+        return Label(attribute=name.strip(), value=parse_value(text, kind))
+    except ValueError as error:
+        raise InvalidParameterError(
+            f"--attribute {attribute}: {name} is a {kind} and cannot be {text!r}: {error}."
+        ) from error
+
+
+def _split(keys: str) -> tuple[str, ...]:
+    try:
+        row = next(csv_text.reader([keys], skipinitialspace=True, strict=True), [])
+    except csv_text.Error as error:
+        raise InvalidParameterError(
+            f"The keys {keys!r:.200} cannot be read: {error}. Put commas between them, and a key "
+            "with a comma into double quotes."
+        ) from error
+    return tuple(dict.fromkeys(key.strip() for key in row if key.strip()))
+
+
+def _listed(file: Path, store: VectorStore) -> list[NewQuery]:
+    """The queries of a list. Raises: SourceError."""
+    found = []
+    for row in read_table(file, ("image",), {**store.schema(), _KEYS: "text"}):
+        given = {name: v for name, v in row.attributes.items() if v is not None and v != ""}
+        if len(given) > 1:
+            raise SourceError(
+                f"{row.place} has values in {', '.join(given)}. Give keys or one attribute in each "
+                "line, or none of them where nothing is right."
+            )
+        label = Label(no_match=True)
+        for name, value in given.items():
+            label = Label(attribute=name, value=value)
+            if name == _KEYS:
+                label = Label(keys=_split(str(value)))
+        found.append(_new(file.resolve().parent, row.cells["image"], label))
+    if not found:
+        raise SourceError(f"{file} names no images. Write one below the header on each line.")
+    return found
+
+
+def _new(root: Path, path: str, label: Label) -> NewQuery:
+    limits = ImageLimits()
+    try:
+        data = read_image(root, path, limits.max_bytes)
+        decode(data, limits)
+    except (ImageError, OSError) as error:
+        raise SourceError(f"The image {root / path} cannot be used: {error}") from error
+    return NewQuery(data, label, path)
+
+
+def _chosen(number: str, known: Sequence[str]) -> str:
+    found = [sha256 for sha256 in known if sha256.startswith(number.lower())]
+    if len(found) != 1:
+        raise InvalidParameterError(
+            f"{len(found)} queries have the number {number!r:.80}. Give one that `kinlens-index "
+            "golden list` shows."
+        )
+    return found[0]
+
+
+def _print(report: GoldenRun) -> None:
+    interval = report.recall_at_1_interval
+    between = "" if interval is None else f" ({interval[0]:.4f} to {interval[1]:.4f})"
+    out.print(
+        f"{report.judged:,} of {report.queries:,} queries have a right item among "
+        f"{report.items:,}; {report.no_match:,} have none, {report.left_out:,} were left out."
+    )
+    out.print(f"recall@1   {_part(report.recall_at_1)}{between}")
+    out.print(f"recall@5   {_part(report.recall_at_5)}")
+    out.print(f"recall@10  {_part(report.recall_at_10)}")
+    out.print(f"MAP@R      {_part(report.map_at_r)}")
+    if report.threshold is None:
+        out.print("no match   not measured: the model has no calibration; give --min-score.")
+    else:
+        out.print(
+            f"no match   {_part(report.no_match_precision)} answered by nothing from "
+            f"{report.threshold:.4f} on, where {_part(report.found)} of the others are found."
+        )
+    if report.own_pictures:
+        out.print(
+            f"{report.own_pictures:,} queries are the picture of an item, which finds itself: "
+            "label photographs that customers send."
+        )
+    for one in report.worst:
+        out.print(f"  {one.query.sha256[:SHORT]}  {one.query.name}  {_said(one)}")
+
+
+def _said(one: GoldenOutcome) -> str:
+    if one.problem:
+        return one.problem
+    first = "nothing" if one.best_key is None else f"{one.best_key} ({one.best_score:.4f})"
+    place = "" if one.rank is None else f", right at {one.rank}"
+    return f"wanted {one.query.wanted}, found {first}{place}"
+
+
+def _part(figure: float | None) -> str:
+    return "-" if figure is None else f"{figure:.4f}"

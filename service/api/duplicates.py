@@ -1,0 +1,121 @@
+"""Near-duplicates of a gallery over HTTP: one product photographed or listed twice."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from embedder.calibration import NEAR, near_score
+from embedder.errors import InvalidParameterError, OverloadedError
+from indexer.checks.duplicates import Member, members_of, near_groups
+from indexer.gallery import Gallery
+from service.api.galleries import FAILURES, Service
+from service.api.items import item_model
+from service.api.models import DuplicatesAnswer, NearItem
+from service.galleries.registry import Served
+from service.http.openapi import problems
+from service.search.pipeline import Abandoned
+from service.search.query import uncalibrated
+
+MOST_ITEMS = 10_000
+"""Items of the largest gallery that is looked through while somebody waits."""
+
+_MOST_GROUPS = 200
+_at_work = threading.Lock()  # it takes all cores
+
+router = APIRouter()
+
+
+@router.get(
+    "/galleries/{name}/duplicates", responses=problems(*FAILURES), summary="Find near-duplicates"
+)
+async def duplicates(
+    runtime: Service,
+    name: str,
+    offset: Annotated[int, Query(ge=0, le=MOST_ITEMS)] = 0,
+    limit: Annotated[int, Query(ge=1, le=_MOST_GROUPS, description="Groups, at most.")] = 50,
+    min_probability: Annotated[
+        float | None, Query(ge=0, le=1, description=f"Of being one product; default {NEAR}.")
+    ] = None,
+    min_score: Annotated[
+        float | None, Query(ge=-1, le=1, description="Least cosine, in place of a probability.")
+    ] = None,
+) -> DuplicatesAnswer:
+    """Groups of items that show one product: each is near the first of its group.
+
+    The largest come first. Galleries of more than 10,000 items are for the command line.
+    """
+    if min_score is not None and min_probability is not None:
+        raise InvalidParameterError("Send min_probability or min_score, and not both.")
+    over = Abandoned()
+    async with runtime.registry.find(name) as served:
+
+        def read() -> DuplicatesAnswer:
+            gallery, model = _comparable(served), served.model
+            calibration = model.calibration and model.calibration.for_gallery(gallery.size)
+            likely = NEAR if min_probability is None else min_probability
+            if min_score is not None:
+                least = min_score
+            elif calibration is not None:
+                least = near_score(calibration, min_probability)
+            else:
+                what = f"min_probability = {likely:g}"
+                raise uncalibrated(what, model.no_calibration, "min_score")
+            version = gallery.version
+            groups = near_groups(gallery, least, on_progress=lambda _: over.check())
+            return DuplicatesAnswer(
+                gallery_version=version,
+                min_score=least,
+                total=len(groups),
+                items=sum(map(len, groups)),
+                offset=offset,
+                groups=[
+                    [_item(name, gallery, one) for one in group]
+                    for group in members_of(gallery, groups[offset : offset + limit], calibration)
+                ],
+            )
+
+        try:
+            return await runtime.read("the near-duplicates", lambda: _alone(served, read))
+        finally:
+            over.end()
+
+
+def _alone(served: Served, read: Callable[[], DuplicatesAnswer]) -> DuplicatesAnswer:
+    """What `read` gives, as a user of `served`: it goes on for a moment when nobody waits."""
+    if not _at_work.acquire(blocking=False):
+        raise OverloadedError("Near-duplicates are looked for already. Try again in a second.")
+    try:
+        if not served.take():
+            raise OverloadedError("The gallery has just been replaced. Try again in a second.")
+        try:
+            return read()
+        finally:
+            served.give_back()
+    finally:
+        _at_work.release()
+
+
+def _comparable(served: Served) -> Gallery:
+    """Its gallery. Raises: InvalidParameterError if it cannot be compared with itself here."""
+    gallery = served.gallery
+    if not isinstance(gallery, Gallery):
+        raise InvalidParameterError(
+            f"Gallery {served.name} is on Milvus; near-duplicates are looked for in a folder. Copy "
+            "it with kinlens-index import, and run kinlens-index duplicates."
+        )
+    if gallery.size > MOST_ITEMS:
+        raise InvalidParameterError(
+            f"Gallery {served.name} has {gallery.size:,} items; here near-duplicates are looked "
+            f"for among up to {MOST_ITEMS:,}. Run kinlens-index duplicates GALLERY --out "
+            "near.html on the machine of the service."
+        )
+    return gallery
+
+
+def _item(name: str, gallery: Gallery, member: Member) -> NearItem:
+    judged = asdict(member)
+    del judged["item"]
+    return NearItem(**item_model(name, gallery, member.item).model_dump(), **judged)

@@ -1,0 +1,170 @@
+"""Feedback over HTTP: what a user made of an item of an answer, and all of it for the operator."""
+
+import hashlib
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, HTTPException, Query, Request, Response
+from pydantic import Field
+
+from embedder import errors
+from service.api.galleries import BODY_FAILURES, FAILURES, Service
+from service.api.models import Action, FeedbackCounts
+from service.api.requests import FORM, Strict, read_form
+from service.galleries.feedback import PICTURE_PX, FeedbackStore, Question, as_csv
+from service.http.bodies import (
+    INLINE_BYTES,
+    JSON,
+    checked,
+    fault,
+    media_type_of,
+    off_loop,
+    read_model,
+)
+from service.http.openapi import problems
+from service.problems import KINDS
+from service.runtime import Runtime
+
+_MAX_ANSWER_ID = 8_192  # the key of an item has up to 1,024 characters of 4 bytes each
+_MAX_KEY = 1_024
+_WHAT = "or writing the feedback"
+_STATE = KINDS[errors.StateError]
+_CSV = "text/csv"
+
+
+class FeedbackModel(Strict):
+    """What a user made of an item of an answer."""
+
+    answer_id: Annotated[
+        str, Field(max_length=_MAX_ANSWER_ID, description="That of the answer, as it came.")
+    ]
+    item: Annotated[str, Field(max_length=_MAX_KEY, description="The key of the item.")]
+    action: Annotated[
+        Action,
+        Field(description="clicked and bought: the item is right. wrong: it should not be there."),
+    ]
+
+
+_IMAGE = {
+    "type": "string",
+    "format": "binary",
+    "description": "The picture that was searched with, byte for byte; where pictures are kept.",
+}
+_SCHEMA = FeedbackModel.model_json_schema()
+_CONTENT = {
+    JSON: {"schema": _SCHEMA},
+    FORM: {"schema": _SCHEMA | {"properties": {**_SCHEMA["properties"], "image": _IMAGE}}},
+}
+router = APIRouter()
+
+
+@router.post(
+    "/feedback",
+    status_code=204,
+    responses=problems(*FAILURES, *BODY_FAILURES, KINDS[errors.ItemNotFoundError], _STATE),
+    summary="Say what an item of an answer was worth",
+    openapi_extra={"requestBody": {"required": True, "content": _CONTENT}},
+)
+async def feedback(runtime: Service, request: Request) -> None:
+    """Keeps that an item was right or wrong for what was searched with, and nothing of the caller.
+
+    To send the same again does no harm: it counts once.
+    """
+    store = _store_of(runtime)
+    said, image = await _read(request)
+    question = store.question(said.answer_id)
+    async with runtime.registry.find(question.gallery) as served:
+        stored = await runtime.read("the item", lambda: served.gallery.stored([said.item]))
+    if said.item not in stored:
+        raise errors.ItemNotFoundError(
+            f"Gallery {question.gallery} has no item {said.item[:200]!r}. Send the key of an item "
+            "of the answer; it may have been removed since."
+        )
+    picture = b"" if image is None else await _picture(runtime, store, question, image)
+    if await runtime.read(
+        _WHAT, lambda: store.add(question, said.item, said.action, picture), "feedback"
+    ):
+        runtime.metrics.feedback.labels(said.action).inc()
+
+
+@router.get(
+    "/galleries/{name}/feedback",
+    response_model=FeedbackCounts,
+    responses={
+        200: {
+            "description": "The pairs as CSV, or how much there is as JSON.",
+            "content": {_CSV: {"schema": {"type": "string"}}},
+        },
+        **problems(*FAILURES, _STATE),
+    },
+    summary="The feedback on a gallery",
+)
+async def gallery_feedback(
+    runtime: Service,
+    name: str,
+    kind: Annotated[Literal["csv", "json"], Query(alias="format")] = "csv",
+) -> FeedbackCounts | Response:
+    """The rows query, query_key, item and action that a training learns from, oldest first; with
+    format=json how often each action was sent, and how many rows there are.
+    """
+    store = _store_of(runtime)
+    async with runtime.registry.find(name):
+        pass  # an unknown gallery is told
+    if kind == "csv":
+        text = await runtime.read(_WHAT, lambda: as_csv(store.pairs(name)), "feedback")
+        return Response(text, media_type=_CSV)
+
+    def count() -> FeedbackCounts:
+        return FeedbackCounts(**store.counts(name), pairs=len(store.pairs(name)))
+
+    return await runtime.read(_WHAT, count, "feedback")
+
+
+def _store_of(runtime: Runtime) -> FeedbackStore:
+    if runtime.feedback is None:
+        raise HTTPException(
+            404,
+            "This service takes no feedback. Start it with KINLENS_FEEDBACK=pairs, or pictures to "
+            "keep the pictures that are searched with.",
+        )
+    return runtime.feedback
+
+
+async def _read(request: Request) -> tuple[FeedbackModel, bytes | None]:
+    """The feedback and the picture beside it.
+
+    Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
+    """
+    if media_type_of(request) != FORM:
+        return await read_model(request, FeedbackModel), None
+    body = await request.body()
+
+    def read() -> tuple[FeedbackModel, bytes | None]:
+        images, fields = read_form(request, body)
+        if len(images) > 1:
+            raise fault("image", f"image is there {len(images)} times; send it once.")
+        return checked(FeedbackModel, dict(fields), None), images[0] if images else None
+
+    return await off_loop(read, short=len(body) <= INLINE_BYTES)
+
+
+async def _picture(
+    runtime: Runtime, store: FeedbackStore, question: Question, image: bytes
+) -> bytes:
+    """What is kept of a picture: a small JPEG, made where uploads are decoded; nothing if it is
+    kept already. Raises: RequestValidationError, ItemNotFoundError, OverloadedError.
+    """
+    if runtime.settings.feedback != "pictures":
+        raise fault("image", "image is not kept here; send the feedback without it.")
+    digest = await off_loop(lambda: hashlib.sha256(image).hexdigest(), short=False)
+    if digest != question.picture:
+        raise fault(
+            "image",
+            "image is not the picture that the answer is about; send the same bytes as in the "
+            "search, or none.",
+        )
+
+    async def given() -> bytes:
+        return image
+
+    is_kept = await runtime.read(_WHAT, lambda: store.has_picture(question), "feedback")
+    return b"" if is_kept else await runtime.renditions.get(f"feedback-{digest}", given, PICTURE_PX)

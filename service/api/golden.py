@@ -1,0 +1,249 @@
+"""The golden set of a gallery over HTTP: queries that the owner labelled, and how it does on them.
+
+A run takes one lane at a time and waits for it as every search does, so it holds up nobody.
+"""
+
+import asyncio
+import hashlib
+from functools import partial
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from pydantic import BeforeValidator, ValidationError
+
+from embedder import errors
+from embedder.errors import ImageError, InvalidParameterError
+from indexer.checks.golden import (
+    KEPT_RUNS,
+    Asked,
+    GoldenQueries,
+    GoldenQuery,
+    GoldenRun,
+    GoldenRuns,
+    GoldenSet,
+    Label,
+    NewQuery,
+    Vector,
+    ask,
+    threshold_of,
+)
+from service.api.galleries import (
+    BODY_FAILURES,
+    CHANGE_FAILURES,
+    FAILURES,
+    IMAGE_FAILURES,
+    Service,
+)
+from service.galleries.registry import Served
+from service.galleries.renditions import SIDES_PX
+from service.http.bodies import as_faults, fault, media_type_of, parse_form, parse_json
+from service.http.openapi import problems
+from service.problems import KINDS
+from service.runtime import Runtime
+
+_FORM = "multipart/form-data"
+_SHOWN = 80
+_QUERIES_PER_LIMIT = 16
+_UNKNOWN = KINDS[errors.ItemNotFoundError]
+_KEPT = (*FAILURES, KINDS[errors.GalleryConflictError])
+_MODEL = (KINDS[errors.SearchError], KINDS[errors.BundleError])
+_LABEL_TEXT = (
+    'What is right, as JSON: {"keys": ["a", "b"]}, {"attribute": "product", "value": 12} or '
+    '{"no_match": true}.'
+)
+_ADD_FORM: dict[str, Any] = {
+    "type": "object",
+    "required": ["image", "label"],
+    "properties": {
+        "image": {"type": "string", "format": "binary", "description": "The image file."},
+        "label": {"type": "string", "description": _LABEL_TEXT},
+        "name": {"type": "string", "description": "What the query is called in reports."},
+    },
+}
+
+Sha256 = Annotated[str, Path(pattern="^[0-9a-f]{64}$", description="The sha256 of its picture.")]
+router = APIRouter(prefix="/galleries/{name}/golden")
+
+
+@router.get("", responses=problems(*_KEPT), summary="List golden queries")
+async def queries(runtime: Service, name: str) -> GoldenQueries:
+    """The queries that the owner labelled, and what is right for each."""
+    async with runtime.registry.find(name) as served:
+        golden = GoldenSet(_folder(served))
+        found = await runtime.read("the golden set", golden.queries)
+    return GoldenQueries(queries=found)
+
+
+@router.post(
+    "",
+    responses=problems(
+        *CHANGE_FAILURES, *_MODEL, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.FilterError]
+    ),
+    summary="Label a query",
+    openapi_extra={"requestBody": {"required": True, "content": {_FORM: {"schema": _ADD_FORM}}}},
+)
+async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
+    """Keep an image with what is right for it; the same image again gets the new label."""
+    async with runtime.registry.find(name) as served:
+        golden = GoldenSet(_folder(served))
+        new = await _new_query(request, runtime)
+        await served.model.encoder.encode(new.data, hashlib.sha256(new.data).hexdigest())
+        [made] = await runtime.pools["write"].run(lambda: golden.add([new], served.gallery))
+    return made
+
+
+@router.delete(
+    "/{sha256}",
+    status_code=204,
+    responses=problems(*CHANGE_FAILURES, _UNKNOWN),
+    summary="Remove a golden query",
+)
+async def remove(runtime: Service, name: str, sha256: Sha256) -> None:
+    """Remove a query with its picture; reports stay."""
+    async with runtime.registry.find(name) as served:
+        golden = GoldenSet(_folder(served))
+
+        def work() -> None:
+            if not golden.remove([sha256]):
+                golden.image(sha256)  # an error that says so
+
+        await runtime.pools["write"].run(work)
+
+
+@router.get(
+    "/{sha256}/image",
+    response_class=Response,
+    responses={
+        200: {"content": {"image/jpeg": {}}, "description": "The picture as a JPEG."},
+        **problems(*_KEPT, _UNKNOWN),
+    },
+    summary="The picture of a golden query",
+)
+async def image(
+    runtime: Service,
+    name: str,
+    sha256: Sha256,
+    size: Annotated[
+        Literal[160, 320, 640],
+        BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text)),
+        Query(description="Its longest side in pixels, at most."),
+    ] = 320,
+) -> Response:
+    """The picture of a query, as small as a page needs it."""
+    async with runtime.registry.find(name) as served:
+        golden = GoldenSet(_folder(served))
+        data = await runtime.read("the picture", lambda: golden.image(sha256))
+
+    async def read() -> bytes:
+        return data
+
+    made = await runtime.renditions.get(f"golden/{sha256}", read, size)
+    return Response(made, media_type="image/jpeg")
+
+
+@router.post("/run", responses=problems(*CHANGE_FAILURES, *_MODEL), summary="Run the golden set")
+async def run(
+    runtime: Service,
+    name: str,
+    min_score: Annotated[
+        float | None,
+        Query(ge=-1, le=1, allow_inf_nan=False, description="Score of a match; calibrated."),
+    ] = None,
+) -> GoldenRun:
+    """Ask with every query: recall at 1, 5 and 10, MAP@R, no-match precision, the worst queries.
+
+    The report is kept with the model and the version of the gallery, also if the client has gone.
+    """
+    async with runtime.registry.find(name) as served:
+        golden = GoldenSet(_folder(served))
+        report = await _run(runtime, served, golden, min_score)
+        await runtime.pools["write"].run(lambda: golden.keep(report))
+    return report
+
+
+@router.get("/runs", responses=problems(*_KEPT), summary="List golden runs")
+async def runs(
+    runtime: Service, name: str, limit: Annotated[int, Query(ge=1, le=KEPT_RUNS)] = 50
+) -> GoldenRuns:
+    """The reports over time, newest first."""
+    async with runtime.registry.find(name) as served:
+        golden = GoldenSet(_folder(served))
+        return GoldenRuns(runs=await runtime.read("the reports", lambda: golden.runs(limit)))
+
+
+def _folder(served: Served) -> FilePath:
+    if served.path is None:
+        raise errors.GalleryConflictError(
+            f"Gallery {served.name} lies on Milvus and has no folder to keep a golden set in. Keep "
+            "it beside a gallery in a folder."
+        )
+    return served.path
+
+
+async def _run(
+    runtime: Runtime, served: Served, golden: GoldenSet, min_score: float | None
+) -> GoldenRun:
+    gallery, model, pool = served.gallery, served.model, runtime.pools["file"]
+    queries = await pool.run(golden.queries)
+    if not queries:
+        raise InvalidParameterError(
+            f"The golden set of gallery {served.name} is empty. Label queries first: POST "
+            f"/galleries/{served.name}/golden."
+        )
+    limit_s = -(-len(queries) // _QUERIES_PER_LIMIT) * runtime.settings.request_timeout_ms / 1e3
+    try:
+        async with asyncio.timeout(limit_s):
+            begun = await pool.run(lambda: Asked.begin(gallery, queries))
+            for query in queries:
+                vector = await _vector(runtime, served, golden, query)
+                work = partial(ask, gallery, query, vector)
+                begun.outcomes.append(await pool.run(work, patient=True))
+    except TimeoutError as error:
+        raise errors.DeadlineExceededError(
+            f"{len(queries):,} queries took longer than {limit_s:g} s, which is the limit. Try "
+            "again when the service has less to do."
+        ) from error
+    return begun.report(threshold_of(model.calibration) if min_score is None else min_score)
+
+
+async def _vector(
+    runtime: Runtime, served: Served, golden: GoldenSet, query: GoldenQuery
+) -> Vector | errors.KinlensError:
+    read = partial(golden.image, query.sha256)
+    try:
+        data = await runtime.pools["file"].run(read, patient=True)
+        return await served.model.encoder.encode(data, query.sha256)
+    except (ImageError, errors.ItemNotFoundError) as error:  # or was removed since
+        return error
+
+
+async def _new_query(request: Request, runtime: Runtime) -> NewQuery:
+    """Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError."""
+    kind = media_type_of(request)
+    if kind != _FORM:
+        shown = kind[:_SHOWN]
+        raise HTTPException(415, f"Content-Type = {shown!r} is not read here; send {_FORM}.")
+    body, content_type = await request.body(), request.headers["content-type"]
+    return await runtime.pools["write"].run(lambda: _from_form(body, content_type))
+
+
+def _from_form(body: bytes, content_type: str) -> NewQuery:
+    parts: dict[str, Any] = {}
+    for part in parse_form(body, content_type):
+        if part.name not in _ADD_FORM["properties"] or part.name in parts:
+            name = part.name[:_SHOWN]
+            raise fault(name, f"{name} is unknown or given twice; send image, label and name once.")
+        if part.is_file != (part.name == "image"):
+            raise fault(part.name, "image is sent as a file, label and name as texts.")
+        parts[part.name] = part
+    for name in _ADD_FORM["required"]:
+        if name not in parts:
+            raise fault(name, f"{name} is missing; send an image file and its label.")
+    try:
+        label = Label.model_validate(parse_json(parts["label"].data))
+    except ValidationError as error:
+        raise as_faults(error, "label") from None
+    except ValueError as error:
+        raise fault("label", f"label is not valid JSON: {error}. {_LABEL_TEXT}") from error
+    return NewQuery(parts["image"].data, label, parts["name"].text if "name" in parts else "")

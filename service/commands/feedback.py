@@ -1,0 +1,69 @@
+"""`kinlens-serve feedback`: what users made of answers, exported for a training, shown, cleared."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from embedder.errors import InvalidParameterError
+from service.commands import options
+from service.galleries.feedback import ACTIONS, FeedbackStore, open_feedback
+
+app = typer.Typer(no_args_is_help=True, help="What users made of answers: export, show, clear.")
+
+Named = Annotated[str | None, typer.Option(help="Name of a gallery.")]
+
+
+@app.command()
+@options.refusals()
+def export(
+    out: Annotated[Path, typer.Option(help="Folder for pairs.csv and pictures.")],
+    gallery: Named = None,
+    state: options.State = None,
+) -> None:
+    """Write the feedback on a gallery as pairs that kinlens-train fit can learn from.
+
+    Feedback on pictures that were not kept is left out.
+    """
+    with _store(state) as store:
+        name = gallery or _only_gallery(store)
+        pairs, sent = store.export(name, out), sum(store.counts(name).values())
+    typer.echo(f"{out / 'pairs.csv'}: {len(pairs):,} pairs of {sent:,} feedbacks on gallery {name}")
+
+
+@app.command()
+@options.refusals()
+def show(state: options.State = None) -> None:
+    """How much feedback there is on each gallery; pairs are what a training can learn from."""
+    table = Table("Gallery", *map(str.capitalize, ACTIONS), "Pairs", box=None, pad_edge=False)
+    with _store(state) as store:
+        for name in store.galleries():
+            counts = store.counts(name)
+            shown = [*(counts[action] for action in ACTIONS), len(store.pairs(name))]
+            table.add_row(name, *(f"{count:,}" for count in shown))
+    Console().print(table)
+
+
+@app.command()
+@options.refusals()
+def clear(gallery: Named = None, state: options.State = None) -> None:
+    """Forget the feedback on a gallery, or on all of them, and its pictures."""
+    with _store(state) as store:
+        typer.echo(f"{store.clear(gallery):,} feedbacks are forgotten.")
+
+
+def _store(state: object) -> contextlib.closing[FeedbackStore]:
+    return contextlib.closing(open_feedback(options.read_settings(state=state)))
+
+
+def _only_gallery(store: FeedbackStore) -> str:
+    names = store.galleries()
+    if len(names) == 1:
+        return names[0]
+    raise InvalidParameterError(
+        f"There is feedback on {len(names)} galleries ({', '.join(names) or 'none'}). Name one "
+        "with --gallery."
+    )

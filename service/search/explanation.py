@@ -1,0 +1,129 @@
+"""Where a hit matches its query: the shares of their score that regions of the pictures have."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.errors import (
+    DeadlineExceededError,
+    GalleryConflictError,
+    ImageCostError,
+    ImageError,
+    InvalidParameterError,
+    ItemNotFoundError,
+)
+from embedder.explain import Grid, shares
+from embedder.types import SHORT, Embeddings
+from indexer.ingest.sources import ANY_SIZE
+from indexer.types import combined_query
+from service.galleries.registry import Served
+from service.search.lanes import Decoder, Lanes
+from service.search.pipeline import Abandoned
+from service.search.query import Query, View
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """`hit` sums to `score`; all of `query`, one for each view, sum to it with `rest`, the part of
+    liked and disliked items.
+
+    square: the grids cover the central square of a picture, or of its crop, whose side is this part
+        of the shorter one.
+    """
+
+    score: float
+    rest: float
+    square: float
+    hit: Grid
+    query: Sequence[tuple[View, Grid]]
+
+
+async def explain(
+    lanes: Lanes, served: Served, query: Query, picture: bytes, limit_s: float
+) -> Explanation:
+    """Where `picture`, that of an item, matches `query`; worked out in a lane, as a search is.
+
+    Raises: GalleryConflictError if the bundle has no map, InvalidParameterError for a query without
+        an image, ImageError for its images; ItemNotFoundError if `picture` cannot be shown,
+        OverloadedError, DeadlineExceededError, SearchError, BundleError.
+    """
+    if not served.model.embedder.has_map:
+        raise GalleryConflictError(
+            f"The model of gallery {served.name}, bundle {served.model.bundle_id[:SHORT]}, has no "
+            "map of its images, which tells where they match. Export it with kinlens-train export "
+            "--map, and rebuild the gallery with that bundle."
+        )
+    if not query.views:
+        raise InvalidParameterError(
+            "image is missing; send the image of the search, of an item its own picture."
+        )
+    abandoned = Abandoned()
+    served.take()  # until the lane is done with it
+    try:
+        async with asyncio.timeout(limit_s):
+            return await lanes.run(
+                lambda decoder: _explained(decoder, served, query, picture, abandoned),
+                after=served.give_back,
+            )
+    except TimeoutError as error:
+        raise DeadlineExceededError(
+            f"The explanation took longer than {limit_s:g} s, which is the limit. Send fewer "
+            "images and crops, or try again in a second."
+        ) from error
+    finally:
+        abandoned.end()
+
+
+def _explained(
+    decoder: Decoder, served: Served, query: Query, picture: bytes, abandoned: Abandoned
+) -> Explanation:
+    embedder, gallery = served.model.embedder, served.gallery
+    abandoned.check()
+    parts = embedder.maps(_decoded(decoder, served, picture)[np.newaxis])[0]  # (D, h, w)
+    hit = parts.sum(axis=(1, 2))
+    liked, grids = [], []
+    for view in query.views:  # one at a time: a map is large
+        abandoned.check()
+        of_view = embedder.maps(served.model.encoder.decode(decoder, view)[np.newaxis])[0]
+        liked.append(of_view.sum(axis=(1, 2)))
+        grids.append(shares(of_view, hit))
+    keys = [*query.positives, *query.negatives]
+    stored = [entry.vector for entry in gallery.entries(keys)] if keys else []
+    liked += stored[: len(query.positives)]
+    disliked = np.asarray(stored[len(query.positives) :], dtype=np.float32)
+    vector, weight = _combined(np.stack(liked), disliked)
+    score = float(vector @ hit)
+    grids = [grid * np.float32(weight) for grid in grids]
+    return Explanation(
+        score=score,
+        rest=score - float(sum(grid.sum() for grid in grids)) if keys else 0.0,
+        square=embedder.preprocessing.crop_px / embedder.preprocessing.resize_px,
+        hit=shares(parts, vector),
+        query=list(zip(query.views, grids, strict=True)),
+    )
+
+
+def _combined(liked: Embeddings, disliked: Embeddings) -> tuple[NDArray[np.float32], float]:
+    """The vector of a query, and how often each of the liked ones is in it."""
+    vector = combined_query(liked, disliked)
+    means = [liked.mean(axis=0), *([disliked.mean(axis=0)] if len(disliked) else [])]
+    weights = np.linalg.lstsq(np.stack(means, axis=1), vector, rcond=None)[0]
+    return vector, float(weights[0]) / len(liked)
+
+
+def _decoded(decoder: Decoder, served: Served, picture: bytes) -> NDArray[np.uint8]:
+    """The pixels of an item's picture; its bytes do not count, since it is here already."""
+    embedder = served.model.embedder
+    limits = replace(embedder.limits, max_bytes=ANY_SIZE.max_bytes)
+    try:
+        return decoder.decode(picture, embedder.preprocessing, limits)
+    except ImageCostError as error:
+        raise DeadlineExceededError(
+            "Decoding the picture of the item took more time or memory than an image may take. "
+            "Put a smaller image in its place."
+        ) from error
+    except ImageError as error:
+        raise ItemNotFoundError(f"The picture of this item cannot be read: {error}") from error

@@ -1,0 +1,96 @@
+// How the gallery does on the queries that its owner labelled: figures over time, the worst answers.
+
+import { listGolden, listGoldenRuns, runGolden } from "/ui/admin/api.js";
+import { chosen, state } from "/ui/admin/state.js";
+import { moment, table } from "/ui/admin/status.js";
+import { busily } from "/ui/admin/work.js";
+import { galleryPath } from "/ui/shared/api.js";
+import { announce, element, ui } from "/ui/shared/dom.js";
+import { plural, valueText } from "/ui/shared/format.js";
+import { pictureOf } from "/ui/shared/pictures.js";
+
+const SHOWN_RUNS = 20;
+const HEAD = ["When", "Model", "Items", "First right", "In first 5", "In first 10", "MAP@R", "No match kept silent"];
+const EMPTY = "No query is labelled yet. Label photographs that customers send: kinlens-index golden add, or POST /galleries/NAME/golden.";
+
+const part = (value) => (value === null ? "–" : `${(value * 100).toFixed(1)}%`);
+
+function overTime(runs) {
+  const rows = runs.slice(0, SHOWN_RUNS).map((run) => [
+    moment(run.at),
+    run.bundle_id.slice(0, 12),
+    run.items.toLocaleString("en"),
+    ...[run.recall_at_1, run.recall_at_5, run.recall_at_10, run.map_at_r, run.no_match_precision].map(part),
+  ]);
+  const made = table("Figures over time", HEAD, rows);
+  made.dataset.testid = "golden-runs";
+  return element("div", { className: "panel-box golden-runs", tabIndex: 0, role: "region", ariaLabel: "Figures over time" }, made);
+}
+
+function basis({ judged, no_match: none, left_out: left, own_pictures: own, recall_at_1_interval: interval, threshold }) {
+  const texts = [`In the last run ${plural(judged, "photograph")} had a right item, ${none} had none.`];
+  if (interval) texts.push(`First right lies between ${part(interval[0])} and ${part(interval[1])} (95%).`);
+  if (threshold !== null) texts.push(`A match is a score of ${threshold.toFixed(3)} or more.`);
+  if (left > 0) texts.push(`${left} were left out, as the list below says.`);
+  if (own > 0) texts.push(`${own} are pictures of items themselves, which find themselves.`);
+  return element("p", { className: "hint", textContent: texts.join(" ") });
+}
+
+const thumb = (link, alt) => element("div", { className: "thumb" }, pictureOf(link, alt));
+
+const wanted = ({ keys, attribute, value }) =>
+  attribute === null ? keys.join(", ") || "no match" : `${attribute} = ${valueText(value)}`;
+
+function worstRow(one, known, generation) {
+  const { query } = one;
+  const path = galleryPath(state.name);
+  const row = element("li", { className: "panel-box golden-row" });
+  row.dataset.testid = "golden-worst";
+  if (known.has(query.sha256)) row.append(thumb(`${path}/golden/${query.sha256}/image?size=160`, `Query ${query.name}`));
+  const found = one.best_key === null ? "nothing" : `${one.best_key} (${one.best_score.toFixed(3)})`;
+  const place = one.rank === null ? "" : `; right at ${one.rank}`;
+  const text = element("div", { className: "golden-text" });
+  text.append(element("p", { textContent: `Wanted: ${wanted(query)}` }));
+  text.append(element("p", { className: "hint", textContent: one.problem || `Found first: ${found}${place}` }));
+  row.append(text);
+  if (one.best_id !== null && generation === chosen()?.generation) {
+    row.append(thumb(`${path}/items/${one.best_id}/image?version=${generation}&size=160`, `Found ${one.best_key}`));
+  }
+  return row;
+}
+
+function worst({ worst: rows, generation }, queries) {
+  const known = new Set(queries.map(({ sha256 }) => sha256));
+  if (rows.length === 0) return [element("p", { className: "verdict good", textContent: "Every query was answered right." })];
+  const list = element("ol", { className: "golden-list" }, ...rows.map((one) => worstRow(one, known, generation)));
+  return [element("h2", { textContent: "The worst answers of the last run" }), list];
+}
+
+function show(queries, runs, reason = EMPTY) {
+  const isEmpty = queries.length === 0;
+  ui["golden-count"].textContent = isEmpty ? "" : `${queries.length.toLocaleString("en")} labelled`;
+  ui["golden-run"].disabled = isEmpty;
+  ui["golden-empty"].hidden = !isEmpty;
+  ui["golden-empty"].textContent = reason;
+  ui["golden-report"].replaceChildren(...(runs.length === 0 ? [] : [overTime(runs), basis(runs[0]), ...worst(runs[0], queries)]));
+}
+
+export async function load() {
+  const { name } = state;
+  if (name === "") return show([], []);
+  try {
+    const [queries, runs] = await Promise.all([listGolden(name), listGoldenRuns(name)]);
+    if (name === state.name) show(queries, runs);
+  } catch (error) {
+    if (error.status !== 409) throw error;
+    show([], [], error.detail);
+  }
+}
+
+export function startGolden() {
+  ui["golden-run"].addEventListener("click", () => busily(ui["golden-run"], async () => {
+    await runGolden(state.name);
+    await load();
+    announce("The golden set was run.");
+  }));
+}

@@ -1,0 +1,158 @@
+"""Near-duplicates over HTTP: groups, what is refused, and searches that leave them out."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from indexer.checks.duplicates import NearGroup
+from indexer.gallery import Gallery
+from indexer.types import Progress
+from service.api import duplicates
+from service.client import Kinlens
+from tests.support.shops import Shop, assert_problem, start_shop
+from tests.tiny import encoded, picture
+
+Until = Callable[[Callable[[], bool]], None]
+
+
+@pytest.fixture
+def twins(shop: Shop, data: list[bytes]) -> Shop:
+    """Four products, one listed twice with its file, one photographed twice."""
+    shop.put({f"k{n}": data[n] for n in range(4)}, colour="red")
+    shop.put({"k0 again": data[0], "k1 again": encoded(picture(1), "JPEG", quality=70)})
+    return shop
+
+
+def found(shop: Shop, **query: Any) -> Any:
+    response = shop.client.get(f"{shop.url}/duplicates", params=query)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_groups_are_found_by_probability_or_by_score(twins: Shop) -> None:
+    answer = found(twins)
+    assert (answer["total"], answer["items"], answer["offset"]) == (2, 4, 0)
+    assert answer["gallery_version"] == twins.gallery()["version"]
+    groups = [[item["key"] for item in group] for group in answer["groups"]]
+    assert groups == [["k0", "k0 again"], ["k1", "k1 again"]]
+    (_, copy), (first, second) = answer["groups"]
+    assert (copy["same_content"], copy["newest"]) == (True, True)
+    assert (second["same_content"], second["newest"], first["newest"]) == (False, True, False)
+    assert second["score"] >= answer["min_score"]
+    assert second["probability"] >= 0.99
+    assert first["attributes"] == {"colour": "red"}
+    assert twins.client.get(first["image"]).status_code == 200
+    assert twins.client.get(f"{twins.url}/items/{second['id']}").json()["key"] == "k1 again"
+
+    assert found(twins, offset=1, limit=1)["groups"] == answer["groups"][1:]
+    assert found(twins, offset=9)["groups"] == []
+    strict = found(twins, min_probability=0.999)  # what is asked for stands
+    assert strict["min_score"] > answer["min_score"]
+    assert [[item["key"] for item in group] for group in strict["groups"]][:1] == groups[:1]
+    assert found(twins, min_score=-1)["items"] == 6
+    twins.remove("k0 again", "k1")
+    assert found(twins)["total"] == 0
+
+
+def test_the_client_asks_for_them_and_for_searches_without_them(
+    twins: Shop, data: list[bytes]
+) -> None:
+    with Kinlens(twins.running.url) as client:
+        answer = client.duplicates(twins.name, min_score=0.95, limit=1)
+        assert [item.key for item in answer.groups[0]] == ["k0", "k0 again"]
+        hits = client.search(data[1], gallery=twins.name, distinct="near").hits
+        assert sorted(hit.key for hit in hits) == ["k0", "k1", "k2", "k3"]
+        assert len(client.search(data[1], gallery=twins.name, distinct=True).hits) == 5
+        assert len(client.search(data[1], gallery=twins.name).hits) == 6
+
+
+@pytest.mark.parametrize("sent", ["form", "json", "similar"])
+def test_pages_without_near_duplicates_put_together_are_the_whole_answer(
+    twins: Shop, data: list[bytes], sent: str
+) -> None:
+    number = twins.items(key_prefix="k3")["items"][0]["id"]
+
+    def keys(**fields: Any) -> list[str]:
+        fields |= {"distinct": "near"}
+        if sent == "form":
+            response = twins.search(data[1], **fields)
+        elif sent == "similar":
+            response = twins.client.get(f"{twins.url}/items/{number}/similar", params=fields)
+        else:
+            body = {"gallery": twins.name, "positives": ["k3"], **fields}
+            response = twins.client.post("/search", json=body)
+        assert response.status_code == 200, response.text
+        return [hit["key"] for hit in response.json()["hits"]]
+
+    whole = keys()
+    expected = {"k0", "k1", "k2", "k3"} - ({"k3"} if sent != "form" else set())
+    assert {key.removesuffix(" again") for key in whole} == expected
+    assert len(whole) == len(expected)
+    assert [key for offset in range(5) for key in keys(k=1, offset=offset)] == whole
+
+
+def test_what_cannot_be_compared_is_refused_with_a_cure(
+    twins: Shop, data: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**query: Any) -> str:
+        response = twins.client.get(f"{twins.url}/duplicates", params=query)
+        return str(assert_problem(response, 422, "invalid-parameter")["detail"])
+
+    assert "not both" in refused(min_score=0.5, min_probability=0.5)
+    for query in ({"min_score": 2}, {"min_probability": "nan"}, {"limit": 0}, {"offset": -1}):
+        refused(**query)
+    unknown = twins.client.get("/galleries/nowhere/duplicates")
+    assert_problem(unknown, 404, "unknown-gallery")
+    detail = assert_problem(twins.search(data[0], distinct="nearly"), 422, "invalid-parameter")
+    assert "send true, false or near" in detail["detail"]
+    grouped = twins.search(data[0], distinct="near", group_by="colour")
+    assert "leaves out" in assert_problem(grouped, 422, "invalid-parameter")["detail"]
+    monkeypatch.setattr(duplicates, "MOST_ITEMS", 5)
+    assert "Run kinlens-index duplicates" in refused()
+
+
+def test_one_gallery_is_looked_through_at_a_time_and_the_search_ends_at_the_time_limit(
+    tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch, until: Until
+) -> None:
+    shop = start_shop(tmp_path, request_timeout_ms=300)
+    seen, go_on = threading.Event(), threading.Event()
+
+    def slow(gallery: Gallery, least: float, *, on_progress: Progress) -> list[NearGroup]:
+        seen.set()
+        go_on.wait(30)
+        on_progress(1)
+        raise AssertionError("nobody waits")
+
+    monkeypatch.setattr(duplicates, "near_groups", slow)
+    ask = f"{shop.url}/duplicates?min_score=0.9"
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(shop.client.get, ask)
+            assert seen.wait(30)
+            assert_problem(shop.client.get(ask), 503, "overloaded")
+            assert_problem(first.result(), 503, "deadline-exceeded")
+        go_on.set()
+        monkeypatch.undo()
+        until(lambda: shop.client.get(ask).status_code == 200)
+    finally:
+        go_on.set()
+        shop.close()
+
+
+def test_without_a_calibration_a_score_is_asked_for(tmp_path: Path, data: list[bytes]) -> None:
+    shop = start_shop(tmp_path)
+    try:
+        shop.put({"a": data[0], "b": data[0], "c": data[1]})
+        response = shop.client.get(f"{shop.url}/duplicates")
+        assert "Send min_score" in assert_problem(response, 422, "invalid-parameter")["detail"]
+        [group] = found(shop, min_score=0.99)["groups"]
+        assert [(item["key"], item["probability"]) for item in group] == [("a", None), ("b", None)]
+        near = shop.search(data[0], distinct="near")
+        detail = assert_problem(near, 422, "invalid-parameter")["detail"]
+        assert "distinct = true" in detail
+    finally:
+        shop.close()

@@ -1,0 +1,138 @@
+"""Golden sets over HTTP: labelled, run, kept over time, and no burden to searches."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import httpx
+import pytest
+
+from indexer.checks.golden import GoldenSet, Label, NewQuery
+from indexer.gallery import Gallery
+from service.client import Kinlens
+from service.client_errors import InvalidError, NotFoundError
+from tests.support.servers import WAIT_S, GatedEmbedder
+from tests.support.shops import Shop, assert_problem, sha256
+from tests.tiny import encoded, picture
+
+
+def label(shop: Shop, data: bytes, text: str, **more: Any) -> httpx.Response:
+    files = {"image": ("query.png", data, "image/png")}
+    return shop.client.post(f"{shop.url}/golden", files=files, data={"label": text, **more})
+
+
+@pytest.fixture
+def stocked(shop: Shop, data: list[bytes]) -> Shop:
+    """Four pictures of products 0 and 1."""
+    for number in range(4):
+        shop.put({f"k{number}": data[number]}, product=number % 2)
+    return shop
+
+
+def photo(seed: int) -> bytes:
+    """A photograph of an item, other bytes than its own picture."""
+    return encoded(picture(seed), "JPEG", quality=90)
+
+
+def test_queries_are_labelled_run_kept_and_removed(stocked: Shop, data: list[bytes]) -> None:
+    with Kinlens(stocked.running.url) as client:
+        made = client.add_golden(stocked.name, photo(0), keys=["k0", "k2"], name="shelf.jpg")
+        assert (made.sha256, made.keys, made.name) == (
+            sha256(photo(0)),
+            ("k0", "k2"),
+            "shelf.jpg",
+        )
+        client.add_golden(stocked.name, photo(1), attribute="product", value=1)
+        client.add_golden(stocked.name, photo(30))
+        client.add_golden(stocked.name, photo(3), keys=["k1"])
+        listed = client.golden(stocked.name).queries
+        assert [query.wanted for query in listed] == ["k0, k2", "product = 1", "no match", "k1"]
+        assert client.golden_image(stocked.name, made.sha256, 160).startswith(b"\xff\xd8\xff")
+
+        run = client.run_golden(stocked.name)
+        gallery = stocked.gallery()
+        assert (run.version, run.bundle_id) == (gallery["version"], gallery["bundle_id"])
+        assert (run.queries, run.judged, run.no_match, run.left_out) == (4, 3, 1, 0)
+        assert run.recall_at_1 == pytest.approx(2 / 3, abs=1e-6)
+        assert (run.recall_at_5, run.threshold, run.found) == (1, 0.75, run.recall_at_1)
+        assert run.no_match_precision == 1
+        assert (run.worst[0].query.wanted, run.worst[0].best_key) == ("k1", "k3")
+        strict = client.run_golden(stocked.name, min_score=1.0)
+        assert (strict.threshold, strict.found) == (1.0, 0)
+        client.remove_golden(stocked.name, made.sha256)
+        with pytest.raises(NotFoundError):
+            client.remove_golden(stocked.name, made.sha256)
+        with pytest.raises(NotFoundError):
+            client.golden_image(stocked.name, made.sha256, 160)
+        assert client.golden_runs(stocked.name).runs == [strict, run]
+        with pytest.raises(InvalidError, match="no item 'nowhere'"):
+            client.add_golden(stocked.name, data[0], keys=["nowhere"])
+        assert len(client.golden(stocked.name).queries) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{}", "one thing"),
+        ('{"keys": [], "no_match": false}', "one thing"),
+        ('{"keys": ["k0"], "no_match": true}', "one thing"),
+        ('{"value": 3}', "one thing"),
+        ('{"keys": "k0"}', "label"),
+        ('{"right": ["k0"]}', "no parameter here"),
+        ('{"attribute": "product", "value": NaN}', "not valid JSON"),
+        ("keys=k0", "not valid JSON"),
+        ("[]", "label"),
+    ],
+)
+def test_a_label_that_cannot_be_read_is_422_and_says_why(
+    stocked: Shop, text: str, says: str
+) -> None:
+    problem = assert_problem(label(stocked, photo(0), text), 422, "invalid-parameter")
+    assert says in problem["detail"]
+
+
+def test_what_is_no_query_is_refused_with_its_status(stocked: Shop) -> None:
+    keys = json.dumps({"keys": ["k0"]})
+    assert_problem(label(stocked, b"no picture", keys), 415, "unsupported-format")
+    assert_problem(label(stocked, photo(0)[:300], keys), 422, "corrupt-image")
+    unknown = json.dumps({"attribute": "colour", "value": "red"})
+    assert_problem(label(stocked, photo(0), unknown), 422, "invalid-filter")
+    assert_problem(label(stocked, photo(0), keys, extra="x"), 422, "invalid-parameter")
+    address = f"{stocked.url}/golden"
+    sent: list[tuple[dict[str, Any], int, str]] = [
+        ({"json": {"keys": ["k0"]}}, 415, "unsupported-media-type"),
+        ({"files": {"image": ("x.png", photo(0))}}, 422, "invalid-parameter"),
+        ({"files": {"image": (None, "text"), "label": (None, keys)}}, 422, "invalid-parameter"),
+    ]
+    for content, status, slug in sent:
+        assert_problem(stocked.client.post(address, **content), status, slug)
+    empty = assert_problem(stocked.client.post(f"{address}/run"), 422, "invalid-parameter")
+    assert "is empty" in empty["detail"]
+    for path in ("/galleries/nowhere/golden", "/galleries/nowhere/golden/runs"):
+        assert_problem(stocked.client.get(path), 404, "unknown-gallery")
+
+
+def test_while_a_run_waits_for_the_model_searches_are_answered(
+    stocked: Shop, model: GatedEmbedder
+) -> None:
+    """It has one image in the model at a time, so a lane is left for others."""
+    golden = GoldenSet(stocked.folder)
+    new = [NewQuery(encoded(picture(100 + n)), Label(no_match=True)) for n in range(6)]
+    with closing(Gallery.open(stocked.folder)) as gallery:
+        golden.add(new, gallery)
+    while model.entered.acquire(blocking=False):
+        pass
+    model.gate.clear()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            run = pool.submit(stocked.client.post, f"{stocked.url}/golden/run")
+            assert model.entered.acquire(timeout=WAIT_S)
+            for _ in range(3):
+                similar = stocked.client.get(f"{stocked.url}/items/1/similar")
+                assert similar.status_code == 200, similar.text
+            assert not model.entered.acquire(blocking=False)
+            model.gate.set()
+            assert run.result(WAIT_S).json()["no_match"] == 6
+    finally:
+        model.gate.set()

@@ -1,0 +1,91 @@
+"""The load balancer of `docker compose --profile scale`, with its own settings, before replicas."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.app import create_app
+from service.settings import Settings
+from tests.support.own_process import ROOT
+from tests.support.servers import (
+    DEFAULTS,
+    WAIT_S,
+    FakeGallery,
+    GatedEmbedder,
+    Running,
+    free_port,
+    run,
+)
+from tests.support.waiting import until
+
+REPLICAS = 3
+
+
+@pytest.fixture
+def replicas(pictures: list[bytes]) -> Iterator[list[tuple[Running, FakeGallery]]]:
+    with ExitStack() as stack:
+        running = []
+        for _ in range(REPLICAS):
+            embedder = GatedEmbedder()
+            gallery = FakeGallery(embedder, pictures)
+            replica = run(create_app(Settings(**DEFAULTS), embedder, {"shop": gallery}))
+            stack.callback(replica.close)
+            running.append((replica, gallery))
+        yield running
+
+
+@pytest.fixture
+def balancer(replicas: list[tuple[Running, FakeGallery]], tmp_path: Path) -> Iterator[str]:
+    """Its URL: the settings of deploy/, with these replicas in place of those of Docker's names."""
+    if shutil.which("haproxy") is None:
+        pytest.skip("haproxy is not installed; install it to test the load balancer")
+    text, port = (ROOT / "deploy/haproxy/haproxy.cfg").read_text(), free_port()
+    servers = "\n".join(
+        f"  server replica{n} {replica.url.removeprefix('http://')} check inter 100ms fall 2 rise 1"
+        for n, (replica, _) in enumerate(replicas)
+    )
+    text, names = re.subn(r"^  server-template .*$", servers, text, flags=re.MULTILINE)
+    text, binds = re.subn(r"bind :8080", f"bind 127.0.0.1:{port}", text)
+    assert (names, binds) == (1, 1)
+    (tmp_path / "haproxy.cfg").write_text(text)
+    process = subprocess.Popen(["haproxy", "-dW", "-db", "-f", tmp_path / "haproxy.cfg"])
+    try:
+        until(lambda: answer(f"http://127.0.0.1:{port}/ready") == 200)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(WAIT_S)
+
+
+def answer(url: str) -> int | None:
+    try:
+        return httpx.get(url, timeout=WAIT_S).status_code
+    except httpx.TransportError:
+        return None
+
+
+def search(url: str, data: bytes) -> httpx.Response:
+    return httpx.post(f"{url}/search", files={"image": ("q.png", data)}, timeout=WAIT_S)
+
+
+def test_searches_go_to_every_replica_and_past_those_that_are_gone(
+    balancer: str, replicas: list[tuple[Running, FakeGallery]], pictures: list[bytes]
+) -> None:
+    assert {search(balancer, data).status_code for data in pictures} == {200}
+    assert all(gallery.searches for _, gallery in replicas)
+    first = replicas[0][0]
+    first.close()
+    assert {search(balancer, data).status_code for data in pictures} == {200}
+    for replica, _ in replicas[1:]:
+        replica.close()
+    until(lambda: search(balancer, pictures[0]).status_code == 503)
+    refused = search(balancer, pictures[0])
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["type"] == "urn:kinlens:problem:overloaded"

@@ -1,0 +1,178 @@
+"""Where a hit matches: shares of the score, whose place is where the pictures are alike."""
+
+import io
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from embedder.fake import FakeEmbedder
+from embedder.types import Images, Maps
+from service.client import Kinlens
+from tests.support.shops import PROBLEM, Shop, make_gallery, start_shop
+from tests.tiny import encoded, picture
+
+SIDE = 32
+
+
+class NoMap(FakeEmbedder):
+    has_map = False
+
+
+class Slow(FakeEmbedder):
+    """Its maps wait until they may go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go = threading.Event()
+
+    def maps(self, images: Images) -> Maps:
+        self.may_go.wait()
+        return super().maps(images)
+
+
+def noisy_half(data: bytes, seed: int, half: slice) -> bytes:
+    """The same picture with noise in these columns."""
+    pixels = np.asarray(Image.open(io.BytesIO(data))).copy()
+    noise = np.random.default_rng(seed).integers(0, 256, pixels[:, half].shape, dtype=np.uint8)
+    pixels[:, half] = noise
+    return encoded(Image.fromarray(pixels))
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    made = start_shop(tmp_path_factory.mktemp("explain"), FakeEmbedder(dim=256, size_px=SIDE))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def client(shop: Shop) -> Iterator[Kinlens]:
+    with Kinlens(shop.running.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def pictures(shop: Shop) -> dict[str, bytes]:
+    data = {f"{n}.png": encoded(picture(n, (SIDE, SIDE))) for n in range(4)}
+    shop.put(data)
+    return data
+
+
+def numbers(client: Kinlens) -> dict[str, int]:
+    return {item.key: item.id for item in client.each_item("shop")}
+
+
+def test_the_shares_of_either_picture_sum_to_the_score_of_the_search(
+    client: Kinlens, pictures: dict[str, bytes]
+) -> None:
+    query = pictures["1.png"]
+    for hit in client.search(query, gallery="shop").hits:
+        found = client.explain("shop", hit.id, query)
+        assert found.key == hit.key
+        [of_query] = found.query
+        assert (of_query.image, of_query.crop, found.rest) == (1, None, 0.0)
+        assert found.score == pytest.approx(hit.score, abs=1e-3)
+        assert np.sum(found.hit) == pytest.approx(hit.score, abs=1e-3)
+        assert np.sum(of_query.shares) == pytest.approx(hit.score, abs=1e-3)
+
+
+def test_crops_likes_and_dislikes_each_have_their_part_of_the_score(
+    client: Kinlens, pictures: dict[str, bytes]
+) -> None:
+    asked: dict[str, Any] = {
+        "crops": [(0.0, 0.0, 0.5, 1.0), (0.5, 0.25, 0.5, 0.5)],
+        "positives": ["2.png"],
+        "negatives": ["3.png"],
+    }
+    hits = client.search(pictures["1.png"], gallery="shop", **asked).hits
+    for hit in hits:
+        found = client.explain("shop", hit.id, pictures["1.png"], **asked)
+        assert found.score == pytest.approx(hit.score, abs=1e-3)
+        assert [one.crop for one in found.query] == asked["crops"]
+        of_crops = sum(np.sum(one.shares) for one in found.query)
+        assert of_crops + found.rest == pytest.approx(found.score, abs=1e-5)
+    assert abs(found.rest) > 0.01
+
+
+def part(shares: list[list[float]], half: slice) -> float:
+    grid: NDArray[np.float64] = np.array(shares)
+    return float(grid[:, half].sum() / grid.sum())
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_of_a_picture_that_is_half_noise_the_other_half_matches(
+    shop: Shop, client: Kinlens, pictures: dict[str, bytes], left: bool
+) -> None:
+    query = pictures["0.png"]
+    noise = slice(0, SIDE // 2) if left else slice(SIDE // 2, SIDE)
+    other = slice(2, 4) if left else slice(0, 2)  # of four columns
+    for seed in range(3):
+        key = f"half-{left}-{seed}.png"
+        shop.put({key: noisy_half(query, seed, noise)})
+        found = client.explain("shop", numbers(client)[key], query)
+        assert part(found.hit, other) > 0.75
+        assert part(found.query[0].shares, other) > 0.6
+        shop.remove(key)
+
+
+def test_what_cannot_be_explained_is_told_with_its_cure(
+    shop: Shop, client: Kinlens, pictures: dict[str, bytes], tmp_path: Path
+) -> None:
+    url = f"{shop.url}/items/{numbers(client)['0.png']}/explain"
+    send = {"image": ("x.png", pictures["0.png"], "image/png")}
+    refused = [
+        (shop.client.post(url, json={"positives": ["0.png"]}), 422, "send the image"),
+        (shop.client.post(url, files=send, data={"combine": "separate"}), 422, "combine"),
+        (shop.client.post(url, files=send, data={"combine": "best"}), 422, "combine"),
+        (shop.client.post(url, files={"image": ("x", b"GIF89a")}), 422, "damaged"),
+        (shop.client.post(f"{shop.url}/items/999/explain", files=send), 404, "999"),
+        (shop.client.post("/galleries/none/items/1/explain", files=send), 404, "none"),
+    ]
+    for answer, status, words in refused:
+        assert answer.status_code == status, answer.text
+        assert answer.headers["content-type"] == PROBLEM
+        assert words in answer.json()["detail"]
+
+
+def test_an_item_without_a_picture_and_a_bundle_without_a_map_say_so(
+    tmp_path: Path, pictures: dict[str, bytes]
+) -> None:
+    state = tmp_path / "state"
+    make_gallery(state / "galleries" / "vectors", "v")
+    send = {"image": ("x.png", pictures["0.png"], "image/png")}
+    shop = start_shop(state)
+    item = shop.items("vectors")["items"][0]["id"]
+    answer = shop.client.post(f"/galleries/vectors/items/{item}/explain", files=send)
+    shop.close()
+    assert (answer.status_code, answer.json()["title"]) == (404, "Unknown item")
+    assert "stored as a vector" in answer.json()["detail"]
+
+    shop = start_shop(tmp_path / "other", NoMap())
+    shop.put({"0.png": pictures["0.png"]})
+    item = shop.items()["items"][0]["id"]
+    answer = shop.client.post(f"{shop.url}/items/{item}/explain", files=send)
+    assert shop.gallery()["has_map"] is False
+    shop.close()
+    assert answer.status_code == 409
+    assert "--map" in answer.json()["detail"]
+
+
+def test_one_that_takes_too_long_is_503_and_holds_up_no_search(
+    tmp_path: Path, pictures: dict[str, bytes]
+) -> None:
+    slow = Slow()
+    shop = start_shop(tmp_path, slow, request_timeout_ms=2_000, lanes=2)
+    shop.put({"0.png": pictures["0.png"]})
+    url = f"{shop.url}/items/{shop.items()['items'][0]['id']}/explain"
+    answer = shop.client.post(url, files={"image": ("x.png", pictures["0.png"], "image/png")})
+    assert answer.status_code == 503
+    assert "2 s, which is the limit" in answer.json()["detail"]
+    assert shop.search(pictures["1.png"]).status_code == 200
+    slow.may_go.set()
+    shop.close()

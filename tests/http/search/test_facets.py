@@ -1,0 +1,133 @@
+"""Counts of attribute values over HTTP: of all that fits, not of the page."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from service.client import Kinlens
+from tests.support.market import COUNT, attributes_of, found, picture, post, text_of
+from tests.support.servers import Running
+from tests.support.shops import assert_problem
+
+NAMES = ["colour", "price"]
+EVERYTHING = range(COUNT)
+
+
+def naive(numbers: Sequence[int]) -> dict[str, Any]:
+    """The facets of these items."""
+    colours = Counter(attributes_of(n)["colour"] for n in numbers)
+    ranked = sorted(colours.items(), key=lambda pair: (-pair[1], pair[0]))
+    prices = [(n, 1) for n in sorted(numbers)]
+    return {
+        name: {"values": [{"value": v, "count": c} for v, c in values], "other": 0, "missing": 0}
+        for name, values in (("colour", ranked), ("price", prices))
+    }
+
+
+def test_without_facets_answers_are_as_they_were(market: Running) -> None:
+    assert "facets" not in found(market, picture(1))
+    page = market.client.get("/galleries/shop/items", params={"limit": 1}).json()
+    assert page.keys() == {"total", "offset", "items", "last", "generation"}
+    assert page["items"][0].keys() == {"id", "key", "attributes", "sha256", "image"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "fitting"),
+    [
+        ({}, EVERYTHING),
+        ({"offset": 5, "k": 2, "distinct": True}, EVERYTHING),
+        ({"group_by": "product", "group_size": 2}, EVERYTHING),
+        ({"filter": {"colour": "red"}}, [0, 3, 6, 9]),
+        ({"filter": "price > 100"}, []),
+        ({"min_probability": 1.0}, []),
+    ],
+)
+def test_values_are_counted_over_all_that_fits(
+    market: Running, asked: dict[str, Any], fitting: Sequence[int]
+) -> None:
+    answer = found(market, picture(3), **{"k": 1, "facets": NAMES, **asked})
+    expected = naive(fitting)
+    if not fitting:
+        expected["price"] |= {"values": []}
+    assert answer["facets"] == expected
+
+
+def test_a_threshold_counts_what_reaches_it(market: Running) -> None:
+    ranked = found(market, picture(3), k=COUNT)["hits"]
+    least = (ranked[4]["score"] + ranked[5]["score"]) / 2
+    above = [hit["attributes"]["price"] for hit in ranked[:5]]
+    answer = found(market, picture(3), k=1, min_score=least, facets=NAMES)
+    assert answer["facets"] == naive(above)
+    likely = (ranked[2]["probability"] + ranked[3]["probability"]) / 2
+    answer = found(market, picture(3), k=COUNT, min_probability=likely, facets=NAMES)
+    reaching = [h["attributes"]["price"] for h in ranked if h["score"] >= answer["min_score"]]
+    assert answer["facets"] == naive(reaching)
+
+
+def test_every_way_to_ask_counts_the_same(market: Running) -> None:
+    where = json.dumps({"colour": {"in": ["red", "blue"]}})
+    expected = naive([n for n in EVERYTHING if n % 3 != 1])
+    fields = {"facets": "colour,price", "filter": where, "k": "1"}
+    image = {"image": ("a.png", picture(2))}
+    form = market.client.post("/search", data=fields, files=image)
+    assert form.json()["facets"] == expected
+    raw = market.client.post(
+        "/search",
+        params=fields | {"facets": json.dumps(NAMES)},
+        content=picture(2),
+        headers={"content-type": "image/png"},
+    )
+    assert raw.json()["facets"] == expected
+    one = {"images": [{"data": text_of(picture(2))}], "filter": where, "facets": NAMES}
+    [first, second] = post(
+        market, {"queries": [one, one | {"facets": []}]}, "/search/batch"
+    ).json()["answers"]
+    assert first["answer"]["facets"] == expected
+    assert "facets" not in second["answer"]
+    listed = market.client.get("/galleries/shop/items", params=fields | {"k": []}).json()
+    assert (listed["facets"], listed["total"]) == (expected, 8)
+    begun = {"key_prefix": "00", "facets": "colour,price"}
+    page = market.client.get("/galleries/shop/items", params=begun).json()
+    assert page["facets"] == naive(range(10))
+    item = listed["items"][0]
+    path = f"/galleries/shop/items/{item['id']}/similar"
+    similar = market.client.get(path, params=fields).json()
+    assert similar["facets"] == naive([n for n in EVERYTHING if n % 3 != 1 and n])
+    assert item["attributes"]["price"] == 0
+    with Kinlens(market.url) as client:
+        answer = client.search(picture(2), filter=json.loads(where), facets=NAMES)
+        assert answer.facets is not None
+        shown = {name: one.model_dump(exclude={"bins"}) for name, one in answer.facets.items()}
+        assert shown == expected
+        pages = client.items("shop", facets=["price"])
+        assert pages.facets is not None
+        assert pages.facets["price"].missing == 0
+
+
+@pytest.mark.parametrize(
+    ("facets", "told", "slug"),
+    [
+        (["color"], "'color' to count", "invalid-filter"),
+        ("color", "'color' to count", "invalid-filter"),
+        (
+            [f"a{n}" for n in range(9)],
+            "9 attributes, more than the limit of 8",
+            "invalid-parameter",
+        ),
+        ([1], "names no attributes", "invalid-parameter"),
+        ("colour,,price", "names no attributes", "invalid-parameter"),
+        ("[colour", "no JSON list", "invalid-parameter"),
+        ({"colour": 1}, "names no attributes", "invalid-parameter"),
+    ],
+)
+def test_what_cannot_be_counted_is_named(
+    market: Running, facets: Any, told: str, slug: str
+) -> None:
+    body = {"images": [{"data": text_of(picture(1))}], "facets": facets}
+    assert told in assert_problem(post(market, body), 422, slug)["detail"]
+    if isinstance(facets, str):
+        response = market.client.get("/galleries/shop/items", params={"facets": facets})
+        assert told in assert_problem(response, 422, slug)["detail"]

@@ -1,0 +1,136 @@
+"""Products, not pictures: items with several views, ranked by the best of them, page by page."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.support.market import COUNT, found, picture, post, text_of
+from tests.support.shops import assert_problem, sha256, start_shop
+
+CROPS = ((0.0, 0.0, 0.5, 1.0), (0.5, 0.0, 0.5, 1.0))
+PARTS = [(1, None), (2, CROPS[0]), (2, CROPS[1])]
+"""What is looked for: a picture, and two crops of another."""
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    crops = [list(crop) for crop in CROPS]
+    images = [{"data": text_of(picture(3))}, {"data": text_of(picture(8)), "crops": crops}]
+    return {"images": images, "k": COUNT, **fields}
+
+
+@pytest.fixture(scope="module")
+def alone(market) -> list[dict[str, Any]]:
+    """The score of every item for each part, as a search for that part alone has it."""
+    answers = post(market, asked(combine="separate")).json()["answers"]
+    hits = [each["answer"]["hits"] for each in answers]
+    assert [len(each) for each in hits] == [COUNT] * len(PARTS)
+    return [{hit["key"]: hit for hit in each} for each in hits]
+
+
+def best_part(alone: list[dict[str, Any]], key: str) -> tuple[float, dict[str, Any]]:
+    number = max(range(len(PARTS)), key=lambda n: alone[n][key]["score"])
+    image, crop = PARTS[number]
+    return alone[number][key]["score"], {"image": image, "crop": crop and list(crop)}
+
+
+def test_an_item_counts_with_the_view_that_it_is_most_like(market, alone) -> None:
+    hits = post(market, asked(combine="best")).json()["hits"]
+    assert {hit["key"] for hit in hits} == alone[0].keys()
+    for hit in hits:
+        assert (hit["score"], hit["view"]) == best_part(alone, hit["key"])
+    assert hits == sorted(hits, key=lambda hit: (-hit["score"], hit["id"]))
+    again = post(market, asked(combine="best")).json()
+    assert (again["cached"], again["hits"]) == (True, hits)
+    assert "view" not in post(market, asked()).json()["hits"][0]
+
+
+def test_products_are_ranked_by_their_best_picture_and_every_page_goes_on(market, alone) -> None:
+    products: dict[str, float] = {}
+    for key, hit in alone[0].items():
+        product, (score, _) = hit["attributes"]["product"], best_part(alone, key)
+        products[product] = max(score, products.get(product, -1.0))
+    expected = sorted(products.items(), key=lambda each: -each[1])
+    fields = {"combine": "best", "group_by": "product"}
+    for size in (1, 4, COUNT):
+        pages = [
+            post(market, asked(**fields | {"k": size, "offset": start})).json()["groups"]
+            for start in range(0, len(products), size)
+        ]
+        groups = [group for page in pages for group in page]
+        assert [(group["value"], group["score"]) for group in groups] == expected
+        for group in groups:
+            assert (group["score"], group["view"]) == best_part(alone, group["hits"][0]["key"])
+
+
+def test_a_threshold_and_a_filter_hold_for_the_best_view(market, alone) -> None:
+    ranked = sorted((best_part(alone, key)[0] for key in alone[0]), reverse=True)
+    least = ranked[3]
+    hits = post(market, asked(combine="best", min_score=least)).json()["hits"]
+    assert [hit["score"] for hit in hits] == ranked[:4]
+    past = post(market, asked(combine="best", min_score=least, offset=4, k=2)).json()
+    assert (past["count"], past["match"]) == (0, True)
+    red = post(market, asked(combine="best", filter='colour = "red"')).json()["hits"]
+    assert len(red) == COUNT // 3
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"positives": ["001.png"]},
+        {"negatives": ["001.png"]},
+        {"distinct": True},
+        {"distinct": "near"},
+        {"rerank": "aqe"},
+        {"diversity": 0.2},
+        {"boost": "price:0.1"},
+    ],
+)
+def test_what_knows_one_vector_is_not_for_several_views(market, more: dict[str, Any]) -> None:
+    problem = assert_problem(post(market, asked(combine="best", **more)), 422, "invalid-parameter")
+    assert "combine = best is for images and crops" in str(problem)
+
+
+def test_a_product_is_put_with_several_pictures_and_found_once(tmp_path) -> None:
+    shop = start_shop(tmp_path / "state")
+    for product in ("boot", "hat"):
+        first = 0 if product == "boot" else 3
+        parts: list[Any] = [("image", (f"{n}.png", picture(first + n))) for n in range(3)]
+        parts.append(("product", (None, product)))
+        answer = shop.client.put(f"{shop.url}/items", files=parts).json()
+        assert answer["added"] == 3
+        assert shop.client.put(f"{shop.url}/items", files=parts).json()["unchanged"] == 3
+    sent = {"product": "hat", "items": [{"data": text_of(picture(6))}]}
+    added = shop.client.put(f"{shop.url}/items", json=sent).json()
+    assert [item["key"] for item in added["items"]] == [f"hat/{sha256(picture(6))[:16]}"]
+    groups = found(shop.running, picture(4), group_by="product", group_size=9)["groups"]
+    assert [group["value"] for group in groups] == ["hat", "boot"]
+    assert [len(group["hits"]) for group in groups] == [4, 3]
+    assert groups[0]["hits"][0]["key"] == f"hat/{sha256(picture(4))[:16]}"
+    shop.running.close()
+
+
+def test_what_names_no_product_or_two_is_refused(tmp_path) -> None:
+    shop = start_shop(tmp_path / "state")
+    image: list[Any] = [("image", ("x.png", picture(0)))]
+    for more, says in (
+        ([], "send one key for each image, or a product"),
+        ([("product", (None, ""))], "an empty one"),
+        ([("product", (None, "a")), ("product", (None, "b"))], "names 2 products"),
+        ([("product", (None, "a")), ("attributes", (None, '{"product": "b"}'))], "Send one of"),
+    ):
+        response = shop.client.put(f"{shop.url}/items", files=image + more)
+        assert says in assert_problem(response, 422, "invalid-parameter")["detail"]
+    assert shop.put_json([{"key": "", "data": text_of(picture(0))}]).status_code == 422
+    response = shop.put_json([{"data": text_of(picture(0))}])
+    assert "has no key" in assert_problem(response, 422, "invalid-parameter")["detail"]
+    shop.running.close()
+
+
+def test_facets_count_what_any_view_finds(market, alone) -> None:
+    least = sorted((best_part(alone, key)[0] for key in alone[0]), reverse=True)[5]
+    answer = post(market, asked(combine="best", min_score=least, facets=["product"])).json()
+    counts = Counter(hit["attributes"]["product"] for hit in answer["hits"])
+    told = {each["value"]: each["count"] for each in answer["facets"]["product"]["values"]}
+    assert told == counts
+    assert sum(told.values()) == 6

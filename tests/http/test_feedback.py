@@ -1,0 +1,334 @@
+"""Feedback: what was sent comes out once, and nothing of who sent it."""
+
+import contextlib
+import csv
+import io
+import json
+import sqlite3
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from embedder.bundle import Bundle
+from service.__main__ import app
+from service.settings import Settings
+from tests.support.own_process import own_process
+from tests.support.seams import FeedbackStore, Question
+from tests.support.servers import render
+from tests.support.shops import Shop, assert_problem, sha256, start_shop
+from tests.tiny import encoded
+
+HEADER = ["query", "query_key", "item", "action"]
+Row = tuple[str, str, str, str]
+
+
+@pytest.fixture
+def shop(tmp_path: Path, pictures: list[bytes]) -> Iterator[Shop]:
+    """Six items, and feedback with pictures."""
+    shop = start_shop(tmp_path / "state", feedback="pictures")
+    shop.put({f"{n}.png": pictures[n] for n in range(6)})
+    yield shop
+    shop.close()
+
+
+def answer_id(shop: Shop, data: bytes, **fields: Any) -> Any:
+    return shop.search(data, **fields).json()["answer_id"]
+
+
+def send(shop: Shop, named: str, item: str, action: str, image: bytes | None = None) -> Any:
+    fields = {"answer_id": named, "item": item, "action": action}
+    if image is None:
+        return shop.client.post("/feedback", json=fields)
+    return shop.client.post("/feedback", data=fields, files={"image": image})
+
+
+def rows_of(text: str) -> list[Row]:
+    header, *rows = csv.reader(io.StringIO(text))
+    assert header == HEADER
+    return [(query, key, item, action) for query, key, item, action in rows]
+
+
+def sent_to(shop: Shop) -> list[Row]:
+    """What the service gives out."""
+    response = shop.client.get(f"{shop.url}/feedback")
+    assert response.headers["content-type"].startswith("text/csv"), response.text
+    return rows_of(response.text)
+
+
+def similar(shop: Shop, key: str) -> str:
+    """The answer to a search with an item."""
+    [item] = [item for item in shop.items()["items"] if item["key"] == key]
+    found: str = shop.client.get(f"{shop.url}/items/{item['id']}/similar").json()["answer_id"]
+    return found
+
+
+def test_what_is_sent_comes_out_of_the_service_and_of_the_export_once_and_in_order(
+    shop: Shop, pictures: list[bytes], tmp_path: Path
+) -> None:
+    """Against a list: a picture, an item, a batch; each sent twice."""
+    asked = {"": "", "5.png": similar(shop, "5.png")}
+    asked |= {f"pictures/{sha256(d)}.jpg": answer_id(shop, d) for d in pictures[8:10]}
+    body = {"queries": [{"positives": ["3.png", "4.png"], "gallery": "shop"}]}
+    [outcome] = shop.client.post("/search/batch", json=body).json()["answers"]
+    asked["3.png"] = outcome["answer"]["answer_id"]
+    by_name = {sha256(data): data for data in pictures}
+    expected: list[Row] = []
+    for place, (asked_with, named) in enumerate(sorted(asked.items())[1:]):
+        is_picture = asked_with.startswith("pictures/")
+        image = by_name[Path(asked_with).stem] if is_picture else None
+        for action in ("clicked", "wrong", "bought"):
+            for _ in range(2):
+                assert send(shop, named, f"{place}.png", action, image).status_code == 204
+            pair = (asked_with, "") if is_picture else ("", asked_with)
+            expected.append((*pair, f"{place}.png", action))
+    assert sent_to(shop) == expected
+    counts = shop.client.get(f"{shop.url}/feedback", params={"format": "json"}).json()
+    assert counts == {"clicked": 4, "bought": 4, "wrong": 4, "pairs": 12}
+    assert shop.running.metric("kinlens_feedback_total", action="bought") == 4
+    out = tmp_path / "out"
+    told = call("export", "--state", str(shop.state), "--out", str(out))
+    assert "12 pairs of 12" in told
+    assert rows_of((out / "pairs.csv").read_text("utf-8")) == expected
+    assert {f"pictures/{file.name}" for file in (out / "pictures").iterdir()} == {
+        row[0] for row in expected if row[0]
+    }
+
+
+def call(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["feedback", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_many_senders_and_two_processes_keep_each_feedback_once(
+    tiny_bundle: Bundle, tiny_gallery: Path, pictures: list[bytes], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
+    settings |= {"state": tmp_path / "state", "feedback": "pairs", "decode_isolation": "false"}
+    with own_process(tmp_path / "log", workers=2, lanes=2, **settings) as service:
+
+        def post(path: str, **sent: Any) -> httpx.Response:
+            # a connection each, so that either process may get it
+            return httpx.post(f"{service.url}{path}", timeout=60, **sent)
+
+        body = {"positives": ["0.png"]}
+        named = [post("/search", json=body).json()["answer_id"] for _ in range(6)]
+        assert len(set(named)) == 1, "the secret of the signatures is shared"
+        wanted = [(f"{n}.png", action) for n in range(1, 8) for action in ("clicked", "wrong")]
+
+        def judge(number: int) -> int:
+            item, action = wanted[number % len(wanted)]
+            said = {"answer_id": named[0], "item": item, "action": action}
+            return post("/feedback", json=said).status_code
+
+        with ThreadPoolExecutor(8) as senders:
+            assert set(senders.map(judge, range(4 * len(wanted)))) == {204}
+    with contextlib.closing(FeedbackStore(settings["state"])) as store:
+        pairs = store.pairs("shop")
+    assert sorted(pairs) == sorted(("", "0.png", *said) for said in wanted)
+
+
+def test_while_it_is_off_answers_are_as_before_and_nothing_is_taken_or_written(
+    tmp_path: Path, pictures: list[bytes]
+) -> None:
+    shop = start_shop(tmp_path / "state")
+    shop.put({"a": pictures[0]})
+    assert "answer_id" not in shop.search(pictures[0]).text
+    assert shop.gallery()["feedback"] == "off"
+    problem = assert_problem(send(shop, "x", "a", "clicked"), 404, "not-found")
+    assert "KINLENS_FEEDBACK" in problem["detail"]
+    assert_problem(shop.client.get(f"{shop.url}/feedback"), 404, "not-found")
+    shop.close()
+    assert not list(shop.state.glob("feedback*"))
+
+
+def test_without_a_folder_the_service_refuses_to_start_and_says_what_to_do() -> None:
+    with pytest.raises(ValidationError, match="--state DIR or KINLENS_STATE"):
+        Settings(feedback="pairs")
+
+
+def test_an_answer_about_no_single_whole_picture_or_item_has_no_id(
+    shop: Shop, pictures: list[bytes]
+) -> None:
+    assert answer_id(shop, pictures[0], crop="0,0,0.5,0.5") is None
+    files = [("image", pictures[0]), ("image", pictures[1])]
+    assert shop.client.post("/search", files=files).json()["answer_id"] is None
+    apart = shop.client.post("/search", files=files, data={"combine": "separate"}).json()
+    assert all(one["answer"]["answer_id"] for one in apart["answers"])
+    assert answer_id(shop, pictures[0], negative="0.png") == answer_id(shop, pictures[0])
+
+
+@pytest.mark.parametrize("change", ["forged", "foreign", "short", "empty", "odd"])
+def test_an_id_that_the_service_did_not_give_is_refused_with_what_to_do(
+    change: str, shop: Shop, tmp_path: Path, pictures: list[bytes]
+) -> None:
+    own = answer_id(shop, pictures[7])
+    with contextlib.closing(FeedbackStore(tmp_path / "other")) as store:
+        foreign = store.sign(Question("shop", "1" * 64, item="1.png"))
+    middle = len(own) // 2
+    forged = own[:middle] + ("A" if own[middle] != "A" else "B") + own[middle + 1 :]
+    texts = {"forged": forged, "foreign": foreign, "short": own[:9], "empty": "", "odd": "ü ="}
+    problem = assert_problem(send(shop, texts[change], "1.png", "wrong"), 422, "invalid-parameter")
+    assert "Send the answer_id of an answer as it is" in problem["detail"]
+    assert sent_to(shop) == []
+
+
+def test_items_of_the_longest_keys_can_be_judged(shop: Shop, pictures: list[bytes]) -> None:
+    asked_with, item = "🛒" * 1_024, "ü" * 1_024
+    shop.put({asked_with: pictures[10], item: pictures[11]})
+    assert send(shop, similar(shop, asked_with), item, "bought").status_code == 204
+    assert sent_to(shop) == [("", asked_with, item, "bought")]
+
+
+def test_what_does_not_fit_is_refused_by_name(shop: Shop, pictures: list[bytes]) -> None:
+    named = answer_id(shop, pictures[7])
+    problem = assert_problem(send(shop, named, "away.png", "wrong"), 404, "unknown-item")
+    assert "'away.png'" in problem["detail"]
+    problem = assert_problem(send(shop, named, "1.png", "seen"), 422, "invalid-parameter")
+    assert "'clicked', 'bought' or 'wrong'" in problem["detail"]
+    assert_problem(send(shop, named, "x" * 2_000, "wrong"), 422, "invalid-parameter")
+    other = send(shop, named, "1.png", "wrong", pictures[6])
+    assert "not the picture" in assert_problem(other, 422, "invalid-parameter")["detail"]
+    by_item = send(shop, similar(shop, "1.png"), "2.png", "wrong", pictures[6])
+    assert_problem(by_item, 422, "invalid-parameter")
+    huge = {"answer_id": named, "item": "1.png", "action": "x" * 20_000}
+    assert_problem(shop.client.post("/feedback", json=huge), 413, "body-too-large")
+    assert sent_to(shop) == []
+
+
+def test_nothing_of_the_client_is_kept_nor_a_time_nor_what_the_camera_wrote(
+    shop: Shop, pictures: list[bytes], tmp_path: Path
+) -> None:
+    exif = Image.Exif()
+    exif[0x010F], exif[0x9286] = "Camera of Ada", "at home"
+    photo = encoded(render(30, 900), "JPEG", exif=exif)
+    keys = shop.running.runtime.keys
+    assert keys is not None
+    shop.client.headers["Authorization"] = f"Bearer {keys.create('till-of-ada', ['search'])}"
+    shop.client.headers["X-Request-ID"] = "request-of-ada"
+    assert send(shop, answer_id(shop, photo), "1.png", "bought", photo).status_code == 204
+    files = [file for file in shop.state.glob("feedback*") if file.is_file()]
+    [kept] = (shop.state / "feedback" / "pictures").iterdir()
+    for file in [*files, kept]:
+        content = file.read_bytes()
+        for secret in (b"Ada", b"-of-ada", b"127.0.0.1", b"kl_", b"home"):
+            assert secret not in content, (file, secret)
+        assert file.stat().st_mode & 0o077 == 0
+    assert kept.name == f"{sha256(photo)}.jpg"
+    assert kept.stat().st_mtime % 86_400 == 0
+    with Image.open(kept) as image:
+        assert (image.format, max(image.size), len(image.getexif())) == ("JPEG", 640, 0)
+    database = sqlite3.connect(shop.state / "feedback.sqlite")
+    [row] = database.execute("SELECT * FROM feedback")
+    assert row[0] == 1
+    assert len(row[-1]) == len("2026-01-01")
+    database.close()
+
+
+def test_pairs_alone_keep_no_picture_and_an_answer_to_one_is_counted_but_no_pair(
+    tmp_path: Path, pictures: list[bytes]
+) -> None:
+    shop = start_shop(tmp_path / "state", feedback="pairs")
+    shop.put({"a": pictures[0], "b": pictures[1]})
+    named = answer_id(shop, pictures[5])
+    refused = assert_problem(
+        send(shop, named, "a", "clicked", pictures[5]), 422, "invalid-parameter"
+    )
+    assert "without it" in refused["detail"]
+    assert send(shop, named, "a", "clicked").status_code == 204
+    assert send(shop, similar(shop, "a"), "b", "wrong").status_code == 204
+    assert sent_to(shop) == [("", "a", "b", "wrong")]
+    shop.close()
+    assert not list((shop.state / "feedback" / "pictures").iterdir())
+    lines = call("show", "--state", str(shop.state)).splitlines()
+    assert [line.split() for line in lines] == [
+        ["Gallery", "Clicked", "Bought", "Wrong", "Pairs"],
+        ["shop", "1", "0", "1", "1"],
+    ]
+
+
+def test_a_flood_is_refused_by_the_rates_of_searches(tmp_path: Path, pictures: list[bytes]) -> None:
+    settings = {"feedback": "pairs", "rate_limit_per_address": "6/hour"}
+    shop = start_shop(tmp_path / "state", create=False, **settings)
+    statuses = [send(shop, "x", "a", "wrong").status_code for _ in range(8)]
+    assert statuses == [422] * 6 + [429] * 2
+    shop.close()
+
+
+def test_searches_go_on_while_feedback_cannot_be_written(shop: Shop, pictures: list[bytes]) -> None:
+    named = answer_id(shop, pictures[7])
+    holder = sqlite3.connect(shop.state / "feedback.sqlite", isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(4) as senders:
+        waiting = [senders.submit(send, shop, named, f"{n}.png", "wrong") for n in range(4)]
+        for data in pictures:
+            assert shop.search(data).status_code == 200
+        assert not any(one.done() for one in waiting)
+        holder.execute("ROLLBACK")
+        assert [one.result().status_code for one in waiting] == [204] * 4
+    holder.close()
+    assert shop.client.get(f"{shop.url}/feedback?format=json").json()["wrong"] == 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FeedbackStore]:
+    """Five rows at most, for thirty days."""
+    with contextlib.closing(FeedbackStore(tmp_path, max_rows=5, days=30)) as store:
+        yield store
+
+
+def test_the_oldest_go_above_the_limit_and_repeating_oneself_moves_nobody_out(
+    store: FeedbackStore,
+) -> None:
+    question = Question("shop", "1" * 64, item="q")
+    for number in range(8):
+        for _ in range(9):
+            store.add(question, f"{number}", "clicked")
+    assert [pair.item for pair in store.pairs("shop")] == ["3", "4", "5", "6", "7"]
+
+
+def test_what_is_old_or_cleared_goes_with_its_picture(store: FeedbackStore, tmp_path: Path) -> None:
+    for gallery, picture in (("a", "1" * 64), ("b", "1" * 64), ("b", "2" * 64)):
+        store.add(Question(gallery, "v", picture=picture), "item", "bought", b"jpeg")
+    (tmp_path / "feedback" / "pictures" / ".stage-1").touch()  # of a write that was cut short
+    database = sqlite3.connect(tmp_path / "feedback.sqlite")
+    database.execute("UPDATE feedback SET day = '2020-02-02' WHERE gallery = 'a'")
+    database.commit()
+    database.close()
+    store.tidy()
+    kept = sorted((tmp_path / "feedback" / "pictures").iterdir())
+    assert [file.name for file in kept] == [f"{n * 64}.jpg" for n in "12"]
+    assert store.galleries() == ["b"]
+    assert "2 feedbacks" in call("clear", "--state", str(tmp_path), "--gallery", "b")
+    assert not list((tmp_path / "feedback" / "pictures").iterdir())
+
+
+def test_a_gallery_that_is_deleted_takes_its_feedback_along(
+    shop: Shop, pictures: list[bytes]
+) -> None:
+    named = answer_id(shop, pictures[7])
+    assert send(shop, named, "1.png", "wrong", pictures[7]).status_code == 204
+    assert shop.client.delete(shop.url).status_code == 204
+    assert_problem(send(shop, named, "1.png", "wrong"), 404, "unknown-gallery")
+    shop.create("shop")
+    assert sent_to(shop) == []
+
+
+def test_an_export_of_several_galleries_asks_which_one(
+    store: FeedbackStore, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        store.add(Question(name, "v", item="q"), "item", "wrong")
+    arguments = ["feedback", "export", "--state", str(tmp_path), "--out", str(tmp_path / "out")]
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 1
+    assert "a, b" in refused.output
+    assert "1 pairs of 1" in call(*arguments[1:], "--gallery", "b")
+    assert json.dumps(store.counts("b")) == '{"clicked": 0, "bought": 0, "wrong": 1}'

@@ -1,0 +1,223 @@
+"""Counts of attribute values over all that fits, against a naive count over every item."""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedder.errors import FilterError, InvalidParameterError
+from indexer.filters.tree import Equals, Filter, Not, Or, Range
+from indexer.gallery import Gallery
+from indexer.index.plan import IndexSettings
+from indexer.types import MAX_COUNTED_VALUES, MAX_FACETS, Entry, Facet, SearchOptions
+from tests.indexer.oracle import DIM, Oracle, clumped, entry, shop, units
+
+NAMES = ("colour", "sku", "price", "sale", "weight")
+WHERE: list[Filter | None] = [
+    None,
+    Equals("colour", "red"),
+    Not(Equals("sale", True)),
+    Or((Range("price", above=3), Equals("sku", "sku1"))),
+    Equals("colour", "no such colour"),
+]
+
+
+def stock(count: int, seed: int = 0) -> list[Entry]:
+    """Items of a shop, most with a weight of their own and a text that few share."""
+    draw = np.random.default_rng(seed)
+    entries = []
+    for number, one in enumerate(shop(count, seed)):
+        attributes = {**one.attributes, "label": f"label {int(draw.integers(count // 2 + 1))}"}
+        if number % 6:
+            attributes["weight"] = float(np.exp(draw.normal(0, 3)))
+        entries.append(replace(one, attributes=attributes))
+    return entries
+
+
+def check(facet: Facet, entries: Sequence[Entry], name: str) -> None:
+    """It says what counting these items one by one says."""
+    given = [e.attributes[name] for e in entries if name in e.attributes]
+    assert facet.missing == len(entries) - len(given)
+    counts = Counter(given)
+    is_number = bool(given) and not isinstance(given[0], str | bool)
+    if is_number and len(counts) > 20:
+        assert facet.values is None
+        assert facet.bins is not None
+        check_bins(facet.bins, given)
+        return
+    ranked = sorted(counts.items(), key=lambda pair: (not is_number and -pair[1], pair[0]))
+    shown = ranked[:MAX_COUNTED_VALUES]
+    assert facet.bins is None
+    assert list(facet.values or ()) == shown
+    assert facet.other == len(given) - sum(count for _, count in shown)
+
+
+def check_bins(bins: Sequence[tuple[float, float, int]], given: Sequence[Any]) -> None:
+    assert 1 <= len(bins) <= 20
+    for number, (low, high, count) in enumerate(bins):
+        is_last = number == len(bins) - 1
+        assert is_last or high == bins[number + 1][0]
+        assert count == sum(low <= v < high or (is_last and v == high) for v in given)
+    assert sum(count for _, _, count in bins) == len(given)
+
+
+def check_all(gallery: Gallery, entries: Sequence[Entry], query: np.ndarray) -> None:
+    oracle, known = Oracle(gallery, entries), gallery.schema()
+    names = [name for name in (*NAMES, "label") if name in known]
+    for where in WHERE:
+        for least in (None, -0.3, 0.1, 0.99):
+            excluded = frozenset(list(oracle.numbers.values())[:3]) if least else frozenset()
+            options = SearchOptions(where=where, min_score=least, exclude=excluded)
+            fitting = [e for s, e in oracle.ranked(query[0], options) if s >= (least or -2)]
+            found = gallery.facets(names, query, options)
+            assert list(found) == names
+            for name in names:
+                check(found[name], fitting, name)
+
+
+def test_counts_equal_a_naive_count_after_any_changes(gallery: Gallery) -> None:
+    """With filters, thresholds, removed items and missing attributes; before and after an index."""
+    rng, query = np.random.default_rng(0), units(1, 7)
+    truth = {e.key: e for e in stock(150)}
+    gallery.add(truth.values())
+    check_all(gallery, [*truth.values()], query)
+    for step in range(8):
+        chosen = [f"key{n}" for n in rng.choice(150, 12, replace=False)]
+        known = [key for key in chosen if key in truth]
+        match step % 4:
+            case 0:
+                gallery.remove(known)
+                truth = {key: e for key, e in truth.items() if key not in chosen}
+            case 1:
+                changes = {"colour": f"new {step}", "weight": step + 0.25, "sale": None}
+                gallery.update(dict.fromkeys(known, changes))
+                for key in known:
+                    left = {**truth[key].attributes, **changes}
+                    own = {name: v for name, v in left.items() if v is not None}
+                    truth[key] = replace(truth[key], attributes=own)
+            case 2:
+                gallery.compact()
+            case _:
+                new = [replace(e, key=f"late{step}-{e.key}") for e in stock(20, step)]
+                gallery.add(new)
+                truth |= {e.key: e for e in new}
+        check_all(gallery, [*truth.values()], query)
+    page = gallery.page(0, 1, Not(Equals("sale", True)), "late")
+    [counts] = gallery.facets(["sale"], None, SearchOptions(where=WHERE[2]), "late").values()
+    check(
+        counts,
+        [e for e in truth.values() if e.key[:4] == "late" and WHERE[2].matches(e.attributes)],
+        "sale",
+    )
+    assert sum(n for _, n in counts.values or ()) + counts.missing == page.total
+    check_all(Gallery.open(gallery.path), [*truth.values()], query)
+    few = dict([*truth.items()][-7:])
+    gallery.remove(truth.keys() - few.keys())
+    gallery.compact()  # leaves few of many numbers
+    check_all(gallery, [*few.values()], query)
+
+
+def test_each_value_and_bin_is_a_filter_that_leaves_as_many(gallery: Gallery) -> None:
+    entries = stock(200)
+    gallery.add(entries)
+    found = gallery.facets(["label", "weight"])
+    for value, count in (found["label"].values or ())[:5]:
+        assert gallery.page(0, 1, Equals("label", value)).total == count
+    *bins, (low, high, last) = found["weight"].bins or ()
+    assert {end - start for start, end, _ in bins} == {high - low}
+    for start, end, count in bins:
+        assert gallery.page(0, 1, Range("weight", at_least=start, below=end)).total == count
+    assert gallery.page(0, 1, Range("weight", at_least=low, at_most=high)).total == last
+
+
+@pytest.mark.parametrize("kind", ["fp16", "hnsw"])
+def test_above_a_threshold_an_index_counts_what_a_search_without_end_lists(
+    gallery: Gallery, kind: str
+) -> None:
+    """Few are taken from its candidates, more are compared one by one."""
+    vectors = clumped(4000)
+    entries = [entry(f"key{n}", v, {"tens": n % 10, "n": n}, str(n)) for n, v in enumerate(vectors)]
+    gallery.add(entries)
+    gallery.compact(IndexSettings(kind=kind))
+    gallery.remove(f"key{n}" for n in range(0, 4000, 9))
+    left = [e for n, e in enumerate(entries) if n % 9]
+    oracle, query = Oracle(gallery, left), vectors[1:2]
+    for least, where in ((0.8, None), (-0.2, None), (0.8, Range("n", below=900)), (-1, None)):
+        for exact in (False, True):
+            options = SearchOptions(min_score=least, where=where, exact=exact)
+            fitting = [e for s, e in oracle.ranked(query[0], options) if s >= least]
+            found = gallery.facets(["tens", "n"], query, options)
+            check(found["tens"], fitting, "tens")
+            check(found["n"], fitting, "n")
+            [hits] = gallery.search(query, 5000, options)
+            assert len(hits) == len(fitting)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [0.1 * n for n in range(31)],
+        [10**18 + n for n in range(25)],
+        [1e300 * n for n in range(-90, 90, 7)],
+        [-1.7e308, 1.7e308, *range(30)],
+        [3e-308 * n for n in range(40)],
+        [-(2**63), 2**63 - 1, *range(0, 100, 3)],
+        [-7, *(n / 4 for n in range(90))],
+    ],
+)
+def test_any_numbers_have_a_histogram(gallery: Gallery, numbers: list[float]) -> None:
+    vectors = units(len(numbers))
+    gallery.add(
+        entry(f"key{n}", v, {"n": x}) for n, (v, x) in enumerate(zip(vectors, numbers, strict=True))
+    )
+    check_bins(gallery.facets(["n"])["n"].bins or (), numbers)
+
+
+def test_counts_are_of_one_state_while_items_come_and_go(gallery: Gallery) -> None:
+    """Each change moves ten items at once; a count that sees some of them sees all."""
+    gallery.add(entry(f"key{n}", v, {"round": -1}) for n, v in enumerate(units(200)))
+    done, seen = threading.Event(), set[tuple[int, ...]]()
+
+    def count() -> None:
+        while not done.is_set():
+            values = gallery.facets(["round"])["round"].values or ()
+            seen.add(tuple(number for _, number in values))
+
+    with ThreadPoolExecutor(2) as pool:
+        counting = [pool.submit(count) for _ in range(2)]
+        try:
+            for step in range(20):
+                moving = [entry(f"m{n}", v, {"round": step}) for n, v in enumerate(units(10, step))]
+                gallery.add(moving)
+                if step % 5 == 0:
+                    gallery.compact()
+                gallery.remove(e.key for e in moving)
+        finally:
+            done.set()
+        for one in counting:
+            one.result()
+    assert seen <= {(200,), (200, 10)}
+    assert gallery.facets(["round"])["round"] == Facet(((-1, 200),))
+
+
+def test_what_cannot_be_counted_is_named(gallery: Gallery) -> None:
+    assert gallery.facets(["colour"], units(1)) == {"colour": Facet()}
+    gallery.add(stock(30))
+    assert list(gallery.facets(["sale", "colour", "sale"])) == ["sale", "colour"]
+    assert gallery.facets([]) == {}
+    many = [f"a{n}" for n in range(MAX_FACETS + 1)]
+    with pytest.raises(InvalidParameterError, match=r"9 attributes; at most 8"):
+        gallery.facets(many)
+    with pytest.raises(FilterError, match=r"'color' to count.*'colour'"):
+        gallery.facets(["sale", "color"])
+    with pytest.raises(FilterError, match="'size'"):
+        gallery.facets(["sale"], options=SearchOptions(where=Equals("size", 1)))
+    with pytest.raises(InvalidParameterError, match="No query"):
+        gallery.facets(["sale"], options=SearchOptions(min_score=0.5))
+    with pytest.raises(InvalidParameterError, match=f"dimension {DIM}"):
+        gallery.facets(["sale"], units(1, dim=DIM + 1))

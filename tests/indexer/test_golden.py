@@ -1,0 +1,329 @@
+"""The golden set: its figures against numpy, and what it outlives."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedder.errors import (
+    FilterError,
+    GalleryCorruptError,
+    ImageError,
+    InvalidParameterError,
+    ItemNotFoundError,
+)
+from indexer.checks.golden import (
+    KEPT_RUNS,
+    MAX_QUERIES,
+    Asked,
+    GoldenSet,
+    Label,
+    NewQuery,
+    change,
+    threshold_of,
+)
+from indexer.checks.verify import check_files
+from indexer.folder.backup import restore
+from indexer.gallery import Gallery
+from tests.embedder.bundles import CALIBRATION
+from tests.indexer.conftest import Run, failure, flipped, printed
+from tests.indexer.oracle import DIM, clumped, entry, units
+from tests.support.seams import adopt, backup
+from tests.tiny import encoded, picture
+
+TIE = 1e-5
+
+
+def stocked(gallery: Gallery, count: int = 400) -> tuple[np.ndarray, list[int]]:
+    """Vectors (N, D) and products of some eight items each."""
+    vectors = clumped(count)
+    products = np.random.default_rng(1).integers(0, count // 8, count).tolist()
+    gallery.add(
+        entry(f"k{n}", vector, {"product": product, "odd": n % 2 == 1})
+        for n, (vector, product) in enumerate(zip(vectors, products, strict=True))
+    )
+    return vectors, products
+
+
+def labelled(golden: GoldenSet, gallery: Gallery, *labels: Label) -> None:
+    golden.add([NewQuery(b"%d" % n, label, f"{n}.jpg") for n, label in enumerate(labels)], gallery)
+
+
+def vectors_of(golden: GoldenSet, vectors: np.ndarray) -> dict[str, np.ndarray]:
+    return dict(zip([query.sha256 for query in golden.queries()], vectors, strict=True))
+
+
+def naive(scores: np.ndarray, is_right: np.ndarray) -> tuple[int, float]:
+    """Rank of the first right item and average precision at R, from the definitions."""
+    lowered = scores - TIE * is_right
+    rank = 1 + int((lowered > lowered[is_right].max()).sum())
+    order = np.argsort(-lowered)[: is_right.sum()]
+    precision = [is_right[order[: i + 1]].mean() for i in range(len(order)) if is_right[order[i]]]
+    return rank, sum(precision) / len(order)
+
+
+def test_figures_are_those_of_a_naive_reference_on_random_vectors(gallery: Gallery) -> None:
+    vectors, products = stocked(gallery)
+    gallery.compact()
+    rng = np.random.default_rng(2)
+    chosen = rng.integers(0, len(vectors), 60)
+    queries = vectors[chosen] + 0.3 * units(60, 3)
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    golden, rights, labels = GoldenSet(gallery.path), [], []
+    for number, item in enumerate(chosen.tolist()):
+        if number % 2:
+            labels.append(Label(attribute="product", value=products[item]))
+            rights.append(np.array(products) == products[item])
+        else:
+            keys = {item, *rng.integers(0, len(vectors), number % 5).tolist()}
+            labels.append(Label(keys=tuple(f"k{n}" for n in keys)))
+            rights.append(np.isin(np.arange(len(vectors)), [*keys]))
+    labelled(golden, gallery, *labels, *[Label(no_match=True)] * 10)
+    nothing = units(10, 4)
+    asked = Asked.of(gallery, golden.queries(), vectors_of(golden, np.vstack([queries, nothing])))
+    best, best_of_nothing = ((side @ vectors.T).max(axis=1) for side in (queries, nothing))
+    threshold = float(np.median(best_of_nothing))
+    report = asked.report(threshold)
+
+    every = [naive(vectors @ query, right) for query, right in zip(queries, rights, strict=True)]
+    ranks, precisions = np.array([rank for rank, _ in every]), [part for _, part in every]
+    assert (report.queries, report.judged, report.no_match, report.left_out) == (70, 60, 10, 0)
+    for k, found in ((1, report.recall_at_1), (5, report.recall_at_5), (10, report.recall_at_10)):
+        assert found == pytest.approx((ranks <= k).mean(), abs=1e-6)
+        assert 0 < found < 1
+    assert report.map_at_r == pytest.approx(np.mean(precisions), abs=1e-6)
+    assert report.no_match_precision == pytest.approx(0.5, abs=1e-6)
+    assert report.found == pytest.approx(((ranks == 1) & (best >= threshold)).mean(), abs=1e-6)
+    shown = [asked.outcomes[n].precision for n in range(60)]
+    assert shown == pytest.approx(precisions, abs=1e-9)
+    assert len(report.worst) == 20
+    assert report.version == gallery.version
+
+
+def test_a_tie_counts_against_the_gallery(gallery: Gallery) -> None:
+    same = units(1)
+    gallery.add(entry(f"k{n}", same[0], {"n": n}) for n in range(40))
+    golden = GoldenSet(gallery.path)
+    labelled(golden, gallery, Label(keys=("k0",)))
+    report = Asked.of(gallery, golden.queries(), vectors_of(golden, same)).report(None)
+    assert (report.recall_at_10, report.map_at_r, report.no_match_precision) == (0, 0, None)
+
+
+def test_a_query_whose_items_have_gone_or_whose_picture_is_refused_is_left_out_and_says_so(
+    gallery: Gallery,
+) -> None:
+    vectors, _ = stocked(gallery, 40)
+    golden = GoldenSet(gallery.path)
+    labels = [Label(keys=(f"k{n}",)) for n in range(3)]
+    labelled(golden, gallery, *labels)
+    gallery.remove(["k0"])
+    found = dict(vectors_of(golden, vectors[:3]))
+    found[golden.queries()[1].sha256] = ImageError("too large")  # type: ignore[assignment]
+    report = Asked.of(gallery, golden.queries(), found).report(0.5)
+    assert (report.judged, report.left_out, report.recall_at_1) == (1, 2, 1)
+    assert ["fit its label" in report.worst[0].problem, "too large" in report.worst[1].problem] == [
+        True,
+        True,
+    ]
+
+
+def test_a_label_that_says_nothing_two_things_or_what_the_gallery_lacks_is_refused_whole(
+    gallery: Gallery,
+) -> None:
+    stocked(gallery, 40)
+    golden = GoldenSet(gallery.path)
+    for label, says in [
+        (Label(), "one thing"),
+        (Label(keys=("k0",), no_match=True), "one thing"),
+        (Label(attribute="product"), "one thing"),
+        (Label(value=3), "one thing"),
+        (Label(keys=("k0", "nowhere")), "no item 'nowhere'"),
+        (Label(attribute="product", value=10**6), "0 items"),
+    ]:
+        with pytest.raises(InvalidParameterError, match=says):
+            golden.add([NewQuery(b"good", Label(keys=("k0",))), NewQuery(b"bad", label)], gallery)
+    for attribute, value in (("colour", "red"), ("product", "12"), ("odd", 1)):
+        with pytest.raises(FilterError, match=attribute):
+            labelled(golden, gallery, Label(attribute=attribute, value=value))
+    with pytest.raises(InvalidParameterError, match="Of 2 queries only 1"):
+        golden.add([NewQuery(b"a", Label(no_match=True))] * 2, gallery)
+    many = [NewQuery(b"%d" % n, Label(no_match=True)) for n in range(MAX_QUERIES + 1)]
+    with pytest.raises(InvalidParameterError, match="limit is 1,000"):
+        golden.add(many, gallery)
+    assert golden.queries() == []
+
+
+def test_the_same_picture_again_gets_the_new_label_and_stays_in_its_place(gallery: Gallery) -> None:
+    stocked(gallery, 40)
+    golden = GoldenSet(gallery.path)
+    labelled(golden, gallery, Label(keys=("k0",)), Label(no_match=True))
+    labelled(golden, gallery, Label(attribute="odd", value=True))
+    assert [query.wanted for query in golden.queries()] == ["odd = True", "no match"]
+    first = golden.queries()[0].sha256
+    assert golden.image(first) == b"0"
+    assert golden.remove([first, first, "0" * 64]) == 1
+    with pytest.raises(ItemNotFoundError, match=first[:12]):
+        golden.image(first)
+
+
+def test_it_outlives_a_swap_a_build_and_a_compaction_and_is_in_the_backup(
+    gallery: Gallery, tmp_path: Path
+) -> None:
+    vectors, _ = stocked(gallery, 40)
+    other = Gallery.create(tmp_path / "other", name="other", bundle_id="c" * 64, dim=DIM)
+    stocked(other, 20)
+    golden = GoldenSet(gallery.path)
+    labelled(golden, gallery, Label(keys=("k0",)), Label(no_match=True))
+    report = Asked.of(gallery, golden.queries(), vectors_of(golden, vectors[:2])).report(0.5)
+    golden.keep(report)
+    before = (golden.queries(), golden.runs(), golden.image(golden.queries()[0].sha256))
+
+    gallery.compact()
+    backup(gallery.path, tmp_path / "backup")
+    adopt(gallery.path, other.path)
+    assert Gallery.open(gallery.path).generation != gallery.generation
+    assert (golden.queries(), golden.runs(), golden.image(before[0][0].sha256)) == before
+    Gallery.create(gallery.path, name="shop", bundle_id="b", dim=DIM).close()
+    assert golden.queries() == before[0]
+    for target in (tmp_path / "new", other.path):
+        restore(tmp_path / "backup", target, replace=True)
+        there = GoldenSet(target)
+        assert (there.queries(), there.runs(), there.image(before[0][0].sha256)) == before
+        check_files(target)
+
+
+def test_damage_is_told_and_ends_neither_in_a_backup_nor_in_an_answer(
+    gallery: Gallery, tmp_path: Path
+) -> None:
+    stocked(gallery, 40)
+    golden = GoldenSet(gallery.path)
+    golden.add([NewQuery(bytes(100_000), Label(keys=("k0",)))], gallery)
+    backup(gallery.path, tmp_path / "good")
+    flipped(golden.file)
+    for work in (
+        lambda: check_files(gallery.path),
+        lambda: golden.image(golden.queries()[0].sha256),
+        lambda: backup(gallery.path, tmp_path / "bad"),
+    ):
+        with pytest.raises(GalleryCorruptError, match=r"golden\.sqlite"):
+            work()
+    assert not (tmp_path / "bad").exists()
+    golden.file.write_bytes(b"no database at all" * 100)
+    with pytest.raises(GalleryCorruptError, match="damaged"):
+        golden.queries()
+    golden.file.write_bytes((tmp_path / "good" / golden.file.name).read_bytes())
+    assert len(golden.queries()) == 1
+
+
+def test_the_newest_reports_are_kept(gallery: Gallery) -> None:
+    stocked(gallery, 40)
+    golden = GoldenSet(gallery.path)
+    labelled(golden, gallery, Label(no_match=True))
+    report = Asked.of(gallery, golden.queries(), vectors_of(golden, units(1))).report(0.5)
+    for number in range(3):
+        golden.keep(report.model_copy(update={"items": number}))
+    assert [run.items for run in golden.runs()] == [2, 1, 0]
+    assert KEPT_RUNS >= 100
+
+
+def test_two_models_are_judged_on_what_both_can_answer_with_a_paired_interval(
+    gallery: Gallery, tmp_path: Path
+) -> None:
+    vectors, _ = stocked(gallery, 200)
+    worse = Gallery.create(tmp_path / "worse", name="shop", bundle_id="c" * 64, dim=DIM)
+    entries = [one for part in gallery.scan() for one in part]
+    worse.add(one for one in entries if one.key != "k0")
+    golden = GoldenSet(gallery.path)
+    labelled(golden, gallery, *[Label(keys=(f"k{n}",)) for n in range(40)])
+    queries = golden.queries()
+    good = Asked.of(gallery, queries, vectors_of(golden, vectors[:40]))
+    lost = vectors[:40].copy()
+    lost[:11] *= -1
+    bad = Asked.of(worse, queries, vectors_of(golden, lost))
+    found = change(good, bad, 0.5, 0.6)
+    assert (found.judged, found.labels, found.decides) == (39, 39, True)
+    assert (found.old_recall_at_1, found.new_recall_at_1) == (1, pytest.approx(29 / 39, abs=1e-6))
+    assert found.change_interval is not None
+    low, high = found.change_interval
+    # The paired differences are 39 draws of 0 or -1: half the width of their mean is about 0.14.
+    assert low < -10 / 39 < high < 0
+    assert high - low == pytest.approx(2 * 1.96 * np.sqrt(10 / 39 * 29 / 39 / 39), abs=0.03)
+    passed, reason = found.verdict(0.1, None)
+    assert not passed
+    assert "is lost; 0.1000 is allowed" in reason
+    assert found.verdict(0.3, None)[0]
+    assert "asks for 0.9000" in found.verdict(0.3, 0.9)[1]
+    same = change(good, good, 0.5, 0.5)
+    assert same.change_interval == (0, 0)
+    assert same.verdict(0.0, 1.0)[0]
+
+
+def test_the_threshold_is_that_of_one_wrong_match_in_a_hundred() -> None:
+    nearest = threshold_of(CALIBRATION)
+    assert nearest in [one.search_score for one in CALIBRATION.thresholds]
+    assert threshold_of(None) is None
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Photographs of customers, and a list of what is right for them."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for seed, name in ((1, "a.png"), (2, "b.png"), (50, "c.png")):
+        (folder / name).write_bytes(encoded(picture(seed)))
+    (folder / "list.csv").write_text(
+        'image,keys,class\na.png,"cup/a.png, cup/b.jpg",\nb.png,,cup\nc.png,,\n'
+    )
+    return folder
+
+
+def test_the_commands_label_list_run_and_remove(run: Run, built: Path, photos: Path) -> None:
+    made = printed(run("golden", "add", built, "--csv", photos / "list.csv", "--json"))["queries"]
+    assert [query["keys"] for query in made] == [["cup/a.png", "cup/b.jpg"], [], []]
+    assert (made[1]["attribute"], made[1]["value"], made[2]["no_match"]) == ("class", "cup", True)
+    one = ("golden", "add", built, "--query", photos / "a.png")
+    assert "3 in all" in run(*one, "--keys", "f.gif").stdout
+    assert "3 in all" in run(*one, "--attribute", "class=cup").stdout
+    lines = run("golden", "list", built).stdout.splitlines()
+    assert [line.split("  ")[1:] for line in lines] == [
+        ["a.png", "class = cup"],
+        ["b.png", "class = cup"],
+        ["c.png", "no match"],
+    ]
+    ask = ("golden", "run", built, "--bundle", "b")
+    report = printed(run(*ask, "--min-score", "0.99", "--json"))
+    assert (report["judged"], report["no_match"], report["own_pictures"]) == (2, 1, 1)
+    assert (report["recall_at_1"], report["no_match_precision"]) == (1, 1)
+    text = run(*ask).stdout
+    assert "recall@1   1.0000 (0.3424 to 1.0000)" in text
+    assert "give --min-score" in text
+    assert len(printed(run("golden", "runs", built, "--json"))["runs"]) == 2
+    assert len(run("golden", "runs", built).stdout.splitlines()) == 3
+    left = printed(run("golden", "remove", built, lines[0][:12], "--json"))
+    assert [query["name"] for query in left["queries"]] == ["b.png", "c.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--query PHOTOS/a.png --keys nowhere", "no item 'nowhere'"),
+        ("--query PHOTOS/a.png --keys ,", "one thing"),
+        ("--query PHOTOS/a.png --keys '\"a'", "double quotes"),
+        ("--query PHOTOS/a.png --attribute colour=red", "one of the attributes class"),
+        ("--query PHOTOS/a.png --attribute class=hut", "0 items"),
+        ("--query PHOTOS/gone.png --no-match", "gone.png"),
+        ("--query PHOTOS/list.csv --no-match", "list.csv cannot be used"),
+        ("--csv PHOTOS/two.csv", "two.csv:2"),
+        ("--csv PHOTOS/none.csv", "names no images"),
+    ],
+)
+def test_a_wrong_label_is_one_line_of_what_to_do(
+    run: Run, built: Path, photos: Path, arguments: str, says: str
+) -> None:
+    (photos / "two.csv").write_text("image,keys,class\na.png,f.gif,cup\n")
+    (photos / "none.csv").write_text("image,keys\n")
+    words = [word.strip("'").replace("PHOTOS", str(photos)) for word in arguments.split()]
+    assert says in failure(run("golden", "add", built, *words))
+    assert printed(run("golden", "list", built, "--json")) == {"queries": []}
+    assert "is empty" in failure(run("golden", "run", built, "--bundle", "b"))
+    assert "0 queries have the number" in failure(run("golden", "remove", built, "0f"))

@@ -1,0 +1,234 @@
+"""Another order of the first hits, beside the same in plain Python.
+
+The law that it equals its definition is run for every engine, in test_conformance.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedder.errors import FilterError, InvalidParameterError
+from indexer.filters.tree import Equals
+from indexer.gallery import Gallery
+from indexer.live.rerank import ALPHA, EXPANDED_BY, KEPT, NEAR, NEARER
+from indexer.types import (
+    CANDIDATES,
+    Boost,
+    Entry,
+    Grouping,
+    SearchOptions,
+    VectorStore,
+    boost_of,
+)
+from tests.indexer.oracle import Oracle, entry, shop, units
+
+PRICE = Boost("price", -0.15, low=0.0, high=10.0)
+ORDERS = [
+    SearchOptions(rerank="aqe"),
+    SearchOptions(rerank="reciprocal"),
+    SearchOptions(diversity=0.4),
+    SearchOptions(boost=PRICE),
+    SearchOptions(rerank="reciprocal", diversity=0.2, boost=PRICE),
+    SearchOptions(rerank="aqe", min_score=-0.05, where=Equals("colour", "red"), exact=True),
+]
+
+
+def no_copies(count: int) -> list[Entry]:
+    """Items of which no two are equal, so that rounding decides nothing."""
+    return [replace(e, vector=v) for e, v in zip(shop(count), units(count, seed=3), strict=True)]
+
+
+def reordered(
+    query: np.ndarray, ranked: Sequence[tuple[float, Entry]], options: SearchOptions
+) -> list[str]:
+    """Keys of ranked hits in the order that the options define; PRICE alone may boost."""
+    first = [e for _, e in ranked[:CANDIDATES]]
+    asked = query.astype(np.float64)
+    vectors = [e.vector.astype(np.float64) for e in first]
+    relevance = [float(asked @ v) for v in vectors]
+    if options.rerank == "aqe":
+        moved = asked + sum(max(0.0, float(asked @ v)) ** ALPHA * v for v in vectors[:EXPANDED_BY])
+        relevance = [float(moved @ v) / math.sqrt(float(moved @ moved)) for v in vectors]
+    if options.rerank == "reciprocal":
+        relevance = shared_neighbours([asked, *vectors])
+    if options.boost:
+        prices = [e.attributes.get("price", 10.0) for e in first]
+        scaled = [min(1.0, max(0.0, float(price) / 10)) for price in prices]
+        relevance = [r - 0.15 * x for r, x in zip(relevance, scaled, strict=True)]
+    alike = (np.array(vectors) @ np.array(vectors).T).tolist() if vectors else []
+    left, d, placed = list(range(len(first))), options.diversity, list[int]()
+    while left:
+        placed.append(
+            max(
+                left,
+                key=lambda i: (
+                    (1 - d) * relevance[i]
+                    - d * max((alike[i][j] for j in placed if d), default=0.0)
+                ),
+            )
+        )
+        left.remove(placed[-1])
+    return [first[i].key for i in placed] + [e.key for _, e in ranked[CANDIDATES:]]
+
+
+def shared_neighbours(vectors: Sequence[np.ndarray]) -> list[float]:
+    """1 - d* of each to the first: sets of neighbours, as the paper has them."""
+    stacked = np.array(vectors)
+    far = np.maximum(0, 1 - stacked @ stacked.T).tolist()
+    everyone = range(len(vectors))
+    nearest = [sorted(everyone, key=lambda j: (j != i, far[i][j])) for i in everyone]
+    top = {k: [set(order[: k + 1]) for order in nearest] for k in (NEAR, NEAR // 2)}
+    mutual = {
+        k: [{j for j in near[i] if i in near[j]} for i in everyone] for k, near in top.items()
+    }
+    encoded = []
+    for i in everyone:
+        own, members = mutual[NEAR][i], set(mutual[NEAR][i])
+        for j in own:
+            theirs = mutual[NEAR // 2][j]
+            if 3 * len(own & theirs) > 2 * len(theirs):
+                members |= theirs
+        weights = [math.exp(-2 * far[i][j]) if j in members else 0.0 for j in everyone]
+        encoded.append([weight / sum(weights) for weight in weights])
+    smooth = [
+        [sum(encoded[j][m] for j in order[:NEARER]) / NEARER for m in everyone] for order in nearest
+    ]
+    return [
+        1
+        - (1 - KEPT) * (1 - sum(map(min, smooth[0], other)) / sum(map(max, smooth[0], other)))
+        - KEPT * far[0][i]
+        for i, other in enumerate(smooth[1:], 1)
+    ]
+
+
+def check_order(store: VectorStore, count: int, orders: Sequence[SearchOptions]) -> None:
+    """The law itself, for any engine."""
+    entries = no_copies(count)
+    store.add(entries)
+    oracle = Oracle(store, entries)
+    for query, options in product(units(2, seed=9), orders):
+        [hits] = store.search(query[None], count, options)
+        least = -2.0 if options.min_score is None else options.min_score
+        ranked = [pair for pair in oracle.ranked(query, options) if pair[0] >= least]
+        assert [hit.key for hit in hits] == reordered(query, ranked, options), options
+        cosine = {e.key: score for score, e in ranked}
+        scores = [cosine[hit.key] for hit in hits]
+        assert [hit.score for hit in hits] == pytest.approx(scores, abs=1e-6)
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
+def test_pages_leave_nothing_out_and_show_nothing_twice(
+    gallery: Gallery, options: SearchOptions
+) -> None:
+    count, step = CANDIDATES + 50, 83
+    gallery.add(shop(count))
+    query = units(1, seed=4)
+    plain = SearchOptions(where=options.where, min_score=options.min_score)
+
+    def hits(k: int, wanted: SearchOptions) -> list[Any]:
+        return [hit.id for hit in gallery.search(query, k, wanted)[0]]
+
+    def groups(k: int, wanted: SearchOptions) -> list[Any]:
+        [found] = gallery.search_groups(query, k, Grouping("sku", size=2), wanted)
+        return [(group.value, [hit.id for hit in group.hits]) for group in found]
+
+    for search in (hits, groups):
+        whole, found = search(count, options), search(count, plain)
+        pages = [search(step, replace(options, offset=n)) for n in range(0, count, step)]
+        assert [one for page in pages for one in page] == whole
+        assert whole[CANDIDATES:] == found[CANDIDATES:]
+        assert whole != found
+        assert sorted(map(str, whole)) == sorted(map(str, found))
+
+
+def test_a_group_stands_where_its_best_item_would(gallery: Gallery) -> None:
+    entries = no_copies(CANDIDATES - 20)
+    gallery.add(entries)
+    oracle, [query] = Oracle(gallery, entries), units(1, seed=5)
+    best: dict[Any, tuple[float, Entry]] = {}
+    for score, e in oracle.ranked(query, SearchOptions()):
+        best.setdefault(e.attributes.get("sku", e.key), (score, e))
+    for options in ORDERS[:5]:
+        [found] = gallery.search_groups(query[None], 30, Grouping("sku"), options)
+        expected = reordered(query, [*best.values()], options)[:30]
+        assert [group.hits[0].key for group in found] == expected
+
+
+def test_a_group_by_its_mean_stands_where_its_mean_says(gallery: Gallery) -> None:
+    gallery.add(no_copies(CANDIDATES - 20))
+    query, by_mean = units(1, seed=5), Grouping("sku", "mean")
+    [plain] = gallery.search_groups(query, 30, by_mean)
+    for weight in (0.0, 1e-9):
+        options = SearchOptions(boost=replace(PRICE, weight=weight))
+        [found] = gallery.search_groups(query, 30, by_mean, options)
+        assert [group.value for group in found] == [group.value for group in plain]
+    [varied] = gallery.search_groups(query, 30, by_mean, SearchOptions(diversity=0.1))
+    assert varied[0].value == plain[0].value
+    with pytest.raises(InvalidParameterError, match="not by their mean"):
+        gallery.search_groups(query, 30, by_mean, SearchOptions(rerank="reciprocal"))
+
+
+def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behind(
+    gallery: Gallery,
+) -> None:
+    vector = units(1)[0]
+    prices = {"cheap": 1, "dear": 101, "middle": 26, "unknown": None}
+    gallery.add([entry(k, vector, {} if p is None else {"price": p}) for k, p in prices.items()])
+
+    def order(text: str) -> list[str]:
+        options = SearchOptions(boost=boost_of(text))
+        return [hit.key for hit in gallery.search(vector[None], 9, options)[0]]
+
+    assert order("price:0.1") == ["dear", "middle", "cheap", "unknown"]
+    assert order("price:-0.1") == ["cheap", "middle", "dear", "unknown"]
+    assert order("price:0.1:0:20") == ["dear", "middle", "cheap", "unknown"]  # two at the end
+    assert order("price:-0.1:200:300") == ["cheap", "dear", "middle", "unknown"]
+    gallery.update({"cheap": {"price": 50}, "dear": {"price": 50}, "middle": {"price": 50}})
+    assert order("price:0.1") == ["cheap", "dear", "middle", "unknown"]  # no range, no boost
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rerank": "best"}, "rerank = 'best' is not known"),
+        ({"diversity": 1.5}, "diversity = 1.5; give a number, from 0 to 1"),
+        ({"diversity": math.nan}, "diversity = nan"),
+        ({"diversity": True}, "diversity = True"),
+        ({"boost": Boost("price", 0.3)}, "0.3; give a number, from -0.2 to 0.2"),
+        ({"boost": Boost("price", 0.1, low=math.inf)}, "from or to of a boost = inf"),
+        ({"boost": Boost("price", 0.1, 5.0, 5.0)}, "from 5 to 5 has no length"),
+    ],
+)
+def test_what_is_out_of_range_is_named(
+    gallery: Gallery, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidParameterError, match=named):
+        gallery.search(units(1), 5, SearchOptions(**options))
+
+
+def test_only_a_known_number_boosts(gallery: Gallery) -> None:
+    wanted = SearchOptions(boost=boost_of("colour:0.1"))
+    assert gallery.search(units(1), 5, wanted) == [[]]
+    gallery.add(shop(20))
+    for name in ("colour", "no such"):
+        with pytest.raises(
+            FilterError, match=f"no numeric attribute '{name}' to boost by"
+        ) as error:
+            gallery.search(units(1), 5, replace(wanted, boost=Boost(name, 0.1)))
+        assert "'colour'" not in str(error.value).partition("Known are")[2]
+
+
+@pytest.mark.parametrize("text", ["price", "price:", "price:x", "price:0.1:a:b"])
+def test_a_boost_that_cannot_be_read_shows_how_it_is_written(text: str) -> None:
+    with pytest.raises(InvalidParameterError, match=r"Write price:-0\.1, or price:-0\.1:0:50"):
+        boost_of(text)
+
+
+def test_a_boost_is_read_with_and_without_a_range() -> None:
+    assert boost_of("price:-0.1") == Boost("price", -0.1)
+    assert boost_of("a:b:0.1:-5:1e3") == Boost("a:b", 0.1, -5.0, 1000.0)

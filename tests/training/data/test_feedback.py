@@ -1,0 +1,216 @@
+"""Feedback as a source of training data: who joins which class, and which classes are confused."""
+
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from embedder.errors import DatasetError
+from tests.tiny import encoded, picture
+from training.commands.data import app
+from training.config.settings import FolderData
+from training.data.doctor import examine
+from training.data.feedback import sentences
+from training.data.load import load_split
+from training.data.protocol import hold_out
+from training.data.records import Split
+
+PRODUCTS = ("bag", "cup", "hat", "jar", "mug", "pen")
+Rows = list[tuple[str, str, str, str]]
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    for number, product in enumerate(PRODUCTS):
+        for view in range(3):
+            put(tmp_path / "shop" / product / f"{view}.png", 10 * number + view)
+    return tmp_path / "shop"
+
+
+def put(path: Path, seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded(picture(seed)))
+
+
+def told(folder: Path, rows: Rows, *without: str) -> Path:
+    """A folder of feedback with the pictures of all its queries but for those `without`."""
+    folder.mkdir()
+    for number, query in enumerate(sorted({row[0] for row in rows} - {"", *without})):
+        put(folder / query, 1000 + number)
+    with (folder / "pairs.csv").open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerows([("query", "query_key", "item", "action"), *rows])
+    return folder
+
+
+def split_of(shop: Path, *folders: Path, **settings: Any) -> Split:
+    """Trained on are all products but for two."""
+    feedback = [str(folder) for folder in folders]
+    data = {"kind": "folder", "root": str(shop), "train_fraction": 0.67, "feedback": feedback}
+    return load_split(FolderData.model_validate(data | settings))
+
+
+def joined(split: Split) -> dict[str, str]:
+    """Class by name of the picture."""
+    found = split.joined()
+    return {
+        Path(path).name: found.class_names[label]
+        for path, label in zip(found.paths, found.labels, strict=True)
+    }
+
+
+def confused(split: Split) -> dict[frozenset[str], int]:
+    names = split.train.class_names
+    return {frozenset((names[a], names[b])): n for a, b, n in split.confused().tolist()}
+
+
+def test_what_rows_tell_and_what_they_do_not(shop: Path, tmp_path: Path) -> None:
+    a, b, c, d = split_of(shop).train.class_names
+    rows: Rows = [
+        ("p/clicked.png", "", f"{a}/0.png", "clicked"),
+        ("p/clicked.png", "", f"{b}/0.png", "wrong"),
+        ("p/clicked.png", "", f"{b}/1.png", "wrong"),
+        ("p/most.png", "", f"{a}/0.png", "clicked"),
+        ("p/most.png", "", f"{b}/0.png", "clicked"),
+        ("p/most.png", "", f"{b}/0.png", "bought"),
+        ("p/tie.png", "", f"{c}/0.png", "clicked"),
+        ("p/tie.png", "", f"{d}/0.png", "clicked"),
+        ("p/denied.png", "", f"{c}/0.png", "clicked"),
+        ("p/denied.png", "", f"{c}/0.png", "wrong"),
+        ("p/gone.png", "", f"{c}/0.png", "bought"),
+        ("p/gone.png", "", f"{d}/0.png", "wrong"),
+        ("p/nobody.png", "", f"{d}/0.png", "wrong"),
+        ("p/clicked.png", "", "sold/0.png", "clicked"),
+        ("", f"{a}/1.png", f"{c}/2.png", "wrong"),
+        ("", f"{a}/1.png", f"{d}/2.png", "clicked"),
+        ("", f"{a}/1.png", f"{a}/2.png", "wrong"),
+    ]
+    split = split_of(shop, told(tmp_path / "told", rows, "p/gone.png"))
+    assert joined(split) == {"clicked.png": a, "most.png": b}
+    assert confused(split) == {frozenset((a, b)): 2, frozenset((c, d)): 1, frozenset((a, c)): 1}
+    text = "\n".join(sentences(split))
+    assert "2 picture(s) join 2 train class(es); 3 pair(s) of train classes are confused" in text
+    for count, words in (
+        (1, "name items that are not in the data; train on the folder"),
+        (1, "like an answer to a search with an image of the shop itself"),
+        (1, "like an answer to a picture that is not kept"),
+        (2, "call an answer wrong to a picture of which nobody told the product"),
+        (5, "are outvoted by other rows"),
+    ):
+        assert f"{count} of 17 rows {words}" in text
+    assert split.feedback is not None
+    assert sum(split.feedback.unused.values()) == 17 - 7
+
+
+def naive_class(rows: Rows, query: str) -> str | None:
+    """By counting again for every product."""
+    votes = dict.fromkeys(PRODUCTS, 0)
+    for name, _, item, action in rows:
+        if name == query:
+            votes[item.split("/")[0]] += -1 if action == "wrong" else 1
+    best = [product for product in PRODUCTS if votes[product] == max(votes.values())]
+    return best[0] if len(best) == 1 and votes[best[0]] > 0 else None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pictures_and_pairs_are_those_of_a_naive_count(
+    shop: Path, tmp_path: Path, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    queries = [f"pictures/{number}.png" for number in range(12)]
+    rows: Rows = [
+        (str(rng.choice(queries)), "", f"{rng.choice(PRODUCTS)}/0.png", str(action))
+        for action in rng.choice(["clicked", "bought", "wrong"], 60)
+    ]
+    split = split_of(shop, told(tmp_path / "told", rows))
+    trained = set(split.train.class_names)
+    own = {query: naive_class(rows, query) for query in queries}
+    assert joined(split) == {Path(q).name: p for q, p in own.items() if p in trained}
+    pairs = Counter(
+        frozenset((product, item.split("/")[0]))
+        for query, _, item, action in rows
+        if action == "wrong" and (product := own[query]) and item.split("/")[0] != product
+    )
+    assert confused(split) == {pair: n for pair, n in pairs.items() if pair <= trained}
+
+
+def test_no_class_that_is_held_out_is_touched(shop: Path, tmp_path: Path) -> None:
+    rows: Rows = [(f"{name}.png", "", f"{name}/0.png", "clicked") for name in PRODUCTS]
+    rows += [("bag.png", "", f"{name}/0.png", "wrong") for name in PRODUCTS[1:]]
+    folder = told(tmp_path / "told", rows)
+    plain, split = split_of(shop), split_of(shop, folder)
+    assert set(joined(split).values()) == set(split.train.class_names)
+    assert "2 picture(s) and" in sentences(split)[1]
+    assert split.sha256() == plain.sha256() != split.learnt_sha256()
+    held = hold_out(split, 0.5)
+    assert held.validation is not None
+    assert set(joined(held).values()) == set(held.train.class_names)
+    assert "4 picture(s) and" in sentences(held)[1]
+    learnt = held.to_learn()
+    assert learnt.paths[: len(held.train)] == held.train.paths
+    assert len(learnt) == len(held.train) + 2
+    assert all((learnt.root / path).is_file() for path in learnt.paths)
+    assert held.confused()[:, :2].max(initial=0) < held.train.classes
+
+
+def test_a_picture_in_two_folders_is_one_and_the_place_of_a_folder_tells_nothing(
+    shop: Path, tmp_path: Path
+) -> None:
+    rows: Rows = [(f"{name}.png", "", f"{name}/0.png", "clicked") for name in PRODUCTS]
+    january = told(tmp_path / "january", rows[:4])
+    both = split_of(shop, january, told(tmp_path / "february", rows))
+    assert len(both.joined()) == 4
+    digest = split_of(shop, january).learnt_sha256()
+    assert digest != both.learnt_sha256()
+    january.rename(tmp_path / "elsewhere")
+    assert split_of(shop, tmp_path / "elsewhere").learnt_sha256() == digest
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"told/pairs.csv cannot be read .* `kinlens-serve feedback export` wrote"),
+        ("query,item\n", r"must name the columns query, query_key, item, action; it names query,"),
+        ("a.png,,bag/0.png,liked", r"line 2: the action 'liked' is none of clicked, bought, wrong"),
+        (",,bag/0.png,wrong", r"line 2: an item and a query, or a query_key, must be given"),
+        ("../a.png,,bag/0.png,wrong", r"line 2: the query '../a.png' is no path below the folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_explained(
+    shop: Path, tmp_path: Path, text: str | None, message: str
+) -> None:
+    folder = tmp_path / "told"
+    folder.mkdir()
+    if text is not None:
+        header = "" if text.startswith("query") else "query,query_key,item,action\n"
+        (folder / "pairs.csv").write_text(header + text)
+    with pytest.raises(DatasetError, match=message):
+        split_of(shop, folder)
+    report = examine(shop, feedback=[folder])
+    assert [finding.code for finding in report.findings] == ["feedback-rows"]
+    assert not report.healthy
+
+
+def test_the_doctor_tells_what_feedback_adds(shop: Path, tmp_path: Path) -> None:
+    rows: Rows = [(f"{name}.png", "", f"{name}/0.png", "clicked") for name in ("bag", "cup", "hat")]
+    rows += [("bag.png", "", "mug/0.png", "wrong")] * 2 + [("cup.png", "", "sold.png", "bought")]
+    folder = told(tmp_path / "told", rows)
+    report = examine(shop, feedback=[folder])
+    assert report.healthy
+    assert report.parts["feedback"] == (3, 3)
+    examples = {finding.code: finding.examples for finding in report.findings}
+    assert examples["confused"] == ("bag and mug: 2 row(s)",)
+    assert examples["feedback"][0].startswith("1 of 6 name items that are not in the data")
+    done = CliRunner().invoke(app, ["doctor", str(shop), "--feedback", str(folder)])
+    assert done.exit_code == 0
+    assert "feedback: 3 images of 3 classes" in done.stdout
+    assert "bag and mug: 2 row(s)" in done.stdout
+    (folder / "cup.png").write_bytes(b"")
+    damaged = examine(shop, feedback=[folder]).findings
+    assert [f.examples[0].split(": ")[0] for f in damaged if f.severity == "problem"] == [
+        str(folder / "cup.png")
+    ]

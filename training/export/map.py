@@ -1,0 +1,172 @@
+"""The exported map: what each position of the trunk's last map adds to an embedding.
+
+Shapes: B images, S pixels a side, C channels of the trunk, P = h w positions, D dimensions.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embedder.errors import ExportError
+from embedder.manifest import MapFile
+from embedder.types import Embeddings, Images, Maps
+from training.flows import Coupling
+from training.models.embedding import (
+    MIN_ACTIVATION,
+    MIN_EXPONENT,
+    EmbeddingNet,
+    FlowInput,
+    Pool,
+)
+
+MAX_SUM_DIFFERENCE = 1e-3
+"""Of a coordinate, between the sum of a map and the embedding."""
+
+MAX_DIFFERENCE = 1e-2
+"""Mean between the maps of ONNX and torch, as a part of their mean size: where two positions share
+a maximum up to rounding, either may have it."""
+
+
+class EmbeddingMap(nn.Module):
+    r"""An embedding as a sum over the positions p of the trunk's last map.
+
+    .. math:: e = \sum_p m_p, \qquad \langle q, e \rangle = \sum_p \langle q, m_p \rangle
+
+    Given the image, each step of the head is linear, and it is applied to the parts :math:`x_p` of
+    what it is given, :math:`x = \sum_p x_p`:
+
+    - pooling: :math:`f_p / P` of a mean; of a maximum its value, in equal shares where it is
+      reached; of GeM its value, in the shares that the powers of the :math:`f_p` have of their sum;
+    - a linear layer: :math:`W x_p + b / P`;
+    - an activation: :math:`x_p` times the factor :math:`a(x) / x` that it has for the whole;
+    - a coupling: its scale, which the whole decides, and the parts of its shift;
+    - a norm: division by that of the whole.
+
+    So the sum is exact but for rounding. **Reading**: a bias is spread over all positions alike, as
+    if it were part of each feature, so with a projection that begins at the centre of the training
+    images (`start.projection = "trunk"`) a position that looks like their average has no part.
+
+    Args:
+        net: in evaluation mode.
+
+    Raises: ExportError if its pooling looks at no position.
+    """
+
+    def __init__(self, net: EmbeddingNet) -> None:
+        super().__init__()
+        if net.pool.kind == "cls":
+            raise ExportError(
+                'There is no map of a model with model.pooling = "cls": the class token is no '
+                "position of the image. Export it without --map, or train with another pooling."
+            )
+        self.net = net
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 (B, 3, S, S) to (B, D, h, w). Raises: ExportError if tokens form no square."""
+        net = self.net
+        maps = net.trunk(net.normalize(images)).float()  # (B, C, h, w) or (B, T, C)
+        if maps.ndim == 3:
+            maps = _square(maps[:, net.pool.prefix :])
+        height, width = maps.shape[2:]
+        parts = pooled_parts(net.pool, maps.flatten(2)).transpose(1, 2)  # (B, P, C)
+        layers = [net.projection, net.flow_input, *(net.flow.chain() if net.flow else ())]
+        for layer in layers:
+            parts = parts_through(layer, parts)  # (B, P, D)
+        made = _normalized(parts).transpose(1, 2)
+        return made.reshape(*made.shape[:2], height, width)
+
+
+def pooled_parts(pool: Pool, maps: Tensor) -> Tensor:
+    """What each position adds to the pooled features: (B, C, P) to the same shape."""
+    mean, largest = maps / maps.shape[-1], maps.amax(-1, keepdim=True)
+    reached = (maps == largest).to(maps.dtype)
+    at_most = largest * reached / reached.sum(-1, keepdim=True)
+    if pool.kind == "gap":
+        return mean
+    if pool.kind == "gmp":
+        return at_most
+    if pool.kind == "gap+gmp":
+        return mean + at_most
+    whole = pool(maps.unsqueeze(-1)).unsqueeze(-1)  # (B, C, 1)
+    exponent = pool.exponent.float().clamp(min=MIN_EXPONENT)
+    clipped = maps.clamp(min=MIN_ACTIVATION)
+    powers: Tensor = (clipped / clipped.amax(-1, keepdim=True)).pow(exponent)
+    parts: Tensor = powers / powers.sum(-1, keepdim=True) * whole
+    return parts
+
+
+def parts_through(layer: nn.Module, parts: Tensor) -> Tensor:
+    """What becomes of the parts (B, P, D) of what a layer of the head is given."""
+    whole = parts.sum(1, keepdim=True)  # (B, 1, D)
+    if isinstance(layer, nn.Sequential):
+        for inner in layer:
+            parts = parts_through(inner, parts)
+        return parts
+    if isinstance(layer, nn.Linear):
+        return F.linear(parts, layer.weight) + layer.bias / parts.shape[1]
+    if isinstance(layer, FlowInput):
+        parts = parts_through(layer.activation, parts)
+        return layer.norm * _normalized(parts)
+    if isinstance(layer, Coupling):
+        return _coupled(layer, parts)
+    if isinstance(layer, nn.Identity):
+        return parts
+    if isinstance(layer, nn.ReLU | nn.LeakyReLU):
+        factor: Tensor = layer(whole) / torch.where(whole == 0, torch.ones_like(whole), whole)
+        return parts * factor
+    scaled: Tensor = layer(parts).y  # DiagonalScaling: the same for all inputs
+    return scaled
+
+
+def _normalized(parts: Tensor) -> Tensor:
+    """Parts (B, P, D) of a whole of length 1."""
+    norm: Tensor = torch.linalg.vector_norm(parts.sum(1, keepdim=True), dim=2, keepdim=True)
+    return parts / norm.clamp(min=1e-12)
+
+
+def _coupled(layer: Coupling, parts: Tensor) -> Tensor:
+    first, second = parts[..., : layer.split], parts[..., layer.split :]
+    given, changed = (second, first) if layer.transform_first else (first, second)
+    shift = parts_through(layer.conditioner, given)
+    if layer.bound is not None:
+        raw, shift = shift.chunk(2, dim=-1)
+        changed = changed * layer.bound(raw.sum(1, keepdim=True)).exp()
+    moved = changed + shift
+    return torch.cat((moved, given) if layer.transform_first else (given, moved), dim=-1)
+
+
+def _square(tokens: Tensor) -> Tensor:
+    """Tokens of patches (B, P, C) as a map (B, C, h, h). Raises: ExportError."""
+    side = math.isqrt(tokens.shape[1])
+    if side * side != tokens.shape[1]:
+        raise ExportError(
+            f"There is no map of this backbone: its {tokens.shape[1]} tokens form no square. "
+            "Export it without --map."
+        )
+    return tokens.transpose(1, 2).reshape(tokens.shape[0], tokens.shape[2], side, side)
+
+
+def check_map(
+    by_torch: Callable[[Images], Maps],
+    by_onnx: Callable[[Images], Maps],
+    inputs: Images,
+    embeddings: Embeddings,
+) -> MapFile:
+    """Compare the maps of golden tensors, of torch and ONNX, and their sums with the embeddings.
+
+    Raises: ExportError above `MAX_DIFFERENCE` or `MAX_SUM_DIFFERENCE`.
+    """
+    expected, found = by_torch(inputs), by_onnx(inputs)
+    difference = float(np.abs(found - expected).mean() / np.abs(expected).mean())
+    apart = float(np.abs(found.sum(axis=(2, 3)) - embeddings).max())
+    if not (difference <= MAX_DIFFERENCE and apart <= MAX_SUM_DIFFERENCE):
+        raise ExportError(
+            f"The map in ONNX differs from torch by {difference:.1%} of its size, allowed is "
+            f"{MAX_DIFFERENCE:.0%}, and its sums from the embeddings by {apart:.2e}, allowed is "
+            f"{MAX_SUM_DIFFERENCE:.0e}. No bundle was written; export it without --map."
+        )
+    return MapFile(sum_difference=apart, difference=difference)

@@ -1,11 +1,12 @@
 """Where things are: the galleries and bundles of the settings, then those of the state folder."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from embedder.bundle import MANIFEST, Bundle
+from embedder.durable import is_stage
 from embedder.errors import (
     BundleNotFoundError,
     GalleryNotFoundError,
@@ -25,7 +26,6 @@ VERSION_DIGITS = 12
 VERSION_PATTERN = rf"^[0-9a-f]{{{VERSION_DIGITS},64}}$"
 VERSION_TEXT = "The gallery generation that the number is from; default: the one being served."
 
-_FOLDER_DIGITS = 16
 _NO_GALLERIES: dict[str, tuple[str, ...]] = {"galleries": (), "image_roots": (), "pictures": ()}
 
 Gallery = IndexedGallery | MilvusStore
@@ -190,7 +190,7 @@ class Bundles:
         """An `embedder` that is given stands for the bundle of the settings."""
         self._embedder = embedder
         self._primary = settings.bundle if embedder is None else None
-        self._stored = None if settings.state is None else settings.state / "bundles"
+        self._state = settings.state
         self._limits = settings.image_limits()
         self._session = SessionSettings(
             settings.device,
@@ -219,24 +219,30 @@ class Bundles:
 
     def folder(self, bundle_id: str) -> Path:
         """Where a bundle is. Raises: BundleNotFoundError naming the known ones."""
-        known = {id_of(folder): folder for folder in self._folders(bundle_id)}
+        known = known_bundles(self._state, self._primary)
         if bundle_id not in known:
-            ids = [other[:SHORT] for other in known if other]
+            ids = [other[:SHORT] for other in known]
             if self._embedder is not None:
                 ids.append(self._embedder.bundle_id[:SHORT])
             raise BundleNotFoundError(
                 f"The bundle {bundle_id[:SHORT]} is unknown to this service. Known are: "
                 f"{', '.join(ids) or 'none'}. "
-                "Name its folder with --bundle, or put it into the folder bundles of --state under "
-                f"the first {_FOLDER_DIGITS} digits of its id."
+                "Name its folder with --bundle, or put it into the folder bundles of --state."
             )
-        return known[bundle_id]
+        return known[bundle_id][0]
 
-    def _folders(self, bundle_id: str) -> Iterator[Path]:
-        if self._stored is not None and bundle_id.isalnum():
-            yield self._stored / bundle_id[:_FOLDER_DIGITS]
-        if self._primary is not None:
-            yield self._primary
+
+def known_bundles(
+    state: Path | None, bundle: Path | None
+) -> dict[str, tuple[Path, dict[str, str]]]:
+    """The folder and the manifest, unchecked, of each bundle that can be opened, by its id: those
+    of the state folder, whatever their folders are called, and that of the settings.
+    """
+    folders = [] if state is None else sorted(state.glob("bundles/*"))
+    if bundle is not None:
+        folders.append(bundle)
+    found = [(folder, manifest_of(folder)) for folder in folders if not is_stage(folder)]
+    return {one["bundle_id"]: (folder, one) for folder, one in found if one.get("bundle_id")}
 
 
 def manifest_of(folder: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ from embedder.session import SessionSettings
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
 from service.api.models import BundleModel, JobKind, JobOptions
-from service.galleries.locations import GalleryLocation, Locations, manifest_of
+from service.galleries.locations import GalleryLocation, Locations, known_bundles
 from service.jobs.store import JobFolders
 from service.settings import START_WORDS, Settings, split_gallery
 
@@ -228,7 +228,7 @@ def options_of(settings: Settings) -> JobOptions:
         why = str(error)
     bundles = [
         BundleModel(**{name: manifest.get(name, "") for name in BundleModel.model_fields})
-        for _, manifest in _known_bundles(settings).values()
+        for _, manifest in known_bundles(settings.state, settings.bundle).values()
     ]
     return JobOptions(
         training_jobs=jobs,
@@ -277,25 +277,16 @@ def _location_of(name: str, settings: Settings) -> GalleryLocation:
     return known[name]
 
 
-def _known_bundles(settings: Settings) -> dict[str, tuple[Path, dict[str, str]]]:
-    """The folder and the manifest of each bundle that a service can open, by its id."""
-    folders = [] if settings.state is None else sorted(settings.state.glob("bundles/*"))
-    if settings.bundle is not None:
-        folders.append(settings.bundle)
-    found = [(folder, manifest_of(folder)) for folder in folders]
-    return {one["bundle_id"]: (folder, one) for folder, one in found if one.get("bundle_id")}
-
-
 def _bundle_folder(bundle_id: str, settings: Settings) -> Path:
     """The folder of a bundle that a service can open, by its id or 12 and more digits of it."""
-    known = _known_bundles(settings)
+    known = known_bundles(settings.state, settings.bundle)
     fitting = [folder for other, (folder, _) in known.items() if other.startswith(bundle_id)]
     if len(fitting) == 1:
         return fitting[0].resolve()
     raise InvalidParameterError(
         f"bundle_id = {bundle_id[:SHORT]} is unknown. Known are: "
         f"{', '.join(other[:SHORT] for other in known) or 'none'}. Put the bundle into the folder "
-        "bundles of --state under the first 16 digits of its id."
+        "bundles of --state."
     )
 
 

@@ -197,7 +197,7 @@ def test_where_there_is_nothing_to_choose_the_page_says_why_and_what_to_do(
 
     page.route("**/jobs/options", lacking)
     page.reload()
-    for kind, says in (("rebuild", "under the first 16 digits"), ("train", "Install the extra")):
+    for kind, says in (("rebuild", "put its bundle into"), ("train", "Install the extra")):
         form = page.get_by_test_id(f"open-{kind}")
         form.locator("summary").click()
         expect(form).to_contain_text(says)

@@ -14,8 +14,8 @@ const STARTS = {
   none: "random weights",
   current: "the model of this gallery",
 };
-const NO_MODEL = "No other model is known here. Train one, or put its bundle into the folder bundles of the " +
-  "state folder, under the first 16 digits of its id.";
+const NO_MODEL =
+  "No other model is known here. Train one, or put its bundle into the folder bundles of the state folder.";
 const NO_DATA = "Name a folder of pictures with KINLENS_TRAINING_DATA=NAME=DIR, and it can be chosen here.";
 const NO_WEIGHTS = "Name a file of weights with KINLENS_TRAINING_WEIGHTS=NAME=PATH, and it can be chosen here.";
 let onStarted = () => {};

@@ -73,9 +73,9 @@ def embedders(bundles: list[Bundle]) -> dict[str, OnnxEmbedder]:
 def shop(
     tmp_path: Path, bundles: list[Bundle], embedders: dict[str, OnnxEmbedder]
 ) -> Iterator[Shop]:
-    """Served with the first bundle; the second one lies in the state folder."""
+    """Served with the first bundle; the second one lies in the state folder, under any name."""
     first, second = bundles
-    stored = tmp_path / "state" / "bundles" / second.bundle_id[:16]
+    stored = tmp_path / "state" / "bundles" / "spring"
     stored.parent.mkdir(parents=True)
     stored.symlink_to(second.path)
     uploads = [encoded(picture(100 + n)) for n in range(PICTURES)]

@@ -153,6 +153,34 @@ def test_a_folder_has_at_most_twelve_modules(room: str) -> None:
     assert not crowded
 
 
+def reused(
+    node: ast.AST, own: frozenset[str] = frozenset(), around: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Arguments of a function around another one, of which a comprehension inside takes the name;
+    `own` are those of the function that `node` is in, `around` those of the functions around it.
+    """
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            taken = frozenset(arg.arg for arg in ast.walk(child.args) if isinstance(arg, ast.arg))
+            yield from reused(child, taken, (around | own) - taken)
+            continue
+        if isinstance(child, ast.comprehension):
+            targets = {name.id for name in ast.walk(child.target) if isinstance(name, ast.Name)}
+            yield from targets & around
+        yield from reused(child, own, around)
+
+
+def test_no_comprehension_takes_a_name_that_python_3_13_would_lose() -> None:
+    """Python 3.13.0 makes such an argument unbound, also outside of the comprehension."""
+    for name, path in modules().items():
+        found = set(reused(ast.parse(path.read_text(encoding="utf-8"))))
+        assert not found, f"{name}: call the loop's variable otherwise than the argument {found}"
+    lost = (
+        "def outer(name):\n def inner(xs):\n  return [name], {name for name in xs}\n return inner"
+    )
+    assert set(reused(ast.parse(lost))) == {"name"}
+
+
 def private_names(path: Path) -> Iterator[str]:
     """Where a test uses a name of the project that begins with one underscore, as "line: name"."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

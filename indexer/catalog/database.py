@@ -182,6 +182,7 @@ class Catalog:
         mode = "rw" if self._writable else "ro"
         is_immutable = self._unchanged is not None and not _log_bytes(self.path)
         uri = f"{self.path.resolve().as_uri()}?mode={mode}{'&immutable=1' * is_immutable}"
+        connection: sqlite3.Connection | None = None
         try:
             connection = sqlite3.connect(
                 uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
@@ -192,6 +193,8 @@ class Catalog:
                 connection.execute("PRAGMA secure_delete = FAST")
                 connection.execute(f"PRAGMA journal_size_limit = {_KEEP_LOG_BYTES}")
         except sqlite3.Error as error:
+            if connection is not None:
+                connection.close()
             raise read_error(self.path, error) from error
         return connection
 

@@ -191,7 +191,7 @@ async def items(
             if facets:
                 wanted = SearchOptions(where=fitting)
                 found = gallery.facets(facets_of(facets), None, wanted, key_prefix)
-                counts = {"facets": {name: one.described() for name, one in found.items()}}
+                counts = {"facets": {key: one.described() for key, one in found.items()}}
             return ItemPage(
                 total=page.total,
                 offset=offset,

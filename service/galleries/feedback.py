@@ -91,7 +91,10 @@ class FeedbackStore:
             make_folder(self._pictures, _STEP)
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             self._connection = sqlite3.connect(
-                self._path, _BUSY_S, isolation_level="IMMEDIATE", check_same_thread=False
+                self._path,
+                timeout=_BUSY_S,
+                isolation_level="IMMEDIATE",
+                check_same_thread=False,
             )
         except (sqlite3.Error, OSError) as error:
             raise StateError(f"Feedback cannot be kept in {state}: {error}.") from error

@@ -161,6 +161,7 @@ def test_what_cannot_train_says_so_before_a_job_is_started(
 ) -> None:
     find = params.find_spec
     monkeypatch.setattr(params, "find_spec", lambda name: None if name == "torch" else find(name))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # another installation may have the command too
     service = run(create_app(shop.settings.model_copy(update={"training_command": command})))
     said = service.client.get("/jobs/options").json()["no_training"]
     answer = service.client.post("/jobs/train", json=training())

@@ -7,10 +7,10 @@ import asyncio
 import hashlib
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
-from pydantic import BeforeValidator, ValidationError
+from pydantic import ValidationError
 
 from embedder import errors
 from embedder.errors import ImageError, InvalidParameterError
@@ -35,14 +35,14 @@ from service.api.galleries import (
     IMAGE_FAILURES,
     Service,
 )
+from service.api.pictures import AS_SIZE, Size
+from service.api.requests import FORM
 from service.galleries.registry import Served
-from service.galleries.renditions import SIDES_PX
 from service.http.bodies import as_faults, fault, media_type_of, parse_form, parse_json
 from service.http.openapi import problems
 from service.problems import KINDS
 from service.runtime import Runtime
 
-_FORM = "multipart/form-data"
 _SHOWN = 80
 _QUERIES_PER_LIMIT = 16
 _UNKNOWN = KINDS[errors.ItemNotFoundError]
@@ -81,7 +81,7 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
         *CHANGE_FAILURES, *_MODEL, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.FilterError]
     ),
     summary="Label a query",
-    openapi_extra={"requestBody": {"required": True, "content": {_FORM: {"schema": _ADD_FORM}}}},
+    openapi_extra={"requestBody": {"required": True, "content": {FORM: {"schema": _ADD_FORM}}}},
 )
 async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     """Keep an image with what is right for it; the same image again gets the new label."""
@@ -124,11 +124,7 @@ async def image(
     runtime: Service,
     name: str,
     sha256: Sha256,
-    size: Annotated[
-        Literal[160, 320, 640],
-        BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text)),
-        Query(description="Its longest side in pixels, at most."),
-    ] = 320,
+    size: Annotated[Size, AS_SIZE, Query(description="Its longest side in pixels, at most.")] = 320,
 ) -> Response:
     """The picture of a query, as small as a page needs it."""
     async with runtime.registry.find(name) as served:
@@ -221,9 +217,9 @@ async def _vector(
 async def _new_query(request: Request, runtime: Runtime) -> NewQuery:
     """Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError."""
     kind = media_type_of(request)
-    if kind != _FORM:
+    if kind != FORM:
         shown = kind[:_SHOWN]
-        raise HTTPException(415, f"Content-Type = {shown!r} is not read here; send {_FORM}.")
+        raise HTTPException(415, f"Content-Type = {shown!r} is not read here; send {FORM}.")
     body, content_type = await request.body(), request.headers["content-type"]
     return await runtime.pools["write"].run(lambda: _from_form(body, content_type))
 

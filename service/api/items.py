@@ -33,6 +33,7 @@ from service.api.models import (
     RemoveAnswer,
 )
 from service.api.requests import (
+    FORM,
     Strict,
     base64_content,
     custom_error,
@@ -65,7 +66,6 @@ _MAX_LISTED = 200
 _MAX_OFFSET = 10**9
 _MAX_PREFIX = 1024
 _SHOWN = 80
-_FORM = "multipart/form-data"
 _FILTER = KINDS[errors.FilterError]
 _UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
 _WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
@@ -148,7 +148,7 @@ _PUT_FORM = {
     },
 }
 _PUT_CONTENT = {
-    _FORM: {"schema": _PUT_FORM, "encoding": {"attributes": {"contentType": JSON}}},
+    FORM: {"schema": _PUT_FORM, "encoding": {"attributes": {"contentType": JSON}}},
     JSON: {"schema": inlined(PutItems)},
 }
 
@@ -318,9 +318,9 @@ async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
     Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
     """
     kind, limit = media_type_of(request), runtime.settings.max_items_per_request
-    if kind not in (_FORM, JSON):
+    if kind not in (FORM, JSON):
         raise HTTPException(
-            415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {_FORM} or {JSON}."
+            415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {FORM} or {JSON}."
         )
     body = await request.body()
     if kind == JSON:

@@ -19,6 +19,8 @@ from service.runtime import Runtime
 
 MAX_SAMPLES = 48
 Size = Literal[160, 320, 640]
+AS_SIZE = BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text))
+"""The number that the text of an address means."""
 
 _SAMPLE_TYPES = {
     ".jpg": "image/jpeg",
@@ -57,7 +59,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         version: Version = None,
         size: Annotated[
             Size | None,
-            BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text)),
+            AS_SIZE,
             Query(description=_SIZE_TEXT),
         ] = None,
     ) -> Response:

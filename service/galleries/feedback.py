@@ -98,13 +98,11 @@ class FeedbackStore:
             )
         except (sqlite3.Error, OSError) as error:
             raise StateError(f"Feedback cannot be kept in {state}: {error}.") from error
-        with self._transaction() as connection:
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.executescript(_TABLES)
-            sql = "INSERT OR IGNORE INTO signing VALUES (1, ?)"
-            connection.execute(sql, (secrets.token_bytes(32),))
-            [(self._secret,)] = connection.execute("SELECT secret FROM signing")
+        try:
+            self._prepare()
+        except StateError:
+            self._connection.close()
+            raise
 
     def sign(self, question: Question) -> str:
         """The text under which feedback on an answer to this question is taken, by any process."""
@@ -227,6 +225,15 @@ class FeedbackStore:
         if self._lock.acquire(timeout=_CLOSE_S):
             self._connection.close()
             self._lock.release()
+
+    def _prepare(self) -> None:
+        with self._transaction() as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.executescript(_TABLES)
+            sql = "INSERT OR IGNORE INTO signing VALUES (1, ?)"
+            connection.execute(sql, (secrets.token_bytes(32),))
+            [(self._secret,)] = connection.execute("SELECT secret FROM signing")
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -248,14 +248,15 @@ def test_a_model_is_warm_before_its_gallery_is_served(
     entered, gate, embed = threading.Event(), threading.Event(), OnnxEmbedder.embed
 
     def held(embedder: OnnxEmbedder, images: Any) -> Any:
-        if embedder.bundle_id == bundles[1].bundle_id and not gate.is_set():
+        ours = any(embedder is own for own in shop.embedders.values())  # they make the gallery
+        if embedder.bundle_id == bundles[1].bundle_id and not ours and not gate.is_set():
             entered.set()
             assert gate.wait(WAIT_S)
         return embed(embedder, images)
 
     before = served(shop)
+    monkeypatch.setattr(OnnxEmbedder, "embed", held)  # before the service can look
     new = shop.publish(1, bundles[1].bundle_id)
-    monkeypatch.setattr(OnnxEmbedder, "embed", held)
     assert entered.wait(WAIT_S)
     assert served(shop) == before
     gate.set()

@@ -99,6 +99,9 @@ def doctor(
         str | None,
         typer.Option(help="cub, cars196, sop, in_shop, aircraft, csv or folder; else recognised."),
     ] = None,
+    file: Annotated[
+        str | None, typer.Option(help="The CSV that lists its images, if not images.csv.")
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Headers alone: damage inside is missed.")] = False,
     allow_partial: Annotated[
         bool, typer.Option(help="Accept a subset of an official data set.")
@@ -121,7 +124,7 @@ def doctor(
             task = bar.add_task("look at images", total=total)
             return lambda: bar.advance(task)
 
-        report = examine(path, kind, quick, allow_partial, watch, feedback or ())
+        report = examine(path, kind, file, quick, allow_partial, watch, feedback or ())
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:

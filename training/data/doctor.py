@@ -100,6 +100,7 @@ class Report:
 def examine(
     root: Path,
     kind: str | None = None,
+    file: str | None = None,
     quick: bool = False,
     allow_partial: bool = False,
     watch: Watch = lambda _total: lambda: None,
@@ -110,6 +111,7 @@ def examine(
     Args:
         root: its folder.
         kind: one of KINDS; None recognises it.
+        file: the CSV that lists its images, as in `data.file`; given, the kind is "csv".
         quick: look at headers alone; damage inside an image is not found.
         allow_partial: accept a subset of an official data set.
         watch: told of the progress.
@@ -122,12 +124,14 @@ def examine(
         raise DatasetError(f"{root} is not a folder. Give the folder of a data set.")
     if kind is not None and kind not in KINDS:
         raise DatasetError(f"--kind {kind}: no such layout. Give one of {', '.join(KINDS)}.")
-    kind = kind or recognise(root)
+    if file is not None and kind not in (None, "csv"):
+        raise DatasetError(f"--file is for the kind csv, not {kind}. Leave one of both out.")
+    kind = "csv" if file else kind or recognise(root)
     official = OFFICIAL.get(kind or "")
     cases: Cases = defaultdict(list)
     records: list[Record] = []
     try:
-        records = _listed(root, kind, cases)
+        records = _listed(root, kind, file or TABLE, cases)
     except DatasetError as error:
         cases["layout"].append(str(error))
     else:
@@ -155,7 +159,7 @@ def examine(
     return Report(root, kind, counts(records) | counts(pictures), findings)
 
 
-def _listed(root: Path, kind: str | None, cases: Cases) -> list[Record]:
+def _listed(root: Path, kind: str | None, file: str, cases: Cases) -> list[Record]:
     """The records that can be used."""
     if kind is None:
         inside = data_sets_in(root)
@@ -168,7 +172,7 @@ def _listed(root: Path, kind: str | None, cases: Cases) -> list[Record]:
         return OFFICIAL[kind].records(root)
     if kind == "folder":
         return read_folder(root)
-    records, cases["rows"] = scan_table(root, TABLE)
+    records, cases["rows"] = scan_table(root, file)
     return records
 
 

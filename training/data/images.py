@@ -48,8 +48,8 @@ class _Images(Dataset[Item]):
         except ImageError as error:
             raise DatasetError(
                 f"{path}: {error} `kinlens-train data doctor {shlex.quote(str(self.images.root))}` "
-                "lists all such files. Mend them, and a training goes on with --resume, or "
-                "remove them and begin anew."
+                "lists all such files (with --file if their list is not images.csv). Mend them, "
+                "and a training goes on with --resume, or remove them and begin anew."
             ) from error
         return torch.from_numpy(pixels), torch.tensor(self.images.labels[number])
 

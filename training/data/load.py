@@ -53,22 +53,23 @@ def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
 
 
 def _load(data: Data, on_image: Callable[[], None] | None) -> Split:
-    root = expand_path(data.root, "data.root")
+    root, left_out = expand_path(data.root, "data.root"), 0
     match data:
-        case FolderData() | CsvData():
-            records = without_small_classes(root, _listed(root, data), data.small_classes)
+        case FolderData():
+            records, left_out = without_small_classes(root, read_folder(root), data.small_classes)
+        case CsvData():
+            listed = read_table(root, data.file)
+            records, left_out = without_small_classes(root, listed, data.small_classes)
         case RenderedData():
             write_catalogue(root, data, on_image)
             records = read_folder(root)
         case OfficialData():
             return read_official(OFFICIAL[data.kind], root, data.allow_partial)
     if any(record.part for record in records):
-        return split_by_column(root, records)
-    return split_by_class(root, records, data.train_fraction, data.split_seed)
-
-
-def _listed(root: Path, data: FolderData | CsvData) -> list[Record]:
-    return read_table(root, data.file) if isinstance(data, CsvData) else read_folder(root)
+        split = split_by_column(root, records)
+    else:
+        split = split_by_class(root, records, data.train_fraction, data.split_seed)
+    return replace(split, left_out=left_out)
 
 
 def remarks(data: Data, split: Split) -> list[str]:
@@ -77,11 +78,8 @@ def remarks(data: Data, split: Split) -> list[str]:
     if isinstance(data, OfficialData) and data.allow_partial:
         name = OFFICIAL[data.kind].name
         said.append(f"{name}: allow_partial is set, the official counts are not asserted")
-    if isinstance(data, FolderData | CsvData) and data.small_classes == "drop":
-        records = _listed(expand_path(data.root, "data.root"), data)
-        alone = sum(size < 2 for size in Counter(record.label for record in records).values())
-        if alone:
-            said.append(f"{alone:,} class(es) of one image are left out: they have no pair")
+    if split.left_out:
+        said.append(f"{split.left_out:,} class(es) of one image are left out: they have no pair")
     if split.without_gallery:
         said.append(
             f"{len(split.without_gallery)} class(es) of queries have no image in the gallery, for "
@@ -164,8 +162,12 @@ def scan_table(root: Path, file: str) -> tuple[list[Record], list[str]]:
     return list(records.values()), faults
 
 
-def without_small_classes(root: Path, records: Sequence[Record], policy: str) -> list[Record]:
+def without_small_classes(
+    root: Path, records: Sequence[Record], policy: str
+) -> tuple[list[Record], int]:
     """Apply `small_classes`: a class with one image has no positive pair.
+
+    Returns what is left, and how many classes are not.
 
     Raises: DatasetError under "refuse" if there is such a class.
     """
@@ -178,7 +180,7 @@ def without_small_classes(root: Path, records: Sequence[Record], policy: str) ->
             "a class needs at least 2 to have a pair. Add images, remove these classes, or set "
             'data.small_classes = "drop".'
         )
-    return [record for record in records if sizes[record.label] >= 2]
+    return [record for record in records if sizes[record.label] >= 2], len(small)
 
 
 def split_by_class(

@@ -125,6 +125,8 @@ class Split:
     validation: LabelledImages | None = None
     gallery: LabelledImages | None = None
     feedback: Feedback | None = None
+    left_out: int = 0
+    """Classes of one image, which have no pair."""
 
     def __post_init__(self) -> None:
         parts = {"train": self.train, "validation": self.validation, "test": self.test}

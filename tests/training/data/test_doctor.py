@@ -131,6 +131,18 @@ def test_a_csv_is_told_of_every_row(shop: Path) -> None:
     assert lines == ["line 3", "line 4", "line 5"]
 
 
+def test_a_list_of_another_name_is_read_when_it_is_named(shop: Path) -> None:
+    put(shop, "new/mug.jpg", TRUNCATED)
+    (shop / "spring.csv").write_text("path,label\nnew/mug.jpg,mug\nmug/1.jpg,mug\n")
+    write_csv(shop, test="pen")  # the usual list, which is not asked
+    code, shown = run(str(shop), "--file", "spring.csv")
+    assert code == 1
+    assert "all: 2 images of 1 classes" in shown
+    assert "new/mug.jpg" in shown.split("[unreadable]")[1].splitlines()[1]
+    with pytest.raises(DatasetError, match="for the kind csv, not cub"):
+        examine(shop, kind="cub", file="spring.csv")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_official_layout_is_recognised_and_counted(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -29,13 +29,13 @@ def idle(shop: JobShop) -> JobShop:
 
 
 def test_whoever_looks_goes_on_when_the_table_is_there_again(shop: JobShop) -> None:
-    table, aside = shop.state / "service.sqlite", shop.state / "aside"
+    table, aside, broken = (shop.state / name for name in ("service.sqlite", "aside", "broken"))
+    aside.hardlink_to(table)
+    broken.symlink_to(shop.state)
     with structlog.testing.capture_logs() as events:
-        table.rename(aside)
-        table.mkdir()
+        broken.replace(table)  # in one step: a new table would be made where there is none
         until(lambda: any("looked after" in event["event"] for event in events))
-    table.rmdir()
-    aside.rename(table)
+    aside.replace(table)
     shop.succeeded(shop.start("compact"))
 
 

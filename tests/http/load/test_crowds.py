@@ -63,6 +63,14 @@ def decoding(service: Running) -> set[int]:
     return {pid for pid in service.runtime.lanes.pids if resident_bytes(pid) > 150e6}
 
 
+def stop_one(service: Running, but: set[int]) -> int:
+    """Stop a process in the middle of an image, another than those."""
+    found = set[int]()
+    until(lambda: found.update(decoding(service) - but) or found)
+    os.kill(pid := found.pop(), signal.SIGSTOP)
+    return pid
+
+
 def in_flight(service: Running) -> float:
     return service.metric("kinlens_searches_in_flight")
 
@@ -123,10 +131,7 @@ def test_clients_that_leave_while_their_image_is_decoded_or_sent_disturb_nobody(
     leaving, stopped = [], set[int]()
     for _ in undisturbed.runtime.lanes.pids:  # each is stopped, or it may end before the others do
         leaving.append(send_raw(undisturbed, new(heavy)))
-        until(lambda known=stopped: decoding(undisturbed) - known)
-        stopped.update(decoding(undisturbed))
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
+        stopped.add(stop_one(undisturbed, stopped))
     leaving += [send_raw(undisturbed, new(pictures[n])) for n in range(4)]
     leaving += [send_raw(undisturbed, new(pictures[n]), part=0.5) for n in range(3)]
     until(lambda: in_flight(undisturbed) == 6)
@@ -156,10 +161,9 @@ def test_a_process_killed_once_in_the_middle_of_an_image_costs_no_answer_and_twi
     with ThreadPoolExecutor(13) as clients:
         doomed = clients.submit(isolated.search, new(heavy))
         for _ in range(deaths):
-            until(lambda: decoding(isolated) - killed)
-            [victim] = decoding(isolated) - killed
-            os.kill(victim, signal.SIGKILL if deaths == 1 else signal.SIGSEGV)
-            killed.add(victim)
+            killed.add(victim := stop_one(isolated, killed))
+            for blow in [signal.SIGKILL] if deaths == 1 else [signal.SIGSEGV, signal.SIGCONT]:
+                os.kill(victim, blow)  # one that is stopped takes the other once it goes on
         others = [clients.submit(isolated.search, new(data)) for data in pictures]
         assert first_hits(other.result() for other in others) == list(range(12))
         if deaths == 1:

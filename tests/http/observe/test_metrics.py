@@ -101,12 +101,13 @@ def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(
 
 
 def test_jobs_are_counted_by_state(start_service, tmp_path: Path) -> None:
-    service = start_service(state=tmp_path / "state")
+    (tmp_path / "state").mkdir()
     store = JobStore(tmp_path / "state" / "service.sqlite")
     ids = [store.create("compact", f"g{number}", {}, "test").id for number in range(3)]
     assert all(store.begin(job_id) for job_id in ids)
     assert store.succeed(ids[0])
     assert all(store.fail(job_id, "why") for job_id in ids[1:])
+    service = start_service(state=tmp_path / "state")
     service.client.get("/metrics").raise_for_status()
     found = {state: service.metric("kinlens_jobs", state=state) for state in (*ACTIVE, *ENDED)}
     assert found == {"queued": 0, "running": 0, "succeeded": 1, "failed": 2, "cancelled": 0}

@@ -29,12 +29,12 @@ from service.api import (
 )
 from service.api import galleries as gallery_routes
 from service.galleries.locations import Gallery
-from service.http.bodies import BodyLimit
+from service.http.bodies import BodyLimit, ClientGoneError
 from service.http.gate import Gate, bounds_of, open_rates
 from service.http.openapi import install_openapi
 from service.observe.metrics_shared import kept_fresh
 from service.observe.tracing import Tracing, open_tracing
-from service.problems import from_error, from_http
+from service.problems import from_error, from_gone, from_http
 from service.runtime import Runtime, build_runtime
 from service.search.cache import Cache
 from service.settings import Settings
@@ -71,6 +71,7 @@ def create_app(
             KinlensError: from_error,
             RequestValidationError: from_error,
             HTTPException: from_http,
+            ClientGoneError: from_gone,
         },
     )
     app.state.runtime = runtime

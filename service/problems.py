@@ -45,6 +45,8 @@ INVALID = Kind(422, "Invalid parameter", "invalid-parameter")
 OVERLOADED = Kind(503, "Too busy", "overloaded")
 BODY_TOO_LARGE = Kind(413, "Request body too large", "body-too-large")
 BODY_TOO_SLOW = Kind(408, "Request body too slow", "body-too-slow")
+CLIENT_GONE = Kind(499, "Client gone", "client-gone")
+"""Nobody reads this answer; the log and the metrics have its status."""
 
 KINDS: dict[type[KinlensError], Kind] = {  # a class without a row is shown as its parent
     errors.KinlensError: INTERNAL,
@@ -131,6 +133,11 @@ async def from_error(request: Request, error: Exception) -> JSONResponse:
     if kind.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return problem(kind, detail, headers=headers, faults=faults, **_where(request))
+
+
+async def from_gone(request: Request, _: Exception) -> JSONResponse:
+    """A client that left before its answer."""
+    return problem(CLIENT_GONE, "The client left before its answer.", **_where(request))
 
 
 async def from_http(request: Request, error: Exception) -> JSONResponse:

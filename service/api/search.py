@@ -10,7 +10,6 @@ from typing import Any, cast
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import to_json
-from starlette.requests import ClientDisconnect
 
 from embedder import errors
 from service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
@@ -28,7 +27,7 @@ from service.api.requests import (
     read_search,
 )
 from service.galleries.feedback import FeedbackStore, Question
-from service.http.bodies import JSON, ClientGoneError, while_connected
+from service.http.bodies import JSON, while_connected
 from service.http.openapi import problems
 from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime
@@ -36,7 +35,6 @@ from service.search.explanation import explain
 from service.search.query import Answer, Query, SearchLimits
 from service.settings import Settings
 
-_CLIENT_GONE = 499
 _HEADERS = {"Cache-Control": "no-store"}
 _SIMILAR = (*FAILURES, KINDS[errors.ItemNotFoundError], KINDS[errors.FilterError])
 _SEARCH = (*_SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.SearchError])
@@ -99,15 +97,12 @@ def build_router(runtime: Runtime) -> APIRouter:
         As a form, as JSON, or as the bare bytes of an image with the other fields in the query
         string. Several images, crops and items make one query, or with combine=separate one each.
         """
-        try:
-            asked = await read_search(request, limits)
-            if isinstance(asked, list):
-                answers = await while_connected(request, runtime.searching.search_all(asked))
-                return _batch_response(answers, request, feedback)
-            answer = await while_connected(request, runtime.searching.search(asked))
-            return _response(answer, feedback)
-        except (ClientGoneError, ClientDisconnect):
-            return Response(status_code=_CLIENT_GONE)
+        asked = await read_search(request, limits)
+        if isinstance(asked, list):
+            answers = await while_connected(request, runtime.searching.search_all(asked))
+            return _batch_response(answers, request, feedback)
+        answer = await while_connected(request, runtime.searching.search(asked))
+        return _response(answer, feedback)
 
     @router.post(
         "/search/batch",
@@ -124,12 +119,9 @@ def build_router(runtime: Runtime) -> APIRouter:
 
         As JSON a list of searches; as a form each image is a query, and all share the other fields.
         """
-        try:
-            queries = await read_batch(request, limits)
-            answers = await while_connected(request, runtime.searching.search_all(queries))
-            return _batch_response(answers, request, feedback)
-        except (ClientGoneError, ClientDisconnect):
-            return Response(status_code=_CLIENT_GONE)
+        queries = await read_batch(request, limits)
+        answers = await while_connected(request, runtime.searching.search_all(queries))
+        return _batch_response(answers, request, feedback)
 
     router.route_class = APIRoute
 
@@ -153,11 +145,8 @@ def build_router(runtime: Runtime) -> APIRouter:
         like = ""
         if feedback is not None:
             query, like = await _with_key(runtime, query)
-        try:
-            answer = await while_connected(request, runtime.searching.search(query))
-            return _response(answer, feedback, like)
-        except ClientGoneError:
-            return Response(status_code=_CLIENT_GONE)
+        answer = await while_connected(request, runtime.searching.search(query))
+        return _response(answer, feedback, like)
 
     _add_explain(router, runtime, limits)
     return router
@@ -180,18 +169,14 @@ def _add_explain(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> N
         The gallery is that of the address, and what chooses among hits changes nothing. It needs a
         bundle that was exported with a map (`has_map` of the gallery).
         """
-        try:
-            query = await read_search(request, limits)
-            if isinstance(query, list) or query.best_view:
-                raise errors.InvalidParameterError(
-                    "combine = separate or best is not for an explanation; send the image or crop "
-                    "that found the hit."
-                )
-            work = _explained(runtime, name, item_id, query)
-            answer = await while_connected(request, work)
-            return Response(to_json(answer), headers=_HEADERS, media_type=JSON)
-        except (ClientGoneError, ClientDisconnect):
-            return Response(status_code=_CLIENT_GONE)
+        query = await read_search(request, limits)
+        if isinstance(query, list) or query.best_view:
+            raise errors.InvalidParameterError(
+                "combine = separate or best is not for an explanation; send the image or crop "
+                "that found the hit."
+            )
+        answer = await while_connected(request, _explained(runtime, name, item_id, query))
+        return Response(to_json(answer), headers=_HEADERS, media_type=JSON)
 
 
 async def _explained(runtime: Runtime, name: str, item_id: int, query: Query) -> ExplainAnswer:

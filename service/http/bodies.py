@@ -26,6 +26,7 @@ from service.access.rates import address_of
 from service.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
+    CLIENT_GONE,
     OVERLOADED,
     plain,
     problem,
@@ -196,7 +197,7 @@ class BodyLimit:
         finally:
             self._slots.leave(body.upload)
         if body.refusal and not started:
-            drain_bytes = -1 if body.refusal == "ending" else _DRAIN_FACTOR * max_bytes
+            drain_bytes = -1 if body.refusal in ("ending", "gone") else _DRAIN_FACTOR * max_bytes
             answer = self._answer(body, scope, claimed)
             await refuse(answer, scope, body.drained, send, drain_bytes=drain_bytes)
 
@@ -220,6 +221,7 @@ class BodyLimit:
                 "second, or raise KINLENS_MAX_CONCURRENT_UPLOADS.",
             ),
             "ending": (OVERLOADED, "The service is stopping. Try again in a second."),
+            "gone": (CLIENT_GONE, "The client left before its body was complete."),
         }[body.refusal]
         return problem(kind, text, request_id=request_id_of(scope), instance=scope["path"])
 
@@ -227,7 +229,7 @@ class BodyLimit:
 class _Body:
     """Counts and times what is received; it holds its slots until it is complete.
 
-    `refusal` is why it is refused: large, slow, crowded or ending; empty while it is not.
+    `refusal` is why it is refused: large, slow, crowded, ending or gone; empty while it is not.
     """
 
     upload: Upload
@@ -258,6 +260,9 @@ class _Body:
             raise _RefusedError from None
         finally:
             self._timeout = None
+        if message["type"] == "http.disconnect":
+            self.refusal = "gone"
+            raise _RefusedError
         self._count(message)
         if self._bytes > self.max_bytes:
             self.refusal = "large"

@@ -3,11 +3,20 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.support.shops import assert_problem
+import structlog
+
+from tests.support.shops import assert_problem, start_shop
 
 STALLED = (
     b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
     b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+)
+LEFT = (
+    b"POST /search",
+    b"POST /search/batch",
+    b"POST /galleries",
+    b"PUT /galleries/shop/items",
+    b"POST /galleries/shop/golden",
 )
 ASKING = STALLED.replace(b"Content-Type", b"Expect: 100-continue\r\nContent-Type")
 
@@ -60,13 +69,18 @@ def test_a_body_that_takes_too_long_is_408_and_the_connection_ends(start_service
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
-    start_service, pictures
+    pictures, tmp_path, until
 ) -> None:
-    service = start_service()
-    for _ in range(5):
-        service.connect(STALLED).close()
+    shop = start_shop(tmp_path / "state")
+    service = shop.running
+    with structlog.testing.capture_logs() as events:
+        for start in LEFT:
+            service.connect(STALLED.replace(b"POST /search", start)).close()
+        until(lambda: sum(event["event"] == "request" for event in events) == len(LEFT))
+    assert [event.get("status") for event in events] == [499] * len(LEFT), events
     assert service.search(pictures[0]).status_code == 200
     assert service.metric("kinlens_searches_in_flight") == 0
+    shop.close()
 
 
 def test_uploads_above_the_number_that_may_arrive_at_a_time_are_503_until_one_ends(

@@ -257,7 +257,8 @@ def test_what_another_process_made_is_there_at_the_first_request(tmp_path, data)
 def test_what_cannot_be_read_now_is_503_in_time_and_read_again_later(
     tmp_path, monkeypatch, until
 ) -> None:
-    shop = start_shop(tmp_path, request_timeout_ms=500, reload_interval_ms=50)
+    start_shop(tmp_path).close()  # makes a gallery, which may take longer than the limit here
+    shop = start_shop(tmp_path, create=False, request_timeout_ms=500, reload_interval_ms=50)
     gate = threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(Locations, "list_galleries", lambda _: gate.wait(WAIT_S) and [])

@@ -423,7 +423,10 @@ class SearchFields(Strict):
 class SearchRequest(SearchFields):
     """A search: at least one image or one positive."""
 
-    gallery: Annotated[str | None, Field(description="Where to search; default: the first.")] = None
+    gallery: Annotated[
+        str | None,
+        Field(description="Where to search; default: the first of the settings, else by name."),
+    ] = None
     combine: Annotated[
         Combine,
         Field(

@@ -4,17 +4,18 @@ What waits for a thread is bounded, and work that hangs holds up no exit.
 """
 
 import asyncio
+import contextlib
 import contextvars
 import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from embedder.errors import OverloadedError
+from embedder.errors import DeadlineExceededError, OverloadedError
 
 T = TypeVar("T")
 _CLOSE_S = 1.0
@@ -98,6 +99,20 @@ class DaemonThreads:
             self._waiting.pop(future, None)
 
 
+@contextlib.asynccontextmanager
+async def within(
+    limit_s: float, what: str, cure: str = "Try again in a second."
+) -> AsyncIterator[None]:
+    """Do it within `limit_s` seconds. Raises: DeadlineExceededError that says what took longer."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceededError(
+            f"{what} took longer than {limit_s:g} s, which is the limit. {cure}"
+        ) from error
+
+
 class BoundedPool:
     """`workers` threads and at most `queue_size` calls waiting for one.
 
@@ -108,6 +123,7 @@ class BoundedPool:
         self._name = name
         self._limit = workers + queue_size
         self._places = threading.BoundedSemaphore(self._limit)
+        self._urgent_places = threading.BoundedSemaphore(self._limit)
         self._threads = DaemonThreads(name, workers)
 
     @property
@@ -123,32 +139,38 @@ class BoundedPool:
         patient: bool = False,
         after: Callable[[], None] = lambda: None,
     ) -> T:
-        """Call `work` in a thread. An `urgent` call goes first; neither it nor a `patient` one is
-        ever refused, so whoever makes them bounds how many there are. `after` is called once the
-        work is over, was refused or dropped, in any thread.
+        """Call `work` in a thread. An `urgent` call goes first and has one of as many places as
+        the others share; a `patient` one is never refused, so whoever makes such calls bounds how
+        many there are, as with `place`. `after` is called once the work is over, was refused or
+        dropped, in any thread.
 
         Raises: OverloadedError when no place is free.
         """
-        is_counted = not urgent and not patient
-        if is_counted and not self._places.acquire(blocking=False):
-            after()
+        with contextlib.ExitStack() as held:
+            held.callback(after)
+            if not patient:
+                held.enter_context(self.place(urgent=urgent))
+            future = self._threads.submit(work, urgent=urgent)
+            until_done = held.pop_all()
+            future.add_done_callback(lambda _: until_done.close())
+        return await asyncio.wrap_future(future)
+
+    @contextlib.contextmanager
+    def place(self, *, urgent: bool = False) -> Iterator[None]:
+        """Hold one place, as for all the patient calls of a request.
+
+        Raises: OverloadedError when none is free.
+        """
+        places = self._urgent_places if urgent else self._places
+        if not places.acquire(blocking=False):
             raise OverloadedError(
                 f"{self._limit} requests are in the {self._name} stage, which is its limit. "
                 "Try again in a second."
             )
-
-        def leave(_: Future[T] | None = None) -> None:
-            if is_counted:
-                self._places.release()
-            after()
-
         try:
-            future = self._threads.submit(work, urgent=urgent)
-        except BaseException:
-            leave()
-            raise
-        future.add_done_callback(leave)
-        return await asyncio.wrap_future(future)
+            yield
+        finally:
+            places.release()
 
     def close(self) -> None:
         """Drop what waits; what hangs ends with the process."""

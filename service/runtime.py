@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import structlog
 
-from embedder.errors import DeadlineExceededError, GalleryNotFoundError
+from embedder.errors import GalleryNotFoundError
 from embedder.session import Embedder
 from service.access.keys import KeyStore, open_keys
-from service.concurrency import BoundedPool
+from service.concurrency import BoundedPool, within
 from service.galleries.feedback import FeedbackStore, open_feedback
 from service.galleries.items import Items
 from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
@@ -97,14 +97,8 @@ class Runtime:
         Raises: DeadlineExceededError, OverloadedError, what `work` raises.
         """
         limit_s = self.settings.request_timeout_ms / 1e3
-        try:
-            async with asyncio.timeout(limit_s):
-                return await self.pools[pool].run(work)
-        except TimeoutError as error:
-            raise DeadlineExceededError(
-                f"Reading {what} took longer than {limit_s:g} s, which is the limit. "
-                "Try again in a second."
-            ) from error
+        async with within(limit_s, f"Reading {what}"):
+            return await self.pools[pool].run(work)
 
     async def stop(self) -> None:
         """Stop the workers, disconnect, let go of the threads; one that hangs is left behind."""

@@ -376,7 +376,9 @@ class MilvusStore:
         keys = f"key >= {literal(prefix)} and key < {literal(prefix + chr(0x10FFFF))}"
         condition = both(now.condition(where), keys if prefix else "")
         total, reach = now.count(condition), offset + limit
-        pages = now.pages(condition, ITEM, 2 * reach, after, total)
+        if offset >= total:
+            return Page(total, [], None)
+        pages = now.pages(condition, ITEM, min(2 * reach, now.page_rows), after, total)
         found = list(islice(chain.from_iterable(pages), offset, reach))
         return Page(total, [item_of(row) for row in found], None)
 

@@ -130,6 +130,11 @@ class GalleryFolder:
                 with shared(self.path / _TURN) as is_free:
                     is_free = is_free and held.enter_context(shared(self.path / _WRITE))
             except OSError as error:
+                if not self.path.is_dir():
+                    raise GalleryBusyError(
+                        f"The gallery {self.path} is not there any more; nothing was changed. If "
+                        "it is being replaced, try again in a second."
+                    ) from error
                 raise GalleryWriteError(
                     f"The gallery {self.path} cannot be changed: {error.strerror}. Check that this "
                     "user may write there and that the file system is not read-only."

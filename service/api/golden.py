@@ -3,7 +3,6 @@
 A run takes one lane at a time and waits for it as every search does, so it holds up nobody.
 """
 
-import asyncio
 import hashlib
 from functools import partial
 from pathlib import Path as FilePath
@@ -37,6 +36,7 @@ from service.api.galleries import (
 )
 from service.api.pictures import AS_SIZE, Size
 from service.api.requests import FORM
+from service.concurrency import within
 from service.galleries.registry import Served
 from service.http.bodies import as_faults, fault, media_type_of, parse_form, parse_json
 from service.http.openapi import problems
@@ -88,7 +88,8 @@ async def add(runtime: Service, name: str, request: Request) -> GoldenQuery:
     async with runtime.registry.find(name) as served:
         golden = GoldenSet(_folder(served))
         new = await _new_query(request, runtime)
-        await served.model.encoder.encode(new.data, hashlib.sha256(new.data).hexdigest())
+        async with within(runtime.settings.request_timeout_ms / 1e3, "Looking at the picture"):
+            await served.model.encoder.encode(new.data, hashlib.sha256(new.data).hexdigest())
         [made] = await runtime.pools["write"].run(lambda: golden.add([new], served.gallery))
     return made
 
@@ -188,18 +189,13 @@ async def _run(
             f"/galleries/{served.name}/golden."
         )
     limit_s = -(-len(queries) // _QUERIES_PER_LIMIT) * runtime.settings.request_timeout_ms / 1e3
-    try:
-        async with asyncio.timeout(limit_s):
-            begun = await pool.run(lambda: Asked.begin(gallery, queries))
-            for query in queries:
-                vector = await _vector(runtime, served, golden, query)
-                work = partial(ask, gallery, query, vector)
-                begun.outcomes.append(await pool.run(work, patient=True))
-    except TimeoutError as error:
-        raise errors.DeadlineExceededError(
-            f"{len(queries):,} queries took longer than {limit_s:g} s, which is the limit. Try "
-            "again when the service has less to do."
-        ) from error
+    cure = "Try again when the service has less to do."
+    async with within(limit_s, f"Asking with {len(queries):,} queries", cure):
+        begun = await pool.run(lambda: Asked.begin(gallery, queries))
+        for query in queries:
+            vector = await _vector(runtime, served, golden, query)
+            work = partial(ask, gallery, query, vector)
+            begun.outcomes.append(await pool.run(work, patient=True))
     return begun.report(threshold_of(model.calibration) if min_score is None else min_score)
 
 

@@ -109,7 +109,9 @@ def build_router(runtime: Runtime) -> APIRouter:
         response_model=BatchAnswer,
         responses={
             200: {"description": "An outcome for each query, in their order."},
-            **problems(*BODY_FAILURES, KINDS[errors.InvalidParameterError]),
+            **problems(
+                *BODY_FAILURES, KINDS[errors.InvalidParameterError], KINDS[errors.OverloadedError]
+            ),
         },
         openapi_extra=_batch_docs(limits),
         summary="Several searches at once",

@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -102,15 +103,18 @@ class Items:
     async def put(self, gallery: str, items: Sequence[NewItem]) -> Put:
         """Store items; each fails alone. Raises: StateMissingError if this service stores none."""
 
+        run = partial(self._pool.run, patient=True)
+
         async def put(served: Served) -> Put:
             pictures = self._place_for_pictures(served)
-            drafts = await self._pool.run(lambda: _drafts(served.gallery, items))
+            drafts = await run(lambda: _drafts(served.gallery, items))
             deadline = time.monotonic() + -(-len(items) // _IMAGES_PER_LIMIT) * self._limit_s
             unknown = [draft for draft in drafts if draft.error is None and draft.vector is None]
             await asyncio.gather(*(self._embed(served.model, draft, deadline) for draft in unknown))
-            return await self._pool.run(lambda: _store(served, pictures, drafts))
+            return await run(lambda: _store(served, pictures, drafts))
 
-        return await self._changing(gallery, put)
+        with self._pool.place():
+            return await self._changing(gallery, put)
 
     async def patch(self, gallery: str, changes: Changes) -> Changed:
         """Change attributes by key, all or none; None takes one away.

@@ -29,7 +29,7 @@ from embedder.errors import (
 )
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore
-from service.concurrency import DaemonThreads
+from service.concurrency import DaemonThreads, within
 from service.galleries.locations import (
     VERSION_DIGITS,
     Gallery,
@@ -236,13 +236,9 @@ class Registry:
         """
         self._asked.set()
         try:
-            async with asyncio.timeout(limit_s):
+            cure = "It goes on; try again in a second."
+            async with within(limit_s, "Looking at the galleries on the disk", cure):
                 await asyncio.shield(self._next)
-        except TimeoutError as error:
-            raise DeadlineExceededError(
-                f"Looking at the galleries on the disk took longer than {limit_s:g} s, which is "
-                "the limit. It goes on; try again in a second."
-            ) from error
         except OSError as error:
             raise GalleryError(
                 f"The galleries cannot be looked at: {error.strerror}. Check the disk."

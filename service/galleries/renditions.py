@@ -14,7 +14,7 @@ from embedder.errors import (
 )
 from embedder.preprocess import MAX_SIDE_PX, ImageLimits
 from indexer.ingest.sources import ANY_SIZE
-from service.concurrency import SingleFlight
+from service.concurrency import SingleFlight, within
 from service.search.cache import LruCache
 from service.search.lanes import Lanes
 
@@ -60,14 +60,8 @@ class Renditions:
             return kept
         if self._costly.get(key, 0.0) > time.monotonic():
             raise _too_costly()
-        try:
-            async with asyncio.timeout(self._limit_s):
-                return await self._flights.run(key, lambda: self._make(key, read, side_px))
-        except TimeoutError as error:
-            raise DeadlineExceededError(
-                f"Making the picture took longer than {self._limit_s:g} s, which is the limit. "
-                "Try again in a second."
-            ) from error
+        async with within(self._limit_s, "Making the picture"):
+            return await self._flights.run(key, lambda: self._make(key, read, side_px))
 
     async def _make(self, key: str, read: Callable[[], Awaitable[bytes]], side_px: int) -> bytes:
         if self._under_way >= self._most:

@@ -1,6 +1,7 @@
 """uvicorn with the limits and signals of this service, and HTTP/1.1 that nobody can hold open."""
 
 import asyncio
+import math
 import os
 import resource
 import socket
@@ -27,6 +28,7 @@ _FEWEST_CONNECTIONS = 64
 _WANTED_FILES = 4 * _MOST_CONNECTIONS
 _INTERRUPTED = 130
 _QUEUE = 1024
+_LEAST_READ = 16 * 2**10  # bytes a second
 _REST_S = 2e-3  # the others need 0.1 ms to wake up
 _STATUS_LINE = b"HTTP/1.1 "
 _CONTINUE = b"HTTP/1.1 100 "
@@ -176,7 +178,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client reads too slowly for what is sent; wait for it for a while."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self.write_timeout_s, self.transport.abort)
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         """The client has read."""
@@ -197,6 +199,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stop_head_timer()
         elif self._head_timer is None and not self.transport.is_closing():
             self._head_timer = self.loop.call_later(self.header_timeout_s, self.transport.close)
+
+    def _watch_reader(self, unread: float = math.inf) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left <= unread - _LEAST_READ * self.write_timeout_s:
+            again = partial(self._watch_reader, left)
+            self._write_timer = self.loop.call_later(self.write_timeout_s, again)
+        else:
+            self.transport.abort()
 
     def _make_room(self) -> None:
         others = [c for c in self.connections if isinstance(c, GuardedProtocol) and c is not self]

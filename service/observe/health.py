@@ -91,7 +91,7 @@ class Health:
         check = functools.partial(probe, served.gallery, served.model)
         try:
             async with asyncio.timeout(self._timeout_s):
-                version, is_searchable = await self._pool.run(check, urgent=True)
+                version, is_searchable = await self._pool.run(check, urgent=True, patient=True)
         except Exception as error:
             return self._verdict(error), _UNKNOWN
         return _OK if is_searchable else "the search found nothing", version

@@ -63,7 +63,7 @@ class Observer(Collector):
 
     async def _run(self, work: Callable[[], T]) -> T:
         async with asyncio.timeout(self._timeout_s):
-            return await self._pool.run(work, urgent=True)
+            return await self._pool.run(work, urgent=True, patient=True)
 
 
 def _families() -> Sequence[GaugeMetricFamily]:

@@ -1,6 +1,5 @@
 """Where a hit matches its query: the shares of their score that regions of the pictures have."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from embedder.explain import Grid, shares
 from embedder.types import SHORT, Embeddings
 from indexer.ingest.sources import ANY_SIZE
 from indexer.types import combined_query
+from service.concurrency import within
 from service.galleries.registry import Served
 from service.search.lanes import Decoder, Lanes
 from service.search.pipeline import Abandoned
@@ -63,16 +63,12 @@ async def explain(
     abandoned = Abandoned()
     served.take()  # until the lane is done with it
     try:
-        async with asyncio.timeout(limit_s):
+        cure = "Send fewer images and crops, or try again in a second."
+        async with within(limit_s, "The explanation", cure):
             return await lanes.run(
                 lambda decoder: _explained(decoder, served, query, picture, abandoned),
                 after=served.give_back,
             )
-    except TimeoutError as error:
-        raise DeadlineExceededError(
-            f"The explanation took longer than {limit_s:g} s, which is the limit. Send fewer "
-            "images and crops, or try again in a second."
-        ) from error
     finally:
         abandoned.end()
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -403,6 +403,10 @@ class Lanes:
         """
         return self._crowd
 
+    def place(self) -> AbstractContextManager[None]:
+        """One place for all the patient calls of a request. Raises: OverloadedError."""
+        return self._pool.place()
+
     async def start(self) -> None:
         """Start the decoding processes; work may come before they are up."""
         await asyncio.gather(*(asyncio.to_thread(each.start) for each in self._decoders))
@@ -420,8 +424,7 @@ class Lanes:
         patient: bool = False,
         after: Callable[[], None] = lambda: None,
     ) -> T:
-        """Call `work` in a lane. An `urgent` call goes first; neither it nor a `patient` one is
-        ever refused. `after` is called once it is over, refused or dropped, in any thread.
+        """Call `work` in a lane, as `BoundedPool.run`.
 
         Raises: OverloadedError when too many wait; what `work` raises.
         """

@@ -203,7 +203,7 @@ class Encoder:
             vector: Vector = self._batcher.embed(image[np.newaxis])[0]
             return vector
 
-        return await self._lanes.run(work, urgent=True)
+        return await self._lanes.run(work, urgent=True, patient=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -118,10 +118,14 @@ class Pipeline:
         and an error among the queries is its own outcome.
 
         Queries of one gallery are answered by one pair of gallery and model.
+
+        Raises: OverloadedError where too many requests wait.
         """
         names = {query.gallery for query in queries if isinstance(query, Query)}
         await asyncio.gather(*(self._registry.refresh_if_unknown(name) for name in names))
-        with self._metrics.in_flight.track_inprogress(), ExitStack() as leases:
+        with ExitStack() as leases:
+            leases.enter_context(self._lanes.place())
+            leases.enter_context(self._metrics.in_flight.track_inprogress())
             leased = {name: self._leased(name, leases) for name in names}
             tasks = [asyncio.create_task(self._outcome(query, leased)) for query in queries]
             try:

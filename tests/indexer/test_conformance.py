@@ -556,6 +556,7 @@ def test_pages_follow_the_order_of_numbers(store: VectorStore) -> None:
     assert store.page(0, 100).items == items
     assert store.page(0, 30)[:2] == (71, items[:30])
     assert store.page(20, 30).items == items[20:50]
+    assert store.page(71, 30)[:2] == store.page(10**9, 30)[:2] == (71, [])
     red = [i for i in items if i.attributes.get("colour") == "red" and i.key.startswith("key")]
     assert store.page(3, 5, Equals("colour", "red"), "key")[:2] == (len(red), red[3:8])
     assert store.page(0, 5, after=items[-1].id) == (71, [], store.page(0, 1).last)

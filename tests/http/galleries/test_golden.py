@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ from indexer.gallery import Gallery
 from service.client import Kinlens
 from service.client_errors import InvalidError, NotFoundError
 from tests.support.servers import WAIT_S, GatedEmbedder
-from tests.support.shops import Shop, assert_problem, sha256
+from tests.support.shops import Shop, assert_problem, sha256, start_shop
 from tests.tiny import encoded, picture
 
 
@@ -111,6 +112,16 @@ def test_what_is_no_query_is_refused_with_its_status(stocked: Shop) -> None:
     assert "is empty" in empty["detail"]
     for path in ("/galleries/nowhere/golden", "/galleries/nowhere/golden/runs"):
         assert_problem(stocked.client.get(path), 404, "unknown-gallery")
+
+
+def test_labelling_ends_at_the_time_limit(tmp_path: Path, data: list[bytes]) -> None:
+    model = GatedEmbedder()
+    shop = start_shop(tmp_path / "state", model, request_timeout_ms=200)
+    model.gate.clear()
+    problem = assert_problem(label(shop, data[0], '{"no_match": true}'), 503, "deadline-exceeded")
+    assert "0.2 s" in problem["detail"]
+    model.gate.set()
+    shop.close()
 
 
 def test_while_a_run_waits_for_the_model_searches_are_answered(

@@ -1,16 +1,18 @@
 """Items over HTTP: put, list, patch, removed; each fails alone, and twice is as good as once."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import pytest
 
 from embedder.errors import GalleryWriteError
 from embedder.fake import FakeEmbedder
-from indexer.gallery import Gallery
+from indexer.gallery import Gallery, delete_gallery
 from service.api.items import MAX_KEYS
 from service.galleries.items import MAX_ATTRIBUTES
 from tests.support.seams import GalleryFolder, adopt
+from tests.support.servers import GatedEmbedder
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop
 
 
@@ -246,6 +248,33 @@ def test_writes_into_an_unknown_gallery_are_404(mall, data) -> None:
         mall.client.post(f"{url}/delete", json={"keys": ["k"]}),
     ):
         assert_problem(response, 404, "unknown-gallery")
+
+
+@pytest.mark.parametrize("change", ["put", "patch", "remove"])
+def test_a_write_into_a_gallery_that_another_process_deleted_is_404(shop, data, change) -> None:
+    shop.put({"k": data[0]})
+    delete_gallery(shop.folder)
+    answer = {
+        "put": lambda: shop.put_form({"k": data[1]}),
+        "patch": lambda: shop.client.patch(f"{shop.url}/items", json={"changes": {"k": {"n": 1}}}),
+        "remove": lambda: shop.client.delete(f"{shop.url}/items", params={"key": "k"}),
+    }[change]()
+    assert_problem(answer, 404, "unknown-gallery")
+
+
+def test_puts_above_a_number_are_refused_while_those_wait_for_the_model(tmp_path, data) -> None:
+    model = GatedEmbedder()
+    shop = start_shop(tmp_path / "state", model, queue_size=1)
+    model.gate.clear()
+    with ThreadPoolExecutor(len(data)) as clients:
+        puts = [clients.submit(shop.put_form, {f"k{n}": one}) for n, one in enumerate(data)]
+        first = next(as_completed(puts))
+        model.gate.set()
+    assert_problem(first.result(), 503, "overloaded")
+    answers = {put.result().status_code for put in puts}
+    assert answers == {200, 503}
+    assert len(keys(shop)) == sum(put.result().status_code == 200 for put in puts)
+    shop.close()
 
 
 def test_a_write_into_a_generation_that_was_replaced_goes_into_the_new_one(shop, data) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,6 +251,54 @@ def test_a_full_queue_answers_503_with_retry_after_and_recovers(
     assert_problem(refused, 503, "overloaded")
     assert int(refused.headers["retry-after"]) >= 1
     assert service.search(pictures[3]).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/search/batch", "/search?combine=separate"])
+def test_a_batch_has_a_place_in_the_queue_so_that_not_all_bodies_wait_here(
+    start_service, embedder, pictures, path
+) -> None:
+    service = start_service(queue_size=1, lanes=1)
+
+    def batch(data: bytes) -> Any:
+        fields = {"combine": "separate"} if "separate" in path else {}
+        return service.client.post(path.split("?")[0], files={"image": new(data)}, data=fields)
+
+    embedder.gate.clear()
+    with ThreadPoolExecutor(2) as clients:
+        held = [clients.submit(batch, pictures[number]) for number in range(2)]
+        until(lambda: in_flight(service) == 2)
+        refused = batch(pictures[2])
+        embedder.gate.set()
+        assert [call.result().status_code for call in held] == [200, 200]
+    assert_problem(refused, 503, "overloaded")
+    assert batch(pictures[2]).status_code == 200
+
+
+def test_cached_answers_that_are_out_of_date_do_not_fill_the_queue_without_end(
+    start_service, gallery, pictures, monkeypatch
+) -> None:
+    service = start_service(queue_size=1, lanes=1)
+    service.search(pictures[0])
+    monkeypatch.setattr(gallery, "version", gallery.version[::-1])
+    searching, gate, search = threading.Semaphore(0), threading.Event(), gallery.search
+
+    def search_at_the_gate(*arguments: Any) -> Any:
+        searching.release()
+        gate.wait()
+        return search(*arguments)
+
+    monkeypatch.setattr(gallery, "search", search_at_the_gate)
+    with ThreadPoolExecutor(5) as clients:
+        held = [clients.submit(service.search, pictures[1])]
+        searching.acquire()
+        held.append(clients.submit(service.search, pictures[2]))
+        until(lambda: service.runtime.lanes.waiting == 1)
+        outdated = [clients.submit(service.search, pictures[0]) for _ in range(3)]
+        refused = next(as_completed(outdated))
+        gate.set()
+    assert_problem(refused.result(), 503, "overloaded")
+    good = [*held, *(call for call in outdated if call is not refused)]
+    assert [call.result().status_code for call in good] == [200] * 4
 
 
 def test_a_request_above_its_time_limit_is_503_and_leaves_the_queue(

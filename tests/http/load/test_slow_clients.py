@@ -121,6 +121,22 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(
     assert len(answer_to(connection, b"the whole of it")) < 16 * 2**20
 
 
+def test_a_client_that_reads_slowly_but_on_gets_the_whole_of_its_answer(
+    start_service, embedder, pictures
+) -> None:
+    data = pictures[0] + bytes(16 * 2**20)
+    service = start_service(galleries={"shop": FakeGallery(embedder, [data])}, body_timeout_ms=500)
+    picture = (
+        HEAD.replace(b"/live", b"/galleries/shop/items/0/image") + b"Connection: close\r\n\r\n"
+    )
+    connection, size, began = service.connect(picture), 0, time.monotonic()
+    while part := connection.recv(2**20, socket.MSG_WAITALL):
+        size += len(part)
+        time.sleep(0.1)
+    assert size > len(data)
+    assert time.monotonic() - began > 3 * 0.5
+
+
 def test_500_open_connections_keep_nobody_out(start_service, pictures, until) -> None:
     service = start_service(body_timeout_ms=30_000)
     for number in range(500):

@@ -140,5 +140,5 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def seed_everything(seed: int) -> None:
     """Seed the global generators of Python, numpy and torch."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)

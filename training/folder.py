@@ -1,8 +1,10 @@
 """The folder of a run or a study: its result, files written whole, what settings belong there."""
 
+import fcntl
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,26 @@ UNTRAINED = "the untrained trunk"
 
 FREE = frozenset(("name", "description", "licence", "runtime", "data.root"))
 """Settings of a job that change nothing in its figures."""
+
+
+@contextmanager
+def alone_in(folder: Path, *, with_children: bool = False) -> Iterator[None]:
+    """Make `folder` and keep others out: until this process ends, or the last of its children.
+
+    Raises: JobError if a run or a study is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock_by = fcntl.flock if with_children else fcntl.lockf
+    with (folder / ".lock").open("w") as lock:
+        os.set_inheritable(lock.fileno(), with_children)
+        try:
+            lock_by(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise JobError(
+                f"Another training is at work in {folder}. Wait for it, stop it, or use another "
+                "--out."
+            ) from error
+        yield
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A whole run: train, choose the model, test it once, write result and report."""
 
 import statistics
+from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,7 @@ from training.data.records import Split
 from training.device import choose_device, tuned
 from training.distributed import is_main, wait_for_all
 from training.evaluation.evaluate import evaluate
-from training.folder import RESULT, Result, replace_json
+from training.folder import RESULT, Result, alone_in, replace_json
 from training.report.notices import did_it_help
 from training.report.page import write_report
 from training.state import OF_TERMS, VALIDATION, Row, on_validation
@@ -31,9 +32,13 @@ def run_job(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         split: with the validation classes of the protocol, or a fold of a cross validation.
         folder: is made; holds checkpoint, log, curves, report and result.
 
-    Raises: TrainingError.
+    Raises: TrainingError; JobError if another process trains in `folder`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with alone_in(folder) if is_main() else nullcontext():
+        return _run(job, split, folder, listener)
+
+
+def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
     with tuned(choose_device(job.runtime)):
         history = fit(job, split, folder, listener, resume=(folder / FILE).exists())
         chosen = load_chosen(folder)
@@ -83,7 +88,7 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
     if job.protocol.evaluate_test == "never":
         return {}
     row = history[-1]
-    if chosen.epoch == len(history) and "R@1" in row:
+    if chosen.epoch == len(history) and all(f"R@{k}" in row for k in job.recall_at):
         return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
     _, net = chosen.network()
     return evaluate(net.to(choose_device(job.runtime)), split.test, job, split.gallery, full=True)

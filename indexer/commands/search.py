@@ -301,6 +301,6 @@ def _print_facet(name: str, facet: Mapping[str, Any]) -> None:
     """One line an attribute."""
     parts = [f"{written(each['value'])} ({each['count']:,})" for each in facet.get("values", ())]
     bins = facet.get("bins", ())
-    parts += [f"{each['from']:g} to {each['to']:g} ({each['count']:,})" for each in bins]
+    parts += [f"{each['from']} to {each['to']} ({each['count']:,})" for each in bins]
     parts += [f"{rest} ({facet[rest]:,})" for rest in ("other", "missing") if facet.get(rest)]
     out.print(f"{name}: {', '.join(parts)}")

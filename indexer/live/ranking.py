@@ -6,6 +6,7 @@ the answer.
 
 import heapq
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -124,7 +125,8 @@ def best_hits(
 
 def _reach(k: int, options: SearchOptions, reorder: Reorder | None) -> int:
     """How many of the best a page is made of."""
-    return max(options.offset + k, 0 if reorder is None else CANDIDATES)
+    reach = max(options.offset + k, 0 if reorder is None else CANDIDATES)
+    return min(reach, sys.maxsize)
 
 
 def _page(

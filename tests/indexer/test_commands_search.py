@@ -1,5 +1,6 @@
 """The commands search and show: every kind of question, and what cannot be asked."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,9 @@ from PIL import Image
 from typer.testing import Result
 
 from embedder.fake import FakeEmbedder
+from indexer.gallery import Gallery
 from tests.indexer.conftest import PICTURES, Run, failure, printed, query
+from tests.indexer.oracle import entry, units
 from tests.support.market import CALIBRATION
 
 
@@ -188,6 +191,18 @@ def test_the_values_of_attributes_are_counted_over_all_that_fits(
     [*_, last] = run(*ask, "--like", "f.gif", "--min-score", "0.9999").stdout.splitlines()
     assert last == "class: "
     assert "'kind' to count" in failure(run("search", built, "--like", "f.gif", "--facets", "kind"))
+    [*_, last] = run("search", built, "--like", "f.gif", "-k", str(10**20)).stdout.splitlines()
+    assert last
+
+
+def test_the_ends_of_bins_are_written_in_full(run: Run, gallery: Gallery) -> None:
+    vectors = units(60)
+    gallery.add(entry(f"k{n}", v, {"at": 1767225600 + 30 * n}) for n, v in enumerate(vectors))
+    path = gallery.path
+    [*_, last] = run("search", path, "--like", "k0", "--facets", "at").stdout.splitlines()
+    ends = re.findall(r"(\S+) to (\S+) \(", last)
+    assert len(ends) > 2
+    assert all(float(low) < float(high) for low, high in ends)
 
 
 def test_two_images_are_drawn_with_the_regions_where_they_match(

@@ -33,6 +33,7 @@ def test_a_minimal_job_has_defaults(tmp_path: Path) -> None:
             MINIMAL + "[optimizer]\nepochs = 0\n",
             r"optimizer.epochs: .*greater than or equal to 1.*given: 0",
         ),
+        ("seed = 4294967296\n" + MINIMAL, "seed: .*less than 4294967296"),
         ("name = 'x'\n", "data: Field required"),
         (MINIMAL.replace("folder", "floppy"), "data: .*floppy"),
         (MINIMAL.replace('"x"', '"a/b"'), "name: "),

@@ -1,6 +1,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -329,6 +331,34 @@ def test_a_finished_run_is_not_trained_again(products: Path, tmp_path: Path) -> 
     listener = Silent()
     assert run_job(job, load_split(job.data), tmp_path, listener) == first
     assert not listener.steps
+
+
+def test_a_finished_run_that_is_asked_for_other_recalls_finds_them(
+    products: Path, tmp_path: Path
+) -> None:
+    job = small_job(products)
+    first = run_job(job, load_split(job.data), tmp_path, Silent())
+    other = parse_job(job.as_dict() | {"recall_at": [1, 3]}, origin="test")
+    again = run_job(other, load_split(job.data), tmp_path, Silent())
+    assert again.figures["R@1"] == first.figures["R@1"]
+    assert "R@3" in again.figures
+
+
+def test_a_folder_has_one_run_and_is_free_once_its_process_is_gone(
+    products: Path, tmp_path: Path
+) -> None:
+    hold = "import sys; from pathlib import Path; from training.folder import alone_in\n"
+    hold += "with alone_in(Path(sys.argv[1])): print(flush=True); input()"
+    words = [sys.executable, "-c", hold, str(tmp_path)]
+    job = small_job(products)
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(JobError, match="Another training is at work in"):
+            run_job(job, load_split(job.data), tmp_path, Silent())
+        other.kill()
+    assert not (tmp_path / FILE).exists()
+    assert run_job(job, load_split(job.data), tmp_path, Silent()).figures
 
 
 def validated(products: Path, **protocol: object) -> Job:

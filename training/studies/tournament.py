@@ -10,15 +10,12 @@ References:
     deviation.
 """
 
-import fcntl
 import itertools
-import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +36,7 @@ from training.checkpoint import FILE
 from training.config.job import Job, apply_override, job_toml, load_job, parse_job
 from training.config.layers import lay_over, read_file
 from training.config.settings import CHOOSE_BY_TEST
-from training.folder import Result, finished_result, replace_text
+from training.folder import Result, alone_in, finished_result, replace_text
 from training.report.notices import CHOSEN_BY
 from training.report.tables import Study, methods, plain, record, table
 
@@ -248,7 +245,7 @@ def play(
                 'set protocol.evaluate_test = "end" or "every".'
             )
     launch = launch or run_in_process
-    with _alone_in(folder):
+    with alone_in(folder, with_children=True):
         found = read_runs(runs, folder)
         write_report(folder, found, missing_last)
         waiting = [run for run in found if run.result is None]
@@ -332,22 +329,6 @@ def command(job: Job, folder: Path) -> list[str]:
     words += ["--out", str(folder)]
     words += ["--resume"] if (folder / FILE).exists() else []
     return words + ([CHOOSE_BY_TEST] if job.protocol.choose_by == "test" else [])
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Lock `folder` against another tournament. Raises: JobError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        os.set_inheritable(lock.fileno(), True)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise JobError(
-                f"A tournament, or a run of one, is at work in {folder}. Wait for it, stop it, or "
-                "use another --out."
-            ) from error
-        yield
 
 
 def figures_of(runs: Sequence[Run]) -> pd.DataFrame:

@@ -285,14 +285,14 @@ def test_a_folder_has_one_tournament_and_a_run_that_outlives_it_keeps_it(tmp_pat
 
     def outlive(job: Job, place: Path) -> str:
         place.mkdir(parents=True)
-        with pytest.raises(JobError, match="or a run of one, is at work in"):
+        with pytest.raises(JobError, match="Another training is at work in"):
             play(ALL, tmp_path, str)
         words = [sys.executable, "-c", "input()"]
         orphans.append(subprocess.Popen(words, stdin=subprocess.PIPE, close_fds=False))
         return "we were killed"
 
     play(ALL[:1], tmp_path, str, launch=outlive)
-    with pytest.raises(JobError, match="or a run of one, is at work in"):
+    with pytest.raises(JobError, match="Another training is at work in"):
         played(ALL, tmp_path, fine)
     orphans[0].communicate(b"\n")
     assert len(played(ALL, tmp_path, fine)[2]) == 6

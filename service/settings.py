@@ -21,6 +21,10 @@ from service.api.models import FeedbackMode
 from service.search.redis_cache import check_url
 
 ANY_HOST = "*"
+MAX_HITS = 100_000
+"""Hits that one request may ask for, in all its queries."""
+
+_MOST_VIEWS = 256
 START_WORDS = ("imagenet", "none", "current")
 """What a training may start from without a setting: published, random, the gallery's own model."""
 
@@ -253,6 +257,11 @@ class Settings(BaseSettings):
         with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return False
+
+    @property
+    def max_views(self) -> int:
+        """Images and crops that are looked for, in all queries of a request together."""
+        return max(_MOST_VIEWS, self.max_images, self.max_batch_queries)
 
     def images_at_once(self) -> int:
         """Images that the model takes in one call, at most.

@@ -54,7 +54,8 @@ from service.http.bodies import (
     parse_json,
     parse_object,
 )
-from service.search.query import Combine, Distinct, Query, SearchLimits, views_of
+from service.search.query import Combine, Distinct, Query, views_of
+from service.settings import MAX_HITS, Settings
 
 _UNKNOWN_KEPT = 5
 _SHOWN_CHARACTERS = 40
@@ -180,9 +181,9 @@ _CORNERS = 4
 _SHOWN = 80
 
 
-def _limits(info: ValidationInfo) -> SearchLimits:
-    """The limits that a request is checked against; the default ones without a context."""
-    return info.context if isinstance(info.context, SearchLimits) else SearchLimits()
+def _limits(info: ValidationInfo) -> Settings:
+    assert isinstance(info.context, Settings), "a request is checked with the settings as context"
+    return info.context
 
 
 def _number(low: float, high: float | None = None) -> Callable[[Any, ValidationInfo], Any]:
@@ -315,7 +316,7 @@ class ImageInput(Strict):
 
 
 class SearchFields(Strict):
-    """How to search and what to show; it is checked with its `SearchLimits` as context."""
+    """How to search and what to show; it is checked with the `Settings` as context."""
 
     k: Annotated[_Natural, Field(description="How many hits, or groups, at most.")] = None
     offset: Annotated[
@@ -399,7 +400,7 @@ class SearchFields(Strict):
             )
         return self
 
-    def query(self, limits: SearchLimits) -> Query:
+    def query(self, limits: Settings) -> Query:
         """The same as a query. Raises: FilterError."""
         grouping = None
         if self.group_by:
@@ -455,13 +456,13 @@ class SearchRequest(SearchFields):
             )
         return self
 
-    def query(self, limits: SearchLimits) -> Query:
+    def query(self, limits: Settings) -> Query:
         """The same as a query. Raises: FilterError, InvalidParameterError."""
         views = sum(max(1, len(image.crops)) for image in self.images)
         _check(_VIEWS, views, limits.max_views)
         if self.combine == "best":
             reach = (self.offset or 0) + (self.k or limits.default_k)
-            _check("hits", views * reach * (self.group_size or 1), limits.max_batch_hits)
+            _check("hits", views * reach * (self.group_size or 1), MAX_HITS)
         return replace(
             super().query(limits),
             views=tuple(
@@ -476,7 +477,7 @@ class SearchRequest(SearchFields):
         )
 
 
-async def read_search(request: Request, limits: SearchLimits) -> Query | list[Query]:
+async def read_search(request: Request, limits: Settings) -> Query | list[Query]:
     """What a search asks for: one query, or with combine=separate one for each image and crop.
 
     Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
@@ -486,7 +487,7 @@ async def read_search(request: Request, limits: SearchLimits) -> Query | list[Qu
     )
 
 
-async def read_batch(request: Request, limits: SearchLimits) -> list[Query | Exception]:
+async def read_batch(request: Request, limits: Settings) -> list[Query | Exception]:
     """What a batch asks for; a query that cannot be read is an error in its place.
 
     Raises: as `read_search`.
@@ -494,7 +495,7 @@ async def read_batch(request: Request, limits: SearchLimits) -> list[Query | Exc
     return await _read(request, limits, {JSON: _batch_from_json, FORM: _batch_from_form})
 
 
-async def read_fields(pairs: Pairs, limits: SearchLimits) -> Query:
+async def read_fields(pairs: Pairs, limits: Settings) -> Query:
     """A query without images from a query string. Raises: RequestValidationError, FilterError."""
     length = sum(len(name) + len(value) for name, value in pairs)
     return await off_loop(
@@ -505,8 +506,8 @@ async def read_fields(pairs: Pairs, limits: SearchLimits) -> Query:
 
 async def _read(
     request: Request,
-    limits: SearchLimits,
-    readers: Mapping[str, Callable[[Request, bytes, SearchLimits], T]],
+    limits: Settings,
+    readers: Mapping[str, Callable[[Request, bytes, Settings], T]],
 ) -> T:
     body, kind = await request.body(), media_type_of(request)
     reader = readers.get(IMAGE if kind.startswith("image/") else kind)
@@ -525,25 +526,25 @@ async def _read(
     return await off_loop(lambda: reader(request, body, limits), short=short)
 
 
-def _from_form(request: Request, body: bytes, limits: SearchLimits) -> Query | list[Query]:
+def _from_form(request: Request, body: bytes, limits: Settings) -> Query | list[Query]:
     images, pairs = read_form(request, body)
     return _asked(
         _with_images([*request.query_params.multi_items(), *pairs], images, limits), limits
     )
 
 
-def _from_raw(request: Request, body: bytes, limits: SearchLimits) -> Query | list[Query]:
+def _from_raw(request: Request, body: bytes, limits: Settings) -> Query | list[Query]:
     return _asked(_with_images(request.query_params.multi_items(), [body], limits), limits)
 
 
-def _from_json(request: Request, body: bytes, limits: SearchLimits) -> Query | list[Query]:
+def _from_json(request: Request, body: bytes, limits: Settings) -> Query | list[Query]:
     payload, fields = parse_object(body), _fields(request.query_params.multi_items())
     for name in fields.keys() & payload.keys():
         raise fault(name, f"{name} is given twice; send it once, in the query string or the body.")
     return _asked(_checked({**fields, **payload}, limits), limits)
 
 
-def _asked(search: SearchRequest, limits: SearchLimits) -> Query | list[Query]:
+def _asked(search: SearchRequest, limits: Settings) -> Query | list[Query]:
     query = search.query(limits)
     if search.combine != "separate":
         return query
@@ -552,20 +553,20 @@ def _asked(search: SearchRequest, limits: SearchLimits) -> Query | list[Query]:
     return queries
 
 
-def _batch_from_json(_: Request, body: bytes, limits: SearchLimits) -> list[Query | Exception]:
+def _batch_from_json(_: Request, body: bytes, limits: Settings) -> list[Query | Exception]:
     payload = parse_object(body)
     raw = payload.get("queries")
     if payload.keys() != {"queries"} or not isinstance(raw, list) or not raw:
         raise fault(
             "queries", 'queries is missing or no list of searches; send {"queries": [{…}]}.'
         )
-    _check("queries", len(raw), limits.max_queries)
+    _check("queries", len(raw), limits.max_batch_queries)
     queries = [_one_of_batch(value, limits) for value in raw]
     _check_amounts([query for query in queries if isinstance(query, Query)], limits)
     return queries
 
 
-def _one_of_batch(value: Any, limits: SearchLimits) -> Query | Exception:
+def _one_of_batch(value: Any, limits: Settings) -> Query | Exception:
     try:
         search = _checked(value, limits)
         if search.combine == "separate":
@@ -579,13 +580,11 @@ def _one_of_batch(value: Any, limits: SearchLimits) -> Query | Exception:
         return error
 
 
-def _batch_from_form(
-    request: Request, body: bytes, limits: SearchLimits
-) -> list[Query | Exception]:
+def _batch_from_form(request: Request, body: bytes, limits: Settings) -> list[Query | Exception]:
     images, pairs = read_form(request, body)
     if not images:
         raise _nothing_asked()
-    _check("queries", len(images), limits.max_queries)
+    _check("queries", len(images), limits.max_batch_queries)
     search = _with_images(pairs, images[:1], limits)
     shared, crops = search.query(limits), search.images[0].crops
     queries = [shared.with_views(views_of(data, crops)) for data in images]
@@ -633,7 +632,7 @@ def _fields(pairs: Pairs) -> dict[str, Any]:
     return fields
 
 
-def _with_images(pairs: Pairs, images: Sequence[bytes], limits: SearchLimits) -> SearchRequest:
+def _with_images(pairs: Pairs, images: Sequence[bytes], limits: Settings) -> SearchRequest:
     """The search for the crops among `pairs` of each image; faults have the names of a form."""
     crops = [value for name, value in pairs if name == "crop"]
     fields = _fields([pair for pair in pairs if pair[0] != "crop"])
@@ -648,7 +647,7 @@ def _with_images(pairs: Pairs, images: Sequence[bytes], limits: SearchLimits) ->
         raise
 
 
-def _checked(value: Any, limits: SearchLimits) -> SearchRequest:
+def _checked(value: Any, limits: Settings) -> SearchRequest:
     search = checked(SearchRequest, value, limits)
     if not search.images and not search.positives:
         raise _nothing_asked()
@@ -662,12 +661,12 @@ def _nothing_asked() -> RequestValidationError:
     )
 
 
-def _check_amounts(queries: Sequence[Query], limits: SearchLimits) -> None:
+def _check_amounts(queries: Sequence[Query], limits: Settings) -> None:
     """What queries of one request ask for in all. Raises: InvalidParameterError."""
-    _check("queries", len(queries), limits.max_queries)
+    _check("queries", len(queries), limits.max_batch_queries)
     _check(_VIEWS, sum(len(query.views) for query in queries), limits.max_views)
     hits = sum(query.k * (query.grouping.size if query.grouping else 1) for query in queries)
-    _check("hits", hits, limits.max_batch_hits)
+    _check("hits", hits, MAX_HITS)
 
 
 def _check(what: str, count: int, limit: int) -> None:

@@ -32,7 +32,7 @@ from service.http.openapi import problems
 from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime
 from service.search.explanation import explain
-from service.search.query import Answer, Query, SearchLimits
+from service.search.query import Answer, Query
 from service.settings import Settings
 
 _HEADERS = {"Cache-Control": "no-store"}
@@ -78,7 +78,7 @@ class _RequestRoute(APIRoute):
 
 def build_router(runtime: Runtime) -> APIRouter:
     """The routes of searches; the settings of this service are their limits."""
-    router, limits = APIRouter(route_class=_RequestRoute), _limits_of(runtime.settings)
+    router, limits = APIRouter(route_class=_RequestRoute), runtime.settings
     feedback = runtime.feedback
 
     @router.post(
@@ -154,7 +154,7 @@ def build_router(runtime: Runtime) -> APIRouter:
     return router
 
 
-def _add_explain(router: APIRouter, runtime: Runtime, limits: SearchLimits) -> None:
+def _add_explain(router: APIRouter, runtime: Runtime, limits: Settings) -> None:
     @router.post(
         "/galleries/{name}/items/{item_id}/explain",
         response_model=ExplainAnswer,
@@ -205,17 +205,6 @@ async def _explained(runtime: Runtime, name: str, item_id: int, query: Query) ->
                 for view, grid in found.query
             ],
         )
-
-
-def _limits_of(settings: Settings) -> SearchLimits:
-    return SearchLimits(
-        default_k=settings.default_k,
-        max_k=settings.max_k,
-        max_images=settings.max_images,
-        max_crops=settings.max_crops,
-        max_queries=settings.max_batch_queries,
-        max_views=max(SearchLimits().max_views, settings.max_images, settings.max_batch_queries),
-    )
 
 
 async def _with_key(runtime: Runtime, query: Query) -> tuple[Query, str]:
@@ -285,7 +274,7 @@ def _timings(answer: Answer) -> dict[str, float]:
     return {name: round(getattr(answer.stages, name), 3) for name in Timings.model_fields}
 
 
-def _search_docs(limits: SearchLimits) -> dict[str, Any]:
+def _search_docs(limits: Settings) -> dict[str, Any]:
     content = {
         FORM: {"schema": _form(limits, limits.max_images)},
         JSON: {"schema": _schema(SearchRequest, limits), "examples": _REQUESTS},
@@ -298,13 +287,13 @@ def _search_docs(limits: SearchLimits) -> dict[str, Any]:
     }
 
 
-def _batch_docs(limits: SearchLimits) -> dict[str, Any]:
+def _batch_docs(limits: Settings) -> dict[str, Any]:
     queries = {
         "title": "Queries",
         "type": "array",
         "items": _schema(SearchRequest, limits),
         "minItems": 1,
-        "maxItems": limits.max_queries,
+        "maxItems": limits.max_batch_queries,
     }
     schema = {
         "title": "BatchRequest",
@@ -314,12 +303,12 @@ def _batch_docs(limits: SearchLimits) -> dict[str, Any]:
         "required": ["queries"],
         "additionalProperties": False,
     }
-    form = _form(limits, limits.max_queries) | {"required": ["image"]}
+    form = _form(limits, limits.max_batch_queries) | {"required": ["image"]}
     content = {JSON: {"schema": schema, "examples": _BATCHES}, FORM: {"schema": form}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _schema(model: type[SearchFields], limits: SearchLimits) -> dict[str, Any]:
+def _schema(model: type[SearchFields], limits: Settings) -> dict[str, Any]:
     """The JSON schema of a request with the limits of this service."""
     schema = inlined(model)
     fields = schema["properties"]
@@ -332,7 +321,7 @@ def _schema(model: type[SearchFields], limits: SearchLimits) -> dict[str, Any]:
     return schema
 
 
-def _text_fields(model: type[SearchFields], limits: SearchLimits) -> dict[str, Any]:
+def _text_fields(model: type[SearchFields], limits: Settings) -> dict[str, Any]:
     """The schema of each field as it is written in a form or a query string: never null."""
     fields = _schema(model, limits)["properties"]
     texts = {}
@@ -348,7 +337,7 @@ def _text_fields(model: type[SearchFields], limits: SearchLimits) -> dict[str, A
     return texts
 
 
-def _form(limits: SearchLimits, max_images: int) -> dict[str, Any]:
+def _form(limits: Settings, max_images: int) -> dict[str, Any]:
     image = {
         "type": "array",
         "items": _FILE,
@@ -362,7 +351,7 @@ def _form(limits: SearchLimits, max_images: int) -> dict[str, Any]:
     }
 
 
-def _parameters(model: type[SearchFields], limits: SearchLimits) -> list[dict[str, Any]]:
+def _parameters(model: type[SearchFields], limits: Settings) -> list[dict[str, Any]]:
     """The same fields as a query string."""
     return [
         {

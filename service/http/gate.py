@@ -63,10 +63,6 @@ class Rule:
     scope: keys.Scope | None
     body: BodyKind = "plain"
 
-    def fits(self, method: str, template: str) -> bool:
-        """Whether this rule speaks of a route."""
-        return method in self.methods and re.fullmatch(self.path, template) is not None
-
 
 RULES = (
     Rule(_READ, r"/(live|ready|metrics|docs|openapi\.json|admin)?", None),
@@ -91,7 +87,7 @@ RULES = (
 def rule_of(method: str, template: str) -> Rule:
     """What a route needs."""
     for rule in RULES:
-        if rule.fits(method, template):
+        if method in rule.methods and re.fullmatch(rule.path, template):
             return rule
     return Rule(frozenset({method}), template, "admin")
 
@@ -157,7 +153,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(:\d+)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _PROBES = frozenset({"/live", "/ready", "/metrics"})
-_PROBE_METHODS = frozenset({"GET", "HEAD"})
 SECURITY_HEADERS = {
     # No inline script or style, no other host; the page shows pictures that it made itself.
     "Content-Security-Policy": (
@@ -458,7 +453,7 @@ def open_rates(settings: Settings) -> RateLimits:
 
 
 def _is_probe(scope: Scope) -> bool:
-    return scope["method"] in _PROBE_METHODS and scope["path"] in _PROBES
+    return scope["method"] in _READ and scope["path"] in _PROBES
 
 
 def _request_id(scope: Scope) -> str:

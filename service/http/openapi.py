@@ -12,17 +12,10 @@ from service.access import keys
 from service.api.models import Fault, Problem
 from service.http.gate import rule_of
 from service.problems import (
-    BAD_REQUEST,
-    BODY_TOO_LARGE,
-    BODY_TOO_SLOW,
     INTERNAL,
-    INTERNAL_TEXT,
-    INVALID,
     KINDS,
     MEDIA_TYPE,
-    OVERLOADED,
     UNKNOWN_HOST,
-    UNSUPPORTED_MEDIA,
     Kind,
 )
 
@@ -62,54 +55,6 @@ _TEXTS = {
     429: "More requests than the rate allows; Retry-After says when to ask again.",
     500: "Something failed inside the service.",
     503: "The service is too busy or not able to answer now; Retry-After says when to ask again.",
-}
-_DETAILS = {
-    UNSUPPORTED_MEDIA: "Content-Type = 'text/plain' is not read here; send multipart/form-data, an "
-    "image as image/* or application/octet-stream, or application/json.",
-    UNKNOWN_HOST: "The host 'shop.example' is not served here; known are 127.0.0.1, [::1], "
-    "localhost. Name it in KINLENS_ALLOWED_HOSTS to allow it.",
-    BAD_REQUEST: "Missing boundary in multipart.",
-    KINDS[errors.EmptyImageError]: "The image is empty (0 bytes). Send the content of an "
-    "image file.",
-    KINDS[errors.GalleryNotFoundError]: "gallery = 'shoes' is unknown. Known are: shop.",
-    KINDS[errors.ItemNotFoundError]: "This link is from version 9b2e00000000 of gallery shop, "
-    "which was built again and is at version 51c7a90be2f4 now. Search again.",
-    BODY_TOO_SLOW: "The request body was not complete after 30 s, which is the limit. Send a "
-    "smaller image or use a faster connection.",
-    BODY_TOO_LARGE: "The request body has 62,914,877 bytes; the limit is 21,037,056. Resize or "
-    "compress the image.",
-    KINDS[errors.ImageTooManyBytesError]: "The image has 21,000,000 bytes; the limit is "
-    "20,971,520. Resize or compress it.",
-    KINDS[errors.ImageTooLargeError]: "The image is 14000 x 9000 px (126.0 MP); the limits "
-    "are 64 MP and 16384 px a side. Resize it.",
-    KINDS[errors.UnsupportedFormatError]: "The content is no image in a known format. Send JPEG, "
-    "PNG, WebP, BMP, TIFF, GIF, AVIF or HEIC.",
-    KINDS[errors.CorruptImageError]: "The JPEG image is truncated or damaged (broken data "
-    "stream). Export it again from its source.",
-    KINDS[errors.ImageCostError]: "Decoding the image took longer than 5 s, which is the limit. "
-    "Resize it or save it as a plain JPEG.",
-    KINDS[errors.KeyMissingError]: "This needs an API key with the scope write. Send it as "
-    "Authorization: Bearer KEY.",
-    KINDS[
-        errors.ScopeError
-    ]: "The key till has the scopes search; this needs write. Create another "
-    "with kinlens-serve keys create.",
-    KINDS[errors.RateLimitedError]: "More than 600 requests a minute came from this key. Try again "
-    "in 12 s.",
-    KINDS[errors.StateMissingError]: "The service has no folder to keep this in. Start it with "
-    "--state DIR.",
-    KINDS[errors.JobNotFoundError]: "There is no job 4f2a. GET /jobs lists them.",
-    KINDS[errors.JobConflictError]: "Job 4f2a has succeeded; only a queued or running job can be "
-    "cancelled.",
-    KINDS[errors.GalleryConflictError]: "There is a gallery shop already. Choose another name, or "
-    "delete it first.",
-    INVALID: "k = 0 is outside its range; send a whole number from 1 to 10,000.",
-    OVERLOADED: "64 images wait for the model, which is the limit. Try again in a second, or "
-    "raise KINLENS_QUEUE_SIZE.",
-    KINDS[errors.DeadlineExceededError]: "The search took longer than 10 s, which is the limit. "
-    "Try again in a second.",
-    KINDS[errors.SearchError]: "The worker that runs the model has stopped; it is started again by "
-    "itself. Try again in a second.",
 }
 
 
@@ -209,6 +154,6 @@ def _example(kind: Kind) -> dict[str, Any]:
         "type": kind.type,
         "title": kind.title,
         "status": kind.status,
-        "detail": _DETAILS.get(kind, INTERNAL_TEXT),
+        "detail": _TEXTS[kind.status],
         "request_id": "6f0c2d8e5b7a4c31a1d0c9e8f7b6a594",
     }

@@ -35,15 +35,11 @@ _UNIT_TOLERANCE = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Lookup(Generic[T]):
-    """What to look for. `accept`, if given, stands for `decode` where others may have written.
-
-    Both raise ValueError for a payload that is not accepted.
-    """
+    """What to look for; `decode` raises ValueError for a payload that is not accepted."""
 
     kind: CacheKind
     key: str
     decode: Callable[[bytes], T]
-    accept: Callable[[bytes], T] | None = None
 
 
 class LruCache:
@@ -164,7 +160,7 @@ class Cache:
             return None
         try:
             payload = unseal(lookup.key, sealed)
-            value = (lookup.accept or lookup.decode)(payload)
+            value = lookup.decode(payload)
         except ValueError:
             self._observe(lookup.kind, "invalid")
             return None

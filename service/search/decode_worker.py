@@ -11,6 +11,7 @@ no decoder can hold up. It imports nothing that it does not need.
 
 import json
 import os
+import resource
 import signal
 import socket
 import struct
@@ -18,33 +19,17 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-
-from PIL import (
-    BmpImagePlugin,
-    GifImagePlugin,
-    JpegImagePlugin,
-    MpoImagePlugin,
-    PngImagePlugin,
-    TiffImagePlugin,
-    WebPImagePlugin,
-)
+from importlib import import_module
 
 from embedder import errors
 from embedder.errors import ImageError, InvalidParameterError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
 
-PLUGINS = (
-    BmpImagePlugin,
-    GifImagePlugin,
-    JpegImagePlugin,
-    MpoImagePlugin,
-    PngImagePlugin,
-    TiffImagePlugin,
-    WebPImagePlugin,
-)
-"""Loaded now; Pillow would load those of all its formats with the first image. Those of AVIF and
-HEIC are loaded with the first image of theirs (see embedder.formats)."""
+for _format in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "Tiff", "WebP"):
+    # Now: Pillow would load those of all its formats with the first image. Those of AVIF and HEIC
+    # are loaded with the first image of theirs (see embedder.formats).
+    import_module(f"PIL.{_format}ImagePlugin")
 
 REQUEST = struct.Struct("<II")
 REPLY = struct.Struct("<BxxxI")
@@ -123,8 +108,6 @@ def main(arguments: Sequence[str]) -> None:
 
 def _limit(memory_bytes: int) -> None:
     """No more memory than this, no core dumps, no files."""
-    import resource  # not on Windows, where the service decodes in its own threads
-
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CORE, 0),

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -60,30 +60,11 @@ _CODE = (
 )
 
 
-class Decoder(Protocol):
-    """Turns image bytes into pixels, or into a JPEG for the screen; one thread at a time.
-
-    `restarts` and `kills` count processes that were replaced, and ended for time or memory.
-    """
-
-    restarts: int
-    kills: int
-
-    @property
-    def pid(self) -> int | None: ...
-    def start(self) -> None: ...
-    def close(self) -> None: ...
-    def decode(
-        self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
-    ) -> Pixels: ...
-    def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes: ...
-
-
 class InlineDecoder:
-    """Decodes in the calling thread, for tests and for Windows; nothing can be killed."""
+    """Decodes in the calling thread, for tests and small machines; nothing can be killed."""
 
     restarts = kills = 0
-    pid = None
+    pid: int | None = None
 
     def start(self) -> None:
         """Nothing needs to start."""
@@ -319,11 +300,14 @@ class _Process:
         return REPLY.unpack_from(buffer.data)[0], buffer[REPLY.size : length]
 
 
+Decoder = InlineDecoder | ProcessDecoder
+"""Turns image bytes into pixels, or into a JPEG; one thread at a time. `restarts` and `kills` count
+processes that were replaced, and ended for time or memory."""
+
+
 def create_decoder(isolated: bool, memory_mb: int, timeout_s: float) -> Decoder:
-    """In a process of its own, unless that is not wanted or the system (Windows) forbids it."""
-    if not isolated or sys.platform == "win32":
-        return InlineDecoder()
-    return ProcessDecoder(memory_mb, timeout_s)
+    """In a process of its own, if it is to be `isolated`."""
+    return ProcessDecoder(memory_mb, timeout_s) if isolated else InlineDecoder()
 
 
 def _spawn(connection: socket.socket, memory_mb: int, alarm_s: float) -> subprocess.Popen[bytes]:

@@ -20,7 +20,7 @@ from service.concurrency import SingleFlight
 from service.observe.tracing import span
 from service.search.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
 from service.search.lanes import Decoder, Lanes
-from service.search.query import View
+from service.search.query import Stages, View
 
 Vector = NDArray[np.float32]
 
@@ -110,15 +110,6 @@ class Batcher:
         return vectors
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Vectors (N, D), and the milliseconds that decoding and the model took."""
-
-    vectors: Embeddings
-    decode_ms: float = 0.0
-    embed_ms: float = 0.0
-
-
 class Encoder:
     """Turns images into vectors: decoded in a lane's process, embedded there, and cached.
 
@@ -160,8 +151,8 @@ class Encoder:
         decoder: Decoder,
         views: Sequence[View],
         decode: Callable[[Decoder, View], NDArray[np.uint8]] | None = None,
-    ) -> Encoded:
-        """The vectors of `views`, at least one, in this thread; a cache gets them.
+    ) -> tuple[Embeddings, Stages]:
+        """The vectors (N, D) of `views`, at least one, in this thread; a cache gets them.
 
         Raises: ImageError, SearchError, BundleError.
         """
@@ -175,7 +166,7 @@ class Encoder:
         embedded = time.perf_counter()
         for view, vector in zip(views, vectors, strict=True):
             self._cache.set(self.lookup(view).key, encode_vector(vector))
-        return Encoded(vectors, (decoded - started) * 1e3, (embedded - decoded) * 1e3)
+        return vectors, Stages((decoded - started) * 1e3, (embedded - decoded) * 1e3)
 
     async def encode(self, data: bytes, digest: str) -> Vector:
         """The vector (D,) of the image `data`, whose sha256 is `digest`, once a lane is free.
@@ -189,7 +180,7 @@ class Encoder:
         def work(decoder: Decoder) -> Vector:
             vector = self._cache.get(self.lookup(view))
             if vector is None:
-                vector = self.compute(decoder, [view]).vectors[0]
+                vector = self.compute(decoder, [view])[0][0]
             return vector
 
         async with self._lanes.crowd:

@@ -41,7 +41,6 @@ from service.search.query import (
     Query,
     Stages,
     View,
-    checked_results,
     encode_results,
     least_score,
     nearness,
@@ -194,7 +193,7 @@ class Pipeline:
         )
         renderer = HitRenderer.of(served.name, gallery.generation, calibration, query.offset)
         key = _key(served, query)
-        results, known = self._cached(served, query, key, version, renderer)
+        results, known = self._cached(served, query, key, version)
         stages, is_cached = Stages(), results is not None
         if results is None:
             vectors, stages = self._vectors(decoder, served, query, known, abandoned)
@@ -213,7 +212,7 @@ class Pipeline:
             # Otherwise they may be from a later one.
             if not served.is_remote and gallery.version == version:
                 self._cache.set(key, version.encode() + results)
-            self._sampler.offer(served.name, query.k, found.measurable(version))
+            self._sampler.offer(served.name, query.k, found, version)
         stages = replace(stages, total=_ms_since(started))
         self._observe(stages)
         return Answer(
@@ -221,7 +220,7 @@ class Pipeline:
         )
 
     def _cached(
-        self, served: Served, query: Query, key: str, version: str, renderer: HitRenderer
+        self, served: Served, query: Query, key: str, version: str
     ) -> tuple[bytes | None, list[Vector | None]]:
         """The results, and the vector of each view, as far as a cache has them."""
         started = time.perf_counter()
@@ -231,15 +230,12 @@ class Pipeline:
                 raise ValueError("the answer is about another version of the gallery")
             return payload[_VERSION_BYTES:]
 
-        def accept(payload: bytes) -> bytes:
-            return checked_results(current(payload), query.k, renderer, by_score=not query.reorders)
-
         lookups = [served.model.encoder.lookup(view) for view in query.views]
         if served.is_remote:  # what others changed there shows in no version that is sure
             vectors = self._cache.get_all(lookups)
             self._metrics.observe_stage("cache", time.perf_counter() - started)
             return None, vectors
-        answers = Lookup("answer", key, current, accept)
+        answers = Lookup("answer", key, current)
         results = self._cache.get_local(answers)
         if results is not None:
             return results, []
@@ -271,10 +267,10 @@ class Pipeline:
         missing = [view for view, vector in zip(query.views, known, strict=True) if vector is None]
         if not missing:
             return [vector for vector in known if vector is not None], Stages()
-        made = encoder.compute(decoder, missing, decode)
-        rest = iter(made.vectors)
+        made, stages = encoder.compute(decoder, missing, decode)
+        rest = iter(made)
         vectors = [next(rest) if vector is None else vector for vector in known]
-        return vectors, Stages(made.decode_ms, made.embed_ms)
+        return vectors, stages
 
     def _observe(self, stages: Stages) -> None:
         for stage in ("decode", "embed", "search", "total"):
@@ -306,14 +302,6 @@ class Found:
     ranked: Sequence[Hit] | None
     facets: Mapping[str, Facet]
     views: Mapping[ItemId, View] | None = None
-
-    def measurable(self, version: str) -> "Measurable | None":
-        """The search as it can be run again; None for groups, in another order than that of the
-        scores, and where nothing can match.
-        """
-        if self.ranked is None or self.options.reorders:
-            return None
-        return Measurable(self.vector, self.options, self.ranked, version)
 
 
 def find(
@@ -455,16 +443,6 @@ def _ms_since(started: float) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-@dataclass(frozen=True, slots=True)
-class Measurable:
-    """A search as it can be run again: its vector (D,), what it found, in which version."""
-
-    vector: NDArray[np.float32]
-    options: SearchOptions
-    hits: Sequence[Hit]
-    version: str
-
-
 class RecallSampler:
     """Measures the recall of every `every`-th search that an index answered; 0 measures none.
 
@@ -485,29 +463,30 @@ class RecallSampler:
         """Whether a search is being run again now."""
         return self._running.locked()
 
-    def offer(self, gallery: str, k: int, search: Measurable | None) -> None:
+    def offer(self, gallery: str, k: int, found: Found, version: str) -> None:
         """Take note of a search, and run it again if it is its turn; returns at once."""
-        if not self._every or search is None or search.options.exact:
+        is_measurable = found.ranked is not None and not found.options.reorders
+        if not self._every or not is_measurable or found.options.exact:
             return
         self._offered += 1
         if self._offered % self._every == 0 and self._running.acquire(blocking=False):
-            self._threads.submit(lambda: self._measure(gallery, k, search))
+            self._threads.submit(lambda: self._measure(gallery, k, found, version))
 
     def close(self) -> None:
         """Drop what is under way."""
         self._threads.close()
 
-    def _measure(self, name: str, k: int, search: Measurable) -> None:
+    def _measure(self, name: str, k: int, found: Found, version: str) -> None:
         try:
             with self._registry.lease(name) as served:
                 gallery = served.gallery
                 segment = gallery.facts().segment
                 if segment is None or segment.kind == "flat":
                     return
-                options = replace(search.options, exact=True)
-                [exact] = gallery.search(search.vector[np.newaxis], k, options)
-                if gallery.version == search.version and exact:
-                    recall = recall_of(search.hits, exact)
+                options = replace(found.options, exact=True)
+                [exact] = gallery.search(found.vector[np.newaxis], k, options)
+                if gallery.version == version and exact:
+                    recall = recall_of(found.ranked or (), exact)
                     self._metrics.online_recall.labels(name).observe(recall)
         except Exception as error:
             # Whatever it is, it concerns no request; searches themselves report it.

@@ -3,44 +3,26 @@ results as JSON, what a cache keeps of them, and from scores to probabilities.
 """
 
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import to_json
 
 from embedder.calibration import Calibration, near_score, score_of
 from embedder.errors import InvalidParameterError
 from embedder.preprocess import Box
-from embedder.types import AttributeValue, Hit, ItemId
+from embedder.types import Hit, ItemId
 from indexer.filters.tree import Filter
 from indexer.types import Boost, Facet, Group, Grouping, Rerank
 
 Combine = Literal["mean", "best", "separate"]
 Distinct = bool | Literal["near"]
-
-
-@dataclass(frozen=True, slots=True)
-class SearchLimits:
-    """How much one request may ask for; `max_k` also bounds `offset + k`.
-
-    max_views: images and crops that are looked for, in all queries of the request together.
-    """
-
-    default_k: int = 20
-    max_k: int = 10_000
-    max_images: int = 32
-    max_crops: int = 16
-    max_queries: int = 64
-    max_batch_hits: int = 100_000
-    max_views: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +72,6 @@ class Query:
     rerank: Rerank | None = None
     diversity: float = 0.0
     boost: Boost | None = None
-
-    @property
-    def reorders(self) -> bool:
-        """Whether hits come in another order than that of their scores."""
-        return bool(self.rerank or self.diversity or self.boost)
 
     @cached_property
     def digest(self) -> str:
@@ -173,45 +150,6 @@ class Answer:
     results: bytes
     cached: bool
     stages: Stages
-
-
-class _StoredView(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    image: Annotated[int, Field(ge=1)]
-    crop: Annotated[list[float], Field(min_length=4, max_length=4)] | None
-
-
-class _StoredHit(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    id: Annotated[int, Field(ge=0)]
-    key: str
-    score: Annotated[float, Field(ge=-1.01, le=1.01, allow_inf_nan=False)]
-    probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
-    attributes: dict[str, AttributeValue]
-    image: str
-    view: _StoredView | None = None
-
-
-class _StoredGroup(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    value: AttributeValue | None
-    score: Annotated[float, Field(ge=-1.01, le=1.01, allow_inf_nan=False)]
-    probability: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None
-    hits: Annotated[list[_StoredHit], Field(min_length=1)]
-    view: _StoredView | None = None
-
-
-class _StoredResults(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    count: int
-    match: bool
-    hits: list[_StoredHit]
-    groups: list[_StoredGroup] | None
-    facets: dict[str, dict[str, JsonValue]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,28 +268,6 @@ def encode_results(
 
 def _named(view: View) -> dict[str, Any]:
     return {"image": view.number, "crop": view.box}
-
-
-def checked_results(
-    payload: bytes, k: int, renderer: HitRenderer, *, by_score: bool = True
-) -> bytes:
-    """The payload of `encode_results`, once it is one that may be sent.
-
-    Raises: ValueError unless at most `k`, best first if they come `by_score`, and complete, with
-        links into the gallery.
-    """
-    stored = _StoredResults.model_validate_json(payload)
-    ranked: Sequence[_StoredHit | _StoredGroup] = (
-        stored.hits if stored.groups is None else stored.groups
-    )
-    if len(ranked) > k or len(ranked) != stored.count or (stored.groups and stored.hits):
-        raise ValueError("the results are too many, or not as many as they say")
-    if by_score and any(a.score < b.score for a, b in itertools.pairwise(ranked)):
-        raise ValueError("the results are out of order")
-    for hit in (*stored.hits, *(hit for group in stored.groups or () for hit in group.hits)):
-        if hit.image != f"{renderer.prefix}{hit.id}{renderer.suffix}":
-            raise ValueError("a link leads elsewhere")
-    return payload
 
 
 def least_score(

@@ -53,7 +53,6 @@ from service.search.model import Batcher
 from service.search.pipeline import recall_of
 from service.search.query import (
     HitRenderer,
-    checked_results,
     encode_results,
     least_score,
 )

@@ -68,6 +68,7 @@ R = TypeVar("R")
 _AGAIN = frozenset({429, 503})
 _MAX_WAIT_S = 30.0
 _FIRST_WAIT_S = 0.25
+_ODD_KEY = "The key has characters that no key has; copy it again."
 _PAGE = 200  # items, the most that the service gives
 _OF_THE_ITEM = frozenset({413, 415, 422})
 
@@ -131,7 +132,10 @@ class _Client:
         fails. An idempotent call that meets a busy service (429, 503), or no service, is sent again
         `retries` times, after the time that the service asks for. `transport` is one of httpx.
         """
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        key = (key or "").strip()  # a key from a file ends with a line break
+        if not key.isprintable():
+            raise ArgumentError(_ODD_KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._retries = max(retries, 0)
         try:
             self._http = self._http_client(
@@ -140,7 +144,7 @@ class _Client:
         except httpx.InvalidURL as error:
             raise ArgumentError(f"url = {url!r} is no address: {error}.") from error
         except UnicodeError:  # not told as the cause, which shows a part of the key
-            raise ArgumentError("The key has characters that no key has; copy it again.") from None
+            raise ArgumentError(_ODD_KEY) from None
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
         response: httpx.Response = self._http.send(request)

@@ -204,7 +204,7 @@ class JobManager:
                 else:
                     _kill(job.id)  # what its process has left
                     self.store.fail(job.id, _epitaph(self.store.get(job.id)))
-                    shutil.rmtree(folders.data, ignore_errors=True)
+                    folders.drop_pictures()
 
     def _begin(self, job: Job, folders: JobFolders, lock: int) -> None:
         """Start the process of a job if it is its turn; if that fails, so has the job."""

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import shutil
 import sqlite3
 import uuid
 from collections.abc import Iterator
@@ -67,6 +68,16 @@ class JobFolders:
         self.feedback = self.run / "feedback"
         self.candidate = state / "candidates" / job_id
         self.bundles = state / "bundles"
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a training can go on: from finished epochs, with the pictures it began with."""
+        return (self.run / "checkpoint.pt").is_file()
+
+    def drop_pictures(self) -> None:
+        """Remove the copied pictures, unless a training can go on with them."""
+        if not self.can_resume:
+            shutil.rmtree(self.data, ignore_errors=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int | None]:

@@ -55,16 +55,16 @@ def train_gallery(context: Context) -> None:
     run.mkdir(parents=True, exist_ok=True)
     try:
         _fit(context, params)
-        epochs = _epochs_of(run)
-        result = _json(run / "result.json")
-        figures = {name: result[name] for name in _RESULTS if name in result}
-        context.tell(training={**figures, "epochs": epochs}, swapped=False)
-        context.at("export the bundle", _TRAINED)
-        shutil.rmtree(bundle, ignore_errors=True)
-        _run([*command, "export", str(run), "--out", str(bundle), *_options(context.plan)])
-        seen = seen_by(run, context.plan.data_root or folders.data, folders.feedback)
     finally:
-        shutil.rmtree(folders.data, ignore_errors=True)
+        folders.drop_pictures()
+    epochs = _epochs_of(run)
+    result = _json(run / "result.json")
+    figures = {name: result[name] for name in _RESULTS if name in result}
+    context.tell(training={**figures, "epochs": epochs}, swapped=False)
+    context.at("export the bundle", _TRAINED)
+    shutil.rmtree(bundle, ignore_errors=True)
+    _run([*command, "export", str(run), "--out", str(bundle), *_options(context.plan)])
+    seen = seen_by(run, context.plan.data_root or folders.data, folders.feedback)
     replace_model(
         context,
         bundle,
@@ -76,6 +76,7 @@ def train_gallery(context: Context) -> None:
     shutil.rmtree(folders.feedback, ignore_errors=True)
     for checkpoint in run.glob("*.pt"):
         checkpoint.unlink()
+    folders.drop_pictures()
 
 
 def seen_by(run: Path, root: Path, feedback: Path) -> Seen | None:
@@ -145,7 +146,7 @@ def _fit(context: Context, params: TrainParams) -> None:
     data, names = _data(context, params)
     settings = [data, *_feedback(context, params, names), *settings]
     words = [word for setting in settings for word in ("--set", setting)]
-    if (run / "checkpoint.pt").is_file():
+    if context.folders.can_resume:
         words.append("--resume")
     told = -1
 
@@ -194,7 +195,8 @@ def _data(context: Context, params: TrainParams) -> tuple[str, dict[str, str] | 
     root, names = context.plan.data_root, None
     if root is None:
         root = context.folders.data
-        names = _write_pictures(context, params.class_attribute, root)
+        if not (context.folders.can_resume and root.is_dir()):  # it goes on with what it began with
+            names = _write_pictures(context, params.class_attribute, root)
     elif data_kind(params.job) != "rendered":
         return f"data.root={json.dumps(str(root))}", None
     # A job of another kind has other names in this table, so all of it is replaced.

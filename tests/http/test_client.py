@@ -158,6 +158,17 @@ def test_a_method_asks_for_its_operation(operation: str, ask: Ask) -> None:
     assert re.fullmatch(pattern, f"{request.method} {request.url.path}")
 
 
+def test_a_key_from_a_file_may_end_with_a_line_break_and_an_odd_one_is_not_shown(ask: Ask) -> None:
+    answers = Answers(problem(404))
+    with pytest.raises(errors.NotFoundError):
+        ask(lambda client: client.gallery("shop"), answers, key="kl_secret\n")
+    assert answers.requests[0].headers["Authorization"] == "Bearer kl_secret"
+    for odd in ("kl_se\ncret", "kl_sé"):
+        with pytest.raises(errors.ArgumentError, match="copy it again") as refused:
+            ask(lambda client: client.gallery("shop"), answers, key=odd)
+        assert "kl_s" not in str(refused.value)
+
+
 def test_both_clients_have_the_same_methods_with_the_same_help() -> None:
     def methods(cls: type) -> dict[str, Any]:
         found = inspect.getmembers(cls, inspect.isfunction)

@@ -17,7 +17,7 @@ from typing import Any
 import axe_playwright_python
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, Route, expect, sync_playwright
 
 from tests.support.page_shop import Shop
 
@@ -211,6 +211,26 @@ def until(page: Page, expression: str) -> None:
             return
         page.wait_for_timeout(50)
     pytest.fail(f"never true: {expression}")
+
+
+def holding(page: Page, pattern: str, times: int | None = None) -> list[Route]:
+    """The next requests to such addresses, which wait until a test lets them go."""
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route(pattern, hold, times=times)
+    return held
+
+
+def received(page: Page, held: Sequence[Route], count: int) -> None:
+    """Wait until a route has been given that many requests."""
+    for _ in range(WAIT_MS // 50):
+        if len(held) >= count:
+            return
+        page.wait_for_timeout(50)
+    pytest.fail(f"{len(held)} requests came, not {count}")
 
 
 def tab_to(page: Page, test_id: str, limit: int = 40) -> None:

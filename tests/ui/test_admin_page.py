@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.support.admin_page import FEW, MANY, AdminShop, fill_row, opening, row, rows
-from tests.support.page_browser import FOCUSED, OpenPage, too_wide, violations
+from tests.support.page_browser import FOCUSED, OpenPage, holding, received, too_wide, violations
 from tests.support.page_browser import until as page_until
 from tests.support.shops import start_shop
 
@@ -185,6 +185,66 @@ def test_attributes_are_edited_as_rows_and_as_json_and_one_item_is_deleted_after
     expect(page.get_by_test_id("items-count")).to_have_text("11 items")
     expect(page.get_by_test_id("gallery-size")).to_have_text("11 items")
     assert shop.keys(key_prefix="i/03") == []
+
+
+def test_a_question_is_about_what_it_was_asked_for_however_slow_an_answer_is(
+    page: Page, shop: AdminShop
+) -> None:
+    """The count of "all that fit" comes while another item is asked about, and deletes nothing."""
+    page.get_by_test_id("filter").fill("price >= 0")
+    page.keyboard.press("Enter")
+    held = holding(page, "**/items?*limit=1&*")
+    page.get_by_test_id("filter-delete").click()
+    row(page, "i/03.png").get_by_test_id("delete-item").click()
+    received(page, held, 1)
+    with page.expect_response("**/items?*limit=1&*"):
+        held[0].continue_()
+    expect(page.get_by_test_id("filter-delete")).to_be_enabled()
+    expect(page.locator("#confirm-title")).to_have_text("Delete 1 item?")
+    page.get_by_test_id("confirm-yes").click()
+    expect(rows(page)).to_have_count(FEW - 1)
+    assert len(shop.keys()) == FEW - 1
+
+
+def test_an_answer_about_one_gallery_opens_nothing_in_another(page: Page, shop: AdminShop) -> None:
+    shop.stock("zdepot", count=3)
+    page.reload()
+    held = holding(page, "**/galleries/shop")
+    row(page, "i/00.png").get_by_test_id("edit-item").dblclick()
+    received(page, held, 2)
+    held[0].continue_()
+    expect(page.get_by_test_id("edit")).to_be_visible()
+    fill_row(page, 1, "price", "number", "77")
+    with page.expect_response("**/galleries/shop"):
+        held[1].continue_()
+    expect(page.locator(".attribute-row").nth(1).get_by_label("Value")).to_have_value("77")
+    page.get_by_test_id("edit-cancel").click()
+    row(page, "i/01.png").get_by_test_id("edit-item").click()
+    received(page, held, 3)
+    page.get_by_test_id("gallery").select_option("zdepot")
+    expect(rows(page)).to_have_count(3)
+    with page.expect_response("**/galleries/shop"):
+        held[2].continue_()
+    expect(page.get_by_test_id("edit")).to_be_hidden()
+    shop.shop.client.delete("/galleries/zdepot")
+
+
+def test_attributes_that_a_line_would_change_are_edited_as_json(
+    page: Page, shop: AdminShop
+) -> None:
+    odd = {"text": "one\ntwo", " odd ": "x", "price": 3}
+    changes = {"changes": {"i/00.png": odd}}
+    shop.shop.client.patch("/galleries/shop/items", json=changes).raise_for_status()
+    page.reload()
+    row(page, "i/00.png").get_by_test_id("edit-item").click()
+    dialog = page.get_by_test_id("edit")
+    text = dialog.get_by_test_id("attributes-text")
+    dialog.get_by_test_id("attributes-json").click()
+    expect(dialog.get_by_role("alert").first).to_contain_text("only be written as JSON")
+    text.fill(text.input_value().replace('"price": 3', '"price": 4'))
+    page.get_by_test_id("edit-save").click()
+    expect(dialog).to_be_hidden()
+    assert shop.attributes("i/00.png").items() >= (odd | {"price": 4}).items()
 
 
 def test_items_are_shown_a_page_at_a_time_and_what_is_selected_on_several_is_deleted_together(

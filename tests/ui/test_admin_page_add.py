@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 
 from tests.support.admin_page import AdminShop, added, drop, fill_row
-from tests.support.page_browser import FOCUSED, OpenPage
+from tests.support.page_browser import FOCUSED, OpenPage, holding, received
 
 pytestmark = pytest.mark.browser
 
@@ -117,6 +117,22 @@ def test_many_pictures_are_sent_in_parts_and_can_be_stopped(page: Page, shop: Ad
     states = send(page)
     assert set(states) <= {"Added", "Unchanged"}
     assert len(shop.keys(key_prefix="many-")) == 20
+
+
+def test_pictures_that_come_while_others_are_sent_wait_for_their_turn(
+    page: Page, shop: AdminShop
+) -> None:
+    held = holding(page, "**/galleries/shop/items", times=1)
+    drop(page, ("n0.png", shop.pictures[0]))
+    page.get_by_test_id("queue-send").click()
+    expect(page.get_by_test_id("queue-stop")).to_be_visible()
+    received(page, held, 1)
+    drop(page, ("n1.png", shop.pictures[1]))
+    expect(page.get_by_test_id("queue-row")).to_have_count(2)
+    held[0].continue_()
+    assert added(page)[0] in {"Added", "Unchanged"}
+    assert send(page)[1] == "Added"
+    assert shop.keys(key_prefix="n") == ["n0.png", "n1.png"]
 
 
 def test_a_gallery_that_cannot_be_changed_says_so(page: Page) -> None:

@@ -1,5 +1,6 @@
 """The search page and the real service together."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ from playwright.sync_api import Page, expect
 from tests.support.admin_page import FEW, AdminShop
 from tests.support.page_browser import (
     OpenPage,
+    holding,
     judge,
     keys,
+    received,
     search_with_card,
     send_files,
     send_picture,
@@ -70,6 +73,37 @@ def test_a_picture_finds_itself_a_click_searches_with_a_result_and_its_link_show
     other = open_admin(page.url.removeprefix(shop.url))
     settled(other)
     assert keys(other) == keys(page)
+
+
+def test_a_click_finds_the_item_that_is_shown_in_a_gallery_that_was_made_again(
+    page: Page, shop: AdminShop, allowed: list[str]
+) -> None:
+    allowed.append("404")  # pictures of the version before
+    search(page, shop)
+    clicked = keys(page)[1]
+    shop.stock(count=0)
+    images = {f"i/{n:02d}.png": shop.pictures[n % len(shop.pictures)] for n in range(FEW)}
+    shop.shop.put_form(dict(reversed(images.items()))).raise_for_status()
+    search_with_card(page, 1)
+    expect(page.get_by_test_id("card")).to_have_count(FEW - 1)
+    assert clicked not in keys(page)
+
+
+def test_a_click_finds_the_item_that_is_shown_while_another_gallery_is_awaited(
+    page: Page, shop: AdminShop
+) -> None:
+    shop.stock("zdepot")
+    page.reload()
+    search(page, shop)
+    clicked = keys(page)[1]
+    held = holding(page, "**/search", times=1)
+    page.get_by_test_id("gallery").select_option("zdepot")
+    received(page, held, 1)
+    search_with_card(page, 1)
+    expect(page.get_by_test_id("query-name")).to_have_text(clicked.split("/")[1])
+    expect(page.get_by_test_id("score").first).to_have_text(re.compile(r"^(1\.00|0\.99)"))
+    assert clicked in keys(page), "it is not left out: it is one of the other gallery"
+    shop.shop.client.delete("/galleries/zdepot")
 
 
 def test_the_counts_of_filters_follow_the_other_filters_and_the_minimum_score(

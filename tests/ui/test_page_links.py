@@ -58,7 +58,7 @@ def test_a_link_to_what_is_gone_says_so(open_shop: OpenPage, allowed: list[str])
     allowed.append("404")
     page = open_shop("/#gallery=attic&item=99&key=none.png")
     expect(page.get_by_test_id("notice-text")).to_contain_text("no gallery attic here")
-    expect(page.get_by_test_id("error-title")).to_have_text("The item of this link is gone")
+    expect(page.get_by_test_id("error-title")).to_have_text("The item is gone")
 
 
 def test_a_broken_link_opens_the_start(open_shop: OpenPage) -> None:

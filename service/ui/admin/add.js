@@ -97,12 +97,13 @@ function showQueue() {
   ui["queue-send"].textContent = isRetry ? "Try the failed ones again" : `Add ${plural(open.length, "picture")} to ${chosen()?.name}`;
   ui["queue-stop"].hidden = ui["queue-progress"].hidden = sending === null;
   ui["queue-clear"].hidden = sending !== null;
+  ui["queue-progress"].max = entries.length;
   for (const entry of entries) show(entry);
 }
 
 function take(files) {
   ui["queue-error"].textContent = "";
-  if (sending !== null || !mayAdd()) return;
+  if (!mayAdd()) return;
   let attributes;
   try {
     attributes = editor.read();
@@ -146,7 +147,6 @@ async function send() {
   if (fault) return fault.field.focus();
   for (const entry of open) Object.assign(entry, { state: "waiting", note: "" });
   sending = new AbortController();
-  ui["queue-progress"].max = entries.length;
   showQueue();
   progressed([]);
   ui["queue-stop"].focus();

@@ -22,6 +22,10 @@ function checkedObject(text) {
   return found;
 }
 
+// Fields of one line would change these: line breaks, and spaces around a name.
+const needsJson = (attributes) =>
+  Object.entries(attributes).some(([name, value]) => name !== name.trim() || /[\r\n]/.test(value));
+
 function valueField(kind, value) {
   if (kind === "boolean") {
     const field = element("select", {}, ...optionsOf([["true", "yes"], ["false", "no"]]));
@@ -68,7 +72,8 @@ export class AttributeEditor {
 
   show(attributes, known = []) {
     this.know(known);
-    this.#showRows(attributes);
+    if (needsJson(attributes)) this.#showJson(attributes);
+    else this.#showRows(attributes);
   }
 
   // Other suggestions; what is being written stays.
@@ -106,6 +111,12 @@ export class AttributeEditor {
     this.#showForm();
   }
 
+  #showJson(attributes) {
+    this.isJson = true;
+    this.text.value = JSON.stringify(attributes, null, 2);
+    this.#showForm();
+  }
+
   #showForm() {
     this.error.textContent = "";
     this.rows.hidden = this.isJson || this.rows.children.length === 0;
@@ -117,10 +128,9 @@ export class AttributeEditor {
   #turn() {
     try {
       const attributes = this.read();
-      if (this.isJson) return this.#showRows(attributes);
-      this.isJson = true;
-      this.text.value = JSON.stringify(attributes, null, 2);
-      this.#showForm();
+      if (!this.isJson) return this.#showJson(attributes);
+      if (needsJson(attributes)) throw new RangeError("Line breaks, and spaces around a name, can only be written as JSON.");
+      this.#showRows(attributes);
     } catch (error) {
       this.error.textContent = error.message;
     }

@@ -12,8 +12,10 @@ function done(isYes) {
   tell?.(isYes);
 }
 
-// Resolves to whether the reader said yes. With `word`, only after that has been typed.
+// Resolves to whether the reader said yes; not while another question is open. With `word`, only
+// after that has been typed.
 export function confirmed({ title, text, action, word = "" }) {
+  if (ui.confirm.open) return Promise.resolve(false);
   typed = word;
   ui["confirm-title"].textContent = title;
   ui["confirm-text"].textContent = text;

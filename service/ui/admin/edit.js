@@ -21,9 +21,11 @@ function changesBetween(before, after) {
 export const knownAttributes = async () =>
   (await describeChosen().catch(() => null))?.attributes ?? [];
 
-// Resolves to whether `keep(attributes)` took them.
+// Resolves to whether `keep(attributes)` took them; not while another is edited.
 export async function editAttributes({ key, image, attributes }, keep) {
+  const { name } = state;
   const known = await knownAttributes();
+  if (ui.edit.open || name !== state.name) return false;
   ui["edit-title"].textContent = key;
   ui["edit-picture"].replaceChildren(pictureOf(image, ""));
   ui["edit-error"].textContent = "";
@@ -36,9 +38,10 @@ export async function editAttributes({ key, image, attributes }, keep) {
 
 // Resolves to whether something was changed.
 export function editItem(item) {
+  const { name } = state;
   return editAttributes(item, async (attributes) => {
     const changes = changesBetween(item.attributes, attributes);
-    if (Object.keys(changes).length > 0) await patchItems(state.name, { [item.key]: changes });
+    if (Object.keys(changes).length > 0) await patchItems(name, { [item.key]: changes });
   });
 }
 

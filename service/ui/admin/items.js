@@ -147,8 +147,8 @@ export async function load() {
   }
 }
 
-async function remove(which) {
-  const { removed } = await deleteItems(state.name, which);
+async function remove(name, which) {
+  const { removed } = await deleteItems(name, which);
   for (const key of which.keys ?? [...selected]) selected.delete(key);
   showNotice(`${plural(removed, "item")} deleted.`);
   await onChanged();
@@ -162,25 +162,28 @@ function names(keys) {
 }
 
 async function deleteKeys(keys, button) {
+  const { name } = state;
   const isSure = await confirmed({
     title: `Delete ${plural(keys.length, "item")}?`,
-    text: `${names(keys)} will no longer be found in ${state.name}. This cannot be undone.`,
+    text: `${names(keys)} will no longer be found in ${name}. This cannot be undone.`,
     action: "Delete",
   });
-  if (isSure) await busily(button, () => remove({ keys }));
+  if (isSure) await busily(button, () => remove(name, { keys }));
 }
 
 // Asks for the count again: the list may be older than what is in the gallery now.
 async function deleteFiltered() {
+  const { name } = state;
   const { filter } = view;
   await busily(ui["filter-delete"], async () => {
-    const { total } = await listItems(state.name, { limit: 1, filter });
+    const { total } = await listItems(name, { limit: 1, filter });
+    if (name !== state.name) return;
     const isSure = await confirmed({
       title: `Delete ${plural(total, "item")}?`,
-      text: `All items of ${state.name} that fit ${filter} will be deleted. This cannot be undone.`,
+      text: `All items of ${name} that fit ${filter} will be deleted. This cannot be undone.`,
       action: `Delete ${total.toLocaleString("en")}`,
     });
-    if (isSure) await remove({ filter });
+    if (isSure) await remove(name, { filter });
   });
 }
 

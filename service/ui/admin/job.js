@@ -114,7 +114,7 @@ export class JobPanel {
     if (isActive(job)) wanted.push(["cancel", "Cancel the job", "secondary"]);
     if (job.waits) wanted.push(["swap", "Put the new one in place", "primary"]);
     if (["rebuild", "train"].includes(job.kind) && ["failed", "cancelled"].includes(job.state)) wanted.push(["resume", "Go on with it", "secondary"]);
-    const now = wanted.map(([what]) => what).join();
+    const now = [job.id, ...wanted.map(([what]) => what)].join();
     if (now === this.buttons.dataset.shown) return;
     this.buttons.dataset.shown = now;
     this.buttons.replaceChildren(...wanted.map(([what, text, className]) => this.#button(job, what, text, className)));

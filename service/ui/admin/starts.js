@@ -179,9 +179,11 @@ export async function showStarts() {
     ui.starts.replaceChildren(element("p", { className: "notice-line", textContent: text }));
     return;
   }
+  const { name } = state;
   const [found, options] = await Promise.all([describeChosen(), getJobOptions()]);
+  if (name !== state.name) return; // another call shows that one
   const forms = [compactForm(found), swapForm(), rebuildForm(found, options), trainForm(found, options)];
-  ui.starts.replaceChildren(element("h2", { textContent: `Start on ${state.name}` }), ...forms);
+  ui.starts.replaceChildren(element("h2", { textContent: `Start on ${name}` }), ...forms);
 }
 
 // Whether a form is open, and may be half filled in.

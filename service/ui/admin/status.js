@@ -1,8 +1,9 @@
 // How the chosen gallery, its index and its model are, and whether the service is ready.
 
 import { getFeedback, getReady } from "/ui/admin/api.js";
-import { describeChosen, state } from "/ui/admin/state.js";
+import { state } from "/ui/admin/state.js";
 import { failed } from "/ui/admin/work.js";
+import { describeGallery } from "/ui/shared/api.js";
 import { definitions, element, ui } from "/ui/shared/dom.js";
 import { percent, plural, valueText } from "/ui/shared/format.js";
 
@@ -116,9 +117,9 @@ function settle({ status, value, reason }, show) {
   return [];
 }
 
-async function chosenNow() {
-  const found = await describeChosen();
-  return { ...found, said: found.feedback === "off" ? null : await getFeedback(state.name) };
+async function chosenNow(name) {
+  const found = await describeGallery(name);
+  return { ...found, said: found.feedback === "off" ? null : await getFeedback(name) };
 }
 
 function boxesOf(found) {
@@ -128,8 +129,10 @@ function boxesOf(found) {
 }
 
 export async function load() {
+  const { name } = state;
   ui["status-boxes"].setAttribute("aria-busy", "true");
-  const [gallery, ready] = await Promise.allSettled([state.name ? chosenNow() : null, getReady()]);
+  const [gallery, ready] = await Promise.allSettled([name ? chosenNow(name) : null, getReady()]);
+  if (name !== state.name) return; // another call shows that one
   ui["status-boxes"].replaceChildren(...settle(gallery, boxesOf).flat(), ...settle(ready, readyBox));
   ui["status-boxes"].setAttribute("aria-busy", "false");
 }

@@ -35,7 +35,7 @@ let moves = 0; // counts new searches and steps in the history: what waited for 
 const focusIsInResults = () => ui.results.contains(document.activeElement);
 const cropper = new Cropper(ui.stage, ui.crops, { onChange: changeCrops, announce });
 const handlers = {
-  onSelect: (hit) => searchNew(itemQuery(settings.view.gallery, hit)),
+  onSelect: (hit) => searchNew(itemQuery(trail.current().answer.gallery, hit)),
   onVote: vote,
 };
 const batch = new BatchRun({ onOpen: openRow });

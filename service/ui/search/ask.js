@@ -3,7 +3,7 @@
 // A query is one of
 //   {kind: "upload", name, image, preview, crops}
 //   {kind: "uploads", name, images, previews, preview, crops: []}: several of which the best counts
-//   {kind: "item", id, key, name, gallery, link, preview, attributes, crops, isChecked}
+//   {kind: "item", id, key, name, gallery, link, preview, attributes, crops}
 //   {kind: "sample", name, link, preview, crops}: a sample query of the service
 //   {kind: "likes", name, preview: "", crops: []}: liked items alone, from a link without its picture
 
@@ -52,17 +52,14 @@ export const sampleQuery = ({ name, image }) =>
   ({ kind: "sample", name, link: image, preview: image, crops: [] });
 
 export function itemQuery(gallery, { id, key, image, attributes }) {
-  return {
-    kind: "item", id, key, name: key, gallery, link: image, preview: image, attributes,
-    crops: [], isChecked: true,
-  };
+  return { kind: "item", id, key, name: key, gallery, link: image, preview: image, attributes, crops: [] };
 }
 
 // The item that a link names; whether it still exists is seen when it is asked.
 export function linkedQuery({ id, key, gallery, crops }) {
   const link = `${galleryPath(gallery)}/items/${id}/image`;
   const name = key || `item ${id}`;
-  return { kind: "item", id, key, name, gallery, link, preview: link, attributes: {}, crops, isChecked: false };
+  return { kind: "item", id, key, name, gallery, link, preview: link, attributes: {}, crops };
 }
 
 export const likesQuery = () => ({ kind: "likes", name: "the items you liked", preview: "", crops: [] });
@@ -77,12 +74,12 @@ async function itemNow({ id, key, gallery }) {
   const { items } = await listItems(gallery, { prefix: key, limit: FEW });
   const same = items.find((item) => item.key === key);
   if (same) return same;
-  throw new Problem("The item of this link is gone", `Gallery ${gallery} has no item ${key} any more.`);
+  throw new Problem("The item is gone", `Gallery ${gallery} has no item ${key} any more.`);
 }
 
 // The query with what the service says about its item now.
 export async function checkedQuery(query) {
-  if (query.kind !== "item" || query.isChecked) return query;
+  if (query.kind !== "item") return query;
   const item = await itemNow(query);
   return { ...itemQuery(query.gallery, item), crops: query.crops };
 }

@@ -301,10 +301,16 @@ def test_a_training_that_is_killed_has_failed_with_a_cure_and_goes_on_from_its_c
     (run / "checkpoint.pt").write_text("state")
     os.killpg(first_process(job), signal.SIGKILL)
     slow.failed(job)
+    pictures = sorted(str(path.relative_to(run / "data")) for path in run.glob("data/*/*"))
     slow.reopen(training_command=slow.trainer())
+    with contextlib.closing(slow.gallery()) as gallery:
+        gallery.remove([next(gallery.items()).key])
     assert slow.manager.resume(job.id).state == "queued"
     slow.succeeded(job)
     assert "--resume" in (run / "words.json").read_text()
+    _, *rows = (run / "train.csv").read_text().splitlines()
+    assert [row.split(",")[1] for row in rows] == pictures[: len(rows)], "as if nothing had changed"
+    assert not (run / "data").exists()
     with pytest.raises(JobConflictError, match="succeeded"):
         slow.manager.resume(job.id)
 

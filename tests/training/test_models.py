@@ -104,7 +104,6 @@ def test_imagenet_weights_without_a_network_say_what_to_do(monkeypatch: pytest.M
         raise URLError("offline")
 
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
-    monkeypatch.setattr(tv._api, "load_state_dict_from_url", offline)
     with pytest.raises(
         CheckpointError, match=r"could not be downloaded.*--set model.weights=/path"
     ):

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
-from typing import Any
 
 import torch
 import torchvision.models as tv
@@ -14,13 +13,7 @@ from embedder.errors import CheckpointError, JobError
 from training.config.settings import TIMM
 from training.models.bn_inception import CHANNELS, BNInception
 from training.models.timm_trunk import TimmTrunk, build_timm_trunk
-from training.models.weights import (
-    DOWNLOAD_ERRORS,
-    PublishedWeights,
-    State,
-    load_weights,
-    read_weights,
-)
+from training.models.weights import DOWNLOAD_ERRORS, State, load_weights, read_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 _MAX_FOLDING_DIFFERENCE = 1e-3  # of the largest activation
@@ -62,15 +55,16 @@ class Normalize(nn.Module):
 class Backbone:
     """How to build a trunk, what it gives and what it expects.
 
-    The trunk is what a network has before its child named `until`. `weights` are the ImageNet ones
-    that papers on metric learning start from: torchvision's V1 for ResNet50, not the newer V2.
+    The trunk is what a network has before its child named `until`. `url` is that of the ImageNet
+    weights that papers on metric learning start from, torchvision's V1 for ResNet50, not the newer
+    V2; the name of the file ends with the start of its sha256.
     `mean` and `std` apply to RGB in 0..1, or to what `bgr` and `peak` say (see Normalize). `cure`
     is what to do if the weights cannot be downloaded.
     """
 
     build: Callable[[], nn.Module]
     until: str
-    weights: Any
+    url: str
     channels: int
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
@@ -83,20 +77,20 @@ BACKBONES = {
     "mobilenet_v2": Backbone(
         tv.mobilenet_v2,
         "classifier",
-        tv.MobileNet_V2_Weights.IMAGENET1K_V2,
+        tv.MobileNet_V2_Weights.IMAGENET1K_V2.url,
         1280,
     ),
     "resnet50": Backbone(
         tv.resnet50,
         "avgpool",
-        tv.ResNet50_Weights.IMAGENET1K_V1,
+        tv.ResNet50_Weights.IMAGENET1K_V1.url,
         2048,
     ),
     # Its ImageNet weights were trained on inputs in -1..1.
     "googlenet": Backbone(
         lambda: tv.googlenet(weights=None, aux_logits=False, init_weights=True),
         "avgpool",
-        tv.GoogLeNet_Weights.IMAGENET1K_V1,
+        tv.GoogLeNet_Weights.IMAGENET1K_V1.url,
         1024,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
@@ -104,7 +98,7 @@ BACKBONES = {
     "bn_inception": Backbone(
         BNInception,
         "last_linear",
-        PublishedWeights("http://data.lip6.fr/cadene/pretrainedmodels/bn_inception-52deb4733.pth"),
+        "http://data.lip6.fr/cadene/pretrainedmodels/bn_inception-52deb4733.pth",
         CHANNELS,
         mean=(104.0, 117.0, 128.0),
         std=(1.0, 1.0, 1.0),
@@ -160,11 +154,13 @@ def _state_dict(name: str, backbone: Backbone, weights: str) -> State:
     if weights != "imagenet":
         return read_weights(weights, name)
     try:
-        state: State = backbone.weights.get_state_dict(check_hash=True)
+        state: State = torch.hub.load_state_dict_from_url(
+            backbone.url, map_location="cpu", check_hash=True, weights_only=True
+        )
     except DOWNLOAD_ERRORS as error:
         raise CheckpointError(
             f"The ImageNet weights of {name} could not be downloaded ({error}). "
-            + backbone.cure.format(url=backbone.weights.url)
+            + backbone.cure.format(url=backbone.url)
             + "--set model.weights=/path for kinlens-train fit, --weights /path for export "
             "--backbone, make demo IMAGES=... WEIGHTS=/path; a service lists it in "
             "KINLENS_TRAINING_WEIGHTS."

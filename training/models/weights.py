@@ -1,7 +1,6 @@
 """Weight files: reading them and fitting them to a network."""
 
 import pickle
-from dataclasses import dataclass
 from urllib.error import URLError
 
 import torch
@@ -14,20 +13,6 @@ State = dict[str, Tensor]
 
 DOWNLOAD_ERRORS = (URLError, OSError, RuntimeError, pickle.UnpicklingError)
 """What torch.hub raises without a network, at a wrong address and for a wrong file."""
-
-
-@dataclass(frozen=True)
-class PublishedWeights:
-    """A state dict at an address; its file name ends with the start of its sha256."""
-
-    url: str
-
-    def get_state_dict(self, check_hash: bool = True) -> State:
-        """As torchvision's weights. Raises: DOWNLOAD_ERRORS."""
-        state: State = torch.hub.load_state_dict_from_url(
-            self.url, map_location="cpu", check_hash=check_hash, weights_only=True
-        )
-        return state
 
 
 def read_weights(weights: str, name: str) -> State:

@@ -173,7 +173,7 @@ def write_bundle(
             shutil.copyfile(files.model, stage / _model_name(precision))
         if map_model is not None:
             shutil.copyfile(map_model, stage / MAP)
-        page = _stamped(manifest, stage).page()
+        page = _stamped(manifest, stage).model_dump(mode="json")
         text = json.dumps(page, indent=2, ensure_ascii=False)
         (stage / MANIFEST).write_text(text + "\n", encoding="utf-8")
         stage.chmod(0o755)

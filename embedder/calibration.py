@@ -1,17 +1,12 @@
 """From the score of a hit to the probability that it is right. Fitted by the export; numpy only."""
 
 import functools
-from typing import Any, Literal
+from operator import not_
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field
 
 SMALLEST_GALLERY = 4
 """A curve is fitted on galleries from all held-out classes down to one in so many of them."""
@@ -32,8 +27,6 @@ never reach 0.99, least of all in a large gallery.
 
 _STEPS = 256  # halves towards 0 reach the smallest float32
 _PAGE = 20  # hits that are shown where nothing else is asked for
-_ADDED = ("rank_slope", "tail_slope", "size_slope", "classes", "auc", "auc_of_hits")
-"""Keys that older calibrations lack; while empty they are left out, so that ids stay."""
 
 
 def log_tail(ranks: NDArray[np.integer] | int) -> NDArray[np.float64]:
@@ -90,17 +83,13 @@ class Calibration(BaseModel):
     negative_hits: int = Field(ge=0)
     negative_pairs: int = Field(ge=1)
     calibration_error: float | None = Field(default=None, ge=0, le=1)
-    rank_slope: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    tail_slope: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    size_slope: float = Field(default=0.0, ge=0, le=1)
-    classes: int | None = Field(default=None, ge=2)
-    auc: float | None = Field(default=None, ge=0, le=1)
-    auc_of_hits: float | None = Field(default=None, ge=0, le=1)
-
-    @model_serializer(mode="wrap")
-    def _without_empty(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        content: dict[str, Any] = dump(self)
-        return {name: v for name, v in content.items() if v or name not in _ADDED}
+    # What follows older calibrations lack; while empty it is left out, so that ids stay.
+    rank_slope: float = Field(default=0.0, ge=0, allow_inf_nan=False, exclude_if=not_)
+    tail_slope: float = Field(default=0.0, ge=0, allow_inf_nan=False, exclude_if=not_)
+    size_slope: float = Field(default=0.0, ge=0, le=1, exclude_if=not_)
+    classes: int | None = Field(default=None, ge=2, exclude_if=not_)
+    auc: float | None = Field(default=None, ge=0, le=1, exclude_if=not_)
+    auc_of_hits: float | None = Field(default=None, ge=0, le=1, exclude_if=not_)
 
     def probability(
         self, scores: NDArray[np.floating], ranks: NDArray[np.integer] | int = 1

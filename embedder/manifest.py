@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from operator import not_
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,9 +16,6 @@ AskedPrecision = Literal["auto", "fp32", "int8", "fp16"]
 """What a setting may ask for; auto is one of the others, by the machine that runs it."""
 
 HeldOutSplit = Literal["validation", "test"]
-
-_ADDED = ("held_out", "variants", "calibration", "baseline", "map")
-"""Keys that a manifest of schema 1 may lack; while empty they are left out of page and id."""
 
 
 class _Frozen(BaseModel):
@@ -109,7 +107,10 @@ class GoldenHashes(_Frozen):
 
 
 class BundleManifest(_Frozen):
-    """All that is known about an exported model. `bundle_id` covers the model and this page."""
+    """All that is known about an exported model. `bundle_id` covers the model and this page.
+
+    Keys that a manifest of schema 1 may lack are left out of page and id while they are empty.
+    """
 
     schema_version: Literal[1] = 1
     name: str
@@ -123,12 +124,12 @@ class BundleManifest(_Frozen):
     data_sha256: str | None = None
     split_sha256: str | None = None
     recall: dict[str, float] = Field(default_factory=dict)
-    baseline: Baseline | None = None
+    baseline: Baseline | None = Field(default=None, exclude_if=not_)
     parity: Parity | None = None
-    held_out: HeldOut | None = None
-    variants: dict[OtherPrecision, Variant] = Field(default_factory=dict)
-    calibration: Calibration | None = None
-    map: MapFile | None = None
+    held_out: HeldOut | None = Field(default=None, exclude_if=not_)
+    variants: dict[OtherPrecision, Variant] = Field(default_factory=dict, exclude_if=not_)
+    calibration: Calibration | None = Field(default=None, exclude_if=not_)
+    map: MapFile | None = Field(default=None, exclude_if=not_)
     licence: str = "unspecified"
     versions: dict[str, str] = Field(default_factory=dict)
     bundle_id: str = ""
@@ -140,15 +141,9 @@ class BundleManifest(_Frozen):
         reason = None if self.held_out is None else self.held_out.no_calibration
         return reason or "It was exported without held-out images."
 
-    def page(self) -> dict[str, Any]:
-        """What is written to disk: everything but the newer keys that are empty."""
-        content = self.model_dump(mode="json")
-        return {k: v for k, v in content.items() if v or k not in _ADDED}
-
     def computed_id(self) -> str:
         """sha256 over this manifest without its id; `model_sha256` ties in the model file."""
-        content = self.page()
-        del content["bundle_id"]
+        content = self.model_dump(mode="json", exclude={"bundle_id"})
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()
 

@@ -127,6 +127,6 @@ def test_a_variant_without_golden_vectors_is_refused(full_bundle: Bundle) -> Non
     manifest = full_bundle.manifest
     files = {k: v for k, v in manifest.golden.files.items() if k != "vectors.int8.npy"}
     stripped = manifest.model_copy(update={"golden": GoldenHashes(files=files)}).with_id()
-    (full_bundle.path / MANIFEST).write_text(json.dumps(stripped.page()))
+    (full_bundle.path / MANIFEST).write_text(json.dumps(stripped.model_dump(mode="json")))
     with pytest.raises(BundleCorruptError, match="int8 model without golden vectors"):
         Bundle.open(full_bundle.path)

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -185,7 +184,7 @@ class FileFacts(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class HashedFile:
+class HashedFile(contextlib.AbstractContextManager["HashedFile"]):
     """Opened for writing, as a context manager; an error removes nothing. Raises: OSError."""
 
     def __init__(self, path: Path) -> None:
@@ -210,13 +209,5 @@ class HashedFile:
         """Of what was written so far."""
         return FileFacts(bytes=self._bytes, sha256=self._hash.hexdigest())
 
-    def __enter__(self) -> "HashedFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()

@@ -18,7 +18,7 @@ from training.checkpoint import BEST, FILE, Average, save_checkpoint, seed_every
 from training.config.job import Job
 from training.config.settings import rate
 from training.data.images import TrainingImages, build_loader
-from training.data.records import LabelledImages, Split, write_table
+from training.data.records import Split, write_table
 from training.data.samplers import BatchSampler
 from training.device import autocast, on_device
 from training.distributed import is_main, local_world, rank, wait_for_all, world
@@ -107,10 +107,8 @@ class _Training:
             return
         content = self.run.job.model_dump_json(indent=2) + "\n"
         (self.folder / "job.json").write_text(content, encoding="utf-8")
-        for name in ("train", "validation", "test", "gallery"):
-            part: LabelledImages | None = getattr(self.split, name)
-            if part is not None:
-                write_table(self.folder / f"{name}.csv", part)
+        for name, part in self.split.parts.items():
+            write_table(self.folder / f"{name}.csv", part)
         if self.split.feedback is not None:
             write_table(self.folder / "feedback.csv", self.split.joined())
 

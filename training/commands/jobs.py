@@ -92,9 +92,7 @@ def section(kind: type[Any], /, **values: Any) -> Any:
 
 def summary(split: Split) -> str:
     """How many images of how many classes each part has."""
-    parts = {name: getattr(split, name) for name in ("train", "validation", "test", "gallery")}
     return "; ".join(
         f"{name} {len(images):,} images of {images.classes:,} classes"
-        for name, images in parts.items()
-        if images is not None
+        for name, images in split.parts.items()
     )

@@ -43,10 +43,9 @@ def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
     if not data.feedback:
         return split
     folders = [expand_path(folder, "data.feedback") for folder in data.feedback]
-    parts = [part for part in (split.train, split.test, split.gallery) if part is not None]
     classes = {
         path: part.class_names[label]
-        for part in parts
+        for part in split.parts.values()
         for path, label in zip(part.paths, part.labels.tolist(), strict=True)
     }
     return replace(split, feedback=read_feedback(folders, classes))
@@ -271,9 +270,7 @@ def write_lists(
             f"kind with --kind: {', '.join(OFFICIAL)}."
         )
     split = read_official(official, root, allow_partial)
-    parts = {"train": split.train, "test": split.test, "gallery": split.gallery}
-    lists = {name: images for name, images in parts.items() if images is not None}
     out.mkdir(parents=True, exist_ok=True)
-    for name, images in lists.items():
+    for name, images in split.parts.items():
         write_table(out / f"{name}.csv", images)
-    return lists
+    return split.parts

@@ -129,10 +129,8 @@ class Split:
     """Classes of one image, which have no pair."""
 
     def __post_init__(self) -> None:
-        parts = {"train": self.train, "validation": self.validation, "test": self.test}
-        names = {part: set(images.class_names) for part, images in parts.items() if images}
-        if self.gallery is not None:
-            names["test"] |= set(self.gallery.class_names)
+        names = {part: set(images.class_names) for part, images in self.parts.items()}
+        names["test"] |= names.pop("gallery", set())
         for one, other in combinations(names, 2):
             both = names[one] & names[other]
             if both:
@@ -141,6 +139,12 @@ class Split:
                     f"{min(both)!r}. The classes of the parts must differ: the model is tested on "
                     "unseen classes."
                 )
+
+    @property
+    def parts(self) -> dict[str, LabelledImages]:
+        """The lists that there are, by name; the feedback is none of them."""
+        names = ("train", "validation", "test", "gallery")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     @property
     def without_gallery(self) -> tuple[str, ...]:
@@ -183,8 +187,8 @@ class Split:
     def sha256(self) -> str:
         """Digest of the lists; validation and gallery count where they exist."""
         content = self.train.sha256() + self.test.sha256()
-        for part, images in (("validation", self.validation), ("gallery", self.gallery)):
-            if images is not None:
+        for part, images in self.parts.items():
+            if part in ("validation", "gallery"):
                 content += f"{part}{images.sha256()}"
         return hashlib.sha256(content.encode()).hexdigest()
 

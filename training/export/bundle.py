@@ -85,9 +85,7 @@ class _Data:
     @property
     def parts(self) -> dict[str, LabelledImages]:
         """Every image that is embedded, once."""
-        split = self.split
-        parts = {"test": split.test, "gallery": split.gallery, "validation": split.validation}
-        return {name: images for name, images in parts.items() if images is not None}
+        return {name: images for name, images in self.split.parts.items() if name != "train"}
 
     @property
     def held_out(self) -> HeldOutSplit:
@@ -185,7 +183,7 @@ def export_backbone(
 
 def images_to_embed(split: Split) -> int:
     """How many images `export_checkpoint` embeds: the total of a progress bar."""
-    return sum(len(part) for part in (split.test, split.gallery, split.validation) if part)
+    return sum(len(images) for name, images in split.parts.items() if name != "train")
 
 
 def _trunk(job: Job) -> EmbeddingNet:

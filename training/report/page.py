@@ -71,7 +71,6 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
     """What was trained, on which images, how long, and which epoch is the model."""
     regularizers = [name for name, value in job.regularizers if value is not None]
     minutes = sum(row["seconds"] for row in history) / 60
-    parts = {name: getattr(split, name) for name in ("train", "validation", "test", "gallery")}
     return [
         f"- network: {job.model.backbone}, {job.model.dim}-d, pooling {job.model.pooling}, "
         f"{job.input.size_px} px",
@@ -79,8 +78,7 @@ def _facts(job: Job, split: Split, history: Rows, result: Result) -> list[str]:
         f"sampling: {job.sampling.kind}; seed {job.seed}",
         *(
             f"- {name}: {len(images):,} images, {images.classes:,} classes"
-            for name, images in parts.items()
-            if images is not None
+            for name, images in split.parts.items()
         ),
         *(f"- {sentence}" for sentence in sentences(split)),
         f"- split sha256: `{split.sha256()[:16]}`",

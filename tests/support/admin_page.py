@@ -90,6 +90,7 @@ def row(page: Page, key: str) -> Locator:
 
 def drop(page: Page, *files: tuple[str, bytes]) -> None:
     """Drop files, each (name, bytes), on the view for adding."""
+    expect(page.get_by_test_id("add-drop")).to_be_visible()
     pictures = ((name, "image/png", data) for name, data in files)
     page_browser.send_files(page, *pictures, where="[data-testid=add-drop]")
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from training.report.tables import (
     paired_difference,
     read_study,
     record_of,
+    records_of,
 )
 from training.runner import run_job
 
@@ -70,6 +72,11 @@ def test_runs_and_peers_are_kept_in_a_file_that_makes_the_table_again(tmp_path: 
     assert record.trunk["R@1"] > 0
     assert CliRunner().invoke(app, ["report", str(kept), "--page", str(page)]).exit_code == 0
     assert page.read_text() == written
+    assert record_of(folder, by="loss.name").method == job.loss.name
+    with pytest.raises(JobError, match="Write it as"):
+        record_of(folder, by="loss")
+    with pytest.raises(JobError, match=r"and so is another of the runs.*--by"):
+        records_of([folder, shutil.copytree(folder, tmp_path / "determinant")])
 
 
 def test_a_run_that_saw_no_test_class_is_known_by_its_validation_classes(tmp_path: Path) -> None:

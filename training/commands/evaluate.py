@@ -86,6 +86,10 @@ def report(
             "them. Repeatable, kept in the study."
         ),
     ] = None,
+    by: Annotated[
+        str,
+        typer.Option(help="Setting whose value is the method, as loss.name; else the folder is."),
+    ] = "",
     page: Annotated[
         Path | None,
         typer.Option(help="Page whose block `<!-- NAME OF THE STUDY -->` gets the table."),
@@ -98,6 +102,8 @@ def report(
     kinlens-train report docs/results/cars.json runs/cars/*/seed-* --against recipe
 
     kinlens-train report docs/results/cars.json --page docs/results.md
+
+    kinlens-train report losses.json runs/losses/runs/*/*/*/seed-* --by loss.name
     """
     from training.report import tables
 
@@ -105,7 +111,7 @@ def report(
     pairs = (text.rpartition("=") for text in against or ())
     others = {method: other for method, _, other in pairs}
     if runs or others:
-        known = known.merged([tables.record_of(run) for run in runs or ()], others)
+        known = known.merged(tables.records_of(runs or (), by), others)
         replace_json(study, asdict(known))
     if not known.records:
         raise JobError(f"{study} has no runs. Name finished run folders to add.")

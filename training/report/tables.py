@@ -88,10 +88,24 @@ def read_study(path: Path) -> Study:
         raise JobError(f"{path} is no study ({error}). Give another file, or remove it.") from error
 
 
-def record_of(source: Path) -> Record:
+def records_of(sources: Sequence[Path], by: str = "") -> list[Record]:
+    """Their records. Raises: JobError, also for two of one method and seed; CheckpointError."""
+    records: dict[tuple[str, int], Record] = {}
+    for source in sources:
+        record = record_of(source, by)
+        if records.setdefault((record.method, record.seed), record) is not record:
+            raise JobError(
+                f"{source} is {record.method} with seed {record.seed}, and so is another of the "
+                "runs. Name one of them, or tell them apart by a setting: --by loss.name."
+            )
+    return list(records.values())
+
+
+def record_of(source: Path, by: str = "") -> Record:
     """The record of a finished run folder, or of a peer's JSON file with name, seed and figures.
 
-    The method is the name of the folder, or of its parent if it is called seed-N.
+    The method is what the job says in the setting `by`; without one the name of the folder, or of
+    its parent if it is called seed-N.
 
     Raises: JobError, CheckpointError.
     """
@@ -101,11 +115,20 @@ def record_of(source: Path) -> Record:
     last = _last_epoch(source)
     method = source.parent.name if _SEED.fullmatch(source.name) else source.name
     return replace(
-        record(method, result),
+        record(_setting(result.job, by) if by else method, result),
         terms={name: value for name, value in last.items() if name.startswith(OF_TERMS)},
         bundle=_bundle(source / "bundle" / "manifest.json"),
         seconds_per_step=result.seconds_per_epoch * last["epoch"] / last["step"],
     )
+
+
+def _setting(job: Mapping[str, Any], name: str) -> str:
+    found: Any = job
+    for word in name.split("."):
+        found = found.get(word) if isinstance(found, Mapping) else None
+    if found is None or isinstance(found, Mapping):
+        raise JobError(f"--by {name} names no single setting of a job. Write it as loss.name.")
+    return str(found)
 
 
 def record(method: str, result: Result) -> Record:

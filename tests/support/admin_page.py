@@ -47,16 +47,18 @@ class AdminShop:
         assert store is not None
         return store.create(name, (scope,))
 
-    def stock(self, gallery: str = "shop", count: int = FEW) -> None:
-        """A new gallery of `count` items with colour, price and sale."""
+    def stock(self, gallery: str = "shop", count: int = FEW, step: int = 1) -> None:
+        """A new gallery of `count` items with colour, price and sale; with `step` -1 the last of
+        them is its first.
+        """
         self.shop.client.delete(f"/galleries/{gallery}")
         self.shop.client.post("/galleries", json={"name": gallery}).raise_for_status()
         if count == 0:
             return
-        images = {f"i/{n:02d}.png": self.pictures[n % len(self.pictures)] for n in range(count)}
+        numbers = range(count)[::step]
+        images = {f"i/{n:02d}.png": self.pictures[n % len(self.pictures)] for n in numbers}
         texts = [
-            json.dumps({"colour": COLOURS[n % 3], "price": n, "sale": n % 2 == 0})
-            for n in range(count)
+            json.dumps({"colour": COLOURS[n % 3], "price": n, "sale": n % 2 == 0}) for n in numbers
         ]
         answer = self.shop.put_form(images, texts, gallery)
         assert answer.json()["added"] == count, answer.text

@@ -136,7 +136,8 @@ def opening(
         else:
             page.context.close()
     shared.set_offline(False)
-    assert [error for error in errors if not any(part in error for part in allowed)] == []
+    unexpected = [error for error in errors if not any(part in error for part in allowed)]
+    assert not unexpected, unexpected
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from embedder.types import Embeddings
 from indexer.index.faiss import SegmentIndex
 from indexer.index.gpu import gpu_memory_mb, why_no_gpu
 from indexer.index.kinds import Effort
-from indexer.index.plan import plan_index
+from indexer.index.plan import IndexSettings, plan_index
 from indexer.index.tune import recall_at, tune
 
 BATCHES = (1, 32, 1024)
@@ -98,7 +98,7 @@ def contenders(base: Embeddings, held_out: Embeddings) -> Iterator[Contender]:
 
 def made(where: str, kind: str, device: str, base: Embeddings, held_out: Embeddings) -> Contender:
     """Build and tune an index."""
-    plan = plan_index(*base.shape, kind=kind, device=device, target_recall=TARGET)
+    plan = plan_index(*base.shape, IndexSettings(kind, None, device, TARGET))
     index, build_s = timed(lambda: SegmentIndex.build(plan, base))
     tuned, tune_s = timed(lambda: tune(index, held_out, TARGET, K))
     return Contender(f"{where} {plan.kind}", index, tuned.effort, build_s, tune_s)

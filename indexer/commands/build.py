@@ -25,9 +25,9 @@ from indexer.commands.options import (
     WorkersOption,
 )
 from indexer.folder.layout import GalleryFolder
-from indexer.index.plan import IndexSettings
+from indexer.index.plan import IndexSettings, plan_index
 from indexer.ingest.add import AddReport, add_source, check_image_root
-from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, planned
+from indexer.ingest.build import BuildReport, BuildSettings, build_gallery
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.sources import Source, csv_source, folder_source, split_source
 
@@ -158,7 +158,7 @@ def _refuse_both(csv: Path | None, split: Path | None) -> None:
 
 
 def _print_plan(source: Source, embedder: Embedder, settings: IndexSettings, json: bool) -> None:
-    plan = planned(source.count, embedder.dim, settings)
+    plan = plan_index(source.count, embedder.dim, settings)
     if json:
         return
     out.print(

@@ -20,8 +20,7 @@ from indexer.commands.options import (
 )
 from indexer.gallery import Gallery
 from indexer.index.kinds import IndexKind
-from indexer.index.plan import IndexSettings, Plan
-from indexer.ingest.build import planned
+from indexer.index.plan import IndexSettings, Plan, plan_index
 from indexer.live.compaction import CompactReport
 from indexer.types import MILVUS
 
@@ -106,7 +105,7 @@ def plan(
         if everything:
             _print_plans(n, dim, settings, json)
             return
-        chosen = planned(n, dim, settings)
+        chosen = plan_index(n, dim, settings)
         if json:
             plans = (_shown_plan(chosen),)
             print_json(Plans(n=n, dim=dim, device=settings.device, plans=plans))
@@ -185,8 +184,7 @@ def _print_plans(n: int, dim: int, settings: IndexSettings, json: bool) -> None:
 
 def _row(n: int, dim: int, kind: str, settings: IndexSettings) -> PlanShown:
     try:
-        wanted = IndexSettings(kind, settings.memory_mb, settings.device, settings.target_recall)
-        return _shown_plan(planned(n, dim, wanted))
+        return _shown_plan(plan_index(n, dim, replace(settings, kind=kind)))
     except PlanError as error:
         return PlanShown(kind=kind, refused=str(error))
 

@@ -86,32 +86,22 @@ class Plan:
         return [f"{name:<20}{fact}" for name, fact in facts.items()]
 
 
-def plan_index(
-    n: int,
-    dim: int,
-    *,
-    kind: str = "auto",
-    memory_mb: float | None = None,
-    device: str = "cpu",
-    cores: int | None = None,
-    target_recall: float = 0.98,
-) -> Plan:
-    """The index for `n` vectors of length `dim`, of that kind or of the first kind that fits.
+def plan_index(n: int, dim: int, settings: IndexSettings) -> Plan:
+    """The index for `n` vectors of length `dim`, of the kind asked for or of the first that fits.
 
     Raises: PlanError for numbers out of range, a kind or device that is not there, or too little
-        memory; it names the flag to change.
+        memory; it names the flag to change. ProviderError.
     """
-    _check_numbers(n, dim, target_recall, memory_mb)
-    _check_device(device)
-    budget = _budget_mb(memory_mb, device)
-    cores = cores or core_count()
-    if kind == "auto":
-        return _first_that_fits(n, dim, device, cores, target_recall, budget)
-    chosen = _named(kind, device)
-    check_target(chosen.name, target_recall)
+    _check_numbers(n, dim, settings)
+    _check_device(settings.device)
+    budget = _budget_mb(settings)
+    if settings.kind == "auto":
+        return _first_that_fits(n, dim, settings, budget)
+    chosen = _named(settings.kind, settings.device)
+    check_target(chosen.name, settings.target_recall)
     if problem := chosen.problem(n, dim):
         raise PlanError(problem)
-    plan = _plan(chosen, n, dim, device, cores, target_recall, "asked for with --index")
+    plan = _plan(chosen, n, dim, settings, "asked for with --index")
     if not _fits(plan, budget):
         raise PlanError(_too_big(plan, budget))
     return plan
@@ -131,17 +121,15 @@ def check_target(kind: IndexKind, target_recall: float) -> None:
         )
 
 
-def _first_that_fits(
-    n: int, dim: int, device: str, cores: int, target_recall: float, budget: float
-) -> Plan:
+def _first_that_fits(n: int, dim: int, settings: IndexSettings, budget: float) -> Plan:
     refused: list[Plan] = []
-    for kind, reason in _preferred(n, dim, device, target_recall):
+    for kind, reason in _preferred(n, dim, settings.device, settings.target_recall):
         if kind.problem(n, dim):
             continue
         if refused:
             needs = ", ".join(f"{plan.kind} needs {_mb(_peak(plan))}" for plan in refused)
             reason = f"{needs}, but there are only {_mb(budget)}"
-        plan = _plan(kind, n, dim, device, cores, target_recall, reason)
+        plan = _plan(kind, n, dim, settings, reason)
         if _fits(plan, budget):
             return plan
         refused.append(plan)
@@ -157,31 +145,28 @@ def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tupl
     return [(kind, kind.reason(n, dim)) for kind in kinds[first:]]
 
 
-def _plan(
-    kind: Kind, n: int, dim: int, device: str, cores: int, target_recall: float, reason: str
-) -> Plan:
+def _plan(kind: Kind, n: int, dim: int, settings: IndexSettings, reason: str) -> Plan:
     parameters = kind.parameters(n, dim)
     full = 4.0 * n * dim
     written_s = full / _WRITE_BYTES_PER_S
-    expected = max(kind.least_recall, target_recall)
     return Plan(
         kind=kind.name,
         n=n,
         dim=dim,
-        device=device,
+        device=settings.device,
         memory_mb=kind.memory_bytes(n, dim, parameters) / _MIB,
         mapped_mb=full / _MIB,
         disk_mb=(full + kind.code_bytes(n, dim, parameters) + 8.0 * n) / _MIB,
         build_memory_mb=(kind.build_bytes(n, dim, parameters) + _BUILD_ITEM_BYTES * n) / _MIB
         + _BASE_BUILD_MB,
-        build_minutes=(written_s + kind.build_s(n, dim, parameters, cores)) / 60,
-        expected_recall=expected,
+        build_minutes=(written_s + kind.build_s(n, dim, parameters, core_count())) / 60,
+        expected_recall=max(kind.least_recall, settings.target_recall),
         reason=reason,
         parameters=parameters,
     )
 
 
-def _check_numbers(n: int, dim: int, target_recall: float, memory_mb: float | None) -> None:
+def _check_numbers(n: int, dim: int, settings: IndexSettings) -> None:
     if not 1 <= n <= MAX_N:
         raise PlanError(
             f"An index of {n:,} vectors cannot be made: 1 to {MAX_N:,} are possible. "
@@ -192,9 +177,9 @@ def _check_numbers(n: int, dim: int, target_recall: float, memory_mb: float | No
             f"An index of dimension {dim:,} cannot be made: 1 to {MAX_DIM:,} are possible. "
             "Export a bundle with a smaller embedding."
         )
-    check_target("flat", target_recall)
-    if memory_mb is not None and not memory_mb > 0:
-        raise PlanError(f"{memory_mb} MB of memory is not a limit. Change --memory-mb.")
+    check_target("flat", settings.target_recall)
+    if settings.memory_mb is not None and not settings.memory_mb > 0:
+        raise PlanError(f"{settings.memory_mb} MB of memory is not a limit. Change --memory-mb.")
 
 
 def _check_device(device: str) -> None:
@@ -220,10 +205,10 @@ def _named(kind: str, device: str) -> Kind:
     raise PlanError(f"There is no index {kind!r}. Choose --index auto, {', '.join(names)}.")
 
 
-def _budget_mb(memory_mb: float | None, device: str) -> float:
-    if memory_mb is not None:
-        return memory_mb
-    return MEMORY_PART * (gpu_memory_mb() if device == "cuda" else machine_memory_mb())
+def _budget_mb(settings: IndexSettings) -> float:
+    if settings.memory_mb is not None:
+        return settings.memory_mb
+    return MEMORY_PART * (gpu_memory_mb() if settings.device == "cuda" else machine_memory_mb())
 
 
 def _peak(plan: Plan) -> float:

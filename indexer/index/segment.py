@@ -229,7 +229,7 @@ def write_vectors(folder: Path, ids: Ids, batches: Batches, settings: IndexSetti
     if first is None:
         raise _out_of_step(ids, 0)
     dim = first[1].shape[1]
-    plan = _plan(len(ids), dim, settings)
+    plan = plan_index(len(ids), dim, settings)
     is_held = _held_out(len(ids))
     files = {
         VECTORS: _write_vectors(folder / VECTORS, ids, is_held, chain([first], batches), dim),
@@ -275,17 +275,6 @@ def write_segment(
     )
     write_manifest(folder, manifest)
     return manifest
-
-
-def _plan(n: int, dim: int, settings: IndexSettings) -> Plan:
-    return plan_index(
-        n,
-        dim,
-        kind=settings.kind,
-        memory_mb=settings.memory_mb,
-        device=settings.device,
-        target_recall=settings.target_recall,
-    )
 
 
 def _indexed(

@@ -95,7 +95,7 @@ def build_gallery(
     folder = GalleryFolder(out)
     name = checked_name(settings.name or name_of(folder.path))
     check_attributes(source, {})
-    plan = planned(source.count, embedder.dim, settings.index)
+    plan = plan_index(source.count, embedder.dim, settings.index)
     manifest = GalleryManifest(
         name=name,
         bundle_id=embedder.bundle_id,
@@ -150,7 +150,7 @@ def import_gallery(
     """
     settings = settings or IndexSettings()
     if dump.count:
-        planned(dump.count, dump.dim, settings)
+        plan_index(dump.count, dump.dim, settings)
     facts = dump.facts
     manifest = GalleryManifest(
         name=checked_name(name or facts["name"]),
@@ -275,18 +275,6 @@ def _without_attributes(gallery: Gallery) -> None:
     while part := list(islice(items, _CHUNK)):
         gallery.update({item.key: dict.fromkeys(item.attributes) for item in part})
     gallery.forget_unused_attributes()
-
-
-def planned(count: int, dim: int, settings: IndexSettings) -> Plan:
-    """The index that `count` vectors of length `dim` will get. Raises: PlanError, ProviderError."""
-    return plan_index(
-        count,
-        dim,
-        kind=settings.kind,
-        memory_mb=settings.memory_mb,
-        device=settings.device,
-        target_recall=settings.target_recall,
-    )
 
 
 def needed_mb(plan: Plan, written: int = 0) -> float:

@@ -16,7 +16,7 @@ from embedder.errors import GalleryError, InvalidParameterError, PlanError, Sour
 from embedder.fake import FakeEmbedder
 from indexer.gallery import Gallery, current_generation
 from indexer.index.plan import IndexSettings
-from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, needed_mb, planned
+from indexer.ingest.build import BuildReport, BuildSettings, build_gallery, needed_mb
 from indexer.ingest.sources import Record, csv_source, folder_source
 from tests.indexer.conftest import (
     PICTURES,
@@ -27,7 +27,7 @@ from tests.indexer.conftest import (
     query,
     small_files,
 )
-from tests.support.seams import EmbedSettings
+from tests.support.seams import EmbedSettings, plan_index
 from tests.tiny import encoded, picture
 
 Build = Callable[[], BuildReport]
@@ -135,10 +135,12 @@ def test_the_space_asked_for_is_enough_for_what_is_written(
         (shop / f"{number:03d}.png").write_bytes(encoded(picture(number), "PNG"))
     build_gallery(folder_source(shop), embedder, out)
     written_mb = sum(f.stat().st_size for f in out.rglob("*") if f.is_file()) / 2**20
-    estimate_mb = needed_mb(planned(200, embedder.dim, IndexSettings()))
+    estimate_mb = needed_mb(plan_index(200, embedder.dim, IndexSettings()))
     page_mb = 1  # a file of SQLite has a few pages of 16 KiB, however small
     assert written_mb < estimate_mb + page_mb
-    assert needed_mb(planned(1_000_000, 512, IndexSettings(memory_mb=1e5))) > 2 * 4 * 512 / 1.048576
+    assert (
+        needed_mb(plan_index(1_000_000, 512, IndexSettings(memory_mb=1e5))) > 2 * 4 * 512 / 1.048576
+    )
 
 
 def test_a_name_with_control_characters_is_left_out_and_reported(shop: Path, build: Build) -> None:

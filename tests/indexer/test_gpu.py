@@ -47,7 +47,7 @@ def test_without_gpu_support_every_way_to_the_gpu_is_refused(
         with pytest.raises(ProviderError, match=r"no GPU support.*make install-gpu"):
             ask()
     with pytest.raises(PlanError, match=r"no GPU support.*--device cpu"):
-        plan_index(100, 16, device="cuda")
+        plan_index(100, 16, IndexSettings(device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def gallery() -> Embeddings:
 def test_flat_on_the_gpu_answers_as_on_the_cpu(gallery: Embeddings) -> None:
     queries = clumped(200, DIM, seed=9)
     assert gpu_memory_mb() > 1000
-    index = SegmentIndex.build(plan_index(N, DIM, device="cuda", kind="flat"), gallery)
+    index = SegmentIndex.build(plan_index(N, DIM, IndexSettings("flat", device="cuda")), gallery)
     found, truth = index.search(queries, 10, Effort(0)), index.exact(queries, 10)
     assert recall_at(found[1], truth[1]) >= 0.999
     np.testing.assert_allclose(found[0], truth[0], atol=1e-4)

@@ -70,7 +70,7 @@ def written(
 
 
 def built(kind: str, vectors: Embeddings) -> SegmentIndex:
-    return SegmentIndex.build(plan_index(*vectors.shape, kind=kind, memory_mb=1000), vectors)
+    return SegmentIndex.build(plan_index(*vectors.shape, IndexSettings(kind, 1000)), vectors)
 
 
 @pytest.fixture(scope="module")
@@ -326,11 +326,11 @@ import faiss.contrib.torch_utils
 import numpy as np
 from indexer.index.faiss import SegmentIndex
 from indexer.index.kinds import Effort
-from indexer.index.plan import plan_index
+from indexer.index.plan import IndexSettings, plan_index
 vectors = np.random.default_rng(0).standard_normal((2000, 16)).astype(np.float32)
 vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
 for kind in ("flat", "fp16", "hnsw", "ivf-pq"):
-    plan = plan_index(2000, 16, kind=kind)
+    plan = plan_index(2000, 16, IndexSettings(kind))
     index = SegmentIndex.build(plan, vectors)
     scores, positions = index.search(vectors[:30], 1, Effort(64, 8))
     assert (positions[:, 0] == np.arange(30)).mean() > 0.9, kind

@@ -6,7 +6,7 @@ import pytest
 
 from embedder.errors import PlanError
 from indexer.index import plan as plans
-from indexer.index.plan import Plan
+from indexer.index.plan import IndexSettings, Plan
 from tests.indexer.oracle import clumped
 from tests.support.seams import SegmentIndex, plan_index
 
@@ -14,7 +14,7 @@ MUCH = 1e6
 
 
 def planned(n: int, dim: int = 128, **changes: object) -> Plan:
-    return plan_index(n, dim, **{"memory_mb": MUCH, "cores": 2, **changes})  # type: ignore[arg-type]
+    return plan_index(n, dim, IndexSettings(**{"memory_mb": MUCH, **changes}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

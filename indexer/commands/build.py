@@ -10,7 +10,6 @@ from indexer.catalog.attributes import Schema
 from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, out, print_failures, print_json, progress
 from indexer.commands.options import (
-    TARGET_RECALL,
     BatchOption,
     DeviceOption,
     FallbackOption,
@@ -78,7 +77,7 @@ def build(
         source = _new_source(images or root, csv, split)
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision)
         where = options.index_device(device, embedder, allow_cpu_fallback)
-        plan = IndexSettings(index or "auto", memory_mb, where, target_recall or TARGET_RECALL)
+        plan = IndexSettings(**options.given_settings(index, memory_mb, target_recall, where))
         settings = BuildSettings(name, EmbedSettings(batch_size, workers), plan)
         _print_plan(source, embedder, plan, json)
         report = _built(source, embedder, out, settings)

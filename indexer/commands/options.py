@@ -1,7 +1,7 @@
 """Options that several commands share, and what is made of them."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -13,7 +13,6 @@ from embedder.manifest import AskedPrecision
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
 from embedder.types import Embeddings
 from indexer.index.kinds import Device, IndexKind
-from indexer.index.plan import IndexSettings
 from indexer.ingest.sources import ANY_SIZE, read_image
 
 Index = Literal["auto", IndexKind]
@@ -55,14 +54,25 @@ NoCompactOption = Annotated[
     bool, typer.Option("--no-compact", help="Leave the index as it is, even if it is due.")
 ]
 
-TARGET_RECALL = IndexSettings().target_recall
-
 
 def open_embedder(
     bundle: Path, device: Device, allow_cpu_fallback: bool, precision: AskedPrecision
 ) -> Embedder:
     """The bundle in an engine that leaves the cores to the indexer's threads."""
     return OnnxEmbedder.open(bundle, SessionSettings(device, 1, allow_cpu_fallback, precision))
+
+
+def given_settings(
+    index: Index | None, memory_mb: float | None, target_recall: float | None, device: Device | None
+) -> dict[str, Any]:
+    """The `IndexSettings` that were given."""
+    given = {
+        "kind": index,
+        "memory_mb": memory_mb,
+        "target_recall": target_recall,
+        "device": device,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def index_device(device: Device, embedder: Embedder, allow_cpu_fallback: bool) -> Device:

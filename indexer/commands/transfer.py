@@ -10,7 +10,6 @@ import typer
 from indexer.commands import stores
 from indexer.commands.console import errors_shown, out, print_json, progress
 from indexer.commands.options import (
-    TARGET_RECALL,
     GalleryArgument,
     IndexDeviceOption,
     IndexOption,
@@ -18,6 +17,7 @@ from indexer.commands.options import (
     MemoryOption,
     RecallOption,
     StoreArgument,
+    given_settings,
 )
 from indexer.exchange.parquet import export_gallery
 from indexer.folder.backup import backup as write_backup
@@ -85,9 +85,7 @@ def import_(
 
     It replaces the one that is there.
     """
-    settings = IndexSettings(
-        index or "auto", memory_mb, device or "cpu", target_recall or TARGET_RECALL
-    )
+    settings = IndexSettings(**given_settings(index, memory_mb, target_recall, device))
     with errors_shown(), stores.content_of(source) as dump:
         if gallery.startswith(MILVUS):
             report = _imported_into(gallery, dump)

@@ -1,7 +1,7 @@
 """kinlens-index compact, plan, stats: what a gallery costs, and keeping it fast."""
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import typer
 
@@ -17,6 +17,7 @@ from indexer.commands.options import (
     MemoryOption,
     RecallOption,
     StoreArgument,
+    given_settings,
 )
 from indexer.gallery import Gallery
 from indexer.index.kinds import IndexKind
@@ -75,7 +76,7 @@ def compact(
         opened = Gallery.open(gallery)
         try:
             facts = opened.facts()
-            chosen = _chosen(index, memory_mb, target_recall, device)
+            chosen = given_settings(index, memory_mb, target_recall, device)
             if not (rebuild or chosen or facts.delta or facts.tombstones):
                 _say_nothing_to_do(json)
                 return
@@ -101,7 +102,7 @@ def plan(
 ) -> None:
     """Say which index so many vectors get, and what it costs, without making it."""
     with errors_shown():
-        settings = replace(IndexSettings(), **_chosen(index, memory_mb, target_recall, device))
+        settings = IndexSettings(**given_settings(index, memory_mb, target_recall, device))
         if everything:
             _print_plans(n, dim, settings, json)
             return
@@ -130,19 +131,6 @@ def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
     for name, value in facts.model_dump().items():
         shown = ", ".join(f"{k} {v:,}" for k, v in value.items()) if name in _TABLES else value
         out.print(f"{name.replace('_', ' '):16} {'-' if shown is None else shown}")
-
-
-def _chosen(
-    index: str | None, memory_mb: float | None, target_recall: float | None, device: str | None
-) -> dict[str, Any]:
-    """The settings of an index that were given."""
-    given = {
-        "kind": index,
-        "memory_mb": memory_mb,
-        "target_recall": target_recall,
-        "device": device,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _say_nothing_to_do(json: bool) -> None:

@@ -8,7 +8,7 @@ import typer
 from embedder.session import Embedder
 from indexer.catalog.attributes import Schema
 from indexer.commands import options, stores
-from indexer.commands.console import errors_shown, out, print_failures, print_json, progress
+from indexer.commands.console import errors_shown, failure_lines, out, print_report, progress
 from indexer.commands.options import (
     BatchOption,
     DeviceOption,
@@ -179,27 +179,23 @@ def _built(
 
 
 def _print_build(report: BuildReport, folder: Path, json: bool) -> None:
-    if json:
-        print_json(report)
-        return
-    out.print(
+    text = (
         f"Gallery {folder}, generation {report.generation}: {report.indexed:,} items "
         f"({report.embedded:,} embedded, {report.reused:,} from an earlier run, "
         f"{report.duplicates:,} copies) in {report.elapsed_s:.1f} s, "
         f"{report.images_per_s:.1f} images/s."
     )
     place = GalleryFolder(folder).current() / "report.json"
-    print_failures(report.failures, report.found, f"in {place}")
+    failures = failure_lines(report.failures, report.found, f"in {place}")
+    print_report(report, json, text, *failures)
 
 
 def _print_add(report: AddReport, size: int, gallery: str, json: bool) -> None:
-    if json:
-        print_json(report)
-        return
-    out.print(
+    text = (
         f"Gallery {gallery}: {report.added:,} added, {report.replaced:,} replaced, "
         f"{report.updated:,} with new attributes, {report.unchanged:,} unchanged "
         f"({report.embedded:,} embedded) in {report.elapsed_s:.1f} s, "
         f"{report.images_per_s:.1f} images/s; {size:,} items in all."
     )
-    print_failures(report.failures, report.found, "(--json lists all of them)")
+    failures = failure_lines(report.failures, report.found, "(--json lists all of them)")
+    print_report(report, json, text, *failures)

@@ -11,7 +11,7 @@ from embedder.errors import InvalidParameterError, SourceError
 from embedder.types import AttributeValue
 from indexer.catalog.attributes import Schema
 from indexer.commands import stores
-from indexer.commands.console import SHOWN, err, errors_shown, out, print_json
+from indexer.commands.console import SHOWN, err, errors_shown, print_report
 from indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from indexer.filters.text import parse_filter
 from indexer.ingest.sources import csv_changes, parse_value, split_kind
@@ -72,10 +72,7 @@ def update(
             values = assigned(assign or (), unset or (), store.schema())
             changes = dict.fromkeys(keys or (), values)
         report = Updated(named=len(changes), changed=store.update(changes))
-        if json:
-            print_json(report)
-        else:
-            out.print(f"{report.changed:,} of {report.named:,} items changed.")
+        print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
 
 
 @app.command(epilog="Example: kinlens-index remove shop/gallery --where 'sale = true' --dry-run")
@@ -99,7 +96,13 @@ def remove(
         else:
             chosen = keys or _keys_in(keys_from)
             report = _removed_keys(store, list(dict.fromkeys(chosen)), dry_run)
-        _print_removed(report, store.size, json)
+        said = "would be removed" if report.dry_run else "removed"
+        text = f"{report.removed:,} items {said}; {store.size:,} items in the gallery."
+        print_report(report, json, text)
+        if report.unknown and not json:
+            more = len(report.unknown) - SHOWN
+            names = ", ".join(report.unknown[:SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+            err.print(f"Not in the gallery: {names}", soft_wrap=True)
         if not dry_run:
             stores.compact_if_due(store, no_compact)
 
@@ -172,15 +175,3 @@ def _removed_where(store: stores.Store, text: str, dry_run: bool) -> Removed:
     where.check(store.schema())
     count = sum(where.matches(item.attributes) for item in store.items())
     return Removed(removed=count, dry_run=True)
-
-
-def _print_removed(report: Removed, left: int, json: bool) -> None:
-    if json:
-        print_json(report)
-        return
-    said = "would be removed" if report.dry_run else "removed"
-    out.print(f"{report.removed:,} items {said}; {left:,} items in the gallery.")
-    if report.unknown:
-        more = len(report.unknown) - SHOWN
-        names = ", ".join(report.unknown[:SHOWN]) + (f" and {more:,} more" if more > 0 else "")
-        err.print(f"Not in the gallery: {names}", soft_wrap=True)

@@ -101,20 +101,23 @@ class _Speed(ProgressColumn):
         return Text(f"{task.speed or task.completed / elapsed_s:.1f} {self._unit}/s")
 
 
-def print_json(report: object) -> None:
-    """A model or a dataclass as one JSON object on stdout."""
-    out.print(TypeAdapter(type(report)).dump_json(report, indent=2).decode())
+def print_report(report: object, json: bool, *lines: str) -> None:
+    """A model or a dataclass as one JSON object on stdout, or what it says to people."""
+    if json:
+        lines = (TypeAdapter(type(report)).dump_json(report, indent=2).decode(),)
+    for line in lines:
+        out.print(line)
 
 
-def print_failures(failures: tuple[Failure, ...], found: int, rest: str) -> None:
+def failure_lines(failures: tuple[Failure, ...], found: int, rest: str) -> Iterator[str]:
     """The first failures; `rest` says where all of them are."""
     if not failures:
         return
-    out.print(f"Left out {len(failures):,} of {found:,} images:")
+    yield f"Left out {len(failures):,} of {found:,} images:"
     for failure in failures[:SHOWN]:
-        out.print(f"  {failure.key}: {failure.reason}")
+        yield f"  {failure.key}: {failure.reason}"
     if len(failures) > SHOWN:
-        out.print(f"  ... and {len(failures) - SHOWN:,} more {rest}")
+        yield f"  ... and {len(failures) - SHOWN:,} more {rest}"
 
 
 def shown(attributes: Mapping[str, AttributeValue]) -> str:

@@ -18,7 +18,7 @@ from embedder.preprocess import render_jpeg
 from embedder.session import Embedder
 from indexer.checks.duplicates import Member, members_of, near_groups
 from indexer.commands import options, stores
-from indexer.commands.console import SHOWN, errors_shown, out, print_json, progress, shown
+from indexer.commands.console import SHOWN, errors_shown, print_report, progress, shown
 from indexer.commands.options import ImageRootOption, JsonOption, StoreArgument
 from indexer.gallery import Gallery
 from indexer.ingest.pictures import item_bytes
@@ -138,12 +138,9 @@ def duplicates(
                 if file is not None:
                     drawn = min(len(found), pictures)
                     _write(file, report, store, drawn, advance.then("Drawing", drawn))
-    if as_json:
-        print_json(report)
-        return
-    for group in report.groups[:SHOWN]:
-        out.print("  ".join(f"{one.item.key} {one.score:.4f}" for one in group[:SHOWN]))
-    out.print(report.text())
+    first = [group[:SHOWN] for group in report.groups[:SHOWN]]
+    lines = ["  ".join(f"{one.item.key} {one.score:.4f}" for one in group) for group in first]
+    print_report(report, as_json, *lines, report.text())
 
 
 def _calibration(embedder: Embedder, size: int) -> Calibration:

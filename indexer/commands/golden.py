@@ -2,7 +2,7 @@
 
 import contextlib
 import csv as csv_text
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +24,7 @@ from indexer.checks.golden import (
     threshold_of,
 )
 from indexer.commands import options, stores
-from indexer.commands.console import errors_shown, out, print_json, progress
+from indexer.commands.console import errors_shown, print_report, progress
 from indexer.commands.options import (
     DeviceOption,
     FallbackOption,
@@ -82,10 +82,9 @@ def add(
             file = (query or Path()).resolve()
             new = [_new(file.parent, file.name, _label(keys, attribute, store))]
         made = GoldenSet(gallery).add(new, store)
-    if json:
-        print_json(GoldenQueries(queries=made))
-    else:
-        out.print(f"{len(made):,} queries labelled; {len(GoldenSet(gallery).queries()):,} in all.")
+        count = len(GoldenSet(gallery).queries())
+    text = f"{len(made):,} queries labelled; {count:,} in all."
+    print_report(GoldenQueries(queries=made), json, text)
 
 
 @app.command("list", epilog="Example: kinlens-index golden list shop/gallery")
@@ -94,13 +93,9 @@ def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
     with errors_shown():
         current_manifest(gallery)
         queries = GoldenSet(gallery).queries()
-    if json:
-        print_json(GoldenQueries(queries=queries))
-        return
-    for query in queries:
-        out.print(f"{query.sha256[:SHORT]}  {query.name}  {query.wanted}")
-    if not queries:
-        out.print("The golden set is empty: kinlens-index golden add.")
+    lines = [f"{query.sha256[:SHORT]}  {query.name}  {query.wanted}" for query in queries]
+    lines = lines or ["The golden set is empty: kinlens-index golden add."]
+    print_report(GoldenQueries(queries=queries), json, *lines)
 
 
 @app.command(epilog="Example: kinlens-index golden remove shop/gallery 0f3a91c2b7de")
@@ -117,10 +112,8 @@ def remove(
         chosen = [_chosen(number, known) for number in ids]
         golden.remove(chosen)
         left = [query for query in golden.queries() if query.sha256 not in chosen]
-    if json:
-        print_json(GoldenQueries(queries=left))
-    else:
-        out.print(f"{len({*chosen}):,} queries removed; {len(left):,} in all.")
+    text = f"{len({*chosen}):,} queries removed; {len(left):,} in all."
+    print_report(GoldenQueries(queries=left), json, text)
 
 
 @app.command(epilog="Example: kinlens-index golden run shop/gallery --bundle shop/bundle")
@@ -155,10 +148,7 @@ def run(
             threshold = threshold_of(embedder.calibration) if min_score is None else min_score
             report = Asked.of(store, queries, vectors).report(threshold, worst)
             golden.keep(report)
-    if json:
-        print_json(report)
-    else:
-        _print(report)
+    print_report(report, json, *_lines(report))
 
 
 @app.command(epilog="Example: kinlens-index golden runs shop/gallery --json")
@@ -167,15 +157,13 @@ def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
     with errors_shown():
         current_manifest(gallery)
         found = GoldenSet(gallery).runs()
-    if json:
-        print_json(GoldenRuns(runs=found))
-        return
-    out.print(f"{'at':25} {'bundle':12} {'version':12} {'R@1':>6} {'R@10':>6} {'MAP@R':>6}  judged")
+    lines = [f"{'at':25} {'bundle':12} {'version':12} {'R@1':>6} {'R@10':>6} {'MAP@R':>6}  judged"]
     for one in found:
         figures = (one.recall_at_1, one.recall_at_10, one.map_at_r)
         shown = " ".join(f"{_part(figure):>6}" for figure in figures)
         names = f"{one.bundle_id[:SHORT]:12} {one.version[:SHORT]:12}"
-        out.print(f"{one.at:25} {names} {shown}  {one.judged:,}")
+        lines.append(f"{one.at:25} {names} {shown}  {one.judged:,}")
+    print_report(GoldenRuns(runs=found), json, *lines)
 
 
 def _label(keys: str | None, attribute: str | None, store: VectorStore) -> Label:
@@ -250,31 +238,31 @@ def _chosen(number: str, known: Sequence[str]) -> str:
     return found[0]
 
 
-def _print(report: GoldenRun) -> None:
+def _lines(report: GoldenRun) -> Iterator[str]:
     interval = report.recall_at_1_interval
     between = "" if interval is None else f" ({interval[0]:.4f} to {interval[1]:.4f})"
-    out.print(
+    yield (
         f"{report.judged:,} of {report.queries:,} queries have a right item among "
         f"{report.items:,}; {report.no_match:,} have none, {report.left_out:,} were left out."
     )
-    out.print(f"recall@1   {_part(report.recall_at_1)}{between}")
-    out.print(f"recall@5   {_part(report.recall_at_5)}")
-    out.print(f"recall@10  {_part(report.recall_at_10)}")
-    out.print(f"MAP@R      {_part(report.map_at_r)}")
+    yield f"recall@1   {_part(report.recall_at_1)}{between}"
+    yield f"recall@5   {_part(report.recall_at_5)}"
+    yield f"recall@10  {_part(report.recall_at_10)}"
+    yield f"MAP@R      {_part(report.map_at_r)}"
     if report.threshold is None:
-        out.print("no match   not measured: the model has no calibration; give --min-score.")
+        yield "no match   not measured: the model has no calibration; give --min-score."
     else:
-        out.print(
+        yield (
             f"no match   {_part(report.no_match_precision)} answered by nothing from "
             f"{report.threshold:.4f} on, where {_part(report.found)} of the others are found."
         )
     if report.own_pictures:
-        out.print(
+        yield (
             f"{report.own_pictures:,} queries are the picture of an item, which finds itself: "
             "label photographs that customers send."
         )
     for one in report.worst:
-        out.print(f"  {one.query.sha256[:SHORT]}  {one.query.name}  {_said(one)}")
+        yield f"  {one.query.sha256[:SHORT]}  {one.query.name}  {_said(one)}"
 
 
 def _said(one: GoldenOutcome) -> str:

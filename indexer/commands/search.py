@@ -1,6 +1,6 @@
 """kinlens-index search, show, explain: ask a gallery."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -15,7 +15,7 @@ from embedder.errors import ItemNotFoundError, SourceError
 from embedder.preprocess import decode
 from embedder.types import Embeddings, Hit
 from indexer.commands import options, stores
-from indexer.commands.console import errors_shown, out, print_json, shown, written
+from indexer.commands.console import errors_shown, print_report, shown, written
 from indexer.commands.options import (
     DeviceOption,
     FallbackOption,
@@ -154,10 +154,7 @@ def search(
             if image and embedder and embedder.calibration and not wanted.reorders:
                 calibration = embedder.calibration.for_gallery(store.size)
                 found = replace(found, probabilities=_probabilities(found, calibration, offset))
-        if json:
-            print_json(found)
-        else:
-            _print_found(found)
+        print_report(found, json, *_lines(found))
 
 
 @app.command(epilog="Example: kinlens-index show shop/gallery shoes/red.jpg")
@@ -174,11 +171,8 @@ def show(
                 f"The gallery {gallery} has no item with the key {key!r}. Keys are compared letter "
                 "by letter; a folder gives its images their relative paths as keys."
             )
-    if json:
-        print_json(item)
-        return
-    for name, value in asdict(item).items():
-        out.print(f"{name:10} {shown(value) if name == 'attributes' else value}")
+    told = {**asdict(item), "attributes": shown(item.attributes)}
+    print_report(item, json, *(f"{name:10} {value}" for name, value in told.items()))
 
 
 @app.command(epilog="Example: kinlens-index explain new.jpg shoes/red.jpg --bundle shop/bundle")
@@ -210,11 +204,9 @@ def explain(
             raise SourceError(
                 f"{drawn} cannot be written: {error}. Name a .png or .jpg with --out."
             ) from error
-    if json:
-        shares = {"query": match.query.tolist(), "hit": match.hit.tolist()}
-        print_json({"score": match.score, **shares, "out": str(drawn)})
-        return
-    out.print(f"{match.score:.4f}  {drawn}")
+    shares = {"query": match.query.tolist(), "hit": match.hit.tolist()}
+    report = {"score": match.score, **shares, "out": str(drawn)}
+    print_report(report, json, f"{match.score:.4f}  {drawn}")
 
 
 def _check_usage(
@@ -271,36 +263,36 @@ def _probabilities(found: Found, calibration: Calibration, offset: int) -> list[
     ]
 
 
-def _print_found(found: Found) -> None:
+def _lines(found: Found) -> Iterator[str]:
     """One line an item, with the probability that it is right if the model is calibrated."""
     answers: Sequence[Sequence[Hit | Group]] = found.groups or found.hits or ()
     for number, answer in enumerate(answers):
         if len(answers) > 1:
-            out.print(f"Query {number}:")
+            yield f"Query {number}:"
         if not answer:
-            out.print("Nothing fits.")
+            yield "Nothing fits."
         likely = found.probabilities[number] if found.probabilities else []
         for part, sure in zip_longest(answer, likely):
             told = "" if sure is None else f"  {100 * sure:3.0f} %"
             if isinstance(part, Hit):
-                _print_hit(part, told=told)
+                yield _line(part, told=told)
                 continue
             value = "(no value)" if part.value is None else part.value
-            out.print(f"{part.score:.4f}{told}  {value}")
+            yield f"{part.score:.4f}{told}  {value}"
             for hit in part.hits:
-                _print_hit(hit, "    ")
+                yield _line(hit, "    ")
         for name, facet in found.facets[number].items() if found.facets else ():
-            _print_facet(name, facet)
+            yield _counts(name, facet)
 
 
-def _print_hit(hit: Hit, indent: str = "", told: str = "") -> None:
-    out.print(f"{indent}{hit.score:.4f}{told}  {hit.key}  {shown(hit.attributes)}".rstrip())
+def _line(hit: Hit, indent: str = "", told: str = "") -> str:
+    return f"{indent}{hit.score:.4f}{told}  {hit.key}  {shown(hit.attributes)}".rstrip()
 
 
-def _print_facet(name: str, facet: Mapping[str, Any]) -> None:
+def _counts(name: str, facet: Mapping[str, Any]) -> str:
     """One line an attribute."""
     parts = [f"{written(each['value'])} ({each['count']:,})" for each in facet.get("values", ())]
     bins = facet.get("bins", ())
     parts += [f"{each['from']} to {each['to']} ({each['count']:,})" for each in bins]
     parts += [f"{rest} ({facet[rest]:,})" for rest in ("other", "missing") if facet.get(rest)]
-    out.print(f"{name}: {', '.join(parts)}")
+    return f"{name}: {', '.join(parts)}"

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from indexer.commands import stores
-from indexer.commands.console import errors_shown, out, print_json, progress
+from indexer.commands.console import errors_shown, print_report, progress
 from indexer.commands.options import (
     GalleryArgument,
     IndexDeviceOption,
@@ -57,10 +57,7 @@ def export(
         with progress(store.size, "Exporting") as advance:
             count = export_gallery(store, file, stores.facts_of(store), advance)
         report = ExportReport(file=str(file), items=count)
-        if json:
-            print_json(report)
-        else:
-            out.print(f"{count:,} items in {file}.")
+        print_report(report, json, f"{count:,} items in {file}.")
 
 
 @app.command(
@@ -92,10 +89,8 @@ def import_(
         else:
             with progress(2 * dump.count, "Importing") as advance:
                 report = import_gallery(dump, gallery, name, settings, advance)
-        if json:
-            print_json(report)
-        else:
-            out.print(f"Gallery {gallery} ({report.name}): {report.items:,} items imported.")
+        text = f"Gallery {gallery} ({report.name}): {report.items:,} items imported."
+        print_report(report, json, text)
 
 
 @app.command(epilog="Example: kinlens-index backup shop/gallery --out backups/shop-1")
@@ -108,13 +103,8 @@ def backup(
     with errors_shown():
         with progress(copy_bytes(gallery), "Copying", "bytes") as advance:
             report = write_backup(gallery, folder, advance)
-        if json:
-            print_json(report)
-        else:
-            out.print(
-                f"Backup {folder} of {report.name}: {report.items:,} items, "
-                f"{report.bytes / 1e6:,.1f} MB."
-            )
+        size = f"{report.items:,} items, {report.bytes / 1e6:,.1f} MB"
+        print_report(report, json, f"Backup {folder} of {report.name}: {size}.")
 
 
 @app.command(epilog="Example: kinlens-index restore backups/shop-1 --out shop/gallery --replace")
@@ -131,10 +121,7 @@ def restore(
         with progress(copy_bytes(source), "Copying", "bytes") as advance:
             manifest = restore_backup(source, gallery, replace=replace, on_progress=advance)
         report = RestoreReport(name=manifest.name, generation=manifest.generation)
-        if json:
-            print_json(report)
-        else:
-            out.print(f"Gallery {gallery} ({report.name}) restored from {source}.")
+        print_report(report, json, f"Gallery {gallery} ({report.name}) restored from {source}.")
 
 
 def _imported_into(address: str, dump: Dump) -> ImportReport:

@@ -1,5 +1,6 @@
 """kinlens-index compact, plan, stats: what a gallery costs, and keeping it fast."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, get_args
 
@@ -8,7 +9,7 @@ import typer
 from embedder.errors import PlanError
 from indexer.checks.stats import StoreStats, gallery_stats, store_stats
 from indexer.commands import stores
-from indexer.commands.console import errors_shown, out, print_json, progress
+from indexer.commands.console import errors_shown, print_report, progress
 from indexer.commands.options import (
     GalleryArgument,
     IndexDeviceOption,
@@ -78,7 +79,9 @@ def compact(
             facts = opened.facts()
             chosen = given_settings(index, memory_mb, target_recall, device)
             if not (rebuild or chosen or facts.delta or facts.tombstones):
-                _say_nothing_to_do(json)
+                done = CompactReport(segment=None, manifest=None, elapsed_s=0.0)
+                text = "Nothing has changed since the index was made; --rebuild makes it anew."
+                print_report(done, json, text)
                 return
             before = IndexSettings() if facts.segment is None else facts.segment.settings
             settings = replace(before, **chosen) if chosen else None
@@ -86,7 +89,7 @@ def compact(
                 report = opened.compact(settings, wait=True, on_progress=advance)
         finally:
             opened.close()
-        _print_compacted(report, json)
+        print_report(report, json, _text(report))
 
 
 @app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 500")
@@ -104,15 +107,12 @@ def plan(
     with errors_shown():
         settings = IndexSettings(**given_settings(index, memory_mb, target_recall, device))
         if everything:
-            _print_plans(n, dim, settings, json)
-            return
-        chosen = plan_index(n, dim, settings)
-        if json:
-            plans = (_shown_plan(chosen),)
-            print_json(Plans(n=n, dim=dim, device=settings.device, plans=plans))
-            return
-        for line in chosen.lines():
-            out.print(line)
+            rows = tuple(_row(n, dim, kind, settings) for kind in get_args(IndexKind))
+            lines = [*_table(rows)]
+        else:
+            chosen = plan_index(n, dim, settings)
+            rows, lines = (_shown_plan(chosen),), chosen.lines()
+        print_report(Plans(n=n, dim=dim, device=settings.device, plans=rows), json, *lines)
 
 
 @app.command(epilog="Example: kinlens-index stats shop/gallery --json")
@@ -125,46 +125,30 @@ def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
                 facts = store_stats(store)
         else:
             facts = gallery_stats(gallery)
-    if json:
-        print_json(facts)
-        return
+    lines = []
     for name, value in facts.model_dump().items():
         shown = ", ".join(f"{k} {v:,}" for k, v in value.items()) if name in _TABLES else value
-        out.print(f"{name.replace('_', ' '):16} {'-' if shown is None else shown}")
+        lines.append(f"{name.replace('_', ' '):16} {'-' if shown is None else shown}")
+    print_report(facts, json, *lines)
 
 
-def _say_nothing_to_do(json: bool) -> None:
-    if json:
-        print_json(CompactReport(segment=None, manifest=None, elapsed_s=0.0))
-    else:
-        out.print("Nothing has changed since the index was made; --rebuild makes it anew.")
-
-
-def _print_compacted(report: CompactReport, json: bool) -> None:
-    if json:
-        print_json(report)
-        return
-    if report.manifest is None:
-        out.print("The gallery is empty, so it has no index.")
-        return
+def _text(report: CompactReport) -> str:
     made = report.manifest
-    out.print(
+    if made is None:
+        return "The gallery is empty, so it has no index."
+    return (
         f"Index {made.kind} of {made.size:,} items in {report.elapsed_s:.1f} s, "
         f"recall@10 {made.recall:.4f} (target {made.target_recall})."
     )
 
 
-def _print_plans(n: int, dim: int, settings: IndexSettings, json: bool) -> None:
-    rows = tuple(_row(n, dim, kind, settings) for kind in get_args(IndexKind))
-    if json:
-        print_json(Plans(n=n, dim=dim, device=settings.device, plans=rows))
-        return
-    out.print(f"{'index':11} {'memory':>10} {'mapped':>10} {'disk':>10} {'build':>10}  recall@10")
+def _table(rows: Sequence[PlanShown]) -> Iterator[str]:
+    yield f"{'index':11} {'memory':>10} {'mapped':>10} {'disk':>10} {'build':>10}  recall@10"
     for row in rows:
         if row.refused is not None:
-            out.print(f"{row.kind:11} {row.refused}")
+            yield f"{row.kind:11} {row.refused}"
             continue
-        out.print(
+        yield (
             f"{row.kind:11} {row.memory_mb:>7,.0f} MB {row.mapped_mb:>7,.0f} MB "
             f"{row.disk_mb:>7,.0f} MB {row.build_minutes:>6,.1f} min  {row.expected_recall:.3f}"
         )

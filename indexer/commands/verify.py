@@ -1,5 +1,6 @@
 """kinlens-index verify: is a gallery whole, and does it find what it should."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from indexer.checks.verify import (
     verify_gallery,
 )
 from indexer.commands import options
-from indexer.commands.console import SHOWN, errors_shown, out, print_json, progress
+from indexer.commands.console import SHOWN, errors_shown, print_report, progress
 from indexer.commands.options import (
     DeviceOption,
     FallbackOption,
@@ -73,24 +74,21 @@ def verify(
         settings = VerifySettings(sample, image_root, vectors, target_recall)
         with progress(sample_size(size_of(gallery), sample), "Searching") as advance:
             report = verify_gallery(gallery, embedder, settings, advance)
-        _print(report, json)
+        print_report(report, json, *_lines(report))
     if not report.is_good:
         raise typer.Exit(1)
 
 
-def _print(report: VerifyReport, json: bool) -> None:
-    if json:
-        print_json(report)
-        return
+def _lines(report: VerifyReport) -> Iterator[str]:
     for problem in report.problems[:SHOWN]:
-        out.print(f"{problem.key}: {problem.reason}")
-    out.print(
+        yield f"{problem.key}: {problem.reason}"
+    yield (
         f"Gallery {report.name}, version {report.version[:SHORT]}: files are whole, "
         f"{report.checked - len(report.problems):,} of {report.checked:,} checked items "
         f"({report.size:,} in all) find themselves."
     )
     if report.recall is not None:
-        out.print(
+        yield (
             f"recall@10 {report.recall:.4f} of {report.recall_queries:,} queries, "
             f"target {report.target_recall} (index {report.index or 'none'})."
         )

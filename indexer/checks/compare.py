@@ -7,7 +7,7 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.errors import ItemNotFoundError
 from embedder.types import AttributeValue, Hit
@@ -17,14 +17,12 @@ from indexer.gallery import Gallery
 _SEED = 0
 
 
-class Side(BaseModel):
+class Side(BaseModel, frozen=True):
     """One of the two galleries.
 
     Recalls are parts in [0, 1], None where no item can be judged; the interval is Wilson's.
     `ms_per_query` is the median of one search at a time.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     bundle_id: str
     generation: str
@@ -35,7 +33,7 @@ class Side(BaseModel):
     ms_per_query: float | None
 
 
-class Comparison(BaseModel):
+class Comparison(BaseModel, frozen=True):
     """Answers of two galleries to the same `queries` stored items, each left out of its answer.
 
     An answer is right if its `class_attribute` is that of the query; `judged` queries, of `classes`
@@ -43,8 +41,6 @@ class Comparison(BaseModel):
     that of the old: a bootstrap over classes, since photographs of one class are alike; None for
     fewer than two. `overlap_at_k` is the part of the `k` answers that both give.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     class_attribute: str
     k: int

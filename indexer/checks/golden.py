@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.calibration import Calibration
 from embedder.errors import (
@@ -72,12 +72,10 @@ Embedded = Mapping[str, Vector | KinlensError]
 """The vector (D,) of each query by its sha256, or why there is none."""
 
 
-class Label(BaseModel):
+class Label(BaseModel, frozen=True, extra="forbid"):
     """What is right for a query: items with these `keys`, those whose `attribute` has this `value`,
     or nothing at all (`no_match`); one of the three.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     keys: tuple[str, ...] = ()
     attribute: str | None = None
@@ -123,13 +121,11 @@ class NewQuery:
     name: str = ""
 
 
-class GoldenOutcome(BaseModel):
+class GoldenOutcome(BaseModel, frozen=True):
     """What became of a query: of its `right` items the `rank` of the first, from 1, None if it is
     not among those looked at; its average `precision` at R; and what came first. `problem` says why
     it was left out.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     query: GoldenQuery
     right: int = 0
@@ -147,7 +143,7 @@ class GoldenOutcome(BaseModel):
         return self.precision
 
 
-class GoldenRun(BaseModel):
+class GoldenRun(BaseModel, frozen=True):
     """How a gallery did on its golden set; all figures are parts in [0, 1], None of no query.
 
     `judged` queries have a right item in the gallery, `no_match` are labelled as having none;
@@ -156,8 +152,6 @@ class GoldenRun(BaseModel):
     that nothing answers with `threshold` or more, `found` the part of the judged whose first answer
     is right and reaches it. `own_pictures` are queries that are an item's own picture.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     at: str
     bundle_id: str
@@ -192,12 +186,10 @@ class GoldenRuns(BaseModel):
     runs: list[GoldenRun]
 
 
-class GoldenChange(BaseModel):
+class GoldenChange(BaseModel, frozen=True):
     """Two galleries on the `judged` queries that both can answer; the interval is of the change of
     recall@1: a paired bootstrap over labels, None for fewer than two.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     judged: int
     labels: int

@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.types import AttributeValue
 from indexer.folder.layout import GalleryFolder
@@ -12,10 +12,8 @@ from indexer.gallery import Gallery
 from indexer.types import VectorStore
 
 
-class StoreStats(BaseModel):
+class StoreStats(BaseModel, frozen=True):
     """Facts about any gallery; `attributes` holds the number of distinct values of each."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     version: str

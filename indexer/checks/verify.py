@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.errors import GalleryCorruptError, ImageError, SourceError
 from embedder.session import Embedder
@@ -124,23 +124,19 @@ class VerifySettings:
     target_recall: float | None = None
 
 
-class Problem(BaseModel):
+class Problem(BaseModel, frozen=True):
     """An item that failed a check."""
-
-    model_config = ConfigDict(frozen=True)
 
     key: str
     reason: str
 
 
-class VerifyReport(BaseModel):
+class VerifyReport(BaseModel, frozen=True):
     """What was checked: `from_images` tells whether the images were embedded anew.
 
     `recall` is the part of the true 10 nearest neighbours that `recall_queries` searches found;
     None if there was nothing to find.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     version: str

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from embedder.errors import (
     EngineUnavailableError,
@@ -54,10 +54,8 @@ Row = Mapping[str, Any]
 T = TypeVar("T")
 
 
-class MilvusFacts(BaseModel):
+class MilvusFacts(BaseModel, frozen=True, extra="forbid"):
     """What a generation is; `nlist` are the clusters of its index, 0 for an exact one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[2] = 2
     name: str

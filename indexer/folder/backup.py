@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.durable import hold, make_folder, rename, staged, sync_tree
 from embedder.errors import (
@@ -49,10 +49,8 @@ _PAGES = 1024  # of a catalogue, copied between two calls of the progress: 16 Mi
 _PATIENCE = 8  # a segment that is replaced while it is copied is looked up anew that often
 
 
-class BackupReport(BaseModel):
+class BackupReport(BaseModel, frozen=True):
     """What a backup holds: `items` items, state `seq` of the generation `source_generation`."""
-
-    model_config = ConfigDict(frozen=True)
 
     schema_version: Literal[2] = 2
     name: str

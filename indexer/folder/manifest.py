@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from embedder.durable import rename, sync
 from embedder.errors import GalleryCorruptError
@@ -25,13 +25,11 @@ REPORT = "report.json"
 SCHEMA_VERSION = 2
 
 
-class GalleryFacts(BaseModel):
+class GalleryFacts(BaseModel, frozen=True):
     """One state of a gallery: `size` items alive, of which `delta` came after the segment.
 
     `tombstones` items of the segment have been removed and wait for the next compaction.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     version: str
@@ -48,10 +46,8 @@ class GalleryFacts(BaseModel):
     segment: SegmentManifest | None
 
 
-class GalleryManifest(BaseModel):
+class GalleryManifest(BaseModel, frozen=True, extra="forbid"):
     """What stays as it is while the items of a generation change."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[2] = 2
     uid: str = Field(pattern=r"^[0-9a-f]{32}$", default_factory=lambda: uuid.uuid4().hex)

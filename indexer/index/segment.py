@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from embedder.bundle import sha256_of
 from embedder.durable import FileFacts, HashedFile
@@ -53,14 +53,12 @@ SMALL = 64
 Batches = Iterable[tuple[Ids, Embeddings]]
 
 
-class SegmentManifest(BaseModel):
+class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     """What a segment holds and how it was made.
 
     seq: the state whose items it holds. recall: at 10, measured with `held_out` queries that were
     not in the index yet; 0 of them if the gallery was too small and its own vectors were used.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     seq: int = Field(ge=0)

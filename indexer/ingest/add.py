@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.errors import BundleMismatchError, InvalidParameterError, SourceError
 from embedder.session import Embedder
@@ -32,13 +32,11 @@ _CHANGED = "The file was changed while it was read. Run the same command again."
 _REMOVED_AT_ONCE = 10_000
 
 
-class AddReport(BaseModel):
+class AddReport(BaseModel, frozen=True):
     """How an `add` went: found = added + replaced + updated + unchanged + failures.
 
     `embedded` counts contents that went through the model; the other images were known.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     found: int
     added: int

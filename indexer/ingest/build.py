@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.durable import discard
 from embedder.errors import (
@@ -43,13 +43,11 @@ _SAME_VECTOR = 1e-6
 _ROW_BYTES = 500  # an item in the catalogue, without its vector
 
 
-class BuildReport(BaseModel):
+class BuildReport(BaseModel, frozen=True):
     """How a build went: indexed = embedded + reused + duplicates, found = indexed + failures.
 
     `reused` items were there from a run that was stopped, `duplicates` are copies of others.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     found: int
     indexed: int
@@ -120,10 +118,8 @@ def build_gallery(
     return report.model_copy(update={"generation": generation})
 
 
-class ImportReport(BaseModel):
+class ImportReport(BaseModel, frozen=True):
     """What was imported."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     bundle_id: str

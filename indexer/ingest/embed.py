@@ -10,7 +10,7 @@ from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.errors import GalleryError, ImageError, SourceError
 from embedder.machine import core_count
@@ -157,10 +157,8 @@ def _file(source: Source, record: Record, max_bytes: int) -> tuple[Outcome, byte
     return Outcome(record, sha256, record.format), data
 
 
-class Failure(BaseModel):
+class Failure(BaseModel, frozen=True):
     """An image that was left out, and why."""
-
-    model_config = ConfigDict(frozen=True)
 
     key: str
     path: str

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.durable import sync_tree
 from embedder.errors import (
@@ -210,13 +210,11 @@ def _record(item: Item) -> Record:
     return Record(item.key, item.path, item.attributes, item.sha256, item.format)
 
 
-class RebuildReport(BaseModel):
+class RebuildReport(BaseModel, frozen=True):
     """How a rebuild went: `items` of the `found` are in the new gallery, `missing` are not.
 
     `failures` names the first 100 of the missing, with the reasons.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     found: int
     items: int

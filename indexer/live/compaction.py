@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from embedder.durable import (
     discard,
@@ -45,10 +45,8 @@ _LONGEST_PAUSE_S = 3600.0
 _CLOSE_S = 2.0
 
 
-class CompactReport(BaseModel):
+class CompactReport(BaseModel, frozen=True):
     """What a compaction did: the new segment (None for an empty gallery) and the time it took."""
-
-    model_config = ConfigDict(frozen=True)
 
     segment: str | None
     manifest: SegmentManifest | None

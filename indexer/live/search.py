@@ -27,7 +27,7 @@ from indexer.live.ranking import (
     contents_of,
 )
 from indexer.live.rerank import reorder_of
-from indexer.live.snapshot import FilterMask, ReadTransaction, Snapshot, SnapshotKeeper
+from indexer.live.snapshot import FilterMask, Reading, Snapshot, SnapshotKeeper
 from indexer.types import (
     Facet,
     Group,
@@ -139,7 +139,7 @@ class Searcher:
                 }
 
     def _counted_rows(
-        self, now: ReadTransaction, query: Embeddings | None, options: SearchOptions, prefix: str
+        self, now: Reading, query: Embeddings | None, options: SearchOptions, prefix: str
     ) -> Ids | None:
         """The rows of the items that fit; None for every row."""
         snapshot, mask = now.snapshot, self._mask(now, options)
@@ -158,14 +158,14 @@ class Searcher:
         left[snapshot.rows_of(np.array([*known], np.int64))] = False
         return np.flatnonzero(left) if rows is None else rows[left[rows]]
 
-    def _mask(self, now: ReadTransaction, options: SearchOptions) -> FilterMask | None:
+    def _mask(self, now: Reading, options: SearchOptions) -> FilterMask | None:
         """What a filter leaves. Raises: FilterError."""
         if options.where is None:
             return None
         return self._filters.mask(now.view, now.snapshot, options.where)
 
     def _hits(
-        self, now: ReadTransaction, queries: Embeddings, k: int, options: SearchOptions
+        self, now: Reading, queries: Embeddings, k: int, options: SearchOptions
     ) -> list[list[Hit]]:
         mask = self._mask(now, options)
         if _is_plain(k, options, len(queries)):
@@ -265,7 +265,7 @@ def _in_both(one: FilterMask | None, other: FilterMask) -> FilterMask:
 
 
 def _fetch(
-    now: ReadTransaction, queries: Embeddings, options: SearchOptions, mask: FilterMask | None
+    now: Reading, queries: Embeddings, options: SearchOptions, mask: FilterMask | None
 ) -> Fetch:
     def fetch(rows: Sequence[int], n: int) -> list[list[Candidate]]:
         options.checkpoint()
@@ -288,9 +288,7 @@ def _vectors(snapshot: Snapshot, ids: Sequence[ItemId]) -> Embeddings:
     return in_order
 
 
-def _reorder(
-    now: ReadTransaction, queries: Embeddings, k: int, options: SearchOptions
-) -> Reorder | None:
+def _reorder(now: Reading, queries: Embeddings, k: int, options: SearchOptions) -> Reorder | None:
     """How the first hits change places. Raises: FilterError."""
     vectors_of = functools.partial(_vectors, now.snapshot)
 
@@ -308,9 +306,7 @@ def _candidate(
     return Candidate(number, key, score, attributes, sha256.hex())
 
 
-def _rows(
-    now: ReadTransaction, ids: Collection[ItemId], options: SearchOptions
-) -> dict[ItemId, Row]:
+def _rows(now: Reading, ids: Collection[ItemId], options: SearchOptions) -> dict[ItemId, Row]:
     """What the catalogue has on items that fit the filter. Raises: GalleryCorruptError."""
     wanted = list(ids)
     found: dict[ItemId, Row] = {}
@@ -347,7 +343,7 @@ class _Groups:
 
     def __init__(
         self,
-        now: ReadTransaction,
+        now: Reading,
         queries: Embeddings,
         by: str,
         options: SearchOptions,

@@ -4,15 +4,15 @@ A snapshot never changes. A change makes a new one that shares what stayed, whil
 the old one. The keeper gives out that of the newest state.
 """
 
+import contextlib
 import functools
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from typing import NamedTuple
 
 import faiss
 import numpy as np
@@ -364,48 +364,11 @@ class Snapshot:
         return replace(self, dead=dead, dead_count=int(np.bitwise_count(dead).sum()))
 
 
-class ReadTransaction:
-    """One state, for the length of a block; entered at every search, so no generator."""
-
-    __slots__ = ("_keeper", "_opened", "snapshot", "view")
+class Reading(NamedTuple):
+    """One state: its rows, and what is searched."""
 
     view: CatalogView
     snapshot: Snapshot
-
-    def __init__(self, keeper: "SnapshotKeeper") -> None:
-        self._keeper = keeper
-
-    def __enter__(self) -> "ReadTransaction":
-        missing = 0
-        while missing < _PATIENCE:
-            self._opened = self._keeper.catalog.reading()
-            self.view = self._opened.__enter__()
-            try:
-                state = self.view.state()
-                snapshot = self._keeper.at(self.view, state)
-            except FileNotFoundError:
-                missing += 1  # a compaction has replaced it meanwhile, or it is lost
-                snapshot = None
-            except BaseException:
-                self._opened.__exit__(*sys.exc_info())
-                raise
-            if snapshot is not None:
-                self.snapshot = snapshot
-                return self
-            self._opened.__exit__(None, None, None)
-        raise GalleryCorruptError(
-            f"The segment {state.segment} of the gallery is missing below "
-            f"{self._keeper.generation}. Make it again from the catalogue: kinlens-index compact "
-            "GALLERY --rebuild."
-        )
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
 
 
 class SnapshotKeeper:
@@ -421,9 +384,25 @@ class SnapshotKeeper:
         self._snapshot: Snapshot | None = None
         self._advancing = threading.Lock()
 
-    def reading(self) -> ReadTransaction:
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Reading]:
         """The newest state, for the length of a block. Raises: GalleryCorruptError."""
-        return ReadTransaction(self)
+        missing = 0
+        while missing < _PATIENCE:
+            with self.catalog.reading() as view:
+                state = view.state()
+                try:
+                    snapshot = self.at(view, state)
+                except FileNotFoundError:
+                    missing += 1  # a compaction has replaced it meanwhile, or it is lost
+                    continue
+                if snapshot is not None:
+                    yield Reading(view, snapshot)
+                    return
+        raise GalleryCorruptError(
+            f"The segment {state.segment} of the gallery is missing below {self.generation}. Make "
+            "it again from the catalogue: kinlens-index compact GALLERY --rebuild."
+        )
 
     def newest(self) -> Snapshot:
         """The snapshot of the newest state, for a search that reads no rows.

@@ -159,17 +159,12 @@ class SegmentIndex:
         wide = int(_EXCESS * k * self.size / count) + _EXCESS_LEAST
         return self._searched(queries, k, effort, allowed, count, (wide, _WIDER * wide))
 
-    def exact(
-        self, queries: Embeddings, k: int, positions: Ids | None = None
-    ) -> tuple[Scores, Ids]:
-        """As `search`, but by comparing with all vectors, or with those at `positions`.
+    def exact(self, queries: Embeddings, k: int, allowed: Bits | None = None) -> tuple[Scores, Ids]:
+        """As `search`, but by comparing with all vectors, or with those in `allowed`.
 
         Raises: InvalidParameterError.
         """
-        queries, k = self._checked(queries, k)
-        if positions is not None:
-            return compare(queries, k, self._vectors, positions)
-        return self._brute_force(queries, k)
+        return self._brute_force(*self._checked(queries, k), allowed)
 
     def reaching(self, query: Embeddings, least: float, allowed: Bits | None = None) -> Ids:
         """The positions of all vectors whose score for the query (1, D) is at least `least`, of
@@ -302,10 +297,7 @@ def count_of(allowed: Bits, size: int) -> int:
 
 def positions_in(allowed: Bits, size: int) -> Ids:
     """The positions below `size` that a bitmap holds, ascending."""
-    filled = np.flatnonzero(allowed)
-    row, bit = np.nonzero(np.unpackbits(allowed[filled, None], axis=1, bitorder="little"))
-    positions: Ids = 8 * filled[row] + bit
-    return positions[: np.searchsorted(positions, size)]
+    return np.flatnonzero(np.unpackbits(allowed, count=size, bitorder="little").view(np.bool_))
 
 
 def compare(queries: Embeddings, k: int, vectors: Embeddings, positions: Ids) -> tuple[Scores, Ids]:

@@ -24,7 +24,7 @@ from embedder.machine import core_count
 from embedder.types import Embeddings
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import CatalogView, State
-from indexer.index.faiss import reaching
+from indexer.index.faiss import positions_in, reaching
 from indexer.index.kinds import Bits, Effort
 from indexer.index.segment import Segment
 from indexer.live.compaction import SEGMENTS, collect
@@ -186,8 +186,7 @@ class Snapshot:
     @property
     def size(self) -> int:
         """Number of items that are alive."""
-        segment_size = 0 if self.segment is None else len(self.segment.ids)
-        return segment_size - self.dead_count + self.delta.size
+        return self._segment_size - self.dead_count + self.delta.size
 
     @property
     def row_count(self) -> int:
@@ -216,7 +215,10 @@ class Snapshot:
         others = rows < 0
         found = self.delta.positions_of(ids[others])
         if len(found) < np.count_nonzero(others):
-            raise _not_indexed()
+            raise GalleryCorruptError(
+                "An item of the catalogue is not in the index. Make the index again: "
+                "kinlens-index compact GALLERY --rebuild."
+            )
         rows[others] = self._segment_size + found
         return rows
 
@@ -226,8 +228,8 @@ class Snapshot:
         if bits is None and later.all():
             return None
         bits = ~self.dead if bits is None else bits
-        left = np.unpackbits(bits, count=self._segment_size, bitorder="little").view(np.bool_)
-        return np.flatnonzero(np.concatenate([left, later]))
+        positions = positions_in(bits, self._segment_size)
+        return np.concatenate([positions, self._segment_size + np.flatnonzero(later)])
 
     def reaching(self, query: Embeddings, least: float, among: FilterMask | None) -> Ids:
         """The rows of all items that `among` leaves whose score for the query (1, D) is at least
@@ -275,13 +277,9 @@ class Snapshot:
 
         Raises: GalleryCorruptError for an item that is not here.
         """
-        positions = np.full(len(ids), -1, np.int64)
-        if self.segment is not None:
-            positions = self.segment.positions_of(ids)
-        rows = self.delta.positions_of(ids[positions < 0])
-        positions = positions[positions >= 0]
-        if len(positions) + len(rows) < len(ids):
-            raise _not_indexed()
+        rows = self.rows_of(ids)
+        is_later = rows >= self._segment_size
+        positions, rows = rows[~is_later], rows[is_later] - self._segment_size
         if among is not None:
             positions = positions[has_bits(among.segment, positions)]
             rows = rows[among.delta[rows]]
@@ -301,15 +299,15 @@ class Snapshot:
         effort: int | None,
     ) -> tuple[Scores, Ids]:
         assert self.segment is not None
+        index, tuned = self.segment.index, self.segment.tuned
+        bits, _ = self._left(among)
         if exact:
-            return self._exactly(queries, k, among)
-        tuned = self.segment.tuned
+            scores, positions = index.exact(queries, k, bits)
+            return scores, self._numbers(positions)
         chosen = tuned if effort is None else Effort(effort, tuned.k_factor)
-        if among is not None:
-            return self._search(queries, k, chosen, among.segment & ~self.dead)
-        if not self.dead_count:
-            return self._search(queries, k, chosen, None)
-        return self._despite_dead(queries, k, chosen)
+        if among is None and self.dead_count:
+            return self._despite_dead(queries, k, chosen)
+        return self._search(queries, k, chosen, bits)
 
     def _despite_dead(self, queries: Embeddings, k: int, effort: Effort) -> tuple[Scores, Ids]:
         """Fetch a few more than k and drop the dead: much faster than asking FAISS to skip them."""
@@ -337,16 +335,6 @@ class Snapshot:
         assert self.segment is not None
         scores, positions = self.segment.index.search(queries, k, effort, allowed)
         return scores, self._numbers(positions)
-
-    def _exactly(self, queries: Embeddings, k: int, among: FilterMask | None) -> tuple[Scores, Ids]:
-        assert self.segment is not None
-        positions = None
-        if among is not None or self.dead_count:
-            bits = ~self.dead if among is None else among.segment & ~self.dead
-            alive = np.unpackbits(bits, count=len(self.segment.ids), bitorder="little")
-            positions = np.flatnonzero(alive)
-        scores, found = self.segment.index.exact(queries, k, positions)
-        return scores, self._numbers(found)
 
     def _numbers(self, positions: NDArray[np.int64]) -> Ids:
         assert self.segment is not None
@@ -490,13 +478,6 @@ def open_segment(
 def _release(descriptor: int, on_release: Callable[[], None]) -> None:
     os.close(descriptor)
     on_release()
-
-
-def _not_indexed() -> GalleryCorruptError:
-    return GalleryCorruptError(
-        "An item of the catalogue is not in the index. Make the index again: "
-        "kinlens-index compact GALLERY --rebuild."
-    )
 
 
 def has_bits(bits: Bits, positions: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -27,7 +27,7 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, Hit, ItemId
+from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, ItemId
 from indexer.catalog.attributes import Schema
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.entries import check_key, checked_keys, learn_kinds
@@ -62,16 +62,11 @@ from indexer.types import (
     AttributeFacts,
     Consistency,
     Entry,
-    Facet,
-    Group,
-    Grouping,
     Ids,
     Item,
     OnCall,
     Page,
     Progress,
-    Scores,
-    SearchOptions,
     Written,
     milvus_address,
     unobserved,
@@ -81,7 +76,7 @@ _PAGE = 1000
 _REMOVED_AT_ONCE = 10_000
 
 
-class Gallery:
+class Gallery(Searcher):
     """One generation of a gallery, changed while it is searched, also by several processes.
 
     Implements `indexer.types.VectorStore`. A change is durable when its call returns, and every
@@ -109,10 +104,10 @@ class Gallery:
             self._catalog = Catalog.open(generation / CATALOG)
             held.callback(self._catalog.close)
             _check_dim(generation, self.manifest, self._catalog)
-            self._snapshots = SnapshotKeeper(self._catalog, generation, device, verify_hashes)
-            held.callback(self._snapshots.forget)
+            snapshots = SnapshotKeeper(self._catalog, generation, device, verify_hashes)
+            held.callback(snapshots.forget)
             self._close = weakref.finalize(self, held.pop_all().close)
-        self._searcher = Searcher(self._snapshots, self.dim)
+        super().__init__(snapshots, self.manifest.dim)
         self._image_root = image_root or Path(self.manifest.source_root)
         self._facts: tuple[int, tuple[AttributeFacts, ...]] = (-1, ())
         self._segment_size: tuple[str | None, int] = (None, 0)
@@ -336,68 +331,6 @@ class Gallery:
             numbers = view.content(sha256s)
             vectors = view.vectors(list(numbers.values()))
         return dict(zip(numbers, vectors, strict=True))
-
-    def nearest(
-        self, queries: Embeddings, k: int, options: SearchOptions | None = None
-    ) -> tuple[Scores, Ids]:
-        """Scores and item numbers of the best, shape (Q, at most k); number -1 where fewer.
-
-        Without the rows of the items, so `where`, `exact` and `effort` alone of the options count.
-        Raises: InvalidParameterError, FilterError.
-        """
-        return self._searcher.nearest(queries, k, options)
-
-    def search(
-        self, queries: Embeddings, k: int, options: SearchOptions | None = None
-    ) -> list[list[Hit]]:
-        """For each query (Q, D) its `k` best items: best first, equal scores by number.
-
-        Raises: InvalidParameterError, FilterError, GalleryCorruptError.
-        """
-        return self._searcher.search(queries, k, options)
-
-    def search_groups(
-        self,
-        queries: Embeddings,
-        k: int,
-        grouping: Grouping,
-        options: SearchOptions | None = None,
-    ) -> list[list[Group]]:
-        """For each query its `k` best groups, exactly k if there are as many.
-
-        Raises: as `search`.
-        """
-        return self._searcher.search_groups(queries, k, grouping, options)
-
-    def search_like(
-        self,
-        liked: Sequence[str],
-        disliked: Sequence[str],
-        k: int,
-        options: SearchOptions | None = None,
-    ) -> list[Hit]:
-        """The `k` items most like the items with keys `liked` and least like `disliked`, without
-        these. Raises: ItemNotFoundError, InvalidParameterError, FilterError.
-        """
-        return self._searcher.search_like(liked, disliked, k, options)
-
-    def facets(
-        self,
-        names: Sequence[str],
-        query: Embeddings | None = None,
-        options: SearchOptions | None = None,
-        prefix: str = "",
-    ) -> dict[str, Facet]:
-        """How the values of these attributes are spread over all items that fit `options.where`,
-        whose keys begin with `prefix`, and, with `options.min_score`, whose score for one of the
-        queries (Q, D) reaches it; without those to exclude. `distinct` and places do not count.
-
-        The items that reach a score are those that a search without end would list: up to 1,000
-        as its index finds them, more by comparing with every item, as with `exact`.
-
-        Raises: InvalidParameterError for more than 8 attributes; FilterError for an unknown one.
-        """
-        return self._searcher.facets(names, query, options, prefix)
 
     def image(self, item_id: ItemId) -> ItemImage:
         """The indexed bytes of an item, read from the image root; BMP, TIFF and HEIC become JPEG.

@@ -46,43 +46,58 @@ _BLOCK = 4096  # items whose rows or vectors are read at a time
 
 
 class Searcher:
-    """The searches of `indexer.gallery.Gallery`, where they are described."""
+    """The searches of a gallery: what `indexer.gallery.Gallery` begins with."""
 
-    def __init__(self, keeper: SnapshotKeeper, dim: int) -> None:
-        self._keeper = keeper
+    def __init__(self, snapshots: SnapshotKeeper, dim: int) -> None:
+        self._snapshots = snapshots
         self._dim = dim
         self._filters = FilterCache()
         self._columns = Columns()
 
     def nearest(
-        self, queries: Embeddings, k: int, options: SearchOptions | None
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
     ) -> tuple[Scores, Ids]:
+        """Scores and item numbers of the best, shape (Q, at most k); number -1 where fewer.
+
+        Without the rows of the items, so `where`, `exact` and `effort` alone of the options count.
+        Raises: InvalidParameterError, FilterError.
+        """
         options = options or _DEFAULTS
         queries = check_search(k, options, self._dim, queries)
         if options.where is not None:
-            with self._keeper.reading() as now:
+            with self._snapshots.reading() as now:
                 return _nearest(now.snapshot, queries, k, options, self._mask(now, options))
-        snapshot = self._keeper.newest()
+        snapshot = self._snapshots.newest()
         return snapshot.nearest(queries, k, exact=options.exact, effort=options.effort)
 
-    def search(self, queries: Embeddings, k: int, options: SearchOptions | None) -> list[list[Hit]]:
+    def search(
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
+    ) -> list[list[Hit]]:
+        """For each query (Q, D) its `k` best items: best first, equal scores by number.
+
+        Raises: InvalidParameterError, FilterError, GalleryCorruptError.
+        """
         options = options or _DEFAULTS
         queries = check_search(k, options, self._dim, queries)
         if options.where is None and _is_plain(k, options, len(queries)):
-            snapshot = self._keeper.newest()
-            read = functools.partial(self._keeper.catalog.rows, seq=snapshot.state.seq)
+            snapshot = self._snapshots.newest()
+            read = functools.partial(self._snapshots.catalog.rows, seq=snapshot.state.seq)
             hits = _plain_hits(snapshot, read, queries, k, options, None)
             if hits is not None:
                 return hits
-        with self._keeper.reading() as now:
+        with self._snapshots.reading() as now:
             return self._hits(now, queries, k, options)
 
     def search_groups(
-        self, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions | None
+        self, queries: Embeddings, k: int, grouping: Grouping, options: SearchOptions | None = None
     ) -> list[list[Group]]:
+        """For each query its `k` best groups, exactly k if there are as many.
+
+        Raises: as `search`.
+        """
         options = options or _DEFAULTS
         queries = check_search(k, options, self._dim, queries)
-        with self._keeper.reading() as now:
+        with self._snapshots.reading() as now:
             if now.snapshot.size:
                 check_grouped(grouping.by, now.view.schema())
             source = _Groups(now, queries, grouping.by, options, self._mask(now, options))
@@ -94,11 +109,14 @@ class Searcher:
         liked: Sequence[str],
         disliked: Sequence[str],
         k: int,
-        options: SearchOptions | None,
+        options: SearchOptions | None = None,
     ) -> list[Hit]:
+        """The `k` items most like the items with keys `liked` and least like `disliked`, without
+        these. Raises: ItemNotFoundError, InvalidParameterError, FilterError.
+        """
         options = options or _DEFAULTS
         check_options(k, options)
-        with self._keeper.reading() as now:
+        with self._snapshots.reading() as now:
             chosen = numbers_of(now.view, [*liked, *disliked])
             vectors = now.view.vectors(chosen)
             query = combined_query(vectors[: len(liked)], vectors[len(liked) :])
@@ -109,10 +127,19 @@ class Searcher:
     def facets(
         self,
         names: Sequence[str],
-        query: Embeddings | None,
-        options: SearchOptions | None,
-        prefix: str,
+        query: Embeddings | None = None,
+        options: SearchOptions | None = None,
+        prefix: str = "",
     ) -> dict[str, Facet]:
+        """How the values of these attributes are spread over all items that fit `options.where`,
+        whose keys begin with `prefix`, and, with `options.min_score`, whose score for one of the
+        queries (Q, D) reaches it; without those to exclude. `distinct` and places do not count.
+
+        The items that reach a score are those that a search without end would list: up to 1,000
+        as its index finds them, more by comparing with every item, as with `exact`.
+
+        Raises: InvalidParameterError for more than 8 attributes; FilterError for an unknown one.
+        """
         options, names = options or _DEFAULTS, checked_names(names)
         check_options(1, options)
         if query is not None:
@@ -123,7 +150,7 @@ class Searcher:
                 f"No query for facets with min_score. Give some of shape (Q, {self._dim})."
             )
         while True:  # each round reads a later state
-            with self._keeper.reading() as now:
+            with self._snapshots.reading() as now:
                 if not now.snapshot.size:
                     return {name: Facet() for name in names}
                 schema = now.view.schema()

@@ -92,6 +92,14 @@ class State(NamedTuple):
     segment: str | None
     segment_seq: int
 
+    def is_before(self, other: "State") -> bool:
+        """Whether a write, or a compaction, lies between this and `other`."""
+        return self.seq < other.seq or self.segment_seq < other.segment_seq
+
+    def has_segment_of(self, other: "State") -> bool:
+        """Whether both have one segment; removals that it took in are not told any more."""
+        return (self.segment, self.segment_seq) == (other.segment, other.segment_seq)
+
 
 Attributes = Mapping[str, AttributeValue]
 

@@ -100,7 +100,7 @@ class Columns:
         None if others have counted in a later state, which this transaction does not see.
         """
         with self._lock:
-            if self._state is not None and _is_before(snapshot.state, self._state):
+            if self._state is not None and snapshot.state.is_before(self._state):
                 return None
             self._advance(view, snapshot)
             for name in names:
@@ -118,7 +118,7 @@ class Columns:
         if before == snapshot.state:
             return
         columns, self._columns = self._columns, OrderedDict()  # none, should this fail half way
-        if before is None or before[2:] != snapshot.state[2:]:
+        if before is None or not before.has_segment_of(snapshot.state):
             return  # rows of another segment
         changes = view.attributes_since(before.seq, _MAX_CHANGES + 1) if columns else []
         if len(changes) > _MAX_CHANGES:
@@ -211,7 +211,3 @@ def _bytes_of(values: Sequence[Any]) -> int:
 def _is_in(ascending: Sequence[Any], value: AttributeValue) -> bool:
     place = bisect_left(ascending, value)
     return place < len(ascending) and ascending[place] == value
-
-
-def _is_before(state: State, other: State) -> bool:
-    return state.seq < other.seq or state.segment_seq < other.segment_seq

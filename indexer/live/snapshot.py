@@ -413,9 +413,9 @@ class SnapshotKeeper:
 
     def _advanced(self, view: CatalogView, state: State) -> Snapshot | None:
         current = self._snapshot
-        if current is not None and _is_older(state, current):
+        if current is not None and state.is_before(current.state):
             return None
-        if current is None or _is_replaced(current, state):
+        if current is None or not state.has_segment_of(current.state):
             current = Snapshot.load(view, state, self._opened(state))
         elif current.state.seq < state.seq:
             current = current.advanced(view, state)
@@ -441,16 +441,6 @@ class SnapshotKeeper:
         """Let go of the segment."""
         with self._advancing:
             self._snapshot = None
-
-
-def _is_older(state: State, snapshot: Snapshot) -> bool:
-    """Whether a transaction began before the write, or the compaction, that made `snapshot`."""
-    return state.seq < snapshot.state.seq or state.segment_seq < snapshot.state.segment_seq
-
-
-def _is_replaced(snapshot: Snapshot, state: State) -> bool:
-    """Whether there was a compaction since; the removals that it took in are not told any more."""
-    return snapshot.state[2:] != state[2:]
 
 
 def open_segment(

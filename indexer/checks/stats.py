@@ -1,5 +1,6 @@
 """What is in a gallery."""
 
+import contextlib
 from collections import Counter
 from pathlib import Path
 
@@ -69,12 +70,9 @@ def store_stats(store: VectorStore) -> StoreStats:
 
 def gallery_stats(path: Path | str) -> GalleryStats:
     """Open the gallery in folder `path` and count. Raises: GalleryError."""
-    gallery = Gallery.open(path)
-    try:
+    with contextlib.closing(Gallery.open(path)) as gallery:
         counts = store_stats(gallery)
         facts = gallery.facts()
-    finally:
-        gallery.close()
     generation = GalleryFolder(path).current().with_name(facts.generation)
     segment = facts.segment
     return GalleryStats(

@@ -1,5 +1,6 @@
 """Check a gallery: its files, that every item finds itself, that a search finds its neighbours."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,7 @@ def check_files(path: Path | str) -> None:
     """
     generation = GalleryFolder(path).current()
     GoldenSet(path).check()
-    catalog = Catalog.open(generation / CATALOG)
-    try:
+    with contextlib.closing(Catalog.open(generation / CATALOG)) as catalog:
         with catalog.reading() as view:
             view.check()
         missing: str | None = None
@@ -61,8 +61,6 @@ def check_files(path: Path | str) -> None:
                 break
             except FileNotFoundError:
                 missing = segment  # unless a compaction has replaced it meanwhile
-    finally:
-        catalog.close()
 
 
 def size_of(path: Path | str) -> int:
@@ -176,8 +174,9 @@ def verify_gallery(
         check_search(1, SearchOptions(), dim, settings.queries)
     check_files(path)
     expected = None if embedder is None else embedder.bundle_id
-    gallery = Gallery.open(path, expected_bundle_id=expected, image_root=settings.image_root)
-    try:
+    with contextlib.closing(
+        Gallery.open(path, expected_bundle_id=expected, image_root=settings.image_root)
+    ) as gallery:
         ids = sampled(gallery.ids(), settings.sample)
         problems: list[Problem] = []
         checked = 0
@@ -190,8 +189,6 @@ def verify_gallery(
                 on_progress(len(chunk))
         recall = _recall(gallery, ids, settings.queries)
         return _report(gallery, embedder, settings, checked, problems, recall)
-    finally:
-        gallery.close()
 
 
 def sampled(ids: Ids, sample: int | None = None) -> Ids:

@@ -15,19 +15,23 @@ from indexer.types import MILVUS, Dump, Progress, milvus_address
 Store = Gallery | MilvusStore
 
 
-@contextlib.contextmanager
 def opened(
     text: str, *, bundle_id: str | None = None, image_root: Path | None = None, device: str = "cpu"
-) -> Iterator[Store]:
+) -> contextlib.closing[Store]:
     """The gallery that an argument names: a folder, or milvus://HOST:PORT/NAME.
 
     Raises: GalleryError.
     """
-    store = open_store(text, bundle_id=bundle_id, image_root=image_root, device=device)
-    try:
-        yield store
-    finally:
-        store.close()
+    if not text.startswith(MILVUS):
+        return contextlib.closing(
+            Gallery.open(text, expected_bundle_id=bundle_id, image_root=image_root, device=device)
+        )
+    uri, name = milvus_address(text)
+    return contextlib.closing(
+        MilvusStore.open(
+            uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=_token()
+        )
+    )
 
 
 def compact_if_due(store: Store, leave: bool) -> None:
@@ -54,20 +58,6 @@ def facts_of(store: Store) -> dict[str, str]:
     return store.facts().model_dump(include=known)
 
 
-def open_store(
-    text: str, *, bundle_id: str | None = None, image_root: Path | None = None, device: str = "cpu"
-) -> Store:
-    """As `opened`, without closing it."""
-    if not text.startswith(MILVUS):
-        return Gallery.open(
-            text, expected_bundle_id=bundle_id, image_root=image_root, device=device
-        )
-    uri, name = milvus_address(text)
-    return MilvusStore.open(
-        uri, name, expected_bundle_id=bundle_id, image_root=image_root, token=_token()
-    )
-
-
 @contextlib.contextmanager
 def content_of(text: str) -> Iterator[Dump]:
     """What `import` reads: a file of `export`, or a gallery of any engine.
@@ -77,7 +67,7 @@ def content_of(text: str) -> Iterator[Dump]:
     if not text.startswith(MILVUS) and not Path(text).is_dir():
         yield read_dump(text)
         return
-    with contextlib.closing(open_store(text)) as store:
+    with opened(text) as store:
         entries = itertools.chain.from_iterable
         yield Dump(facts_of(store), store.dim, store.size, lambda: entries(store.scan()))
 

@@ -1,5 +1,6 @@
 """kinlens-index compact, plan, stats: what a gallery costs, and keeping it fast."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, get_args
@@ -74,8 +75,7 @@ def compact(
     option says stays as it was: the kind of index, its target and its device.
     """
     with errors_shown():
-        opened = Gallery.open(gallery)
-        try:
+        with contextlib.closing(Gallery.open(gallery)) as opened:
             facts = opened.facts()
             chosen = given_settings(index, memory_mb, target_recall, device)
             if not (rebuild or chosen or facts.delta or facts.tombstones):
@@ -87,8 +87,6 @@ def compact(
             settings = replace(before, **chosen) if chosen else None
             with progress(facts.size, "Indexing") as advance:
                 report = opened.compact(settings, wait=True, on_progress=advance)
-        finally:
-            opened.close()
         print_report(report, json, _text(report))
 
 

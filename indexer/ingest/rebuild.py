@@ -247,8 +247,7 @@ def rebuild(
     """
     started = perf_counter()
     old, embedder = follower.gallery, follower.embedder
-    made = _candidate(candidate, old, embedder)
-    try:
+    with contextlib.closing(_candidate(candidate, old, embedder)) as made:
         follower.catch_up(made, on_progress)
         check_missing(follower.failures.values(), follower.found, max_missing)
         made.compact(old.index_settings(), wait=True, on_progress=on_indexed)
@@ -262,8 +261,6 @@ def rebuild(
             provider=embedder.provider,
             elapsed_s=round(perf_counter() - started, 3),
         )
-    finally:
-        made.close()
 
 
 def _candidate(path: Path, old: Gallery, embedder: Embedder) -> Gallery:
@@ -311,12 +308,9 @@ def swap_in(
     def catch_up(copy: Path) -> None:
         nonlocal calls
         calls += 1
-        made = Gallery.open(copy, load_index=False)
-        try:
+        with contextlib.closing(Gallery.open(copy, load_index=False)) as made:
             _catch_up(follower, made, rounds=_ROUNDS if calls == 1 else 1)
             check_missing(missing_since(follower, known_missing), follower.found, max_missing)
-        finally:
-            made.close()
         if calls > 1 and before_publish is not None:
             before_publish()
 

@@ -406,6 +406,14 @@ class VectorStore(Protocol):
         """Let go of files and memory."""
 
 
+def places_of(ids: Ids, known: Ids) -> Ids:
+    """Where each of these numbers stands among the ascending `known`; -1 for those that do not."""
+    if not len(known):
+        return np.full(ids.shape, -1, np.int64)
+    places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+    return np.where(known[places] == ids, places, -1)
+
+
 def unobserved(method: str, seconds: float, is_answered: bool) -> None:
     """Nobody is told of a request."""
 

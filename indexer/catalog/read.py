@@ -24,7 +24,7 @@ from indexer.catalog.schema import (
 )
 from indexer.filters.sql import condition_sql, fitting
 from indexer.filters.tree import And, Condition, Filter
-from indexer.types import MAX_COUNTED_VALUES, AttributeFacts, Ids, Item
+from indexer.types import MAX_COUNTED_VALUES, AttributeFacts, Ids, Item, places_of
 
 # With its crc, an item is read whole: what an index says alone is not checked.
 _ITEM = "SELECT id, key, path, sha256, format, attributes, crc FROM items"
@@ -183,11 +183,9 @@ class CatalogView:
         """
         asked = np.asarray(ids, dtype=np.int64)
         known, vectors = self._arrays(self._all(_SOME_VECTORS, _json_ids(asked)))
-        places = np.searchsorted(known, asked)
-        found = places < len(known)
-        found[found] = known[places[found]] == asked[found]
-        if not found.all():
-            raise damaged(self.connection, f"item {asked[~found][0]} has no vector")
+        places = places_of(asked, known)
+        if (places < 0).any():
+            raise damaged(self.connection, f"item {asked[places < 0][0]} has no vector")
         return vectors[places]
 
     def live_ids(self) -> Ids:

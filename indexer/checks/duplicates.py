@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from embedder.calibration import Calibration
 from embedder.types import ItemId
 from indexer.gallery import Gallery
-from indexer.types import Ids, Item, Progress, Scores, SearchOptions
+from indexer.types import Ids, Item, Progress, Scores, SearchOptions, places_of
 
 K = 10
 """Neighbours that every item asks for. If all of them are near, more are asked for."""
@@ -149,10 +149,7 @@ class _Near:
 
     def _places(self, ids: Ids) -> NDArray[np.int32]:
         """Where these numbers stand, any shape; -1 for those that have come since, and for -1."""
-        if not len(self._ids):
-            return np.full(ids.shape, -1, np.int32)
-        places = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
-        return np.where(self._ids[places] == ids, places, -1).astype(np.int32)
+        return places_of(ids, self._ids).astype(np.int32)
 
 
 def members_of(

@@ -31,7 +31,7 @@ from indexer.index.faiss import SegmentIndex
 from indexer.index.kinds import KINDS, Effort, IndexKind
 from indexer.index.plan import IndexSettings, Plan, plan_index
 from indexer.index.tune import Tuned, tune
-from indexer.types import Ids, Progress
+from indexer.types import Ids, Progress, places_of
 
 VECTORS = "vectors.npy"
 IDS = "ids.npy"
@@ -193,9 +193,9 @@ class Segment:
         """The position of each item (N,); -1 where the segment does not have it."""
         ids = np.asarray(ids, np.int64)
         split = self.manifest.size - self.manifest.held_out
-        positions = _positions(self.ids[:split], ids)
+        positions = places_of(ids, self.ids[:split])
         if self.manifest.held_out:
-            last = _positions(self.ids[split:], ids)
+            last = places_of(ids, self.ids[split:])
             positions = np.where(last < 0, positions, last + split)
         return positions
 
@@ -339,8 +339,3 @@ def _write_header(file: HashedFile, dtype: type, shape: tuple[int, ...]) -> None
     descr = npy.dtype_to_descr(np.dtype(dtype))
     header = {"descr": descr, "fortran_order": False, "shape": shape}
     npy.write_array_header_1_0(file, header)
-
-
-def _positions(ascending: Ids, ids: Ids) -> Ids:
-    found = np.minimum(np.searchsorted(ascending, ids), len(ascending) - 1)
-    return np.where(ascending[found] == ids, found, -1)

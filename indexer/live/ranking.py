@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.catalog.entries import NORM_TOLERANCE, ROUNDING, normalised, norms_of
-from indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, Ids, SearchOptions
+from indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, Ids, SearchOptions, places_of
 
 _EXPECTED_EXCLUDED = 100
 _BLOCK = 4096
@@ -248,8 +248,7 @@ class Members:
         """Those that are not excluded; the `known` have these scores."""
         scores = self.scores.copy()
         ids = np.array(sorted(known), np.int64)
-        places = np.minimum(np.searchsorted(ids, self.ids), max(0, len(ids) - 1))
-        is_known = ids[places] == self.ids if len(ids) else np.zeros(len(self.ids), np.bool_)
+        is_known = places_of(self.ids, ids) >= 0
         scores[is_known] = [known[number] for number in self.ids[is_known].tolist()]
         kept = np.ones(len(self.ids), np.bool_)
         if options.exclude:

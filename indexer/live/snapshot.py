@@ -28,7 +28,7 @@ from indexer.index.faiss import positions_in, reaching
 from indexer.index.kinds import Bits, Effort
 from indexer.index.segment import Segment
 from indexer.live.compaction import SEGMENTS, collect
-from indexer.types import Ids, Scores
+from indexer.types import Ids, Scores, places_of
 
 _FIRST_CAPACITY = 256  # of a delta
 _SPARE = 2  # how many times the expected number of removed items a search fetches in excess
@@ -101,12 +101,8 @@ class Delta:
 
     def positions_of(self, ids: Ids) -> NDArray[np.int64]:
         """The rows of these items; those that are not here are left out."""
-        known = self.ids
-        if not len(known):
-            return np.empty(0, np.int64)
-        found = np.minimum(np.searchsorted(known, ids), len(known) - 1)
-        positions: NDArray[np.int64] = found[known[found] == ids]
-        return positions
+        found = places_of(ids, self.ids)
+        return found[found >= 0]
 
     def nearest(
         self, queries: Embeddings, k: int, among: NDArray[np.bool_] | None = None

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from embedder.durable import rename, sync
 from embedder.errors import GalleryCorruptError
 from embedder.types import SHORT
-from indexer.index.segment import SegmentManifest
+from indexer.index.segment import SegmentManifest, brief
 from indexer.types import GALLERY_NAME
 
 MANIFEST = "manifest.json"
@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> GalleryManifest:
     except (OSError, ValueError) as error:
         raise GalleryCorruptError(
             f"{path} is not a gallery manifest that this version of Kinlens can read: "
-            f"{_brief(error)}. Restore a backup (kinlens-index restore) or build the gallery again."
+            f"{brief(error)}. Restore a backup (kinlens-index restore) or build the gallery again."
         ) from error
     if manifest.digest != manifest.computed_digest():
         raise GalleryCorruptError(
@@ -144,10 +144,3 @@ def name_of(folder: Path) -> str:
     """A gallery name made from the name of its folder."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name)[:64]
     return cleaned.strip("-._") or "gallery"
-
-
-def _brief(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error)

@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> SegmentManifest:
     except (OSError, ValueError) as error:
         raise GalleryCorruptError(
             f"{path} is not a segment manifest that this version of Kinlens can read: "
-            f"{_brief(error)}. {_CURE}"
+            f"{brief(error)}. {_CURE}"
         ) from error
     expected = {VECTORS, IDS} | ({INDEX} if KINDS[manifest.kind].faiss_class else set())
     if manifest.files.keys() != expected:
@@ -148,7 +148,8 @@ def mapped(path: Path, dtype: type, shape: tuple[int, ...]) -> NDArray[Any]:
     return found
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """What is wrong with a manifest: the first fault alone."""
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -298,7 +299,8 @@ def _write_vectors(
 ) -> FileFacts:
     held: list[Embeddings] = []
     with HashedFile(path) as file:
-        _write_header(file, np.float32, (len(ids), dim))
+        shape = {"descr": "<f4", "fortran_order": False, "shape": (len(ids), dim)}
+        npy.write_array_header_1_0(file, shape)
         for rows, vectors in _in_step(ids, batches):
             held.append(vectors[is_held[rows]])
             file.write(np.ascontiguousarray(vectors[~is_held[rows]], dtype=np.float32))
@@ -330,12 +332,5 @@ def _out_of_step(ids: Ids, start: int) -> GalleryCorruptError:
 
 def _write_array(path: Path, array: NDArray[np.int64]) -> FileFacts:
     with HashedFile(path) as file:
-        _write_header(file, np.int64, array.shape)
-        file.write(np.ascontiguousarray(array, dtype=np.int64))
+        npy.write_array(file, array, version=(1, 0))
     return file.facts
-
-
-def _write_header(file: HashedFile, dtype: type, shape: tuple[int, ...]) -> None:
-    descr = npy.dtype_to_descr(np.dtype(dtype))
-    header = {"descr": descr, "fortran_order": False, "shape": shape}
-    npy.write_array_header_1_0(file, header)

@@ -50,14 +50,11 @@ class FilterCache:
         with self._lock:
             known = self._known.get(where)
         fresh = self._fresh(known, view, snapshot, where)
-        if fresh is not known:
-            with self._lock:
-                newest = self._known.get(where)
-                if newest is None or newest.seq <= fresh.seq:
-                    self._known[where] = fresh
         with self._lock:
-            if where in self._known:
-                self._known.move_to_end(where)
+            newest = self._known.get(where)
+            if newest is None or newest.seq <= fresh.seq:
+                self._known[where] = fresh
+            self._known.move_to_end(where)
             while len(self._known) > _MAX_FILTERS:
                 self._known.popitem(last=False)
         return fresh.mask(snapshot)
@@ -65,25 +62,19 @@ class FilterCache:
     def _fresh(
         self, known: _Known | None, view: CatalogView, snapshot: Snapshot, where: Filter
     ) -> _Known:
-        if known is None or known.segment_name != snapshot.state.segment:
-            return _asked(view, snapshot, where)
-        if known.seq == snapshot.state.seq:
-            return known
-        if known.seq > snapshot.state.seq:
-            return _asked(view, snapshot, where)
-        changes = view.attributes_since(known.seq, _MAX_CHANGES + 1)
-        if len(changes) > _MAX_CHANGES:
-            return _asked(view, snapshot, where)
-        return _carried(known, changes, snapshot, where)
+        state = snapshot.state
+        if known is not None and known.segment_name == state.segment and known.seq <= state.seq:
+            if known.seq == state.seq:
+                return known
+            changes = view.attributes_since(known.seq, _MAX_CHANGES + 1)
+            if len(changes) <= _MAX_CHANGES:
+                return _carried(known, changes, snapshot, where)
+        return _known_of(snapshot, view.matching(where))
 
 
 def mask_of(snapshot: Snapshot, ids: Ids) -> FilterMask:
     """The items of `snapshot` with these numbers."""
     return _known_of(snapshot, ids).mask(snapshot)
-
-
-def _asked(view: CatalogView, snapshot: Snapshot, where: Filter) -> _Known:
-    return _known_of(snapshot, view.matching(where))
 
 
 def _known_of(snapshot: Snapshot, ids: Ids) -> _Known:

@@ -472,7 +472,22 @@ def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) 
     Raises: InvalidParameterError.
     """
     check_options(k, options)
-    return _checked_queries(queries, dim)
+    if _is_one_unit(queries, dim):
+        return queries
+    checked = _numbers(queries, dim)
+    if checked.ndim != 2 or checked.shape[1] != dim:
+        raise InvalidParameterError(
+            f"Queries of shape {checked.shape} do not fit a gallery of dimension {dim}. "
+            f"Give an array (Q, {dim}) from the bundle of this gallery."
+        )
+    norms = norms_of(checked)
+    wrong = ~(np.abs(norms - 1) <= NORM_TOLERANCE)  # true of NaN as well
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise InvalidParameterError(
+            f"Query {row} has norm {norms[row]:.4g}, not 1. Divide it by its norm."
+        )
+    return normalised(checked, norms)
 
 
 def check_options(k: int, options: SearchOptions) -> None:
@@ -538,25 +553,6 @@ def check_at_least(name: str, value: object, least: int) -> None:
         raise InvalidParameterError(
             f"{name} = {value!r} is not a whole number of at least {least}. Give one."
         )
-
-
-def _checked_queries(queries: Embeddings, dim: int) -> Embeddings:
-    if _is_one_unit(queries, dim):
-        return queries
-    checked = _numbers(queries, dim)
-    if checked.ndim != 2 or checked.shape[1] != dim:
-        raise InvalidParameterError(
-            f"Queries of shape {checked.shape} do not fit a gallery of dimension {dim}. "
-            f"Give an array (Q, {dim}) from the bundle of this gallery."
-        )
-    norms = norms_of(checked)
-    wrong = ~(np.abs(norms - 1) <= NORM_TOLERANCE)  # true of NaN as well
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        raise InvalidParameterError(
-            f"Query {row} has norm {norms[row]:.4g}, not 1. Divide it by its norm."
-        )
-    return normalised(checked, norms)
 
 
 def _is_one_unit(queries: object, dim: int) -> bool:

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 
 from embedder.errors import FilterError
 from embedder.types import AttributeValue
-from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
+from indexer.filters.tree import SIGNS, And, Equals, Filter, In, Not, Or, Range
 
 MAX_LEVELS = 40
 """Milvus reads no message nested deeper than 100, and a level of a filter takes two."""
 
-_OPERATORS = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}
 _LEAST_INT = -(2**63)
 _Part = tuple[str, int]  # an expression, and how many levels it has
 
@@ -41,7 +40,7 @@ def _part(where: Filter) -> _Part:
         return _one_of(where)
     if isinstance(where, Range):
         field = _field(where.name)
-        limits = [f"{field} {_OPERATORS[n]} {literal(value)}" for n, value in where.limits]
+        limits = [f"{field} {SIGNS[n]} {literal(value)}" for n, value in where.limits]
         return _joined([(limit, 1) for limit in limits], "and")
     if isinstance(where, And | Or):
         word = "and" if isinstance(where, And) else "or"

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from embedder.errors import FilterError
-from indexer.filters.tree import MAX_DEPTH, And, Equals, Filter, In, Not, Or, Range
+from indexer.filters.tree import LIMITS, MAX_DEPTH, And, Equals, Filter, In, Not, Or, Range
 
-_LIMITS = {"<": "below", "<=": "at_most", ">": "above", ">=": "at_least"}
-_SIGNS = ("=", "==", "!=", *_LIMITS, "in", "not in")
+_SIGNS = ("=", "==", "!=", *LIMITS, "in", "not in")
 
 
 def filter_from_json(value: object) -> Filter:
@@ -46,8 +45,8 @@ def _member(name: str, value: Any, place: str, depth: int) -> Filter:
 def _compared(name: str, signs: Mapping[str, Any], place: str) -> Filter:
     if not signs or any(sign not in _SIGNS for sign in signs):
         raise _unexpected(dict(signs), place, f"an object with signs of {', '.join(_SIGNS)}")
-    limits = {_LIMITS[sign]: value for sign, value in signs.items() if sign in _LIMITS}
-    parts = [_leaf(name, s, signs[s], f"{place}.{s}") for s in signs if s not in _LIMITS]
+    limits = {LIMITS[sign]: value for sign, value in signs.items() if sign in LIMITS}
+    parts = [_leaf(name, s, signs[s], f"{place}.{s}") for s in signs if s not in LIMITS]
     if limits:
         if None in limits.values():
             raise _unexpected(None, place, "a number or a text")

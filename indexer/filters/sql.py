@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.catalog.schema import stored
-from indexer.filters.tree import And, Condition, Equals, Filter, In, Not, Or
+from indexer.filters.tree import SIGNS, And, Condition, Equals, Filter, In, Not, Or
 
 _Ids = NDArray[np.int64]
-_OPERATORS = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}
 
 
 def condition_sql(where: Condition, what: str, at_most: int = -1) -> tuple[Any, ...]:
@@ -24,7 +23,7 @@ def condition_sql(where: Condition, what: str, at_most: int = -1) -> tuple[Any, 
     elif isinstance(where, In):
         test, values = f"value IN ({', '.join('?' * len(where.values))})", [*where.values]
     else:
-        test = " AND ".join(f"value {_OPERATORS[limit]} ?" for limit, _ in where.limits)
+        test = " AND ".join(f"value {SIGNS[limit]} ?" for limit, _ in where.limits)
         values = [value for _, value in where.limits]
     sql = (
         f"SELECT {what} FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?) "  # noqa: S608 (values are parameters)

@@ -10,7 +10,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from embedder.errors import FilterError
 from embedder.types import AttributeValue
-from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
+from indexer.filters.tree import LIMITS, And, Equals, Filter, In, Not, Or, Range
 
 _Made = TypeVar("_Made")
 MAX_TEXT = 200_000
@@ -41,7 +41,6 @@ NUMBER: /[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?/
 _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 _WHOLE = re.compile(r"[+-]?\d+")
-_LIMITS = {"<": "below", "<=": "at_most", ">": "above", ">=": "at_least"}
 _TURNED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _VALUE = 'a value such as "red" or 12.5'
 _WORDS = {
@@ -114,7 +113,7 @@ class _Builder(Transformer[Token, Filter]):
                 f"{left} and {right} do not enclose a value at position {left.start_pos}. Write "
                 "5 <= name <= 9, or join two comparisons by and."
             )
-        limits = {_LIMITS[_TURNED[left]]: first, _LIMITS[right]: second}
+        limits = {LIMITS[_TURNED[left]]: first, LIMITS[right]: second}
         return _at(name, lambda: Range(name.value, **limits))
 
     def among(self, name: Token, *values: AttributeValue) -> Filter:
@@ -143,8 +142,8 @@ class _Builder(Transformer[Token, Filter]):
 
 
 def _comparison(name: str, sign: str, value: AttributeValue) -> Filter:
-    if sign in _LIMITS:
-        return Range(name, **{_LIMITS[sign]: value})
+    if sign in LIMITS:
+        return Range(name, **{LIMITS[sign]: value})
     equals = Equals(name, value)
     return Not(equals) if sign == "!=" else equals
 

@@ -17,6 +17,10 @@ MAX_DEPTH = 64
 MAX_CONDITIONS = 1000
 MAX_VALUES = 10_000
 _SHOWN = 20
+LIMITS = {"<": "below", "<=": "at_most", ">": "above", ">=": "at_least"}
+"""The limits of a range by their signs; in the text, in JSON and for the engines."""
+
+SIGNS = {limit: sign for sign, limit in LIMITS.items()}
 _ABOVE: Mapping[str, Callable[[Any, Any], bool]] = {
     "at_least": operator.ge,
     "above": operator.gt,

@@ -258,11 +258,9 @@ def _opened(place: GalleryFolder, manifest: GalleryManifest) -> Gallery:
         pass
     except GalleryCorruptError:
         discard(place.path)
-    return _created(place.path, manifest)
-
-
-def _created(path: Path, manifest: GalleryManifest) -> Gallery:
-    return Gallery.create(path, name=manifest.name, bundle_id=manifest.bundle_id, dim=manifest.dim)
+    return Gallery.create(
+        place.path, name=manifest.name, bundle_id=manifest.bundle_id, dim=manifest.dim
+    )
 
 
 def _without_attributes(gallery: Gallery) -> None:

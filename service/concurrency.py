@@ -99,18 +99,23 @@ class DaemonThreads:
             self._waiting.pop(future, None)
 
 
+def too_late(limit_s: float, what: str, cure: str) -> DeadlineExceededError:
+    """The error that says what took longer than `limit_s` seconds."""
+    return DeadlineExceededError(
+        f"{what} took longer than {limit_s:g} s, which is the limit. {cure}"
+    )
+
+
 @contextlib.asynccontextmanager
 async def within(
     limit_s: float, what: str, cure: str = "Try again in a second."
 ) -> AsyncIterator[None]:
-    """Do it within `limit_s` seconds. Raises: DeadlineExceededError that says what took longer."""
+    """Do it within `limit_s` seconds. Raises: `too_late`."""
     try:
         async with asyncio.timeout(limit_s):
             yield
     except TimeoutError as error:
-        raise DeadlineExceededError(
-            f"{what} took longer than {limit_s:g} s, which is the limit. {cure}"
-        ) from error
+        raise too_late(limit_s, what, cure) from error
 
 
 class BoundedPool:

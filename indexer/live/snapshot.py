@@ -296,13 +296,13 @@ class Snapshot:
     ) -> tuple[Scores, Ids]:
         assert self.segment is not None
         index, tuned = self.segment.index, self.segment.tuned
+        chosen = tuned if effort is None else Effort(effort, tuned.k_factor)
+        if among is None and self.dead_count and not exact:
+            return self._despite_dead(queries, k, chosen)
         bits, _ = self._left(among)
         if exact:
             scores, positions = index.exact(queries, k, bits)
             return scores, self._numbers(positions)
-        chosen = tuned if effort is None else Effort(effort, tuned.k_factor)
-        if among is None and self.dead_count:
-            return self._despite_dead(queries, k, chosen)
         return self._search(queries, k, chosen, bits)
 
     def _despite_dead(self, queries: Embeddings, k: int, effort: Effort) -> tuple[Scores, Ids]:

@@ -71,7 +71,7 @@ class JobFolders:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a training can go on: from finished epochs, with the pictures it began with."""
+        """Whether a training can go on from finished epochs."""
         return (self.run / "checkpoint.pt").is_file()
 
     def drop_pictures(self) -> None:

@@ -27,7 +27,7 @@ from embedder.errors import (
 )
 from embedder.types import Embeddings, Hit, ItemId
 from indexer.types import Facet, Group, SearchOptions, combined_query
-from service.concurrency import DaemonThreads
+from service.concurrency import DaemonThreads, too_late, within
 from service.galleries.locations import Gallery
 from service.galleries.registry import Registry, Served
 from service.observe.metrics import Metrics
@@ -46,6 +46,7 @@ from service.search.query import (
     nearness,
 )
 
+_LIMITED = ("The search", "Ask for fewer results or try again in a second.")
 _VERSION_BYTES = 64
 _TIE = 1e-6  # of a cosine: items that score the same may stand in for each other
 T = TypeVar("T", Hit, Group)
@@ -106,11 +107,8 @@ class Pipeline:
 
     async def _search(self, query: Query) -> Answer:
         with self._metrics.in_flight.track_inprogress(), self._registry.lease(query.gallery) as own:
-            try:
-                async with asyncio.timeout(self._limit_s):
-                    return await self._in_a_lane(own, query)
-            except TimeoutError as error:
-                raise self._too_late() from error
+            async with within(self._limit_s, *_LIMITED):
+                return await self._in_a_lane(own, query)
 
     async def search_all(self, queries: Sequence[Query | Exception]) -> list[Answer | Exception]:
         """Answer queries at the same time, each by itself: what fails is an error in its place,
@@ -129,7 +127,10 @@ class Pipeline:
             tasks = [asyncio.create_task(self._outcome(query, leased)) for query in queries]
             try:
                 await asyncio.wait(tasks, timeout=self._limit_s)
-                return [task.result() if task.done() else self._too_late() for task in tasks]
+                return [
+                    task.result() if task.done() else too_late(self._limit_s, *_LIMITED)
+                    for task in tasks
+                ]
             finally:
                 for task in tasks:
                     task.cancel()
@@ -276,12 +277,6 @@ class Pipeline:
         for stage in ("decode", "embed", "search", "total"):
             if milliseconds := getattr(stages, stage):
                 self._metrics.observe_stage(stage, milliseconds / 1e3)
-
-    def _too_late(self) -> DeadlineExceededError:
-        return DeadlineExceededError(
-            f"The search took longer than {self._limit_s:g} s, which is the limit. "
-            "Ask for fewer results or try again in a second."
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,15 +253,16 @@ def test_a_full_queue_answers_503_with_retry_after_and_recovers(
     assert service.search(pictures[3]).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/search/batch", "/search?combine=separate"])
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/search/batch", {}), ("/search", {"combine": "separate"})]
+)
 def test_a_batch_has_a_place_in_the_queue_so_that_not_all_bodies_wait_here(
-    start_service, embedder, pictures, path
+    start_service, embedder, pictures, path, fields
 ) -> None:
     service = start_service(queue_size=1, lanes=1)
 
     def batch(data: bytes) -> Any:
-        fields = {"combine": "separate"} if "separate" in path else {}
-        return service.client.post(path.split("?")[0], files={"image": new(data)}, data=fields)
+        return service.client.post(path, files={"image": new(data)}, data=fields)
 
     embedder.gate.clear()
     with ThreadPoolExecutor(2) as clients:

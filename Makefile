@@ -26,7 +26,7 @@ $(VENV)/.training: $(VENV)/.uv pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
-	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,fsspec,parquet,heif,milvus-server]'
+	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,parquet,heif,milvus-server]'
 	@touch $(VENV)/.training $@
 
 install: $(VENV)/.training  ## Install everything that a user needs into .venv
@@ -83,7 +83,7 @@ format: $(VENV)/.dev  ## Mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,fsspec,parquet,heif,milvus-server,bench]'
+	$(PIP) --quiet --editable '.[training,dev,client,otel,milvus,parquet,heif,milvus-server,bench]'
 	@touch $@
 
 bench: $(VENV)/.bench  ## Every benchmark once at its smallest: NAMES="gallery.py"; tells what it leaves out

@@ -1,80 +1,90 @@
-"""What a probability is worth: its reliability on classes that the curve was not fitted on.
+"""What a probability is worth in galleries that differ as shops do.
 
-    kinlens-train data render runs/rendered --products 60 --views 16 --size-px 160 --seed 7
+    kinlens-train data render runs/drawn --products 320 --views 24 --size-px 96 --seed 11
     kinlens-train export --backbone mobilenet_v2 --out runs/trunk --size-px 128 --resize-px 144 \\
       --weights $KINLENS_SHARED/weights/mobilenet_v2-imagenet-fp16.pth
+    kinlens-train fit cars196-half --out runs/cars \\
+      --set data.root=$KINLENS_SHARED/data/cars196-half \\
+      --set model.weights=$KINLENS_SHARED/weights/mobilenet_v2-imagenet-fp16.pth \\
+      --set optimizer.epochs=3 --set input.size_px=112 --set input.test_px=112 \\
+      --set input.resize_px=128
+    kinlens-train export runs/cars --out runs/cars-bundle
     python benchmarks/calibration.py trunk=runs/trunk:grocery trunk=runs/trunk:cars196-half \\
-      trunk=runs/trunk:runs/rendered demo=runs/demo-bundle:runs/rendered shop=runs/shop-bundle:job
+      trunk=runs/trunk:runs/drawn demo=runs/demo-bundle:runs/drawn \\
+      cars=runs/cars-bundle:cars196-half cars=runs/cars-bundle:grocery --json docs/calibration.json
 
 Each argument is NAME=BUNDLE:DATA. DATA is `grocery` (81 classes), `cars196-half` (classes 99-196),
 both under $KINLENS_SHARED/data, `job` (the test classes of the job that trained the bundle), or a
 folder with a sub-folder per class; none of it may have been trained on. Without an argument: the
-trunk, with random weights where its own are not to be had, on products that are drawn for it. Half
-of the classes, drawn at random, fit a curve; the other half asks, in galleries of all classes, of
-that half, and of half of it. Beside it stands the curve that bundles had before: a logistic of the
-score alone. Written: a table on the console, `--json` with the bins, `--plot`. Embeddings are kept
-in `--cache`.
+trunk, with random weights where its own are not to be had, on products that are drawn for it.
+
+Some classes, drawn at random, fit the curves of the bundle. The others make galleries: 1, 2, 4, 8
+or 16 images of a product; half, the same, and where there are enough classes ten times the products
+that were fitted. The other images of these products ask; 0, 20 or 50 % of them with their product
+left out of the gallery, which is the prior that the curve is given. Each source is judged by
+itself: the gallery's labels (its items search for each other), a golden set (photos of one half of
+the products, which do not ask) and the curves of the bundle. A row pools `--repeats` draws; its
+errors are expected calibration errors of the best hit and of the ten best hits. Written: a table
+on the console, `--json`. Embeddings are kept in `--cache`.
 """
 
+import contextlib
 import csv
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import heading, kinlens, options, row, shared_folder, skip
+from harness import heading, kinlens, options, row, shared_folder, skip, verdict
 from numpy.typing import NDArray
 
 from embedder.bundle import Bundle
-from embedder.errors import EvaluationError
+from embedder.calibration import Calibration, Curve, Searches, calibration_error
+from embedder.errors import CalibrationError
 from embedder.session import OnnxEmbedder
-from embedder.types import Embeddings
+from embedder.types import AttributeValue, Embeddings, Hit
+from indexer.calibration import Fit, Labelled, fit_gallery, fit_golden
+from indexer.types import Item, SearchOptions
 from training.config.job import parse_job
 from training.data.datasets import OFFICIAL, read_official
 from training.data.load import load_split
-from training.export.calibration import (
-    NEIGHBOURS,
-    Hits,
-    calibration_error,
-    fit_calibration,
-    fit_logistic,
-    search,
-    some_queries,
-)
+from training.export.calibration import MIN_CLASSES, candidates_of, fit_calibration
 
-SIZES = ("full", "half", "quarter")
-QUERIES, BINS, BATCH = 1_000, 10, 64
-FIGURES = {
-    "error": "error", "error_of_one": "in one halving", "error_before": "score alone",
-    "said": "said", "true": "true", "said_best": "best hit: said",
-    "said_best_before": "score alone", "true_best": "true",
-}  # fmt: skip
+VIEWS = (1, 2, 4, 8, 16)
+SIZES = {"half": 0.5, "same": 1.0, "ten times": 10.0}
+ABSENT = (0.0, 0.2, 0.5)
+TARGETS = {"golden": 0.05, "gallery": 0.05, "bundle": 0.10}
+ASKING, QUERIES, BATCH, TEN = 10, 800, 64, 10
 Labels = NDArray[np.int64]
-Likely = Callable[[Hits], NDArray[np.float64]]
-Asked = tuple[Hits, int, Likely, Likely]
 Row = dict[str, Any]
 
 
 def main() -> None:
     asked = options(
-        __doc__, "cases", cases=list[str](), cache=Path("runs/calibration"), json=None, plot=None,
-        repeats=3,
+        __doc__, "cases", cases=list[str](), cache=Path("runs/calibration"), json=None, repeats=16
     )  # fmt: skip
     rows = [found for case in cases_of(asked) for found in measured(case, asked)]
-    heading("model", "data", "gallery", "items", *FIGURES.values())
+    names = ("model", "data", "products", "views", "gallery", "source", "absent", "draws")
+    figures = ("best hit: error", "said", "true", "ten best: error", "said", "true")
+    heading(*names, *figures)
     for one in rows:
-        start = (one["model"], one["data"])
-        if "reason" in one:
-            row(*start, f"none: {one['reason']}", *[""] * (1 + len(FIGURES)))
-        else:
-            figures = (f"{one[name]:.3f}" for name in FIGURES)
-            row(*start, one["gallery"], round(one["items"]), *figures)
+        row(*(one[name] for name in names), *(one.get(name, "-") for name in FIGURES))
+    for source, target in TARGETS.items():
+        of_source = [one for one in rows if one["source"] == source and one["draws"]]
+        if of_source:
+            for name, what in (("error_best", "best hit"), ("error_ten", "ten best hits")):
+                worst = max(one[name] for one in of_source)
+                missed = sum(one[name] > target for one in of_source)
+                text = f"{source}, {what}: worst of {len(of_source)} cases, {missed} above"
+                verdict(text, worst, target, at_most=True)
     if asked.json:
         asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if asked.plot:
-        plot([one for one in rows if "bins" in one], asked.plot)
+
+
+FIGURES = ("error_best", "said_best", "true_best", "error_ten", "said_ten", "true_ten")
 
 
 def cases_of(asked: Namespace) -> list[str]:
@@ -92,111 +102,181 @@ def cases_of(asked: Namespace) -> list[str]:
 
 
 def measured(case: str, asked: Namespace) -> list[Row]:
-    """A row for each gallery size, or one with the reason why there is no calibration."""
+    """A row for each gallery, source and share of absent products; `draws` were not refused."""
     name, path, data = parts_of(case)
     vectors, labels = embedded(path, data, asked.cache)
-    head = {"model": name, "data": Path(data).name, "classes": len(np.unique(labels))}
-    found: dict[str, list[Asked]] = {size: [] for size in SIZES}
-    reasons = []
-    for fitted, asking in halvings(labels, asked.repeats):
-        try:
-            curve = fit_calibration(vectors[fitted], labels[fitted], "test")
-        except EvaluationError as error:
-            reasons.append(str(error))
-            continue
-        before = score_alone(vectors[fitted], labels[fitted])
-        for size, gallery in galleries(labels, fitted, asking):
-            hits = answers(vectors, labels, gallery, asking)
-            here = curve.for_gallery(len(gallery))
-            now: Likely = lambda hits, here=here: here.probability(hits.scores, hits.ranks)
-            found[size].append((hits, len(gallery), now, before))
-    print(f"{case}: {len(reasons)} of {2 * asked.repeats} refused", flush=True)
-    if not found["full"]:
-        return [head | {"reason": reasons[0]}]
-    refused = {"refused": len(reasons)}
-    return [head | {"gallery": size} | refused | judged(found[size]) for size in SIZES]
-
-
-def halvings(labels: Labels, repeats: int) -> Iterator[tuple[Labels, Labels]]:
-    """Numbers of the images of two halves of the classes, each half once the first."""
-    rng = np.random.default_rng(0)
-    for _ in range(repeats):
-        names = rng.permutation(np.unique(labels))
-        inside = np.isin(labels, names[: len(names) // 2])
-        one, other = np.flatnonzero(inside), np.flatnonzero(~inside)
-        yield one, other
-        yield other, one
-
-
-def galleries(labels: Labels, fitted: Labels, asking: Labels) -> Iterator[tuple[str, Labels]]:
-    yield "full", np.concatenate((fitted, asking))
-    yield "half", asking
-    yield "quarter", asking[np.isin(labels[asking], np.unique(labels[asking])[::2])]
-
-
-def answers(vectors: Embeddings, labels: Labels, gallery: Labels, asking: Labels) -> Hits:
-    """The best hits of images that are in the gallery and were not fitted on."""
-    rng = np.random.default_rng(0)
-    queries = some_queries(labels, np.intersect1d(gallery, asking), rng, QUERIES)
-    hits = search(vectors, labels, queries, gallery)
-    best = hits.ranks <= NEIGHBOURS
-    return Hits(hits.scores[:, best], hits.right[:, best], hits.ranks[best], hits.best_wrong)
-
-
-def score_alone(vectors: Embeddings, labels: Labels) -> Likely:
-    """A logistic curve of the score over the 10 best hits, the same for any rank and gallery."""
-    every = np.arange(len(labels))
-    hits = answers(vectors, labels, every, every)
-    scores, right = hits.scores.ravel()[:, None].astype(np.float64), hits.right.ravel()
-    slopes, intercept = fit_logistic(scores, right, np.ones(len(right)), (np.inf,))
-    return lambda hits: 1 / (1 + np.exp(-(slopes[0] * hits.scores + intercept)))
-
-
-def judged(asked: list[Asked]) -> Row:
-    """The figures of all halvings; `error` pools their hits, `error_of_one` is the mean of each."""
-    right = np.concatenate([hits.right for hits, *_ in asked])
-    now = np.concatenate([likely(hits) for hits, _, likely, _ in asked])
-    before = np.concatenate([likely(hits) for hits, _, _, likely in asked])
-    alone = [
-        calibration_error(likely(hits).ravel(), hits.right.ravel()) for hits, _, likely, _ in asked
+    pooled: dict[tuple[Any, ...], list[tuple[Searches, Curve]]] = {}
+    products: dict[tuple[str, int], int] = {}
+    for seed in range(asked.repeats):
+        for size, views, count, source, asking, curve in sources(vectors, labels, seed):
+            products[size, views] = count
+            for absent in ABSENT:
+                found = pooled.setdefault((size, views, source, absent), [])
+                if curve is not None:
+                    found.append((with_absent(asking, absent, seed), curve))
+    return [
+        {
+            "model": name,
+            "data": Path(data).name,
+            "products": products[size, views],
+            "views": views,
+            "gallery": size,
+            "source": source,
+            "absent": absent,
+            "draws": len(found),
+            **(judged(found, absent) if found else {}),
+        }
+        for (size, views, source, absent), found in pooled.items()
     ]
-    parts = np.array_split(np.argsort(now, axis=None, kind="stable"), BINS)
-    return {
-        "items": float(np.mean([items for _, items, *_ in asked])),
-        "error": calibration_error(now.ravel(), right.ravel()),
-        "error_of_one": float(np.mean(alone)),
-        "error_before": calibration_error(before.ravel(), right.ravel()),
-        "said": float(now.mean()),
-        "true": float(right.mean()),
-        "said_best": float(now[:, 0].mean()),
-        "said_best_before": float(before[:, 0].mean()),
-        "true_best": float(right[:, 0].mean()),
-        "bins": [[float(x.ravel()[part].mean()) for x in (now, right)] for part in parts],
-    }
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Of each case and size, what was said and what was true in each bin."""
-    import matplotlib as mpl
+Asking = tuple[Searches, Searches]
+Source = tuple[str, int, int, str, Asking, Curve | None]
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
 
-    cases = list(dict.fromkeys((one["model"], one["data"]) for one in rows))
-    size = (2.3 * len(cases), 2.6)
-    figure, axes = plt.subplots(1, len(cases), figsize=size, sharey=True, squeeze=False)
-    for axis, case in zip(axes[0], cases, strict=True):
-        axis.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-        for one in rows:
-            if (one["model"], one["data"]) == case:
-                said, true = np.array(one["bins"]).T
-                axis.plot(said, true, marker="o", markersize=3, linewidth=1, label=one["gallery"])
-        axis.set(title=" on ".join(case), xlabel="said", xlim=(0, 1), ylim=(0, 1), aspect="equal")
-        axis.title.set_fontsize(9)
-    axes[0, 0].set_ylabel("true")
-    axes[0, 0].legend(fontsize=7, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
+def sources(vectors: Embeddings, labels: Labels, seed: int) -> Iterator[Source]:
+    """Size, views and products of each gallery; each source with its queries, which it has not
+    seen, as they are and with their product left out; and its curve, if it was not refused.
+    """
+    rng = np.random.default_rng(seed)
+    names = rng.permutation(np.unique(labels))
+    # A tenth where that is enough to fit, so that some galleries have ten times the products.
+    part = len(names) // 11 if len(names) // 11 >= MIN_CLASSES else len(names) // 2
+    fitted, others = names[:part], names[part:]
+    of_fitted = np.isin(labels, fitted)
+    bundle: Calibration | None = None
+    try:
+        bundle = fit_calibration(vectors[of_fitted], labels[of_fitted], "test", seed)
+    except CalibrationError as error:
+        print(f"no curves of the bundle: {error}", flush=True)
+    for size, times in SIZES.items():
+        for views in VIEWS:
+            usable = [one for one in others if (labels == one).sum() > views]
+            chosen = usable[: round(times * part)]
+            if len(chosen) < 0.8 * times * part:
+                continue
+            shop = Shop.drawn(vectors, labels, np.array(chosen), views, rng)
+            everyone = shop.asking(shop.queries)
+            own = fit_gallery(shop).gallery
+            yield size, views, len(chosen), "gallery", everyone, curve_of(own)
+            half = np.isin(labels[shop.queries], chosen[::2])
+            golden = fit_golden(shop, "class", shop.labelled(shop.queries[half]))
+            rest = shop.asking(shop.queries[~half])
+            yield size, views, len(chosen), "golden", rest, curve_of(golden)
+            offered: Curve | None = None
+            if bundle is not None:
+                with contextlib.suppress(CalibrationError):
+                    offered = bundle.curve_for(len(chosen), views)
+            yield size, views, len(chosen), "bundle", everyone, offered
+
+
+def curve_of(fit: Fit | str) -> Curve | None:
+    return fit.curve if isinstance(fit, Fit) else None
+
+
+def with_absent(asking: Asking, absent: float, seed: int) -> Searches:
+    """A share of the queries with their product left out of the gallery."""
+    present, masked = asking
+    order = np.random.default_rng(seed).permutation(len(present))
+    cut = round(absent * len(order))
+    return Searches.joined([present[order[cut:]], masked[order[:cut]]])
+
+
+def judged(found: Sequence[tuple[Searches, Curve]], absent: float) -> Row:
+    """Errors of all draws together: those of a single draw have the luck of its products."""
+    figures: Row = {}
+    for name, hits in (("best", 1), ("ten", TEN)):
+        said, true = [], []
+        for searches, curve in found:
+            likely = searches.probabilities(curve, absent)[:, :hits]
+            exists = np.isfinite(searches.scores[:, :hits])
+            said.append(likely[exists])
+            true.append(searches.right[:, :hits][exists])
+        likely, right = np.concatenate(said), np.concatenate(true)
+        figures[f"error_{name}"] = calibration_error(likely, right)
+        figures[f"said_{name}"], figures[f"true_{name}"] = likely.mean(), right.mean()
+    return {name: round(float(value), 4) for name, value in figures.items()}
+
+
+@dataclass(frozen=True)
+class Shop:
+    """A gallery in memory, searched exactly, with `queries` that are not in it."""
+
+    vectors: Embeddings
+    labels: Labels
+    gallery: Labels
+    queries: Labels
+
+    @classmethod
+    def drawn(
+        cls,
+        vectors: Embeddings,
+        labels: Labels,
+        names: Labels,
+        views: int,
+        rng: np.random.Generator,
+    ) -> "Shop":
+        """`views` images of each of these classes; others of them ask."""
+        images = [rng.permutation(np.flatnonzero(labels == name)) for name in names]
+        queries = np.concatenate([some[views : views + ASKING] for some in images])
+        if len(queries) > QUERIES:
+            queries = rng.choice(queries, QUERIES, replace=False)
+        return cls(vectors, labels, np.concatenate([some[:views] for some in images]), queries)
+
+    @property
+    def size(self) -> int:
+        return len(self.gallery)
+
+    def sample(self, count: int) -> tuple[list[Item], Embeddings]:
+        chosen = np.arange(self.size)
+        if self.size > count:
+            chosen = np.sort(np.random.default_rng(0).choice(self.size, count, replace=False))
+        items = [
+            Item(
+                int(n),
+                f"{n}",
+                "",
+                f"{n:064x}",
+                {"class": self._name(self.labels[self.gallery[n]])},
+                "",
+            )
+            for n in chosen
+        ]
+        return items, self.vectors[self.gallery[chosen]]
+
+    def product_counts(
+        self, name: str, values: Sequence[AttributeValue]
+    ) -> tuple[int, int, Mapping[AttributeValue, int]]:
+        names, counts = np.unique(self.labels[self.gallery], return_counts=True)
+        sizes: dict[AttributeValue, int] = {}
+        for label, count in zip(names, counts.tolist(), strict=True):
+            sizes[self._name(label)] = count
+        return len(names), self.size, {value: sizes[value] for value in values}
+
+    def search(
+        self, queries: Embeddings, k: int, options: SearchOptions | None = None
+    ) -> list[list[Hit]]:
+        scores = queries @ self.vectors[self.gallery].T
+        order = np.argsort(-scores, axis=1)[:, :k]
+        names = [self._name(label) for label in self.labels[self.gallery]]
+        return [
+            [Hit(int(n), f"{n}", float(own[n]), {"class": names[n]}) for n in best]
+            for own, best in zip(scores, order, strict=True)
+        ]
+
+    def asking(self, queries: Labels) -> Asking:
+        """What these queries find: as they are, and with their class left out."""
+        return candidates_of(self.vectors, self.labels, queries, self.gallery)
+
+    def labelled(self, queries: Labels) -> Iterator[Labelled]:
+        """Queries as a golden set has them."""
+        for query in queries:
+            name = self._name(self.labels[query])
+            yield self.vectors[query], name, lambda hit, name=name: hit.attributes["class"] == name
+
+    @staticmethod
+    def _name(label: object) -> str:
+        return f"p{label}"
 
 
 # Labelled embeddings; benchmarks/rerank.py takes the same arguments

@@ -31,8 +31,8 @@ from harness import (
 )
 
 from embedder.fake import FakeEmbedder
-from indexer.checks.golden import GoldenSet, Label, NewQuery
 from indexer.gallery import Gallery
+from indexer.golden import GoldenSet, Label, NewQuery
 from service.app import create_app
 from service.http.server import config_of, listen
 from service.observe.logs import configure_logs

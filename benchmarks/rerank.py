@@ -1,4 +1,4 @@
-"""Re-ranking, diversity and boost: what they do to answers, and what they cost.
+"""Diversity and boost: what they do to answers, and what they cost.
 
     kinlens-train export --backbone mobilenet_v2 --out runs/trunk --size-px 128 --resize-px 144 \\
       --weights $KINLENS_SHARED/weights/mobilenet_v2-imagenet-fp16.pth
@@ -8,13 +8,12 @@
 
 Each argument is NAME=BUNDLE:DATA as in benchmarks/calibration.py, which keeps the embeddings in
 `--cache`. Groceries: the test split asks the train split; every other data set asks itself, each
-image without itself. The methods are those of indexer/live/rerank.py with the parameters that it
-ships, on the first CANDIDATES hits of an exact search.
+image without itself. The methods are those of indexer/live/rerank.py, on the first CANDIDATES hits
+of an exact search.
 
-Those parameters were chosen on half of the classes, drawn at random; the other half asks here. A
-difference is that of the same queries without the method, with the 95 % interval of 2,000
-bootstraps over classes, since pictures of one class are right or wrong together. The last table
-times the options in a gallery, beside the search without.
+Half of the classes, drawn at random, ask. A difference is that of the same queries without the
+method, with the 95 % interval of 2,000 bootstraps over classes, since pictures of one class are
+right or wrong together. The last table times the options in a gallery, next to the search without.
 
 MAP@R: precision at each right hit among the first R, summed and divided by R, the number of right
 items in the gallery (Musgrave et al., 2020, https://arxiv.org/abs/2003.08505).
@@ -35,8 +34,8 @@ from numpy.typing import NDArray
 
 from embedder.types import Embeddings
 from indexer.gallery import Gallery
-from indexer.live.rerank import diverse, expanded, reciprocal
-from indexer.types import CANDIDATES, Boost, Entry, Grouping, SearchOptions
+from indexer.live.rerank import diverse
+from indexer.types import CANDIDATES, Boost, Entry, SearchOptions
 
 ASKING = 1_000  # queries, at most
 BOOTSTRAPS, SHOWN = 2_000, 10
@@ -145,8 +144,6 @@ def by_chance(weight: float, one: Asked) -> Labels:
 
 
 METHODS: dict[str, Callable[[Asked], Labels]] = {
-    "`aqe`": lambda one: by_relevance(expanded(one.query, one.vectors, one.scores)),
-    "`reciprocal`": lambda one: by_relevance(reciprocal(one.query, one.vectors)),
     **{f"diversity {d:g}": partial(spread_out, d) for d in (0.1, 0.2, 0.3, 0.5)},
     **{f"boost {w:g} by chance": partial(by_chance, w) for w in (0.02, 0.05)},
 }
@@ -216,16 +213,12 @@ def spread(gain: Floats) -> str:
 
 def timed(case: Case, rounds: int) -> Iterator[tuple[str, float, float]]:
     """What the options cost: ten hits of a flat gallery, in turns, medians."""
-    plain, mixed = SearchOptions(), SearchOptions(rerank="reciprocal")
     wanted = {
-        "as found": plain,
+        "as found": SearchOptions(),
         "boost 0.05": SearchOptions(boost=Boost("price", 0.05)),
         "diversity 0.2": SearchOptions(diversity=0.2),
-        "`aqe`": SearchOptions(rerank="aqe"),
-        "`reciprocal`": mixed,
     }
-    grouped = {"groups of a class": plain, "groups of a class, `reciprocal`": mixed}
-    took: dict[str, list[float]] = {name: [] for name in wanted | grouped}
+    took: dict[str, list[float]] = {name: [] for name in wanted}
     with tempfile.TemporaryDirectory() as folder:
         dim = case.gallery.shape[1]
         gallery = Gallery.create(folder, name="g", bundle_id="b" * 64, dim=dim)
@@ -235,15 +228,12 @@ def timed(case: Case, rounds: int) -> Iterator[tuple[str, float, float]]:
         )
         gallery.compact()
         for number in np.random.default_rng(0).integers(0, len(case.queries), rounds):
-            query, by = np.ascontiguousarray(case.queries[number][None]), Grouping("class")
+            query = np.ascontiguousarray(case.queries[number][None])
             for name, one in wanted.items():
                 took[name].append(timed_ms(partial(gallery.search, query, SHOWN, one)))
-            for name, one in grouped.items():
-                took[name].append(timed_ms(partial(gallery.search_groups, query, SHOWN, by, one)))
         gallery.close()
     for name, own in took.items():
-        without = took["groups of a class" if name in grouped else "as found"]
-        yield name, float(np.median(own)), ratio(own, without)
+        yield name, float(np.median(own)), ratio(own, took["as found"])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ FROM python:${PYTHON}-slim AS build
 WORKDIR /src
 COPY constraints.txt ./
 RUN python -m pip install --no-cache-dir --constraint constraints.txt uv
-# Such as --build-arg EXTRAS='--extra otel --extra milvus --extra fsspec' for galleries on Milvus.
+# Such as --build-arg EXTRAS='--extra otel --extra milvus' for galleries on Milvus.
 ARG EXTRAS
 COPY pyproject.toml README.md LICENSE ./
 RUN python -m venv --without-pip /opt/kinlens \

@@ -1,38 +1,327 @@
-"""From the score of a hit to the probability that it is right. Fitted by the export; numpy only."""
+"""From the scores of a search to probabilities. numpy only: the export, a gallery and a golden set
+fit the same curve.
 
-import functools
-from operator import not_
+Shapes: T searches, C candidates of each, F features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-SMALLEST_GALLERY = 4
-"""A curve is fitted on galleries from all held-out classes down to one in so many of them."""
+from embedder.errors import CalibrationError
 
-UNREACHABLE = 2.0
-"""A least score that no cosine similarity reaches."""
+CANDIDATES = 20
+"""The best hits of a search, which share its probability with all that is not among them."""
 
-NEAR = 0.99
-"""From this probability on two items are near-duplicates, unless another one is asked for: at the
-score that has it one pair in a hundred is of two products, and above it fewer."""
+TEN = 10
+"""The best hits that a fit is judged by."""
 
-SAME_PICTURE = 0.95
-"""From this cosine on two items are near-duplicates though the calibration does not say so, unless
-one pair of classes in a thousand reaches more: many copies of a photograph have it, and photographs
-of other classes do not (docs/benchmarks.md). A logistic curve that was fitted over all hits may
-never reach 0.99, least of all in a large gallery.
-"""
+MIN_WRONG = 100
+"""Wrong hits among the ten best of the fitted searches, without which no curve is fitted."""
 
-_STEPS = 256  # halves towards 0 reach the smallest float32
-_PAGE = 20  # hits that are shown where nothing else is asked for
+MIN_SEARCHES = 50
+"""Searches with a right hit among the candidates, without which no curve is fitted."""
+
+_BINS = 15
+_STEPS = 200
+_STEEPEST = 1e4
+_RIDGE = 1e-8  # holds what the searches leave open
+
+Scores = NDArray[np.floating]
+Numbers = NDArray[np.float64]
+Right = NDArray[np.bool_]
 
 
-def log_tail(ranks: NDArray[np.integer] | int) -> NDArray[np.float64]:
-    """ln((r + 20) / 21) of ranks, any shape: 0 for the best hit, level on the first page."""
-    tail: NDArray[np.float64] = np.log((np.asarray(ranks, dtype=np.float64) + _PAGE) / (1 + _PAGE))
-    return tail
+class Curve(BaseModel):
+    r"""How the probability of a search is shared among the products that it found.
+
+    Product j has :math:`n_j` of the C candidates, the best of them with the score :math:`s_j`. The
+    best candidate of all scores :math:`s_1`, the last one :math:`s_C`, and :math:`\pi` is the prior
+    that the product which is asked for is absent from the gallery. With
+
+    .. math::
+        w_j &= (1 - \pi) \, n_j^b \, e^{a s_j} \\
+        w_\text{below} &= (1 - \pi) \, e^{a s_C + c} \\
+        w_\text{absent} &= \pi \, e^{d + e s_1 + f s_C}
+
+    product j is the one that was asked for with the probability :math:`w_j / \sum w`, so that
+    different products never have more than 1. Its items share it in proportion to
+    :math:`e^{a s_i}`. `slope` is a, `hits` b, `below` c (the product has a rank beyond C), `absent`
+    d, `absent_best` e, `absent_last` f.
+
+    References:
+        Conditional logit analysis of qualitative choice behavior (McFadden 1974)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slope: float = Field(gt=0, allow_inf_nan=False)
+    hits: float = Field(allow_inf_nan=False)
+    below: float = Field(allow_inf_nan=False)
+    absent: float = Field(allow_inf_nan=False)
+    absent_best: float = Field(allow_inf_nan=False)
+    absent_last: float = Field(allow_inf_nan=False)
+
+    def shares(
+        self, scores: Scores, products: NDArray[np.integer], count: int, prior: float
+    ) -> Numbers:
+        """The share of each item (N,). Those of the candidates depend on nothing else; items of
+        further products have at most the share of all that rank below, together.
+
+        Args:
+            scores: (N,) cosines, each item once: first the candidates, the `CANDIDATES` best items
+                of the whole gallery, best first; then further items.
+            products: (N,) a number for the product of each item.
+            count: how many are candidates; fewer mean that the gallery has no more items.
+            prior: that the product is absent, in [0, 1).
+        """
+        if not count:  # all of the gallery has gone meanwhile
+            return np.zeros(len(scores))
+        first, further = scores[:count], scores[count:]
+        known, best, product, hits = np.unique(
+            products[:count], return_index=True, return_inverse=True, return_counts=True
+        )
+        inside = np.exp(self.slope * (first - first[best][product]))
+        inside /= np.bincount(product, inside)[product]
+        with np.errstate(divide="ignore"):
+            absent = np.log(prior) + self.absent
+        absent += self.absent_best * first[0] + self.absent_last * first[-1]
+        below = self.slope * first[-1] + self.below if count >= CANDIDATES else -np.inf
+        logits = np.append(self.slope * first[best] + self.hits * np.log(hits), below)
+        beyond = np.where(np.isin(products[count:], known), -np.inf, self.slope * further)
+        top = max(logits.max() + np.log1p(-prior), absent)
+        scale = np.log1p(-prior) - top
+        weights, rest = np.exp(logits + scale), np.exp(beyond + scale)
+        if rest.sum() > weights[-1]:
+            rest *= weights[-1] / rest.sum()
+        total = weights.sum() + np.exp(absent - top)
+        shares: Numbers = np.append(inside * weights[product], rest) / total
+        return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Searches:
+    """What searches found, to fit a curve to.
+
+    scores: (T, C) of the best hits, best first; -inf where the gallery has no more items.
+    products: (T, C) a number for the product of each hit.
+    right: (T, C) whether the hit shows the product that was asked for.
+    absent: (T,) whether that product was left out of the gallery.
+    handicap: (T,) ln(v / (v - 1)) where one of the v images of the product is the query itself,
+        so a fresh photo would find v of them; 0 for other queries.
+    """
+
+    scores: Numbers
+    products: NDArray[np.int64]
+    right: Right
+    absent: Right
+    handicap: Numbers
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __getitem__(self, chosen: NDArray[np.generic]) -> "Searches":
+        return Searches(*(getattr(self, name)[chosen] for name in self.__slots__))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Searches"]) -> "Searches":
+        """All searches of the parts."""
+        return cls(*(np.concatenate([getattr(p, n) for p in parts]) for n in cls.__slots__))
+
+    @property
+    def wrong(self) -> int:
+        """Wrong hits among the ten best."""
+        ten = slice(0, TEN)
+        return int((~self.right[:, ten] & np.isfinite(self.scores[:, ten])).sum())
+
+    @property
+    def hits(self) -> tuple[Right, NDArray[np.int64]]:
+        """Of each hit (T, C): whether it is the best of its product, and how many hits that has."""
+        same = self._same
+        earlier = np.tril(np.ones(same.shape[1:], bool), -1)
+        is_best = np.isfinite(self.scores) & ~(same & earlier).any(axis=2)
+        return is_best, np.maximum(same.sum(axis=2), 1)
+
+    @property
+    def _same(self) -> Right:
+        """Which hits show the same product (T, C, C)."""
+        found = np.isfinite(self.scores)
+        same: Right = self.products[:, :, None] == self.products[:, None, :]
+        return same & found[:, :, None] & found[:, None, :]
+
+    def probabilities(self, curve: Curve, prior: float) -> Numbers:
+        """That each hit is right (T, C): the share of its product; 0 where there is no hit."""
+        there, absent = _present(self), _absent(self)
+        fitted = [*curve.model_dump().values()]
+        logits = there.features @ np.array(fitted[:3]) + there.offsets
+        with np.errstate(divide="ignore"):
+            logits += np.log1p(-prior)
+            gone = absent.features[:, 1] @ np.array(fitted[3:]) + np.log(prior)
+        shares = _shares(np.append(logits, gone[:, None], axis=1))[:, :-2]
+        of_product = np.einsum("tij,tj->ti", self._same, shares)
+        shown: Numbers = np.where(np.isfinite(self.scores), of_product, 0.0)
+        return shown
+
+    def error(self, curve: Curve, prior: float) -> tuple[float, float]:
+        """The expected calibration error of the best hit, and of the ten best."""
+        likely, found = self.probabilities(curve, prior), np.isfinite(self.scores)
+        best, ten = (slice(None), slice(0, 1)), (slice(None), slice(0, TEN))
+        first, all_ten = (
+            calibration_error(likely[part][found[part]], self.right[part][found[part]])
+            for part in (best, ten)
+        )
+        return first, all_ten
+
+
+def fit_curve(searches: Searches) -> Curve:
+    """The most likely curve, by Newton's method: first how the products of a gallery share what is
+    there, then when nothing is, with absent and present products weighed alike.
+
+    Raises: CalibrationError with the reason, where there is too little to fit or a higher score
+        does not make a hit more likely right.
+    """
+    present = ~searches.absent
+    findable = int((searches.right.any(axis=1) & present).sum())
+    if searches.wrong < MIN_WRONG or findable < MIN_SEARCHES:
+        raise CalibrationError(
+            f"{len(searches):,} searches with {findable:,} right answers and {searches.wrong:,} "
+            f"wrong hits among the ten best; at least {MIN_SEARCHES} and {MIN_WRONG} are needed. "
+            "Add products, or more images of each"
+        )
+    is_used = searches.absent | searches.right.any(axis=1) | np.isfinite(searches.scores[:, -1])
+    used = searches[is_used]
+    there = _present(used)
+    fresh = there.offsets.copy()  # as a photo asks that is not in the gallery
+    there.offsets[:, :-1] -= np.where(used.right, used.handicap[:, None], 0.0)
+    found = _most_likely(there.where(~used.absent), np.array([20.0, 0.0, 0.0]))
+    if not 0 < found[0] < _STEEPEST:
+        raise CalibrationError(
+            "A higher score does not make a hit more likely right. Train the model longer, or on "
+            "images more like these"
+        )
+    logits = there.features @ found + fresh
+    top = logits.max(axis=1)
+    absent = _absent(used)
+    absent.offsets[:, 0] = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+    kinds = [used.absent.sum(), (~used.absent).sum()]
+    absent.weights[:] = np.where(used.absent, *(0.5 / max(count, 1) for count in kinds))
+    middle = float(np.median(used.scores[:, 0]))
+    gone = _most_likely(absent, np.array([found[0] * middle, 0.0, 0.0]))
+    return Curve(**dict(zip(Curve.model_fields, [*found.tolist(), *gone.tolist()], strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What each of J outcomes of a search weighs, to fit a conditional logit to.
+
+    features (T, J, F), offsets (T, J), -inf for what cannot be; outcome (T, J): what came true;
+    weights (T,) of the searches.
+    """
+
+    features: Numbers
+    offsets: Numbers
+    outcome: Right
+    weights: Numbers
+
+    def where(self, chosen: Right) -> "_Choices":
+        return _Choices(*(getattr(self, name)[chosen] for name in self.__slots__))
+
+
+def _present(searches: Searches) -> _Choices:
+    """If the product is there: the best hit of each product, then "below the candidates"."""
+    count, width = searches.scores.shape
+    is_best, hits = searches.hits
+    features = np.zeros((count, width + 1, 3))
+    features[:, :width, 0] = np.where(is_best, searches.scores, 0.0)
+    features[:, :width, 1] = np.where(is_best, np.log(hits), 0.0)
+    features[:, width, 0] = _lowest(searches)
+    features[:, width, 2] = 1.0
+    is_full = np.isfinite(searches.scores[:, -1:])
+    offsets = np.where(np.append(is_best, is_full, axis=1), 0.0, -np.inf)
+    outcome = np.zeros((count, width + 1), bool)
+    outcome[:, :width] = searches.right & is_best
+    outcome[:, width] = ~outcome.any(axis=1)
+    return _Choices(features, offsets, outcome, np.full(count, 1 / count))
+
+
+def _absent(searches: Searches) -> _Choices:
+    """Whether the product is there, or absent."""
+    count = len(searches)
+    features = np.zeros((count, 2, 3))
+    features[:, 1, 0] = 1.0
+    features[:, 1, 1] = searches.scores[:, 0]
+    features[:, 1, 2] = _lowest(searches)
+    outcome = np.stack([~searches.absent, searches.absent], axis=1)
+    return _Choices(features, np.zeros((count, 2)), outcome, np.full(count, 1 / count))
+
+
+def _lowest(searches: Searches) -> Numbers:
+    """The score of the last candidate (T,)."""
+    lowest: Numbers = np.where(np.isfinite(searches.scores), searches.scores, np.inf).min(axis=1)
+    return lowest
+
+
+def _shares(logits: Numbers) -> Numbers:
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares: Numbers = weights / weights.sum(axis=1, keepdims=True)
+    return shares
+
+
+def _most_likely(choices: _Choices, start: Numbers) -> Numbers:
+    """The parameters (F,) of the conditional logit that makes the outcomes most likely.
+
+    Where several came true, the likelihood is that of their sum. The Hessian of the denominator
+    alone bounds that of the whole, so each step goes uphill.
+    """
+    features, offsets, weights = choices.features, choices.offsets, choices.weights
+    masked = np.where(choices.outcome, 0.0, -np.inf)
+
+    def likelihood(theta: Numbers) -> tuple[float, Numbers, Numbers]:
+        logits = features @ theta + offsets
+        true = logits + masked
+        top, top_true = logits.max(axis=1), true.max(axis=1)
+        total = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
+        right = top_true + np.log(np.exp(true - top_true[:, None]).sum(axis=1))
+        value = weights @ (right - total) - _RIDGE * (theta @ theta)
+        return float(value), _shares(logits), _shares(true)
+
+    theta, (value, shares, true) = start, likelihood(start)
+    for _ in range(_STEPS):
+        mean = np.einsum("tj,tjf->tf", shares, features)
+        slope = np.einsum("t,tj,tjf->f", weights, true - shares, features) - 2 * _RIDGE * theta
+        spread = np.einsum("t,tj,tjf,tjg->fg", weights, shares, features, features, optimize=True)
+        spread -= np.einsum("t,tf,tg->fg", weights, mean, mean)
+        step = np.linalg.solve(spread + 2 * _RIDGE * np.eye(len(theta)), slope)
+        for _ in range(30):
+            better = likelihood(theta + step)
+            if better[0] >= value:
+                break
+            step = step / 2
+        else:
+            break
+        gained = better[0] - value
+        theta, (value, shares, true) = theta + step, better
+        if gained < 1e-9:
+            break
+    return theta
+
+
+def calibration_error(probabilities: Numbers, right: Right) -> float:
+    """Expected calibration error: mean |probability - share of right ones| over 15 equal bins."""
+    if not len(right):
+        return 0.0
+    order = np.argsort(probabilities, kind="stable")
+    gaps = [
+        abs(probabilities[part].mean() - right[part].mean()) * len(part)
+        for part in np.array_split(order, _BINS)
+        if len(part)
+    ]
+    return float(sum(gaps) / len(order))
 
 
 class Threshold(BaseModel):
@@ -51,98 +340,64 @@ class Threshold(BaseModel):
     search_score: float
 
 
-class Calibration(BaseModel):
-    r"""What a score is worth among the hits of a search; it never rises with the rank.
+class ViewsCurve(BaseModel):
+    """A curve for galleries with `views` images of each of about `products` products.
 
-    .. math:: P(\text{same class} \mid s, r, N) =
-        \frac{1}{1 + e^{-(a s + b - c \ln r - e \ln \frac{r + 20}{21} - d \ln (N / N_0))}}
-
-    of a hit with score s at rank r (1 is the best hit) in a gallery of N items: `slope` a,
-    `intercept` b, `rank_slope` c, `tail_slope` e (steeper where the right ones run out) and
-    `size_slope` d, all but b at least 0, and `gallery_images` N_0. Bundles from before c, d and e
-    have 0 there: every rank and gallery is alike to them.
-
-    Fitted on what searches among held-out images return: `queries` images of `classes` classes,
-    each among `gallery_images` others. The query's class is in that gallery. Of the best
-    `neighbours` hits, `positive_hits` were of the same class. `auc` is the area under the ROC curve
-    of the scores of all pairs, `auc_of_hits` that of the best hits. `calibration_error` is the
-    expected difference between the probability and the share of right ones of these hits, measured
-    on classes that the measured curve was not fitted on. `split` names the held-out images.
+    `wrong_hits` were among the ten best of the fitted searches.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    slope: float = Field(ge=0, allow_inf_nan=False)
-    intercept: float = Field(allow_inf_nan=False)
+    views: int = Field(ge=1)
+    products: int = Field(ge=1)
+    wrong_hits: int = Field(ge=MIN_WRONG)
+    curve: Curve
+
+
+FEWEST, MOST = 0.25, 2.0
+"""A curve is offered for galleries of this many times the products that it was fitted on."""
+
+_NEAREST = 1.5  # times more or fewer views than the nearest curve was fitted on
+
+
+class Calibration(BaseModel):
+    """What scores are worth on held-out images: thresholds, and a curve for each number of views.
+
+    Of `gallery_images` images of `classes` classes, none of which was trained on; `split` names
+    them. `auc` is the area under the ROC curve of the scores of all pairs, `auc_of_hits` that of
+    the best hits. `negative_pairs` are of different classes.
+    """
+
+    # Bundles of earlier versions hold the figures of another curve; their ids cover them.
+    model_config = ConfigDict(frozen=True, extra="allow")
+
     thresholds: tuple[Threshold, ...]
     split: Literal["validation", "test"]
     gallery_images: int = Field(ge=1)
     queries: int = Field(ge=1)
-    neighbours: int = Field(ge=1)
-    positive_hits: int = Field(ge=1)
-    negative_hits: int = Field(ge=0)
     negative_pairs: int = Field(ge=1)
-    calibration_error: float | None = Field(default=None, ge=0, le=1)
-    # What follows older calibrations lack; while empty it is left out, so that ids stay.
-    rank_slope: float = Field(default=0.0, ge=0, allow_inf_nan=False, exclude_if=not_)
-    tail_slope: float = Field(default=0.0, ge=0, allow_inf_nan=False, exclude_if=not_)
-    size_slope: float = Field(default=0.0, ge=0, le=1, exclude_if=not_)
-    classes: int | None = Field(default=None, ge=2, exclude_if=not_)
-    auc: float | None = Field(default=None, ge=0, le=1, exclude_if=not_)
-    auc_of_hits: float | None = Field(default=None, ge=0, le=1, exclude_if=not_)
+    classes: int | None = Field(default=None, ge=2, exclude_if=lambda classes: classes is None)
+    auc: float | None = Field(default=None, ge=0, le=1, exclude_if=lambda auc: auc is None)
+    auc_of_hits: float | None = Field(default=None, ge=0, le=1, exclude_if=lambda auc: auc is None)
+    curves: tuple[ViewsCurve, ...] = Field(default=(), exclude_if=lambda curves: not curves)
 
-    def probability(
-        self, scores: NDArray[np.floating], ranks: NDArray[np.integer] | int = 1
-    ) -> NDArray[np.float64]:
-        """The probability of each cosine similarity, any shape, at its rank, each in [0, 1]."""
-        logits = self.slope * np.asarray(scores, dtype=np.float64) + self.intercept
-        logits = logits - self.rank_slope * np.log(ranks) - self.tail_slope * log_tail(ranks)
-        # tanh does not overflow, whatever the logit.
-        probabilities: NDArray[np.float64] = 0.5 * (1.0 + np.tanh(0.5 * logits))
-        return probabilities
+    def curve_for(self, products: int, views: float) -> Curve:
+        """The curve for a gallery of so many products with `views` images each, on average.
 
-    def for_gallery(self, items: int) -> "Calibration":
-        """The same in a gallery of `items`: more of them hold more wrong ones that look alike.
-
-        A gallery smaller than the smallest that was fitted on counts as that one: it may not hold
-        the query's class at all.
+        Raises: CalibrationError with the reason, where no curve was fitted on anything like it.
         """
-        size = max(items, self.gallery_images / SMALLEST_GALLERY)
-        shift = self.size_slope * float(np.log(size / self.gallery_images))
-        return self.model_copy(update={"intercept": self.intercept - shift})
-
-
-@functools.lru_cache(maxsize=1024)
-def score_of(calibration: Calibration, probability: float) -> float | None:
-    """The least float32 in [-1, 1] whose probability is at least `probability` as the best hit.
-
-    None if even -1 has it, UNREACHABLE if not even 1 does.
-    """
-
-    def fits(score: np.float32) -> bool:
-        return bool(calibration.probability(np.array(score)) >= probability)
-
-    low, high = np.float32(-1), np.float32(1)
-    if fits(low):
-        return None
-    if not fits(high):
-        return UNREACHABLE
-    for _ in range(_STEPS):
-        middle = np.float32((float(low) + float(high)) / 2)
-        if middle in (low, high):
-            break
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return float(high)
-
-
-def near_score(calibration: Calibration, probability: float | None = None) -> float:
-    """The least cosine at which two items are of one class with this probability; without one with
-    `NEAR`, or with less where they are as like as two copies of a picture and more so than nearly
-    all pairs of other classes. `calibration` is that for the gallery as large as it is.
-    """
-    score = score_of(calibration, NEAR if probability is None else probability)
-    most = 1.0
-    if probability is None:
-        rarest = min(calibration.thresholds, key=lambda one: one.false_matches, default=None)
-        most = SAME_PICTURE if rarest is None else max(SAME_PICTURE, min(rarest.pair_score, 1.0))
-    return -1.0 if score is None else min(score, most)
+        if not self.curves:
+            raise CalibrationError("The bundle has no curve. Export the model again")
+        near = min(self.curves, key=lambda one: abs(log(one.views / max(views, 1.0))))
+        if not near.views / _NEAREST <= max(views, 1.0) <= near.views * _NEAREST:
+            fitted = ", ".join(str(one.views) for one in self.curves)
+            raise CalibrationError(
+                f"The gallery has {views:.1f} images of a product; the curves of the bundle are "
+                f"for {fitted}. Label a golden set"
+            )
+        if not FEWEST * near.products <= products <= MOST * near.products:
+            raise CalibrationError(
+                f"The gallery has {products:,} products; the curve of the bundle holds for "
+                f"{FEWEST * near.products:.0f} to {MOST * near.products:.0f}. Label a golden set"
+            )
+        return near.curve

@@ -39,6 +39,7 @@
     │   ├── StateMissingError           it was started without a folder to keep things in
     │   ├── JobNotFoundError
     │   └── JobConflictError            a job that cannot start, stop or go on in its state
+    ├── CalibrationError                scores that cannot become probabilities
     └── TrainingError                   a training job that cannot run
         ├── JobError                    a job file that does not fit its schema
         ├── DatasetError                a data set that is missing or malformed
@@ -175,6 +176,9 @@ class JobNotFoundError(StateError): ...
 
 
 class JobConflictError(StateError): ...
+
+
+class CalibrationError(KinlensError): ...
 
 
 class TrainingError(KinlensError): ...

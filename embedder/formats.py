@@ -4,8 +4,10 @@ AVIF and HEIC lie in one kind of container, whose first box names its codecs. Th
 loaded with the first such image, so that a process which never sees one pays nothing for them.
 """
 
+import contextlib
 import io
 import re
+from importlib import import_module
 
 from PIL import Image, UnidentifiedImageError
 
@@ -20,6 +22,10 @@ SUFFIXES = (
 )
 """Names that a folder walk takes for images, in any case; the content decides in the end."""
 
+_LOADED_LATE = (
+    *("MpoImagePlugin", "TiffImagePlugin", "WebPImagePlugin"),
+    *("ImageCms", "ImageColor", "ImagePalette"),
+)
 _CONTAINERS = ("AVIF", "HEIC")
 _ALWAYS = tuple(name for name in FORMATS if name not in _CONTAINERS)
 _SIGNATURES = {
@@ -64,10 +70,8 @@ def open_image(data: bytes) -> Image.Image:
         raises.
     """
     kind = format_of(data)
-    if kind == "AVIF":
-        _load_avif()
-    elif kind == "HEIC":
-        _load_heic()
+    if kind in _LOADERS:
+        _LOADERS[kind]()
     names = {"AVIF": ("AVIF",), "HEIC": ("HEIF",)}.get(kind or "", _ALWAYS)
     try:
         return Image.open(io.BytesIO(data), formats=names)
@@ -76,6 +80,28 @@ def open_image(data: bytes) -> Image.Image:
             raise
         # A damaged EXIF block, which is read at once here, says nothing about the pixels.
         return Image.open(io.BytesIO(data.replace(b"Exif", b"skip")), formats=names)
+
+
+def load_all() -> None:
+    """Load the decoders of all formats now, for a process that will not be able to open a file.
+
+    Otherwise Pillow loads parts of itself, and AVIF and HEIC their libraries, with the first image
+    that needs them.
+    """
+    Image.preinit()
+    for name in _LOADED_LATE:
+        import_module(f"PIL.{name}")
+    readable()
+
+
+def readable() -> tuple[str, ...]:
+    """The FORMATS whose decoders are installed."""
+    found = []
+    for name in FORMATS:
+        with contextlib.suppress(UnsupportedFormatError):
+            _LOADERS.get(name, Image.preinit)()
+            found.append(name)
+    return tuple(found)
 
 
 def name_of(image: Image.Image) -> str:
@@ -122,3 +148,6 @@ def _load_heic() -> None:
         register_heif_opener(
             decode_threads=1, thumbnails=False, depth_images=False, aux_images=False
         )
+
+
+_LOADERS = {"AVIF": _load_avif, "HEIC": _load_heic}

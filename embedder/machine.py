@@ -1,9 +1,11 @@
-"""What the machine has: cores and memory."""
+"""What is here: cores, memory, and the version that is installed."""
 
 import contextlib
 import functools
 import math
 import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -62,3 +64,18 @@ def memory_mb(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
         if text.isdecimal():
             limits.append(int(text))
     return min(limits) / _MIB
+
+
+def installed_version() -> str:
+    """The version in the metadata of the package; "0" for sources that were never installed."""
+    try:
+        return version("kinlens")
+    except PackageNotFoundError:
+        return "0"
+
+
+def print_version(asked: bool) -> None:
+    """What `--version` of every command does. It ends the process before any work begins."""
+    if asked:
+        sys.stdout.write(f"kinlens {installed_version()}\n")
+        raise SystemExit(0)

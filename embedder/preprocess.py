@@ -21,7 +21,7 @@ from embedder.errors import (
     InvalidParameterError,
     UnsupportedFormatError,
 )
-from embedder.formats import FORMATS, claimed_size, format_of, name_of, open_image
+from embedder.formats import claimed_size, format_of, name_of, open_image, readable
 from embedder.manifest import Interpolation, Preprocessing
 
 _EXIF_ORIENTATION = 0x0112
@@ -130,8 +130,8 @@ def decode(
         except Exception as error:
             # Pillow's decoders raise many kinds of exception on damaged data.
             raise CorruptImageError(
-                f"The {name_of(image)} image is truncated or damaged ({error}). "
-                "Export it again from its source."
+                f"The {name_of(image)} image is truncated or damaged. Export it again from its "
+                "source."
             ) from error
     return upright if box is None else _cut(upright, box)
 
@@ -236,7 +236,7 @@ def _unreadable(data: bytes) -> CorruptImageError | UnsupportedFormatError:
             "Export it again from its source."
         )
     return UnsupportedFormatError(
-        f"The content is not an image in a known format. Send one of {', '.join(FORMATS)}; "
+        f"The content is not an image in a known format. Send one of {', '.join(readable())}; "
         "the name of a file does not change its format."
     )
 

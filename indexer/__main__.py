@@ -1,7 +1,10 @@
 """kinlens-index: build galleries, change them, search them, keep them."""
 
+from typing import Annotated
+
 import typer
 
+from embedder.machine import print_version
 from indexer.commands import (
     build,
     change,
@@ -13,14 +16,22 @@ from indexer.commands import (
     verify,
 )
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Build image galleries, change, search and check them.",
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 for commands in (build, change, search, verify, duplicates, upkeep, transfer):
     app.add_typer(commands.app)
 app.add_typer(golden.app, name="golden", help="Labelled queries, and how many are answered right.")
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    """Build image galleries, change, search and check them."""
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ What is asked about items is read from the catalogue alone; the index is for sea
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,19 +17,29 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.durable import discard, hold, reach
+from embedder.durable import discard, hold, reach, write_whole
 from embedder.errors import (
     BundleMismatchError,
     GalleryBusyError,
+    GalleryConflictError,
     GalleryCorruptError,
     GalleryError,
     GalleryNotFoundError,
     GalleryWriteError,
+    InvalidParameterError,
     ItemNotFoundError,
     KinlensError,
 )
 from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, ItemId
-from indexer.catalog.attributes import Schema
+from indexer.attributes import Schema
+from indexer.calibration import (
+    CALIBRATION,
+    PRODUCTS,
+    GalleryCalibration,
+    Labelled,
+    fit_gallery,
+    fit_golden,
+)
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.entries import check_key, checked_keys, learn_kinds
 from indexer.catalog.read import CatalogView, State
@@ -47,9 +58,9 @@ from indexer.folder.manifest import (
 )
 from indexer.index.plan import IndexSettings
 from indexer.index.segment import read_manifest as read_segment_manifest
-from indexer.ingest.pictures import ItemImage, item_image
 from indexer.live.compaction import (
     CATALOG,
+    KEEP_REMOVED_S,
     SEGMENTS,
     BackgroundCompaction,
     CompactReport,
@@ -58,6 +69,7 @@ from indexer.live.compaction import (
 )
 from indexer.live.search import Searcher, numbers_of
 from indexer.live.snapshot import SnapshotKeeper
+from indexer.pictures import ItemImage, item_image
 from indexer.types import (
     AttributeFacts,
     Consistency,
@@ -74,6 +86,7 @@ from indexer.types import (
 
 _PAGE = 1000
 _REMOVED_AT_ONCE = 10_000
+_SPARSE = 10
 
 
 class Gallery(Searcher):
@@ -110,6 +123,7 @@ class Gallery(Searcher):
         super().__init__(snapshots, self.manifest.dim)
         self._image_root = image_root or Path(self.manifest.source_root)
         self._facts: tuple[int, tuple[AttributeFacts, ...]] = (-1, ())
+        self._calibration: tuple[object, GalleryCalibration | None] = (None, None)
         self._segment_size: tuple[str | None, int] = (None, 0)
         self._background: BackgroundCompaction | None = None
 
@@ -320,6 +334,100 @@ class Gallery(Searcher):
             items = [found[number] for number in sorted(found)]
             return items, view.vectors([item.id for item in items])
 
+    def sample(self, count: int) -> tuple[list[Item], Embeddings]:
+        """About `count` items at most, by ascending number, with their vectors (N, D): all of a
+        small gallery, else items of equal chance, the same ones until the gallery changes.
+        """
+        rng = np.random.default_rng(0)
+        with self._catalog.reading() as view:
+            size, last = view.state().size, view.last_id() or 0
+            if size > count and last < _SPARSE * size:
+                # To list the numbers of 10 million items takes seconds, to try some does not.
+                drawn = np.unique(rng.integers(1, last + 1, 2 * count * last // size))
+                known = np.array(sorted(view.get(drawn)), np.int64)
+            else:
+                known = view.live_ids()
+            if len(known) > count:
+                known = np.sort(rng.choice(known, count, replace=False))
+            return view.known(known), view.vectors(known)
+
+    def product_counts(
+        self, name: str, values: Sequence[AttributeValue]
+    ) -> tuple[int, int, dict[AttributeValue, int]]:
+        """How many values the attribute has, how many items have it, and of `values` each."""
+        with self._catalog.reading() as view:
+            return view.counted(name, values)
+
+    def calibration(self) -> GalleryCalibration | None:
+        """What is known of this generation; None until it was calibrated. One `stat` a call."""
+        file = self._generation / CALIBRATION
+        try:
+            found = file.stat()
+            stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if self._calibration[0] != stamp:
+                read = GalleryCalibration.model_validate_json(file.read_bytes())
+                self._calibration = (stamp, read)
+            return self._calibration[1]
+        except FileNotFoundError:  # it is derived, and may lie where nobody can write
+            return self._calibration[1] if self._calibration[0] is None else None
+        except (OSError, ValueError):
+            return self._calibration[1]
+
+    def calibrate(
+        self, product: str | None = None, on_progress: Progress = lambda _: None
+    ) -> GalleryCalibration:
+        """Fit the probabilities of hits to the items as they are now, and keep them.
+
+        `product` names the attribute that says which items show one product; by default the one
+        of the last calibration. The curve of a golden set stays until the set is run again.
+
+        Raises: InvalidParameterError for an attribute that no item has; GalleryWriteError.
+        """
+        before = self.calibration()
+        if product is not None and product not in self.schema():
+            raise InvalidParameterError(
+                f"There is no attribute {product!r}. The gallery {self.name} has "
+                f"{', '.join(self.schema()) or 'none'}."
+            )
+        if product is None and before is not None and before.product in self.schema():
+            product = before.product
+        found = fit_gallery(self, product, on_progress)
+
+        def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
+            if now is None or now.product != found.product:
+                return found
+            return found.model_copy(update={"golden": now.golden})
+
+        return self._keep(with_golden)
+
+    def calibrate_golden(self, queries: Iterable[Labelled]) -> GalleryCalibration:
+        """Fit the probabilities of hits to labelled photos, as `fit_golden`, and keep them.
+
+        Raises: GalleryError, GalleryWriteError.
+        """
+        known = self.calibration() or self.calibrate()
+        if known.product is None:
+            return known
+        golden = fit_golden(self, known.product, queries)
+
+        def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
+            other = now is not None and now.product != known.product
+            return (now or known).model_copy(update={} if other else {"golden": golden})
+
+        return self._keep(with_golden)
+
+    def _keep(
+        self, change: Callable[[GalleryCalibration | None], GalleryCalibration]
+    ) -> GalleryCalibration:
+        """Change what is kept now: another fit may have ended since this one began."""
+        kept = change(self.calibration())
+        self._calibration = (None, kept)
+        with disk_errors_explained(self._generation):
+            data = kept.model_dump_json(indent=2).encode() + b"\n"
+            write_whole(self._generation / CALIBRATION, data, "calibration")
+            (self._generation / CALIBRATION).chmod(0o644)  # others may serve the gallery
+        return kept
+
     def vectors(self, ids: Sequence[ItemId]) -> Embeddings:
         """The stored vectors (N, D) of known items."""
         with self._catalog.reading() as view:
@@ -365,15 +473,46 @@ class Gallery(Searcher):
         with self._writing() as writer:
             return writer.update(changes)
 
-    def remove(self, keys: Iterable[str]) -> int:
+    def remove(self, keys: Iterable[str], *, keep: Iterable[str] = ()) -> int:
         """Remove items by key; unknown keys are left out of the count.
+
+        With `keep`, only while one of these other keys is there: so the last copy of a product
+        stays, whoever removes another one meanwhile.
+
+        Raises: InvalidParameterError for what is not a list of texts, or a key to remove and keep;
+            GalleryConflictError if nothing of `keep` is there; GalleryWriteError; GalleryBusyError.
+        """
+        keys, keep = checked_keys(keys), checked_keys(keep)
+        if both := set(keys) & set(keep):
+            raise InvalidParameterError(
+                f"The key {min(both)!r:.200} is to be removed and in keep. Omit it from one."
+            )
+        with self._writing() as writer:
+            if keep and not writer.find(keep):
+                raise GalleryConflictError(
+                    f"Nothing was removed: none of the {len(keep):,} items to keep, such as "
+                    f"{keep[0]!r:.200}, is in the gallery any more. Look for duplicates again."
+                )
+            return writer.remove(list(writer.find(keys).values()))
+
+    def restore(self, keys: Iterable[str]) -> list[Item]:
+        """Undo the removal of the items with these keys: they come back as they were, under new
+        numbers; all that can, in one step.
+
+        Omits keys that another item has by now, and items that `compact` has erased. Of a key that
+        was removed more than once the last item comes back.
 
         Raises: InvalidParameterError for what is not a list of texts; GalleryWriteError;
             GalleryBusyError.
         """
         keys = checked_keys(keys)
         with self._writing() as writer:
-            return writer.remove(list(writer.find(keys).values()))
+            return writer.restore(keys)
+
+    def has_removed(self) -> bool:
+        """Whether `restore` can bring something back."""
+        with self._catalog.reading() as view:
+            return view.has_removed()
 
     def remove_items(self, ids: Iterable[ItemId]) -> int:
         """Remove items by number; unknown numbers are left out of the count, also those of items
@@ -421,21 +560,31 @@ class Gallery(Searcher):
         settings: IndexSettings | None = None,
         *,
         wait: bool = False,
+        keep_removed_s: float = 0.0,
         on_progress: Progress | None = None,
     ) -> CompactReport:
         """Make a new segment of all items and switch to it; searches and changes go on meanwhile.
+        Then fit the probabilities of hits to it.
+
+        What was removed is erased, unless that was in the last `keep_removed_s` seconds.
 
         Without `settings` the kind of index, its target and its device stay as they are.
 
         Raises: GalleryBusyError if another process compacts, unless this is to `wait`; PlanError,
             RecallError, GalleryWriteError, and then the old segment stays.
         """
-        return compact(
+        report = compact(
             self._generation,
             settings or self.index_settings(),
             wait=wait,
+            keep_removed_s=keep_removed_s,
             on_progress=on_progress,
         )
+        try:
+            self.calibrate()
+        except KinlensError as error:  # the compaction itself is done, and the next change retries
+            logging.getLogger(__name__).warning("calibration failed: %s", error)
+        return report
 
     def index_settings(self) -> IndexSettings:
         """How the index was made; the defaults if there is none, or it does not tell."""
@@ -450,6 +599,18 @@ class Gallery(Searcher):
         with self._catalog.reading() as view:
             return self._due(view, view.state())
 
+    def calibrate_if_outdated(self) -> None:
+        """Fit the probabilities again if a fifth of the items has come or gone since, or items got
+        an attribute that names their product.
+        """
+        known, size = self.calibration(), self.size
+        is_named = not {*PRODUCTS}.isdisjoint(self.schema())
+        if size and (
+            known is None or known.is_outdated(size) or (known.product is None and is_named)
+        ):
+            with contextlib.suppress(GalleryWriteError):  # then this process alone knows it
+                self.calibrate()
+
     def compact_in_background(
         self, on_error: Callable[[KinlensError], None] | None = None
     ) -> BackgroundCompaction:
@@ -457,7 +618,8 @@ class Gallery(Searcher):
         if self._background is None:
             self._background = BackgroundCompaction(
                 self.needs_compaction,
-                lambda on_progress: self.compact(on_progress=on_progress),
+                lambda progress: self.compact(keep_removed_s=KEEP_REMOVED_S, on_progress=progress),
+                self.calibrate_if_outdated,
                 on_error,
             )
             self._background.nudge()
@@ -496,7 +658,13 @@ class Gallery(Searcher):
         except GalleryCorruptError as damage:
             try:
                 unless = functools.partial(_is_readable, self._snapshots)
-                compact(self._generation, self.index_settings(), wait=True, unless=unless)
+                compact(
+                    self._generation,
+                    self.index_settings(),
+                    wait=True,
+                    keep_removed_s=KEEP_REMOVED_S,
+                    unless=unless,
+                )
             except GalleryError as failure:
                 damage.add_note(f"It could not be made again by itself: {failure}")
                 self.close()
@@ -578,12 +746,13 @@ def open_remote(
 
 
 def contents_held(folder: Path | str, sha256s: Sequence[str]) -> set[str]:
-    """Which of these contents the gallery in `folder` has now; its index is not opened.
+    """Which of these contents the gallery in `folder` has now, or can bring back; its index is not
+    opened.
 
     Raises: GalleryNotFoundError, GalleryCorruptError.
     """
     with catalog_view(GalleryFolder(folder).current() / CATALOG) as view:
-        return set(view.content(sha256s))
+        return {*view.content(sha256s), *view.removed_contents(sha256s)}
 
 
 def current_generation(folder: Path | str) -> str | None:
@@ -597,11 +766,6 @@ def current_manifest(folder: Path | str) -> GalleryManifest:
     Raises: GalleryNotFoundError, GalleryCorruptError.
     """
     return read_manifest(GalleryFolder(folder).current())
-
-
-def keeps_generation(folder: Path | str, names: Iterable[str]) -> bool:
-    """Whether one of these generations still lies in the gallery, be it the current one or not."""
-    return not GalleryFolder(folder).generations().isdisjoint(names)
 
 
 def pictures_folder(folder: Path | str) -> Path:

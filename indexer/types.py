@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeKind, AttributeValue, Embeddings, Hit, ItemId
-from indexer.catalog.attributes import Schema
+from indexer.attributes import Schema
 from indexer.filters.tree import Filter
 
 Ids = NDArray[np.int64]
@@ -30,11 +30,6 @@ Progress = Callable[[int], None]
 GroupScore = Literal["best", "mean"]
 """What a group is ranked by: its best item, or the mean over all its items."""
 
-
-Rerank = Literal["aqe", "reciprocal"]
-"""How the first hits are put into another order: by their likeness to the query moved towards its
-best hits (average query expansion), or by the neighbours that they share with it (k-reciprocal).
-"""
 
 CANDIDATES = 200
 """So many of the first hits, or groups, may change places; all others follow in plain order."""
@@ -61,7 +56,9 @@ _CANCELLED = 1e-3  # a combination of likes and dislikes that is shorter has no 
 class Entry:
     """An item to store: its unit vector (D,), and the sha256 (hex) of the content it was made of.
 
-    `path` is relative to the image root of the gallery; empty for an item without an image.
+    `path` is relative to the image root of the gallery; empty for an item without an image. With
+    `keeps`, attributes of a stored item that the entry does not give stay, as they are at the
+    moment of the write.
     """
 
     key: str
@@ -70,6 +67,7 @@ class Entry:
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
     path: str = ""
     format: str = ""
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +179,7 @@ class SearchOptions:
     exclude: leave out the items with these numbers.
     exact: compare with every vector, whatever the index.
     effort: how hard an approximate index tries, in place of its tuned value (efSearch or nprobe).
-    rerank, diversity, boost: another order of the first `CANDIDATES` hits, or groups; the score of
+    diversity, boost: another order of the first `CANDIDATES` hits, or groups; the score of
         a hit stays its cosine similarity. Diversity d in [0, 1]: next comes the hit with the
         highest (1 - d) * its score - d * its similarity to the most similar hit before it.
     checkpoint: called between pieces of the work; what it raises ends the search.
@@ -195,7 +193,6 @@ class SearchOptions:
     exclude: frozenset[ItemId] = frozenset()
     exact: bool = False
     effort: int | None = None
-    rerank: Rerank | None = None
     diversity: float = 0.0
     boost: Boost | None = None
     checkpoint: Callable[[], None] = field(default=go_on, compare=False, repr=False)
@@ -203,7 +200,7 @@ class SearchOptions:
     @property
     def reorders(self) -> bool:
         """Whether hits come in another order than that of their scores."""
-        return bool(self.rerank or self.diversity or self.boost)
+        return bool(self.diversity or self.boost)
 
 
 @dataclass(frozen=True, slots=True)

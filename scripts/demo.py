@@ -13,9 +13,11 @@ of products and searches among products that the model has never seen.
 
 import argparse
 import contextlib
+import json
 import shutil
 import sys
 import time
+import urllib.request
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 
 from demo_steps import (
     DemoError,
+    fetch,
     free_port,
     keep_open,
     kinlens,
@@ -42,6 +45,7 @@ from indexer.ingest.sources import folder_source
 WORK = Path(".kinlens/demo")
 MIN_RECALL = 0.6  # of the rendered products; guessing gives 0.04, a colour histogram 0.32
 MAX_QUERIES = 400
+MAX_DOUBT = 0.08  # between what the best hits say, on average, and how many are right
 MIN_CLASSES = 4  # half of them are held out, and a search needs more than one
 
 
@@ -66,8 +70,12 @@ def main() -> int:
         else:
             bundle, queries = own_images(options.images, options.bundle, options.weights)
         places = ("--bundle", str(bundle), "--gallery", f"demo={WORK / 'gallery'}")
+        if options.images is None:  # every query's product is in the gallery
+            places += ("--no-match-prior", "0")
         with served(port, *places, "--state", str(WORK / "state")) as server:
             passed = ask(f"http://127.0.0.1:{port}", queries, options.images is None)
+            if queries[0].product is not None:
+                say(verdict())
             say(f"The whole road took {time.monotonic() - started:.0f} s.")
             if not options.check:
                 keep_open(server, port)
@@ -105,9 +113,10 @@ def own_images(images: Path, bundle: Path | None, weights: str | None) -> tuple[
         train("shop", run, bundle, *changes)
         unseen = read_list(run / "test.csv")
     elif bundle is None:
+        found = f"only {len(classes)}" if classes else "no"
         say(
-            f"{len(classes)} folders of 2 images or more; a training needs {MIN_CLASSES}, "
-            "so a pretrained network is used as it is."
+            f"{images} has {found} sub-folders with 2 images or more. A training needs "
+            f"{MIN_CLASSES}, so a pretrained network is used without one."
         )
         bundle = WORK / "bundle"
         export(bundle, "--backbone", "mobilenet_v2", *(["--weights", weights] if weights else []))
@@ -163,19 +172,52 @@ def ask(url: str, queries: list[Query], rendered: bool) -> bool:
     step = max(len(queries) // MAX_QUERIES, 1)
     asked = queries[::step]
     say(f"{len(asked)} queries over HTTP ...")
-    right = 0
+    right, said = 0, []
     for query in asked:
         hits = search(url, query.path, k=6)["hits"]
         wanted = query.product or query.key
         found = (others(query, hits) if query.product else hits)[:1]
-        right += any(wanted in (hit["key"], hit["attributes"].get("class")) for hit in found)
+        is_right = [wanted in (hit["key"], hit["attributes"].get("class")) for hit in found]
+        right += any(is_right)
+        said += [
+            (hit["probability"], good)
+            for hit, good in zip(found, is_right, strict=True)
+            if hit["probability"] is not None
+        ]
     show_one(url, asked[len(asked) // 3])
     recall = right / len(asked)
     say(f"recall@1: {100 * recall:.1f} % ({what(asked[0])})")
+    if rendered and not probabilities_hold(url, said):  # own images are in the gallery themselves
+        return False
     if rendered and recall < MIN_RECALL:
         say(f"That is below {100 * MIN_RECALL:.0f} %: something is broken.")
         return False
     return rendered or recall >= (0.95 if asked[0].product is None else 0.01)
+
+
+def verdict() -> str:
+    """Whether the training of this demo helped."""
+    result = json.loads((WORK / "run" / "result.json").read_text(encoding="utf-8"))
+    return f"The training. {result['verdict']}"
+
+
+def probabilities_hold(url: str, said: list[tuple[float, bool]]) -> bool:
+    """Print what the best hits said and what was true; whether both are near enough."""
+    about = fetch(urllib.request.Request(f"{url}/galleries/demo"))
+    if not said:
+        say(f"No probabilities: {about['no_calibration']}")
+        return False
+    likely = sum(probability for probability, _ in said) / len(said)
+    true = sum(good for _, good in said) / len(said)
+    known = about["calibration"]
+    say(
+        f"Probability of the best hit: said {likely:.3f}, true {true:.3f} (source: "
+        f"{known['source']}, {known['products']} products with {known['views']:.1f} images each)"
+    )
+    if abs(likely - true) > MAX_DOUBT:
+        print(f"  They differ by more than {MAX_DOUBT}.")
+        return False
+    return True
 
 
 def what(query: Query) -> str:

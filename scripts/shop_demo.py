@@ -1,4 +1,4 @@
-"""A public product data set as a shop: gallery, sample queries on the page, recall and the paper's.
+"""A public product data set as a shop: gallery, page, queries to try, recall next to the paper's.
 
     make demo-inshop ROOT=/data/in-shop            In-Shop: its gallery, asked with its queries
     make demo-sop ROOT=/data/Stanford_Online_Products    SOP: its test images, leave one out
@@ -35,7 +35,7 @@ from demo_steps import (
 )
 
 CLIENTS = 4
-SAMPLES = 24
+SHOWN = 3
 PRODUCT_QUERIES = 1000
 Row = dict[str, str]
 Published = Sequence[tuple[str, Sequence[float]]]
@@ -142,10 +142,8 @@ def main() -> int:
         bundle = options.bundle or trunk(work, options.weights)
         images, gallery, queries = demo.lists(root, work, options.allow_partial)
         build(work, bundle, images, gallery)
-        samples = copy_samples(work, images, queries)
         places = ("--bundle", str(bundle), "--gallery", f"{work.name}={work / 'gallery'}")
-        kept = ("--samples", str(samples), "--state", str(work / "state"))
-        with served(port, *places, *kept) as server:
+        with served(port, *places, "--state", str(work / "state")) as server:
             url = f"http://127.0.0.1:{port}"
             recall = ask(url, demo, images, queries, options.queries)
             by_product: Recall = {}
@@ -157,6 +155,7 @@ def main() -> int:
             print_table(demo, recall, by_product, bundle, is_part)
             guess = chance(gallery, queries)
             say(f"The whole road took {time.monotonic() - started:.0f} s.")
+            offer(images, queries)
             if not options.check:
                 keep_open(server, port)
     except DemoError as error:
@@ -202,15 +201,11 @@ def build(work: Path, bundle: Path, images: Path, gallery: list[Row]) -> None:
     )  # fmt: skip
 
 
-def copy_samples(work: Path, images: Path, queries: list[Row]) -> Path:
-    """A few queries, spread evenly, for the page to offer."""
-    folder = work / "samples"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for number, row in enumerate(spread(queries, SAMPLES)):
-        path = images / row["path"]
-        shutil.copyfile(path, folder / f"{number:02d}-{row['class']}{path.suffix.lower()}")
-    return folder
+def offer(images: Path, queries: list[Row]) -> None:
+    """Name a few queries, spread evenly, to drop on the page."""
+    say("Click an item on the page, or drop one of the query pictures on it:")
+    for row in spread(queries, SHOWN):
+        print((images / row["path"]).resolve())
 
 
 def ask(

@@ -6,9 +6,7 @@ from service.commands import check, feedback, keys, serve
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
-_EXAMPLE = (
-    "Example: [bold]kinlens-serve --bundle runs/shop/bundle --gallery shop=galleries/shop[/bold]"
-)
+_EXAMPLE = "Example: [bold]kinlens-serve --bundle bundles/shop --gallery shop=galleries/shop[/bold]"
 
 app.callback(invoke_without_command=True, epilog=_EXAMPLE)(serve.serve)
 app.command()(check.check)

@@ -2,12 +2,11 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, HTMLResponse
 from fastapi.routing import iter_route_contexts
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -15,6 +14,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Lifespan
 
 from embedder.errors import KinlensError
+from embedder.machine import installed_version
 from embedder.session import Embedder
 from service.access.rates import RateLimits
 from service.api import (
@@ -28,6 +28,7 @@ from service.api import (
     search,
 )
 from service.api import galleries as gallery_routes
+from service.encoding.cache import Cache
 from service.galleries.locations import Gallery
 from service.http.bodies import BodyLimit, ClientGoneError
 from service.http.gate import Gate, bounds_of, open_rates
@@ -36,10 +37,10 @@ from service.observe.metrics_shared import kept_fresh
 from service.observe.tracing import Tracing, open_tracing
 from service.problems import from_error, from_gone, from_http
 from service.runtime import Runtime, build_runtime
-from service.search.cache import Cache
 from service.settings import Settings
 
 _UI = Path(__file__).parent / "ui"
+_ADMIN_LINK = 'id="admin-link"'
 
 
 def create_app(
@@ -55,13 +56,14 @@ def create_app(
     Raises: BundleError, GalleryError.
     """
     settings = settings or Settings()
-    tracing = open_tracing(settings.otlp_endpoint, _version())
+    tracing = open_tracing(settings.otlp_endpoint, installed_version())
     runtime = build_runtime(settings, embedder, galleries, cache)
     rates = open_rates(settings)
     app = FastAPI(
         title="Kinlens",
         description="Upload an image, get the most similar items of a gallery.",
-        version=_version(),
+        version=installed_version(),
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         telemetry=tracing.telemetry(),
@@ -90,7 +92,7 @@ def create_app(
         app.router.routes.extend(
             context.original_route for context in iter_route_contexts(router.routes)
         )
-    _add_page(app)
+    _add_page(app, settings.admin_link)
     install_openapi(app)
     return app
 
@@ -106,7 +108,7 @@ def _middleware(runtime: Runtime, rates: RateLimits) -> list[Middleware]:
             BodyLimit,
             bounds=bounds_of(settings),
             timeout_s=settings.body_timeout_ms / 1e3,
-            max_concurrent=settings.max_concurrent_uploads,
+            max_held_bytes=settings.max_held_bytes,
         ),
     ]
 
@@ -126,20 +128,16 @@ def _lifespan(runtime: Runtime, rates: RateLimits, tracing: Tracing) -> Lifespan
     return lifespan
 
 
-def _add_page(app: FastAPI) -> None:
+def _add_page(app: FastAPI, admin_link: bool) -> None:
+    start = _UI / "search" / "index.html"
+    linked = start.read_text(encoding="utf-8").replace(f"{_ADMIN_LINK} hidden", _ADMIN_LINK)
+
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(_UI / "search" / "index.html")
+    async def page() -> Response:
+        return HTMLResponse(linked) if admin_link else FileResponse(start)
 
     @app.api_route("/admin", methods=["GET", "HEAD"], include_in_schema=False)
     async def admin() -> FileResponse:
         return FileResponse(_UI / "admin" / "index.html")
 
     app.mount("/ui", StaticFiles(directory=_UI))
-
-
-def _version() -> str:
-    try:
-        return version("kinlens")
-    except PackageNotFoundError:
-        return "0"

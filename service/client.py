@@ -4,7 +4,7 @@
         for hit in client.search("shoe.jpg", k=5).hits:
             print(hit.key, hit.score)
 
-Answers are the models of `service.api.models`, failures the tree of `service.client_errors`;
+Answers are the models of `service.models`, failures the tree of `service.client_errors`;
 docs/client.md has more examples. Each call is written once, as a coroutine. `AsyncKinlens` has it
 as it is. `Kinlens` runs it to its end: there it never stops half-way, since what it awaits (an
 answer, a pause) is waited for in the thread.
@@ -28,9 +28,9 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 import httpx
 
 from embedder.types import AttributeValue
-from indexer.checks.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns
+from indexer.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns
 from service import client_calls as calls
-from service.api import models as api
+from service import models as api
 from service.client_calls import Attributes, Crop, Filter, Image, Images, NewItem, Part, Query
 from service.client_errors import (
     AnswerError,
@@ -135,6 +135,8 @@ class _Client:
         key = (key or "").strip()  # a key from a file ends with a line break
         if not key.isprintable():
             raise ArgumentError(_ODD_KEY)
+        if not url.lower().startswith(("http://", "https://")):
+            raise ArgumentError(f"url = {url!r} has no scheme. Write http://{url}, or https://.")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._retries = max(retries, 0)
         try:
@@ -189,9 +191,9 @@ class _Client:
             except httpx.RequestError as error:
                 if is_last:
                     raise ConnectionFailedError(
-                        f"{method} {request.url.path} got no answer: "
-                        f"{str(error) or type(error).__name__}. Is the service running at this "
-                        "address, and is the timeout long enough?"
+                        f"{method} {request.url.copy_with(query=None)} got no answer: "
+                        f"{str(error).rstrip('.') or type(error).__name__}. Is the service running "
+                        "at this address, and is the timeout long enough?"
                     ) from error
             else:
                 if is_last or response.status_code not in _AGAIN - {*accepted}:
@@ -235,28 +237,12 @@ class AsyncKinlens(_Client):
         """The metrics in the text format of Prometheus."""
         return (await self._send(bytes, "GET", "metrics")).decode()
 
-    async def samples(self) -> api.SamplesAnswer:
-        """The sample queries."""
-        return await self._send(api.SamplesAnswer, "GET", "samples")
-
-    async def sample(self, number: int) -> bytes:
-        """The picture of a sample query."""
-        return await self._send(bytes, "GET", "samples", number)
-
     async def search(
         self, images: Images = (), **options: Unpack[calls.ImageSearchOptions]
     ) -> api.SearchAnswer:
         """The items most like the mean of the images, crops and positives."""
         parts = await self._aside(calls.search_form, images, options)
         return await self._send(api.SearchAnswer, "POST", "search", parts=parts)
-
-    async def search_each(
-        self, images: Images = (), **options: Unpack[calls.ImageSearchOptions]
-    ) -> api.BatchAnswer:
-        """As `search`, with an answer for each image and crop."""
-        parts = await self._aside(calls.search_form, images, options)
-        parts.append(("combine", (None, "separate")))
-        return await self._send(api.BatchAnswer, "POST", "search", parts=parts)
 
     async def search_batch(self, queries: Sequence[Query]) -> api.BatchAnswer:
         """Several searches at once; each fails alone."""
@@ -320,8 +306,10 @@ class AsyncKinlens(_Client):
     async def put(
         self, gallery: str, key: str, image: Image, attributes: Attributes | None = None
     ) -> api.PutAnswer:
-        """Add an item, or replace the one with this key."""
-        item = NewItem(key, image, attributes or {})
+        """Add an item, or replace the one with this key. Without attributes those that it has stay;
+        {} clears them.
+        """
+        item = NewItem(key, image, attributes)
         _, parts = await self._aside(next, calls.put_forms([item], 1))
         return await self._send(api.PutAnswer, "PUT", "galleries", gallery, "items", parts=parts)
 
@@ -412,12 +400,10 @@ class AsyncKinlens(_Client):
         *,
         offset: int = 0,
         limit: int = 50,
-        min_probability: float | None = None,
         min_score: float | None = None,
     ) -> api.DuplicatesAnswer:
         """Groups of items that show one product, in a gallery of up to 10,000 items."""
-        least = {"min_probability": min_probability, "min_score": min_score}
-        query = {"offset": offset, "limit": limit, **least}
+        query = {"offset": offset, "limit": limit, "min_score": min_score}
         path = ("galleries", gallery, "duplicates")
         return await self._send(api.DuplicatesAnswer, "GET", *path, query=query)
 
@@ -436,10 +422,20 @@ class AsyncKinlens(_Client):
         path = ("galleries", gallery, "items")
         return await self._send(api.PatchAnswer, "PATCH", *path, json={"changes": changes})
 
-    async def remove(self, gallery: str, keys: Sequence[str]) -> api.RemoveAnswer:
-        """Remove items by key; unknown keys are not counted."""
+    async def remove(
+        self, gallery: str, keys: Sequence[str], *, keep: Sequence[str] = ()
+    ) -> api.RemoveAnswer:
+        """Remove items by key; unknown keys are not counted. With `keep`, only while one of these
+        other keys is there: the last copy of a product stays.
+        """
         path = ("galleries", gallery, "items", "delete")
-        return await self._send(api.RemoveAnswer, "POST", *path, json={"keys": list(keys)})
+        which = {"keys": list(keys), "keep": list(keep)}
+        return await self._send(api.RemoveAnswer, "POST", *path, json=which)
+
+    async def restore(self, gallery: str, keys: Sequence[str]) -> api.RestoreAnswer:
+        """Undo the removal of the items with these keys, for a day or until `compact`."""
+        path = ("galleries", gallery, "items", "restore")
+        return await self._send(api.RestoreAnswer, "POST", *path, json={"keys": list(keys)})
 
     async def remove_where(self, gallery: str, filter: Filter) -> api.RemoveAnswer:
         """Remove all items that fit a filter."""
@@ -603,10 +599,7 @@ class Kinlens(_Client):
     live = _blocking(AsyncKinlens.live)
     ready = _blocking(AsyncKinlens.ready)
     metrics = _blocking(AsyncKinlens.metrics)
-    samples = _blocking(AsyncKinlens.samples)
-    sample = _blocking(AsyncKinlens.sample)
     search = _blocking(AsyncKinlens.search)
-    search_each = _blocking(AsyncKinlens.search_each)
     search_batch = _blocking(AsyncKinlens.search_batch)
     similar = _blocking(AsyncKinlens.similar)
     feedback = _blocking(AsyncKinlens.feedback)
@@ -626,6 +619,7 @@ class Kinlens(_Client):
     patch = _blocking(AsyncKinlens.patch)
     remove = _blocking(AsyncKinlens.remove)
     remove_where = _blocking(AsyncKinlens.remove_where)
+    restore = _blocking(AsyncKinlens.restore)
     remove_item = _blocking(AsyncKinlens.remove_item)
     golden = _blocking(AsyncKinlens.golden)
     add_golden = _blocking(AsyncKinlens.add_golden)

@@ -4,7 +4,7 @@ import base64
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypedDict, TypeVar
 from urllib.parse import quote
@@ -13,8 +13,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from embedder.types import AttributeValue
-from service.api.models import Problem, PutAnswer, PutResult
 from service.client_errors import AnswerError, ArgumentError, ImageReadError, problem_error
+from service.models import Problem, PutAnswer, PutResult
 
 T = TypeVar("T")
 
@@ -54,7 +54,6 @@ class SearchOptions(TypedDict, total=False):
     distinct: bool | Literal["near"] | None
     exact: bool | None
     facets: Sequence[str] | None
-    rerank: Literal["aqe", "reciprocal"] | None
     diversity: float | None
     boost: str | None
 
@@ -101,11 +100,14 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class NewItem:
-    """An item to be put: `NewItem("hats/1", "hat.jpg", {"price": 9.5})`."""
+    """An item to be put: `NewItem("hats/1", "hat.jpg", {"price": 9.5})`.
+
+    Attributes replace those that are stored under the key; None keeps them, {} clears them.
+    """
 
     key: str
     image: Image
-    attributes: Attributes = field(default_factory=dict)
+    attributes: Attributes | None = None
 
 
 def address(*parts: str | int) -> str:
@@ -175,7 +177,8 @@ def put_forms(items: Iterable[NewItem], count: int) -> Iterator[tuple[list[str],
     parts: list[Part] = []
     size = 0
     for item in items:
-        image, attributes = _file(item.image), json_of(dict(item.attributes))
+        given = None if item.attributes is None else dict(item.attributes)
+        image, attributes = _file(item.image), json_of(given)
         texts = 4 * (len(item.key) + len(attributes))  # bytes of a character, at most
         added = len(image[1][1]) + texts + 3 * _PART_BYTES
         if keys and (len(keys) == count or size + added > _MAX_BYTES):

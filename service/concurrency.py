@@ -6,6 +6,7 @@ What waits for a thread is bounded, and work that hangs holds up no exit.
 import asyncio
 import contextlib
 import contextvars
+import functools
 import math
 import threading
 import time
@@ -180,6 +181,37 @@ class BoundedPool:
     def close(self) -> None:
         """Drop what waits; what hangs ends with the process."""
         self._threads.close()
+
+
+class OwnThreads:
+    """A thread for each key at most: a call that hangs costs one, and holds up no other key."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._running: dict[object, Future[Any]] = {}
+
+    async def run(self, key: object, work: Callable[[], T], limit_s: float | None) -> T:
+        """The result of `work`, or of the call for `key` that is under way. Belongs to one event
+        loop. Raises: TimeoutError after `limit_s`, if there is a limit; the call goes on.
+        """
+        future: Future[T] | None = self._running.get(key)
+        if future is None or future.done():
+            future = self._running[key] = Future()
+            target = functools.partial(self._call, key, work, future)
+            threading.Thread(target=target, name=f"kinlens-{self._name}", daemon=True).start()
+        async with asyncio.timeout(limit_s):
+            return await asyncio.shield(asyncio.wrap_future(future))
+
+    def _call(self, key: object, work: Callable[[], T], future: Future[T]) -> None:
+        future.set_running_or_notify_cancel()  # so that nobody who leaves cancels it for others
+        try:
+            result = work()
+        except BaseException as error:
+            self._running.pop(key, None)
+            future.set_exception(error)
+        else:
+            self._running.pop(key, None)
+            future.set_result(result)
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +14,28 @@ from embedder.errors import GalleryNotFoundError
 from embedder.session import Embedder
 from service.access.keys import KeyStore, open_keys
 from service.concurrency import BoundedPool, within
+from service.encoding.cache import Cache, LruCache
+from service.encoding.lanes import Lanes, create_decoder
+from service.encoding.model import Encoder, Models
+from service.encoding.redis_cache import RedisStore
+from service.encoding.sandbox import Layer, absences, holding
 from service.galleries.feedback import FeedbackStore, open_feedback
 from service.galleries.items import Items
 from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from service.galleries.managed import ManagedGalleries
-from service.galleries.migration import bring_over
 from service.galleries.pictures import Sweeper
 from service.galleries.registry import Registry
 from service.galleries.renditions import Renditions
+from service.health import Health
 from service.jobs.manager import JobManager
-from service.observe.health import Health
 from service.observe.metrics import Metrics
-from service.observe.observer import Observer, publish
-from service.search.cache import Cache, LruCache
-from service.search.lanes import Lanes, create_decoder
-from service.search.model import Encoder, Models
+from service.observer import Observer, publish
 from service.search.pipeline import Pipeline, RecallSampler
-from service.search.redis_cache import RedisStore
 from service.settings import Settings
 
 T = TypeVar("T")
 _WRITERS = 2  # a catalogue has one writer at a time; the other one prepares
+_BODY_READERS = 2  # they compute in Python, so more would only take its lock from searches
 _FILES_PER_SEARCH = 16  # a page of results asks for that many pictures at once; each is short
 
 
@@ -76,6 +77,7 @@ class Runtime:
         await self.lanes.start()
         await asyncio.to_thread(self.cache.start)
         await self.registry.start(self.settings.reload_interval_ms / 1e3)
+        _log_sandbox(self.lanes.layers)  # known, since the models have embedded an image
         if self.sweeper is not None:
             self.sweeper.start()
         if self.jobs is not None:
@@ -137,9 +139,9 @@ def build_runtime(
     registry, models = open_registry(settings, connect, metrics, embedder, galleries)
     jobs = None if settings.state is None else JobManager(settings)
     count_jobs = dict if jobs is None else jobs.store.counts
-    observer = Observer(registry, models, pools["lookup"], limit_s, count_jobs)
+    health = Health(registry, models, settings.ready_timeout_ms / 1e3)
+    observer = Observer(metrics, registry, models, health, count_jobs)
     metrics.add(observer)
-    health = Health(registry, models, pools["lookup"], settings.ready_timeout_ms / 1e3)
     publish(metrics, lanes, cache, health)
     sampler = RecallSampler(registry, metrics, settings.recall_sample)
     feedback = None if settings.feedback == "off" else open_feedback(settings)
@@ -153,7 +155,9 @@ def build_runtime(
         pools=pools,
         lanes=lanes,
         renditions=_create_renditions(settings, lanes),
-        searching=Pipeline(registry, lanes, cache, metrics, sampler, limit_s),
+        searching=Pipeline(
+            registry, lanes, cache, metrics, sampler, limit_s, settings.no_match_prior
+        ),
         sampler=sampler,
         health=health,
         observer=observer,
@@ -161,9 +165,24 @@ def build_runtime(
         items=Items(registry, pools["write"], limit_s, puts=settings.state is not None),
         sweeper=None if settings.state is None else Sweeper(settings.state, registry.folders, tidy),
         feedback=feedback,
-        managed=ManagedGalleries(registry, models, settings.state, pools["write"], jobs, limit_s),
+        managed=ManagedGalleries(
+            registry,
+            models,
+            settings.state,
+            pools["write"],
+            (lambda _: None) if jobs is None else jobs.store.active_in,
+            limit_s,
+        ),
         jobs=jobs,
     )
+
+
+def _log_sandbox(layers: Sequence[Layer]) -> None:
+    log, absent = structlog.get_logger(), absences(layers)
+    if absent:
+        log.warning("decoder sandbox", layers=holding(layers), absent=absent)
+    else:
+        log.info("decoder sandbox", layers=holding(layers))
 
 
 def _create_lanes(settings: Settings) -> Lanes:
@@ -181,9 +200,11 @@ def _create_renditions(settings: Settings, lanes: Lanes) -> Renditions:
 def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
     waiting = _FILES_PER_SEARCH * settings.queue_size
     return {
+        "body": BoundedPool("body", _BODY_READERS, settings.queue_size),
         "lookup": BoundedPool("lookup", settings.lanes, waiting),
         "write": BoundedPool("write", _WRITERS, settings.queue_size),
         "file": BoundedPool("file", settings.lanes, waiting),
+        "filter": BoundedPool("filter", 1, settings.queue_size),
         "feedback": BoundedPool("feedback", 1, settings.queue_size),
     }
 
@@ -217,10 +238,7 @@ def open_registry(
     primary = bundles.primary()
     models = Models(bundles.open, connect)
     locations = Locations(settings, galleries)
-    found = locations.list_galleries()
-    if settings.state is not None:
-        bring_over(settings.state, [one.path for one in found if one.path is not None])
-    elif not found:
+    if settings.state is None and not locations.list_galleries():
         raise GalleryNotFoundError(
             "No gallery was given. Name at least one folder with --gallery or KINLENS_GALLERIES, "
             "or a folder for those that are made while the service runs with --state."

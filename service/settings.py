@@ -14,16 +14,18 @@ from embedder.errors import InvalidParameterError
 from embedder.machine import core_count
 from embedder.manifest import AskedPrecision
 from embedder.preprocess import ImageLimits
+from indexer.calibration import DEFAULT_PRIOR
 from indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address
 from service.access.keys import Scope
 from service.access.rates import parse_network, parse_rates
-from service.api.models import FeedbackMode
-from service.search.redis_cache import check_url
+from service.models import FeedbackMode
+from service.redis import check_url
 
 ANY_HOST = "*"
 MAX_HITS = 100_000
 """Hits that one request may ask for, in all its queries."""
 
+_FORM_BYTES = 64 * 2**10  # what is around the images of a body
 _MOST_VIEWS = 256
 START_WORDS = ("imagenet", "none", "current")
 """What a training may start from without a setting: published, random, the gallery's own model."""
@@ -144,7 +146,6 @@ class Settings(BaseSettings):
     image_roots: Places = ()
     pictures: Places = ()
     state: Path | None = None
-    samples: Path | None = None
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     allowed_hosts: Annotated[Words, _each(_check_host)] = ()
@@ -168,8 +169,8 @@ class Settings(BaseSettings):
     max_side_px: int = Field(default=16384, ge=1)
     default_k: int = Field(default=20, ge=1)
     max_k: int = Field(default=10_000, ge=1, le=10_000)
-    max_concurrent_uploads: int = Field(default=64, ge=1)
     max_batch_bytes: int = Field(default=64 * 2**20, ge=1)
+    max_held_bytes: int = Field(default=256 * 2**20, ge=1)
     max_images: int = Field(default=32, ge=1)
     max_crops: int = Field(default=16, ge=1)
     max_batch_queries: int = Field(default=64, ge=1)
@@ -182,7 +183,10 @@ class Settings(BaseSettings):
     decode_memory_mb: int = Field(default=1024, ge=256)
     decode_timeout_ms: int = Field(default=5_000, ge=1)
     recall_sample: int = Field(default=1_000, ge=0)
+    no_match_prior: float = Field(default=DEFAULT_PRIOR, ge=0, lt=1, allow_inf_nan=False)
     reload_interval_ms: int = Field(default=1_000, ge=10)
+
+    admin_link: bool = False
 
     feedback: FeedbackMode = "off"
     feedback_max_rows: int = Field(default=100_000, ge=1)
@@ -227,6 +231,17 @@ class Settings(BaseSettings):
     def _default_k_fits(self) -> Self:
         if self.default_k > self.max_k:
             raise ValueError(f"default_k = {self.default_k} is above max_k = {self.max_k}")
+        return self
+
+    @model_validator(mode="after")
+    def _largest_body_fits(self) -> Self:
+        largest = max(self.max_upload_bytes, self.max_batch_bytes) + _FORM_BYTES
+        if self.max_held_bytes < largest:
+            raise ValueError(
+                f"max_held_bytes = {self.max_held_bytes:,} is below the {largest:,} bytes of the "
+                "largest body, so that body is always refused; raise KINLENS_MAX_HELD_BYTES, or "
+                "lower KINLENS_MAX_UPLOAD_BYTES and KINLENS_MAX_BATCH_BYTES"
+            )
         return self
 
     @model_validator(mode="after")

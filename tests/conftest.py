@@ -33,7 +33,7 @@ LONGEST_FIRST = (
     "training/test_cli.py",
     "galleries/test_milvus_served.py",
     "http/test_schemathesis.py",
-    "tests/test_pipeline.py",
+    "promises/test_documents.py",
     "tests/test_golden.py",
     "cli/test_soak.py",
 )

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +31,11 @@ ONLY_IN = {
 }
 FACADE = (
     "indexer.gallery",
+    "indexer.calibration",
     "indexer.types",
+    "indexer.golden",
+    "indexer.intervals",
+    "indexer.pictures",
     "indexer.filters.",
     "indexer.ingest.",
     "indexer.checks.",
@@ -98,20 +102,40 @@ def test_training_runs_no_model_beside_the_embedder() -> None:
             assert all(i.startswith("onnxruntime.quantization") for i in used), f"{name}: {used}"
 
 
-def test_there_are_no_cycles() -> None:
-    known = modules()
-    graph = {name: imports(path) & known.keys() - {name} for name, path in known.items()}
+def cycle(graph: Mapping[str, Set[str]]) -> list[str]:
+    """One way from a node back to itself, or nothing."""
     done: set[str] = set()
 
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, f"cycle: {' -> '.join((*trail, name))}"
-        if name not in done:
-            for imported in sorted(graph[name]):
-                visit(imported, (*trail, name))
-            done.add(name)
+    def visit(name: str, trail: list[str]) -> list[str]:
+        if name in trail:
+            return [*trail[trail.index(name) :], name]
+        if name in done:
+            return []
+        done.add(name)
+        ways = (visit(other, [*trail, name]) for other in sorted(graph[name]))
+        return next((way for way in ways if way), [])
 
-    for name in graph:
-        visit(name, ())
+    return next((way for way in (visit(name, []) for name in graph) if way), [])
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    known = modules()
+    graph = {name: imports(path) & known.keys() - {name} for name, path in known.items()}
+    assert cycle(graph) == []
+
+
+def test_packages_do_not_import_each_other_in_circles() -> None:
+    """A folder is one node; a module next to the folders of its room is one of its own."""
+    known = {name: path for name, path in modules().items() if path.stem != "__init__"}
+    node_of = {
+        name: name if len(path.relative_to(ROOT).parts) == 2 else name.rpartition(".")[0]
+        for name, path in known.items()
+    }
+    graph: dict[str, set[str]] = {node: set() for node in node_of.values()}
+    for name, path in known.items():
+        graph[node_of[name]] |= {node_of[other] for other in imports(path) & known.keys()}
+    assert cycle({node: others - {node} for node, others in graph.items()}) == []
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
 TRAINING = ("torch", "torchvision", "onnx", "matplotlib")
@@ -126,7 +150,7 @@ SERVING = ("fastapi", "uvicorn", "faiss", "onnxruntime", "redis", "torch")
         ("service", TRAINING),
         ("service.client", ("starlette", *SERVING)),
         ("training.__main__", (*TRAINING, "scipy", "pandas")),
-        ("service.search.decode_worker", ("structlog", "indexer", *SERVING)),
+        ("service.encoding.decode_worker", ("structlog", "indexer", *SERVING)),
     ],
 )
 def test_a_part_loads_nothing_heavy_that_it_does_not_need(part: str, heavy: tuple[str]) -> None:

@@ -22,7 +22,7 @@ from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
-from service.http.processes import GRACE_S
+from service.commands.processes import GRACE_S
 from service.settings import Settings
 from tests.support.dockerfiles import ROOT, Scratch, environment, parse
 from tests.support.seams import Locations

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from embedder.bundle import Bundle
+from embedder.errors import CalibrationError
 from embedder.session import OnnxEmbedder, SessionSettings
 from training.__main__ import app
 
@@ -41,13 +42,14 @@ def test_a_stored_bundle_opens_in_all_its_precisions(stored: Path) -> None:
         assert cosines.min() > 0.99
 
 
-def test_a_stored_calibration_says_the_same(stored: Path) -> None:
+def test_a_stored_calibration_keeps_its_thresholds_and_asks_for_another_export(
+    stored: Path,
+) -> None:
     calibration = Bundle.open(stored / "bundle").manifest.calibration
     assert calibration is not None
-    said = calibration.for_gallery(1_430).probability(np.array([0.5, 0.9]), np.array([1, 30]))
-    logits = 12 * np.array([0.5, 0.9]) - 6 - 0.7 * np.log(10)
-    logits -= 0.2 * np.log([1, 30]) + 0.5 * np.log([1, 50 / 21])
-    assert said == pytest.approx(1 / (1 + np.exp(-logits)), abs=2e-3)
+    assert all(one.search_score > one.pair_score for one in calibration.thresholds)
+    with pytest.raises(CalibrationError, match="Export the model again"):
+        calibration.curve_for(100, 2.0)
 
 
 def kinlens_train(*arguments: object) -> str:

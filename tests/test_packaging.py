@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,21 @@ def test_every_make_target_is_on_the_page_of_those_who_need_it() -> None:
     assert len(targets) > 10
 
 
+INTERNALS_USED = ("fastapi", "httptools", "prometheus-client", "starlette", "uvicorn")
+
+
+def test_packages_whose_internals_are_used_are_pinned_to_the_minor_version() -> None:
+    known = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    asked = {name_of(requirement): requirement for requirement in PROJECT["dependencies"]}
+    for name in INTERNALS_USED:
+        major, minor = known[name].split(".")[:2]
+        assert asked[name] == f"{name}>={major}.{minor},<{major}.{int(minor) + 1}"
+
+
 COMMANDS = sorted(
     {
         line.split("#")[0].strip()
@@ -80,6 +96,13 @@ def test_every_command_of_a_page_has_the_options_it_uses(command: str) -> None:
             break
     for option in re.findall(r"(--[a-z-]+)", command):
         assert option in shown.output, f"{option} of `{command}`"
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_every_command_prints_the_version_of_the_package(name: str) -> None:
+    answer = CliRunner().invoke(APPS[name], ["--version"])
+    assert (answer.exit_code, answer.output) == (0, f"kinlens {version('kinlens')}\n")
+    assert "--version" in CliRunner(env={"COLUMNS": "200"}).invoke(APPS[name], ["--help"]).output
 
 
 def test_the_base_install_serves_without_torch() -> None:

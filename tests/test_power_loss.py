@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from embedder.fake import FakeEmbedder
-from indexer.folder.backup import backup, restore
 from indexer.gallery import Gallery
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
+from indexer.live.backup import backup, restore
 from indexer.types import Entry
 from tests.support.shops import start_shop
 from tests.tiny import encoded, picture
@@ -119,7 +119,9 @@ def test_a_compaction_a_backup_and_its_restoration_are_on_the_disk(
     gallery.add(entries(20))
     gallery.compact()
     gallery.close()
-    assert "/segments/" in disk.published[-1]
+    segment, calibration = disk.published[-2:]
+    assert "/segments/" in segment
+    assert calibration.endswith("/calibration.json")
     backup(tmp_path / "shop", tmp_path / "backups" / "today")
     assert "backups/today" in disk.published
     restore(tmp_path / "backups" / "today", tmp_path / "back")

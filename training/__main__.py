@@ -1,8 +1,11 @@
 """kinlens-train: new, fit, evaluate, compare, report, export, crossval, search, ..., data."""
 
+from typing import Annotated
+
 import typer
 
 from embedder.errors import KinlensError
+from embedder.machine import print_version
 
 
 def _needs(missing: ModuleNotFoundError) -> SystemExit:
@@ -23,14 +26,22 @@ try:
 except ModuleNotFoundError as missing:
     raise _needs(missing) from None
 
-app = typer.Typer(
-    help="Train an embedding, compare methods, and export a model bundle.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (new, fit, evaluate, compare, report, export, crossval, search, tournament):
     app.command()(command)
 app.add_typer(data_app, name="data")
+
+
+@app.callback()
+def start(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    """Train an embedding, compare methods, and export a model bundle."""
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ class Checkpoint:
     best_score: float = -1.0
     average: dict[str, Any] | None = None
     trunk: dict[str, float] = field(default_factory=dict)
+    trunk_ranks: dict[str, Tensor] = field(default_factory=dict)
     start: dict[str, float] = field(default_factory=dict)
     began_with: str = UNTRAINED
     cuda_rng: Tensor | None = None

@@ -2,7 +2,7 @@
 
 import statistics
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from training.device import choose_device, tuned
 from training.distributed import is_main, wait_for_all
 from training.evaluation.evaluate import evaluate
 from training.folder import RESULT, Result, alone_in, replace_json
-from training.report.notices import did_it_help
+from training.report.notices import did_it_help, verdict_of
 from training.report.page import write_report
 from training.state import OF_TERMS, VALIDATION, Row, on_validation
 from training.trainer import Listener, fit
@@ -55,6 +55,7 @@ def _run(job: Job, split: Split, folder: Path, listener: Listener) -> Result:
         began_with=chosen.began_with,
         versions={package: version(package) for package in _PACKAGES},
     )
+    result = replace(result, verdict=verdict_of(result))
     for sentence in did_it_help(split, result):
         listener.said(sentence)
     if is_main():
@@ -91,4 +92,6 @@ def _test(job: Job, split: Split, chosen: Checkpoint, history: list[Row]) -> Row
     if chosen.epoch == len(history) and all(f"R@{k}" in row for k in job.recall_at):
         return {name: value for name, value in row.items() if not name.startswith(_OF_TRAINING)}
     _, net = chosen.network()
-    return evaluate(net.to(choose_device(job.runtime)), split.test, job, split.gallery, full=True)
+    before = chosen.trunk_ranks.get("")
+    net = net.to(choose_device(job.runtime))
+    return evaluate(net, split.test, job, split.gallery, full=True, before=before)

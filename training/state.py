@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embedder.errors import CheckpointError, DatasetError, TrainingError
@@ -30,8 +30,8 @@ _FREE_SETTINGS = frozenset(
     ("runtime", "data.root", "data.feedback", "description", "licence", "recall_at")
 )
 _PROGRESS = (
-    "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk", "start",
-    "began_with",
+    "epoch", "step", "history", "evaluated", "best_epoch", "best_score", "trunk",
+    "trunk_ranks", "start", "began_with",
 )  # fmt: skip
 """What a run and its checkpoint both say."""
 
@@ -47,6 +47,7 @@ class Run:
 
     `evaluated` is the last epoch that was evaluated; `best_score` that of the `best_epoch`; `trunk`
     and `start` have the figures before the first step, of the trunk alone and of the network.
+    Later models are compared with `trunk_ranks`, the ranks of the trunk by prefix, query by query.
     """
 
     job: Job
@@ -61,6 +62,7 @@ class Run:
     best_score: float = -1.0
     history: list[Row] = field(default_factory=list)
     trunk: Row = field(default_factory=dict)
+    trunk_ranks: dict[str, Tensor] = field(default_factory=dict)
     start: Row = field(default_factory=dict)
     began_with: str = UNTRAINED
     average: Average | None = None

@@ -22,7 +22,8 @@ from training.data.records import Split, write_table
 from training.data.samplers import BatchSampler
 from training.device import autocast, on_device
 from training.distributed import is_main, local_world, rank, wait_for_all, world
-from training.evaluation.evaluate import batches, embed, evaluate, evaluating, figures_of
+from training.evaluation.evaluate import batches, embed, evaluate, evaluating, retrieved
+from training.evaluation.retrieval import gain
 from training.folder import UNTRAINED
 from training.losses.base import check_labels
 from training.objective import Terms
@@ -127,23 +128,27 @@ class _Training:
         images = {prefix: parts for prefix, parts in images.items() if parts}
         pooled = {p: [embed(run.net, x, job, run.net.pooled) for x in images[p]] for p in images}
 
-        def figures(function: Callable[[Tensor], Tensor]) -> Row:
-            """Of unit vectors that `function` makes of pooled features (N, C)."""
+        def asked(function: Callable[[Tensor], Tensor]) -> tuple[Row, dict[str, Tensor]]:
+            """Figures and ranks of unit vectors that `function` makes of pooled features (N, C)."""
             found: Row = {}
+            ranks: dict[str, Tensor] = {}
             for prefix, parts in images.items():
                 with evaluating(run.net), torch.inference_mode():
                     vectors = [function(torch.from_numpy(x).to(run.device)) for x in pooled[prefix]]
-                row = figures_of([x.cpu().numpy() for x in vectors], parts, job, full=False)
+                answers = retrieved([x.cpu().numpy() for x in vectors], parts, job)
+                ranks[prefix] = answers.ranks
+                before = run.trunk_ranks.get(prefix)
+                row = answers.as_dict() | gain(before, answers.ranks, parts[0].labels)
                 found |= {prefix + name: value for name, value in row.items()}
-            return found
+            return found, ranks
 
         trained = goes_on(job)
         run.began_with = "the model that it went on from" if trained else UNTRAINED
-        run.trunk = figures(embedded if trained else functional.normalize)
+        run.trunk, run.trunk_ranks = asked(embedded if trained else functional.normalize)
         start_from_trunk(run, self.split.to_learn())
         if run.average is not None:
             run.average = Average(run.net, run.average.decay)
-        run.start = figures(embedded)
+        run.start, _ = asked(embedded)
         if job.start.projection == "trunk" or trained:
             self._choose(run.start)
         if self.log is not None:
@@ -208,10 +213,12 @@ class _Training:
         if not last and (every == 0 or run.epoch % every):
             return row
         if self.split.validation is not None:
-            figures = evaluate(run.served, self.split.validation, job)
+            before = run.trunk_ranks.get(VALIDATION)
+            figures = evaluate(run.served, self.split.validation, job, before=before)
             row |= {VALIDATION + name: value for name, value in figures.items()}
         if job.protocol.evaluate_test == "every":
-            row |= evaluate(run.served, self.split.test, job, self.split.gallery, full=last)
+            split, before = self.split, run.trunk_ranks.get("")
+            row |= evaluate(run.served, split.test, job, split.gallery, last, before)
         return row
 
     def _choose(self, row: Row) -> None:

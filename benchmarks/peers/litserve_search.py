@@ -24,7 +24,7 @@ from embedder.session import OnnxEmbedder, SessionSettings
 class Search(litserve.LitAPI):
     """Decode, embed, search."""
 
-    def setup(self, device: str) -> None:  # noqa: ARG002
+    def setup(self, device: str) -> None:
         _, _, bundle, vectors, workers = sys.argv
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores // int(workers))

@@ -17,6 +17,7 @@ from indexer.catalog.schema import (
     FIRST_STATE,
     INDEXES,
     NEW_FILE,
+    REMOVED,
     RESTORE,
     TABLES,
     check_schema,
@@ -54,7 +55,7 @@ class Catalog:
         try:
             connection = sqlite3.connect(path, isolation_level=None)
             with contextlib.closing(connection):
-                connection.executescript(NEW_FILE + TABLES + INDEXES)
+                connection.executescript("".join((NEW_FILE, TABLES, INDEXES, *REMOVED)))
                 connection.execute(FIRST_STATE, (dim, 0, 0, 0))
                 seal(connection)
                 connection.execute("PRAGMA journal_mode = WAL")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeKind, AttributeValue, Embeddings
-from indexer.catalog.attributes import MAX_TEXT, check_name, checked_kind, is_printable
+from indexer.attributes import MAX_TEXT, check_name, checked_kind, is_printable
 from indexer.types import Entry, Item
 
 MAX_KEY = 1024
@@ -96,14 +96,15 @@ def with_stored(
     entries: Sequence[Entry], known: Mapping[str, Item], owned: frozenset[str] | None
 ) -> Sequence[Entry]:
     """Entries as they are to be stored over the items `known` by key; `owned` as in `add`."""
-    if owned is None:
-        return entries
-    return [
-        replace(entry, attributes=merged(entry.attributes, known[entry.key].attributes, owned))
-        if entry.key in known
-        else entry
-        for entry in entries
-    ]
+
+    def stored(entry: Entry) -> Entry:
+        names = frozenset() if entry.keeps else owned
+        if names is None or entry.key not in known:
+            return entry
+        attributes = merged(entry.attributes, known[entry.key].attributes, names)
+        return replace(entry, attributes=attributes)
+
+    return [stored(entry) for entry in entries]
 
 
 def learn_kinds(

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.types import AttributeKind, AttributeValue, Embeddings, ItemId
-from indexer.catalog.attributes import Schema, is_printable
+from indexer.attributes import Schema, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key
 from indexer.catalog.schema import (
     NAMES,
+    SCHEMA_VERSION,
     STATE,
     damaged,
     item_checksum,
@@ -22,7 +23,7 @@ from indexer.catalog.schema import (
     row_checksum,
     stored,
 )
-from indexer.filters.sql import condition_sql, fitting
+from indexer.catalog.sql import condition_sql, fitting
 from indexer.filters.tree import And, Condition, Filter
 from indexer.types import MAX_COUNTED_VALUES, AttributeFacts, Ids, Item, places_of
 
@@ -35,6 +36,16 @@ _ITEMS = f"{_ITEM} WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608 (
 _BY_KEY = f"{_ITEM} WHERE key IN (SELECT value FROM json_each(?))"  # noqa: S608
 _BY_CONTENT = f"{_ITEM} WHERE sha256 = ? ORDER BY id LIMIT 1"
 _VECTORS = "SELECT id, crc, vector FROM vectors"
+_REMOVED = "SELECT id, key, path, sha256, format, attributes, crc FROM removed"
+_REMOVED_BY_KEY = f"""
+{_REMOVED} WHERE id IN (
+    SELECT max(id) FROM removed WHERE key IN (SELECT value FROM json_each(?)) GROUP BY key
+) AND key NOT IN (SELECT key FROM items) ORDER BY id
+"""  # noqa: S608 (a constant)
+_REMOVED_VECTORS = """
+SELECT id, vector_crc, vector FROM removed WHERE id IN (SELECT value FROM json_each(?)) ORDER BY id
+"""
+_REMOVED_CONTENT = "SELECT 1 FROM removed WHERE sha256 = ? LIMIT 1"
 _SOME_VECTORS = """
 SELECT id, crc, vector FROM vectors WHERE id IN (SELECT value FROM json_each(?)) ORDER BY id
 """
@@ -77,6 +88,16 @@ WHERE name = (SELECT id FROM names WHERE name = ?) AND value IN ({}) GROUP BY va
 _ALL_GROUPED = """
 SELECT value, group_concat(item), count(*) FROM attributes
 WHERE name = (SELECT id FROM names WHERE name = ?) GROUP BY value ORDER BY value
+"""
+_COUNTED = """
+SELECT count(*), total(items) FROM (
+    SELECT count(*) AS items FROM attributes
+    WHERE name = (SELECT id FROM names WHERE name = ?) GROUP BY value
+)
+"""
+_SIZES = """
+SELECT value, count(*) FROM attributes
+WHERE name = (SELECT id FROM names WHERE name = ?) AND value IN ({}) GROUP BY value
 """
 _LOWEST = f"SELECT {_VALUES_OF} ORDER BY value LIMIT 1"
 _HIGHEST = f"SELECT {_VALUES_OF} ORDER BY value DESC LIMIT 1"
@@ -213,6 +234,31 @@ class CatalogView:
         [(count,)] = self._all("SELECT count(*) FROM tombstones")
         return int(count)
 
+    def restorable(self, keys: Sequence[str]) -> tuple[list[Item], Embeddings]:
+        """What was removed under these keys and can be brought back, with its vectors (N, D): of a
+        key the last item, unless another one has the key now.
+        """
+        if not self._keeps_removed():
+            return [], np.empty((0, self.dim), np.float32)
+        listed = json.dumps([key for key in keys if is_key(key)])
+        items = self._items(self._all(_REMOVED_BY_KEY, listed))
+        numbers = _json_ids([item.id for item in items])
+        return items, self._arrays(self._all(_REMOVED_VECTORS, numbers))[1]
+
+    def has_removed(self) -> bool:
+        """Whether anything is kept of what was removed."""
+        return self._keeps_removed() and bool(self._all("SELECT 1 FROM removed LIMIT 1"))
+
+    def removed_contents(self, sha256s: Sequence[str]) -> set[str]:
+        """Which of these contents an item has that can be brought back."""
+        if not self._keeps_removed():
+            return set()
+        return {one for one in sha256s if self._all(_REMOVED_CONTENT, bytes.fromhex(one))}
+
+    def _keeps_removed(self) -> bool:
+        """False for a file of an earlier version that has not been changed since."""
+        return self._all("PRAGMA user_version") == [(SCHEMA_VERSION,)]
+
     def changed_since(self, seq: int) -> Ids:
         """The numbers of items added after the write `seq`, or with other attributes since."""
         return self._ids(_CHANGED_NUMBERS, seq)
@@ -252,6 +298,18 @@ class CatalogView:
         counts = np.array([count for _, _, count in rows], np.int64)
         ids = self._listed(",".join(text for _, text, _ in rows), int(counts.sum()))
         return [restored(value) for value, _, _ in rows], counts, ids
+
+    def counted(
+        self, name: str, values: Sequence[AttributeValue]
+    ) -> tuple[int, int, dict[AttributeValue, int]]:
+        """How many values an attribute has, how many items have it, and of these values each."""
+        [(different, items)] = self._all(_COUNTED, name)
+        sizes: dict[AttributeValue, int] = {}
+        for start in range(0, len(values), _FEW):
+            some = [stored(value) for value in values[start : start + _FEW]]
+            rows = self._all(_SIZES.format(", ".join("?" * len(some))), name, *some)
+            sizes |= {restored(value): int(count) for value, count in rows}
+        return int(different), int(items), sizes
 
     def ids_from(self, offset: int, limit: int, after: ItemId = -1) -> Ids:
         """The numbers above `after` of at most `limit` items, ascending, without the first
@@ -316,6 +374,10 @@ class CatalogView:
         for _ in self.iter_vectors():
             pass
         self._check_attributes()
+        if self._keeps_removed():
+            for [number] in self._all("SELECT id FROM removed"):
+                self._items(self._all(f"{_REMOVED} WHERE id = ?", number))
+                self._arrays(self._all(_REMOVED_VECTORS, _json_ids([number])))
 
     def _check_attributes(self) -> None:
         """The index of attributes has what the items say, and nothing else."""

@@ -18,9 +18,10 @@ from embedder.errors import (
 )
 from embedder.types import AttributeValue, ItemId
 
-SCHEMA_VERSION = 3
-_SAME_TABLES = 2
-"""The version before, which also kept a sum over each attribute; its files are read and written."""
+SCHEMA_VERSION = 4
+_EARLIER = (2, 3)
+"""Versions without the table `removed`, which the first change adds; 2 also kept a sum over each
+attribute. Their files are read and written."""
 RESTORE = "Restore a backup: kinlens-index restore"
 
 # secure_delete: what is removed is overwritten, where that costs no further write.
@@ -35,6 +36,27 @@ PRAGMA user_version = {SCHEMA_VERSION};
 # step. An attribute name has one kind for ever; booleans are stored as one byte.
 # crc is the checksum of its row; state.names that of all rows of `names`; state.numbers the sum of
 # the numbers of all items. names.total is not used any more.
+# removed: items that `restore` can bring back, with the write that removed them and its time in
+# seconds since 1970, until `adopt_segment` forgets them. A replaced item is not kept, since another
+# one has its key.
+REMOVED = (
+    """CREATE TABLE IF NOT EXISTS removed (
+    id INTEGER PRIMARY KEY,
+    key TEXT NOT NULL,
+    path TEXT NOT NULL,
+    sha256 BLOB NOT NULL,
+    format TEXT NOT NULL,
+    attributes TEXT NOT NULL,
+    crc INTEGER NOT NULL,
+    seq INTEGER NOT NULL,
+    at INTEGER NOT NULL,
+    vector_crc INTEGER NOT NULL,
+    vector BLOB NOT NULL
+) STRICT;
+""",
+    "CREATE INDEX IF NOT EXISTS removed_by_key ON removed (key);",
+    "CREATE INDEX IF NOT EXISTS removed_by_content ON removed (sha256);",
+)
 TABLES = """
 CREATE TABLE state (
     only INTEGER PRIMARY KEY CHECK (only = 1),
@@ -127,7 +149,7 @@ def seal(connection: sqlite3.Connection) -> None:
 def check_schema(path: Path, connection: sqlite3.Connection) -> None:
     """Raises: GalleryCorruptError for a file of another schema, by both numbers; sqlite3.Error."""
     [(version,)] = connection.execute("PRAGMA user_version").fetchall()
-    if version in (SCHEMA_VERSION, _SAME_TABLES):
+    if version in (SCHEMA_VERSION, *_EARLIER):
         return
     if version == 1:
         cure = "Build the gallery again from its images: kinlens-index build."

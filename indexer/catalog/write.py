@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from embedder.types import AttributeKind, AttributeValue, Embeddings, ItemId
 from indexer.catalog.entries import checked_vectors, learn_kinds, with_stored
 from indexer.catalog.read import CatalogView
 from indexer.catalog.schema import (
+    REMOVED,
     SCHEMA_VERSION,
     item_checksum,
     seal,
@@ -31,6 +33,13 @@ _DELETE_ATTRIBUTE = "DELETE FROM attributes WHERE name = ? AND value = ? AND ite
 _UPDATE_ITEM = """
 UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? WHERE id = ?
 """
+_KEEP_REMOVED = """
+INSERT INTO removed
+SELECT items.id, key, path, sha256, format, attributes, items.crc, ?, ?, vectors.crc, vector
+FROM items JOIN vectors ON vectors.id = items.id WHERE items.id = ?
+"""
+_KEPT = "SELECT 1 FROM removed WHERE seq > ? OR (at > ? AND at <= ?) LIMIT 1"
+_ERASE = "DELETE FROM removed WHERE seq <= ? AND NOT (at > ? AND at <= ?)"
 _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 
@@ -74,7 +83,7 @@ class CatalogWriter(CatalogView):
         replaced = [known[entries[n].key].id for n in new if entries[n].key in known]
         if new or updated:
             self._learn(kinds)
-            self.remove(replaced)
+            self._take_out([*self.get(replaced).values()])
             self._insert([entries[n] for n in new], vectors[new])
             for item, entry in updated:
                 self._set(item, entry.attributes, entry.path, entry.format)
@@ -120,7 +129,34 @@ class CatalogWriter(CatalogView):
         return self.remove_items([*self.get(ids).values()])
 
     def remove_items(self, items: Sequence[Item]) -> int:
-        """Remove items that this writer has read; how many."""
+        """Remove items that this writer has read; how many. `restore` can bring them back."""
+        seq = self._next_seq() if items else 0
+        at = int(time.time())
+        self._many(_KEEP_REMOVED, [(seq, at, item.id) for item in items])
+        self._take_out(items)
+        return len(items)
+
+    def restore(self, keys: Sequence[str]) -> list[Item]:
+        """Bring back what was removed under these keys, as new items: of a key the last one.
+
+        Omits keys that another item has, and those of which nothing is kept.
+        """
+        items, vectors = self.restorable(keys)
+        if items:
+            kinds = dict(self._kinds)
+            entries = [
+                Entry(item.key, vector, item.sha256, item.attributes, item.path, item.format)
+                for item, vector in zip(items, vectors, strict=True)
+            ]
+            for entry in entries:
+                learn_kinds(kinds, entry.key, entry.attributes)
+            self._learn(kinds)
+            self._insert(entries, vectors)
+            self._many("DELETE FROM removed WHERE id = ?", [(item.id,) for item in items])
+            seal(self.connection)
+        return [*self.get([*self.find([item.key for item in items]).values()]).values()]
+
+    def _take_out(self, items: Sequence[Item]) -> None:
         if items:
             seq = self._next_seq()
             self._unindex({item.id: item.attributes for item in items})
@@ -130,7 +166,6 @@ class CatalogWriter(CatalogView):
             self._many("INSERT INTO tombstones VALUES (?, ?)", [(seq, item.id) for item in items])
             self.connection.execute(_GROW, (-len(items), -sum(item.id for item in items)))
             seal(self.connection)
-        return len(items)
 
     def forget_unused_names(self) -> None:
         """Forget attributes that no item has, and their kinds: for a catalogue that nobody has
@@ -140,9 +175,9 @@ class CatalogWriter(CatalogView):
         self.connection.execute(_FORGET)
         seal(self.connection)
 
-    def adopt_segment(self, name: str | None, seq: int) -> None:
+    def adopt_segment(self, name: str | None, seq: int, keep_removed_s: float = 0.0) -> None:
         """From now on segment `name` holds the items live at `seq`, if there were any. This counts
-        as no write.
+        as no write. Of what was removed by then, `restore` knows the last `keep_removed_s` seconds.
 
         Raises: InvalidParameterError for a `seq` before that of the segment so far, or to come.
         """
@@ -154,6 +189,14 @@ class CatalogWriter(CatalogView):
             )
         self.connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
         self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
+        if self._keeps_removed():
+            # Without a condition SQLite drops whole pages, in place of a row at a time.
+            now = time.time()
+            kept = (seq, now - keep_removed_s, now)  # a clock that was set back keeps nothing
+            if self._all(_KEPT, *kept):
+                self.connection.execute(_ERASE, kept)
+            else:
+                self.connection.execute("DELETE FROM removed")
         seal(self.connection)
 
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
@@ -197,6 +240,8 @@ class CatalogWriter(CatalogView):
         """The number of this write, counted when it first changes something."""
         if self._seq is None:
             if self._all("PRAGMA user_version") != [(SCHEMA_VERSION,)]:
+                for statement in REMOVED:
+                    self.connection.execute(statement)
                 self.connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             rows = self._all("UPDATE state SET seq = seq + 1 RETURNING seq")
             self._seq = int(rows[0][0])

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from embedder.errors import ItemNotFoundError
 from embedder.types import AttributeValue, Hit
-from indexer.checks.intervals import Interval, over_classes, wilson
 from indexer.gallery import Gallery
+from indexer.intervals import Interval, over_classes, wilson
 
 _SEED = 0
 

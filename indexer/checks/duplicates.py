@@ -1,25 +1,49 @@
 """Near-duplicates: items of a gallery whose vectors are so near that they show one product.
 
-Every item asks the gallery's own index for its neighbours, some thousands at a time. Those
-that are near enough are its links, and the links are cut into groups by the offline star algorithm
-(Aslam, Pelekhov and Rus, The Star Clustering Algorithm, 2004): a group is one item with what is
-near it. So no chain of small differences joins what is not alike.
+How near is judged by the gallery itself (`floor_of`). Then every item asks the gallery's own index
+for its neighbours, some thousands at a time. Those that are near enough are its links, and the
+links are cut into groups by the offline star algorithm (Aslam, Pelekhov and Rus, The Star
+Clustering Algorithm, 2004): a group is one item with what is near it. So no chain of small
+differences joins what is not alike.
 """
 
+import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.calibration import Calibration
 from embedder.types import ItemId
+from indexer.calibration import product_attribute
 from indexer.gallery import Gallery
 from indexer.types import Ids, Item, Progress, Scores, SearchOptions, places_of
 
 K = 10
 """Neighbours that every item asks for. If all of them are near, more are asked for."""
 
+LEAST_SCORE = 0.95
+"""No two items are near-duplicates by default below this cosine: copies of a photo reach it, and
+photos of different products rarely do (docs/benchmarks.md)."""
+
+RARE = 1e-3
+"""The share of pairs of different products that may reach the default score."""
+
+CROWD_ITEMS = 20
+CROWD_PART = 0.01
+"""A group with more items than this, and more than this part of the gallery, is a crowd: no product
+has that many copies, so they show a placeholder, or the score is too low."""
+
+ALIKE_PART = 0.25
+"""With more than this part of the gallery in groups, and more than 20 items, nothing is to be
+removed: a shop has views of its products, or the model cannot tell the products apart. In a gallery
+of 7,680 items one pair in 1,000 still is 7 wrong neighbours for each item."""
+
+_EXAMPLES = 6
+_SAMPLED_ITEMS = 2000  # 2 million pairs: exact for small galleries, 0.2 s for large ones
+_COPIES = 1 - 1e-5  # equal vectors have this cosine, however their products are rounded
+_REMEMBERED_PART = 0.1
 _BATCH = 4096
 _ROWS_AT_ONCE = 1000
 _NO_PLACES = np.empty(0, np.int32)
@@ -34,15 +58,166 @@ first itself.
 class Member:
     """An item of a group, and its cosine to the first of the group; 1 for that one itself.
 
-    probability: that both are of one class, if the model is calibrated. same_content: its content
-    is that of the first. newest: it came last.
+    same_content: its content is that of the first.
+    newest: it came last.
     """
 
     item: Item
     score: float
-    probability: float | None
     same_content: bool
     newest: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The least default score of near-duplicates in one gallery.
+
+    pairs: of items that are taken to be of different products; one in 1,000 of them reaches
+        `score`, unless that is `LEAST_SCORE`, which may be more.
+    attribute: the one that names the products; None if the gallery has none of `PRODUCTS`.
+    """
+
+    score: float
+    pairs: int
+    attribute: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Too many items around one item to be copies of a product; `examples` are some of them."""
+
+    items: int
+    examples: list[Item]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class NearDuplicates:
+    """The near-duplicates of a gallery of `size` items: those with at least `min_score`."""
+
+    size: int
+    floor: Floor
+    min_score: float
+    groups: list[NearGroup]
+    crowds: list[NearGroup]
+
+    @property
+    def warning(self) -> str | None:
+        """Why no item may be removed because of these groups; None if it may."""
+        if self.min_score >= self.floor.score:
+            # Of copies nobody can be in doubt, so many of them are no reason.
+            alike = sum(score < _COPIES for group in self.groups for _, score in group[1:])
+            if alike <= max(CROWD_ITEMS, ALIKE_PART * self.size):
+                return None
+            return (
+                f"{alike:,} of {self.size:,} items are near another one without being its copy. "
+                "They may be views of one product, or products that the model cannot tell apart: "
+                f"look again with a cosine (min_score) above {self.min_score:.4f}, and remove none "
+                "because of its group."
+            )
+        return (
+            f"min_score = {self.min_score:.4g} is below {self.floor.score:.4f}, the least score at "
+            "which pairs of different products are rare in this gallery. The groups may hold "
+            "different products: look at them, and remove none because of its group."
+        )
+
+
+def find_duplicates(
+    gallery: Gallery,
+    *,
+    min_score: float | None = None,
+    exact: bool = False,
+    on_progress: Progress = lambda _: None,
+) -> NearDuplicates:
+    """The groups of near-duplicates, and apart from them the crowds, the largest first.
+
+    Without `min_score` the score is that of `floor_of`.
+
+    Raises: InvalidParameterError for a score outside -1..1; GalleryCorruptError.
+    """
+    floor, size = floor_of(gallery), gallery.size
+    if min_score is None:
+        min_score = floor.score
+    found = near_groups(gallery, min_score, exact=exact, on_progress=on_progress)
+    most = max(CROWD_ITEMS, CROWD_PART * size)
+    return NearDuplicates(
+        size,
+        floor,
+        min_score,
+        groups=[group for group in found if len(group) <= most],
+        crowds=[group for group in found if len(group) > most],
+    )
+
+
+def crowds_of(gallery: Gallery, found: NearDuplicates) -> Iterator[Crowd]:
+    """The crowds with what to do about each; those removed meanwhile are left out."""
+    for group in found.crowds:
+        numbers = [number for number, _ in group[:_EXAMPLES]]
+        items, _ = gallery.items_at(numbers)
+        if items:
+            share = len(group) / max(found.size, 1)
+            yield Crowd(
+                len(group),
+                sorted(items, key=lambda item: numbers.index(item.id)),
+                f"{len(group):,} items, {share:.0%} of the gallery, have a cosine of at least "
+                f"{found.min_score:.4f} to one of them: too many for copies of one product. If "
+                "they show a placeholder, such as 'no photo', give them photos of their own. If "
+                f"they show different products, look again with a cosine (min_score) above "
+                f"{found.min_score:.4f}.",
+            )
+
+
+def floor_of(gallery: Gallery) -> Floor:
+    """The larger of `LEAST_SCORE` and the cosine that one in 1,000 pairs of different products has.
+
+    The pairs are those among up to 2,000 items, the same ones in each call. Items are of different
+    products if the first attribute of `PRODUCTS` that half of them have says so. Without one, two
+    items are taken to be of different products unless one is the nearest to the other. What is
+    wrong about that raises the score. The same is done with fewer than 1,000 pairs, of which one
+    in 1,000 cannot be known: the nearest may be one product under two names. Two items of the same
+    content count as one picture, so they are no pair.
+
+    Raises: GalleryCorruptError.
+    """
+    items, vectors = gallery.sample(_SAMPLED_ITEMS)
+    attribute = product_attribute(items)
+    chosen = [n for n, item in enumerate(items) if not attribute or attribute in item.attributes]
+    items, vectors = [items[n] for n in chosen], vectors[chosen]
+    is_pair = _differ([item.sha256 for item in items])
+    if attribute is not None:
+        is_pair &= _differ([item.attributes[attribute] for item in items])
+    cosines = vectors @ vectors.T
+    if len(items) and (attribute is None or np.count_nonzero(is_pair) / 2 < 1 / RARE):
+        nearest = np.where(is_pair, cosines, -2).argmax(axis=1)
+        is_pair[np.arange(len(items)), nearest] = is_pair[nearest, np.arange(len(items))] = False
+    scores = cosines[np.triu(is_pair, 1)]
+    rare = 0.0
+    if len(scores):
+        place = len(scores) - math.ceil(RARE * len(scores))
+        rare = float(np.partition(scores, place)[place])
+    return Floor(max(LEAST_SCORE, min(rare, _COPIES)), len(scores), attribute)
+
+
+_remembered: weakref.WeakKeyDictionary[Gallery, tuple[int, float]] = weakref.WeakKeyDictionary()
+
+
+def near_score(gallery: Gallery) -> float:
+    """The score of `floor_of` for a search, which cannot wait for it each time: it is remembered
+    until the gallery has a tenth more or fewer items.
+    """
+    size, score = _remembered.get(gallery, (0, 0.0))
+    if not score or abs(gallery.size - size) > _REMEMBERED_PART * size:
+        size, score = gallery.size, floor_of(gallery).score
+        _remembered[gallery] = (size, score)
+    return score
+
+
+def _differ(values: Sequence[object]) -> NDArray[np.bool_]:
+    """Which of these values (N,) differ from each other, (N, N)."""
+    known: dict[object, int] = {}
+    codes = np.array([known.setdefault(value, len(known)) for value in values], np.int64)
+    differ: NDArray[np.bool_] = codes[:, None] != codes[None, :]
+    return differ
 
 
 def near_groups(
@@ -152,42 +327,30 @@ class _Near:
         return places_of(ids, self._ids).astype(np.int32)
 
 
-def members_of(
-    gallery: Gallery, groups: Sequence[NearGroup], calibration: Calibration | None = None
-) -> Iterator[list[Member]]:
-    """The items of each group. Those removed meanwhile are left out, with them groups of one.
-
-    `calibration` is that for the gallery as large as it is.
-    """
+def members_of(gallery: Gallery, groups: Sequence[NearGroup]) -> Iterator[list[Member]]:
+    """The items of each group. Those removed meanwhile are left out, with them groups of one."""
     waiting: list[NearGroup] = []
     for group in groups:
         waiting.append(group)
         if sum(map(len, waiting)) >= _ROWS_AT_ONCE:
-            yield from _read(gallery, waiting, calibration)
+            yield from _read(gallery, waiting)
             waiting = []
-    yield from _read(gallery, waiting, calibration)
+    yield from _read(gallery, waiting)
 
 
-def _read(
-    gallery: Gallery, groups: Sequence[NearGroup], calibration: Calibration | None
-) -> Iterator[list[Member]]:
+def _read(gallery: Gallery, groups: Sequence[NearGroup]) -> Iterator[list[Member]]:
     items, _ = gallery.items_at({number for group in groups for number, _ in group})
     known = {item.id: item for item in items}
     for group in groups:
         left = [(known[number], score) for number, score in group if number in known]
         if len(left) > 1:
             first, newest = left[0][0], max(item.id for item, _ in left)
-            scores = np.array([score for _, score in left])
-            likely: list[float] | list[None] = [None] * len(left)
-            if calibration is not None:
-                likely = calibration.probability(scores).tolist()
             yield [
                 Member(
                     item,
                     score,
-                    probability,
                     same_content=item is not first and item.sha256 == first.sha256,
                     newest=item.id == newest,
                 )
-                for (item, score), probability in zip(left, likely, strict=True)
+                for item, score in left
             ]

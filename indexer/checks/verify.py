@@ -13,14 +13,14 @@ from embedder.errors import GalleryCorruptError, ImageError, SourceError
 from embedder.session import Embedder
 from embedder.types import Embeddings
 from indexer.catalog.database import Catalog, catalog_view
-from indexer.checks.golden import GoldenSet
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import read_manifest
 from indexer.gallery import Gallery
-from indexer.ingest.pictures import source_bytes
+from indexer.golden import GoldenSet
 from indexer.live.compaction import CATALOG, SEGMENTS
 from indexer.live.ranking import check_search
 from indexer.live.snapshot import open_segment
+from indexer.pictures import source_bytes
 from indexer.types import SAME_SCORE, Ids, Item, Progress, Scores, SearchOptions
 
 K = 10

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from embedder.session import Embedder
-from indexer.catalog.attributes import Schema
+from indexer.attributes import Schema
 from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, failure_lines, out, print_report, progress
 from indexer.commands.options import (

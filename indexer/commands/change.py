@@ -1,4 +1,4 @@
-"""kinlens-index update, remove: change what is in a gallery."""
+"""kinlens-index update, remove, unremove: change what is in a gallery."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,14 @@ import typer
 
 from embedder.errors import InvalidParameterError, SourceError
 from embedder.types import AttributeValue
-from indexer.catalog.attributes import Schema
+from indexer.attributes import Schema
 from indexer.commands import stores
 from indexer.commands.console import SHOWN, err, errors_shown, print_report
 from indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from indexer.filters.text import parse_filter
+from indexer.gallery import Gallery
 from indexer.ingest.sources import csv_changes, parse_value, split_kind
+from indexer.types import MILVUS
 
 app = typer.Typer()
 
@@ -38,6 +40,14 @@ class Removed:
     removed: int
     dry_run: bool
     unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unremoved:
+    """How many items came back; `left` keys have a new item, or nothing is kept of them."""
+
+    restored: int
+    left: tuple[str, ...] = ()
 
 
 @app.command(epilog="Example: kinlens-index update shop/gallery A17 --set price=12.5 --unset sale")
@@ -87,7 +97,11 @@ def remove(
     no_compact: NoCompactOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Remove items for good, by key or by filter. Nothing is asked: try --dry-run first."""
+    """Remove items, by key or by filter. Nothing is asked: try --dry-run first.
+
+    `unremove` brings them back for a day, and after that until the next compaction; `compact`
+    erases them at once.
+    """
     if sum(map(bool, (keys, where, keys_from))) != 1:
         raise typer.BadParameter("Give keys, --where or --keys-from, and one of them alone.")
     with errors_shown(), stores.opened(gallery) as store:
@@ -100,11 +114,41 @@ def remove(
         text = f"{report.removed:,} items {said}; {store.size:,} items in the gallery."
         print_report(report, json, text)
         if report.unknown and not json:
-            more = len(report.unknown) - SHOWN
-            names = ", ".join(report.unknown[:SHOWN]) + (f" and {more:,} more" if more > 0 else "")
-            err.print(f"Not in the gallery: {names}", soft_wrap=True)
+            err.print(f"Not in the gallery: {_some(report.unknown)}", soft_wrap=True)
         if not dry_run:
             stores.compact_if_due(store, no_compact)
+
+
+@app.command(epilog="Example: kinlens-index unremove shop/gallery A17 B2")
+def unremove(
+    gallery: StoreArgument,
+    keys: KeysArgument = None,
+    keys_from: Annotated[
+        Path | None, typer.Option(help="Text file with a key on each line.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Undo the removal of items, for a day or until `compact`. They get new numbers.
+
+    A key that a new item has stays as it is.
+    """
+    if bool(keys) == bool(keys_from):
+        raise typer.BadParameter("Give keys or --keys-from, and one of them alone.")
+    with errors_shown():
+        if gallery.startswith(MILVUS):
+            raise InvalidParameterError(
+                f"{gallery} is on Milvus, which keeps nothing of what was removed. Put the items "
+                "again."
+            )
+        with stores.opened(gallery) as store:
+            assert isinstance(store, Gallery)
+            chosen = list(dict.fromkeys(keys or _keys_in(keys_from)))
+            back = {item.key for item in store.restore(chosen)}
+            report = Unremoved(len(back), tuple(key for key in chosen if key not in back))
+            text = f"{report.restored:,} items restored; {store.size:,} items in the gallery."
+            print_report(report, json, text)
+            if report.left and not json:
+                err.print(f"Not restored: {_some(report.left)}", soft_wrap=True)
 
 
 def assigned(
@@ -147,6 +191,11 @@ def _check_usage(
         raise typer.BadParameter("Give --csv, or keys with --set and --unset, not both.")
     if not csv and not (keys and (assign or unset)):
         raise typer.BadParameter("Give keys with --set or --unset, or a list with --csv.")
+
+
+def _some(keys: Sequence[str]) -> str:
+    more = len(keys) - SHOWN
+    return ", ".join(keys[:SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _keys_in(file: Path | None) -> list[str]:

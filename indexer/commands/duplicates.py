@@ -12,17 +12,21 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter
 
-from embedder.calibration import NEAR, SAME_PICTURE, Calibration, near_score
 from embedder.errors import GalleryWriteError, InvalidParameterError, KinlensError
 from embedder.preprocess import render_jpeg
-from embedder.session import Embedder
-from indexer.checks.duplicates import Member, members_of, near_groups
-from indexer.commands import options, stores
+from indexer.checks.duplicates import (
+    Crowd,
+    Floor,
+    Member,
+    crowds_of,
+    find_duplicates,
+    members_of,
+)
+from indexer.commands import stores
 from indexer.commands.console import SHOWN, errors_shown, print_report, progress, shown
 from indexer.commands.options import ImageRootOption, JsonOption, StoreArgument
 from indexer.gallery import Gallery
-from indexer.ingest.pictures import item_bytes
-from indexer.ingest.sources import ANY_SIZE
+from indexer.pictures import ANY_SIZE, item_bytes
 from indexer.types import MILVUS, Progress
 
 app = typer.Typer()
@@ -48,44 +52,42 @@ img, figure p { width: 10rem; height: 10rem; margin: 0; object-fit: contain; bac
 class DuplicatesReport:
     """Groups of near-duplicates, the largest first, with `items` in all.
 
-    `recall` is that of the index that was asked, 1 where all items were compared.
+    `crowds` are groups too large to be copies of a product; no group has their items. `warning`
+    says why no item may be removed because of its group. `recall` is that of the index that was
+    asked, 1 where all items were compared.
     """
 
     name: str
     version: str
     size: int
     min_score: float
-    min_probability: float | None
+    floor: Floor
     recall: float
     items: int
+    warning: str | None
+    crowds: list[Crowd]
     groups: list[list[Member]]
 
     def text(self) -> str:
         """The figures in a sentence."""
-        likely = f" (probability {self.min_probability})" if self.min_probability else ""
-        if likely and self.min_score == SAME_PICTURE:
-            likely = f" (that of copies; probability {self.min_probability} would take more)"
         return (
             f"Groups of near-duplicates: {len(self.groups):,}, with {self.items:,} of the "
-            f"{self.size:,} items of {self.name}; cosine at least {self.min_score:.5f}{likely}; "
+            f"{self.size:,} items of {self.name}; cosine at least {self.min_score:.5f}; "
             f"recall {self.recall:.3f}."
         )
 
+    def warnings(self) -> list[str]:
+        """What to know before an item is removed."""
+        about = [f"{one.detail} The first one: {one.examples[0].key}." for one in self.crowds]
+        return ([self.warning] if self.warning else []) + about
 
-@app.command(
-    epilog="Example: kinlens-index duplicates shop/gallery --bundle shop/bundle --out near.html"
-)
+
+@app.command(epilog="Example: kinlens-index duplicates shop/gallery --out near.html")
 def duplicates(
     gallery: StoreArgument,
-    bundle: Annotated[
-        Path | None, typer.Option(help="Model bundle; its calibration says what is near enough.")
-    ] = None,
-    min_probability: Annotated[
-        float | None,
-        typer.Option(min=0, max=1, help=f"Least probability of being one product [{NEAR}]."),
-    ] = None,
     min_score: Annotated[
-        float | None, typer.Option(min=-1, max=1, help="Least cosine, in place of a probability.")
+        float | None,
+        typer.Option(min=-1, max=1, help="Least cosine [0.95, or more where products are alike]."),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Compare all with all.")] = False,
     file: Annotated[
@@ -99,10 +101,6 @@ def duplicates(
     as_json: JsonOption = False,
 ) -> None:
     """Find items that show one product: photographed twice, or listed twice."""
-    if (bundle is None) == (min_score is None) or (min_probability is not None and not bundle):
-        raise typer.BadParameter(
-            "Give --bundle, with a --min-probability or without, or else --min-score."
-        )
     if file is not None and file.suffix.lower() not in _KINDS:
         raise typer.BadParameter(f"--out {file} must end with {', '.join(_KINDS)}.")
     with errors_shown():
@@ -111,28 +109,27 @@ def duplicates(
                 f"Near-duplicates are looked for in galleries in a folder; {gallery} is on Milvus. "
                 f"Copy it: kinlens-index import {gallery} --out FOLDER."
             )
-        embedder = options.open_embedder(bundle, "cpu", False, "fp32") if bundle else None
-        expected = None if embedder is None else embedder.bundle_id
-        with stores.opened(gallery, bundle_id=expected, image_root=image_root) as store:
+        with stores.opened(gallery, image_root=image_root) as store:
             assert isinstance(store, Gallery)
-            calibration = None
-            if embedder is not None:
-                calibration = _calibration(embedder, store.size)
-                min_score = near_score(calibration, min_probability)
-                min_probability = NEAR if min_probability is None else min_probability
-            assert min_score is not None
             with progress(store.size, "Comparing") as advance:
-                groups = near_groups(store, min_score, exact=exact, on_progress=advance)
-                found = list(members_of(store, groups, calibration))
+                near = find_duplicates(
+                    store,
+                    min_score=min_score,
+                    exact=exact,
+                    on_progress=advance,
+                )
+                found = list(members_of(store, near.groups))
                 segment = None if exact else store.facts().segment
                 report = DuplicatesReport(
                     name=store.name,
                     version=store.version,
                     size=store.size,
-                    min_score=min_score,
-                    min_probability=min_probability,
+                    min_score=near.min_score,
+                    floor=near.floor,
                     recall=1.0 if segment is None else segment.recall,
                     items=sum(map(len, found)),
+                    warning=near.warning,
+                    crowds=list(crowds_of(store, near)),
                     groups=found,
                 )
                 if file is not None:
@@ -140,16 +137,9 @@ def duplicates(
                     _write(file, report, store, drawn, advance.then("Drawing", drawn))
     first = [group[:SHOWN] for group in report.groups[:SHOWN]]
     lines = ["  ".join(f"{one.item.key} {one.score:.4f}" for one in group) for group in first]
-    print_report(report, as_json, *lines, report.text())
-
-
-def _calibration(embedder: Embedder, size: int) -> Calibration:
-    if embedder.calibration is None:
-        raise InvalidParameterError(
-            f"The bundle has no calibration ({embedder.no_calibration}). Leave --bundle out and "
-            "give --min-score, the least cosine of two items of one product, such as 0.95."
-        )
-    return embedder.calibration.for_gallery(size)
+    print_report(
+        report, as_json, *lines, report.text(), *map("Warning: {}".format, report.warnings())
+    )
 
 
 def _write(
@@ -171,11 +161,11 @@ def _write(
 
 
 def _rows(report: DuplicatesReport) -> Iterator[Sequence[object]]:
-    yield "group", "id", "key", "score", "probability", "same_content", "newest", "attributes"
+    yield "group", "id", "key", "score", "same_content", "newest", "attributes"
     for number, group in enumerate(report.groups, 1):
         for one in group:
             item, attributes = one.item, json.dumps(dict(one.item.attributes), ensure_ascii=False)
-            judged = one.score, one.probability, one.same_content, one.newest
+            judged = one.score, one.same_content, one.newest
             yield number, item.id, item.key, *judged, attributes
 
 
@@ -183,6 +173,8 @@ def _page(
     report: DuplicatesReport, store: Gallery, drawn: int, on_progress: Progress
 ) -> Iterator[str]:
     yield f"{_HEAD}<h1>Near-duplicates</h1><p>{escape(report.text())}</p>\n"
+    for warning in report.warnings():
+        yield f"<p><b>Warning:</b> {escape(warning)}</p>\n"
     if drawn < len(report.groups):
         yield f"<p>The largest {drawn:,} groups are shown; a .csv or .json has all.</p>\n"
     for group in report.groups[:drawn]:
@@ -206,8 +198,6 @@ def _picture(store: Gallery, member: Member) -> str:
 
 def _caption(one: Member) -> str:
     said = [f"cosine {one.score:.4f}"]
-    if one.probability is not None:
-        said.append(f"probability {one.probability:.3f}")
     said += ["newest"] * one.newest + ["same file as the first"] * one.same_content
     about = escape(shown(one.item.attributes))
     return f"<b>{escape(one.item.key)}</b><br>{'; '.join(said)}<br>{about}"

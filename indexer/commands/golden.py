@@ -11,18 +11,6 @@ import typer
 from embedder.errors import ImageError, InvalidParameterError, SourceError
 from embedder.preprocess import ImageLimits, decode
 from embedder.types import SHORT
-from indexer.checks.golden import (
-    Asked,
-    GoldenOutcome,
-    GoldenQueries,
-    GoldenRun,
-    GoldenRuns,
-    GoldenSet,
-    Label,
-    NewQuery,
-    embedded,
-    threshold_of,
-)
 from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, print_report, progress
 from indexer.commands.options import (
@@ -33,7 +21,21 @@ from indexer.commands.options import (
     PrecisionOption,
 )
 from indexer.gallery import Gallery, current_manifest
-from indexer.ingest.sources import parse_value, read_image, read_table
+from indexer.golden import (
+    Asked,
+    GoldenOutcome,
+    GoldenQueries,
+    GoldenRun,
+    GoldenRuns,
+    GoldenSet,
+    Label,
+    NewQuery,
+    embedded,
+    labelled,
+    threshold_of,
+)
+from indexer.ingest.sources import parse_value, read_table
+from indexer.pictures import read_image
 from indexer.types import VectorStore
 
 app = typer.Typer(no_args_is_help=True)
@@ -148,6 +150,8 @@ def run(
             threshold = threshold_of(embedder.calibration) if min_score is None else min_score
             report = Asked.of(store, queries, vectors).report(threshold, worst)
             golden.keep(report)
+            assert isinstance(store, Gallery)
+            store.calibrate_golden(labelled(queries, vectors))
     print_report(report, json, *_lines(report))
 
 

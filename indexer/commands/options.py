@@ -13,7 +13,7 @@ from embedder.manifest import AskedPrecision
 from embedder.session import Embedder, OnnxEmbedder, SessionSettings
 from embedder.types import Embeddings
 from indexer.index.kinds import Device, IndexKind
-from indexer.ingest.sources import ANY_SIZE, read_image
+from indexer.pictures import ANY_SIZE, read_image
 
 Index = Literal["auto", IndexKind]
 

@@ -10,10 +10,11 @@ import numpy as np
 import typer
 
 from embedder import explain as where
-from embedder.calibration import Calibration
+from embedder.calibration import CANDIDATES
 from embedder.errors import ItemNotFoundError, SourceError
 from embedder.preprocess import decode
 from embedder.types import Embeddings, Hit
+from indexer.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
 from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, print_report, shown, written
 from indexer.commands.options import (
@@ -25,12 +26,12 @@ from indexer.commands.options import (
     WhereOption,
 )
 from indexer.filters.text import parse_filter
-from indexer.ingest.sources import ANY_SIZE
+from indexer.gallery import Gallery
+from indexer.pictures import ANY_SIZE
 from indexer.types import (
     Group,
     Grouping,
     GroupScore,
-    Rerank,
     SearchOptions,
     VectorStore,
     boost_of,
@@ -43,7 +44,8 @@ app = typer.Typer()
 @dataclass(frozen=True, slots=True)
 class Found:
     """The answers to all queries, in their order: `hits`, or `groups` if these were asked for, and
-    the counts of `facets`. `probabilities`: that each answer is right, if the model is calibrated.
+    the counts of `facets`. `probabilities`: that each answer is right, if the gallery is
+    calibrated; `no_match_probability`: that none is.
     """
 
     gallery: str
@@ -52,6 +54,7 @@ class Found:
     groups: Sequence[Sequence[Group]] | None = None
     facets: Sequence[Mapping[str, Mapping[str, Any]]] | None = None
     probabilities: Sequence[Sequence[float]] | None = None
+    no_match_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,6 @@ def search(
         str | None,
         typer.Option(metavar="NAMES", help="Count values over all that fits: colour,price."),
     ] = None,
-    rerank: Annotated[
-        Rerank | None, typer.Option(help="Order the first 200 by their own neighbours.")
-    ] = None,
     diversity: Annotated[
         float, typer.Option(help="Prefer what is unlike the hits before it, 0..1.")
     ] = 0.0,
@@ -118,6 +118,12 @@ def search(
         str | None,
         typer.Option(metavar="NAME:WEIGHT[:FROM:TO]", help="Add a scaled numeric attribute."),
     ] = None,
+    prior: Annotated[
+        float,
+        typer.Option(
+            "--no-match-prior", min=0, max=0.99, help="Probability that the product is absent."
+        ),
+    ] = DEFAULT_PRIOR,
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
@@ -137,7 +143,6 @@ def search(
             near=near,
             exact=exact,
             effort=effort,
-            rerank=rerank,
             diversity=diversity,
             boost=boost_of(boost) if boost else None,
         )
@@ -151,9 +156,14 @@ def search(
                 found = _found(store, options.vector_of(image, embedder), shape)
             else:
                 found = _found(store, options.read_vectors(vector or Path()), shape)
-            if image and embedder and embedder.calibration and not wanted.reorders:
-                calibration = embedder.calibration.for_gallery(store.size)
-                found = replace(found, probabilities=_probabilities(found, calibration, offset))
+            if image and embedder and isinstance(store, Gallery):
+                vectors = options.vector_of(image, embedder)
+                calibrated = choose(
+                    store.calibration(), embedder.calibration, embedder.no_calibration
+                )
+                if not isinstance(calibrated, str):
+                    [best] = store.search(vectors, CANDIDATES, SearchOptions(exact=exact))
+                    found = _with_probabilities(found, calibrated, prior, best, group_by or "")
         print_report(found, json, *_lines(found))
 
 
@@ -252,19 +262,21 @@ def _vectors(store: VectorStore, keys: Sequence[str]) -> Embeddings:
     return np.stack(rows) if rows else np.empty((0, store.dim), np.float32)
 
 
-def _probabilities(found: Found, calibration: Calibration, offset: int) -> list[list[float]]:
-    """That each answer is right, at its rank."""
-    answers: Sequence[Sequence[Hit | Group]] = found.groups or found.hits or ()
-    return [
-        calibration.probability(
-            np.array([part.score for part in answer]), offset + 1 + np.arange(len(answer))
-        ).tolist()
-        for answer in answers
-    ]
+def _with_probabilities(
+    found: Found, calibrated: Calibrated, prior: float, best: Sequence[Hit], by: str
+) -> Found:
+    """The answer to one query, with the probability of each hit or group and of none of them."""
+    hits = found.hits[0] if found.hits else []
+    groups = found.groups[0] if found.groups is not None else None
+    shown = [*hits, *(hit for group in groups or () for hit in group.hits)]
+    shares = Shares(calibrated, prior, best, shown)
+    likely = [shares.of_group(group, by) for group in groups or ()] or [*map(shares.of, hits)]
+    none = shares.of_none(hits, groups, by)
+    return replace(found, probabilities=[likely], no_match_probability=none)
 
 
 def _lines(found: Found) -> Iterator[str]:
-    """One line an item, with the probability that it is right if the model is calibrated."""
+    """One line an item, with the probability that it is right if the gallery is calibrated."""
     answers: Sequence[Sequence[Hit | Group]] = found.groups or found.hits or ()
     for number, answer in enumerate(answers):
         if len(answers) > 1:
@@ -281,6 +293,8 @@ def _lines(found: Found) -> Iterator[str]:
             yield f"{part.score:.4f}{told}  {value}"
             for hit in part.hits:
                 yield _line(hit, "    ")
+        if found.no_match_probability is not None:
+            yield f"None of these: {100 * found.no_match_probability:.0f} %"
         for name, facet in found.facets[number].items() if found.facets else ():
             yield _counts(name, facet)
 

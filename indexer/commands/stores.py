@@ -10,6 +10,7 @@ from indexer.commands.console import err, progress
 from indexer.exchange.milvus import MilvusStore
 from indexer.exchange.parquet import read_dump
 from indexer.gallery import Gallery
+from indexer.live.compaction import KEEP_REMOVED_S
 from indexer.types import MILVUS, Dump, Progress, milvus_address
 
 Store = Gallery | MilvusStore
@@ -49,7 +50,7 @@ def compact_if_due(store: Store, leave: bool) -> None:
         return
     err.print(f"Compacting: {reason}.", soft_wrap=True)
     with progress(store.size, "Indexing") as advance:
-        store.compact(wait=True, on_progress=advance)
+        store.compact(wait=True, keep_removed_s=KEEP_REMOVED_S, on_progress=advance)
 
 
 def facts_of(store: Store) -> dict[str, str]:

@@ -20,11 +20,11 @@ from indexer.commands.options import (
     given_settings,
 )
 from indexer.exchange.parquet import export_gallery
-from indexer.folder.backup import backup as write_backup
-from indexer.folder.backup import restore as restore_backup
 from indexer.gallery import copy_bytes
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import ImportReport, import_gallery
+from indexer.live.backup import backup as write_backup
+from indexer.live.backup import restore as restore_backup
 from indexer.types import MILVUS, Dump
 
 app = typer.Typer()

@@ -8,6 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 from embedder.errors import PlanError
+from indexer.calibration import GalleryCalibration
 from indexer.checks.stats import StoreStats, gallery_stats, store_stats
 from indexer.commands import stores
 from indexer.commands.console import errors_shown, print_report, progress
@@ -71,14 +72,16 @@ def compact(
 ) -> None:
     """Make a new index of all items that are in the gallery; searches and changes go on meanwhile.
 
-    Items that came since the last index get into it, removed ones leave the disk. What no
+    Items that came since the last index get into it; removed ones leave the disk and cannot be
+    brought back. What no
     option says stays as it was: the kind of index, its target and its device.
     """
     with errors_shown():
         with contextlib.closing(Gallery.open(gallery)) as opened:
             facts = opened.facts()
             chosen = given_settings(index, memory_mb, target_recall, device)
-            if not (rebuild or chosen or facts.delta or facts.tombstones):
+            has_changed = facts.delta or facts.tombstones or opened.has_removed()
+            if not (rebuild or chosen or has_changed):
                 done = CompactReport(segment=None, manifest=None, elapsed_s=0.0)
                 text = "Nothing has changed since the index was made; --rebuild makes it anew."
                 print_report(done, json, text)
@@ -88,6 +91,42 @@ def compact(
             with progress(facts.size, "Indexing") as advance:
                 report = opened.compact(settings, wait=True, on_progress=advance)
         print_report(report, json, _text(report))
+
+
+@app.command(epilog="Example: kinlens-index calibrate shop/gallery --product sku")
+def calibrate(
+    gallery: GalleryArgument,
+    product: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Attribute that names the product [product, class]."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Fit how likely a hit is right, by letting the items search for each other.
+
+    A build and a compaction do so at their end; a run of the golden set fits a better curve.
+    """
+    with errors_shown(), contextlib.closing(Gallery.open(gallery)) as opened:
+        with progress(1000, "Searching") as advance:
+            found = opened.calibrate(product, advance)
+        print_report(found, json, *_calibration_lines(found))
+
+
+def _calibration_lines(found: GalleryCalibration) -> Iterator[str]:
+    if found.product is not None:
+        yield (
+            f"{found.products:,} products by the attribute {found.product}, with "
+            f"{found.views:.1f} images of each; {found.labelled:,} of {found.items:,} items have it"
+        )
+    for source in ("gallery", "golden"):
+        fit = getattr(found, source)
+        if isinstance(fit, str):
+            yield f"{source}: none. {fit}."
+            continue
+        off = ""
+        if fit.errors is not None:
+            off = f"; off by {fit.errors[0]:.3f} at the best hit and {fit.errors[1]:.3f} at ten"
+        yield f"{source}: fitted to {fit.searches:,} searches{off}"
 
 
 @app.command(epilog="Example: kinlens-index plan 1000000 128 --memory-mb 500")

@@ -31,7 +31,7 @@ from embedder.errors import (
     ItemNotFoundError,
 )
 from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, Hit, ItemId
-from indexer.catalog.attributes import Schema
+from indexer.attributes import Schema
 from indexer.catalog.entries import checked_keys, checked_vectors, learn_kinds, with_stored
 from indexer.exchange.milvus_collection import (
     ENTRY,
@@ -53,7 +53,6 @@ from indexer.exchange.milvus_collection import (
 from indexer.exchange.milvus_filters import literal
 from indexer.filters.tree import Filter, In, check_boosted, check_grouped
 from indexer.folder.manifest import GalleryFacts
-from indexer.ingest.pictures import ItemImage, item_image
 from indexer.live.ranking import (
     Candidate,
     Fetch,
@@ -66,6 +65,7 @@ from indexer.live.ranking import (
     contents_of,
 )
 from indexer.live.rerank import reorder_of
+from indexer.pictures import ItemImage, item_image
 from indexer.types import (
     MAX_COUNTED_VALUES,
     AttributeFacts,
@@ -388,7 +388,7 @@ class MilvusStore:
         options = options or SearchOptions()
         now = self._now()
         queries = _checked(now, queries, k, options)
-        fetch, reorder = _fetch(now, queries, options), _reorder(now, queries, k, options)
+        fetch, reorder = _fetch(now, queries, options), _reorder(now, k, options)
         return best_hits(fetch, len(queries), k, options, reorder=reorder)
 
     def search_groups(
@@ -404,7 +404,7 @@ class MilvusStore:
         if grouping.by not in now.kinds and now.count():
             check_grouped(grouping.by, now.kinds)
         groups = _Groups(now, queries, grouping.by, options)
-        reorder = _reorder(now, queries, k, options)
+        reorder = _reorder(now, k, options)
         return best_groups(groups, len(queries), k, grouping, options, reorder)
 
     def search_like(
@@ -499,9 +499,7 @@ def _fetch(now: Collection, queries: Embeddings, options: SearchOptions, group: 
     return fetch
 
 
-def _reorder(
-    now: Collection, queries: Embeddings, k: int, options: SearchOptions
-) -> Reorder | None:
+def _reorder(now: Collection, k: int, options: SearchOptions) -> Reorder | None:
     """How the first hits change places; their vectors are one more request to the server."""
 
     def vectors(ids: Sequence[ItemId]) -> Embeddings:
@@ -514,7 +512,7 @@ def _reorder(
         if now.kinds or now.count():
             check_boosted(name, now.kinds)  # the server does not tell the range
 
-    return reorder_of(options, k, queries, vectors, span)
+    return reorder_of(options, k, vectors, span)
 
 
 def _candidate(row: Row) -> Candidate:

@@ -25,7 +25,7 @@ from embedder.errors import (
     ItemNotFoundError,
 )
 from embedder.types import Embeddings, ItemId
-from indexer.catalog.attributes import Schema
+from indexer.attributes import Schema
 from indexer.exchange.milvus_filters import expression, one_of
 from indexer.filters.tree import Filter
 from indexer.types import Entry, Item, OnCall, unobserved

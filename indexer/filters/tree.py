@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from embedder.errors import FilterError
 from embedder.types import AttributeKind, AttributeValue
-from indexer.catalog.attributes import Schema, check_name, checked_kind, kind_of
+from indexer.attributes import Schema, check_name, checked_kind, kind_of
 
 MAX_DEPTH = 64
 MAX_CONDITIONS = 1000

@@ -42,8 +42,8 @@ from embedder.errors import (
     GalleryWriteError,
 )
 from embedder.types import SHORT
-from indexer.checks.golden import GOLDEN
 from indexer.folder.manifest import MANIFEST
+from indexer.golden import GOLDEN
 
 _CURRENT = "CURRENT"
 _LOCK = "LOCK"
@@ -237,8 +237,9 @@ class GalleryFolder:
     def _absence(self) -> str:
         if any(self._versions.glob(f"{_DRAFT}*")):
             return (
-                f"The gallery {self.path} is not finished: its build was interrupted. "
-                "Run the same `kinlens-index build` again; it continues where it stopped."
+                f"The gallery {self.path} is not finished: its build was interrupted or refused. "
+                "Run the same `kinlens-index build` again; it continues where it stopped, or says "
+                "what is wrong."
             )
         return (
             f"No gallery at {self.path}: {_CURRENT} is missing. Give the folder that "

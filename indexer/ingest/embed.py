@@ -16,7 +16,8 @@ from embedder.errors import GalleryError, ImageError, SourceError
 from embedder.machine import core_count
 from embedder.preprocess import ImageLimits, read_header
 from embedder.session import Embedder
-from indexer.ingest.sources import ANY_SIZE, Record, Source, check_names
+from indexer.ingest.sources import Record, Source, check_names
+from indexer.pictures import ANY_SIZE
 
 Known = Callable[[Sequence[str]], Collection[str]]
 """Of contents, by sha256, those whose vectors are kept already; called from many threads."""

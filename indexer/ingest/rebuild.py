@@ -18,13 +18,13 @@ from embedder.errors import (
 )
 from embedder.session import Embedder
 from indexer.catalog.database import Catalog
-from indexer.folder.backup import backup
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import GalleryManifest, read_manifest, write_manifest
 from indexer.gallery import Gallery
 from indexer.ingest.add import Ingest, remove_in_parts
 from indexer.ingest.embed import EmbedSettings, Failure
 from indexer.ingest.sources import Record, Source
+from indexer.live.backup import backup
 from indexer.live.compaction import CATALOG
 from indexer.types import Ids, Item, Progress
 

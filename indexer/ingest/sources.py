@@ -4,7 +4,6 @@ import csv
 import math
 import os
 import re
-import stat
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -13,12 +12,12 @@ from typing import get_args
 
 import numpy as np
 
-from embedder.errors import ImageTooManyBytesError, SourceError
+from embedder.errors import SourceError
 from embedder.formats import SUFFIXES
-from embedder.preprocess import ImageLimits
 from embedder.types import AttributeKind, AttributeValue
-from indexer.catalog.attributes import Schema, is_printable
+from indexer.attributes import Schema, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
+from indexer.pictures import printable, read_image
 
 KINDS: tuple[AttributeKind, ...] = get_args(AttributeKind)
 """Every kind of attribute, as it stands after the colon of a typed name."""
@@ -27,9 +26,6 @@ _WHOLE = re.compile(r"[+-]?\d+")
 _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _DIGITS = 100  # with all its leading zeros
 BOOLEANS = {"true": True, "false": False}
-
-ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
-"""For images that an embedder has accepted already, within whatever limits of its own."""
 
 _NO_KINDS: Schema = {}
 
@@ -264,45 +260,6 @@ def check_attributes(source: Source, schema: Schema) -> None:
         learn_kinds(kinds, record.key, record.attributes)
 
 
-def inside(root: Path, path: str) -> Path:
-    """The real file behind `path`, links followed.
-
-    Raises: SourceError if it lies outside `root`.
-    """
-    real = Path(os.path.realpath(root / path))
-    if not real.is_relative_to(os.path.realpath(root)):
-        raise SourceError(
-            f"{path} leads out of {root}. Copy the file into the folder, or give a root that "
-            "holds both."
-        )
-    return real
-
-
-def read_image(root: Path, path: str, max_bytes: int) -> bytes:
-    """The bytes of one image of a source.
-
-    Raises: SourceError if it is missing, not a regular file or outside `root`;
-        ImageTooManyBytesError; OSError.
-    """
-    if not _is_unicode(path):
-        raise SourceError("The name of the file is not valid UTF-8. Rename the file.")
-    file = inside(root, path)
-    try:
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise SourceError(f"{path} below {root} is not a regular file. Put an image there.")
-        if status.st_size > max_bytes:
-            raise ImageTooManyBytesError(
-                f"The image has {status.st_size:,} bytes; the limit is {max_bytes:,}. Resize or "
-                "compress it."
-            )
-        return file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise SourceError(
-            f"{path} is missing below {root}. Put it back, or leave it out."
-        ) from error
-
-
 def check_names(record: Record) -> None:
     """Raises: SourceError if the key or the path of a record cannot be stored."""
     if not (is_key(record.key) and is_printable(record.path)):
@@ -347,17 +304,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _folder_record(path: str) -> Record:
-    key = _printable(path)
+    key = printable(path)
     subfolder = key.rpartition("/")[0]
     return Record(key, path, {"class": subfolder} if subfolder else {})
-
-
-def _is_unicode(text: str) -> bool:
-    return _printable(text) == text
-
-
-def _printable(path: str) -> str:
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def csv_source(

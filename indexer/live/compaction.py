@@ -40,6 +40,9 @@ _SMALL_DELTA = 10_000
 _LARGE_DELTA = 100_000
 _DELTA_PART = 0.1
 
+KEEP_REMOVED_S = 86_400.0
+"""How long a removal can be undone although compactions ran that nobody asked for."""
+
 _RETRY_S = 30.0
 _LONGEST_PAUSE_S = 3600.0
 _CLOSE_S = 2.0
@@ -71,11 +74,13 @@ def compact(
     settings: IndexSettings,
     *,
     wait: bool = False,
+    keep_removed_s: float = 0.0,
     unless: Callable[[], bool] = lambda: False,
     on_progress: Progress | None = None,
 ) -> CompactReport:
     """Make a segment of everything that is in the catalogue now, and switch to it.
 
+    What was removed in the last `keep_removed_s` seconds can still be brought back afterwards.
     `unless` is asked when all others are kept out: if it is true by then, nothing is done.
 
     Raises: GalleryBusyError if another process does so and this is not to `wait`; PlanError,
@@ -101,7 +106,7 @@ def compact(
                 rename(stage, segments / name, "segment")
             reach("adopt: before commit")
             with catalog.writing() as writer:
-                writer.adopt_segment(name, state.seq)
+                writer.adopt_segment(name, state.seq, keep_removed_s)
             reach("adopt: after commit")
         collect(generation)
     return CompactReport(segment=name, manifest=manifest, elapsed_s=perf_counter() - started)
@@ -156,21 +161,23 @@ def _write(
 class BackgroundCompaction:
     """Looks after a gallery from the first `nudge` until it is closed.
 
-    `due` says why a compaction is due, or None; `compact` does it and reports its progress. A
-    failure is logged, kept in `last_error` and handed to `on_error`. It is tried again after a
-    pause that doubles each time, up to an hour.
+    `due` says why a compaction is due, or None; `compact` does it and reports its progress.
+    `otherwise` is done where none is due. A failure is logged, kept in `last_error` and handed to
+    `on_error`. It is tried again after a pause that doubles each time, up to an hour.
     """
 
     def __init__(
         self,
         due: Callable[[], str | None],
         compact: Callable[[Progress], object],
+        otherwise: Callable[[], object],
         on_error: Callable[[KinlensError], None] | None = None,
         retry_s: float = _RETRY_S,
     ) -> None:
         self.last_error: KinlensError | None = None
         self._due = due
         self._compact = compact
+        self._otherwise = otherwise
         self._on_error = on_error
         self._pause_s = self._retry_s = retry_s
         self._nudged = threading.Event()
@@ -197,6 +204,8 @@ class BackgroundCompaction:
             try:
                 if self._due():
                     self._compact(self._step)
+                else:
+                    self._otherwise()
                 self.last_error = None
                 self._pause_s = self._retry_s
             except GalleryBusyError:

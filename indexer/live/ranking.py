@@ -57,8 +57,8 @@ VectorsOf = Callable[[Sequence[ItemId]], Embeddings]
 """The vectors (N, D) of these items, in their order."""
 
 
-Reorder = Callable[[int, Sequence[Candidate]], Sequence[int]]
-"""(query row, its first candidates, best first) -> their places in the order to show them in; as
+Reorder = Callable[[Sequence[Candidate]], Sequence[int]]
+"""(the first candidates of a query, best first) -> their places in the order to show them in; as
 many of these as a page needs.
 """
 
@@ -109,7 +109,7 @@ def best_hits(
     """
     reach = _reach(k, options, reorder)
 
-    def settled(row: int, pool: Pool) -> list[Hit] | None:
+    def settled(pool: Pool) -> list[Hit] | None:
         allowed = (c for c in pool.candidates if reaches(c.score, options.min_score))
         ordered = remaining(allowed, options)
         if options.near is not None and vectors_of is not None:
@@ -118,7 +118,7 @@ def best_hits(
         is_crowd = options.near is not None and len(pool.candidates) >= _MOST_COMPARED
         if len(kept) < reach and not is_crowd and not pool.holds_all(options.min_score):
             return None
-        return [hit(c) for c in _page(kept, lambda c: c, row, k, options, reorder)]
+        return [hit(c) for c in _page(kept, lambda c: c, k, options, reorder)]
 
     return settle(fetch, rows, first_count(reach, options), settled)
 
@@ -132,7 +132,6 @@ def _reach(k: int, options: SearchOptions, reorder: Reorder | None) -> int:
 def _page(
     found: Sequence[T],
     best: Callable[[T], Candidate],
-    row: int,
     k: int,
     options: SearchOptions,
     reorder: Reorder | None,
@@ -141,23 +140,21 @@ def _page(
     are, so that pages leave nothing out and show nothing twice.
     """
     if reorder is not None and options.offset < CANDIDATES:
-        places = reorder(row, [best(one) for one in found[:CANDIDATES]])
+        places = reorder([best(one) for one in found[:CANDIDATES]])
         found = [*(found[place] for place in places), *found[CANDIDATES:]]
     return found[options.offset : options.offset + k]
 
 
-def settle(
-    fetch: Fetch, rows: int, first: int, settled: Callable[[int, Pool], T | None]
-) -> list[T]:
+def settle(fetch: Fetch, rows: int, first: int, settled: Callable[[Pool], T | None]) -> list[T]:
     """Fetch `first` candidates of every row, then ever twice as many of the rows without an answer.
 
-    `settled(row, pool)` gives the answer, or None as long as more is needed.
+    `settled(pool)` gives the answer, or None as long as more is needed.
     """
     answers: dict[int, T] = {}
     waiting: Sequence[int] = range(rows)
     while waiting:
         for row, fetched in zip(waiting, fetch(waiting, first), strict=True):
-            answer = settled(row, Pool.of(fetched, first))
+            answer = settled(Pool.of(fetched, first))
             if answer is not None:
                 answers[row] = answer
         waiting = [row for row in waiting if row not in answers]
@@ -326,11 +323,6 @@ def best_groups(
             "Near-duplicates are not left out of groups. Ask for distinct = true, which leaves out "
             "equal content, or for items in place of groups."
         )
-    if options.rerank and grouping.score == "mean":
-        raise InvalidParameterError(
-            f"rerank = {options.rerank} orders groups by their best items, not by their mean. "
-            "Leave it out, or rank groups by their best."
-        )
     reach = _reach(k, options, reorder)
     first = _EXPECTED_SIZE * first_count(reach, options)
     fetched = source.fetch(range(rows), first) if rows else []
@@ -372,7 +364,7 @@ class _Search:
         found = [own for own in self._split(pool) if reaches(own[0].score, self.options.min_score)]
         if len(found) < self.reach and not pool.holds_all(self.options.min_score):
             return None
-        shown = _page(found, lambda own: own[0], self.row, self.k, self.options, self.reorder)
+        shown = _page(found, lambda own: own[0], self.k, self.options, self.reorder)
         return [self._group(self._best_of(own), own[0].score) for own in shown]
 
     def _by_mean(self, pool: Pool) -> list[Group] | None:
@@ -402,7 +394,7 @@ class _Search:
         shown = _page(
             groups,
             lambda group: group[1][0]._replace(score=group[0]),
-            *(self.row, self.k, self.options, self.reorder),
+            *(self.k, self.options, self.reorder),
         )
         return [self._group(self._best_of(own), mean) for mean, own in shown]
 
@@ -440,7 +432,7 @@ class _Search:
         if kind is None or len(own) >= size:
             return own
 
-        def settled(_row: int, pool: Pool) -> list[Candidate] | None:
+        def settled(pool: Pool) -> list[Candidate] | None:
             kept = self._ordered({c.id: c for c in (*pool.candidates, *own)})
             return kept if len(kept) >= size or pool.holds_all(None) else None
 
@@ -507,11 +499,7 @@ def check_options(k: int, options: SearchOptions) -> None:
 
 
 def _check_reordering(options: SearchOptions) -> None:
-    """Raises: InvalidParameterError, unless rerank, diversity and boost are in range."""
-    if options.rerank not in (None, "aqe", "reciprocal"):
-        raise InvalidParameterError(
-            f"rerank = {options.rerank!r:.80} is not known. Choose 'aqe' or 'reciprocal'."
-        )
+    """Raises: InvalidParameterError, unless diversity and boost are in range."""
     _check_number("diversity", options.diversity, 0, 1)
     boost = options.boost
     if boost is None:

@@ -1,6 +1,6 @@
-"""Another order of the first hits: by their neighbours, by an attribute, and with fewer alike.
+"""Another order of the first hits: by an attribute, and with fewer alike.
 
-What each does to the answers and what it costs: docs/benchmarks.md, Re-ranking.
+What each does to the answers and what it costs: docs/benchmarks.md, Diversity and boost.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,13 +11,7 @@ from numpy.typing import NDArray
 from embedder.errors import InvalidParameterError
 from embedder.types import Embeddings
 from indexer.live.ranking import Candidate, Reorder
-from indexer.types import Boost, Ids, SearchOptions
-
-EXPANDED_BY, ALPHA = 5, 3
-"""Hits that the expanded query takes in, each weighed with its score to the power of ALPHA."""
-
-NEAR, NEARER, KEPT = 20, 6, 0.3
-"""k1, k2 and lambda of the k-reciprocal re-ranking."""
+from indexer.types import Boost, SearchOptions
 
 Span = Callable[[str], tuple[float, float] | None]
 """The lowest and highest value of a numeric attribute, None where they are not known; raises for
@@ -30,11 +24,10 @@ _Relevance = NDArray[np.float32]
 def reorder_of(
     options: SearchOptions,
     k: int,
-    queries: Embeddings,
     vectors_of: Callable[[Sequence[int]], Embeddings],
     span: Span,
 ) -> Reorder | None:
-    """How the candidates of `queries` (Q, D) change places; None if they stay as they are.
+    """How the candidates of a query change places; None if they stay as they are.
 
     Args:
         vectors_of: the vectors (N, D) of items by their numbers, in the order asked for.
@@ -46,67 +39,18 @@ def reorder_of(
     boost = options.boost
     ends = None if boost is None else _ends(boost, span)
 
-    def reorder(row: int, candidates: Sequence[Candidate]) -> Sequence[int]:
+    def reorder(candidates: Sequence[Candidate]) -> Sequence[int]:
         relevance = np.array([c.score for c in candidates], np.float32)
-        vectors = np.empty((0, queries.shape[1]), np.float32)
-        if candidates and (options.rerank or options.diversity):
-            options.checkpoint()
-            vectors = vectors_of([c.id for c in candidates])
-        if candidates and options.rerank == "aqe":
-            relevance = expanded(queries[row], vectors, relevance)
-        elif candidates and options.rerank == "reciprocal":
-            relevance = reciprocal(queries[row], vectors)
         if boost is not None and ends is not None:
             relevance = relevance + boost.weight * _scaled(candidates, boost, *ends)
-        if not options.diversity:
+        if not candidates or not options.diversity:
             order: list[int] = np.argsort(-relevance, kind="stable").tolist()
             return order
+        options.checkpoint()
+        vectors = vectors_of([c.id for c in candidates])
         return diverse(vectors, relevance, options.diversity, options.offset + k)
 
     return reorder
-
-
-def expanded(query: NDArray[np.float32], vectors: Embeddings, scores: _Relevance) -> _Relevance:
-    """The similarity (N,) of candidates (N, D) to the query (D,) after average query expansion.
-
-    It becomes q + sum_i s_i^alpha v_i over the best candidates v_i, whose scores are s_i:
-    Radenović et al., 2018, https://arxiv.org/abs/1711.02512.
-    """
-    weights = np.maximum(scores[:EXPANDED_BY], 0) ** ALPHA
-    moved = query + weights @ vectors[:EXPANDED_BY]
-    found: _Relevance = vectors @ (moved / np.linalg.norm(moved))
-    return found
-
-
-def reciprocal(query: NDArray[np.float32], vectors: Embeddings) -> _Relevance:
-    """1 - d* for candidates (N, D): k-reciprocal re-ranking among them and the query (D,) alone.
-
-    Those are near that are near to each other's neighbours: d* = (1 - lambda) d_J + lambda d, with
-    the Jaccard distance d_J of k-reciprocal neighbour sets, each member weighed with exp(-d), and
-    d = 1 - cosine. Zhong et al., 2017, https://arxiv.org/abs/1701.08398.
-    """
-    everything = np.concatenate([query[np.newaxis], vectors])  # (1 + N, D)
-    distance = np.clip(1 - everything @ everything.T, 0, 2)
-    np.fill_diagonal(distance, -1)  # oneself comes first, also among copies
-    order = np.argsort(distance, axis=1, kind="stable")
-    np.fill_diagonal(distance, 0)
-    near, nearer = _mutual(order, NEAR), _mutual(order, NEAR // 2)
-    agree = near * (near @ nearer.T > 2 / 3 * nearer.sum(axis=1))
-    members = near + agree @ nearer  # and the neighbours of neighbours that mostly agree
-    weights = np.where(members > 0, np.exp(-2 * distance), 0)
-    weights /= weights.sum(axis=1, keepdims=True)
-    weights = weights[order[:, :NEARER]].mean(axis=1)  # local query expansion
-    least = np.minimum(weights[0], weights[1:]).sum(axis=1)
-    most = np.maximum(weights[0], weights[1:]).sum(axis=1)
-    found: _Relevance = 1 - (1 - KEPT) * (1 - least / most) - KEPT * distance[0, 1:]
-    return found.astype(np.float32)
-
-
-def _mutual(order: Ids, k: int) -> NDArray[np.float32]:
-    """1 where two are among the k nearest of each other, or the same."""
-    near = np.zeros(order.shape, np.float32)
-    np.put_along_axis(near, order[:, : k + 1], 1, axis=1)
-    return near * near.T
 
 
 def diverse(vectors: Embeddings, relevance: _Relevance, diversity: float, count: int) -> list[int]:

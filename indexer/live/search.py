@@ -101,7 +101,7 @@ class Searcher:
             if now.snapshot.size:
                 check_grouped(grouping.by, now.view.schema())
             source = _Groups(now, queries, grouping.by, options, self._mask(now, options))
-            reorder = _reorder(now, queries, k, options)
+            reorder = _reorder(now, k, options)
             return best_groups(source, len(queries), k, grouping, options, reorder)
 
     def search_like(
@@ -200,7 +200,7 @@ class Searcher:
             hits = _plain_hits(now.snapshot, read, queries, k, options, mask)
             if hits is not None:
                 return hits
-        fetch, reorder = _fetch(now, queries, options, mask), _reorder(now, queries, k, options)
+        fetch, reorder = _fetch(now, queries, options, mask), _reorder(now, k, options)
         vectors_of = functools.partial(_vectors, now.snapshot)
         return best_hits(fetch, len(queries), k, options, vectors_of, reorder)
 
@@ -315,7 +315,7 @@ def _vectors(snapshot: Snapshot, ids: Sequence[ItemId]) -> Embeddings:
     return in_order
 
 
-def _reorder(now: Reading, queries: Embeddings, k: int, options: SearchOptions) -> Reorder | None:
+def _reorder(now: Reading, k: int, options: SearchOptions) -> Reorder | None:
     """How the first hits change places. Raises: FilterError."""
     vectors_of = functools.partial(_vectors, now.snapshot)
 
@@ -324,7 +324,7 @@ def _reorder(now: Reading, queries: Embeddings, k: int, options: SearchOptions) 
             check_boosted(name, now.view.schema())
         return now.view.span(name) or (0.0, 0.0)
 
-    return reorder_of(options, k, queries, vectors_of, span)
+    return reorder_of(options, k, vectors_of, span)
 
 
 def _candidate(

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embedder.durable import exclusive, make_folder, write_whole
 from embedder.errors import InvalidParameterError, StateError
+from service.problems import fault_text, path_of
 
 T = TypeVar("T")
 Scope = Literal["search", "write", "admin"]
@@ -126,12 +127,16 @@ class KeyStore:
             return _KeyFile.model_validate_json(self.path.read_bytes()).keys
         except FileNotFoundError:
             return ()
+        except NotADirectoryError as error:
+            raise StateError(
+                f"state = {self.path.parent} is not a folder. Name another one for the keys."
+            ) from error
         except OSError as error:
             raise self._unreadable(error.strerror or type(error).__name__) from error
         except ValidationError as error:
             fault = error.errors(include_input=False, include_url=False)[0]
-            where = ".".join(map(str, fault["loc"]))
-            raise self._unreadable(f"{where} {fault['msg']}".strip()) from None
+            text = fault_text(fault, path_of(fault["loc"]) or "the file")
+            raise self._unreadable(text.rstrip(".")) from None
 
     def active(self) -> int:
         """How many keys open anything. Raises: StateError."""
@@ -167,8 +172,8 @@ class KeyStore:
 class FreshKeys:
     """The keys of a store for an event loop: read in a thread, and known for `max_age_s`.
 
-    A key that is not known is looked for in the file first. A disk that does not answer within
-    `limit_s` is a StateError, and holds up one thread and nothing else.
+    A key that was created since is found in the file. A disk that does not answer within `limit_s`
+    is a StateError, and holds up one thread and nothing else.
     """
 
     def __init__(self, store: KeyStore, max_age_s: float = 1.0, limit_s: float = 2.0) -> None:
@@ -179,9 +184,16 @@ class FreshKeys:
         self._read_at = -math.inf
         self._reading: asyncio.Future[tuple[Key, ...]] | None = None
 
-    async def identify(self, text: str) -> Key | None:
-        """The active key with this text, or None. Raises: StateError."""
-        return _matching(await self._recent(), text) or _matching(await self._read(), text)
+    async def known(self, text: str) -> Key | None:
+        """The active key with this text among those of the last read. Raises: StateError."""
+        return _matching(await self._recent(), text)
+
+    async def created(self, text: str) -> Key | None:
+        """The same after another read of the file, for a key that is not known.
+
+        Each call may cost a read: bound how many come from one caller. Raises: StateError.
+        """
+        return _matching(await self._read(), text)
 
     async def has_active(self) -> bool:
         """Whether any key opens anything. Raises: StateError."""
@@ -256,5 +268,5 @@ def _now() -> datetime:
 def _unwritable(path: Path, error: OSError) -> StateError:
     return StateError(
         f"The file of keys {path} cannot be written ({error.strerror}). Let this user write to "
-        f"{path.parent}."
+        f"{path.parent}, or name another folder."
     )

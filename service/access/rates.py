@@ -1,10 +1,17 @@
-"""Who a request comes from, past the proxies that are trusted, and how many requests a key, or an
-address without one, may send: counted here or in Redis.
+"""Who a request comes from, past the proxies that are trusted, and how much work a key, or an
+address without one, may ask for: counted here or in Redis.
 
 The law is GCRA (Generic Cell Rate Algorithm), https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm:
-each request owes T = period / amount of time, what is owed is paid off by waiting, and a request
-that would owe more than the period is refused and owes nothing. So `amount` requests may come at
-once, and then one every T. All that is kept of a caller is when nothing will be owed any more.
+each unit of work owes T = period / amount of time, and what is owed is paid off by waiting. A
+request that would owe more than the period with its first unit is refused and owes nothing. So
+`amount` units may come at once, and then one every T.
+
+Only the body says how many units a request has. The first unit is charged before the body is read,
+the remaining ones afterwards, unless requests that were read meanwhile have used up the period.
+They may owe more than the period: otherwise a request of more than `amount` units could never be
+answered. The next request waits until the excess is paid off.
+
+All that is kept of a caller is when nothing will be owed any more.
 """
 
 import functools
@@ -21,13 +28,16 @@ from redis.asyncio import Redis
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from embedder.errors import RateLimitedError
 from service.observe.logs import Repeats
-from service.search.redis_cache import FAIR_SHARE, bounded_pool, request_budget
+from service.redis import FAIR_SHARE, bounded_pool, request_budget
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _FORWARDED = "x-forwarded-for"
+# With a port, as some gateways write it: 10.0.0.5:443, [2001:db8::1]:443, "[2001:db8::1]".
+_WITH_PORT = re.compile(r'"?(?:\[([^\[\]]+)\]|([\d.]+))(?::\d{1,5})?"?')
 _NO_ADDRESS = "local"
 _IPV6_PREFIX = 64
 _KNOWN_ADDRESSES = 1_024
@@ -73,7 +83,8 @@ class Addresses:
     def _behind(self, peer: Address, scope: Scope) -> Address:
         forwarded = ",".join(Headers(scope=scope).getlist(_FORWARDED))
         for text in reversed(forwarded.split(",")):
-            address = _parse(text.strip())
+            found = _WITH_PORT.fullmatch(text.strip())
+            address = _parse(found[1] or found[2] if found else text.strip())
             if address is None:
                 break
             peer = address
@@ -117,13 +128,14 @@ _SWEEP_ABOVE = 1_024
 _HIT = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
+local units, room = tonumber(ARGV[2 * #KEYS + 1]), tonumber(ARGV[2 * #KEYS + 2])
 local said = {}
 for i, key in ipairs(KEYS) do
   local interval, amount = tonumber(ARGV[2 * i - 1]), tonumber(ARGV[2 * i])
   local owed = math.max(0, tonumber(redis.call('GET', key) or '0') - now)
-  local fits = owed + interval <= amount * interval
+  local fits = owed + room * interval <= amount * interval
   if fits then
-    owed = owed + interval
+    owed = owed + units * interval
     redis.call('SET', key, string.format('%.0f', now + owed), 'PX', math.ceil(owed / 1000))
   end
   said[i] = {fits and 1 or 0, owed}
@@ -134,21 +146,21 @@ return said
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """`amount` requests in each period, one every `interval_us`."""
+    """`amount` units of work in each period, one every `interval_us`."""
 
     amount: int
     period_s: int
 
     @property
     def interval_us(self) -> int:
-        """The time that one request owes, in microseconds."""
+        """The time that one unit owes, in microseconds."""
         return max(1, self.period_s * _US // self.amount)
 
 
 @dataclass(frozen=True, slots=True)
 class RateVerdict:
-    """Whether one more request fits; `amount`, `remaining` and `retry_after_s` of the rate that
-    is nearest to its end. Without a rate everything fits and `amount` is None."""
+    """Whether a request fits; `amount`, `remaining` and `retry_after_s` of the rate that is nearest
+    to its end. Without a rate everything fits and `amount` is None."""
 
     allowed: bool = True
     amount: int | None = None
@@ -173,6 +185,17 @@ def parse_rates(text: str) -> tuple[Rate, ...]:
     return rates
 
 
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """Units of work to be owed, if `room` of them still fit into the period."""
+
+    units: int
+    room: int
+
+
+FIRST = Charge(units=1, room=1)
+"""What each request owes before its body is read."""
+
 Said = tuple[bool, int]
 """Whether a request fits, and how many microseconds its caller owes now."""
 
@@ -189,17 +212,17 @@ class LocalCounts:
         """How many callers are remembered, for each rate."""
         return len(self._paid_at_us)
 
-    def hit(self, rates: Sequence[Rate], kind: str, caller: str) -> list[Said]:
-        """Count one request in each rate."""
+    def hit(self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge) -> list[Said]:
+        """Count a charge in each rate."""
         now = self._clock_ns() // 1_000
         self._sweep(now)
-        return [self._hit(rate, (kind, caller, rate), now) for rate in rates]
+        return [self._hit(rate, (kind, caller, rate), charge, now) for rate in rates]
 
-    def _hit(self, rate: Rate, key: tuple[str, str, Rate], now: int) -> Said:
+    def _hit(self, rate: Rate, key: tuple[str, str, Rate], charge: Charge, now: int) -> Said:
         owed = max(0, self._paid_at_us.get(key, 0) - now)
-        fits = owed + rate.interval_us <= rate.amount * rate.interval_us
+        fits = owed + charge.room * rate.interval_us <= rate.amount * rate.interval_us
         if fits:
-            owed += rate.interval_us
+            owed += charge.units * rate.interval_us
             self._paid_at_us[key] = now + owed
         return fits, owed
 
@@ -225,8 +248,10 @@ class SharedCounts:
         self._closed_until = -math.inf
         self._failures = Repeats()
 
-    async def hit(self, rates: Sequence[Rate], kind: str, caller: str) -> list[Said] | None:
-        """Count one request in each rate; None if Redis does not answer, whatever the reason."""
+    async def hit(
+        self, rates: Sequence[Rate], kind: str, caller: str, charge: Charge
+    ) -> list[Said] | None:
+        """Count a charge in each rate; None if Redis does not answer, whatever the reason."""
         budget = request_budget(self._timeout_s)
         given_s = budget.left_s
         if time.monotonic() < self._closed_until or not given_s:
@@ -235,7 +260,7 @@ class SharedCounts:
         numbers = [number for rate in rates for number in (rate.interval_us, rate.amount)]
         try:
             async with budget.wait():
-                said = await self._script(keys=names, args=numbers)
+                said = await self._script(keys=names, args=[*numbers, charge.units, charge.room])
                 return [(bool(fits), owed) for fits, owed in said]
         except TimeoutError as error:
             if given_s >= FAIR_SHARE * self._timeout_s:
@@ -276,16 +301,16 @@ class RateLimits:
         self._shared = shared
         self._local = LocalCounts() if local is None else local
 
-    async def hit(self, kind: str, caller: str) -> RateVerdict:
-        """Count one request of `caller`, and say whether it still fits."""
+    async def hit(self, kind: str, caller: str, charge: Charge = FIRST) -> RateVerdict:
+        """Count a charge of `caller`, and say whether it still fits."""
         rates = self._rates.get(kind, ())
         if not rates:
             return RateVerdict()
-        said = None if self._shared is None else await self._shared.hit(rates, kind, caller)
+        said = None if self._shared is None else await self._shared.hit(rates, kind, caller, charge)
         if said is None:
-            said = self._local.hit(rates, kind, caller)
+            said = self._local.hit(rates, kind, caller, charge)
         verdicts = [_verdict(rate, *each) for rate, each in zip(rates, said, strict=True)]
-        return min(verdicts, key=lambda v: (v.allowed, v.remaining))
+        return min(verdicts, key=lambda v: (v.allowed, v.remaining, -v.retry_after_s))
 
     async def close(self) -> None:
         """Disconnect."""
@@ -293,8 +318,48 @@ class RateLimits:
             await self._shared.close()
 
 
+class Account:
+    """What one caller is charged for one request; `verdict` is that of the last charge."""
+
+    def __init__(self, limits: RateLimits, kind: str, caller: str) -> None:
+        self.verdict = RateVerdict()
+        self._limits = limits
+        self._kind = kind
+        self._caller = caller
+
+    async def open(self) -> None:
+        """Charge the first unit. Raises: RateLimitedError."""
+        await self._charge(FIRST, "")
+
+    async def owe(self, units: int) -> None:
+        """Charge the others, once the body has said how many units there are in all.
+
+        Raises: RateLimitedError.
+        """
+        if units > 1:
+            await self._charge(Charge(units - 1, room=0), f" This one counts as {units:,}.")
+
+    async def _charge(self, charge: Charge, units_text: str) -> None:
+        self.verdict = verdict = await self._limits.hit(self._kind, self._caller, charge)
+        if not verdict.allowed:
+            raise RateLimitedError(
+                f"More requests came from this {self._kind} than its limit of {verdict.amount:,} "
+                f"allows.{units_text} Try again in {verdict.retry_after_s} s.",
+                verdict.retry_after_s,
+            )
+
+
+def account_of(scope: Scope) -> Account:
+    """The account that the gate opened for this request."""
+    account: Account = scope["state"]["account"]
+    return account
+
+
 def _verdict(rate: Rate, fits: bool, owed_us: int) -> RateVerdict:
-    """There is room for one more when the part of an interval that is owed has been paid."""
-    remaining = rate.amount - -(-owed_us // rate.interval_us)
-    wait_us = owed_us % rate.interval_us or rate.interval_us
+    """There is room for one more when the part of an interval that is owed has been paid, and all
+    that is owed beyond the period.
+    """
+    remaining = max(0, rate.amount - -(-owed_us // rate.interval_us))
+    most_us = (rate.amount - 1) * rate.interval_us
+    wait_us = max(owed_us % rate.interval_us or rate.interval_us, owed_us - most_us)
     return RateVerdict(fits, rate.amount, remaining, max(1, math.ceil(wait_us / _US)))

@@ -1,23 +1,27 @@
 """Near-duplicates of a gallery over HTTP: one product photographed or listed twice."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from embedder.calibration import NEAR, near_score
 from embedder.errors import InvalidParameterError, OverloadedError
-from indexer.checks.duplicates import Member, members_of, near_groups
+from indexer.checks.duplicates import (
+    Member,
+    NearDuplicates,
+    crowds_of,
+    find_duplicates,
+    members_of,
+)
 from indexer.gallery import Gallery
 from service.api.galleries import FAILURES, Service
 from service.api.items import item_model
-from service.api.models import DuplicatesAnswer, NearItem
 from service.galleries.registry import Served
 from service.http.openapi import problems
+from service.models import DuplicatesAnswer, NearCrowd, NearFloor, NearItem
 from service.search.pipeline import Abandoned
-from service.search.query import uncalibrated
 
 MOST_ITEMS = 10_000
 """Items of the largest gallery that is looked through while somebody waits."""
@@ -36,44 +40,45 @@ async def duplicates(
     name: str,
     offset: Annotated[int, Query(ge=0, le=MOST_ITEMS)] = 0,
     limit: Annotated[int, Query(ge=1, le=_MOST_GROUPS, description="Groups, at most.")] = 50,
-    min_probability: Annotated[
-        float | None, Query(ge=0, le=1, description=f"Of being one product; default {NEAR}.")
-    ] = None,
     min_score: Annotated[
-        float | None, Query(ge=-1, le=1, description="Least cosine, in place of a probability.")
+        float | None,
+        Query(
+            ge=-1,
+            le=1,
+            description="Least cosine; default 0.95, or more where different products are alike.",
+        ),
     ] = None,
 ) -> DuplicatesAnswer:
     """Groups of items that show one product: each is near the first of its group.
 
-    The largest come first. Galleries of more than 10,000 items are for the command line.
+    The largest come first. A group with more than 1 % of the gallery and 20 items is in `crowds`
+    instead: it shows a placeholder, or the score is too low. Galleries of more than 10,000 items
+    are for the command line.
     """
-    if min_score is not None and min_probability is not None:
-        raise InvalidParameterError("Send min_probability or min_score, and not both.")
     over = Abandoned()
     async with runtime.registry.find(name) as served:
 
         def read() -> DuplicatesAnswer:
-            gallery, model = _comparable(served), served.model
-            calibration = model.calibration and model.calibration.for_gallery(gallery.size)
-            likely = NEAR if min_probability is None else min_probability
-            if min_score is not None:
-                least = min_score
-            elif calibration is not None:
-                least = near_score(calibration, min_probability)
-            else:
-                what = f"min_probability = {likely:g}"
-                raise uncalibrated(what, model.no_calibration, "min_score")
+            gallery = _comparable(served)
             version = gallery.version
-            groups = near_groups(gallery, least, on_progress=lambda _: over.check())
+            near = find_duplicates(
+                gallery,
+                min_score=min_score,
+                on_progress=lambda _: over.check(),
+            )
+            page = near.groups[offset : offset + limit]
             return DuplicatesAnswer(
                 gallery_version=version,
-                min_score=least,
-                total=len(groups),
-                items=sum(map(len, groups)),
+                min_score=near.min_score,
+                floor=NearFloor(**asdict(near.floor)),
+                total=len(near.groups),
+                items=sum(map(len, near.groups)),
                 offset=offset,
+                warning=near.warning,
+                crowds=list(_crowds(name, gallery, near)),
                 groups=[
                     [_item(name, gallery, one) for one in group]
-                    for group in members_of(gallery, groups[offset : offset + limit], calibration)
+                    for group in members_of(gallery, page)
                 ],
             )
 
@@ -113,6 +118,12 @@ def _comparable(served: Served) -> Gallery:
             "near.html on the machine of the service."
         )
     return gallery
+
+
+def _crowds(name: str, gallery: Gallery, near: NearDuplicates) -> Iterator[NearCrowd]:
+    for crowd in crowds_of(gallery, near):
+        examples = [item_model(name, gallery, item) for item in crowd.examples]
+        yield NearCrowd(items=crowd.items, examples=examples, detail=crowd.detail)
 
 
 def _item(name: str, gallery: Gallery, member: Member) -> NearItem:

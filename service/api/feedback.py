@@ -8,7 +8,6 @@ from pydantic import Field
 
 from embedder import errors
 from service.api.galleries import BODY_FAILURES, FAILURES, Service
-from service.api.models import Action, FeedbackCounts
 from service.api.requests import FORM, Strict, read_form
 from service.galleries.feedback import PICTURE_PX, FeedbackStore, Question, as_csv
 from service.http.bodies import (
@@ -21,6 +20,7 @@ from service.http.bodies import (
     read_model,
 )
 from service.http.openapi import problems
+from service.models import Action, FeedbackCounts
 from service.problems import KINDS
 from service.runtime import Runtime
 
@@ -70,7 +70,7 @@ async def feedback(runtime: Service, request: Request) -> None:
     To send the same again does no harm: it counts once.
     """
     store = _store_of(runtime)
-    said, image = await _read(request)
+    said, image = await _read(request, runtime)
     question = store.question(said.answer_id)
     async with runtime.registry.find(question.gallery) as served:
         stored = await runtime.read("the item", lambda: served.gallery.stored([said.item]))
@@ -129,7 +129,7 @@ def _store_of(runtime: Runtime) -> FeedbackStore:
     return runtime.feedback
 
 
-async def _read(request: Request) -> tuple[FeedbackModel, bytes | None]:
+async def _read(request: Request, runtime: Runtime) -> tuple[FeedbackModel, bytes | None]:
     """The feedback and the picture beside it.
 
     Raises: HTTPException (400, 415), InvalidParameterError, RequestValidationError.
@@ -144,7 +144,7 @@ async def _read(request: Request) -> tuple[FeedbackModel, bytes | None]:
             raise fault("image", f"image is there {len(images)} times; send it once.")
         return checked(FeedbackModel, dict(fields), None), images[0] if images else None
 
-    return await off_loop(read, short=len(body) <= INLINE_BYTES)
+    return await off_loop(runtime, read, short=len(body) <= INLINE_BYTES)
 
 
 async def _picture(
@@ -155,7 +155,7 @@ async def _picture(
     """
     if runtime.settings.feedback != "pictures":
         raise fault("image", "image is not kept here; send the feedback without it.")
-    digest = await off_loop(lambda: hashlib.sha256(image).hexdigest(), short=False)
+    digest = await runtime.read("the picture", lambda: hashlib.sha256(image).hexdigest(), "body")
     if digest != question.picture:
         raise fault(
             "image",

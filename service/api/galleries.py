@@ -1,20 +1,21 @@
 """Galleries over HTTP: list, describe, create, delete; and what all routes of a gallery share."""
 
 import os
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from embedder import errors
-from embedder.calibration import Calibration
+from indexer.calibration import Calibrated
 from indexer.gallery import GalleryFacts
 from indexer.types import AttributeFacts
-from service.api.models import (
+from service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
+from service.galleries.registry import Served
+from service.http.openapi import problems
+from service.models import (
     AttributeCount,
     AttributeModel,
     CalibrationModel,
@@ -24,11 +25,10 @@ from service.api.models import (
     IndexModel,
     ThresholdModel,
 )
-from service.galleries.locations import VERSION_PATTERN, VERSION_TEXT, Gallery
-from service.galleries.registry import Served
-from service.http.openapi import problems
 from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS, UNSUPPORTED_MEDIA
 from service.runtime import Runtime
+from service.search.pipeline import calibrated_by
+from service.settings import Settings
 
 _READING = (
     KINDS[errors.OverloadedError],
@@ -88,19 +88,15 @@ class NewGallery(BaseModel):
 async def galleries(runtime: Service) -> Galleries:
     """Every gallery as it is now; the first is the default of a search."""
     registry, state = runtime.registry, runtime.settings.state
-    with ExitStack() as leases:  # all at one moment: one of them may be deleted in the next
-        found = [leases.enter_context(registry.lease(name)) for name in registry.names()]
-        listed = await runtime.read(
-            "the galleries", lambda: [_described(served, state) for served in found]
-        )
-    return Galleries(bundle_id=registry.model.bundle_id, galleries=listed)
+    listed, silent = await registry.describe_each(lambda served: _described(served, state))
+    return Galleries(bundle_id=registry.model.bundle_id, galleries=listed, unavailable=silent)
 
 
 @router.get("/galleries/{name}", responses=problems(*FAILURES), summary="Describe a gallery")
 async def gallery(runtime: Service, name: str) -> GalleryDetail:
-    """A gallery with its attributes, for filters; its index; the calibration of its bundle."""
+    """A gallery with its attributes, for filters, its index and its calibration."""
     async with runtime.registry.find(name) as served:
-        detail = await runtime.read("the gallery", lambda: _detail(served, runtime.settings.state))
+        detail = await runtime.read("the gallery", lambda: _detail(served, runtime.settings))
     detail.feedback = runtime.settings.feedback
     return detail
 
@@ -156,14 +152,21 @@ def _is_writable(served: Served, state: FilePath | None) -> bool:
     return state is not None and (served.path is None or os.access(served.path, os.W_OK))
 
 
-def _detail(served: Served, state: FilePath | None) -> GalleryDetail:
-    facts = served.gallery.facts()
+def _detail(served: Served, settings: Settings) -> GalleryDetail:
+    facts, known = served.gallery.facts(), served.model.calibration
+    calibrated = calibrated_by(served)
     return GalleryDetail(
-        **_known(served, facts, state),
+        **_known(served, facts, settings.state),
         attributes=[_attribute(one) for one in served.gallery.attribute_facts()],
         index=_index(facts),
-        calibration=_calibration(served.model.calibration, facts.size),
-        no_calibration=served.model.no_calibration,
+        calibration=None
+        if isinstance(calibrated, str)
+        else _calibration(calibrated, settings.no_match_prior),
+        no_calibration=calibrated if isinstance(calibrated, str) else None,
+        thresholds=[
+            ThresholdModel(false_matches=one.false_matches, search_score=one.search_score)
+            for one in (known.thresholds if known else ())
+        ],
         facets=not served.is_remote,
         provider=served.model.provider,
         image_root_missing=bool(facts.source_root) and not served.gallery.image_root.is_dir(),
@@ -189,16 +192,18 @@ def _index(facts: GalleryFacts) -> IndexModel:
     )
 
 
-def _calibration(calibration: Calibration | None, size: int) -> CalibrationModel | None:
-    if calibration is None:
-        return None
-    calibration = calibration.for_gallery(size)
-    thresholds = [
-        ThresholdModel(
-            false_matches=threshold.false_matches,
-            search_score=threshold.search_score,
-            probability=float(calibration.probability(np.array(threshold.search_score))),
-        )
-        for threshold in calibration.thresholds
-    ]
-    return CalibrationModel(**calibration.model_dump() | {"thresholds": thresholds})
+def _calibration(calibrated: Calibrated, prior: float) -> CalibrationModel:
+    fit = calibrated.fit
+    best, ten = (fit and fit.errors) or (None, None)
+    return CalibrationModel(
+        source=calibrated.source,
+        product=calibrated.product,
+        products=calibrated.products,
+        views=round(calibrated.views, 2),
+        searches=fit and fit.searches,
+        wrong_hits=fit and fit.wrong_hits,
+        error_best=best,
+        error_ten=ten,
+        no_match_prior=prior,
+        reason=calibrated.reason,
+    )

@@ -12,8 +12,9 @@ from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 from pydantic import ValidationError
 
 from embedder import errors
-from embedder.errors import ImageError, InvalidParameterError
-from indexer.checks.golden import (
+from embedder.errors import ImageError, InvalidParameterError, KinlensError
+from indexer.gallery import Gallery
+from indexer.golden import (
     KEPT_RUNS,
     Asked,
     GoldenQueries,
@@ -25,6 +26,7 @@ from indexer.checks.golden import (
     NewQuery,
     Vector,
     ask,
+    labelled,
     threshold_of,
 )
 from service.api.galleries import (
@@ -38,7 +40,8 @@ from service.api.pictures import AS_SIZE, Size
 from service.api.requests import FORM
 from service.concurrency import within
 from service.galleries.registry import Served
-from service.http.bodies import as_faults, fault, media_type_of, parse_form, parse_json
+from service.http.bodies import as_faults, fault, media_type_of, parse_json
+from service.http.forms import parse_form
 from service.http.openapi import problems
 from service.problems import KINDS
 from service.runtime import Runtime
@@ -192,10 +195,15 @@ async def _run(
     cure = "Try again when the service has less to do."
     async with within(limit_s, f"Asking with {len(queries):,} queries", cure):
         begun = await pool.run(lambda: Asked.begin(gallery, queries))
+        vectors: dict[str, Vector | KinlensError] = {}
         for query in queries:
             vector = await _vector(runtime, served, golden, query)
             work = partial(ask, gallery, query, vector)
+            vectors[query.sha256] = vector
             begun.outcomes.append(await pool.run(work, patient=True))
+        if isinstance(gallery, Gallery):
+            fit = partial(gallery.calibrate_golden, labelled(queries, vectors))
+            await pool.run(fit, patient=True)
     return begun.report(threshold_of(model.calibration) if min_score is None else min_score)
 
 
@@ -205,7 +213,7 @@ async def _vector(
     read = partial(golden.image, query.sha256)
     try:
         data = await runtime.pools["file"].run(read, patient=True)
-        return await served.model.encoder.encode(data, query.sha256)
+        return await served.model.encoder.encode(data, query.sha256, "golden")
     except (ImageError, errors.ItemNotFoundError) as error:  # or was removed since
         return error
 
@@ -217,7 +225,7 @@ async def _new_query(request: Request, runtime: Runtime) -> NewQuery:
         shown = kind[:_SHOWN]
         raise HTTPException(415, f"Content-Type = {shown!r} is not read here; send {FORM}.")
     body, content_type = await request.body(), request.headers["content-type"]
-    return await runtime.pools["write"].run(lambda: _from_form(body, content_type))
+    return await runtime.read("the request", partial(_from_form, body, content_type), "body")
 
 
 def _from_form(body: bytes, content_type: str) -> NewQuery:

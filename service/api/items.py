@@ -14,6 +14,7 @@ from embedder import errors
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue
 from indexer.types import Item, SearchOptions
+from service.access.rates import account_of
 from service.api.galleries import (
     BODY_FAILURES,
     CHANGE_FAILURES,
@@ -23,15 +24,6 @@ from service.api.galleries import (
     Service,
     Version,
 )
-from service.api.models import (
-    ItemModel,
-    ItemPage,
-    PatchAnswer,
-    Problem,
-    PutAnswer,
-    PutResult,
-    RemoveAnswer,
-)
 from service.api.requests import (
     FORM,
     Strict,
@@ -39,24 +31,32 @@ from service.api.requests import (
     custom_error,
     facets_of,
     inlined,
-    shown,
     where_of,
 )
 from service.galleries.items import NewItem, Outcome, Status
 from service.galleries.locations import VERSION_DIGITS, Gallery
 from service.http.bodies import (
     JSON,
-    Part,
     body_docs,
     checked,
     media_type_of,
-    parse_form,
     parse_json,
     parse_object,
     read_model,
 )
+from service.http.forms import Part, parse_form
 from service.http.openapi import problems
-from service.problems import KINDS, described, request_id_of
+from service.models import (
+    ItemModel,
+    ItemPage,
+    PatchAnswer,
+    Problem,
+    PutAnswer,
+    PutResult,
+    RemoveAnswer,
+    RestoreAnswer,
+)
+from service.problems import KINDS, described, fault_text, path_of, request_id_of, shown
 from service.runtime import Runtime
 
 MAX_KEYS = 10_000
@@ -94,11 +94,13 @@ _OF_PRODUCT = (
 
 
 class NewItemModel(Strict):
-    """An item to be put: its key, its image as base64, and all of its attributes."""
+    """An item to be put: its key, its image as base64, and all of its attributes; without
+    attributes, or with null, those that are stored under the key stay.
+    """
 
     key: str | None = None
     data: Annotated[str, Field(description="The image file, base64.")]
-    attributes: Annotated[_Attributes, Field(default_factory=dict)]
+    attributes: _Attributes | None = None
 
 
 class PutItems(Strict):
@@ -131,6 +133,21 @@ class RemoveItems(Strict):
     filter: Annotated[
         str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
     ] = None
+    keep: Annotated[
+        list[str],
+        Field(
+            default_factory=list,
+            fail_fast=True,
+            max_length=MAX_KEYS,
+            description="With keys: remove them only while one of these other keys is there.",
+        ),
+    ]
+
+
+class RestoreItems(Strict):
+    """The keys of removed items that are to come back."""
+
+    keys: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
 
 
 def _parts(of: dict[str, str], description: str) -> dict[str, Any]:
@@ -144,7 +161,10 @@ _PUT_FORM = {
         "image": _parts({"format": "binary"}, "The image files, one for each item."),
         "key": _parts({}, "The key of each image, in the same order; or none, with product."),
         "product": {"type": "string", "description": _OF_PRODUCT},
-        "attributes": _parts({}, "For each image a JSON object; or none at all."),
+        "attributes": _parts(
+            {},
+            "For each image a JSON object, or null to keep those that are stored; or none at all.",
+        ),
     },
 }
 _PUT_CONTENT = {
@@ -227,7 +247,9 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
     """
     async with runtime.registry.find(name):
         pass  # an unknown gallery is told before the body is read
-    done = await runtime.items.put(name, await _new_items(request, runtime))
+    new = await _new_items(request, runtime)
+    await account_of(request.scope).owe(len(new))
+    done = await runtime.items.put(name, new)
     if len(done.outcomes) == 1 and done.outcomes[0].error is not None:
         raise done.outcomes[0].error
     counts = Counter(outcome.status for outcome in done.outcomes)
@@ -264,23 +286,46 @@ async def remove(
 
 @router.post(
     "/delete",
-    responses=problems(*_WRITES, _FILTER),
+    responses=problems(*_WRITES, _FILTER, KINDS[errors.GalleryConflictError]),
     summary="Remove many items",
     openapi_extra=body_docs(RemoveItems),
 )
 async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAnswer:
-    """Remove the items with these keys, or all that fit a filter."""
+    """Remove the items with these keys, or all that fit a filter.
+
+    With `keep`, 409 and nothing removed if no item with one of these keys is there any more.
+    """
     sent = await read_model(request, RemoveItems)
     if (sent.keys is None) == (sent.filter is None):
         raise InvalidParameterError("Send either keys or filter, and not both.")
+    if sent.keep and sent.keys is None:
+        raise InvalidParameterError("keep goes with keys. Send it without filter.")
     if sent.keys is not None:
-        removed = await runtime.items.remove(name, sent.keys)
+        removed = await runtime.items.remove(name, sent.keys, sent.keep)
     else:
         where = await runtime.read("the filter", lambda: where_of(sent.filter))
         if where is None:
             raise errors.FilterError("The filter is empty. To remove all items, send keys.")
         removed = await runtime.items.remove_where(name, where)
     return RemoveAnswer(removed=removed.count, version=removed.version)
+
+
+@router.post(
+    "/restore",
+    responses=problems(*_WRITES),
+    summary="Undo a removal",
+    openapi_extra=body_docs(RestoreItems),
+)
+async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswer:
+    """Bring back items that were removed in the last day, as they were, under new ids.
+
+    Omitted are keys that a new item has, and items that `POST .../compact` has erased since.
+    """
+    sent = await read_model(request, RestoreItems)
+    done = await runtime.items.restore(name, sent.keys)
+    async with runtime.registry.find(name) as served:
+        items = [item_model(name, served.gallery, item) for item in done.items]
+    return RestoreAnswer(restored=len(items), items=items, version=done.version)
 
 
 @router.delete("/{item_id}", responses=problems(*_WRITES, _UNKNOWN_ITEM), summary="Remove an item")
@@ -309,7 +354,13 @@ def _result(outcome: Outcome, request: Request) -> PutResult:
     if error is not None:
         request_id, instance = request_id_of(request.scope), request.url.path
         problem = Problem(**described(error, request_id=request_id, instance=instance))
-    return PutResult(key=outcome.key, status=outcome.status, id=outcome.id, problem=problem)
+    return PutResult(
+        key=outcome.key,
+        status=outcome.status,
+        id=outcome.id,
+        attributes=outcome.attributes,
+        problem=problem,
+    )
 
 
 async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
@@ -324,9 +375,9 @@ async def _new_items(request: Request, runtime: Runtime) -> list[NewItem]:
         )
     body = await request.body()
     if kind == JSON:
-        return await runtime.pools["write"].run(lambda: _from_json(body, limit))
+        return await runtime.read("the request", lambda: _from_json(body, limit), "body")
     content_type = request.headers["content-type"]
-    return await runtime.pools["write"].run(lambda: _from_form(body, content_type, limit))
+    return await runtime.read("the request", lambda: _from_form(body, content_type, limit), "body")
 
 
 def _from_form(body: bytes, content_type: str, limit: int) -> list[NewItem]:
@@ -354,7 +405,7 @@ def _from_form(body: bytes, content_type: str, limit: int) -> list[NewItem]:
             "send one key for each image, or a product, and attributes for each or for none."
         )
     given = [part.text for part in keys] or [_key_in(product, image.data) for image in images]
-    attributes = [part.text for part in texts] or ["{}"] * len(images)
+    attributes = [part.text for part in texts] or ["null"] * len(images)
     return [
         _of_product(product, _with_attributes(key, image.data, text))
         for image, key, text in zip(images, given, attributes, strict=True)
@@ -381,11 +432,13 @@ def _of_product(product: str | None, item: NewItem) -> NewItem:
 
 def _with_attributes(key: str, data: bytes, text: str) -> NewItem:
     try:
-        return NewItem(key, data, _ATTRIBUTES.validate_python(parse_json(text.encode() or b"{}")))
+        given = parse_json(text.encode() or b"{}")
+        if given is None:
+            return NewItem(key, data, keeps=True)
+        return NewItem(key, data, _ATTRIBUTES.validate_python(given))
     except ValidationError as error:
-        reason = error.errors(include_url=False, include_context=False, include_input=False)[0][
-            "msg"
-        ]
+        found = error.errors(include_url=False)[0]
+        reason = fault_text(found, path_of(found["loc"]) or "the value")
     except (ValueError, InvalidParameterError) as error:
         reason = str(error)
     fault = InvalidParameterError(
@@ -404,16 +457,17 @@ def _from_json(body: bytes, limit: int) -> list[NewItem]:
 
 
 def _decoded(item: NewItemModel, product: str | None) -> NewItem:
+    attributes, keeps = item.attributes or {}, item.attributes is None
     try:
         data = base64_content(item.data)
     except PydanticCustomError as error:
         fault = InvalidParameterError(error.message())
-        return NewItem(item.key or "", b"", item.attributes, fault)
+        return NewItem(item.key or "", b"", attributes, fault)
     if item.key is None and product is None:
         fault = InvalidParameterError("The item has no key; send one, or a product for all.")
-        return NewItem("", data, item.attributes, fault)
+        return NewItem("", data, attributes, fault)
     key = _key_in(product, data) if item.key is None else item.key
-    return NewItem(key, data, item.attributes)
+    return NewItem(key, data, attributes, keeps=keeps)
 
 
 def _check_count(count: int, limit: int) -> None:

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import ConfigDict, Field
 
 from embedder import errors
-from service.api.models import JobLog, JobModel, JobOptions, Jobs, JobState
 from service.http.openapi import problems
 from service.jobs.manager import JobManager
 from service.jobs.params import NAME, CompactParams, Params, RebuildParams, SwapParams, TrainParams
 from service.jobs.store import Job
+from service.models import JobLog, JobModel, JobOptions, Jobs, JobState
 from service.problems import BAD_REQUEST, BODY_TOO_LARGE, BODY_TOO_SLOW, KINDS
 
 _STATE = (

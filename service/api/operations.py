@@ -1,11 +1,11 @@
-"""What operators ask of the service: is it there, can it answer, its metrics, its documentation."""
+"""What operators ask of the service: is it there, can it answer, and its metrics."""
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 
 from service.api.galleries import Service
-from service.api.models import Live, Ready
-from service.http.openapi import problems, render_docs
+from service.http.openapi import problems
+from service.models import Live, Ready
 from service.observe.metrics import CONTENT_TYPE
 
 router = APIRouter()
@@ -46,10 +46,4 @@ async def ready(runtime: Service) -> JSONResponse:
 )
 async def metrics(runtime: Service) -> Response:
     """Counters, histograms and gauges in the text format of Prometheus."""
-    await runtime.observer.observe()
-    return Response(runtime.metrics.render(), media_type=CONTENT_TYPE)
-
-
-@router.get("/docs", include_in_schema=False)
-async def docs(request: Request) -> HTMLResponse:
-    return HTMLResponse(render_docs(request.app.openapi()))
+    return Response(await runtime.observer.render(), media_type=CONTENT_TYPE)

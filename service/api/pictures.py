@@ -1,35 +1,24 @@
-"""Pictures over HTTP: those of items, and the samples to try a search with."""
+"""Pictures of items over HTTP."""
 
-from pathlib import Path as FilePath
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
 
 from embedder import errors
-from indexer.ingest.pictures import ItemImage, is_shown, item_bytes, shown
+from indexer.pictures import ItemImage, is_shown, item_bytes, shown
 from indexer.types import Item
 from service.api.galleries import FAILURES, ItemId, Version
-from service.api.models import SampleModel, SamplesAnswer
 from service.galleries.registry import Served
 from service.galleries.renditions import SIDES_PX
 from service.http.openapi import problems
-from service.problems import INVALID, KINDS
+from service.problems import KINDS
 from service.runtime import Runtime
 
-MAX_SAMPLES = 48
 Size = Literal[160, 320, 640]
 AS_SIZE = BeforeValidator(lambda text: {str(side): side for side in SIDES_PX}.get(text, text))
 """The number that the text of an address means."""
 
-_SAMPLE_TYPES = {
-    ".jpg": "image/jpeg",
-    ".jpeg": "image/jpeg",
-    ".png": "image/png",
-    ".webp": "image/webp",
-    ".gif": "image/gif",
-    ".avif": "image/avif",
-}
 _UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
 _PICTURE = {"content": {"image/*": {}}, "description": "The picture."}
 _SIZE_TEXT = (
@@ -39,8 +28,8 @@ _SIZE_TEXT = (
 
 
 def build_router(runtime: Runtime) -> APIRouter:
-    """The routes of pictures; the settings name the folder of samples."""
-    router, samples = APIRouter(), _list_samples(runtime.settings.samples)
+    """The routes of pictures."""
+    router = APIRouter()
 
     @router.get(
         "/galleries/{name}/items/{item_id}/image",
@@ -76,50 +65,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             data, media_type = await _picture(runtime, served, item_id, size)
         return Response(data, media_type=media_type, headers=headers)
 
-    @router.get("/samples", responses=problems(), summary="List the sample queries")
-    async def list_samples() -> SamplesAnswer:
-        """Pictures to try a search with; none unless the operator chose a folder of them."""
-        listed = [
-            SampleModel(name=path.stem, image=f"/samples/{number}")
-            for number, path in enumerate(samples)
-        ]
-        return SamplesAnswer(samples=listed)
-
-    @router.get(
-        "/samples/{number}",
-        response_class=Response,
-        responses={200: _PICTURE, **problems(_UNKNOWN_ITEM, INVALID)},
-        summary="A sample query",
-    )
-    def sample(number: Annotated[int, Path(ge=0, le=MAX_SAMPLES)]) -> Response:
-        """The picture of a sample query."""
-        if number >= len(samples):
-            raise errors.ItemNotFoundError(
-                f"There is no sample {number}; there are {len(samples)}. GET /samples lists them."
-            )
-        path = samples[number]
-        try:
-            return Response(path.read_bytes(), media_type=_SAMPLE_TYPES[path.suffix.lower()])
-        except OSError as error:
-            raise errors.ItemNotFoundError(
-                f"The file of sample {number} ({path.stem}) cannot be read any more. Restart the "
-                "service to look at its folder again."
-            ) from error
-
     return router
-
-
-def _list_samples(folder: FilePath | None) -> list[FilePath]:
-    """The first pictures of a folder by name. Raises: SourceError."""
-    try:
-        paths = [] if folder is None else sorted(folder.iterdir())
-    except OSError as error:
-        raise errors.SourceError(
-            f"The folder of samples {folder} cannot be read: {error.strerror}. Name a folder of "
-            "pictures with --samples or KINLENS_SAMPLES."
-        ) from error
-    known = [path for path in paths if path.suffix.lower() in _SAMPLE_TYPES and path.is_file()]
-    return known[:MAX_SAMPLES]
 
 
 async def _picture(

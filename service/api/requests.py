@@ -6,7 +6,6 @@ import base64
 import binascii
 import math
 import re
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Self, TypeVar
@@ -28,7 +27,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from embedder import errors
-from embedder.calibration import NEAR
 from embedder.errors import InvalidParameterError, KinlensError
 from embedder.preprocess import Box, check_box
 from indexer.filters.json import filter_from_json
@@ -40,9 +38,9 @@ from indexer.types import (
     Boost,
     Grouping,
     GroupScore,
-    Rerank,
     boost_of,
 )
+from service.access.rates import account_of
 from service.http.bodies import (
     INLINE_BYTES,
     JSON,
@@ -50,16 +48,16 @@ from service.http.bodies import (
     fault,
     media_type_of,
     off_loop,
-    parse_form,
     parse_json,
     parse_object,
 )
+from service.http.forms import parse_form
+from service.problems import shown
+from service.runtime import Runtime
 from service.search.query import Combine, Distinct, Query, views_of
 from service.settings import MAX_HITS, Settings
 
 _UNKNOWN_KEPT = 5
-_SHOWN_CHARACTERS = 40
-_LARGEST_SHOWN = 10**18
 _HEAD = 256
 _FACETS = 'send colour,price or ["colour", "price"]'
 _DATA_URL = re.compile(r"\s*data:[^,]{0,200};base64,", re.IGNORECASE)
@@ -138,17 +136,6 @@ def custom_error(message: str) -> PydanticCustomError:
     return PydanticCustomError("out_of_range", "{message}", {"message": message})
 
 
-def shown(value: Any) -> str:
-    """A value of a request in a message: short, whatever it is."""
-    if isinstance(value, str):
-        return value[:_SHOWN_CHARACTERS]
-    if isinstance(value, int) and abs(value) > _LARGEST_SHOWN:
-        return "a number of more than 18 digits"
-    if isinstance(value, int | float | None):
-        return str(value)
-    return reprlib.repr(value)[:_SHOWN_CHARACTERS] if isinstance(value, list) else "something else"
-
-
 def inlined(model: type[BaseModel]) -> dict[str, Any]:
     """The JSON schema of a model with the models inside it in place of references to them."""
     schema = model.model_json_schema()
@@ -173,6 +160,7 @@ Pairs = Sequence[tuple[str, str]]
 FORM, RAW, IMAGE = "multipart/form-data", "application/octet-stream", "image/*"
 _INLINE_IMAGE = 256 * 2**10
 _INLINE_PARTS = 16
+_SHORT_FILTER = 256  # characters
 _LISTS = {"positive": "positives", "negative": "negatives"}
 _LISTED = ("images", *_LISTS.values())  # names that only JSON has
 _VIEWS = "images and crops"
@@ -356,17 +344,13 @@ class SearchFields(Strict):
         BeforeValidator(_distinct),
         WithJsonSchema(_DISTINCT_SCHEMA),
         Field(
-            description="true: of items with equal content only the best; near: also of those that "
-            f"show one product with probability {NEAR}, by the calibration of the model."
+            description="true: of items with equal content only the best; near: also of those with "
+            "a cosine of 0.95, or more where different products of the gallery are that alike."
         ),
     ] = False
     exact: Annotated[bool, Field(description="Compare with every item, whatever the index.")] = (
         False
     )
-    rerank: Annotated[
-        Rerank | None,
-        Field(description="Another order of the first 200: by their own neighbours."),
-    ] = None
     diversity: Annotated[
         Annotated[float, Field(ge=0, le=1)] | None,
         BeforeValidator(_number(0, 1)),
@@ -400,6 +384,13 @@ class SearchFields(Strict):
             )
         return self
 
+    @property
+    def has_short_filter(self) -> bool:
+        """Whether its filter is parsed in a moment, or there is none."""
+        return not self.filter or (
+            isinstance(self.filter, str) and len(self.filter) <= _SHORT_FILTER
+        )
+
     def query(self, limits: Settings) -> Query:
         """The same as a query. Raises: FilterError."""
         grouping = None
@@ -415,7 +406,6 @@ class SearchFields(Strict):
             distinct=self.distinct,
             exact=self.exact,
             facets=tuple(dict.fromkeys(self.facets)),
-            rerank=self.rerank,
             diversity=self.diversity or 0.0,
             boost=self.boost,
         )
@@ -433,8 +423,7 @@ class SearchRequest(SearchFields):
         Field(
             description="mean: one query from the mean of all images, crops and positives, moved "
             "away from the negatives. best: each image and crop is looked for, and an item or "
-            "group counts with the best of them, which its view tells. separate: a query for each "
-            "image and crop, with an answer of its own."
+            "group counts with the best of them, which its view tells."
         ),
     ] = "mean"
     positives: Annotated[_Keys, Field(description="Keys of items to look like.")]
@@ -447,11 +436,11 @@ class SearchRequest(SearchFields):
 
     @model_validator(mode="after")
     def _has_views(self) -> Self:
-        others = (self.positives, self.negatives, self.distinct, self.rerank)
+        others = (self.positives, self.negatives, self.distinct)
         if self.combine == "best" and (any(others) or self.diversity or self.boost):
             raise custom_error(
                 "combine = best is for images and crops, each looked for by itself; leave out "
-                "positives, negatives, distinct, rerank, diversity and boost, or send combine = "
+                "positives, negatives, distinct, diversity and boost, or send combine = "
                 "mean."
             )
         return self
@@ -477,80 +466,105 @@ class SearchRequest(SearchFields):
         )
 
 
-async def read_search(request: Request, limits: Settings) -> Query | list[Query]:
-    """What a search asks for: one query, or with combine=separate one for each image and crop.
+F = TypeVar("F", bound=SearchFields)
+R = TypeVar("R")
+
+
+async def read_search(request: Request, runtime: Runtime) -> Query:
+    """What a search asks for.
 
     Raises: HTTPException (400, 415), RequestValidationError, KinlensError.
     """
-    return await _read(
-        request, limits, {FORM: _from_form, IMAGE: _from_raw, RAW: _from_raw, JSON: _from_json}
+    limits = runtime.settings
+    readers = {FORM: _from_form, IMAGE: _from_raw, RAW: _from_raw, JSON: _from_json}
+    body, reader = await _body(request, readers)
+    short = len(body) + len(request.url.query) <= INLINE_BYTES or (
+        # an image that is quicker to read at once than to hand to a thread
+        media_type_of(request) != JSON
+        and len(body) <= _INLINE_IMAGE
+        and len(request.url.query) <= INLINE_BYTES
+        and body.count(b"\n--") <= _INLINE_PARTS
+    )
+    return await _read_query(
+        lambda: reader(request, body, limits),
+        lambda search: search.query(limits),
+        runtime,
+        short=short,
     )
 
 
-async def read_batch(request: Request, limits: Settings) -> list[Query | Exception]:
+async def read_batch(request: Request, runtime: Runtime) -> list[Query | Exception]:
     """What a batch asks for; a query that cannot be read is an error in its place.
 
     Raises: as `read_search`.
     """
-    return await _read(request, limits, {JSON: _batch_from_json, FORM: _batch_from_form})
+    limits = runtime.settings
+    body, reader = await _body(request, {JSON: _batch_from_json, FORM: _batch_from_form})
+    return await off_loop(runtime, lambda: reader(request, body, limits), short=False)
 
 
-async def read_fields(pairs: Pairs, limits: Settings) -> Query:
-    """A query without images from a query string. Raises: RequestValidationError, FilterError."""
+async def read_fields(pairs: Pairs, runtime: Runtime) -> Query:
+    """A query without images from a query string. Raises: RequestValidationError, KinlensError."""
+    limits = runtime.settings
     length = sum(len(name) + len(value) for name, value in pairs)
-    return await off_loop(
-        lambda: checked(SearchFields, _fields(pairs), limits).query(limits),
+    return await _read_query(
+        lambda: checked(SearchFields, _fields(pairs), limits),
+        lambda fields: fields.query(limits),
+        runtime,
         short=length <= INLINE_BYTES,
     )
 
 
-async def _read(
-    request: Request,
-    limits: Settings,
-    readers: Mapping[str, Callable[[Request, bytes, Settings], T]],
+async def charge(request: Request, queries: Sequence[Query | Exception]) -> None:
+    """Charge the caller for queries; one that could not be read counts as one.
+
+    Raises: RateLimitedError.
+    """
+    units = sum(query.units if isinstance(query, Query) else 1 for query in queries)
+    await account_of(request.scope).owe(units)
+
+
+async def _read_query(
+    read: Callable[[], F], query: Callable[[F], T], runtime: Runtime, *, short: bool
 ) -> T:
+    """The query of the fields that `read` reads, which is quick if they are `short`.
+
+    A filter is judged by its own length: 4 KiB of it take 12 ms to parse, 100 times as long as
+    other fields do. One thread parses all long ones, so they never get more than their share of
+    the interpreter. The length is known only now: a body can spell the name of a field in several
+    ways.
+    """
+    fields = await off_loop(runtime, read, short=short)
+    if fields.has_short_filter:
+        return await off_loop(runtime, lambda: query(fields), short=short)
+    return await runtime.read("the filter", lambda: query(fields), "filter")
+
+
+async def _body(request: Request, readers: Mapping[str, R]) -> tuple[bytes, R]:
+    """The body of a request, and what reads its kind. Raises: HTTPException (415)."""
     body, kind = await request.body(), media_type_of(request)
     reader = readers.get(IMAGE if kind.startswith("image/") else kind)
     if reader is None:
         raise HTTPException(
             415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {', '.join(readers)}."
         )
-    short = len(body) + len(request.url.query) <= INLINE_BYTES or (
-        # an image that is quicker to read at once than to hand to a thread
-        kind != JSON
-        and len(body) <= _INLINE_IMAGE
-        and len(request.url.query) <= INLINE_BYTES
-        and b"filter" not in body
-        and body.count(b"\n--") <= _INLINE_PARTS
-    )
-    return await off_loop(lambda: reader(request, body, limits), short=short)
+    return body, reader
 
 
-def _from_form(request: Request, body: bytes, limits: Settings) -> Query | list[Query]:
+def _from_form(request: Request, body: bytes, limits: Settings) -> SearchRequest:
     images, pairs = read_form(request, body)
-    return _asked(
-        _with_images([*request.query_params.multi_items(), *pairs], images, limits), limits
-    )
+    return _with_images([*request.query_params.multi_items(), *pairs], images, limits)
 
 
-def _from_raw(request: Request, body: bytes, limits: Settings) -> Query | list[Query]:
-    return _asked(_with_images(request.query_params.multi_items(), [body], limits), limits)
+def _from_raw(request: Request, body: bytes, limits: Settings) -> SearchRequest:
+    return _with_images(request.query_params.multi_items(), [body], limits)
 
 
-def _from_json(request: Request, body: bytes, limits: Settings) -> Query | list[Query]:
+def _from_json(request: Request, body: bytes, limits: Settings) -> SearchRequest:
     payload, fields = parse_object(body), _fields(request.query_params.multi_items())
     for name in fields.keys() & payload.keys():
         raise fault(name, f"{name} is given twice; send it once, in the query string or the body.")
-    return _asked(_checked({**fields, **payload}, limits), limits)
-
-
-def _asked(search: SearchRequest, limits: Settings) -> Query | list[Query]:
-    query = search.query(limits)
-    if search.combine != "separate":
-        return query
-    queries = query.apart()
-    _check_amounts(queries, limits)
-    return queries
+    return _checked({**fields, **payload}, limits)
 
 
 def _batch_from_json(_: Request, body: bytes, limits: Settings) -> list[Query | Exception]:
@@ -568,14 +582,7 @@ def _batch_from_json(_: Request, body: bytes, limits: Settings) -> list[Query | 
 
 def _one_of_batch(value: Any, limits: Settings) -> Query | Exception:
     try:
-        search = _checked(value, limits)
-        if search.combine == "separate":
-            raise fault(
-                "combine",
-                "combine = separate is not for a query of a batch; send each image as its own "
-                "query.",
-            )
-        return search.query(limits)
+        return _checked(value, limits).query(limits)
     except (RequestValidationError, KinlensError) as error:
         return error
 
@@ -588,8 +595,6 @@ def _batch_from_form(request: Request, body: bytes, limits: Settings) -> list[Qu
     search = _with_images(pairs, images[:1], limits)
     shared, crops = search.query(limits), search.images[0].crops
     queries = [shared.with_views(views_of(data, crops)) for data in images]
-    if search.combine == "separate":
-        queries = [part for query in queries for part in query.apart()]
     _check_amounts(queries, limits)
     return list(queries)
 
@@ -612,7 +617,9 @@ def read_form(request: Request, body: bytes) -> tuple[list[bytes], list[tuple[st
             images.append(part.data)
         elif part.is_file:
             raise fault(
-                name, f"{name} = a file is no value of it; send a text without a file name."
+                name,
+                f"{name} was sent as a file; only the field image may be one. Send a file as "
+                "image, and any other field as a text without a file name.",
             )
         else:
             pairs.append((part.name, part.text))

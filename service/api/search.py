@@ -13,7 +13,6 @@ from pydantic_core import to_json
 
 from embedder import errors
 from service.api.galleries import BODY_FAILURES, FAILURES, IMAGE_FAILURES, ItemId, Version
-from service.api.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
 from service.api.pictures import original
 from service.api.requests import (
     FORM,
@@ -21,6 +20,7 @@ from service.api.requests import (
     RAW,
     SearchFields,
     SearchRequest,
+    charge,
     inlined,
     read_batch,
     read_fields,
@@ -29,6 +29,7 @@ from service.api.requests import (
 from service.galleries.feedback import FeedbackStore, Question
 from service.http.bodies import JSON, while_connected
 from service.http.openapi import problems
+from service.models import BatchAnswer, ExplainAnswer, QueryShares, SearchAnswer, Timings
 from service.problems import KINDS, described, request_id_of
 from service.runtime import Runtime
 from service.search.explanation import explain
@@ -83,9 +84,9 @@ def build_router(runtime: Runtime) -> APIRouter:
 
     @router.post(
         "/search",
-        response_model=SearchAnswer | BatchAnswer,
+        response_model=SearchAnswer,
         responses={
-            200: {"description": "What was found; with combine=separate for each image and crop."},
+            200: {"description": "What was found."},
             **problems(*_SEARCH),
         },
         openapi_extra=_search_docs(limits),
@@ -95,13 +96,11 @@ def build_router(runtime: Runtime) -> APIRouter:
         """The items of a gallery that look most like what is sent, best first.
 
         As a form, as JSON, or as the bare bytes of an image with the other fields in the query
-        string. Several images, crops and items make one query, or with combine=separate one each.
+        string. Several images, crops and items make one query; POST /search/batch takes several.
         """
-        asked = await read_search(request, limits)
-        if isinstance(asked, list):
-            answers = await while_connected(request, runtime.searching.search_all(asked))
-            return _batch_response(answers, request, feedback)
-        answer = await while_connected(request, runtime.searching.search(asked))
+        query = await read_search(request, runtime)
+        await charge(request, [query])
+        answer = await while_connected(request, runtime.searching.search(query))
         return _response(answer, feedback)
 
     @router.post(
@@ -121,7 +120,8 @@ def build_router(runtime: Runtime) -> APIRouter:
 
         As JSON a list of searches; as a form each image is a query, and all share the other fields.
         """
-        queries = await read_batch(request, limits)
+        queries = await read_batch(request, runtime)
+        await charge(request, queries)
         answers = await while_connected(request, runtime.searching.search_all(queries))
         return _batch_response(answers, request, feedback)
 
@@ -142,7 +142,8 @@ def build_router(runtime: Runtime) -> APIRouter:
     ) -> Response:
         """The items that look most like this one, without it, best first."""
         pairs = [pair for pair in request.query_params.multi_items() if pair[0] != "version"]
-        query = await read_fields(pairs, limits)
+        query = await read_fields(pairs, runtime)
+        await charge(request, [query])
         query = replace(query, gallery=name, like=item_id, generation=version)
         like = ""
         if feedback is not None:
@@ -171,12 +172,13 @@ def _add_explain(router: APIRouter, runtime: Runtime, limits: Settings) -> None:
         The gallery is that of the address, and what chooses among hits changes nothing. It needs a
         bundle that was exported with a map (`has_map` of the gallery).
         """
-        query = await read_search(request, limits)
-        if isinstance(query, list) or query.best_view:
+        query = await read_search(request, runtime)
+        if query.best_view:
             raise errors.InvalidParameterError(
-                "combine = separate or best is not for an explanation; send the image or crop "
+                "combine = best is not for an explanation; send the image or crop "
                 "that found the hit."
             )
+        await charge(request, [query])
         answer = await while_connected(request, _explained(runtime, name, item_id, query))
         return Response(to_json(answer), headers=_HEADERS, media_type=JSON)
 
@@ -247,7 +249,7 @@ def _json(answer: Answer, feedback: FeedbackStore | None, like: str = "") -> byt
             "k": answer.query.k,
             "offset": answer.query.offset,
             "cached": answer.cached,
-            "min_score": answer.min_score,
+            "min_score": answer.query.min_score,
             "timings_ms": _timings(answer),
             **({} if feedback is None else {"answer_id": _answer_id(answer, feedback, like)}),
         }

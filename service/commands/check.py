@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,9 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from embedder.errors import GalleryError, KinlensError, StateError
+from embedder.errors import GalleryError, KinlensError
 from service.access.keys import open_keys
 from service.commands import options
+from service.encoding.decode_worker import known_image
+from service.encoding.lanes import create_decoder
+from service.encoding.sandbox import absences, holding
 from service.galleries.locations import Bundles, Locations, open_gallery
 from service.http.server import listen
 from service.runtime import missing_image_roots
@@ -34,12 +36,11 @@ _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One part of the service; a `fault` keeps it from starting, `cure` says what to do."""
+    """One part of the service; a `fault` keeps it from starting. `text` ends with its cure."""
 
     subject: str
     verdict: Literal["ok", "warning", "fault"]
     text: str
-    cure: str = ""
 
 
 @options.with_shared
@@ -59,10 +60,10 @@ def check(
         shown = {"starts": starts, "findings": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(shown, indent=2))
     else:
-        table = Table("Part", "Verdict", "Found", "Cure", box=None, pad_edge=False)
+        table = Table("Part", "Verdict", "Found", box=None, pad_edge=False)
         for found in findings:
             verdict = Text(found.verdict, style=_COLOURS[found.verdict])
-            table.add_row(found.subject, verdict, Text(found.text), Text(found.cure))
+            table.add_row(found.subject, verdict, Text(found.text))
         Console(soft_wrap=False).print(table)
     raise typer.Exit(0 if starts else 1)
 
@@ -73,14 +74,15 @@ def _look(settings: Settings) -> Iterator[Finding]:
     yield _tried("bundle", _bundle, bundles)
     yield from _galleries(settings, bundles)
     if settings.state is None:
-        text = "There is no folder for keys, galleries and jobs, so that nothing can be changed."
-        yield Finding("state", "warning", text, "Give --state DIR if it should be.")
+        text = "There is no folder for keys, galleries and jobs, so nothing can be changed. "
+        yield Finding("state", "warning", f"{text}Give --state DIR if it should be.")
     else:
         yield _tried("state", _state, settings.state)
     yield _tried("keys", _keys, settings)
+    yield _decoder(settings)
     yield _redis(settings)
     yield _tried("port", _port, settings)
-    yield from (_told("exposure", "warning", sentence) for sentence in exposures(settings))
+    yield from (Finding("exposure", "warning", text) for text in exposures(settings))
 
 
 def _tried(subject: str, part: Callable[P, str], *args: P.args, **options: P.kwargs) -> Finding:
@@ -91,13 +93,7 @@ def _tried(subject: str, part: Callable[P, str], *args: P.args, **options: P.kwa
 
 
 def _failed(subject: str, error: Exception) -> Finding:
-    return _told(subject, "fault", " ".join(str(error).split()) or type(error).__name__)
-
-
-def _told(subject: str, verdict: Literal["warning", "fault"], message: str) -> Finding:
-    """A finding whose last sentence, if there are several, says what to do."""
-    text, separator, cure = message.rstrip().removesuffix(".").rpartition(". ")
-    return Finding(subject, verdict, *((f"{text}.", f"{cure}.") if separator else (message,)))
+    return Finding(subject, "fault", " ".join(str(error).split()) or type(error).__name__)
 
 
 def _bundle(bundles: Bundles) -> str:
@@ -127,21 +123,14 @@ def _galleries(settings: Settings, bundles: Bundles) -> Iterator[Finding]:
                 items = f"{gallery.size:,} items of bundle {gallery.bundle_id[:12]}"
                 yield Finding(subject, "ok", items)
                 if not location.managed:  # what the service makes shows pictures of its own
-                    for sentence in missing_image_roots({location.name: gallery}):
-                        yield _told(subject, "warning", sentence)
+                    for text in missing_image_roots({location.name: gallery}):
+                        yield Finding(subject, "warning", text)
         except (KinlensError, OSError) as error:
             yield _failed(subject, error)
 
 
 def _state(folder: Path) -> str:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise StateError(
-            f"{folder} cannot be written ({error.strerror}). Let this user write there, or name "
-            "another folder."
-        ) from error
+    options.make_state(folder)
     return f"{folder} can be written"
 
 
@@ -150,6 +139,23 @@ def _keys(settings: Settings) -> str:
     active = 0 if store is None else store.active()
     closed = "no API key is active, so that changes and jobs are closed; kinlens-serve keys create"
     return f"{active} active" if active else closed
+
+
+def _decoder(settings: Settings) -> Finding:
+    """Decode an image as the service will, and see what its process can still reach."""
+    timeout_s = settings.decode_timeout_ms / 1e3
+    decoder = create_decoder(settings.decode_isolation, settings.decode_memory_mb, timeout_s)
+    try:
+        with contextlib.closing(decoder):
+            decoder.start()
+            decoder.render(known_image(), settings.image_limits())
+    except KinlensError as error:
+        return _failed("decoder", error)
+    found, absent = f"sandbox: {holding(decoder.layers)}", absences(decoder.layers)
+    if not absent:
+        return Finding("decoder", "ok", found)
+    missing = " ".join(f"No {name}: {absence}" for name, absence in absent.items())
+    return Finding("decoder", "warning", f"{found}. {missing}")
 
 
 def _redis(settings: Settings) -> Finding:
@@ -167,8 +173,8 @@ def _redis(settings: Settings) -> Finding:
             client.ping()
     except Exception as error:
         # Its text may hold the address with its password.
-        text = f"Redis does not answer ({type(error).__name__}); the service works without it."
-        return Finding("redis", "warning", text, "Start it, or mend KINLENS_REDIS_URL.")
+        text = f"Redis does not answer ({type(error).__name__}); the service works without it. "
+        return Finding("redis", "warning", f"{text}Start it, or correct KINLENS_REDIS_URL.")
     return Finding("redis", "ok", "answers")
 
 
@@ -195,8 +201,8 @@ def exposures(settings: Settings) -> list[str]:
     if is_public and settings.anonymous_scopes and not settings.rate_limit_per_address:
         found.append(
             f"Everybody who reaches {settings.host} may search, as often as they like. Set "
-            "KINLENS_RATE_LIMIT_PER_ADDRESS, such as 120/minute, or close the search with an "
-            "empty KINLENS_ANONYMOUS_SCOPES."
+            "KINLENS_RATE_LIMIT_PER_ADDRESS, such as 120/minute (it counts images and queries), "
+            "or close the search with an empty KINLENS_ANONYMOUS_SCOPES."
         )
     if is_public and ANY_HOST in settings.hosts():
         found.append(

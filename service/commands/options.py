@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -9,8 +10,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from pydantic import ValidationError
 
-from embedder.errors import KinlensError
-from service.problems import plain
+from embedder.errors import KinlensError, StateError
+from service.problems import fault_text, path_of
 from service.settings import Settings
 
 State = Annotated[
@@ -26,15 +27,18 @@ _HELP = {
     "image_root": "NAME=DIR, where the images of a gallery are now; repeat for more.",
     "pictures": "NAME=ADDRESS, a folder or an address of fsspec such as s3://bucket/shop for the "
     "uploaded pictures of a gallery on Milvus; repeat for more.",
-    "samples": "Folder of pictures that the page offers to search with.",
     "host": "Address to listen on (default 127.0.0.1).",
     "port": "Port; 0 picks a free one (default 8000).",
     "workers": "Processes that answer (default 1).",
     "device": "cpu or cuda (default cpu).",
     "precision": "Model of the bundle: fp32, fp16, int8 or auto (default fp32).",
     "threads": "Threads for one batch (default 1).",
+    "no_match_prior": "Share of searches for a product that no gallery has (default 0.1).",
     "redis_url": "Redis as second cache level, and to count rates: redis://HOST:PORT/0.",
 }
+_HARMLESS = ("greater_", "less_", "int_", "float_", "bool_", "literal_")
+"""Types of faults that only settings without a secret have: numbers and choices."""
+
 _REPEATED = ("gallery", "image_root", "pictures")
 _SHARED: dict[str, Any] = {
     name: Annotated[list[str] if name in _REPEATED else str, typer.Option(help=text)]
@@ -71,6 +75,20 @@ def read_settings(**options: Any) -> Settings:
     return Settings(**{plural.get(name, name): value for name, value in given.items()})
 
 
+def make_state(folder: Path | None) -> None:
+    """Make the folder of --state, if there is one, and write there. Raises: StateError."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise StateError(
+            f"state = {folder} cannot be written ({error.strerror}). Let this user write there, or "
+            "name another folder."
+        ) from error
+
+
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """End the command with one line and code 1 at a fault of the settings, or of what they name."""
@@ -83,11 +101,13 @@ def refusals() -> Iterator[None]:
 
 
 def faults(error: ValidationError) -> str:
-    """Each setting that does not fit, by name, without its value."""
-    return "; ".join(
-        f"{'.'.join(map(str, fault['loc'])) or 'settings'}: {plain(fault['msg'])}"
-        for fault in error.errors(include_input=False, include_url=False)
-    )
+    """Each setting that does not fit, by name; a text may hold a password, so it is not shown."""
+    texts = []
+    for each in error.errors(include_url=False):
+        hidden = {} if each["type"].startswith(_HARMLESS) else {"input"}
+        told = {name: value for name, value in each.items() if name not in hidden}
+        texts.append(fault_text(told, path_of(each["loc"]) or "settings"))
+    return " ".join(texts)
 
 
 def refuse(message: str) -> NoReturn:

@@ -5,11 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
+from embedder.machine import print_version
 from service.app import create_app
 from service.commands import options
 from service.commands.check import exposures
-from service.http.processes import serve_processes
-from service.http.server import address_of, listen, serve_on
+from service.commands.processes import serve_processes
+from service.http.server import address_of, listen, reserve, serve_on
 from service.jobs.manager import JobManager
 from service.observe.logs import configure_logs
 from service.runtime import missing_image_roots
@@ -17,7 +18,16 @@ from service.runtime import missing_image_roots
 
 @options.refusals()
 @options.with_shared
-def serve(context: typer.Context, **given: Any) -> None:
+def serve(
+    context: typer.Context,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+    **given: Any,
+) -> None:
     """Serve a model bundle and its galleries: POST /search and a page to try it.
 
     Every setting can also come from the environment as KINLENS_NAME; options win.
@@ -29,10 +39,11 @@ def serve(context: typer.Context, **given: Any) -> None:
         return
     settings = options.read_settings(**given)
     configure_logs(settings.log_level)
+    options.make_state(settings.state)
     if settings.workers > 1:
-        listener = listen(settings.host, settings.port)
+        reserved = reserve(settings.host, settings.port)
         _warn(exposures(settings))
-        serve_processes(settings, listener, settings.workers)
+        serve_processes(settings, reserved, settings.workers)
         return
     service = create_app(settings)
     listener = listen(settings.host, settings.port)
@@ -61,4 +72,5 @@ def work(
     """
     settings = options.read_settings(state=state, log_level=log_level)
     configure_logs(settings.log_level)
+    options.make_state(settings.state)
     JobManager(settings.model_copy(update={"jobs": "here"})).work(once)

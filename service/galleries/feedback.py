@@ -27,7 +27,7 @@ from typing import NamedTuple, get_args
 
 from embedder.durable import make_folder, write_whole
 from embedder.errors import InvalidParameterError, StateError, StateMissingError
-from service.api.models import Action
+from service.models import Action
 from service.settings import Settings
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -97,7 +97,11 @@ class FeedbackStore:
                 check_same_thread=False,
             )
         except (sqlite3.Error, OSError) as error:
-            raise StateError(f"Feedback cannot be kept in {state}: {error}.") from error
+            reason = getattr(error, "strerror", error)
+            raise StateError(
+                f"Feedback cannot be kept in {state} ({reason}). Let this user write there, or "
+                "name another folder."
+            ) from error
         try:
             self._prepare()
         except StateError:

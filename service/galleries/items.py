@@ -25,14 +25,15 @@ from embedder.errors import (
 from embedder.formats import format_of
 from embedder.types import AttributeKind, AttributeValue, ItemId
 from indexer.filters.tree import Filter
+from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import check_item as check_stored
 from indexer.gallery import current_generation
 from indexer.types import Entry, Item
 from service.concurrency import BoundedPool
+from service.encoding.model import Model
 from service.galleries.locations import Gallery
 from service.galleries.pictures import PictureFolder, SharedPictures
 from service.galleries.registry import Registry, Served
-from service.search.model import Model
 
 T = TypeVar("T")
 Status = Literal["added", "replaced", "updated", "unchanged", "failed"]
@@ -48,22 +49,29 @@ _PAGE = 20_000
 
 @dataclass(frozen=True, slots=True)
 class NewItem:
-    """An image to be stored under a key; with `error` it was refused before anyone looked at it."""
+    """An image to be stored under a key; with `error` it was refused before anyone looked at it.
+
+    With `keeps`, attributes that a stored item has and `attributes` does not name stay.
+    """
 
     key: str
     data: bytes = field(repr=False)
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
     error: KinlensError | None = None
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of an item; `id` is its number, `error` says why it failed."""
+    """What became of an item; `id` is its number, `error` says why it failed, `attributes` whether
+    those that it had stayed.
+    """
 
     key: str
     status: Status
     id: int | None = None
     error: KinlensError | None = None
+    attributes: Literal["kept", "replaced"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,14 @@ class Changed:
     """How many items were changed or removed, and the version of the gallery afterwards."""
 
     count: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The items that came back, and the version of the gallery afterwards."""
+
+    items: Sequence[Item]
     version: str
 
 
@@ -123,9 +139,17 @@ class Items:
         """
         return await self._calling(gallery, lambda served: _patch(served.gallery, changes))
 
-    async def remove(self, gallery: str, keys: Sequence[str]) -> Changed:
-        """Remove items by key, with the pictures that no item shows any more."""
-        return await self._calling(gallery, lambda served: _remove(served, keys))
+    async def remove(self, gallery: str, keys: Sequence[str], keep: Sequence[str] = ()) -> Changed:
+        """Remove items by key; with `keep` only while one of these other keys is there. Uploaded
+        pictures that no item shows stay until the removal can no longer be undone.
+
+        Raises: GalleryConflictError if nothing of `keep` is there.
+        """
+        return await self._calling(gallery, lambda served: _remove(served, keys, keep))
+
+    async def restore(self, gallery: str, keys: Sequence[str]) -> Restored:
+        """Bring back removed items by key, under new numbers; keys that cannot be are omitted."""
+        return await self._calling(gallery, lambda served: _restore(served.gallery, keys))
 
     async def remove_where(self, gallery: str, where: Filter) -> Changed:
         """As `remove`, every item that fits. Raises: FilterError."""
@@ -152,7 +176,7 @@ class Items:
             async with self._registry.find(gallery) as served:
                 return await work(served)
         except (GalleryBusyError, BundleMismatchError):
-            await self._registry.read_from_disk()
+            await self._registry.read_from_disk(name=gallery)
         with self._registry.lease(gallery) as served:
             return await work(served)
 
@@ -197,7 +221,10 @@ class _Draft:
         path, kind = "", format_of(self.item.data) or ""
         if stored is not None and stored.sha256 == self.sha256 and stored.path:
             path, kind = stored.path, stored.format
-        return Entry(self.item.key, self.vector, self.sha256, self.item.attributes, path, kind)
+        item = self.item
+        return Entry(
+            item.key, self.vector, self.sha256, item.attributes, path, kind, keeps=item.keeps
+        )
 
     def outcome(
         self, entries: Mapping[str, Entry], old: Mapping[str, Item], new: Mapping[str, Item]
@@ -207,7 +234,10 @@ class _Draft:
         if self.error is not None:
             return Outcome(key, "failed", error=self.error)
         number = new[key].id if key in new else None
-        return Outcome(key, _status(old.get(key), entries[key]), number)
+        attributes: Literal["kept", "replaced"] = (
+            "kept" if self.item.keeps and key in old else "replaced"
+        )
+        return Outcome(key, _status(old.get(key), entries[key]), number, attributes=attributes)
 
 
 def _drafts(gallery: Gallery, items: Sequence[NewItem]) -> list[_Draft]:
@@ -296,7 +326,8 @@ def _status(stored: Item | None, entry: Entry) -> Status:
     if stored.sha256 != entry.sha256:
         return "replaced"
     known = (stored.path, stored.format, dict(stored.attributes))
-    same = known == (entry.path, entry.format, dict(entry.attributes))
+    kept = stored.attributes if entry.keeps else {}
+    same = known == (entry.path, entry.format, {**kept, **entry.attributes})
     return "unchanged" if same else "updated"
 
 
@@ -310,11 +341,26 @@ def _patch(gallery: Gallery, changes: Changes) -> Changed:
     return Changed(gallery.update(changes), gallery.version)
 
 
-def _remove(served: Served, keys: Sequence[str]) -> Changed:
-    contents = _uploaded(served.gallery.stored(keys).values())
-    removed = served.gallery.remove(keys)
-    served.discard_pictures(contents)
-    return Changed(removed, served.gallery.version)
+def _remove(served: Served, keys: Sequence[str], keep: Sequence[str]) -> Changed:
+    gallery = served.gallery
+    contents = _uploaded(gallery.stored(keys).values())
+    removed = _local(gallery, "keep").remove(keys, keep=keep) if keep else gallery.remove(keys)
+    _discard_removed(served, contents)
+    return Changed(removed, gallery.version)
+
+
+def _restore(gallery: Gallery, keys: Sequence[str]) -> Restored:
+    items = _local(gallery, "restore").restore(keys)
+    return Restored(items, gallery.version)
+
+
+def _local(gallery: Gallery, what: str) -> IndexedGallery:
+    if isinstance(gallery, IndexedGallery):
+        return gallery
+    raise InvalidParameterError(
+        f"{what} is for galleries in a folder. {gallery.name} is on Milvus, which keeps nothing of "
+        "what was removed: put the items again."
+    )
 
 
 def _remove_item(served: Served, item_id: ItemId) -> Changed:
@@ -327,14 +373,14 @@ def _remove_item(served: Served, item_id: ItemId) -> Changed:
         if served.path is not None:
             served.check_generation(gallery.generation, current_generation(served.path))
         raise
-    served.discard_pictures(_uploaded([item]))
+    _discard_removed(served, _uploaded([item]))
     return Changed(1, gallery.version)
 
 
 def _remove_where(served: Served, where: Filter) -> Changed:
     gallery = served.gallery
     contents: list[str] = []
-    after, is_more = -1, True
+    after, is_more = -1, served.is_remote
     while is_more:
         items = gallery.page(0, _PAGE, where, after=after).items
         contents += _uploaded(items)
@@ -343,8 +389,14 @@ def _remove_where(served: Served, where: Filter) -> Changed:
     try:
         removed = gallery.remove_where(where)
     finally:
-        served.discard_pictures(contents)  # also of what went before it was cut short
+        _discard_removed(served, contents)  # also of what was removed before it was cut short
     return Changed(removed, gallery.version)
+
+
+def _discard_removed(served: Served, contents: Sequence[str]) -> None:
+    """In a folder the removal can be undone for a while: a sweep discards them after that."""
+    if served.is_remote:
+        served.discard_pictures(contents)
 
 
 def _uploaded(items: Iterable[Item]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from embedder.bundle import MANIFEST, Bundle
@@ -36,7 +36,8 @@ Each change raises GalleryBusyError while a build replaces the gallery, and Gall
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GalleryLocation:
-    """Where a gallery is; `generation` is what it is at now, None if it is not there.
+    """Where a gallery is; `generation` is the current one, None if it was not looked up or there
+    is none.
 
     A `managed` one was made by the service and lies in its state folder. One on Milvus has no
     `path` but an `address`, and perhaps a place for `pictures`; its server is not asked here, so
@@ -94,27 +95,39 @@ class Locations:
         """Every gallery, in the order of the service; those of the settings also while they are
         away.
         """
-        found = [
-            GalleryLocation(name, _path_of(gallery), False, gallery.generation, given=gallery)
+        found = map(self.look, self.list_places())
+        return [location for location in found if location.exists or not location.managed]
+
+    def list_places(self) -> list[GalleryLocation]:
+        """Where galleries may be, in the order of the service. None of them is looked at, since
+        one that hangs must not hold up the others.
+        """
+        places = [
+            GalleryLocation(name, _path_of(gallery), False, None, given=gallery)
             for name, gallery in self._open.items()
         ]
-        found += [self._named_location(name, text) for name, text in self._named.items()]
-        taken = {location.name for location in found}
-        for path in self._managed_folders():
-            location = self._location(path.name, path, managed=True)
-            if path.name not in taken and location.generation is not None:
-                found.append(location)
-        return found
+        places += [self._named_place(name, text) for name, text in self._named.items()]
+        taken = {place.name for place in places}
+        places += [
+            GalleryLocation(path.name, path, True, None, self._roots.get(path.name))
+            for path in self._managed_folders()
+            if path.name not in taken
+        ]
+        return places
 
-    def _named_location(self, name: str, text: str) -> GalleryLocation:
+    def look(self, place: GalleryLocation) -> GalleryLocation:
+        """The place with the generation that is there now."""
+        if place.given is not None:
+            return replace(place, generation=place.given.generation)
+        if place.path is not None:
+            return replace(place, generation=current_generation(place.path))
+        return place
+
+    def _named_place(self, name: str, text: str) -> GalleryLocation:
+        root = self._roots.get(name)
         if not text.startswith(MILVUS):
-            return self._location(name, Path(text), managed=False)
-        root, pictures = self._roots.get(name), self._pictures.get(name)
-        return GalleryLocation(name, None, False, None, root, text, pictures)
-
-    def _location(self, name: str, path: Path, *, managed: bool) -> GalleryLocation:
-        current = current_generation(path)
-        return GalleryLocation(name, path, managed, current, self._roots.get(name))
+            return GalleryLocation(name, Path(text), False, None, root)
+        return GalleryLocation(name, None, False, None, root, text, self._pictures.get(name))
 
     def _managed_folders(self) -> list[Path]:
         if self._managed is None or not self._managed.is_dir():

@@ -1,7 +1,7 @@
 """Galleries that the service makes and deletes itself, in the folder of its state."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,11 +17,11 @@ from embedder.errors import (
 from indexer.gallery import Gallery, current_generation, delete_gallery
 from indexer.types import checked_name
 from service.concurrency import BoundedPool
+from service.encoding.model import Model, Models
 from service.galleries.locations import managed_folder
 from service.galleries.pictures import PictureFolder
 from service.galleries.registry import Registry
-from service.jobs.manager import JobManager
-from service.search.model import Model, Models
+from service.models import JobModel
 
 _SHOWN = 64
 
@@ -35,15 +35,15 @@ class ManagedGalleries:
         models: Models,
         state: Path | None,
         pool: BoundedPool,
-        jobs: JobManager | None,
+        active_job: Callable[[str], JobModel | None],
         limit_s: float,
     ) -> None:
-        """`limit_s` is how long reading the disk may take after a change."""
+        """`active_job` returns a job that uses a gallery; reading the disk may take `limit_s`."""
         self._registry = registry
         self._models = models
         self._state = state
         self._pool = pool
-        self._jobs = jobs
+        self._active_job = active_job
         self._limit_s = limit_s
         self._changing = asyncio.Lock()  # one waits for the folder, the others for it
 
@@ -65,7 +65,7 @@ class ManagedGalleries:
         model = await self._model(bundle_id)
         async with self._changing:
             await self._pool.run(lambda: _create(folder / name, model))
-        await self._registry.read_from_disk(self._limit_s)
+        await self._registry.read_from_disk(self._limit_s, name)
 
     async def delete(self, name: str) -> None:
         """Delete a gallery with its items and their pictures.
@@ -83,18 +83,18 @@ class ManagedGalleries:
                 )
         async with self._changing:
             await self._pool.run(lambda: self._delete(path))
-        await self._registry.read_from_disk(self._limit_s)
+        await self._registry.read_from_disk(self._limit_s, name)
 
     def _delete(self, path: Path) -> None:
         with _locked(path.parent):
             if current_generation(path) is None:
                 raise GalleryNotFoundError(f"Gallery {path.name!r} has just been deleted.")
-            for job in () if self._jobs is None else self._jobs.store.active():
-                if path.name in job.galleries:
-                    raise GalleryConflictError(
-                        f"Job {job.id} ({job.kind}) works with gallery {path.name!r}. Wait until "
-                        f"it has ended, or end it: POST /jobs/{job.id}/cancel."
-                    )
+            job = self._active_job(path.name)
+            if job is not None:
+                raise GalleryConflictError(
+                    f"Job {job.id} ({job.kind}) works with gallery {path.name!r}. Wait until "
+                    f"it has ended, or end it: POST /jobs/{job.id}/cancel."
+                )
             with PictureFolder(path).deleted():
                 delete_gallery(path)
 

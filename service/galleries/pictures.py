@@ -90,15 +90,14 @@ class PictureFolder:
                     held.enter_context(other._locked(_COPIED, fcntl.LOCK_SH))
             yield
 
-    def take_in(
-        self, root: Path, choose: Callable[[list[str]], Collection[str]] = lambda names: names
-    ) -> None:
-        """Link the pictures below `root`, which is laid out like this; of those of a folder in it
-        the ones that `choose` gives. On another disk they are copied. Raises: GalleryWriteError.
+    def take_in(self, root: Path) -> None:
+        """Link the pictures below `root`, a folder as this one; on another disk they are copied.
+
+        Raises: GalleryWriteError.
         """
         with self._disk_errors_explained():
             for shard in _shards(root):
-                chosen = [name for name in choose(_contents(shard)) if not self.has(name)]
+                chosen = [name for name in _contents(shard) if not self.has(name)]
                 for name in chosen:
                     make_folder(self.root / shard.name, "picture")
                     self._link(shard / name)
@@ -282,8 +281,12 @@ class Sweeper:
             for gallery in self._list_galleries():
                 PictureFolder(gallery).sweep(self._stopped.is_set)
             for tidy in self._tidy:
-                with contextlib.suppress(KinlensError):  # the next one finds it again
+                try:
                     tidy()
+                except KinlensError as error:  # the next sweep finds it again
+                    structlog.get_logger().warning(
+                        "tidying failed", error=type(error).__name__, detail=str(error)
+                    )
             self._stopped.wait(_SWEEP_S)
 
 
@@ -372,31 +375,8 @@ class SharedPictures:
         )
 
 
-class _Folder:
-    """Files below `root` by sha256; what is read or removed may be missing."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def has(self, sha256: str) -> bool:
-        return (self._root / _name(sha256)).is_file()
-
-    def read(self, sha256: str) -> bytes:
-        return (self._root / _name(sha256)).read_bytes()
-
-    def write(self, sha256: str, data: bytes) -> None:
-        path = self._root / _name(sha256)
-        make_folder(path.parent, "picture")
-        write_whole(path, data, "picture")
-
-    def remove(self, sha256: str) -> None:
-        (self._root / _name(sha256)).unlink()
-
-
 class _Store:
-    """As `_Folder`, in a file system of fsspec; to write a file there is one step, as in every
-    object store.
-    """
+    """Files by sha256 in a file system of fsspec; what is read or removed may be missing."""
 
     def __init__(self, files: Any, root: str) -> None:
         self._files = files
@@ -410,30 +390,27 @@ class _Store:
 
     def write(self, sha256: str, data: bytes) -> None:
         path = f"{self._root}/{_name(sha256)}"
-        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self._files.pipe_file(path, data)
+        if "file" in self._files.protocol:
+            # An object store writes in one step, but fsspec writes a local file in place.
+            make_folder(Path(path).parent, "picture")
+            write_whole(Path(path), data, "picture")
+        else:
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, data)
 
     def remove(self, sha256: str) -> None:
         self._files.rm_file(f"{self._root}/{_name(sha256)}")
 
 
-def _files_at(address: str) -> _Folder | _Store:
-    scheme, separator, path = address.partition("://")
-    if not separator or scheme == "file":
-        return _Folder(Path(path if separator else address))
+def _files_at(address: str) -> _Store:
     try:
         import fsspec
-    except ImportError as error:
-        raise EngineUnavailableError(
-            f"Pictures at {address} need fsspec, which is not installed. Install it: pip install "
-            "'kinlens[fsspec]', and what the address needs, such as s3fs."
-        ) from error
-    try:
+
         # Listings of others would hide what they write meanwhile.
         files, root = fsspec.url_to_fs(address, use_listings_cache=False)
     except (ImportError, ValueError) as error:
         raise EngineUnavailableError(
             f"Pictures at {address} cannot be reached: {error}. Check the address, and install "
-            "what it needs, such as s3fs for s3://."
+            "what it needs: pip install 'kinlens[milvus]', and a package such as s3fs for s3://."
         ) from error
     return _Store(files, str(root))

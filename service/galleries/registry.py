@@ -6,10 +6,11 @@ read the disk ─► open what is new ─► its model, warm ─► self-check �
 
 import asyncio
 import contextlib
+import functools
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,9 +28,11 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
+from indexer.calibration import Calibrated
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore
-from service.concurrency import DaemonThreads, within
+from service.concurrency import OwnThreads, too_late, within
+from service.encoding.model import Model, Models
 from service.galleries.locations import (
     VERSION_DIGITS,
     Gallery,
@@ -38,14 +41,15 @@ from service.galleries.locations import (
     is_name,
 )
 from service.galleries.pictures import PictureFolder, SharedPictures
-from service.search.model import Model, Models
+from service.observe.logs import Repeats
 
 T = TypeVar("T")
 
 _SHOWN_NAME = 64
-_THREADS = 2
 _CLOSE_S = 5.0
 _READ_S = 10.0
+_LOCATION_S = 2.0  # a disk or server that works answers much sooner
+_HANGS = "It goes on, and is served once it is open. Check its disk or server."
 _UNKNOWN_S = 2.0
 _BETWEEN_READS_S = 0.2
 _FIRST_PAUSE_S = 1.0
@@ -70,6 +74,7 @@ class Served:
         self.path = location.path
         self.managed = location.managed
         self.is_remote = isinstance(gallery, MilvusStore)
+        self.calibrated: Calibrated | str = "Nothing was searched for yet"  # what a search found
         self._shared = location.pictures
         self._close = close
         self._users = 1  # whoever serves it
@@ -145,8 +150,13 @@ class Registry:
         self._primary = primary
         self._open_gallery = open_gallery
         self._served: dict[str, Served] = {}
+        self._names: list[str] = []
+        self._visits: dict[str, asyncio.Task[None]] = {}
+        self._opening: dict[str, str] = {}
+        self._missed = Repeats()
         self._closings: set[threading.Thread] = set()
-        self._threads = DaemonThreads("gallery", _THREADS)
+        self._threads = OwnThreads("gallery")
+        self._descriptions = OwnThreads("description")
         self._asked = asyncio.Event()
         self._next: asyncio.Future[None]
         self._reading: asyncio.Task[None] | None = None
@@ -174,6 +184,12 @@ class Registry:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+        self._names = []  # so that what is being opened now is closed
+        if self._visits:
+            _, hanging = await asyncio.wait(self._visits.values(), timeout=_LOCATION_S)
+            for visit in hanging:
+                visit.cancel()
+            await asyncio.gather(*hanging, return_exceptions=True)
         self._close_opened()
         all_served, self._served = self._served, {}
         for served in all_served.values():
@@ -221,16 +237,46 @@ class Registry:
         with self.lease(name) as served:
             yield served
 
+    async def describe_each(self, describe: Callable[[Served], T]) -> tuple[list[T], list[str]]:
+        """What `describe` returns for each gallery, and the names of those that gave no answer
+        within the limit of a location, failed, or have not been opened.
+        """
+        silent = set(self.failures.verdicts()) - set(self._served)
+
+        async def ask(name: str) -> list[T]:
+            try:
+                with self.lease(name) as served:
+                    work = functools.partial(describe, served)
+                    return [await self._descriptions.run(served, work, _LOCATION_S)]
+            except GalleryNotFoundError:
+                pass  # deleted at this moment
+            except (KinlensError, TimeoutError) as error:
+                structlog.get_logger().warning("gallery not listed", gallery=name, exc_info=error)
+                silent.add(name)
+            return []
+
+        found = await asyncio.gather(*map(ask, self.names()))
+        return [one for part in found for one in part], sorted(silent)
+
     async def refresh_if_unknown(self, name: str | None) -> None:
         """Read the disk if this name is unknown: another process may have just made it."""
         if name is None or name in self._served or not is_name(name):
             return
-        with contextlib.suppress(DeadlineExceededError, GalleryError):
-            await self.read_from_disk(_UNKNOWN_S)
+        try:
+            await self.read_from_disk(_UNKNOWN_S, name)
+        except (DeadlineExceededError, GalleryError) as error:
+            self._missed.add()
+            if times := self._missed.due():
+                structlog.get_logger().warning(
+                    "unknown gallery not looked up",
+                    gallery=name[:_SHOWN_NAME],
+                    times=times,
+                    detail=str(error),
+                )
 
-    async def read_from_disk(self, limit_s: float = _READ_S) -> None:
+    async def read_from_disk(self, limit_s: float = _READ_S, name: str | None = None) -> None:
         """As `refresh`, beginning after this call, shared with everybody who waits for it, and at
-        most five times a second.
+        most five times a second; then waits for the gallery of this name, should it be slow.
 
         Raises: DeadlineExceededError after `limit_s`; GalleryError if the disk fails.
         """
@@ -239,25 +285,37 @@ class Registry:
             cure = "It goes on; try again in a second."
             async with within(limit_s, "Looking at the galleries on the disk", cure):
                 await asyncio.shield(self._next)
+                if name is not None and (visit := self._visits.get(name)) is not None:
+                    await asyncio.wait((visit,))
         except OSError as error:
             raise GalleryError(
                 f"The galleries cannot be looked at: {error.strerror}. Check the disk."
             ) from error
 
     async def refresh(self) -> None:
-        """Read the disk now and serve what is there; one call at a time.
+        """Look at every location now and serve what is there; one call at a time.
 
-        A generation that cannot be opened leaves the old one served and is in `failures`.
+        Each location has a thread of its own. One that hangs is waited for once, up to its limit;
+        its gallery is served or closed whenever it answers. A generation that cannot be opened
+        leaves the old one served and is in `failures`.
         """
-        listed = await self._call(self._locations.list_galleries)
-        locations = await asyncio.gather(*map(self._looked_at, listed))
-        await asyncio.gather(*(self._reload(one) for one in locations if self._is_due(one)))
-        names = [location.name for location in locations]
-        gone = [served for name, served in self._served.items() if name not in names]
-        self._served = {name: self._served[name] for name in names if name in self._served}
-        for served in gone:
-            served.give_back()
-        self.failures.keep(names)
+        places = await self._threads.run(None, self._locations.list_places, _READ_S)
+        self._names = [place.name for place in places]
+        begun = {
+            asyncio.create_task(self._visit(place)): place
+            for place in places
+            if place.name not in self._visits
+        }
+        self._visits |= {place.name: task for task, place in begun.items()}
+        if begun:
+            _, hanging = await asyncio.wait(begun, timeout=_LOCATION_S)
+            for place in (begun[task] for task in hanging):
+                error = too_late(_LOCATION_S, f"Opening gallery {place.name!r}", _HANGS)
+                self.failures.add(place, error, f"no result within {_LOCATION_S:g} s")
+        for name in (self._served.keys() | self.failures.verdicts().keys()) - set(self._names):
+            self._forget(name)
+        in_order = [name for name in self._names if name in self._served]
+        self._served = {name: self._served[name] for name in in_order}
         await self._drop_models()
 
     def _get(self, name: str | None) -> Served:
@@ -287,7 +345,8 @@ class Registry:
                     raise
                 raise BundleMismatchError(
                     f"Gallery {location.name!r} was made with bundle {gallery.bundle_id}, the "
-                    f"service runs {self._primary}. Serve the bundle it was made with, or build it "
+                    f"service runs {self._primary}. Serve the bundle it was made with. After a "
+                    "swap it is in STATE/bundles: start with that --state. Or build the gallery "
                     "again: kinlens-index build."
                 ) from None
             if gallery.dim != dim:
@@ -301,19 +360,34 @@ class Registry:
             self._close_opened(opened)
             self.failures.add(location, error)
 
-    async def _looked_at(self, location: GalleryLocation) -> GalleryLocation:
-        """With its generation on Milvus; with that of the last look while there is no answer."""
-        served = self._served.get(location.name)
-        if served is None or not isinstance(gallery := served.gallery, MilvusStore):
-            return location
+    async def _visit(self, place: GalleryLocation) -> None:
+        """Look at one location and serve what is new there."""
         try:
-            current = await self._call(gallery.look)
+            location = await self._call(place.name, lambda: self._look(place))
+            if location.managed and not location.exists:
+                self._forget(place.name)
+            elif self._is_due(location):
+                await self._reload(location)
+        except Exception as error:
+            # The border of the task: one location that fails must not keep the others waiting.
+            if not self.failures.is_waiting(place):
+                self.failures.add(place, error)
+        finally:
+            del self._visits[place.name]
+
+    def _look(self, place: GalleryLocation) -> GalleryLocation:
+        """With its generation; on Milvus with that of the last look while there is no answer."""
+        served = self._served.get(place.name)
+        if served is None or not isinstance(gallery := served.gallery, MilvusStore):
+            return self._locations.look(place)
+        try:
+            current = gallery.look()
         except KinlensError as error:
             structlog.get_logger().warning(
-                "gallery on Milvus cannot be looked at", gallery=location.name, detail=str(error)
+                "gallery on Milvus cannot be looked at", gallery=place.name, detail=str(error)
             )
             current = gallery.generation
-        return replace(location, generation=current)
+        return replace(place, generation=current)
 
     def _is_due(self, location: GalleryLocation) -> bool:
         served = self._served.get(location.name)
@@ -323,23 +397,30 @@ class Registry:
         return not self.failures.is_waiting(location)
 
     async def _reload(self, location: GalleryLocation) -> None:
+        name = location.name
         try:
-            gallery = await self._call(lambda: self._open_gallery(location))
+            gallery = await self._call(name, lambda: self._open_gallery(location))
+            self._opening[name] = gallery.bundle_id
             try:
                 model = await self._models.get(gallery.bundle_id)
-                await self._call(lambda: _check_searches(gallery, model))
+                await self._call(name, lambda: _check_searches(gallery, model))
             except BaseException:
                 self._close(location, gallery)
                 raise
+            finally:
+                del self._opening[name]
         except Exception as error:
             # Whatever is wrong with the new one, the old one must stay.
             self.failures.add(location, error)
             return
-        self.failures.clear(location.name)
+        if name not in self._names:  # deleted while it was opened, or the service stops
+            self._close(location, gallery)
+            return
+        self.failures.clear(name)
         self._serve(location, gallery, model)
         structlog.get_logger().info(
             "gallery loaded",
-            gallery=location.name,
+            gallery=name,
             generation=gallery.generation,
             bundle_id=model.bundle_id,
         )
@@ -353,6 +434,14 @@ class Registry:
             gallery.compact_in_background()
         if old is not None:
             old.give_back()
+
+    def _forget(self, name: str) -> None:
+        """A gallery is gone."""
+        gone = self._served.get(name)
+        self._served = {other: own for other, own in self._served.items() if other != name}
+        self.failures.clear(name)
+        if gone is not None:
+            gone.give_back()
 
     def _close(self, location: GalleryLocation, gallery: Gallery) -> None:
         """In a thread of its own: it may take as long as a compaction."""
@@ -375,13 +464,13 @@ class Registry:
         deadline = time.monotonic() + _CLOSE_S
         for thread in list(self._closings):
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._threads.close()
 
     async def _drop_models(self) -> None:
         """Let go of every model without a gallery, except where there is no gallery at all; one
         that a search still uses goes with the search.
         """
         used = {served.model.bundle_id for served in self._served.values()}
+        used |= set(self._opening.values())
         if not used:
             try:
                 await self._models.get(self._primary)
@@ -390,8 +479,9 @@ class Registry:
                 return  # better another model than none
         await self._models.keep(used or {self._primary})
 
-    async def _call(self, work: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._threads.submit(work))
+    async def _call(self, name: str, work: Callable[[], T]) -> T:
+        """Without a limit: whoever waits for the visit has one."""
+        return await self._threads.run(name, work, None)
 
     async def _keep_reading(self, interval_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -438,25 +528,21 @@ class Failures:
             return False
         return time.monotonic() < failure.retry_at
 
-    def add(self, location: GalleryLocation, error: Exception) -> None:
+    def add(self, location: GalleryLocation, error: Exception, verdict: str = "") -> None:
         """Remember, count and log that a generation could not be opened."""
         name, generation = location.name, location.generation
         last = self._failures.get(name)
         is_again = last is not None and last.generation == generation
         pause_s = min(2 * last.pause_s, _LONGEST_PAUSE_S) if last and is_again else _FIRST_PAUSE_S
-        verdict = f"generation {generation or 'none'} failed with {type(error).__name__}"
+        verdict = verdict or f"generation {generation or 'none'} failed with {type(error).__name__}"
         self._failures[name] = _Failure(generation, verdict, pause_s, time.monotonic() + pause_s)
         self._on_failure(name)
         structlog.get_logger().error(
             "gallery not reloaded", gallery=name, generation=generation, exc_info=error
         )
 
-    def keep(self, names: Collection[str]) -> None:
-        """Forget the galleries that are gone."""
-        self._failures = {n: failure for n, failure in self._failures.items() if n in names}
-
     def clear(self, name: str) -> None:
-        """A gallery is well again."""
+        """A gallery is well again, or gone."""
         self._failures.pop(name, None)
 
 

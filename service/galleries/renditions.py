@@ -13,10 +13,10 @@ from embedder.errors import (
     OverloadedError,
 )
 from embedder.preprocess import MAX_SIDE_PX, ImageLimits
-from indexer.ingest.sources import ANY_SIZE
+from indexer.pictures import ANY_SIZE
 from service.concurrency import SingleFlight, within
-from service.search.cache import LruCache
-from service.search.lanes import Lanes
+from service.encoding.cache import LruCache
+from service.encoding.lanes import Lanes
 
 SIDES_PX = (160, 320, 640)
 """Longest sides of the small pictures that can be asked for."""

@@ -1,41 +1,35 @@
 """Bodies of requests: let in within limits, read as forms or JSON, and named where they are wrong.
 
-socket ─► BodyLimit (bytes by route, seconds, UploadSlots) ─► parse_form, read_model ─► route
+socket ─► BodyLimit (bytes by route, bytes in all, seconds) ─► forms, read_model ─► route
              └─ refuse: 413, 408, 503, while the rest of the body is thrown away
 """
 
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from embedder.errors import InvalidParameterError
-from service.access.rates import address_of
 from service.problems import (
     BODY_TOO_LARGE,
     BODY_TOO_SLOW,
     CLIENT_GONE,
     OVERLOADED,
-    plain,
+    fault_text,
+    path_of,
     problem,
     request_id_of,
 )
-
-if TYPE_CHECKING:
-    from python_multipart.multipart import MultipartCallbacks
-
 
 BodyKind = Literal["plain", "keys", "picture", "image", "batch"]
 M = TypeVar("M", bound=BaseModel)
@@ -49,13 +43,12 @@ MAX_MARKS = 100_000
 """Commas and opening brackets in one JSON text: what it can hold of values, at most."""
 
 INLINE_BYTES = 4 * 2**10
-"""So short a text is read in less than a millisecond; a longer one in a thread."""
+"""So short a text is read on the event loop, but for a filter; a longer one in a thread."""
 
 _KEYS_BYTES = 2**20
 _PLAIN_BYTES = 16 * 2**10  # read where it holds up all other requests
 _DRAIN_S = 5.0
 _DRAIN_FACTOR = 4
-_MAX_PARTS = 1_000
 _MARKS = (b",", b"[", b"{")
 _STEP = 2**20  # a look at so much holds up other threads for a millisecond or two
 _SHOWN = 80
@@ -88,61 +81,27 @@ class Bounds:
         """The limit of the widest route."""
         return max(self.image_bytes, self.batch_bytes) + FORM_BYTES
 
-    def slots(self, max_bytes: int) -> int:
-        """How many single uploads a body of up to `max_bytes` counts as."""
-        return max(1, -(-max_bytes // (self.image_bytes + FORM_BYTES)))
 
+class HeldBytes:
+    """Bytes of all bodies that are arriving or whose requests are being answered.
 
-@dataclass(slots=True, eq=False)
-class Upload:
-    """A body that is arriving; `send_away` ends it when its slots go to somebody else."""
-
-    address: str
-    slots: int
-    send_away: Callable[[], None]
-
-
-class UploadSlots:
-    """`count` slots. When they are taken, whoever holds the most gives some to who holds less.
-
-    An address may take all slots while nobody else wants one; another address is then still let
-    in, at the cost of the oldest upload of the address that holds the most.
+    Only what has arrived counts: a client that announces much and sends little keeps nobody out.
+    Above `limit` the body that has been arriving longest gives way, so one that is held back at
+    its last byte keeps nobody out either.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._uploads: dict[Upload, None] = {}
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.count = 0
+        self.arriving: dict[_Body, None] = {}  # in the order in which they began
 
-    @property
-    def taken(self) -> int:
-        """Slots that are not free."""
-        return sum(upload.slots for upload in self._uploads)
-
-    def enter(self, upload: Upload) -> bool:
-        """Take the slots of `upload`; False if there are none for it."""
-        upload.slots = min(upload.slots, self.count)
-        while self.taken + upload.slots > self.count:
-            oldest = self._of_the_greediest(upload)
-            if oldest is None:
-                return False
-            self.leave(oldest)
-            oldest.send_away()
-        self._uploads[upload] = None
-        return True
-
-    def leave(self, upload: Upload) -> None:
-        """Give the slots of `upload` back."""
-        self._uploads.pop(upload, None)
-
-    def _of_the_greediest(self, newcomer: Upload) -> Upload | None:
-        held: dict[str, int] = {}
-        for upload in self._uploads:
-            held[upload.address] = held.get(upload.address, 0) + upload.slots
-        address = max(held, key=lambda name: held[name])
-        after = held.get(newcomer.address, 0) + newcomer.slots
-        if address == newcomer.address or held[address] <= after:
-            return None
-        return next(upload for upload in self._uploads if upload.address == address)
+    def take(self, body: "_Body", more: int) -> None:
+        """Count `more` bytes of `body`, or refuse it and those that began before it."""
+        self.arriving.setdefault(body)
+        while self.count + more > self.limit and not body.refusal:
+            next(iter(self.arriving)).give_way()
+        if not body.refusal:
+            self.count += more
 
 
 class _RefusedError(Exception):
@@ -150,19 +109,17 @@ class _RefusedError(Exception):
 
 
 class BodyLimit:
-    """Refuses a body above the bound of its route (413), or not complete after `timeout_s` (408).
-
-    While `max_concurrent` bodies are arriving, a further one is refused (503), or takes the slot
-    of one whose address holds more of them. A body that may hold several images counts as several.
+    """Refuses a body above the bound of its route (413), or not complete after `timeout_s` (408),
+    or too much together with the bodies of other requests: above `max_held_bytes` (503).
     """
 
     def __init__(
-        self, app: ASGIApp, *, bounds: Bounds, timeout_s: float, max_concurrent: int
+        self, app: ASGIApp, *, bounds: Bounds, timeout_s: float, max_held_bytes: int
     ) -> None:
         self.app = app
         self._bounds = bounds
         self._timeout_s = timeout_s
-        self._slots = UploadSlots(max_concurrent)
+        self._held = HeldBytes(max_held_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not _has_body(scope):
@@ -170,13 +127,9 @@ class BodyLimit:
             return
         max_bytes = self._bounds.of(scope["state"]["route"].rule.body, media_type_of(scope))
         claimed = _claimed_bytes(scope)
-        body = _Body(receive, max_bytes, self._timeout_s, self._slots)
-        expected = self._bounds.slots(max_bytes if claimed is None else claimed)
-        body.upload = Upload(address_of(scope), expected, body.send_away)
+        body = _Body(receive, max_bytes, self._timeout_s, self._held)
         if claimed is not None and claimed > max_bytes:
             body.refusal = "large"
-        elif not self._slots.enter(body.upload):
-            body.refusal = "crowded"
         started = False
 
         async def send_unless_refused(message: Message) -> None:
@@ -195,7 +148,7 @@ class BodyLimit:
                 raise
             body.refusal = "ending"  # the service stops and waits no longer for this body
         finally:
-            self._slots.leave(body.upload)
+            body.release()
         if body.refusal and not started:
             drain_bytes = -1 if body.refusal in ("ending", "gone") else _DRAIN_FACTOR * max_bytes
             answer = self._answer(body, scope, claimed)
@@ -217,8 +170,8 @@ class BodyLimit:
             ),
             "crowded": (
                 OVERLOADED,
-                f"{self._slots.count} uploads are arriving, which is the limit. Try again in a "
-                "second, or raise KINLENS_MAX_CONCURRENT_UPLOADS.",
+                f"The bodies of all requests hold more than {self._held.limit:,} bytes, which is "
+                "the limit. Try again in a second, or raise KINLENS_MAX_HELD_BYTES.",
             ),
             "ending": (OVERLOADED, "The service is stopping. Try again in a second."),
             "gone": (CLIENT_GONE, "The client left before its body was complete."),
@@ -227,45 +180,37 @@ class BodyLimit:
 
 
 class _Body:
-    """Counts and times what is received; it holds its slots until it is complete.
+    """Counts and times what is received, which is held until `release`.
 
     `refusal` is why it is refused: large, slow, crowded, ending or gone; empty while it is not.
     """
 
-    upload: Upload
-
-    def __init__(
-        self, receive: Receive, max_bytes: int, timeout_s: float, slots: UploadSlots
-    ) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float, held: HeldBytes) -> None:
         self.refusal = ""
         self.complete = False
         self.max_bytes = max_bytes
-        self._slots = slots
+        self._held = held
         self._receive = receive
         self._deadline = asyncio.get_running_loop().time() + timeout_s
         self._timeout: asyncio.Timeout | None = None
         self._bytes = 0
 
     async def receive(self) -> Message:
-        if self.complete:
-            return await self._receive()
         if self.refusal:
             raise _RefusedError
+        if self.complete:
+            return await self._receive()
         try:
             async with asyncio.timeout_at(self._deadline) as self._timeout:
                 message = await self._receive()
         except TimeoutError:
-            if not self.refusal:  # it may have been sent away
+            if not self.refusal:  # it may have given way
                 self.refusal = "slow"
             raise _RefusedError from None
         finally:
             self._timeout = None
-        if message["type"] == "http.disconnect":
-            self.refusal = "gone"
-            raise _RefusedError
         self._count(message)
-        if self._bytes > self.max_bytes:
-            self.refusal = "large"
+        if self.refusal:
             raise _RefusedError
         return message
 
@@ -274,21 +219,35 @@ class _Body:
         if self.complete:
             return {"type": "http.request", "body": b"", "more_body": False}
         message = await self._receive()
-        self._count(message)
+        self.complete = not message.get("more_body", False)
         return message
 
-    def send_away(self) -> None:
-        """End the reading now."""
-        if not self.complete:
-            self.refusal = "crowded"
-            if self._timeout is not None:
-                self._timeout.reschedule(asyncio.get_running_loop().time())
+    def give_way(self) -> None:
+        """End the reading now, for the sake of other bodies."""
+        self.refusal = "crowded"
+        self.release()
+        if self._timeout is not None:
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    def release(self) -> None:
+        """Nothing of the body is in use any more."""
+        self._held.arriving.pop(self, None)
+        self._held.count -= self._bytes
+        self._bytes = 0
 
     def _count(self, message: Message) -> None:
-        self._bytes += len(message.get("body", b""))
         self.complete = not message.get("more_body", False)
+        count = len(message.get("body", b""))
+        if message["type"] == "http.disconnect":
+            self.refusal = "gone"
+        elif self._bytes + count > self.max_bytes:
+            self.refusal = "large"
+        elif not self.refusal:
+            self._held.take(self, count)
+        if not self.refusal:
+            self._bytes += count
         if self.complete:
-            self._slots.leave(self.upload)
+            self._held.arriving.pop(self, None)
 
 
 async def refuse(
@@ -387,99 +346,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     return await connection.keep(work)
 
 
-@dataclass(slots=True)
-class Part:
-    """One part of a form: a file if it came with a file name."""
-
-    name: str = ""
-    is_file: bool = False
-    chunks: list[bytes] = field(default_factory=list)
-
-    @property
-    def data(self) -> bytes:
-        """The content."""
-        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
-
-    @property
-    def text(self) -> str:
-        """The content as text. Raises: HTTPException (400) if it is none."""
-        try:
-            return self.data.decode()
-        except UnicodeDecodeError:
-            raise _malformed(f"{self.name[:40]!r} is not UTF-8 text") from None
-
-
-def parse_form(body: bytes, content_type: str) -> list[Part]:
-    """The parts in their order. Raises: HTTPException (400) for a form that cannot be read."""
-    _, options = parse_options_header(content_type)
-    boundary = options.get(b"boundary")
-    if not boundary:
-        raise HTTPException(400, "Missing boundary in multipart.")
-    reader = _Reader()
-    try:
-        parser = MultipartParser(boundary, reader.callbacks())
-        parser.write(body)
-        parser.finalize()
-    except (FormParserError, UnicodeDecodeError, ValueError) as error:
-        raise _malformed(str(error)) from error
-    if not reader.is_complete:
-        raise _malformed("its end is missing")
-    return reader.parts
-
-
-class _Reader:
-    """Collects what the parser finds."""
-
-    def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self.is_complete = False
-        self._name = b""
-        self._value = b""
-
-    def callbacks(self) -> "MultipartCallbacks":
-        return {
-            "on_part_begin": self._begin,
-            "on_part_data": self._take_data,
-            "on_header_field": self._take_name,
-            "on_header_value": self._take_value,
-            "on_header_end": self._end_header,
-            "on_headers_finished": self._check_name,
-            "on_end": self._end,
-        }
-
-    def _begin(self) -> None:
-        if len(self.parts) >= _MAX_PARTS:
-            raise _malformed(f"it has more than {_MAX_PARTS:,} parts")
-        self.parts.append(Part())
-
-    def _take_data(self, data: bytes, start: int, end: int) -> None:
-        self.parts[-1].chunks.append(data[start:end])
-
-    def _take_name(self, data: bytes, start: int, end: int) -> None:
-        self._name += data[start:end]
-
-    def _take_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-
-    def _end_header(self) -> None:
-        if self._name.lower() == b"content-disposition":
-            _, options = parse_options_header(self._value)
-            self.parts[-1].name = options.get(b"name", b"").decode()
-            self.parts[-1].is_file = b"filename" in options
-        self._name = self._value = b""
-
-    def _check_name(self) -> None:
-        if not self.parts[-1].name:
-            raise _malformed("a part has no name")
-
-    def _end(self) -> None:
-        self.is_complete = True
-
-
-def _malformed(what: str) -> HTTPException:
-    return HTTPException(400, f"The form cannot be read: {what}. Send multipart/form-data.")
-
-
 def parse_json(body: bytes) -> Any:
     """The value of a JSON text, without broken Unicode, NaN and infinity.
 
@@ -507,9 +373,19 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return payload
 
 
-async def off_loop(work: Callable[[], T], *, short: bool) -> T:
-    """What `work` returns, which runs in a thread unless it is `short`."""
-    return work() if short else await asyncio.to_thread(work)
+class Threads(Protocol):
+    """What runs calls in a named pool of threads, within the time limit of a request."""
+
+    async def read(self, what: str, work: Callable[[], T], pool: str) -> T:
+        """Raises: DeadlineExceededError, OverloadedError, what `work` raises."""
+
+
+async def off_loop(threads: Threads, work: Callable[[], T], *, short: bool) -> T:
+    """What `work` makes of a body, which runs in a thread unless it is `short`.
+
+    Raises: DeadlineExceededError, OverloadedError, what `work` raises.
+    """
+    return work() if short else await threads.read("the request", work, "body")
 
 
 async def read_model(request: Request, model: type[M]) -> M:
@@ -521,8 +397,9 @@ async def read_model(request: Request, model: type[M]) -> M:
     if kind != JSON:
         raise HTTPException(415, f"Content-Type = {kind[:_SHOWN]!r} is not read here; send {JSON}.")
     body = await request.body()
+    threads: Threads = request.app.state.runtime
     return await off_loop(
-        lambda: checked(model, parse_object(body), None), short=len(body) <= INLINE_BYTES
+        threads, lambda: checked(model, parse_object(body), None), short=len(body) <= INLINE_BYTES
     )
 
 
@@ -542,22 +419,13 @@ def checked(model: type[M], value: Any, context: object) -> M:
 
 def as_faults(error: ValidationError, name: str = "") -> RequestValidationError:
     """What pydantic found, about parameter `name` or those that it names itself."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
+    found = error.errors(include_url=False)
     return RequestValidationError([_readable(each, name) for each in found[:_MAX_FAULTS]])
 
 
-def _readable(fault: ErrorDetails, name: str) -> dict[str, Any]:
-    for part in () if name else fault["loc"]:
-        name += f"[{part}]" if isinstance(part, int) else f"{'.' if name else ''}{part[:_SHOWN]}"
-    name = name or "request"
-    message = fault["msg"]
-    if fault["type"] == "missing":
-        message = f"{name} is missing."
-    elif fault["type"] == "extra_forbidden":
-        message = f"{name} is no parameter here; /docs lists them."
-    elif fault["type"] != "out_of_range":
-        message = f"{name}: {plain(message)}."
-    return {"type": "out_of_range", "loc": (name,), "msg": message}
+def _readable(each: ErrorDetails, name: str) -> dict[str, Any]:
+    name = name or path_of(each["loc"]) or "request"
+    return {"type": "out_of_range", "loc": (name,), "msg": fault_text(each, name)}
 
 
 def fault(name: str, message: str) -> RequestValidationError:

@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 import structlog
 from fastapi.routing import iter_route_contexts
-from starlette.datastructures import URL, Headers, MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -36,7 +36,7 @@ from embedder.errors import (
 )
 from service.access import keys
 from service.access.keys import FreshKeys, KeyStore
-from service.access.rates import Addresses, RateLimits, RateVerdict, SharedCounts, address_of
+from service.access.rates import Account, Addresses, RateLimits, SharedCounts, address_of
 from service.http.bodies import BodyKind, Bounds, refuse
 from service.observe.metrics import Metrics
 from service.observe.tracing import trace_fields
@@ -62,6 +62,8 @@ class Rule:
     path: str
     scope: keys.Scope | None
     body: BodyKind = "plain"
+    stores: bool = False
+    """Whether it stores something although a search key is enough."""
 
 
 RULES = (
@@ -71,14 +73,14 @@ RULES = (
     Rule(frozenset({"POST"}), r"/search/batch", "search", "batch"),
     Rule(frozenset({"POST"}), r"/galleries/[^/]+/golden", "write", "image"),
     Rule(_READ | _CHANGE | {"POST"}, r"/galleries/[^/]+/golden(/.*)?", "write"),
-    Rule(frozenset({"POST"}), r"/feedback", "search", "picture"),
+    Rule(frozenset({"POST"}), r"/feedback", "search", "picture", stores=True),
     Rule(_READ, r"/galleries/[^/]+/feedback", "admin"),
     Rule(_READ, r"/galleries/[^/]+/duplicates", "admin"),
     Rule(frozenset({"POST"}), r"/galleries/[^/]+/items/[^/]+/explain", "search", "image"),
-    Rule(_READ, r"/(galleries|samples)(/.*)?", "search"),
+    Rule(_READ, r"/galleries(/.*)?", "search"),
     Rule(frozenset({"PUT"}), r"/galleries/[^/]+/items", "write", "batch"),
     Rule(_CHANGE, r"/galleries/[^/]+/items", "write", "keys"),
-    Rule(frozenset({"POST"}), r"/galleries/[^/]+/items/delete", "write", "keys"),
+    Rule(frozenset({"POST"}), r"/galleries/[^/]+/items/(delete|restore)", "write", "keys"),
     Rule(_CHANGE, r"/galleries/[^/]+/items/.*", "write"),
 )
 """The first rule that fits counts; a route without one needs `admin` and takes a plain body."""
@@ -109,10 +111,14 @@ class RouteTable:
         self.served = tuple(_served(routes))
 
     def match(self, method: str, path: str) -> ServedRoute | None:
-        """The route of a request; None if nothing is served there."""
-        for route in self.served:
-            if route.method == method and route.pattern.match(path):
-                return route
+        """The route of a request; None if nothing is served there.
+
+        HEAD is GET without the body of the answer: what has no HEAD of its own is answered by GET.
+        """
+        for wanted in (method, "GET") if method == "HEAD" else (method,):
+            for route in self.served:
+                if route.method == wanted and route.pattern.match(path):
+                    return route
         return None
 
     def at(self, path: str) -> list[ServedRoute]:
@@ -170,7 +176,7 @@ SECURITY_HEADERS = {
     "Cache-Control": "no-cache",
 }
 _CORS_MAX_AGE_S = 600
-_CORS_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_CORS_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 _CORS_SENT = ("Authorization", "Content-Type", "If-None-Match", "X-Request-ID", KEY_HEADER)
 _CORS_SHOWN = (
     "ETag",
@@ -247,7 +253,7 @@ class Gate:
 
         async def send_on(message: Message) -> None:
             nonlocal status, sent
-            sent += len(message.get("body", b""))
+            sent += len(message.get("body", b"")) if scope["method"] != "HEAD" else 0
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._add_headers(scope, message)
@@ -273,7 +279,9 @@ class Gate:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = await self._refusal(scope)
         if answer is None:
-            await self.app(scope, receive, send)
+            # A scope of its own: the server leaves the body out by the method of the first.
+            method = scope["state"]["route"].method
+            await self.app({**scope, "method": method}, receive, send)
         else:
             await refuse(answer, scope, receive, send, drain_bytes=self._drain_bytes)
 
@@ -281,7 +289,7 @@ class Gate:
         route = scope["state"]["route"]
         try:
             if route is not None and route.rule.scope is not None:
-                await self._authorize(scope, route.rule.scope)
+                await self._authorize(scope, route.rule, route.rule.scope)
             if route is None or route.rule.scope is not None:
                 await self._count(scope)
         except StateError as error:
@@ -291,18 +299,19 @@ class Gate:
             return await from_error(Request(scope), error)
         return await self._not_served(scope) if route is None else None
 
-    async def _authorize(self, scope: Scope, needed: keys.Scope) -> None:
+    async def _authorize(self, scope: Scope, rule: Rule, needed: keys.Scope) -> None:
         text = _sent_key(scope)
         if text is None:
             if needed not in self._anonymous:
                 raise await self._closed(needed)
             if needed != "search":
+                _refuse_foreign_page(scope, self._origins - {ANY_HOST})
+            elif rule.stores:
                 _refuse_foreign_page(scope, self._origins)
             return
-        key = None if self._keys is None else await self._keys.identify(text)
+        key = None if self._keys is None else await self._keys.known(text)
         if key is None:
-            await self._refuse_unknown(scope)
-            return
+            key = await self._created(scope, text)
         scope["state"]["principal"] = key.name
         scope["state"]["key_id"] = key.id
         if needed not in keys.allowed(key.scopes):
@@ -311,7 +320,11 @@ class Gate:
                 f"Make another with kinlens-serve keys create NAME --scope {needed}."
             )
 
-    async def _refuse_unknown(self, scope: Scope) -> None:
+    async def _created(self, scope: Scope, text: str) -> keys.Key:
+        """The key, if it was created since the file was read.
+
+        Reading it is work, so each try is counted before, also that of a new key.
+        """
         verdict = await self._rates.hit("failure", address_of(scope))
         if not verdict.allowed:
             raise RateLimitedError(
@@ -319,10 +332,13 @@ class Gate:
                 f"{verdict.retry_after_s} s.",
                 verdict.retry_after_s,
             )
-        raise KeyMissingError(
-            "The API key is not known: it is mistyped, expired or revoked. Send a valid one as "
-            "Authorization: Bearer KEY or X-API-Key: KEY."
-        )
+        key = None if self._keys is None else await self._keys.created(text)
+        if key is None:
+            raise KeyMissingError(
+                "The API key is not known: it is mistyped, expired or revoked. Send a valid one as "
+                "Authorization: Bearer KEY or X-API-Key: KEY."
+            )
+        return key
 
     async def _closed(self, needed: keys.Scope) -> AccessError:
         if self._keys is None:
@@ -344,27 +360,28 @@ class Gate:
         """Count a request by its key, or by address if it has none."""
         key_id = scope["state"].get("key_id")
         kind, caller = ("address", address_of(scope)) if key_id is None else ("key", str(key_id))
-        verdict = await self._rates.hit(kind, caller)
-        scope["state"]["rate"] = verdict
-        if not verdict.allowed:
-            raise RateLimitedError(
-                f"More requests came from this {kind} than its limit of {verdict.amount:,} allows. "
-                f"Try again in {verdict.retry_after_s} s.",
-                verdict.retry_after_s,
-            )
+        scope["state"]["account"] = account = Account(self._rates, kind, caller)
+        await account.open()
 
     async def _not_served(self, scope: Scope) -> Response:
-        """405 where other methods are, a way to the address with or without its last slash, 404."""
+        """405 where other methods are, else 404.
+
+        An address with a slash too many or too few is no redirect: a client would send its key
+        after it, and behind a proxy nobody here knows by which protocol and name.
+        """
         path = scope["path"]
         others = self._routes(scope).at(path)
         if others:
             scope["state"]["template"] = others[0].template
-            headers = {"Allow": ", ".join(sorted({route.method for route in others}))}
+            methods = {route.method for route in others}
+            methods |= {"HEAD"} if "GET" in methods else set()
+            headers = {"Allow": ", ".join(sorted(methods))}
             return await from_http(Request(scope), HTTPException(405, headers=headers))
         twin = path.rstrip("/") if path.endswith("/") else f"{path}/"
+        detail = None
         if self._routes(scope).at(twin):
-            return RedirectResponse(URL(scope=scope).replace(path=twin))
-        return await from_http(Request(scope), HTTPException(404))
+            detail = f"Nothing is at {path}. Did you mean {twin}?"
+        return await from_http(Request(scope), HTTPException(404, detail))
 
     def _routes(self, scope: Scope) -> RouteTable:
         if self._table is None:
@@ -406,8 +423,8 @@ class Gate:
             *(header for header in self._headers if header[0] not in set_already),
         ]
         headers = MutableHeaders(scope=message)
-        verdict: RateVerdict | None = scope["state"].get("rate")
-        if verdict is not None and verdict.amount is not None:
+        account: Account | None = scope["state"].get("account")
+        if account is not None and (verdict := account.verdict).amount is not None:
             headers["RateLimit-Limit"] = str(verdict.amount)
             headers["RateLimit-Remaining"] = str(verdict.remaining)
             headers["RateLimit-Reset"] = str(verdict.retry_after_s)
@@ -478,13 +495,15 @@ def _sent_key(scope: Scope) -> str | None:
 def _refuse_foreign_page(scope: Scope, origins: frozenset[str]) -> None:
     """Where no key is needed for a change, any page in a browser could send one unnoticed."""
     headers = Headers(scope=scope)
-    origin = headers.get("origin")
-    if origin is None or origin in origins:
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if origin in origins or ANY_HOST in origins or site in ("same-origin", "none"):
         return
-    if _netloc(origin) != headers.get("host", "").lower():
+    is_own = _netloc(origin) == headers.get("host", "").lower() if origin else site is None
+    if not is_own:
+        page = "another site" if origin is None else repr(origin[:_SHOWN_CHARACTERS])
         raise AccessError(
-            f"A page of {origin[:_SHOWN_CHARACTERS]!r} may not change anything here without an "
-            "API key. Send one, or name the origin in KINLENS_CORS_ORIGINS."
+            f"A page of {page} may not change anything here without an API key. Send one, or name "
+            "the origin in KINLENS_CORS_ORIGINS."
         )
 
 

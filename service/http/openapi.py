@@ -1,16 +1,24 @@
-"""The OpenAPI document, and a page that shows it without a script or another host."""
+"""The OpenAPI document: the problems, the scopes, and the two addresses that serve it."""
 
+import asyncio
+import hashlib
+import math
 from collections.abc import Iterable
-from html import escape
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
+from pydantic_core import to_json
 
 from embedder import errors
 from service.access import keys
-from service.api.models import Fault, Problem
+from service.concurrency import Recent
+from service.http.bodies import JSON
+from service.http.docs_page import render_docs
 from service.http.gate import rule_of
+from service.models import Fault, Problem
 from service.problems import (
     INTERNAL,
     KINDS,
@@ -74,8 +82,32 @@ def problems(*kinds: Kind) -> dict[int | str, dict[str, Any]]:
     return responses
 
 
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """An answer that stays the same while the process runs."""
+
+    body: bytes
+    media_type: str
+    etag: str
+
+    def answer(self, request: Request) -> Response:
+        """304 without the body for a client that has it already."""
+        headers = {"ETag": self.etag}
+        if self.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(self.body, media_type=self.media_type, headers=headers)
+
+
+def _page(body: bytes, media_type: str) -> _Page:
+    return _Page(body, media_type, f'"{hashlib.sha256(body).hexdigest()}"')
+
+
 def install_openapi(app: FastAPI) -> None:
-    """Make `app.openapi` know the problem schema; the document is built at the first call."""
+    """Make `app.openapi` know the problem schema, and serve the document and its page.
+
+    Both need no key, so they are made once, at the first request, in a thread: that takes as long
+    as many searches.
+    """
 
     def build() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -95,7 +127,21 @@ def install_openapi(app: FastAPI) -> None:
             app.openapi_schema = document
         return app.openapi_schema
 
+    def make() -> tuple[_Page, _Page]:
+        document = app.openapi()
+        page = render_docs(document).encode()
+        return _page(to_json(document), JSON), _page(page, "text/html")
+
+    kept = Recent(partial(asyncio.to_thread, make), math.inf)
     app.openapi = build  # type: ignore[method-assign]
+
+    @app.api_route("/openapi.json", methods=["GET", "HEAD"], include_in_schema=False)
+    async def openapi(request: Request) -> Response:
+        return (await kept.get())[0].answer(request)
+
+    @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
+    async def docs(request: Request) -> Response:
+        return (await kept.get())[1].answer(request)
 
 
 def _add_security(document: dict[str, Any], anonymous: Iterable[keys.Scope]) -> None:
@@ -118,35 +164,6 @@ def _add_security(document: dict[str, Any], anonymous: Iterable[keys.Scope]) -> 
             operation["description"] = f"{text}\n\nNeeds the scope `{scope}`.".strip()
             for status, response in refusals.items():
                 operation["responses"].setdefault(str(status), response)
-
-
-def render_docs(document: dict[str, Any]) -> str:
-    """The document as plain HTML."""
-    sections = [
-        _operation(path, method, operation)
-        for path, item in document["paths"].items()
-        for method, operation in item.items()
-    ]
-    title = escape(f"{document['info']['title']} {document['info']['version']}")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"</head><body><main><h1>{title}</h1><p>{escape(document['info']['description'])} "
-        'The whole document: <a href="/openapi.json">openapi.json</a>.</p>'
-        f"{''.join(sections)}</main></body></html>"
-    )
-
-
-def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
-    rows = "".join(
-        f"<li><code>{escape(status)}</code> {escape(response.get('description', ''))}</li>"
-        for status, response in operation["responses"].items()
-    )
-    return (
-        f"<section><h2><code>{method.upper()} {escape(path)}</code></h2>"
-        f"<p>{escape(operation.get('description', operation.get('summary', '')))}</p>"
-        f"<ul>{rows}</ul></section>"
-    )
 
 
 def _example(kind: Kind) -> dict[str, Any]:

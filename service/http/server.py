@@ -5,8 +5,6 @@ import math
 import os
 import resource
 import socket
-import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,11 +23,12 @@ _HEADER_S = 10.0
 _HEAD_BYTES = 16 * 2**10
 _MOST_CONNECTIONS = 4096
 _FEWEST_CONNECTIONS = 64
+_MAX_UNREAD_BYTES = 256 * 2**20
 _WANTED_FILES = 4 * _MOST_CONNECTIONS
 _INTERRUPTED = 130
 _QUEUE = 1024
 _LEAST_READ = 16 * 2**10  # bytes a second
-_REST_S = 2e-3  # the others need 0.1 ms to wake up
+_MAX_PIPELINED = 8  # queued behind the request that is being answered; browsers send none
 _STATUS_LINE = b"HTTP/1.1 "
 _CONTINUE = b"HTTP/1.1 100 "
 
@@ -51,22 +50,6 @@ class Server(uvicorn.Server):
         if self.should_exit:
             os._exit(_INTERRUPTED)
         super().handle_exit(sig, frame)
-
-
-class SharedListener(socket.socket):
-    """A listening socket of several processes. After each connection a process leaves the next one
-    to the others for a moment; the one that is awake would else take all that come together.
-    """
-
-    _rests_until = 0.0
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """As of any socket. Raises: BlockingIOError also while this process rests."""
-        if time.monotonic() < self._rests_until:
-            raise BlockingIOError
-        accepted = super().accept()
-        self._rests_until = time.monotonic() + _REST_S
-        return accepted
 
 
 class _WholeAnswers:
@@ -97,30 +80,68 @@ class _WholeAnswers:
             self._head = b""
 
 
-class GuardedProtocol(HttpToolsProtocol):
-    """Closes connections whose head does not arrive, or whose client does not read its answer.
+class SharedLimits:
+    """What the connections of one server may hold together.
 
-    A connection counts as idle while no request of it is being answered. Above `max_connections`
-    a new one takes the place of the longest idle one of the address that has most of them, so
-    that idle connections, however many, keep nobody out.
+    A connection is idle while no request of it is being answered. Above `max_connections` a new
+    one replaces the longest idle one, so idle connections keep nobody out. Answers wait in memory
+    until their clients read them; above `max_unread_bytes` the one that waits longest is cut off,
+    so clients that do not read cost a bounded amount of memory.
     """
+
+    def __init__(self, max_connections: int, max_unread_bytes: int) -> None:
+        self.max_connections = max_connections
+        self.max_unread_bytes = max_unread_bytes
+        self._idle: dict[GuardedProtocol, None] = {}  # in the order in which they became idle
+        self._unread: dict[GuardedProtocol, int] = {}  # in the order in which they began to wait
+        self._unread_bytes = 0
+
+    def begin_idle(self, connection: "GuardedProtocol") -> None:
+        """`connection` is idle from now on."""
+        self._idle[connection] = None
+        if len(connection.connections) > self.max_connections:
+            oldest = next(iter(self._idle))
+            self.end_idle(oldest)
+            oldest.connections.discard(oldest)
+            oldest.transport.close()
+
+    def end_idle(self, connection: "GuardedProtocol") -> None:
+        """`connection` is not idle any more."""
+        self._idle.pop(connection, None)
+
+    def begin_unread(self, connection: "GuardedProtocol", unread_bytes: int) -> None:
+        """The client of `connection` has this much to read before more is sent."""
+        self._unread[connection] = unread_bytes
+        self._unread_bytes += unread_bytes
+        while self._unread_bytes > self.max_unread_bytes and len(self._unread) > 1:
+            slowest = next(iter(self._unread))
+            self.end_unread(slowest)
+            slowest.transport.abort()
+
+    def end_unread(self, connection: "GuardedProtocol") -> None:
+        """The client of `connection` has read all, or left."""
+        self._unread_bytes -= self._unread.pop(connection, 0)
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """Closes connections whose head does not arrive, or whose client does not read its answer."""
 
     def __init__(
         self,
         *arguments: Any,
         header_timeout_s: float,
         write_timeout_s: float,
-        max_connections: int,
+        limits: SharedLimits,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self.header_timeout_s = header_timeout_s
         self.write_timeout_s = write_timeout_s
-        self.max_connections = max_connections
-        self.idle_since = time.monotonic()
+        self.limits = limits
         self.connection = Connection()
         self._answers: _WholeAnswers
         self._unused_bytes = 0
+        self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -130,17 +151,13 @@ class GuardedProtocol(HttpToolsProtocol):
         cycle: RequestResponseCycle | None = self.cycle  # none before the first request
         return cycle is None or cycle.response_complete
 
-    @property
-    def host(self) -> str:
-        """The address at the other end."""
-        return self.client[0] if self.client else ""
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to wait for the head of a request."""
         self._answers = _WholeAnswers(transport)
         super().connection_made(self._answers)  # type: ignore[arg-type]
-        if len(self.connections) > self.max_connections:
-            self._make_room()
+        # All that a client has not read is known then, however little it is.
+        transport.set_write_buffer_limits(high=0)
+        self.limits.begin_idle(self)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -152,9 +169,29 @@ class GuardedProtocol(HttpToolsProtocol):
             self.send_400_response("The head of the request is too long.")
         self._watch()
 
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One field of the head; a trailer after a chunked body is dropped.
+
+        The parser reports trailers as headers. In `scope["headers"]` a client could add an
+        X-Forwarded-For behind the one of the proxy, and so choose its own address.
+        """
+        if self._is_in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """The head has arrived."""
+        self._is_in_head = False
         self._unused_bytes = 0
+        # A request of 18 bytes becomes a kilobyte of objects, and one read holds thousands of them.
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self.transport.abort()
+            return
+        self.limits.end_idle(self)
         self.scope["state"]["connection"] = self.connection
         super().on_headers_complete()
 
@@ -172,23 +209,28 @@ class GuardedProtocol(HttpToolsProtocol):
         """Let the wait for a next request be that of kept-alive connections."""
         self._answers.flush()
         super().on_response_complete()
-        self.idle_since = time.monotonic()
+        if self.is_idle:
+            self.limits.begin_idle(self)
         self._stop_head_timer()
 
     def pause_writing(self) -> None:
         """The client reads too slowly for what is sent; wait for it for a while."""
         super().pause_writing()
+        self.limits.begin_unread(self, self.transport.get_write_buffer_size())
         self._watch_reader()
 
     def resume_writing(self) -> None:
         """The client has read."""
         super().resume_writing()
+        self.limits.end_unread(self)
         self._stop_write_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all waiting."""
         super().connection_lost(exc)
         self.connection.end()
+        self.limits.end_idle(self)
+        self.limits.end_unread(self)
         self._unset_keepalive_if_required()
         self._stop_head_timer()
         self._stop_write_timer()
@@ -208,17 +250,6 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.transport.abort()
 
-    def _make_room(self) -> None:
-        others = [c for c in self.connections if isinstance(c, GuardedProtocol) and c is not self]
-        idle = [other for other in others if other.is_idle]
-        if not idle:
-            self.transport.close()
-            return
-        [(greediest, _)] = Counter(other.host for other in idle).most_common(1)
-        oldest = min((o for o in idle if o.host == greediest), key=lambda o: o.idle_since)
-        oldest.connections.discard(oldest)
-        oldest.transport.close()
-
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -237,7 +268,7 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         GuardedProtocol,
         header_timeout_s=min(_HEADER_S, body_s),
         write_timeout_s=body_s,
-        max_connections=connection_limit(),
+        limits=SharedLimits(connection_limit(), _MAX_UNREAD_BYTES),
     )
     return uvicorn.Config(
         app,
@@ -259,22 +290,43 @@ def serve_on(app: ASGIApp, listener: socket.socket, settings: Settings) -> None:
     Server(config_of(app, settings)).run(sockets=[listener])
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises: OSError that says what to do."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket; `shared` if other processes listen at the same address.
+
+    The kernel spreads connections over the sockets that share an address, so no process leaves
+    some to others by itself. Raises: OSError that says what to do.
+    """
+    listener = _bound(host, port, shared)
+    listener.listen(_QUEUE)
+    return listener
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket that keeps an address for processes that share it, and gets no connection itself.
+
+    Raises: OSError that says what to do, also if another service listens there.
+    """
+    reserved = _bound(host, port, shared=False)
+    # Set before `bind`, this would let two services have one address without a word.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return reserved
+
+
+def _bound(host: str, port: int, shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named so that asyncio sets TCP_NODELAY on every connection; otherwise answers
     # on a kept-alive connection wait 40 ms for the client's delayed acknowledgement.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_QUEUE)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        bound.bind((host, port))
     except OSError as error:
-        listener.close()
+        bound.close()
         raise OSError(
             f"Cannot listen on {host}:{port} ({error.strerror}). Choose another --port or --host."
         ) from error
-    return listener
+    return bound
 
 
 def address_of(listener: socket.socket) -> str:

@@ -6,11 +6,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from service.api.models import JobKind
 from service.jobs.params import Plan, params_of
 from service.jobs.rebuild import Context, compact_gallery, rebuild_gallery, swap_gallery
 from service.jobs.store import JobFolders, JobStore, reason_of
 from service.jobs.train import train_gallery
+from service.models import JobKind
 
 WORK: Mapping[JobKind, Callable[[Context], None]] = {
     "compact": compact_gallery,

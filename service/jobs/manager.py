@@ -22,11 +22,10 @@ import structlog
 from embedder.durable import discard, is_stage
 from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateMissingError
 from indexer.gallery import current_manifest
-from service.api.models import JobLog, JobOptions
 from service.galleries.locations import Locations, id_of
-from service.galleries.migration import bring_over
 from service.jobs.params import Params, SwapParams, options_of, params_of, plan_of
 from service.jobs.store import HEAVY, Job, JobFolders, JobStore, reason_of
+from service.models import JobLog, JobOptions
 from service.settings import Settings
 
 LOG_PAGE = 64 * 1024
@@ -39,6 +38,7 @@ KEPT = timedelta(days=30)
 """Jobs that ended since then are kept, and bundles that were used since then."""
 
 _RESULTS_KEPT = timedelta(days=7)
+_PROCESSES = Path("/proc")
 _MARK = "KINLENS_JOB_ID"  # the variable by which all processes of a job are known
 _SETTINGS = "KINLENS_"
 _LOOK_S = 0.5  # other processes start and cancel jobs, too
@@ -81,8 +81,6 @@ class JobManager:
 
     def work(self, once: bool = False) -> None:
         """Watch the jobs in this thread; with `once`, until none is left."""
-        locations = Locations(self._settings).list_galleries()
-        bring_over(self._state, [place.path for place in locations if place.path is not None])
         self._watch(lambda: once and not self.store.active())
 
     def options(self) -> JobOptions:
@@ -198,11 +196,11 @@ class JobManager:
             with folders.locked() as lock:  # nobody else begins or ends it meanwhile
                 if lock is None:
                     if job.cancel_requested:  # so it will not commit any more
-                        _kill(job.id)
+                        _kill(folders)
                 elif job.state == "queued":
                     self._begin(job, folders, lock)
                 else:
-                    _kill(job.id)  # what its process has left
+                    _kill(folders)  # what its process has left
                     self.store.fail(job.id, _epitaph(self.store.get(job.id)))
                     folders.drop_pictures()
 
@@ -232,6 +230,7 @@ class JobManager:
                 pass_fds=(lock,),
                 env=environment,
             )
+        folders.group.write_text(str(process.pid))
 
         def wait() -> None:
             process.wait()
@@ -240,10 +239,13 @@ class JobManager:
         threading.Thread(target=wait, name="job", daemon=True).start()
 
 
-def _kill(job_id: str) -> None:
+def _kill(folders: JobFolders) -> None:
     """End every process of a job at once."""
-    mark = f"{_MARK}={job_id}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
+    mark = f"{_MARK}={folders.path.name}".encode()
+    if not _PROCESSES.joinpath("self/environ").exists():  # macOS: of the group that it began with
+        with contextlib.suppress(OSError, ValueError):
+            os.killpg(int(folders.group.read_text()), signal.SIGKILL)
+    for folder in _PROCESSES.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # of another user, or gone
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 os.killpg(os.getpgid(int(folder.name)), signal.SIGKILL)

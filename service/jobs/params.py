@@ -22,9 +22,9 @@ from embedder.errors import (
 from embedder.session import SessionSettings
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
-from service.api.models import BundleModel, JobKind, JobOptions
 from service.galleries.locations import GalleryLocation, Locations, known_bundles
 from service.jobs.store import JobFolders
+from service.models import BundleModel, JobKind, JobOptions
 from service.settings import START_WORDS, Settings, split_gallery
 
 Scalar = bool | int | FiniteFloat | str
@@ -220,7 +220,8 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
 
 def options_of(settings: Settings) -> JobOptions:
     """What jobs can be given by name in this process; the newest bundle first."""
-    jobs, why = sorted(training_jobs()), None
+    recommended = TrainParams.model_fields["job"].default
+    jobs, why = sorted(training_jobs(), key=lambda name: (name != recommended, name)), None
     try:
         if settings.jobs == "here":
             _training_command(settings)

@@ -6,15 +6,17 @@ import shutil
 import time
 from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from embedder.bundle import Bundle
 from embedder.durable import make_folder, rename, staged, sync_tree
 from embedder.errors import JobConflictError
 from embedder.session import OnnxEmbedder
 from indexer.checks.compare import Comparison, compare
-from indexer.checks.golden import (
+from indexer.gallery import Gallery, copy_bytes, current_manifest
+from indexer.golden import (
     MIN_JUDGED,
     Asked,
     GoldenSet,
@@ -22,10 +24,10 @@ from indexer.checks.golden import (
     embedded,
     threshold_of,
 )
-from indexer.checks.intervals import Interval
-from indexer.gallery import Gallery, copy_bytes, current_manifest
 from indexer.ingest.rebuild import Follower, ReadImage, adopt, missing_since, rebuild, swap_in
-from indexer.ingest.sources import ANY_SIZE, Record, read_image
+from indexer.ingest.sources import Record
+from indexer.intervals import Interval
+from indexer.pictures import ANY_SIZE, read_image
 from indexer.types import Item, Progress
 from service.galleries.pictures import PictureFolder
 from service.jobs.params import (
@@ -56,7 +58,12 @@ class Context:
 
     def at(self, step: str, part: float) -> None:
         """The job is at `part` (0 to 1) of all its work, and begins this step."""
+        self.log(step)
         self.store.progress(self.job.id, step, int(TOTAL * part))
+
+    def log(self, line: str) -> None:
+        """Write a line into the log of the job, which is the output of its process."""
+        print(f"{datetime.now(UTC):%H:%M:%S} {line}", flush=True)  # noqa: T201
 
     def progress(self, step: str, start: float, end: float, units: int) -> Progress:
         """How to tell that a step goes on, which takes the job from the part `start` to `end`.
@@ -64,6 +71,7 @@ class Context:
         The returned function is told how many of the `units` are done since its last call.
         """
         done, told_at = 0, 0.0
+        self.log(f"{step}: {units:,}")
 
         def more(count: int) -> None:
             nonlocal done, told_at
@@ -71,7 +79,8 @@ class Context:
             if done == units or time.monotonic() - told_at >= _TELL_EVERY_S:
                 told_at = time.monotonic()
                 part = done / units if units else 1.0
-                self.at(f"{step} {done:,} of {units:,}", start + part * (end - start))
+                now = int(TOTAL * (start + part * (end - start)))
+                self.store.progress(self.job.id, f"{step} {done:,} of {units:,}", now)
 
         return more
 
@@ -117,10 +126,15 @@ class Questions:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a new gallery is good enough to replace the old one, and why."""
+    """Whether a new gallery is good enough to replace the old one, by which figures, and why.
+
+    `note` is what other figures say, which do not decide.
+    """
 
     passed: bool
     reason: str
+    by: Literal["items", "golden"] = "items"
+    note: str = ""
 
 
 def compact_gallery(context: Context) -> None:
@@ -129,6 +143,7 @@ def compact_gallery(context: Context) -> None:
         index = context.progress("make the index", 0.0, 0.99, gallery.size)
         report = gallery.compact(wait=True, on_progress=index)
         context.tell(segment=report.segment, elapsed_s=round(report.elapsed_s, 3))
+    PictureFolder(context.plan.gallery).sweep()  # of items that cannot come back any more
 
 
 def swap_gallery(context: Context) -> None:
@@ -235,6 +250,7 @@ def replace_model(
             verdict = judge(found, gate, questions.clause)
             verdict = _judged_by_golden(context, follower, new, questions, gate, verdict)
         context.tell(**found.model_dump(mode="json"), gate=asdict(verdict))
+        context.log(f"{'good enough' if verdict.passed else 'refused'}: {verdict.reason}")
         store_bundle(bundle, context.folders.bundles)
         if params.swap == "auto" and verdict.passed:
             _swap_in(context, follower, candidate, compared, params.max_missing, frozenset())
@@ -260,7 +276,7 @@ def _judged_by_golden(
         why = "the bundle of the old model is not known here"
         if not queries:
             why = "the new model may have been trained on all of it"
-        return replace(otherwise, reason=f"{otherwise.reason} The golden set was not asked: {why}.")
+        return replace(otherwise, note=f"The golden set was not asked: {why}.")
     old = OnnxEmbedder.open(plan.old_bundle, plan.session, ANY_SIZE)
     before, after = (
         Asked.of(gallery, queries, embedded(golden, queries, embedder))
@@ -271,11 +287,10 @@ def _judged_by_golden(
     context.tell(golden=found.model_dump(mode="json"))
     if found.decides:
         passed, reason = found.verdict(gate.max_recall_loss, gate.min_recall_at_1)
-        if passed and not otherwise.passed:
-            reason += f" By the items of the gallery it would not pass: {otherwise.reason}"
-        return Verdict(passed, reason)
+        note = "" if otherwise.passed else f"The items alone would refuse it: {otherwise.reason}"
+        return Verdict(passed, reason, "golden", note if passed else "")
     few = f"{found.judged:,} of its queries can be judged, {MIN_JUDGED} are needed"
-    return replace(otherwise, reason=f"{otherwise.reason} The golden set did not decide: {few}.")
+    return replace(otherwise, note=f"The golden set did not decide: {few}.")
 
 
 def _swap_in(
@@ -303,6 +318,7 @@ def _swap_in(
         shown = [failure.model_dump(mode="json") for failure in missing[:_SHOWN]]
         context.tell(missing_since={"count": len(missing), "failures": shown})
     context.tell(swapped=True, generation=manifest.generation)
+    context.log("the new gallery is in place")
     shutil.rmtree(candidate, ignore_errors=True)
 
 

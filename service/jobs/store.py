@@ -13,7 +13,7 @@ from typing import Any
 
 from embedder.durable import make_folder
 from embedder.errors import JobConflictError, JobNotFoundError, KinlensError, StateError
-from service.api.models import JobKind, JobModel, JobState
+from service.models import JobKind, JobModel, JobState
 
 ACTIVE: tuple[JobState, ...] = ("queued", "running")
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
@@ -62,6 +62,7 @@ class JobFolders:
         self.path = state / "jobs" / job_id
         self.log = self.path / "log.txt"
         self.plan = self.path / "plan.json"
+        self.group = self.path / "group.txt"
         self.missing = self.path / "missing.json"
         self.run = state / "runs" / job_id
         self.data = self.run / "data"
@@ -135,6 +136,10 @@ class JobStore:
         """The jobs that wait or run, oldest first."""
         with self._transaction() as connection:
             return _active(connection)
+
+    def active_in(self, gallery: str) -> Job | None:
+        """The oldest job that waits or runs and uses `gallery`."""
+        return next((job for job in self.active() if gallery in job.galleries), None)
 
     def counts(self) -> dict[JobState, int]:
         """How many jobs are in each state."""

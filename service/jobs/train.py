@@ -21,6 +21,7 @@ from indexer.gallery import Gallery
 from service.galleries.feedback import FeedbackStore
 from service.jobs.params import Plan, TrainParams, data_kind
 from service.jobs.rebuild import Context, Questions, replace_model
+from service.jobs.store import TOTAL
 
 _LAST_LINES = 3  # of its output, in the error
 _PREPARED, _TRAINED, _EXPORTED = 0.05, 0.6, 0.65  # parts of the whole job
@@ -30,7 +31,7 @@ _SUFFIXES = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIF
     "AVIF": ".avif",
     "HEIC": ".heic",
 }
-_RESULTS = ("figures", "validation", "trunk", "best_epoch", "seconds_per_epoch")
+_RESULTS = ("figures", "validation", "trunk", "best_epoch", "seconds_per_epoch", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,8 @@ def _fit(context: Context, params: TrainParams) -> None:
         if total and epoch > told:
             told = epoch
             part = _PREPARED + (_TRAINED - _PREPARED) * epoch / total
-            context.at(f"train: {epoch} of {total} epochs", part)
+            store, step = context.store, f"train: {epoch} of {total} epochs"
+            store.progress(context.job.id, step, int(TOTAL * part))  # the trainer logs its epochs
 
     context.at("train", _PREPARED)
     _run([*context.plan.command, "fit", params.job, "--out", str(run), *words], tell_epoch)

@@ -1,6 +1,6 @@
 """Prometheus metrics of one app, in a registry of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from http import HTTPMethod
 from typing import Literal, get_args
 
@@ -8,10 +8,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
 from service.observe.metrics_shared import RESTARTS, GaugeMode, render
-from service.search.cache import CacheKind, Level
 
 Stage = Literal["cache", "decode", "queue", "embed", "search", "total"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+CacheKind = Literal["embedding", "answer"]
+Level = Literal["local", "redis", "miss", "invalid"]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -48,7 +49,7 @@ class Metrics:
             "gallery",
         )
         self.rate_limited = self._counter(
-            "kinlens_rate_limited", "Requests refused for their number.", "by"
+            "kinlens_rate_limited", "Requests refused by a rate.", "by"
         )
         self.feedback = self._counter("kinlens_feedback", "Feedback that was kept.", "action")
         self.reload_failures = self._counter(
@@ -103,10 +104,11 @@ class Metrics:
         for gauge, read in self._readings:
             gauge.set(read())
 
-    def render(self) -> bytes:
-        """All metrics in the text format of Prometheus, of all processes that share them."""
-        self.refresh()
-        return render(self.registry, self._collectors)
+    def render(self, galleries: Collection[str]) -> bytes:
+        """All metrics in the text format of Prometheus, of all processes that share them, without
+        the series of other galleries than these.
+        """
+        return render(self.registry, self._collectors, galleries)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)

@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 from prometheus_client.values import MultiProcessValue
@@ -61,16 +62,37 @@ def _is_shared() -> bool:
     return _VARIABLE in os.environ
 
 
-def render(registry: CollectorRegistry, own: Sequence[Collector]) -> bytes:
+def render(
+    registry: CollectorRegistry, own: Sequence[Collector], galleries: Collection[str]
+) -> bytes:
     """The metrics of this process, or the sums over all that share the folder and the `own` ones
-    of this process, as text.
+    of this process, as text. Series of other galleries than these are omitted.
     """
     if _is_shared():
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         for collector in own:
             registry.register(collector)
-    return generate_latest(registry)
+    return generate_latest(_OfGalleries(registry, galleries))
+
+
+class _OfGalleries(Collector):
+    """Without the series of deleted galleries. The library cannot remove a series from the files
+    that processes share, so they are left out of the text.
+    """
+
+    def __init__(self, registry: CollectorRegistry, galleries: Collection[str]) -> None:
+        self._registry = registry
+        self._galleries = galleries
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample
+                for sample in metric.samples
+                if "gallery" not in sample.labels or sample.labels["gallery"] in self._galleries
+            ]
+            yield metric
 
 
 @contextlib.asynccontextmanager

@@ -16,13 +16,14 @@ from embedder.errors import (
 )
 from embedder.explain import Grid, shares
 from embedder.types import SHORT, Embeddings
-from indexer.ingest.sources import ANY_SIZE
+from indexer.pictures import ANY_SIZE
 from indexer.types import combined_query
 from service.concurrency import within
+from service.encoding.lanes import Decoder, Lanes
+from service.encoding.model import View
 from service.galleries.registry import Served
-from service.search.lanes import Decoder, Lanes
 from service.search.pipeline import Abandoned
-from service.search.query import Query, View
+from service.search.query import Query
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from embedder.calibration import UNREACHABLE, Calibration
+from embedder.calibration import CANDIDATES
 from embedder.errors import (
     BundleMismatchError,
     DeadlineExceededError,
@@ -26,24 +26,24 @@ from embedder.errors import (
     KinlensError,
 )
 from embedder.types import Embeddings, Hit, ItemId
+from indexer.calibration import Calibrated, Shares, choose
+from indexer.gallery import MilvusStore
 from indexer.types import Facet, Group, SearchOptions, combined_query
 from service.concurrency import DaemonThreads, too_late, within
+from service.encoding.cache import Cache, Lookup, answer_key
+from service.encoding.lanes import Decoder, Lanes
+from service.encoding.model import Stages, Vector, View
 from service.galleries.locations import Gallery
 from service.galleries.registry import Registry, Served
 from service.observe.metrics import Metrics
 from service.observe.tracing import record_wait, span
-from service.search.cache import Cache, Lookup, answer_key
-from service.search.lanes import Decoder, Lanes
-from service.search.model import Vector
 from service.search.query import (
     Answer,
     HitRenderer,
     Query,
-    Stages,
-    View,
     encode_results,
-    least_score,
     nearness,
+    uncalibrated,
 )
 
 _LIMITED = ("The search", "Ask for fewer results or try again in a second.")
@@ -74,7 +74,9 @@ class Abandoned:
 
 
 class Pipeline:
-    """Answers queries in the galleries of `registry`, each within `limit_s` seconds."""
+    """Answers queries in the galleries of `registry`, each within `limit_s` seconds. `prior` is the
+    probability that a product which is searched for is not in the gallery, before the search.
+    """
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class Pipeline:
         metrics: Metrics,
         sampler: "RecallSampler",
         limit_s: float,
+        prior: float,
     ) -> None:
         self._registry = registry
         self._lanes = lanes
@@ -91,6 +94,7 @@ class Pipeline:
         self._metrics = metrics
         self._sampler = sampler
         self._limit_s = limit_s
+        self._prior = prior
 
     async def search(self, query: Query) -> Answer:
         """Answer one query.
@@ -102,7 +106,7 @@ class Pipeline:
             return await self._search(query)
         except BundleMismatchError:
             # A gallery on Milvus has gone over to another bundle: wait for the model of that.
-            await self._registry.read_from_disk(self._limit_s)
+            await self._registry.read_from_disk(self._limit_s, query.gallery)
         return await self._search(query)
 
     async def _search(self, query: Query) -> Answer:
@@ -145,7 +149,7 @@ class Pipeline:
         if isinstance(served, KinlensError):
             return served
         try:
-            async with self._lanes.crowd:
+            async with self._lanes.bulk_limit("batch"):
                 return await self._in_a_lane(served, query, patient=True)
         except Exception as error:
             # Also what nobody foresaw: the other queries are answered all the same.
@@ -161,7 +165,8 @@ class Pipeline:
         abandoned, started = Abandoned(), time.perf_counter()
         # Where nobody waits no turn is to be had. To name a query with a long filter takes long.
         may_go_first = not patient and query.where is None and self._lanes.waiting > 0
-        is_at_hand = may_go_first and self._cache.has(_key(served, query))
+        # The curve of the last search: to look for a new one is to wait for the disk.
+        is_at_hand = may_go_first and self._cache.has(self._key(served, query, served.calibrated))
         served.take()  # until the lane is done with it, also if nobody waits for that any more
         try:
             return await self._lanes.run(
@@ -188,24 +193,25 @@ class Pipeline:
         record_wait("queue", waited_s)
         gallery, model = served.gallery, served.model
         version = gallery.version
-        calibration = _calibration(served)
-        min_score = least_score(
-            query.min_score, query.min_probability, calibration, model.no_calibration
-        )
-        renderer = HitRenderer.of(served.name, gallery.generation, calibration, query.offset)
-        key = _key(served, query)
+        calibrated = served.calibrated = calibrated_by(served)
+        if query.min_probability is not None and isinstance(calibrated, str):
+            raise uncalibrated(query.min_probability, calibrated)
+        key = self._key(served, query, calibrated)
         results, known = self._cached(served, query, key, version)
         stages, is_cached = Stages(), results is not None
         if results is None:
             vectors, stages = self._vectors(decoder, served, query, known, abandoned)
             before = time.perf_counter()
             with span("search"):
-                found = find(served, query, vectors, min_score, renderer, abandoned)
+                found = find(served, query, vectors, calibrated, self._prior, abandoned)
             results = encode_results(
-                renderer,
+                HitRenderer.of(served.name, gallery.generation),
                 found.hits,
                 found.groups,
                 match=found.match,
+                by="" if query.grouping is None else query.grouping.by,
+                shares=found.shares,
+                none=found.none,
                 views=found.views,
                 facets=found.facets,
             )
@@ -216,9 +222,14 @@ class Pipeline:
             self._sampler.offer(served.name, query.k, found, version)
         stages = replace(stages, total=_ms_since(started))
         self._observe(stages)
-        return Answer(
-            model.bundle_id, served.name, version, query, min_score, results, is_cached, stages
-        )
+        return Answer(model.bundle_id, served.name, version, query, results, is_cached, stages)
+
+    def _key(self, served: Served, query: Query, calibrated: Calibrated | str) -> str:
+        model, gallery, digest = served.model, served.gallery, query.digest
+        if not isinstance(calibrated, str):  # another curve gives other probabilities
+            digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self._prior}"
+        precision = model.embedder.precision
+        return answer_key(model.bundle_id, precision, served.name, gallery.generation, digest)
 
     def _cached(
         self, served: Served, query: Query, key: str, version: str
@@ -287,6 +298,7 @@ class Found:
     vector, options, ranked: what was asked for and all that was found, for who asks again.
     views: of `Query.best_view`, which view found each hit, or the best hit of each group.
     facets: the counts that were asked for.
+    shares, none: the probabilities of the answer, and that nothing in it is right.
     """
 
     hits: Sequence[Hit]
@@ -297,20 +309,19 @@ class Found:
     ranked: Sequence[Hit] | None
     facets: Mapping[str, Facet]
     views: Mapping[ItemId, View] | None = None
+    shares: Shares | None = None
+    none: float | None = None
 
 
 def find(
     served: Served,
     query: Query,
     vectors: Sequence[Vector],
-    min_score: float | None,
-    renderer: HitRenderer,
+    calibrated: Calibrated | str,
+    prior: float,
     abandoned: Abandoned,
 ) -> Found:
-    """The hits or groups of `query`, whose views have these `vectors`, with at least `min_score`.
-
-    Of these, the ones as likely as `query.min_probability`: further down it needs more than
-    `min_score`, which is that of the best hit.
+    """The hits or groups of `query`, whose views have these `vectors`, and how likely they are.
 
     Raises: GalleryError, ItemNotFoundError, InvalidParameterError, FilterError.
     """
@@ -319,35 +330,44 @@ def find(
     targets, exclude = _targets(served, query, vectors)
     options = SearchOptions(
         where=query.where,
-        min_score=min_score,
+        min_score=query.min_score,
         offset=query.offset,
         distinct=bool(query.distinct),
-        near=nearness(query.distinct, renderer.calibration, served.model.no_calibration),
+        near=nearness(query.distinct, gallery),
         exclude=exclude,
         exact=query.exact,
-        rerank=query.rerank,
         diversity=query.diversity,
         boost=query.boost,
     )
-    if min_score == UNREACHABLE:
-        if query.facets:  # which says so of an attribute that there is not
-            gallery.facets(query.facets, None, replace(options, min_score=None))
-        counts = dict.fromkeys(query.facets, Facet())
-        groups: list[Group] | None = None if query.grouping is None else []
-        return Found([], groups, False, targets[0], options, None, counts)
     asked = replace(options, checkpoint=abandoned.check)  # not kept: it ends with this search
-    ranked, groups, views = _search(gallery, query, targets, query.k, asked)
-    hits = ranked
-    if query.min_probability is not None:
-        hits = renderer.likely(hits, query.min_probability)
-        groups = groups and renderer.likely_groups(groups, query.min_probability)
+    # The best of the whole gallery share the probability: a filter makes no product likelier.
+    whole = SearchOptions(exclude=exclude, exact=query.exact, checkpoint=abandoned.check)
+    is_whole = query.grouping is None and asked == whole and not isinstance(calibrated, str)
+    k = max(query.k, CANDIDATES) if is_whole else query.k
+    found, groups, views = _search(gallery, query, targets, k, asked)
+    hits = ranked = found[: query.k]
+    shares = none = None
+    if not isinstance(calibrated, str):
+        plain = replace(query, grouping=None)
+        best = found if is_whole else _search(gallery, plain, targets, CANDIDATES, whole)[0]
+        shown = [*ranked, *(hit for group in groups or () for hit in group.hits)]
+        shares = Shares(calibrated, prior, best, shown)
+        by = "" if query.grouping is None else query.grouping.by
+        if (least := query.min_probability) is not None:
+            hits = [hit for hit in ranked if shares.of(hit) >= least]
+            groups = groups and [
+                replace(group, hits=[hit for hit in group.hits if shares.of(hit) >= least])
+                for group in groups
+                if shares.of_group(group, by) >= least
+            ]
+        none = shares.of_none(hits, groups, by)
     match = bool(hits or groups)
     if not match and query.offset:  # past the end of what matches?
-        again, others, _ = _search(gallery, query, targets, 1, replace(asked, offset=0))
-        match = bool(again or others)
+        first = replace(query, k=1, offset=0, facets=())
+        match = find(served, first, vectors, calibrated, prior, abandoned).match
     counts = gallery.facets(query.facets, targets, asked) if query.facets else {}
     measurable = ranked if groups is None and views is None else None
-    return Found(hits, groups, match, targets[0], options, measurable, counts, views)
+    return Found(hits, groups, match, targets[0], options, measurable, counts, views, shares, none)
 
 
 def _search(
@@ -422,16 +442,12 @@ def _targets(
     return combined_query(liked, disliked)[np.newaxis], exclude
 
 
-def _key(served: Served, query: Query) -> str:
-    model, gallery = served.model, served.gallery
-    precision = model.embedder.precision
-    return answer_key(model.bundle_id, precision, served.name, gallery.generation, query.digest)
-
-
-def _calibration(served: Served) -> Calibration | None:
-    """That of the model, for the gallery as large as it is now."""
-    calibration = served.model.calibration
-    return calibration and calibration.for_gallery(served.gallery.size)
+def calibrated_by(served: Served) -> Calibrated | str:
+    """The curve that a gallery answers with now, or why there is none."""
+    gallery, model = served.gallery, served.model
+    if isinstance(gallery, MilvusStore):
+        return "Galleries on Milvus are not calibrated"
+    return choose(gallery.calibration(), model.calibration, model.no_calibration)
 
 
 def _ms_since(started: float) -> float:

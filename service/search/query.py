@@ -1,5 +1,5 @@
 """What is asked of a search: one value, with a digest that names all of it. And what it answers:
-results as JSON, what a cache keeps of them, and from scores to probabilities.
+results as JSON, and what a cache keeps of them.
 """
 
 import hashlib
@@ -10,32 +10,22 @@ from functools import cached_property
 from typing import Any, Literal
 from urllib.parse import quote
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic_core import to_json
 
-from embedder.calibration import Calibration, near_score, score_of
 from embedder.errors import InvalidParameterError
 from embedder.preprocess import Box
 from embedder.types import Hit, ItemId
+from indexer.calibration import Shares
+from indexer.checks.duplicates import LEAST_SCORE, near_score
 from indexer.filters.tree import Filter
-from indexer.types import Boost, Facet, Group, Grouping, Rerank
+from indexer.gallery import Gallery
+from indexer.types import Boost, Facet, Group, Grouping, VectorStore
+from service.encoding.model import Stages, View
 
-Combine = Literal["mean", "best", "separate"]
+_HITS_OF_A_UNIT = 1_000
+
+Combine = Literal["mean", "best"]
 Distinct = bool | Literal["near"]
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A part of an encoded image, the whole without `box`; `digest` is the sha256 of the image.
-
-    `number` counts the images of a query, from 1.
-    """
-
-    data: bytes
-    digest: str
-    box: Box | None = None
-    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,8 @@ class Query:
     positives, negatives: keys of items; the query moves to the ones, away from the others, and
         none of them is an answer.
     like: the number of one more positive item, of `generation` if that is given.
-    min_probability: as `min_score`, in the calibrated probability of the model.
+    min_probability: only hits that are right with this probability, by the calibration of the
+        gallery; groups likewise. It does not change what facets count.
     best_view: each view is looked for by itself, and what it finds counts with the best of them;
         else with their mean.
     facets: attributes whose values are counted over all that fits.
@@ -69,9 +60,17 @@ class Query:
     exact: bool = False
     best_view: bool = False
     facets: tuple[str, ...] = ()
-    rerank: Rerank | None = None
     diversity: float = 0.0
     boost: Boost | None = None
+
+    @property
+    def units(self) -> int:
+        """What it counts as in a rate: one for each view, and one more for each further 1,000 hits
+        that a search has to find.
+        """
+        hits = (self.offset + self.k) * (self.grouping.size if self.grouping else 1)
+        searches = len(self.views) if self.best_view else 1
+        return max(1, len(self.views)) + searches * ((hits - 1) // _HITS_OF_A_UNIT)
 
     @cached_property
     def digest(self) -> str:
@@ -84,7 +83,7 @@ class Query:
 
     @cached_property
     def _rest(self) -> str:
-        """sha256 (hex) of all that `apart` leaves as it is; a long filter takes 20 ms."""
+        """sha256 (hex) of all that `with_views` leaves as it is; a long filter takes 20 ms."""
         grouping = self.grouping
         parts = (
             sorted(self.positives),
@@ -97,15 +96,9 @@ class Query:
             (self.distinct, self.exact),
             self.best_view,
             self.facets,
-            (self.rerank, _plain(self.diversity), repr(self.boost)),
+            (_plain(self.diversity), repr(self.boost)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    def apart(self) -> list["Query"]:
-        """A query for each view, which share all the rest; this one if there are not several."""
-        if len(self.views) < 2:
-            return [self]
-        return [self.with_views((view,)) for view in self.views]
 
     def with_views(self, views: tuple[View, ...]) -> "Query":
         """The same about other views; what is known of the rest is not worked out again."""
@@ -129,24 +122,13 @@ _VERSION_DIGITS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
-    """Milliseconds in each stage; 0 for one that a cache made unnecessary."""
-
-    decode: float = 0.0
-    embed: float = 0.0
-    search: float = 0.0
-    total: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """Results as a JSON object, and where they come from; `min_score` is the effective one."""
+    """Results as a JSON object, and where they come from."""
 
     bundle_id: str
     gallery: str
     gallery_version: str
     query: Query
-    min_score: float | None
     results: bytes
     cached: bool
     stages: Stages
@@ -154,89 +136,48 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class HitRenderer:
-    """How the items of a gallery are shown: what their links begin and end with, the calibration
-    of its model for a gallery of its size, and how many better ones are left out.
-    """
+    """How the items of a gallery are shown: what their links begin and end with."""
 
     prefix: str
     suffix: str
-    calibration: Calibration | None
-    offset: int = 0
 
     @classmethod
-    def of(
-        cls, name: str, generation: str, calibration: Calibration | None, offset: int = 0
-    ) -> "HitRenderer":
+    def of(cls, name: str, generation: str) -> "HitRenderer":
         """For gallery `name`; a link holds for one generation."""
         items = f"/galleries/{quote(name, safe='')}/items/"
-        return cls(items, f"/image?version={generation[:_VERSION_DIGITS]}", calibration, offset)
+        return cls(items, f"/image?version={generation[:_VERSION_DIGITS]}")
 
-    def likely(self, hits: Sequence[Hit], least: float) -> list[Hit]:
-        """Those of the ranked hits, best first, that are right with this probability."""
-        return [hit for hit, p in zip(hits, self._ranked(hits), strict=True) if _reaches(p, least)]
-
-    def likely_groups(self, groups: Sequence[Group], least: float) -> list[Group]:
-        """The same of ranked groups, and of the hits that each shows."""
-        kept = []
-        for place, (group, p) in enumerate(zip(groups, self._ranked(groups), strict=True)):
-            if _reaches(p, least):
-                likely = self._beside(group, place)
-                hits = [h for h, q in zip(group.hits, likely, strict=True) if _reaches(q, least)]
-                kept.append(replace(group, hits=hits))
-        return kept
-
-    def _ranked(self, ranked: Sequence[Hit | Group]) -> list[float] | list[None]:
-        """The probability of each, best first; None without a calibration."""
-        ranks = self.offset + 1 + np.arange(len(ranked))
-        return self._probabilities([one.score for one in ranked], ranks)
-
-    def _beside(self, group: Group, place: int) -> list[float] | list[None]:
-        """The probability of each hit of a group, at the rank of the group."""
-        ranks = np.full(len(group.hits), self.offset + 1 + place)
-        return self._probabilities([hit.score for hit in group.hits], ranks)
-
-    def _probabilities(
-        self, scores: Sequence[float], ranks: NDArray[np.integer]
-    ) -> list[float] | list[None]:
-        if self.calibration is None:
-            return [None] * len(scores)
-        found: list[float] = self.calibration.probability(np.array(scores), ranks).tolist()
-        return found
-
-    def hits(self, hits: Sequence[Hit]) -> list[dict[str, Any]]:
-        """Ranked hits as they go over the wire."""
-        return self._hits(hits, self._ranked(hits))
-
-    def _hits(self, hits: Sequence[Hit], likely: Sequence[float | None]) -> list[dict[str, Any]]:
+    def hits(self, hits: Sequence[Hit], shares: Shares | None) -> list[dict[str, Any]]:
+        """Ranked hits as they go over the wire; without `shares` no probability is known."""
         return [
             {
                 "id": hit.id,
                 "key": hit.key,
                 "score": hit.score,
-                "probability": probability,
+                "probability": None if shares is None else _rounded(shares.of(hit)),
                 "attributes": hit.attributes,
                 "image": f"{self.prefix}{hit.id}{self.suffix}",
             }
-            for hit, probability in zip(hits, likely, strict=True)
+            for hit in hits
         ]
 
-    def groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
-        """Ranked groups as they go over the wire."""
+    def groups(
+        self, groups: Sequence[Group], by: str, shares: Shares | None
+    ) -> list[dict[str, Any]]:
+        """Ranked groups of attribute `by` as they go over the wire."""
         return [
             {
                 "value": group.value,
                 "score": group.score,
-                "probability": probability,
-                "hits": self._hits(group.hits, self._beside(group, place)),
+                "probability": None if shares is None else _rounded(shares.of_group(group, by)),
+                "hits": self.hits(group.hits, shares),
             }
-            for place, (group, probability) in enumerate(
-                zip(groups, self._ranked(groups), strict=True)
-            )
+            for group in groups
         ]
 
 
-def _reaches(probability: float | None, least: float) -> bool:
-    return probability is not None and probability >= least
+def _rounded(probability: float) -> float:
+    return round(probability, 4)
 
 
 def encode_results(
@@ -245,22 +186,32 @@ def encode_results(
     groups: Sequence[Group] | None,
     *,
     match: bool,
+    by: str = "",
+    shares: Shares | None = None,
+    none: float | None = None,
     views: Mapping[ItemId, View] | None = None,
     facets: Mapping[str, Facet] | None = None,
 ) -> bytes:
     """The part of an answer that a cache keeps, as a JSON object in its final form.
 
-    views: which part of the query found each hit, or the best hit of each group.
+    by: the attribute that groups have in common. none: the probability that nothing of the answer
+    is right. views: which part of the query found each hit, or the best hit of each group.
     """
     count = len(hits) if groups is None else len(groups)
-    shown = renderer.hits(hits)
-    grouped = None if groups is None else renderer.groups(groups)
+    shown = renderer.hits(hits, shares)
+    grouped = None if groups is None else renderer.groups(groups, by, shares)
     if views is not None:
         for row, hit in zip(shown, hits, strict=True):
             row["view"] = _named(views[hit.id])
         for row, group in zip(grouped or [], groups or [], strict=True):
             row["view"] = _named(views[group.hits[0].id])
-    results = {"count": count, "match": match, "hits": shown, "groups": grouped}
+    results: dict[str, Any] = {
+        "count": count,
+        "match": match,
+        "no_match_probability": None if none is None else _rounded(none),
+        "hits": shown,
+        "groups": grouped,
+    }
     if facets:
         results["facets"] = {name: facet.described() for name, facet in facets.items()}
     return to_json(results)
@@ -270,48 +221,17 @@ def _named(view: View) -> dict[str, Any]:
     return {"image": view.number, "crop": view.box}
 
 
-def least_score(
-    min_score: float | None,
-    min_probability: float | None,
-    calibration: Calibration | None,
-    no_calibration: str | None = None,
-) -> float | None:
-    """The score that the best hit needs for both, or None if any will do.
-
-    Args:
-        calibration: for the gallery as large as it is.
-        no_calibration: why there is none.
-
-    Raises: InvalidParameterError for a probability without a calibration.
-    """
-    if min_probability is None:
-        return min_score
-    if calibration is None:
-        raise uncalibrated(f"min_probability = {min_probability:g}", no_calibration, "min_score")
-    likely = score_of(calibration, min_probability)
-    if likely is None or min_score is None:
-        return min_score if likely is None else likely
-    return max(min_score, likely)
-
-
-def nearness(
-    distinct: Distinct, calibration: Calibration | None, no_calibration: str | None
-) -> float | None:
-    """The cosine from which on `distinct` leaves items out; None unless it is "near".
-
-    Raises: InvalidParameterError without a calibration.
-    """
+def nearness(distinct: Distinct, gallery: VectorStore) -> float | None:
+    """The cosine from which on `distinct` omits items; None unless it is "near"."""
     if distinct != "near":
         return None
-    if calibration is None:
-        raise uncalibrated("distinct = near", no_calibration, "distinct = true")
-    return near_score(calibration)
+    # A gallery on Milvus refuses the search itself, with the reason.
+    return near_score(gallery) if isinstance(gallery, Gallery) else LEAST_SCORE
 
 
-def uncalibrated(what: str, no_calibration: str | None, instead: str) -> InvalidParameterError:
-    """`what` was asked for, and `no_calibration` says why it cannot be had."""
-    reason = "" if no_calibration is None else f" ({no_calibration.rstrip('.')})"
+def uncalibrated(probability: float, reason: str) -> InvalidParameterError:
+    """`min_probability` was asked for, and `reason` says why there is none."""
     return InvalidParameterError(
-        f"{what} needs a calibration, and the model of this gallery has none{reason}. Send "
-        f"{instead}, or export the model again with held-out classes."
+        f"min_probability = {probability:g} needs probabilities, and this gallery has none "
+        f"({reason.rstrip('.')}). Send min_score instead."
     )

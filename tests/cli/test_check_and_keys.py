@@ -37,12 +37,23 @@ def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(
     paths: list[str], tmp_path: Path
 ) -> None:
     found = findings(*paths, "--state", str(tmp_path / "new"), code=0)
-    parts = ["settings", "bundle", "gallery shop", "state", "keys", "redis", "port"]
+    parts = ["settings", "bundle", "gallery shop", "state", "keys", "decoder", "redis", "port"]
     assert list(found) == parts
-    assert {finding["verdict"] for finding in found.values()} == {"ok"}
+    others = {finding["verdict"] for part, finding in found.items() if part != "decoder"}
+    assert others == {"ok"}
+    assert found["decoder"]["text"].startswith("sandbox: ")  # the layers depend on the kernel
     assert found["bundle"]["text"].endswith("on CPUExecutionProvider in fp32: asked for")
     assert "8 items" in found["gallery shop"]["text"]
     assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_decoder_without_isolation_is_a_warning_with_its_cure(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KINLENS_DECODE_ISOLATION", "false")
+    found = findings(*paths, code=0)["decoder"]
+    assert found["verdict"] == "warning"
+    assert found["text"].endswith(" Set KINLENS_DECODE_ISOLATION to true.")
 
 
 def test_one_fault_does_not_hide_the_next(tmp_path: Path) -> None:
@@ -59,7 +70,7 @@ def test_one_fault_does_not_hide_the_next(tmp_path: Path) -> None:
     faults = {f["subject"]: f for f in report["findings"] if f["verdict"] == "fault"}
     assert faults.keys() >= {"bundle", "gallery a", "gallery b", "keys", "port"}
     assert str(tmp_path / "nowhere") in faults["bundle"]["text"]
-    assert all(fault["cure"] for fault in faults.values())
+    assert faults["gallery a"]["text"].endswith("`kinlens-index build ... --out` wrote.")
 
 
 def test_wrong_settings_and_a_missing_gallery_are_a_fault(tiny_bundle: Bundle) -> None:
@@ -68,7 +79,7 @@ def test_wrong_settings_and_a_missing_gallery_are_a_fault(tiny_bundle: Bundle) -
     assert "redis_url" in found["settings"]["text"]
     assert "hunter2" not in str(found)
     found = findings("--bundle", str(tiny_bundle.path), code=1)
-    assert "--gallery" in found["galleries"]["cure"]
+    assert "--gallery" in found["galleries"]["text"]
 
 
 def test_a_redis_that_is_away_is_a_warning_that_hides_its_password(
@@ -92,7 +103,7 @@ def test_a_key_is_printed_once_alone_on_standard_output_and_listed_until_it_is_r
     week = call("keys", "create", "office", "--scope", "admin", "--expires-days", "7", *state)
     assert week.exit_code == 0
     store = KeyStore(tmp_path / "keys.json")
-    key = asyncio.run(FreshKeys(store).identify(made.stdout.strip()))
+    key = asyncio.run(FreshKeys(store).known(made.stdout.strip()))
     assert key is not None
     assert key.scopes == ("search", "write")
     assert "revoked" in call("keys", "revoke", "till", *state).stdout

@@ -84,6 +84,7 @@ def places(
             "GALLERY": tiny_gallery,
             "BROKEN": folder / "broken",
             "DAMAGED": folder,
+            "MANIFEST": folder / "manifest.json",
             "NOWHERE": folder / "nowhere",
             "TAKEN": taken.getsockname()[1],
         }
@@ -103,10 +104,21 @@ def places(
         ("--bundle BUNDLE --gallery shop=GALLERY --gallery shop=GALLERY", ["'shop'"]),
         ("--bundle BUNDLE --gallery GALLERY --image-root shoes=/data", ["'shoes'", "shop"]),
         ("--bundle BUNDLE --gallery GALLERY --state DAMAGED", ["DAMAGED/keys.json"]),
+        ("--bundle BUNDLE --state /proc/foo", ["state = /proc/foo cannot", "another folder"]),
+        ("--bundle BUNDLE --state MANIFEST", ["state = MANIFEST cannot", "another folder"]),
+        ("--bundle BUNDLE --workers 2 --state MANIFEST", ["state = MANIFEST cannot"]),
+        ("work --once --state MANIFEST", ["state = MANIFEST cannot", "another folder"]),
+        ("keys list --state MANIFEST", ["state = MANIFEST is not a folder"]),
+        ("keys create a --scope admin --state MANIFEST", ["state = MANIFEST is not a folder"]),
+        ("keys create a --scope admin --state /proc/foo", ["/proc/foo", "another folder"]),
+        ("feedback show --state /proc/foo", ["/proc/foo (", "another folder"]),
         ("--bundle BUNDLE --gallery GALLERY --port TAKEN", ["127.0.0.1:TAKEN"]),
         ("--bundle NOWHERE --gallery GALLERY --workers 2 --port TAKEN", ["127.0.0.1:TAKEN"]),
         ("--port 9000 check", ["after the command"]),
-        ("--port 99999", ["port: Input should be less than or equal to 65535"]),
+        ("--port 99999", ["port = '99999' is too large; use 65,535 or less."]),
+        ("--port web", ["port = 'web' is not a whole number; use digits alone."]),
+        ("--workers 0", ["workers = '0' is too small; use 1 or more."]),
+        ("--device tpu", ["device = 'tpu' is no choice; use 'cpu' or 'cuda'."]),
         ("--redis-url redis://user:hunter2@cache:abc/0", ["redis_url"]),
         ("--image-root /data", ["image_roots"]),
     ],
@@ -123,6 +135,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(
     line = refused(*(placed(word) for word in words.split()))
     assert all(placed(text) in line for text in expected), line
     assert "hunter2" not in line
+    assert "Errno" not in line
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Several processes behind one socket: they share the work, are replaced, and end together."""
+"""Several processes at one address: they share the work, are replaced, and end together."""
 
 import contextlib
 import os
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import Pipe, get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ import httpx
 import pytest
 
 from embedder.bundle import Bundle
-from service.http.processes import pause_after
-from service.http.server import address_of
+from service.commands.processes import pause_after
 from tests.support.own_process import (
     ROOT,
     SERVE,
@@ -27,9 +25,8 @@ from tests.support.own_process import (
     command_of,
     environment,
     own_process,
-    report_protocol,
 )
-from tests.support.seams import KeyStore, listen
+from tests.support.seams import KeyStore
 from tests.support.shops import start_shop
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
@@ -51,6 +48,16 @@ def start_but_once(self):
     start(self)
 
 SpawnProcess.start = start_but_once
+if __name__ == "__main__":
+    app(sys.argv[1:])
+"""
+
+HUNG_SOON = """
+import sys
+from service.commands import processes
+from service.__main__ import app
+
+processes.HUNG_S = 3.0
 if __name__ == "__main__":
     app(sys.argv[1:])
 """
@@ -292,16 +299,20 @@ def test_a_child_that_cannot_start_ends_the_service_with_its_reason(
     assert done.stdout == ""
 
 
-def test_a_spawned_process_keeps_the_protocol_that_switches_the_delay_off() -> None:
-    """By it asyncio knows that an accepted connection can send answers without delay."""
-    mine, theirs = Pipe()
-    with contextlib.closing(listen("127.0.0.1", 0)) as listener:
-        assert address_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        child = get_context("spawn").Process(target=report_protocol, args=(listener, theirs))
-        child.start()
-        assert mine.poll(60)
-        assert mine.recv() == listener.proto != 0
-        child.join()
+def test_a_process_that_hangs_is_killed_and_replaced(
+    tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
+    log = tmp_path / "log"
+    with own_process(log, code=["-c", HUNG_SOON], workers=2, **settings) as started:
+        victim = max(started.serving())
+        os.kill(victim, signal.SIGSTOP)
+        until(lambda: len(started.serving() - {victim}) == 2)
+        until(lambda: httpx.get(f"{started.url}/ready", timeout=30).status_code == 200)
+        assert victim not in started.serving()
+    [ended] = started.events("process ended")
+    assert ended["process"] == victim
+    assert "reported nothing for 3 s" in str(ended["reason"])
 
 
 def test_children_end_when_the_parent_is_killed(two: OwnProcess) -> None:

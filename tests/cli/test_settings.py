@@ -98,7 +98,7 @@ WRONG = {
     "workers": ["0", "65"],
     "jobs": ["there"],
     "decode_memory_mb": ["100"],
-    "max_concurrent_uploads": ["0"],
+    "max_held_bytes": ["0"],
     "shutdown_timeout_s": ["0"],
     "lanes": ["0"],
     "unknown": ["1"],
@@ -119,6 +119,13 @@ def test_a_value_outside_its_range_is_refused_by_name_and_not_shown(name: str) -
         with pytest.raises(ValidationError, match=name) as refused:
             Settings(**{name: value})
         assert "hunter2" not in str(refused.value)
+
+
+def test_a_limit_for_all_bodies_that_the_largest_does_not_fit_is_refused() -> None:
+    with pytest.raises(
+        ValidationError, match=r"max_held_bytes = 1,000 is below the 21,037,056 bytes"
+    ):
+        Settings(max_held_bytes=1_000, max_batch_bytes=1_000)
 
 
 def test_a_default_k_above_the_limit_is_refused() -> None:

@@ -3,21 +3,18 @@
 from pathlib import Path
 
 from embedder.bundle import Bundle, VariantFiles, write_bundle
-from embedder.calibration import Calibration, Threshold
+from embedder.calibration import Calibration, Curve, Threshold, ViewsCurve
 from embedder.manifest import HeldOut, Variant
 from tests.tiny import tiny_embed, write_tiny_onnx
 
+CURVE = Curve(slope=12.0, hits=0.5, below=1.0, absent=4.0, absent_best=2.0, absent_last=4.0)
 CALIBRATION = Calibration(
-    slope=12.0,
-    intercept=-6.0,
     thresholds=(Threshold(false_matches=0.01, pair_score=0.5, search_score=0.75),),
     split="validation",
     gallery_images=40,
     queries=40,
-    neighbours=10,
-    positive_hits=100,
-    negative_hits=300,
     negative_pairs=700,
+    curves=(ViewsCurve(views=2, products=6, wrong_hits=300, curve=CURVE),),
 )
 HELD_OUT = HeldOut(split="validation", images=40, recall={"R@1": 80.0})
 INT8 = Variant(

@@ -80,7 +80,7 @@ def test_a_manifest_that_is_none_is_refused(full_bundle: Bundle, text: str) -> N
         Bundle.open(full_bundle.path)
 
 
-@pytest.mark.parametrize("table", ["variants", "calibration", "held_out"])
+@pytest.mark.parametrize("table", ["variants", "held_out"])
 def test_an_unknown_key_is_refused(full_bundle: Bundle, table: str) -> None:
     content = json.loads((full_bundle.path / MANIFEST).read_text())
     content[table]["unknown"] = 1

@@ -1,87 +1,294 @@
+"""The laws of a curve: shares of one whole, and a fit that finds the truth."""
+
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from embedder.calibration import (
-    NEAR,
-    SAME_PICTURE,
-    SMALLEST_GALLERY,
+    CANDIDATES,
+    MIN_WRONG,
     Calibration,
-    Threshold,
-    near_score,
+    Curve,
+    Searches,
+    ViewsCurve,
+    calibration_error,
+    fit_curve,
 )
+from embedder.errors import CalibrationError
 from tests.embedder.bundles import CALIBRATION
 
-
-def test_the_probability_is_the_logistic_of_the_score() -> None:
-    scores = np.array([[0.0, 0.25], [0.5, 1.0]], dtype=np.float32)
-    expected = 1 / (1 + np.exp(-(12 * scores.astype(np.float64) - 6)))
-    np.testing.assert_allclose(CALIBRATION.probability(scores), expected, rtol=1e-12)
-    assert CALIBRATION.probability(np.array([0.5]))[0] == 0.5
-    steep = CALIBRATION.model_copy(update={"slope": 1e6})
-    assert steep.probability(np.array([-1.0, 1.0])).tolist() == [0.0, 1.0]
+CURVE = Curve(slope=30.0, hits=0.5, below=1.0, absent=12.0, absent_best=5.0, absent_last=6.0)
 
 
-@pytest.mark.parametrize("change", [{"slope": -1.0}, {"slope": np.inf}, {"intercept": np.nan}])
-def test_a_curve_that_falls_or_is_not_finite_is_no_calibration(change: dict[str, float]) -> None:
+def naive_weights(
+    curve: Curve, scores: list[float], products: list[int], prior: float
+) -> tuple[dict[int, float], float, float]:
+    """The formula of the docstring, term by term: of the products, "below", and "absent"."""
+    weights = {}
+    for product in set(products):
+        own = [score for score, other in zip(scores, products, strict=True) if other == product]
+        weight = len(own) ** curve.hits * np.exp(curve.slope * max(own))
+        weights[product] = (1 - prior) * weight
+    below = (1 - prior) * np.exp(curve.slope * scores[-1] + curve.below)
+    if len(scores) < CANDIDATES:
+        below = 0.0
+    ends = curve.absent_best * scores[0] + curve.absent_last * scores[-1]
+    return weights, below, prior * np.exp(curve.absent + ends)
+
+
+def naive_shares(
+    curve: Curve, scores: list[float], products: list[int], prior: float
+) -> list[float]:
+    some, of = scores[:CANDIDATES], products[:CANDIDATES]
+    weights, below, absent = naive_weights(curve, some, of, prior)
+    total = sum(weights.values()) + below + absent
+    hits = [np.exp(curve.slope * score) for score in scores]
+    inside = {p: sum(hit for hit, q in zip(hits, of, strict=False) if q == p) for p in weights}
+    first = [weights[p] * hit / inside[p] for hit, p in zip(hits, of, strict=False)]
+    beyond = zip(hits[CANDIDATES:], products[CANDIDATES:], strict=True)
+    further = [0.0 if p in weights else (1 - prior) * hit for hit, p in beyond]
+    fits = min(1.0, below / sum(further)) if sum(further) else 1.0
+    return [hit / total for hit in first] + [fits * hit / total for hit in further]
+
+
+@pytest.mark.parametrize("prior", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("views", [1, 3, 50])
+@pytest.mark.parametrize("count", [1, 7, CANDIDATES, 2 * CANDIDATES])
+def test_the_shares_are_those_of_the_formula_and_never_more_than_one(
+    count: int, views: int, prior: float
+) -> None:
+    rng = np.random.default_rng(count)
+    scores = np.sort(rng.uniform(0.2, 0.9, count))[::-1]
+    products = rng.integers(0, max(1, count // views), count)
+    shares = CURVE.shares(scores, products, min(count, CANDIDATES), prior)
+    expected = naive_shares(CURVE, scores.tolist(), products.tolist(), prior)
+    np.testing.assert_allclose(shares, expected, rtol=1e-9)
+    assert shares.sum() <= 1 + 1e-12
+
+
+def test_extreme_scores_do_not_overflow() -> None:
+    steep = CURVE.model_copy(update={"slope": 9000.0})
+    shares = steep.shares(np.array([1.0, 0.5, -1.0]), np.arange(3), 3, 0.0)
+    assert shares.tolist() == [1.0, 0.0, 0.0]
+    assert len(CURVE.shares(np.zeros(0), np.zeros(0, int), 0, 0.1)) == 0
+
+
+def test_a_likelier_absence_makes_every_hit_less_likely() -> None:
+    scores = np.array([0.8, 0.6, 0.5])
+    said = [CURVE.shares(scores, np.arange(3), 3, prior).sum() for prior in (0.0, 0.1, 0.5, 0.99)]
+    assert said == sorted(said, reverse=True)
+    assert said[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("change", [{"slope": 0.0}, {"slope": np.inf}, {"below": np.nan}])
+def test_a_curve_that_does_not_rise_or_is_not_finite_is_refused(change: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
-        Calibration.model_validate(CALIBRATION.model_dump() | change)
+        Curve.model_validate(CURVE.model_dump() | change)
 
 
-RANKED = CALIBRATION.model_copy(update={"rank_slope": 0.5, "size_slope": 0.8})
+# Fitting
 
 
-def test_a_hit_further_down_or_in_a_larger_gallery_is_less_likely_right() -> None:
-    scores = np.full(100, 0.6)
-    ranked = RANKED.probability(scores, np.arange(1, 101))
-    assert (np.diff(ranked) < 0).all()
-    assert ranked[0] == RANKED.probability(np.array(0.6))
-    odds = ranked / (1 - ranked)
-    np.testing.assert_allclose(odds, odds[0] * np.arange(1.0, 101.0) ** -0.5)
-    tailed = RANKED.model_copy(update={"tail_slope": 2.0}).probability(scores, np.arange(1, 101))
-    falls = (np.arange(21.0, 121.0) / 21) ** -2
-    np.testing.assert_allclose(tailed / (1 - tailed), odds * falls)
-    sizes = [float(RANKED.for_gallery(n).probability(np.array(0.6))) for n in (10, 40, 80, 8000)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[1] == ranked[0]
-    assert sizes[2] / (1 - sizes[2]) == pytest.approx(2**-0.8 * odds[0])
+def drawn(curve: Curve, count: int, seed: int = 0, sizes: Sequence[int] = (1,)) -> Searches:
+    """Searches whose outcome is drawn from the curve itself, half of them of absent products.
+
+    `sizes` are the hits that one product has after the other, again and again.
+    """
+    rng = np.random.default_rng(seed)
+    scores = np.sort(rng.beta(4, 3, (count, CANDIDATES)), axis=1)[:, ::-1]
+    repeated = np.repeat(np.arange(CANDIDATES), np.resize(sizes, CANDIDATES))[:CANDIDATES]
+    products = rng.permuted(np.tile(repeated, (count, 1)), axis=1)
+    right = np.zeros((count, CANDIDATES), bool)
+    absent = np.zeros(count, bool)
+    for row in range(count):
+        of = products[row].tolist()
+        weights, *others = naive_weights(curve, scores[row].tolist(), of, 0.5)
+        outcomes = np.array([*weights.values(), *others])
+        drawn = rng.choice(len(outcomes), p=outcomes / outcomes.sum())
+        absent[row] = drawn == len(weights) + 1
+        if drawn < len(weights):
+            right[row] = products[row] == [*weights][drawn]
+    return Searches(scores, products, right, absent, np.zeros(count))
 
 
-def test_a_gallery_smaller_than_any_that_was_fitted_on_counts_as_the_smallest() -> None:
-    fitted = RANKED.gallery_images // SMALLEST_GALLERY
-    assert RANKED.for_gallery(0) == RANKED.for_gallery(1) == RANKED.for_gallery(fitted)
+def test_a_fit_finds_the_curve_that_the_outcomes_were_drawn_from() -> None:
+    truth = Curve(slope=12.0, hits=0.5, below=0.5, absent=2.0, absent_best=4.0, absent_last=5.0)
+    searches = drawn(truth, 20_000, sizes=(1, 2, 3, 4))
+    found = fit_curve(searches)
+    assert found.slope == pytest.approx(truth.slope, rel=0.05)
+    assert found.hits == pytest.approx(truth.hits, abs=0.1)
+    # Absent and present products are weighed alike, so the fit moves by the odds of the draw.
+    part = float(searches.absent.mean())
+    moved = truth.model_copy(update={"absent": truth.absent + np.log((1 - part) / part)})
+    for name in ("below", "absent", "absent_best", "absent_last"):
+        assert getattr(found, name) == pytest.approx(getattr(moved, name), abs=1.5)
+    fresh = drawn(truth, 20_000, seed=1, sizes=(1, 2, 3, 4))
+    assert max(fresh.error(found, float(fresh.absent.mean()))) < 0.015
 
 
-def test_without_the_newer_slopes_rank_and_size_change_nothing() -> None:
-    scores = np.linspace(-1, 1, 9)
-    np.testing.assert_array_equal(
-        CALIBRATION.for_gallery(10**6).probability(scores, np.arange(1, 10)),
-        CALIBRATION.probability(scores),
+def test_the_fit_is_where_the_likelihood_is_highest() -> None:
+    searches = drawn(CURVE, 2000)
+    found = fit_curve(searches)
+
+    def likelihood(curve: Curve) -> tuple[float, float]:
+        """By the formula: of what was found where something is, and of whether something is."""
+        found, there = [], {True: [], False: []}
+        for row in range(len(searches)):
+            of = searches.products[row].tolist()
+            weights, below, gone = naive_weights(curve, searches.scores[row].tolist(), of, 0.5)
+            present = sum(weights.values()) + below
+            if searches.absent[row]:
+                there[True].append(np.log(gone / (present + gone)))
+                continue
+            right = searches.right[row]
+            likely = weights[searches.products[row][right][0]] if right.any() else below
+            found.append(np.log(likely / present))
+            there[False].append(np.log(present / (present + gone)))
+        return float(np.mean(found)), float(np.mean(there[True]) + np.mean(there[False]))
+
+    best = likelihood(found)
+    for number, names in enumerate(
+        (("slope", "hits", "below"), ("absent", "absent_best", "absent_last"))
+    ):
+        for name in names:
+            for step in (-0.2, 0.2):
+                other = found.model_copy(update={name: getattr(found, name) + step})
+                assert likelihood(other)[number] < best[number] + 1e-6
+
+
+def test_the_order_of_the_searches_changes_nothing() -> None:
+    searches = drawn(CURVE, 500)
+    shuffled = searches[np.random.default_rng(0).permutation(len(searches))]
+    one, other = fit_curve(searches), fit_curve(shuffled)
+    assert one.model_dump() == pytest.approx(other.model_dump(), rel=1e-4)
+
+
+def test_scores_that_separate_perfectly_give_a_finite_curve() -> None:
+    rng = np.random.default_rng(0)
+    scores = np.sort(rng.uniform(0.1, 0.2, (200, CANDIDATES)), axis=1)[:, ::-1]
+    right = np.zeros(scores.shape, bool)
+    absent = np.arange(200) % 2 == 1
+    scores[~absent, 0], right[~absent, 0] = 0.9, True
+    products = np.tile(np.arange(CANDIDATES), (200, 1))
+    found = fit_curve(Searches(scores.copy(), products, right, absent, np.zeros(200)))
+    assert all(np.isfinite([*found.model_dump().values()]))
+
+
+def test_a_photo_of_ones_own_shelf_counts_for_a_fresh_one() -> None:
+    """The item that searches is missing among its product's items: a fresh photo has one more."""
+    searches = drawn(CURVE, 3000, sizes=(2,))
+    handicapped = Searches(
+        searches.scores,
+        searches.products,
+        searches.right,
+        searches.absent,
+        np.full(len(searches), np.log(2.0)),
     )
+    plain, fresh = fit_curve(searches), fit_curve(handicapped)
+    said = [searches.probabilities(curve, 0.1)[:, 0].mean() for curve in (plain, fresh)]
+    assert said[1] > said[0]
 
 
-def test_an_older_calibration_is_written_as_it_was_read() -> None:
-    added = {"rank_slope", "tail_slope", "size_slope", "classes", "auc", "auc_of_hits"}
-    older = CALIBRATION.model_dump(mode="json")
-    assert not added & older.keys()
-    assert older["calibration_error"] is None
-    assert Calibration.model_validate(older).model_dump(mode="json") == older
-    newer = RANKED.model_dump(mode="json")
-    assert (newer["rank_slope"], newer["size_slope"]) == (0.5, 0.8)
-    assert Calibration.model_validate(newer) == RANKED
-
-
-def test_items_are_near_from_the_score_that_has_the_probability_and_one_picture_always_is() -> None:
-    least = near_score(CALIBRATION)
-    assert CALIBRATION.probability(np.array([least, least - 1e-3])).tolist() == pytest.approx(
-        [NEAR, NEAR], abs=1e-3
+@pytest.mark.parametrize(
+    ("count", "wrong", "reason"),
+    [(20, False, "20 searches with"), (60, True, f"{MIN_WRONG} are needed")],
+)
+def test_too_little_to_fit_is_refused_with_its_figures(
+    count: int, wrong: bool, reason: str
+) -> None:
+    scores = np.full((count, CANDIDATES), -np.inf)
+    scores[:, 0] = 0.5
+    right = np.isfinite(scores)
+    searches = Searches(
+        scores, np.zeros(scores.shape, np.int64), right, np.zeros(count, bool), np.zeros(count)
     )
-    assert near_score(CALIBRATION, 0.5) == pytest.approx(0.5)
-    larger = [near_score(RANKED.for_gallery(n)) for n in (40, 400, 10**6)]
-    assert larger == sorted(larger)
-    assert larger[-1] == SAME_PICTURE
-    assert near_score(CALIBRATION, 1.0) == 1.0, "a probability that is asked for stands"
-    assert near_score(CALIBRATION, 0.0) == -1.0
-    close = Threshold(false_matches=1e-3, pair_score=0.975, search_score=0.99)
-    crowded = RANKED.for_gallery(10**6).model_copy(update={"thresholds": (close,)})
-    assert near_score(crowded) == 0.975, "other products are as like as copies are elsewhere"
+    assert searches.wrong == 0
+    assert wrong is not (count < 50)
+    with pytest.raises(CalibrationError, match=reason):
+        fit_curve(searches)
+
+
+def test_a_score_that_says_nothing_is_refused() -> None:
+    """The right hit is always the last one: a higher score makes a hit less likely right."""
+    rng = np.random.default_rng(0)
+    scores = np.sort(rng.uniform(0, 1, (400, CANDIDATES)), axis=1)[:, ::-1]
+    right = np.zeros(scores.shape, bool)
+    right[:, -1] = True
+    products = np.tile(np.arange(CANDIDATES), (400, 1))
+    with pytest.raises(CalibrationError, match="does not make a hit more likely"):
+        fit_curve(Searches(scores, products, right, np.zeros(400, bool), np.zeros(400)))
+
+
+def test_hits_of_one_product_have_one_probability() -> None:
+    searches = drawn(CURVE, 50, sizes=(4,))
+    likely = searches.probabilities(CURVE, 0.2)
+    for row in range(50):
+        products = searches.products[row]
+        of_product = {tuple(likely[row, products == product]) for product in set(products)}
+        assert len(of_product) == CANDIDATES // 4
+        assert all(len(set(one)) == 1 for one in of_product)
+        assert sum(one[0] for one in of_product) <= 1 + 1e-9
+        shares = CURVE.shares(searches.scores[row], products, CANDIDATES, 0.2)
+        np.testing.assert_allclose(np.bincount(products, shares)[products], likely[row])
+
+
+def test_the_error_of_a_curve_is_its_distance_from_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    probability = rng.uniform(0, 1, 100_000)
+    right = rng.random(100_000) < probability
+    assert calibration_error(probability, right) < 0.01
+    assert calibration_error(probability + 0.2, right) == pytest.approx(0.2, abs=0.01)
+    assert calibration_error(np.zeros(0), np.zeros(0, bool)) == 0
+
+
+# The curves of a bundle
+
+
+def views_curve(views: int, products: int = 100) -> ViewsCurve:
+    return ViewsCurve(views=views, products=products, wrong_hits=MIN_WRONG, curve=CURVE)
+
+
+SEVERAL = CALIBRATION.model_copy(
+    update={"curves": tuple(views_curve(n, 100 * n) for n in (1, 2, 4))}
+)
+
+
+@pytest.mark.parametrize(
+    ("products", "views", "expected"),
+    [(100, 1.0, 1), (100, 0.7, 1), (300, 2.5, 2), (400, 3.5, 4), (800, 6.0, 4)],
+)
+def test_the_curve_of_the_nearest_number_of_views_is_taken(
+    products: int, views: float, expected: int
+) -> None:
+    named = [
+        one.model_copy(update={"curve": CURVE.model_copy(update={"below": float(one.views)})})
+        for one in SEVERAL.curves
+    ]
+    calibration = SEVERAL.model_copy(update={"curves": tuple(named)})
+    assert calibration.curve_for(products, views).below == expected
+
+
+@pytest.mark.parametrize(
+    ("products", "views", "reason"),
+    [
+        (100, 7.0, "7.0 images of a product; the curves of the bundle are for 1, 2, 4"),
+        (201, 1.0, "201 products; the curve of the bundle holds for 25 to 200"),
+        (24, 1.0, "24 products"),
+    ],
+)
+def test_a_gallery_like_none_that_was_fitted_gets_no_curve(
+    products: int, views: float, reason: str
+) -> None:
+    with pytest.raises(CalibrationError, match=reason):
+        SEVERAL.curve_for(products, views)
+
+
+def test_a_calibration_of_an_earlier_version_keeps_its_figures_and_has_no_curve() -> None:
+    older = CALIBRATION.model_dump(mode="json") | {"slope": 12.0, "intercept": -6.0}
+    older.pop("curves")
+    read = Calibration.model_validate(older)
+    assert read.model_dump(mode="json") == older
+    with pytest.raises(CalibrationError, match="Export the model again"):
+        read.curve_for(100, 1.0)

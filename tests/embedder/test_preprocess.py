@@ -76,6 +76,18 @@ def test_an_exif_turn_is_undone(kind: str, orientation: int) -> None:
     assert decode(turned).size == image.size
 
 
+def test_a_refusal_names_the_formats_that_are_installed_and_no_inner_word_of_a_decoder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(errors.UnsupportedFormatError, match=r"Send one of JPEG.*, AVIF, HEIC; "):
+        decode(b"no image")
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(errors.UnsupportedFormatError, match=r"Send one of JPEG.*, AVIF; "):
+        decode(b"no image")
+    with pytest.raises(errors.CorruptImageError, match=r"JPEG image is truncated or damaged\. Exp"):
+        decode(encoded(picture(3), "JPEG")[:-60])
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow says what is damaged
 def test_a_damaged_exif_block_does_not_refuse_the_photograph() -> None:
     data = encoded(picture(2), "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff broken")
@@ -185,7 +197,7 @@ def test_a_decoder_of_a_rare_format_is_loaded_with_its_first_image(tmp_path: Pat
     code = """
 import sys
 from pathlib import Path
-import service.search.decode_worker
+import service.encoding.decode_worker
 from embedder.preprocess import decode
 for name in sys.argv[1:]:
     decode(Path(name).read_bytes())

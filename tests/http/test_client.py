@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import io
 import re
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "PUT /galleries/{name}/items": lambda c: c.put("g", "k", b"x"),
     "PATCH /galleries/{name}/items": lambda c: c.patch("g", {"k": {"a": 1}}),
     "POST /galleries/{name}/items/delete": lambda c: c.remove("g", ["k"]),
+    "POST /galleries/{name}/items/restore": lambda c: c.restore("g", ["k"]),
     "GET /galleries/{name}/items/{item_id}": lambda c: c.item("g", 1),
     "DELETE /galleries/{name}/items/{item_id}": lambda c: c.remove_item("g", 1),
     "GET /galleries/{name}/items/{item_id}/image": lambda c: c.image("g", 1),
@@ -57,8 +59,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "GET /live": lambda c: c.live(),
     "GET /ready": lambda c: c.ready(),
     "GET /metrics": lambda c: c.metrics(),
-    "GET /samples": lambda c: c.samples(),
-    "GET /samples/{number}": lambda c: c.sample(0),
 }
 IN_THE_BODY = {"DELETE /galleries/{name}/items"}
 """What the client asks with keys in a body, which may be longer than an address."""
@@ -184,7 +184,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import assert_type
 
 from service.client import AsyncKinlens, Kinlens, NewItem
-from service.api.models import ItemModel, JobModel, PutAnswer, SearchAnswer
+from service.models import ItemModel, JobModel, PutAnswer, SearchAnswer
 
 
 def in_a_thread(client: Kinlens) -> None:
@@ -241,39 +241,23 @@ def test_a_gallery_is_made_filled_searched_and_deleted(
     assert client.image("life", first.id) == data[0]
     for image in (data[1], tmp_path / "0.png", str(file), io.BytesIO(data[2])):
         assert client.search(image, gallery="life", k=2, exact=True).match
-    order: dict[str, Any] = {"rerank": "aqe", "diversity": 0.9, "boost": "price:-0.2"}
+    order: dict[str, Any] = {"diversity": 0.9, "boost": "price:-0.2"}
     mixed = client.search(data[1], gallery="life", **order)
     assert sorted(hit.key for hit in mixed.hits) == ["a/0", "a/1", "c"]
-    each = client.search_each([data[0], data[2]], gallery="life", crops=[(0, 0, 1, 1)] * 2)
-    assert [one.status for one in each.answers] == [200] * 4
     assert client.search(gallery="life", positives=["a/0"], negatives=["c"]).hits[0].key == "a/1"
     queries = [Query(data[1], {"gallery": "life", "k": 1}), Query(b"", {"gallery": "life"})]
     assert [one.status for one in client.search_batch(queries).answers] == [200, 400]
     assert client.similar("life", first.id, k=1, filter="price > 0").hits[0].key == "a/1"
     assert client.patch("life", {"a/0": {"sale": None}}).changed == 1
-    assert client.remove("life", ["a/0", *(f"{n:0100}" for n in range(100))]).removed == 1
+    many = ["a/0", *(f"{n:0100}" for n in range(100))]
+    assert client.remove("life", many, keep=["a/1"]).removed == 1
+    assert [item.key for item in client.restore("life", many).items] == ["a/0"]
+    assert client.remove("life", many).removed == 1
     assert client.remove_where("life", 't = "x"').removed == 1
     assert client.remove_item("life", client.items("life").items[0].id).removed == 1
     client.delete_gallery("life")
     with pytest.raises(errors.NotFoundError):
         client.gallery("life")
-
-
-def test_the_examples_of_the_documentation_run(
-    tmp_path: Path, data: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shop = start_shop(tmp_path / "state", create=False)
-    for name, one in zip(("shoe", "hat", "street"), data, strict=False):
-        (tmp_path / f"{name}.jpg").write_bytes(one)
-    monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[2] / "docs" / "client.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) >= 5
-    names: dict[str, Any] = {"__name__": "example"}
-    for block in blocks:
-        code = block.replace("http://127.0.0.1:8000", shop.running.url).replace('"kl_..."', "None")
-        exec(compile(code, "docs/client.md", "exec"), names)
-    shop.close()
 
 
 def test_a_key_is_sent_and_its_absence_told(tmp_path: Path) -> None:
@@ -494,7 +478,7 @@ def test_an_item_that_is_alone_in_a_request_fails_alone_too(
         (lambda c: c.search("/nope.jpg"), errors.ImageReadError),
         (lambda c: c.search_batch([Query(Path("/nope.jpg"))]), errors.ImageReadError),
         (lambda c: c.put_many("g", [NewItem("k", "\0")]), errors.ImageReadError),
-        (lambda c: c.search_each(["/nope.jpg"]), errors.ImageReadError),
+        (lambda c: c.search_batch([Query("/nope.jpg")]), errors.ImageReadError),
         (lambda c: c.search(io.StringIO("x")), errors.ArgumentError),
         (lambda c: c.search([17]), errors.ArgumentError),
         (lambda c: c.put("g", "\ud800", b"x"), errors.ArgumentError),
@@ -522,3 +506,19 @@ def test_a_name_of_dots_leads_to_no_other_path(name: str, ask: Ask) -> None:
     with pytest.raises(errors.NotFoundError):
         ask(lambda c: c.items(name), answers)
     assert answers.requests[0].url.raw_path.startswith(b"/galleries/%2E")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000", "shop.example", ""])
+def test_an_address_without_a_scheme_is_refused_with_the_cure(url: str) -> None:
+    with pytest.raises(errors.ArgumentError, match=f"has no scheme. Write http://{url}"):
+        Kinlens(url)
+
+
+def test_a_refused_connection_names_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with Kinlens(f"http://127.0.0.1:{port}", retries=0) as client:  # noqa: SIM117
+        with pytest.raises(errors.ConnectionFailedError) as failure:
+            client.ready()
+    assert f"GET http://127.0.0.1:{port}/ready got no answer" in str(failure.value)
+    assert ".." not in str(failure.value)

@@ -160,7 +160,7 @@ def test_an_answer_about_no_single_whole_picture_or_item_has_no_id(
     assert answer_id(shop, pictures[0], crop="0,0,0.5,0.5") is None
     files = [("image", pictures[0]), ("image", pictures[1])]
     assert shop.client.post("/search", files=files).json()["answer_id"] is None
-    apart = shop.client.post("/search", files=files, data={"combine": "separate"}).json()
+    apart = shop.client.post("/search/batch", files=files).json()
     assert all(one["answer"]["answer_id"] for one in apart["answers"])
     assert answer_id(shop, pictures[0], negative="0.png") == answer_id(shop, pictures[0])
 

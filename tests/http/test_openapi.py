@@ -2,15 +2,21 @@
 
 import json
 import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from embedder.fake import FakeEmbedder
 from service import problems
-from service.api.models import Problem
+from service.app import create_app
+from service.models import Problem
 from service.problems import KINDS, Kind
+from service.settings import Settings
 from tests.golden.contract import CONTRACT, contract_now
+from tests.support.servers import DEFAULTS, run
 
 API = Path(__file__).parents[2] / "docs" / "api.md"
 PROBLEM = "application/problem+json"
@@ -109,3 +115,77 @@ def test_every_example_of_a_search_request_is_answered(document, running_service
             response = running_service.client.post(path, json=shown["value"])
             expected = 404 if "positives" in shown["value"] else 200  # keys of another shop
             assert response.status_code == expected, response.text
+
+
+class DocsPage(HTMLParser):
+    """The texts of the row heads of each section, and the addresses that the page names."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[set[str]] = []
+        self.addresses: list[str] = []
+        self.tags: set[str] = set()
+        self._is_head = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.addresses += [text or "" for name, text in attrs if name in ("href", "src")]
+        if tag == "section":
+            self.rows.append(set())
+        self._is_head = self._is_head or (tag == "th" and ("scope", "row") in attrs)
+        assert not any(name == "style" for name, _ in attrs), "the policy allows no inline style"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_head = self._is_head and tag != "th"
+
+    def handle_data(self, data: str) -> None:
+        if self._is_head:
+            self.rows[-1].add(data)
+
+
+def field_names(schema: Any, document: dict[str, Any]) -> Iterator[str]:
+    """The name of every field of a body, at any depth."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from field_names(one, document)
+    if not isinstance(schema, dict):
+        return
+    if "$ref" in schema:
+        yield from field_names(
+            document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document
+        )
+    for name, inner in schema.get("properties", {}).items():
+        yield name
+        yield from field_names(inner, document)
+    for part in ("items", "anyOf", "oneOf", "allOf"):
+        yield from field_names(schema.get(part), document)
+
+
+def test_every_parameter_field_and_status_of_the_document_is_on_its_page(tmp_path: Path) -> None:
+    settings = Settings(state=tmp_path, feedback="pairs", **DEFAULTS)
+    service = run(create_app(settings, FakeEmbedder(), {}))
+    document = service.client.get("/openapi.json").json()
+    page = DocsPage(service.client.get("/docs").text)
+    service.close()
+    operations = [operation for item in document["paths"].values() for operation in item.values()]
+    assert len(operations) == len(page.rows)
+    total = 0
+    for operation, rows in zip(operations, page.rows, strict=True):
+        contents = operation.get("requestBody", {}).get("content", {}).values()
+        names = {parameter["name"] for parameter in operation.get("parameters", ())}
+        names |= {name for one in contents for name in field_names(one["schema"], document)}
+        last_words = {re.split(r"[.]", row)[-1] for row in rows}
+        assert names | operation["responses"].keys() <= last_words
+        total += len(names)
+    assert total > 100
+
+
+def test_the_page_of_the_document_names_no_other_host_and_runs_no_script(running_service) -> None:
+    page = DocsPage(running_service.client.get("/docs").text)
+    assert not {"script", "style"} & page.tags
+    for address in page.addresses:
+        assert address[0] in "/#"
+        assert not address.startswith("//")
+        if address.startswith("/"):
+            assert running_service.client.get(address).status_code == 200

@@ -59,7 +59,6 @@ def target(
         bundle=tiny_bundle.path,
         galleries=f"shop={shutil.copytree(tiny_gallery, folder / 'shop')}",
         state=folder / "state",
-        samples=tiny_gallery.parent / "pictures",
         jobs="elsewhere",
         training_command="true",
         body_timeout_ms=3_000,

@@ -151,8 +151,9 @@ def truncated(file: Path) -> None:
 
 
 def flipped(file: Path) -> None:
+    """A bit in the middle; nobody reads the zeros of a page of SQLite that is nearly empty."""
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[next(n for n in range(len(data) // 2, len(data)) if data[n])] ^= 1
     file.write_bytes(data)
 
 

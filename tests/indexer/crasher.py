@@ -23,10 +23,10 @@ from embedder.errors import GalleryBusyError
 from embedder.types import AttributeValue, Embeddings
 from indexer.checks.retune import tune_gallery
 from indexer.filters.tree import Range
-from indexer.folder.backup import backup, restore
 from indexer.gallery import Gallery
 from indexer.ingest.build import import_gallery
 from indexer.ingest.rebuild import adopt
+from indexer.live.backup import backup, restore
 from indexer.types import Dump, Entry, SearchOptions
 
 DIM = 8
@@ -155,6 +155,13 @@ def build(path: Path, keys: int) -> None:
 def rebuild(place: Path) -> None:
     """A new generation of `target`."""
     build(place / "target", 12)
+
+
+def remove_and_restore(place: Path) -> None:
+    """Two items of `target` are removed and brought back."""
+    with contextlib.closing(Gallery.open(place / "target")) as gallery:
+        gallery.remove(["new-1", "new-4"])
+        gallery.restore(["new-1", "new-4"])
 
 
 def adopt_source(place: Path) -> None:

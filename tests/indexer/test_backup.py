@@ -20,8 +20,8 @@ from embedder.errors import (
     GalleryNotFoundError,
     GalleryWriteError,
 )
-from indexer.folder.backup import restore
 from indexer.gallery import Gallery, copy_bytes, current_generation
+from indexer.live.backup import restore
 from indexer.types import Entry
 from tests.indexer.conftest import (
     DAMAGES,

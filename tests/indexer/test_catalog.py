@@ -466,11 +466,13 @@ def sample(made: Path, tmp_path: Path) -> Path:
         ("UPDATE names SET kind = 'number' WHERE name = 'colour'", "names of attributes"),
         ("DELETE FROM names WHERE name = 'colour'", "names of attributes"),
         ("UPDATE state SET seq = 77", "its state"),
+        ("UPDATE removed SET key = 'other' WHERE id = 41", "item 41 does not fit"),
+        ("UPDATE removed SET vector = zeroblob(64) WHERE id = 41", "vectors 41 to 41"),
         ("INSERT INTO tombstones VALUES (2, 3)", "item 3 is there although"),
         ("UPDATE vectors SET id = 1 WHERE id = 3", "vectors 1 to"),
         ("DELETE FROM vectors WHERE id = 2", "390 items, 389 vectors and a size of 390"),
-        ("PRAGMA user_version = 1", r"schema 1, this version reads 3\. .*kinlens-index build"),
-        ("PRAGMA user_version = 4", r"schema 4, this version reads 3\. .*Install a newer version"),
+        ("PRAGMA user_version = 1", r"schema 1, this version reads 4\. .*kinlens-index build"),
+        ("PRAGMA user_version = 5", r"schema 5, this version reads 4\. .*Install a newer version"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_named(sample: Path, statement: str, match: str) -> None:

@@ -9,6 +9,7 @@ from PIL import Image
 from typer.testing import Result
 
 from embedder.fake import FakeEmbedder
+from indexer.calibration import GalleryCalibration
 from indexer.gallery import Gallery
 from tests.indexer.conftest import PICTURES, Run, failure, printed, query
 from tests.indexer.oracle import entry, units
@@ -37,17 +38,25 @@ def test_an_image_finds_itself_first(run: Run, built: Path, shop: Path) -> None:
     assert answer["gallery"] == "gallery"
 
 
-def test_a_calibrated_model_says_how_likely_each_answer_is_right(
+def test_a_calibrated_gallery_says_how_likely_each_answer_is_right(
     run: Run, built: Path, shop: Path, embedder: FakeEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedder, "calibration", CALIBRATION)
-    ask = ("search", built, "--image", shop / "f.gif", "--bundle", "b", "-k", "2", "--offset", "1")
+    ask = ("search", built, "--image", shop / "f.gif", "--bundle", "b", "-k", "2")
+    assert printed(run(*ask, "--json"))["probabilities"] is None
+    known = GalleryCalibration(items=6, product="class", products=3, labelled=6, gallery="few")
+    monkeypatch.setattr(Gallery, "calibration", lambda _: known)
+    curve = CALIBRATION.model_copy(
+        update={"curves": (CALIBRATION.curves[0].model_copy(update={"products": 3}),)}
+    )
+    monkeypatch.setattr(embedder, "calibration", curve)
     answer = printed(run(*ask, "--json"))
-    scores = np.array([hit["score"] for hit in answer["hits"][0]])
-    expected = CALIBRATION.for_gallery(6).probability(scores, np.array([2, 3]))
-    assert answer["probabilities"] == [pytest.approx(expected.tolist())]
-    [line, _] = run(*ask).stdout.splitlines()
-    assert line.split("  ")[1].strip() == f"{100 * expected[0]:.0f} %"
+    [likely] = answer["probabilities"]
+    assert sum(likely) + answer["no_match_probability"] == pytest.approx(1)
+    [line, _, last] = run(*ask).stdout.splitlines()
+    assert line.split("  ")[1].strip() == f"{100 * likely[0]:.0f} %"
+    assert last == f"None of these: {100 * answer['no_match_probability']:.0f} %"
+    surer = printed(run(*ask, "--json", "--no-match-prior", "0"))["no_match_probability"]
+    assert surer < answer["no_match_probability"]
 
 
 def test_vectors_of_a_file_are_answered_one_by_one(run: Run, built: Path, vectors: Path) -> None:
@@ -76,7 +85,7 @@ def test_the_options_of_a_search_are_handed_on(
 def test_another_order_is_handed_on(run: Run, built: Path, vectors: Path) -> None:
     ask = ("search", built, "--vector", vectors, "--json")
     plain = found(run(*ask))
-    mixed = found(run(*ask, "--diversity", "1", "--rerank", "reciprocal"))
+    mixed = found(run(*ask, "--diversity", "1"))
     assert sorted(mixed) == sorted(plain)
     assert mixed[0] == plain[0]
     assert mixed != plain

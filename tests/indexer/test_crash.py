@@ -163,3 +163,21 @@ def test_a_tuning_that_dies_at_any_step_leaves_a_gallery_that_can_be_saved_and_c
         assert crasher.contents(copy / "target") == before
         points += 1
     assert points >= 3
+
+
+def test_a_removal_and_its_undo_that_die_at_any_step_are_whole_and_can_be_undone(
+    place: Path,
+) -> None:
+    before = crasher.contents(place / "target")
+    less = {key: one for key, one in before.items() if key not in ("new-1", "new-4")}
+    seen = []
+    for point, copy in dying(crasher.remove_and_restore, place):
+        found = crasher.contents(copy / "target")
+        assert found in (before, less), point
+        seen.append(found == before)
+        with contextlib.closing(Gallery.open(copy / "target")) as gallery:
+            back = gallery.restore(["new-1", "new-4"])
+        assert {item.key for item in back} == before.keys() - found.keys()
+        assert crasher.contents(copy / "target") == before
+    changes = [one for n, one in enumerate(seen) if n == 0 or seen[n - 1] != one]
+    assert changes == [True, False, True]

@@ -9,17 +9,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.calibration import SAME_PICTURE
 from embedder.errors import InvalidParameterError
 from embedder.types import Hit
-from indexer.checks.duplicates import K, NearGroup, members_of, near_groups
+from indexer.checks import duplicates
+from indexer.checks.duplicates import (
+    LEAST_SCORE,
+    Floor,
+    K,
+    NearGroup,
+    crowds_of,
+    find_duplicates,
+    floor_of,
+    members_of,
+    near_groups,
+    near_score,
+)
 from indexer.filters.tree import Not, Range
 from indexer.gallery import Gallery
+from indexer.index.kinds import IndexKind
 from indexer.index.plan import IndexSettings
 from indexer.types import Grouping, SearchOptions
-from tests.embedder.bundles import CALIBRATION
-from tests.indexer.conftest import CountingEmbedder, Run, failure, printed, usage
-from tests.indexer.oracle import entry, units
+from tests.indexer.conftest import Run, failure, printed, usage
+from tests.indexer.oracle import DIM, entry, units
 from tests.tiny import encoded, picture
 
 
@@ -127,6 +138,185 @@ def test_what_is_removed_meanwhile_is_in_no_group_and_an_empty_gallery_has_none(
         near_groups(gallery, 1.5)
 
 
+def views(
+    products: int, each: int, spread: float, closeness: float, seed: int = 0, dim: int = DIM
+) -> np.ndarray:
+    """Unit vectors of `each` views of products: `spread` around a centre of their own, all of them
+    around one common direction, the nearer the higher `closeness`.
+    """
+    rng = np.random.default_rng(seed)
+    centres = closeness * units(1, seed + 1, dim) + units(products, seed + 2, dim)
+    rows = np.repeat(centres / np.linalg.norm(centres, axis=1, keepdims=True), each, axis=0)
+    rows = rows + spread * rng.standard_normal(rows.shape) / np.sqrt(dim)
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def rare_cosine(rows: np.ndarray, products: np.ndarray) -> float:
+    """The cosine that one in 1,000 pairs of different products reaches, from all pairs."""
+    cosines = rows.astype(np.float64) @ rows.T
+    of_others = cosines[np.triu(products[:, None] != products[None, :], 1)]
+    return float(np.sort(of_others)[::-1][int(np.ceil(len(of_others) / 1000)) - 1])
+
+
+@pytest.mark.parametrize("name", ["product", "class"])
+@pytest.mark.parametrize(
+    ("products", "each", "closeness"), [(90, 16, 1.0), (90, 16, 6.0), (400, 4, 8.0), (30, 2, 7.0)]
+)
+def test_the_default_is_what_one_pair_in_a_thousand_of_different_products_reaches(
+    gallery: Gallery, products: int, each: int, closeness: float, name: str
+) -> None:
+    rows, numbers = views(products, each, 0.1, closeness), np.repeat(np.arange(products), each)
+    gallery.add(
+        [entry(f"k{n}", row, {name: f"p{numbers[n]}", "n": n}) for n, row in enumerate(rows)]
+    )
+    expected = rare_cosine(rows, numbers)
+    floor = floor_of(gallery)
+    assert floor.attribute == name
+    assert floor.score == pytest.approx(max(LEAST_SCORE, expected), abs=1e-6)
+    assert (expected > LEAST_SCORE) == (closeness > 1)  # both sides are tried
+    assert find_duplicates(gallery).min_score == floor.score
+
+
+def test_many_views_of_a_product_do_not_lower_the_score(gallery: Gallery) -> None:
+    rows = views(90, 16, 0.6, 1.0)
+    gallery.add([entry(f"k{n}", row, {"class": f"p{n // 16}"}) for n, row in enumerate(rows)])
+    gallery.calibrate()
+    assert find_duplicates(gallery).min_score == 0.95
+    low = find_duplicates(gallery, min_score=0.9)  # what is asked for stands, with a warning
+    assert low.min_score == 0.9
+    assert "is below 0.9500" in str(low.warning)
+    assert find_duplicates(gallery, min_score=0.96).warning is None
+
+
+def test_without_labels_the_nearest_of_an_item_is_no_evidence_and_errors_raise_the_score(
+    gallery: Gallery,
+) -> None:
+    rows = views(300, 1, 0.1, 6.0)
+    again = rows[:20] + 0.01 * units(20, 5)
+    rows = np.concatenate([rows, again / np.linalg.norm(again, axis=1, keepdims=True)])
+    numbers = np.concatenate([np.arange(300), np.arange(20)])
+    gallery.add([entry(f"k{n}", row) for n, row in enumerate(rows)])
+    floor = floor_of(gallery)
+    assert floor.attribute is None
+    assert LEAST_SCORE < floor.score < 0.999
+    assert floor.score == pytest.approx(rare_cosine(rows, numbers), abs=0.005)
+    groups = [{number for number, _ in group} for group in find_duplicates(gallery).groups]
+    together = [n for n in range(20) if any({n + 1, n + 301} <= group for group in groups)]
+    assert len(together) > 15
+
+
+@pytest.mark.parametrize("is_labelled", [True, False])
+def test_five_items_have_their_copies_found(gallery: Gallery, is_labelled: bool) -> None:
+    rows = units(4, 3)
+    again = rows[1] + 0.1 * units(1, 4)[0]
+    again /= np.linalg.norm(again)
+    labels = [{"product": f"p{n}"} if is_labelled else {} for n in range(5)]
+    gallery.add([entry(f"k{n}", row, labels[n]) for n, row in enumerate([*rows, again])])
+    found = find_duplicates(gallery)
+    assert found.min_score == LEAST_SCORE
+    assert [[number for number, _ in group] for group in found.groups] == [[2, 5]]
+    assert found.crowds == []
+
+
+@pytest.mark.parametrize("is_labelled", [True, False])
+def test_a_placeholder_is_a_crowd_with_a_cure_and_no_group(
+    gallery: Gallery, is_labelled: bool
+) -> None:
+    rows = np.concatenate([views(500, 2, 0.05, 0.5), np.tile(units(1, 9), (500, 1))])
+    entries = []
+    for n, row in enumerate(rows):
+        attributes = {"product": n // 2 if n < 1000 else n} if is_labelled else {}
+        content = "no photo" if n >= 1000 else None
+        entries.append(entry(f"k{n}", row, attributes, content))
+    gallery.add(entries)
+    found = find_duplicates(gallery)
+    assert found.min_score < 0.99  # copies of one picture say nothing about others
+    [crowd] = crowds_of(gallery, found)
+    assert crowd.items == 500
+    assert {item.sha256 for item in crowd.examples} == {entries[-1].sha256}
+    assert "500 items, 33% of the gallery" in crowd.detail
+    assert "placeholder" in crowd.detail
+    assert f"(min_score) above {found.min_score:.4f}" in crowd.detail
+    assert {len(group) for group in found.groups} == {2}
+    assert len(found.groups) > 400
+    members = {number for group in found.groups for number, _ in group}
+    assert members.isdisjoint(number for number, _ in found.crowds[0])
+
+
+@pytest.mark.parametrize(
+    ("products", "each", "spread", "is_warned"),
+    [(90, 16, 0.1, True), (90, 16, 0.6, False), (6, 3, 0.1, False), (600, 2, 0.0, False)],
+)
+def test_a_gallery_of_which_a_quarter_is_alike_is_warned_of_unless_it_has_copies(
+    gallery: Gallery, products: int, each: int, spread: float, is_warned: bool
+) -> None:
+    rows = views(products, each, spread, 0.5)
+    gallery.add([entry(f"k{n}", row, {"class": f"p{n // each}"}) for n, row in enumerate(rows)])
+    found = find_duplicates(gallery)
+    assert (found.warning is not None) == is_warned
+    if is_warned:
+        assert f"of {products * each:,} items are near another one" in str(found.warning)
+        assert f"(min_score) above {found.min_score:.4f}" in str(found.warning)
+
+
+@pytest.mark.parametrize(
+    ("copies", "others", "is_crowd"), [(20, 0, False), (21, 0, True), (21, 2079, False)]
+)
+def test_a_crowd_is_more_than_20_items_and_more_than_a_part_in_100(
+    gallery: Gallery, copies: int, others: int, is_crowd: bool
+) -> None:
+    rows = [*np.tile(units(1), (copies, 1)), *units(others, 8)]
+    gallery.add([entry(f"k{n}", row, content=f"{n}") for n, row in enumerate(rows)])
+    found = find_duplicates(gallery, min_score=0.9999)
+    sizes = [len(group) for group in found.crowds], [len(group) for group in found.groups]
+    assert sizes == (([copies], []) if is_crowd else ([], [copies]))
+
+
+@pytest.mark.parametrize("kind", ["ivf-rabitq", "hnsw", "fp16"])
+def test_the_score_comes_from_stored_vectors_whatever_the_index(
+    gallery: Gallery, kind: IndexKind
+) -> None:
+    rows = views(80, 8, 0.1, 6.0)
+    gallery.add([entry(f"k{n}", row, {"class": f"p{n // 8}"}) for n, row in enumerate(rows)])
+    flat = floor_of(gallery)
+    gallery.compact(IndexSettings(kind=kind, target_recall=0.5))
+    assert floor_of(gallery) == flat
+    assert flat.score == pytest.approx(rare_cosine(rows, np.arange(640) // 8), abs=1e-6)
+
+
+def test_a_large_gallery_is_sampled_within_a_bound_and_the_same_each_time(gallery: Gallery) -> None:
+    rows, numbers = views(1250, 4, 0.1, 6.0), np.repeat(np.arange(1250), 4)
+    gallery.add([entry(f"k{n}", row, {"product": f"p{numbers[n]}"}) for n, row in enumerate(rows)])
+    floor = floor_of(gallery)
+    assert floor_of(gallery) == floor
+    assert 500_000 < floor.pairs <= 2_000_000
+    assert floor.score == pytest.approx(rare_cosine(rows, numbers), abs=0.003)
+    gallery.remove([f"k{n}" for n in range(5000) if n % 16])  # numbers with wide gaps
+    left = numbers[::16]
+    assert floor_of(gallery).score == pytest.approx(
+        max(LEAST_SCORE, rare_cosine(rows[::16], left)), abs=1e-6
+    )
+
+
+def test_searches_remember_the_score_until_the_gallery_is_another_size(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def counted(one: Gallery) -> Floor:
+        asked.append(one.size)
+        return floor_of(one)
+
+    monkeypatch.setattr(duplicates, "floor_of", counted)
+    gallery.add([entry(f"k{n}", row) for n, row in enumerate(units(100))])
+    assert near_score(gallery) == near_score(gallery) == LEAST_SCORE
+    gallery.remove(["k1"])
+    near_score(gallery)
+    gallery.remove([f"k{n}" for n in range(20)])
+    near_score(gallery)
+    assert asked == [100, 80]
+
+
 def collapsed(ranked: list[Hit], stored: dict[int, np.ndarray], near: float) -> list[str]:
     """The ranked hits without those that are near a better one that stays."""
     kept: list[Hit] = []
@@ -198,7 +388,7 @@ def test_the_command_writes_a_report_of_each_kind(run: Run, twins: Path, tmp_pat
         "hat/twin.webp",
     }
     assert [one["newest"] for one in group].count(True) == 1
-    assert all(one["probability"] is None and one["score"] >= 0.97 for one in group)
+    assert all(one["score"] >= 0.97 for one in group)
 
     assert run(*ask, "--out", tmp_path / "near.csv").exit_code == 0
     with (tmp_path / "near.csv").open(newline="", encoding="utf-8") as stream:
@@ -217,27 +407,34 @@ def test_the_command_writes_a_report_of_each_kind(run: Run, twins: Path, tmp_pat
     assert "largest 0 groups" in (tmp_path / "near.html").read_text(encoding="utf-8")
 
 
-def test_the_calibration_says_what_is_near(
-    run: Run, twins: Path, embedder: CountingEmbedder
+def test_the_gallery_says_what_is_near(run: Run, twins: Path) -> None:
+    report = printed(run("duplicates", twins, "--json"))
+    assert report["min_score"] == report["floor"]["score"] == LEAST_SCORE
+    assert report["floor"]["attribute"] == "class"
+    assert report["warning"] is None
+    assert {len(group) for group in report["groups"]} == {3}
+    shown = run("duplicates", twins, "--min-score", "0.5")
+    assert "Warning: min_score = 0.5 is below 0.9500" in " ".join(shown.stdout.split())
+
+
+def test_the_command_warns_of_a_crowd_and_lists_none_of_it(
+    run: Run, gallery: Gallery, tmp_path: Path
 ) -> None:
-    assert "has no calibration" in failure(run("duplicates", twins, "--bundle", "b"))
-    embedder.calibration = CALIBRATION
-    report = printed(run("duplicates", twins, "--bundle", "b", "--json"))
-    assert report["min_probability"] == 0.99
-    likely = CALIBRATION.for_gallery(8).probability(np.array(report["min_score"]))
-    assert likely == pytest.approx(0.99, abs=1e-4)
-    assert all(one["probability"] >= 0.99 for group in report["groups"] for one in group)
-    steep = ("duplicates", twins, "--bundle", "b", "--min-probability", "1", "--json")
-    assert printed(run(*steep))["min_score"] == 1.0
-    embedder.calibration = CALIBRATION.model_copy(update={"slope": 2.0})  # reaches 0.99 nowhere
-    assert printed(run("duplicates", twins, "--bundle", "b", "--json"))["min_score"] == SAME_PICTURE
-    assert "probability 0.99 would take more" in run("duplicates", twins, "--bundle", "b").stdout
+    gallery.add([entry(f"k{n}", units(1)[0], content="no photo") for n in range(30)])
+    gallery.add([entry(f"p{n}", row) for n, row in enumerate(units(50, 4))])
+    shown = run("duplicates", gallery.path, "--out", tmp_path / "near.html")
+    text = " ".join(shown.stdout.split())
+    assert "Groups of near-duplicates: 0, with 0 of the 80 items" in text
+    assert "Warning: 30 items, 38% of the gallery" in text
+    page = (tmp_path / "near.html").read_text(encoding="utf-8")
+    assert "<b>Warning:</b> 30 items" in page
+    assert "<section>" not in page
+    report = printed(run("duplicates", gallery.path, "--json"))
+    assert [crowd["items"] for crowd in report["crowds"]] == [30]
+    assert report["crowds"][0]["examples"][0]["key"] == "k0"
 
 
 def test_what_cannot_be_asked_says_what_to_do(run: Run, twins: Path, tmp_path: Path) -> None:
-    assert "Give --bundle" in usage(run("duplicates", twins))
-    both = ("--bundle", "b", "--min-score", "0.9")
-    assert "Give --bundle" in usage(run("duplicates", twins, *both))
     assert "must end with" in usage(run("duplicates", twins, "--min-score", "1", "--out", "x.pdf"))
     nowhere = ("--min-score", "0.9", "--out", tmp_path / "no" / "near.csv")
     assert "Cannot write" in failure(run("duplicates", twins, *nowhere))

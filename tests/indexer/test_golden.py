@@ -12,7 +12,9 @@ from embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
-from indexer.checks.golden import (
+from indexer.checks.verify import check_files
+from indexer.gallery import Gallery
+from indexer.golden import (
     KEPT_RUNS,
     MAX_QUERIES,
     Asked,
@@ -22,9 +24,7 @@ from indexer.checks.golden import (
     change,
     threshold_of,
 )
-from indexer.checks.verify import check_files
-from indexer.folder.backup import restore
-from indexer.gallery import Gallery
+from indexer.live.backup import restore
 from tests.embedder.bundles import CALIBRATION
 from tests.indexer.conftest import Run, failure, flipped, printed
 from tests.indexer.oracle import DIM, clumped, entry, units

@@ -168,7 +168,7 @@ def interrupted(out: Path) -> None:
     [
         (nothing, r"No gallery at .*kinlens-index build"),
         (Path.touch, "No gallery at"),
-        (interrupted, r"was interrupted.*continues"),
+        (interrupted, r"was interrupted.*continues.*or says what is wrong"),
     ],
 )
 def test_a_folder_without_a_gallery_is_named_with_the_cure(

@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 
 from embedder.errors import ImageTooManyBytesError, SourceError
-from indexer.ingest.sources import (
-    Source,
-    csv_changes,
-    csv_source,
-    folder_source,
-    inside,
-    read_image,
-    split_source,
-)
+from indexer.ingest.sources import Source, csv_changes, csv_source, folder_source, split_source
+from indexer.pictures import inside, read_image
 from tests.indexer.conftest import PICTURES
 
 

@@ -17,15 +17,10 @@ FEW, MANY = 12, 60
 COLOURS = ("red", "green", "blue")
 CALIBRATION = Calibration.model_validate(
     {
-        "slope": 12.0,
-        "intercept": -6.0,
         "thresholds": [{"false_matches": 0.1, "pair_score": 0.4, "search_score": 0.6}],
         "split": "validation",
         "gallery_images": 9,
         "queries": 9,
-        "neighbours": 1,
-        "positive_hits": 9,
-        "negative_hits": 9,
         "negative_pairs": 9,
     }
 )

@@ -16,7 +16,7 @@ from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
 from indexer.ingest.build import BuildSettings, build_gallery
 from indexer.ingest.sources import folder_source
-from service.api.models import JobModel
+from service.models import JobModel
 from service.settings import Settings
 from tests.support.seams import Job, JobManager, params_of, store_bundle
 from tests.support.waiting import until

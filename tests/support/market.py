@@ -8,25 +8,31 @@ from typing import Any
 
 import httpx
 
-from embedder.calibration import Calibration
+from embedder.calibration import Calibration, Curve, ViewsCurve
 from embedder.fake import FakeEmbedder
 from tests.support.servers import Running, render
 from tests.support.shops import start_shop
+from tests.support.waiting import until
 from tests.tiny import encoded
 
 COUNT = 12
 COLOURS = ("red", "green", "blue")
 CALIBRATION = Calibration(
-    slope=20.0,
-    intercept=-10.0,
     thresholds=(),
     split="test",
     gallery_images=100,
     queries=100,
-    neighbours=10,
-    positive_hits=500,
-    negative_hits=500,
     negative_pairs=500,
+    curves=(
+        ViewsCurve(
+            views=2,
+            products=6,
+            wrong_hits=500,
+            curve=Curve(
+                slope=20.0, hits=0.5, below=0.0, absent=6.0, absent_best=4.0, absent_last=8.0
+            ),
+        ),
+    ),
 )
 
 
@@ -56,6 +62,8 @@ def start_market(
     items = {f"{n:03d}.png": picture(n) for n in range(COUNT)}
     texts = [json.dumps(attributes_of(n)) for n in range(COUNT)]
     shop.put_form(items, texts).raise_for_status()
+    # The service looks at new items in the background.
+    until(lambda: calibration is None or shop.gallery()["calibration"] is not None)
     return shop
 
 

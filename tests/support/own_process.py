@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -85,17 +84,18 @@ def own_process(
     log: Path,
     *arguments: str,
     code: Sequence[str] = SERVE,
+    folder: Path = ROOT,
     may_be_killed: bool = False,
     **settings: Any,
 ) -> Iterator[OwnProcess]:
-    """Serve with these settings until the end of the block; Ctrl-C must end it well, unless a test
-    has ended it before.
+    """Serve in `folder` with these settings until the end of the block; Ctrl-C must end it well,
+    unless a test has ended it before.
     """
     with (
         log.open("w") as errors,
         subprocess.Popen(
             [sys.executable, *code, "--port", "0", *arguments],
-            cwd=ROOT,
+            cwd=folder,
             env=environment(**{"log_level": "warning"} | settings),
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -131,11 +131,6 @@ def command_of(process_id: int) -> str:
         return Path(f"/proc/{process_id}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
-
-
-def report_protocol(listener: socket.socket, answer: Connection) -> None:
-    """What a spawned process knows of the socket that it was given."""
-    answer.send(listener.proto)
 
 
 def _children(pid: int) -> list[int]:

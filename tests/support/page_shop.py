@@ -21,20 +21,28 @@ from pydantic import BaseModel, BeforeValidator, Json
 from starlette.datastructures import FormData, QueryParams
 
 import service
-from service.api import models
+from service import models
 from service.http.gate import SECURITY_HEADERS
 
 UI = Path(service.__file__).parent / "ui"
 COLOURS = {"red": (200, 40, 40), "green": (40, 160, 60), "blue": (50, 70, 200)}
 CLASSES = ("mug", "jar", "box", "bag")
 CALIBRATION = {
-    "slope": 20.0,
-    "intercept": -16.0,
-    "thresholds": [
-        {"false_matches": 0.1, "search_score": 0.805, "probability": 0.52},
-        {"false_matches": 0.01, "search_score": 0.95, "probability": 0.95},
-    ],
+    "source": "gallery",
+    "product": "class",
+    "products": 20,
+    "views": 3.5,
+    "searches": 120,
+    "wrong_hits": 400,
+    "error_best": 0.03,
+    "error_ten": 0.02,
+    "no_match_prior": 0.1,
+    "reason": "The gallery has no golden set",
 }
+THRESHOLDS = [
+    {"false_matches": 0.1, "search_score": 0.805},
+    {"false_matches": 0.01, "search_score": 0.95},
+]
 INDEX = {
     "kind": None,
     "segment_items": 0,
@@ -126,7 +134,6 @@ class Wanted(BaseModel):
     filter: Json[dict[str, Any]] = {}
     group_by: str = ""
     group_size: int = 1
-    rerank: str = ""
     diversity: float = 0
     combine: str = "mean"
     crop: list[Crop] = []
@@ -165,6 +172,7 @@ class Shop:
         """As new: full, calibrated, open to all, asked nothing."""
         self.galleries = dict(self._stock)
         self.calibration: dict[str, Any] | None = CALIBRATION
+        self.no_match = 0.12
         self.asked: list[Wanted] = []
         self.feedback = "off"
         self.judged_items: list[dict[str, str]] = []
@@ -181,7 +189,6 @@ class Shop:
         app.add_exception_handler(404, unknown)
         item = "/galleries/{name}/items/{number}"
         app.get("/live", response_model=models.Live)(lambda: {"status": "live"})
-        app.get("/samples", response_model=models.SamplesAnswer)(lambda: {"samples": []})
         app.get("/galleries", response_model=models.Galleries)(self.list_galleries)
         app.get("/galleries/{name}", response_model=models.GalleryDetail)(self.describe)
         app.get("/galleries/{name}/items", response_model=models.ItemPage)(self.page_of_items)
@@ -228,6 +235,8 @@ class Shop:
         return self.about(name) | {
             "attributes": [self.attribute(name, a) for a in self.galleries[name][0].attributes],
             "calibration": self.calibration,
+            "no_calibration": None if self.calibration else "The gallery was not calibrated yet",
+            "thresholds": THRESHOLDS,
             "index": INDEX,
             "provider": "CPUExecutionProvider",
             "image_root_missing": False,
@@ -324,18 +333,20 @@ class Shop:
         query = query - 0.7 * sum(by_key[key] for key in wanted.negative)
         queries = [query / np.linalg.norm(query)]
         if is_best := wanted.combine == "best":
-            assert not any((wanted.positive, wanted.negative, wanted.rerank, wanted.diversity))
+            assert not any((wanted.positive, wanted.negative, wanted.diversity))
             queries = vectors
         scores = {item.key: [float(item.vector @ one) for one in queries] for item in stock}
+        shares = self.shares({key: max(found) for key, found in scores.items()})
         hits = [
             self.entry(wanted.gallery, item)
-            | self.judged(max(found := scores[item.key]))
+            | {"score": max(found := scores[item.key]), "probability": shares.get(item.key)}
             | ({"view": views[int(np.argmax(found))]} if is_best else {})
             for item in sorted(stock, key=lambda item: -max(scores[item.key]))
             if item.key != without and passes(item.attributes, wanted.filter)
         ]
         groups = self.grouped(wanted, hits) if wanted.group_by else None
         shown = hits[: wanted.k] if groups is None else []
+        likely = sum(shares.get(hit["key"], 0) for hit in (hits if groups else shown))
         return {
             "bundle_id": "b" * 64,
             "gallery": wanted.gallery,
@@ -345,17 +356,20 @@ class Shop:
             "count": len(shown),
             "cached": False,
             "match": bool(hits),
+            "no_match_probability": 1 - likely if shares else None,
             "hits": shown,
             "groups": groups,
             "answer_id": None if self.feedback == "off" else f"answer-{len(self.asked)}",
             "timings_ms": {"decode": 3.0, "embed": 11.5, "search": 0.5, "total": 16.0},
         }
 
-    def judged(self, score: float) -> dict[str, float | None]:
-        if self.calibration is None:
-            return {"score": score, "probability": None}
-        logit = self.calibration["slope"] * score + self.calibration["intercept"]
-        return {"score": score, "probability": float(1 / (1 + np.exp(-logit)))}
+    def shares(self, scores: Mapping[str, float]) -> dict[str, float]:
+        """The probability of each item, by its key: they compete for what `no_match` leaves."""
+        if self.calibration is None or not scores:
+            return {}
+        weights = {key: float(np.exp(20 * score)) for key, score in scores.items()}
+        left = (1 - self.no_match) / sum(weights.values())
+        return {key: left * weight for key, weight in weights.items()}
 
     def grouped(self, wanted: Wanted, hits: list[dict[str, Any]]) -> list[dict[str, Any]]:
         values: dict[Any, list[dict[str, Any]]] = {}
@@ -363,7 +377,8 @@ class Shop:
             values.setdefault(hit["attributes"][wanted.group_by], []).append(hit)
         return [
             {"value": value, "hits": some[: wanted.group_size]}
-            | {name: some[0].get(name) for name in ("score", "probability", "view")}
+            | {name: some[0].get(name) for name in ("score", "view")}
+            | {"probability": self.calibration and sum(hit["probability"] for hit in some)}
             for value, some in values.items()
         ][: wanted.k]
 

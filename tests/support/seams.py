@@ -8,13 +8,11 @@ where its tests are mended.
 from collections.abc import Sequence
 from pathlib import Path
 
-from embedder.calibration import UNREACHABLE, score_of
 from embedder.durable import set_fault_hook
 from indexer.catalog.read import CatalogView, State
 from indexer.checks.compare import compare
 from indexer.commands import options
 from indexer.exchange.milvus import MilvusStore
-from indexer.folder.backup import backup
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import GalleryManifest
 from indexer.index.faiss import SegmentIndex
@@ -26,35 +24,45 @@ from indexer.index.tune import recall_at, tune
 from indexer.ingest.build import import_gallery
 from indexer.ingest.embed import EmbedSettings
 from indexer.ingest.rebuild import adopt
+from indexer.live.backup import backup
 from indexer.types import Dump, Entry
 from service.access.keys import FreshKeys, KeyStore, open_keys
-from service.access.rates import Addresses, LocalCounts, RateLimits, SharedCounts, parse_rates
-from service.galleries.feedback import FeedbackStore, Question
-from service.galleries.locations import GalleryLocation, Locations
-from service.galleries.migration import bring_over
-from service.galleries.pictures import PictureFolder, SharedPictures
-from service.galleries.registry import Failures
-from service.galleries.renditions import Renditions
-from service.http.gate import RouteTable
-from service.http.server import listen
-from service.jobs.manager import JobManager
-from service.jobs.params import params_of
-from service.jobs.rebuild import store_bundle
-from service.jobs.store import Job, JobStore
-from service.search.cache import (
+from service.access.rates import (
+    FIRST,
+    Account,
+    Addresses,
+    Charge,
+    LocalCounts,
+    RateLimits,
+    SharedCounts,
+    parse_rates,
+)
+from service.encoding import decode_worker, lanes, sandbox
+from service.encoding.cache import (
     LruCache,
     answer_key,
     decode_vector,
     embedding_key,
     encode_vector,
 )
-from service.search.lanes import InlineDecoder, ProcessDecoder
-from service.search.model import Batcher
+from service.encoding.lanes import InlineDecoder, ProcessDecoder
+from service.encoding.model import Batcher
+from service.galleries.feedback import FeedbackStore, Question
+from service.galleries.locations import GalleryLocation, Locations
+from service.galleries.pictures import PictureFolder, SharedPictures
+from service.galleries.registry import Failures
+from service.galleries.renditions import Renditions
+from service.http.forms import Part, parse_form
+from service.http.gate import RouteTable
+from service.http.server import listen
+from service.jobs.manager import JobManager
+from service.jobs.params import params_of
+from service.jobs.rebuild import store_bundle
+from service.jobs.store import Job, JobStore
 from service.search.pipeline import recall_of
 from service.search.query import (
     HitRenderer,
     encode_results,
-    least_score,
 )
 
 

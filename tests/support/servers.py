@@ -125,6 +125,9 @@ class FakeGallery:
             segment=None,
         )
 
+    def calibration(self) -> None:
+        """It has none."""
+
     def close(self) -> None:
         """Given open, so never called."""
 
@@ -186,14 +189,14 @@ class Running:
         self._stack.close()
 
 
-def run(app: FastAPI, max_connections: int | None = None) -> Running:
-    """Serve `app` in a thread until `close`."""
+def run(app: FastAPI, **limits: int) -> Running:
+    """Serve `app` in a thread until `close`, with these limits of all connections together."""
     stack = ExitStack()
     listener = stack.enter_context(closing(listen("127.0.0.1", 0)))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = config_of(app, app.state.runtime.settings)
-    if max_connections is not None:
-        config.http.keywords["max_connections"] = max_connections
+    for name, value in limits.items():
+        setattr(config.http.keywords["limits"], name, value)
     server = Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
 
@@ -261,12 +264,12 @@ def start_service(embedder: GatedEmbedder, gallery: FakeGallery) -> Iterator[Sta
     def start(
         embedder: Embedder = embedder,
         galleries: Mapping[str, Any] | None = None,
-        max_connections: int | None = None,
+        limits: Mapping[str, int] | None = None,
         **settings: Any,
     ) -> Running:
         given = galleries if galleries is not None else {gallery.name: gallery}
         app = create_app(Settings(**DEFAULTS | settings), embedder, given)
-        started.append(run(app, max_connections=max_connections))
+        started.append(run(app, **(limits or {})))
         return started[-1]
 
     yield start

@@ -1,6 +1,7 @@
 """A service that keeps things in a folder and lets everybody write, for tests of galleries."""
 
 import base64
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from embedder.session import Embedder
 from indexer.gallery import Gallery
 from indexer.types import Entry
 from service.app import create_app
+from service.galleries.pictures import PictureFolder
 from service.settings import Settings
 from tests.support.servers import DEFAULTS, Running, run
 
@@ -31,6 +33,13 @@ class Shop:
         self.name = name
         self.url = f"/galleries/{name}"
         self.folder = state / "galleries" / name
+
+    def compacted(self) -> set[str]:
+        """The uploaded pictures that are left after a compaction: no removal can be undone then."""
+        with contextlib.closing(Gallery.open(self.folder)) as gallery:
+            gallery.compact(wait=True)
+        PictureFolder(self.folder).sweep()
+        return self.pictures()
 
     def create(self, name: str) -> "Shop":
         """A new gallery of the same service."""

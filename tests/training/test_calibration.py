@@ -2,17 +2,14 @@ import numpy as np
 import pytest
 
 import training.export.calibration as calibration_module
-from embedder.calibration import Calibration
-from embedder.errors import EvaluationError
+from embedder.calibration import CANDIDATES, Searches
+from embedder.errors import CalibrationError
 from embedder.types import Embeddings
 from training.export.calibration import (
     FALSE_MATCHES,
     MIN_CLASSES,
-    NEIGHBOURS,
-    Hits,
-    calibration_error,
+    candidates_of,
     fit_calibration,
-    fit_logistic,
     least_score,
     roc_area,
     search,
@@ -30,93 +27,6 @@ def clouds(
     vectors = centres[labels] + noise * rng.standard_normal((len(labels), dim))
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     return unit.astype(np.float32), labels
-
-
-def fit(
-    scores: np.ndarray, right: np.ndarray, weights: np.ndarray | None = None
-) -> tuple[float, float]:
-    """The curve of the score alone."""
-    weights = np.ones(len(scores)) if weights is None else weights
-    slopes, intercept = fit_logistic(scores[:, None].astype(np.float64), right, weights, (np.inf,))
-    return float(slopes[0]), intercept
-
-
-def asked(embeddings: Embeddings, labels: np.ndarray, gallery: np.ndarray | None = None) -> Hits:
-    """What searches among `gallery`, or everything, return first."""
-    gallery = np.arange(len(labels)) if gallery is None else gallery
-    hits = search(embeddings, labels, gallery, gallery)
-    return Hits(*(part[..., :NEIGHBOURS] for part in hits[:3]), hits.best_wrong)
-
-
-def error_of(calibration: Calibration, hits: Hits) -> float:
-    likely = calibration.probability(hits.scores, np.broadcast_to(hits.ranks, hits.scores.shape))
-    return calibration_error(likely.ravel(), hits.right.ravel())
-
-
-def drawn(slope: float, intercept: float, count: int, seed: int = 0) -> tuple[np.ndarray, ...]:
-    rng = np.random.default_rng(seed)
-    scores = rng.uniform(0.2, 1.0, count).astype(np.float32)
-    probability = 1 / (1 + np.exp(-(slope * scores.astype(np.float64) + intercept)))
-    return scores, rng.random(count) < probability, probability
-
-
-@pytest.mark.parametrize(("slope", "intercept"), [(3.0, -4.0), (25.0, -12.0)])
-def test_a_known_curve_is_recovered(slope: float, intercept: float) -> None:
-    scores, right, probability = drawn(slope, intercept, 200_000)
-    found = fit(scores, right)
-    np.testing.assert_allclose(found, (slope, intercept), rtol=0.03)
-    logits = found[0] * scores.astype(np.float64) + found[1]
-    assert np.abs(1 / (1 + np.exp(-logits)) - probability).max() < 0.01
-
-
-def test_the_fit_is_where_the_likelihood_is_highest() -> None:
-    scores, right, _ = drawn(6.0, -4.0, 500)
-    positive, negative = right.sum(), (~right).sum()
-    target = np.where(right, (positive + 1) / (positive + 2), 1 / (negative + 2))
-
-    def loss(slope: float, intercept: float) -> float:
-        logits = slope * scores.astype(np.float64) + intercept
-        return float((np.logaddexp(0, logits) - target * logits).mean())
-
-    slope, intercept = fit(scores, right)
-    for step in (-1e-2, 1e-2):
-        assert loss(slope, intercept) < loss(slope + step, intercept)
-        assert loss(slope, intercept) < loss(slope, intercept + step)
-
-
-def test_separable_scores_give_a_finite_curve() -> None:
-    scores = np.array([0.1, 0.2, 0.8, 0.9], dtype=np.float32)
-    slope, intercept = fit(scores, scores > 0.5)
-    assert 1 < slope < 1000
-    assert np.isfinite(intercept)
-
-
-def test_probability_rises_with_the_score_and_stays_between_0_and_1() -> None:
-    found = fit_calibration(*clouds(), split="validation")
-    scores = np.linspace(-1, 1, 2001, dtype=np.float32).reshape(3, 667)
-    probability = found.probability(scores)
-    assert (np.diff(probability.ravel()) >= 0).all()
-    assert 0 <= probability.min() < 0.01
-    assert 0.7 < probability.max() <= 1
-
-
-def test_probabilities_hold_on_pairs_of_other_classes() -> None:
-    found = fit_calibration(*clouds(classes=60, seed=0), split="validation")
-    # The same centres come from the same law; none of these images was fitted on.
-    hits = asked(*clouds(classes=60, seed=1))
-    assert error_of(found, hits) < 0.05
-    best = found.probability(hits.scores[:, 0])
-    assert best.mean() == pytest.approx(hits.right[:, 0].mean(), abs=0.05)
-    assert found.calibration_error is not None
-    assert found.calibration_error < 0.05
-
-
-def test_the_error_of_a_curve_is_its_distance_from_the_truth() -> None:
-    _, right, probability = drawn(8.0, -5.0, 100_000)
-    assert calibration_error(probability, right) < 0.01
-    assert calibration_error(np.clip(probability + 0.2, 0, 2), right) == pytest.approx(
-        0.2, abs=0.01
-    )
 
 
 def test_thresholds_have_their_false_match_rates_on_the_pairs() -> None:
@@ -169,7 +79,8 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = fit_calibration(*data, split="test")
     monkeypatch.setattr(calibration_module, "BLOCK", 1000)
     parts = fit_calibration(*data, split="test")
-    assert parts.slope == pytest.approx(whole.slope, rel=1e-4)
+    for one, other in zip(parts.curves, whole.curves, strict=True):
+        assert one.curve.model_dump() == pytest.approx(other.curve.model_dump(), rel=1e-3)
     assert parts.thresholds[0].pair_score == pytest.approx(whole.thresholds[0].pair_score, abs=1e-6)
 
 
@@ -200,7 +111,7 @@ def test_many_images_are_sampled_by_the_seed(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_be_calibrated_says_why(
     labels: np.ndarray, embeddings: Embeddings, reason: str
 ) -> None:
-    with pytest.raises(EvaluationError, match=reason):
+    with pytest.raises(CalibrationError, match=reason):
         fit_calibration(embeddings, labels, "validation")
 
 
@@ -210,7 +121,7 @@ def test_scores_that_separate_all_pairs_but_not_the_best_hits_are_not_calibrated
     order = np.argsort(labels, kind="stable")
     inside = np.tile(np.random.default_rng(1).permutation(np.repeat(np.arange(8), 12)), 5)
     classes = labels[order] * 8 + inside
-    with pytest.raises(EvaluationError, match="among the 10 best hits the area under the ROC"):
+    with pytest.raises(CalibrationError, match="among the 10 best hits the area under the ROC"):
         fit_calibration(worlds[order], classes, "test")
 
 
@@ -221,30 +132,46 @@ def test_a_class_of_one_image_asks_nothing() -> None:
     assert (found.queries, found.gallery_images) == (len(labels), len(labels) + 1)
 
 
-def test_probabilities_hold_in_galleries_of_other_sizes() -> None:
-    found = fit_calibration(*clouds(classes=40, seed=0), split="validation")
-    for classes in (20, 80):
-        embeddings, labels = clouds(classes=classes, seed=2)
-        hits = asked(embeddings, labels)
-        sized = error_of(found.for_gallery(len(labels)), hits)
-        assert sized < 0.06
-        assert sized < error_of(found, hits)
+def test_there_is_a_curve_for_each_number_of_views_that_enough_classes_have() -> None:
+    found = fit_calibration(*clouds(classes=30, images=6), split="test")
+    assert [(one.views, one.products) for one in found.curves] == [(1, 30), (2, 30), (4, 30)]
+    assert all(one.wrong_hits >= 100 for one in found.curves)
 
 
-def test_a_weight_counts_as_so_many_pairs() -> None:
-    scores, right, _ = drawn(6.0, -4.0, 300)
-    weights = np.random.default_rng(0).integers(1, 4, 300)
-    repeated = fit(np.repeat(scores, weights), np.repeat(right, weights))
-    # Platt's targets know the number of pairs, so the two differ by that.
-    np.testing.assert_allclose(fit(scores, right, weights), repeated, rtol=0.05)
+@pytest.mark.parametrize("views", [1, 2, 4, 8])
+@pytest.mark.parametrize("absent", [0.0, 0.2, 0.5])
+def test_probabilities_hold_on_other_classes_for_any_views_and_absence(
+    views: int, absent: float
+) -> None:
+    found = fit_calibration(*clouds(classes=100, images=20, seed=0), split="validation")
+    # The same centres come from the same law; none of these images was fitted on.
+    embeddings, labels = clouds(classes=100, images=20, seed=1)
+    shuffled = [np.flatnonzero(labels == name) for name in range(100)]
+    gallery = np.concatenate([images[:views] for images in shuffled])
+    queries = np.concatenate([images[views:] for images in shuffled])
+    present, masked = candidates_of(embeddings, labels, queries, gallery)
+    cut = round(absent * len(queries))
+    asked = Searches.joined([masked[np.arange(cut)], present[np.arange(cut, len(queries))]])
+    curve = found.curve_for(100, views)
+    best, ten = asked.error(curve, absent)
+    assert max(best, ten) < 0.1
+    # A curve for one image of a product does not know what several hits of one are worth.
+    if views == 8 and not absent:
+        assert asked.error(found.curve_for(100, 1), absent)[0] > 2 * best
 
 
-def test_slopes_stay_within_their_bounds() -> None:
-    scores, right, _ = drawn(12.0, -8.0, 2000)
-    features = np.stack((scores, -scores), axis=1).astype(np.float64)
-    slopes, _ = fit_logistic(features, right, np.ones(2000), (3.0, np.inf))
-    assert slopes[0] == pytest.approx(3.0)
-    assert slopes[1] == 0
+def test_candidates_are_the_nearest_and_without_the_class_the_nearest_others() -> None:
+    embeddings, labels = clouds(classes=9, images=5)
+    gallery, queries = np.arange(5, 45), np.arange(5)
+    present, masked = candidates_of(embeddings, labels, queries, gallery)
+    for row, query in enumerate(queries):
+        scores = embeddings[gallery] @ embeddings[query]
+        np.testing.assert_allclose(present.scores[row], np.sort(scores)[::-1][:CANDIDATES], 1e-5)
+        others = scores[labels[gallery] != labels[query]]
+        np.testing.assert_allclose(masked.scores[row], np.sort(others)[::-1][:CANDIDATES], 1e-5)
+    assert not masked.right.any()
+    assert masked.absent.all()
+    assert not present.absent.any()
 
 
 # The area under the ROC curve

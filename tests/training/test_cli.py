@@ -102,6 +102,9 @@ def test_new_writes_a_commented_job_that_trains_the_users_folder(tmp_path: Path)
         assert getattr(found, table) == getattr(template, table)
     with pytest.raises(KinlensError, match="exists already"):
         runner.invoke(app, words, catch_exceptions=False)
+    assert "model.weights" not in done.output
+    named = ["new", "--data", str(shop), "--out", str(tmp_path / "other.toml")]
+    assert "Without a network, add --set model.weights=FILE" in runner.invoke(app, named).output
 
 
 def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path) -> None:
@@ -114,6 +117,8 @@ def test_new_leaves_no_job_for_a_folder_that_cannot_be_trained_on(tmp_path: Path
             catch_exceptions=False,
         )
     assert not job.exists()
+    with pytest.raises(KinlensError, match="--data nowhere: there is no such folder"):
+        runner.invoke(app, ["new", "--data", "nowhere"], catch_exceptions=False)
     odd = tmp_path / "sh$op"
     odd.mkdir()
     with pytest.raises(KinlensError, match="Rename the folder"):

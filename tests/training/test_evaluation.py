@@ -12,8 +12,9 @@ from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from embedder.errors import DatasetError, EvaluationError
 from training.evaluation.clustering import agreement, clustering
 from training.evaluation.evaluate import evaluate_embeddings
-from training.evaluation.retrieval import retrieval
+from training.evaluation.retrieval import GAIN, gain, retrieval
 from training.evaluation.structure import structure
+from training.report.tables import paired_difference
 
 KS = (1, 2, 4, 8, 10_000)
 TIE = 1e-5
@@ -369,3 +370,28 @@ def test_embeddings_that_are_not_finite_are_refused(measure) -> None:
     vectors[3, 1] = np.nan
     with pytest.raises(EvaluationError, match="1 of 10 embeddings are not finite"):
         measure(vectors, labels)
+
+
+def ranks_of(right: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.where(right, 0, 3))
+
+
+def test_the_interval_of_a_gain_is_that_of_paired_changes_with_classes_as_units() -> None:
+    rng = np.random.default_rng(0)
+    before, after = rng.random(40) < 0.4, rng.random(40) < 0.7
+    labels = np.arange(40)
+    found = gain(ranks_of(before), ranks_of(after), labels)
+    mean, half = paired_difference(100.0 * after, 100.0 * before)
+    assert [found[name] for name in GAIN] == pytest.approx([mean - half, mean + half])
+    # More photographs of the same products, answered alike, make nobody surer.
+    twice = gain(*(ranks_of(np.repeat(x, 2)) for x in (before, after)), np.repeat(labels, 2))
+    assert twice == pytest.approx(found)
+
+
+def test_queries_without_an_answer_and_comparisons_without_a_pair_have_no_gain() -> None:
+    before, after = torch.tensor([0, 2, -1, 0]), torch.tensor([0, 0, -1, 1])
+    found = gain(before, after, np.array([0, 0, 1, 2]))
+    assert found == pytest.approx(gain(before[[0, 1, 3]], after[[0, 1, 3]], np.array([0, 0, 2])))
+    assert gain(None, after, np.arange(4)) == {}
+    assert gain(before, after, np.zeros(4, int)) == {}
+    assert set(gain(before, before, np.arange(4)).values()) == {0.0}

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from training.config.job import Job, parse_job
 from training.data.load import load_split
 from training.data.protocol import with_protocol
 from training.evaluation.evaluate import embed
-from training.evaluation.retrieval import retrieval
+from training.evaluation.retrieval import GAIN, retrieval
 from training.export.bundle import export_checkpoint
+from training.folder import Result
 from training.losses.table import build_loss
+from training.report.notices import verdict_of
 from training.runner import load_chosen, run_job
 from training.start import WHITENING, set_projection, set_proxies
 from training.state import create_run
@@ -101,6 +104,38 @@ def test_a_run_is_exported_where_its_weights_are_not(
     bundle = export_checkpoint(load_chosen(tmp_path / "run"), split, tmp_path / "bundle")
     assert bundle.manifest.baseline is not None
     assert bundle.manifest.baseline.model == "the untrained trunk"
+
+
+def test_a_training_that_changed_nothing_gained_nothing_and_says_so(tmp_path: Path) -> None:
+    """Without a step that moves weights the answers of the trunk stay, query by query."""
+    weights = calibrated_weights(tmp_path / "weights.pth")
+    job = small_job(tmp_path / "products", regularized=False, weights=weights, epochs=1)
+    content = started(job).as_dict()
+    content["optimizer"] |= {"lr_trunk": 1e-12, "lr_head": 1e-12}
+    content["model"] |= {"dim": 64}
+    job, listener = parse_job(content), Silent()
+    split = load_split(job.data)
+    result = run_job(job, split, tmp_path / "run", listener)
+    assert result.verdict.startswith("No gain")
+    assert result.figures["gain low"] <= 0 <= result.figures["gain high"]
+    report = (tmp_path / "run" / "report.md").read_text()
+    stored = json.loads((tmp_path / "run" / "result.json").read_text())["verdict"]
+    assert result.verdict == listener.sentences[-1] == stored
+    assert result.verdict in report
+    assert "95 % interval" in report
+
+
+@pytest.mark.parametrize(
+    ("interval", "word"),
+    [((1.0, 9.0), "Gain"), ((-2.0, 12.0), "No gain"), ((-9.0, -1.0), "Worse"), (None, "Gain")],
+)
+def test_a_gain_is_one_only_if_its_whole_interval_is(
+    interval: tuple[float, float] | None, word: str
+) -> None:
+    change = 5.0 if interval is None else sum(interval) / 2
+    found = {"R@1": 50.0 + change} | dict(zip(GAIN, interval or (), strict=False))
+    result = Result({}, found, {}, 1, "last", 1.0, trunk={"R@1": 50.0})
+    assert verdict_of(result).startswith(word)
 
 
 @pytest.mark.parametrize("choose_by", ["last", "validation"])

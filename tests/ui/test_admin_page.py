@@ -6,11 +6,20 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.support.admin_page import FEW, MANY, AdminShop, fill_row, opening, row, rows
-from tests.support.page_browser import FOCUSED, OpenPage, holding, received, too_wide, violations
+from tests.support.page_browser import (
+    FOCUSED,
+    PHONE,
+    OpenPage,
+    holding,
+    received,
+    too_wide,
+    violations,
+)
 from tests.support.page_browser import until as page_until
+from tests.support.page_shop import CALIBRATION
 from tests.support.shops import start_shop
 
 pytestmark = pytest.mark.browser
@@ -185,6 +194,10 @@ def test_attributes_are_edited_as_rows_and_as_json_and_one_item_is_deleted_after
     expect(page.get_by_test_id("items-count")).to_have_text("11 items")
     expect(page.get_by_test_id("gallery-size")).to_have_text("11 items")
     assert shop.keys(key_prefix="i/03") == []
+    page.get_by_test_id("undo").click()
+    expect(page.get_by_test_id("notice-text")).to_have_text("1 item restored.")
+    expect(row(page, "i/03.png")).to_contain_text("price 3")
+    expect(page.get_by_test_id("gallery-size")).to_have_text("12 items")
 
 
 def test_a_question_is_about_what_it_was_asked_for_however_slow_an_answer_is(
@@ -312,3 +325,24 @@ def test_an_answer_that_fails_can_be_asked_for_again(page: Page, allowed: list[s
     page.get_by_test_id("error-retry").click()
     expect(rows(page)).to_have_count(FEW)
     expect(page.get_by_test_id("error")).to_be_hidden()
+
+
+def test_the_status_says_where_probabilities_come_from_or_why_there_are_none(page: Page) -> None:
+    page.get_by_test_id("to-status").click()
+    found = page.get_by_test_id("status-calibration")
+    expect(found).to_contain_text("Give items an attribute `product` or `class`")
+    expect(page.get_by_test_id("status-model").locator("thead th")).to_have_count(2)
+
+    def calibrated(route: Route) -> None:
+        described = route.fetch().json()
+        route.fulfill(json=described | {"calibration": CALIBRATION, "no_calibration": None})
+
+    page.route("**/galleries/shop", calibrated)
+    page.get_by_test_id("status-refresh").click()
+    expect(found).to_contain_text("the items of the gallery, each searched among the others")
+    expect(found).to_contain_text("120 searches with 400 wrong hits")
+    expect(found).to_contain_text("3.00%")
+    expect(found).to_contain_text("The gallery has no golden set")
+    assert violations(page) == []
+    page.set_viewport_size(PHONE["viewport"])
+    assert too_wide(page) == []

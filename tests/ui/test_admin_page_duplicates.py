@@ -1,10 +1,14 @@
-"""The admin page shows near-duplicates, and one of them can be deleted there."""
+"""The admin page shows near-duplicates, and all but one of a group can be deleted there."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Browser, expect
 
-from tests.support.admin_page import AdminShop
+from tests.support.admin_page import AdminShop, opening
 from tests.support.page_browser import PHONE, OpenPage, too_wide, violations
+from tests.support.shops import start_shop
 from tests.tiny import encoded, picture
 
 pytestmark = pytest.mark.browser
@@ -23,10 +27,11 @@ def test_groups_are_shown_and_one_of_each_is_deleted_after_a_question(
     groups, text = page.get_by_test_id("near-group"), page.get_by_test_id("duplicates-text")
     assert violations(page) == []
     least = page.get_by_test_id("near-least")
-    expect(least).to_be_empty()  # the rule of the command: 0.99, or the cosine of copies
+    expect(least).to_be_empty()  # the gallery says what is near
     page.get_by_test_id("near-look").click()
     expect(groups).to_have_count(2)
     expect(text).to_contain_text("2 groups with 4 items")
+    expect(text).to_contain_text("the default of this gallery")
     newest = page.locator('[data-testid=near-item][data-key="p1 again"]')
     expect(newest).to_contain_text("Newest")
     expect(newest).to_contain_text("price 3")
@@ -35,23 +40,104 @@ def test_groups_are_shown_and_one_of_each_is_deleted_after_a_question(
     assert too_wide(page) == []
 
     newest.get_by_test_id("near-delete").click()
+    expect(page.get_by_test_id("confirm-title")).to_have_text("Delete 1 item?")
     expect(page.get_by_test_id("confirm-text")).to_contain_text("p1 again")
+    expect(page.get_by_test_id("confirm-text")).to_contain_text("p1 stays")
     page.get_by_test_id("confirm-yes").click()
     expect(groups).to_have_count(1)
-    expect(page.get_by_test_id("notice-text")).to_have_text("p1 again is deleted.")
+    expect(page.get_by_test_id("notice-text")).to_have_text("1 item deleted.")
     expect(page.get_by_test_id("gallery-size")).to_have_text("5 items")
     expect(page.locator("#duplicates-title")).to_be_focused()
     assert shop.keys() == ["p0", "p1", "p2", "p3", "p2 again"]
+    assert violations(page) == []
 
-    page.get_by_test_id("near-kind").select_option("min_score")
-    expect(least).to_have_value("0.95")
+    page.get_by_test_id("undo").click()
+    expect(page.get_by_test_id("notice-text")).to_have_text("1 item restored.")
+    expect(groups).to_have_count(2)
+    expect(page.get_by_test_id("gallery-size")).to_have_text("6 items")
+    expect(page.get_by_test_id("undo")).to_have_count(0)
+    assert shop.shop.client.get(shop.shop.link("p1 again")).content == again
+    assert shop.shop.search(again, k=1).json()["hits"][0]["key"] == "p1 again"
+
+
+def test_a_score_below_the_default_is_obeyed_without_buttons_and_errors_stay_in_their_view(
+    open_admin: OpenPage, shop: AdminShop, allowed: list[str]
+) -> None:
+    allowed.append("ERR_FAILED")
+    shop.stock(count=6)
+    page = open_admin("/admin?gallery=shop#duplicates", reduced_motion="reduce")
+    text, least = page.get_by_test_id("duplicates-text"), page.get_by_test_id("near-least")
     least.fill("-1")
     page.keyboard.press("Enter")
-    expect(page.get_by_test_id("near-item")).to_have_count(5)
-    page.get_by_test_id("near-kind").select_option("min_probability")
+    expect(page.get_by_test_id("near-item")).to_have_count(6)
+    expect(page.get_by_test_id("duplicates-warning")).to_contain_text("is below 0.95")
+    expect(page.get_by_test_id("near-delete")).to_have_count(0)
+    assert violations(page) == []
+    least.fill("")
     page.route("**/duplicates?*", lambda route: route.abort())
     page.get_by_test_id("near-look").click()
     expect(page.get_by_test_id("error")).to_be_visible()
     expect(text).to_be_empty()
+    expect(page.get_by_test_id("duplicates-warning")).to_be_hidden()
     page.set_viewport_size(PHONE["viewport"])
     assert too_wide(page) == []
+    page.get_by_test_id("to-items").click()
+    expect(page.get_by_test_id("error")).to_be_hidden()  # it was about the other view
+
+
+def test_all_but_one_of_a_group_are_deleted_and_never_the_last_one(
+    open_admin: OpenPage, shop: AdminShop, allowed: list[str]
+) -> None:
+    allowed += ["404", "409", "ERR_FAILED"]
+    shop.stock(count=0)
+    copies = {f"c{n}": encoded(picture(1), "JPEG", quality=95 - n) for n in range(4)}
+    shop.shop.put(copies, "shop", product="c")
+    shop.shop.put({"d0": encoded(picture(5)), "d1": encoded(picture(5))}, "shop", product="d")
+    page = open_admin("/admin?gallery=shop#duplicates", reduced_motion="reduce")
+    page.get_by_test_id("near-look").click()
+    groups = page.get_by_test_id("near-group")
+    expect(groups).to_have_count(2)
+    expect(groups.last.get_by_test_id("near-only")).to_have_count(0)
+    shop.shop.client.delete("/galleries/shop/items", params={"key": "d1"}).raise_for_status()
+    groups.last.get_by_test_id("near-delete").first.click()  # of d0, whose copy has just gone
+    page.get_by_test_id("confirm-yes").click()
+    expect(page.get_by_test_id("error")).to_contain_text("Nothing was removed")
+    assert set(shop.keys()) == {*copies, "d0"}
+
+    row = groups.first.locator('[data-key="c2"]')
+    row.get_by_test_id("near-only").click()
+    expect(page.get_by_test_id("confirm-title")).to_have_text("Delete 3 items?")
+    expect(page.get_by_test_id("confirm-text")).to_contain_text("c2 stays")
+    page.get_by_test_id("confirm-yes").click()
+    expect(groups).to_have_count(1)
+    assert shop.keys() == ["c2", "d0"]
+    page.get_by_test_id("undo").click()
+    expect(page.get_by_test_id("notice-text")).to_have_text("3 items restored.")
+    assert set(shop.keys()) == {*copies, "d0"}
+
+
+def test_a_gallery_without_a_calibration_is_looked_through_and_a_crowd_has_no_buttons(
+    browser: Browser, tmp_path: Path, allowed: list[str]
+) -> None:
+    market = start_shop(tmp_path)
+    try:
+        for start in range(0, 32, 8):
+            market.put({f"none-{n:02d}": encoded(picture(9)) for n in range(start, start + 8)})
+        products = {f"p{n}": encoded(picture(n)) for n in range(4)}
+        market.put(products | {"p1 again": products["p1"]})
+        sizes: tuple[dict[str, Any], ...] = ({}, PHONE)
+        with opening(browser, str(market.client.base_url), None, allowed) as open_it:
+            for settings in sizes:
+                page = open_it("/admin?gallery=shop#duplicates", **settings)
+                page.get_by_test_id("near-look").click()
+                crowd = page.get_by_test_id("near-crowd")
+                expect(crowd).to_contain_text("32 items, 86% of the gallery")
+                expect(crowd).to_contain_text("placeholder")
+                expect(crowd.get_by_test_id("near-item")).to_have_count(6)
+                expect(crowd.locator("button")).to_have_count(0)
+                expect(page.get_by_test_id("near-delete")).to_have_count(2)
+                expect(page.get_by_test_id("error")).to_be_hidden()
+                assert violations(page) == []
+                assert too_wide(page) == []
+    finally:
+        market.close()

@@ -116,6 +116,11 @@ def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page:
     expect(form.get_by_test_id("field-data").locator("option")).to_have_count(1)
     expect(form).to_contain_text("KINLENS_TRAINING_DATA=NAME=DIR")
     expect(form).not_to_contain_text("KINLENS_TRAINING_WEIGHTS")
+    form.locator("summary").first.click()
+    expect(form.get_by_test_id("field-job")).to_be_hidden()
+    form.get_by_test_id("research-jobs").locator("summary").click()
+    expect(form.get_by_test_id("field-job").locator("option").first).to_have_text("shop")
+    form.locator("summary").first.click()
     chosen = {"job": "sop-nir", "weights": "mobilenet", "epochs": "3", "max_recall_loss": "2"}
     start(page, "train", **chosen, feedback="yes")
     detail = page.get_by_test_id("job-detail")
@@ -138,9 +143,8 @@ def test_a_training_shows_progress_and_a_log_that_follows_and_is_cancelled(page:
     expect(detail.get_by_test_id("job-resume")).to_be_visible()
 
 
-def test_recalls_of_a_training_are_rounded_and_beside_those_before_it(page: Page) -> None:
-    figures = {"R@1": 200 / 3, "MAP@R": 11.456619, "density_pairs": 0.891141}
-    training = {"figures": figures, "trunk": {"R@1": 61.0}, "epochs": [2, 2]}
+def open_job(page: Page, report: dict[str, Any]) -> None:
+    """Show a training that has ended with a report, and wrote nothing."""
     job: dict[str, Any] = {
         "id": "0123456789ab",
         "kind": "train",
@@ -149,12 +153,99 @@ def test_recalls_of_a_training_are_rounded_and_beside_those_before_it(page: Page
     }
     job |= {"step": "done", "done": 1000, "total": 1000, "by": "office", "params": {}, "error": ""}
     job |= dict.fromkeys(("created_at", "started_at", "ended_at"), "2026-01-02T03:04:05+00:00")
-    job |= {"report": {"training": training, "swapped": True}}
+    job |= {"report": report}
     log = {"text": "", "next_offset": 0, "size": 0}
     page.route("**/jobs?*", lambda route: route.fulfill(json={"jobs": [job]}))
     page.route("**/jobs/*/log?*", lambda route: route.fulfill(json=log))
     page.reload()
     page.get_by_test_id("job").get_by_role("button").click()
+
+
+def side(recall: float) -> dict[str, Any]:
+    """A gallery as a comparison reports it."""
+    return {"bundle_id": "a" * 64, "items": 349, "recall_at_1": recall, "ms_per_query": 1.0}
+
+
+REFUSED = {
+    "gate": {
+        "passed": False,
+        "by": "golden",
+        "reason": "On the golden set: recall@1 0.3571 after 0.5179: 0.1608 is lost.",
+        "note": "",
+    },
+    "golden": {
+        "judged": 56,
+        "old_recall_at_1": 0.5179,
+        "new_recall_at_1": 0.3571,
+        "old": {"map_at_r": 0.41, "no_match_precision": None},
+        "new": {"map_at_r": 0.33, "no_match_precision": None},
+    },
+    "old": side(0.504),
+    "new": side(0.573),
+    "training": {
+        "figures": {"R@1": 64.9},
+        "trunk": {"R@1": 71.8},
+        "epochs": [2, 2],
+        "verdict": "Worse: the model answers worse than the untrained trunk.",
+    },
+    "swapped": False,
+}
+
+
+def test_a_refused_gallery_has_one_verdict_the_figures_that_decided_and_no_tempting_button(
+    page: Page,
+) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(f"{request.method} {request.url}"))
+    open_job(page, REFUSED)
+    detail = page.get_by_test_id("job-detail")
+    expect(detail.get_by_test_id("job-state")).to_have_text("refused")
+    expect(page.get_by_test_id("job").get_by_test_id("job-state")).to_have_text("refused")
+    expect(detail.get_by_test_id("job-step")).to_contain_text("The old one stays in place")
+    decided = detail.get_by_test_id("report-golden")
+    expect(decided).to_be_visible()
+    for figure in ("51.79%", "35.71%", "-16.08 points"):
+        expect(decided).to_contain_text(figure)
+    expect(detail).not_to_contain_text("not measured")
+    expect(detail.get_by_test_id("report-table")).to_be_hidden()
+    expect(detail.get_by_test_id("report-training")).to_be_hidden()
+    detail.get_by_test_id("report-others").locator("summary").click()
+    expect(detail.get_by_test_id("report-table")).to_be_visible()
+    expect(detail.get_by_test_id("report-gain")).to_contain_text("Worse")
+    log = detail.get_by_test_id("job-log")
+    assert log.evaluate("node => getComputedStyle(node, '::before').content") == (
+        '"This job wrote nothing"'
+    )
+    expect(detail.locator(".job-buttons .primary")).to_have_text("Keep the old one")
+    detail.get_by_test_id("job-swap").click()
+    page.get_by_test_id("confirm-no").click()
+    assert not [line for line in asked if line.startswith("POST")]
+    detail.get_by_test_id("job-keep").click()
+    expect(detail).to_be_hidden()
+
+
+def test_a_gallery_that_passed_is_put_in_place_by_the_main_button(page: Page) -> None:
+    gate = {"passed": True, "by": "items", "reason": "recall@1 0.57 after 0.50.", "note": ""}
+    report = {name: value for name, value in REFUSED.items() if name != "golden"}
+    open_job(page, report | {"gate": gate})
+    detail = page.get_by_test_id("job-detail")
+    expect(detail.get_by_test_id("job-state")).to_have_text("done")
+    expect(detail.get_by_test_id("report-table")).to_be_visible()
+    expect(detail.locator(".job-buttons .primary")).to_have_text("Put the new one in place")
+
+
+def test_the_finished_log_of_a_rebuild_says_what_it_did(page: Page) -> None:
+    start(page, "rebuild", swap="never")
+    ended(page, "done")
+    log = page.get_by_test_id("job-detail").get_by_test_id("job-log")
+    for said in ("embed pictures", "compare old and new", "good enough: recall@1"):
+        expect(log).to_contain_text(said)
+
+
+def test_recalls_of_a_training_are_rounded_and_beside_those_before_it(page: Page) -> None:
+    figures = {"R@1": 200 / 3, "MAP@R": 11.456619, "density_pairs": 0.891141}
+    training = {"figures": figures, "trunk": {"R@1": 61.0}, "epochs": [2, 2]}
+    open_job(page, {"training": training, "swapped": True})
     told = "on classes kept aside: R@1 66.7%, MAP@R 11.5%; before: R@1 61.0%."
     expect(page.get_by_test_id("report-training")).to_have_text(
         f"Trained for 2 of 2 rounds; {told}"

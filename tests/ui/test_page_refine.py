@@ -1,5 +1,6 @@
 """Narrowing a search on the page: parts, likes, filters, groups, the minimum score."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,8 @@ from tests.support.page_browser import (
     keys,
     search_with_card,
     settled,
+    too_wide,
+    violations,
 )
 from tests.support.page_shop import Shop
 from tests.support.waiting import until
@@ -166,13 +169,14 @@ def test_the_minimum_score_filters_without_a_request(results: Page, fake_shop: S
     cards = results.get_by_test_id("card").filter(visible=True)
     before = len(fake_shop.asked)
     scores = [float(text) for text in results.get_by_test_id("score").all_inner_texts()]
+    sure = results.get_by_test_id("probability").first.inner_text()
     expected = sum(score >= 0.8 for score in scores)
     assert 0 < expected < len(scores)
     results.get_by_test_id("min-score").fill("0.8")
     expect(results.get_by_test_id("min-score-value")).to_have_text("0.80")
     expect(cards).to_have_count(expected)
-    expect(results.get_by_test_id("probability").first).to_have_text("98%")
-    results.get_by_test_id("presets").get_by_text("100").click()  # of the calibration
+    expect(results.get_by_test_id("probability").first).to_have_text(sure)
+    results.get_by_test_id("presets").get_by_text("100").click()  # of the thresholds
     expect(results.get_by_test_id("min-score-value")).to_have_text("0.95")
     expect(cards).to_have_count(1)
     assert len(fake_shop.asked) == before
@@ -183,8 +187,32 @@ def test_without_calibration_there_are_scores_alone(open_shop: OpenPage, fake_sh
     page = open_shop()
     drop_item(page, fake_shop, 0)
     expect(page.get_by_test_id("probability")).to_have_count(0)
-    expect(page.get_by_test_id("presets")).to_be_hidden()
+    expect(page.locator(".score-bar")).to_have_count(0)  # a cosine is no share
+    expect(page.get_by_test_id("chance")).to_be_hidden()
+    expect(page.get_by_test_id("presets")).to_contain_text("100")  # they are of the bundle
     expect(page.locator("main")).not_to_contain_text("%")
+
+
+def test_the_chance_that_no_result_is_right_is_prominent_from_one_half_on(
+    open_shop: OpenPage, fake_shop: Shop
+) -> None:
+    results = open_shop(reduced_motion="reduce")
+    drop_item(results, fake_shop, 0)
+    chance = results.get_by_test_id("chance")
+    expect(chance).to_have_text("12% chance that none of the 20 results is right")
+    expect(chance).not_to_have_class(re.compile("likely"))
+    fake_shop.no_match = 0.62
+    results.get_by_test_id("group").select_option("class")
+    expected = "Probably not here: 62% chance that none of the 4 groups is right"
+    expect(chance).to_have_text(expected)
+    expect(chance).to_have_class(re.compile("likely"))
+    assert violations(results) == []
+    results.set_viewport_size(PHONE["viewport"])
+    assert too_wide(results) == []
+    search_with_card(results, 0)  # which does not find itself, so all have a lower score
+    results.get_by_test_id("min-score").fill("1")
+    expect(results.get_by_test_id("empty")).to_be_visible()
+    expect(chance).to_be_hidden()
 
 
 def test_groups_show_their_best_picture_their_count_and_their_others(results: Page) -> None:
@@ -261,12 +289,12 @@ def test_another_order_is_asked_for_and_stays_in_the_link(
 ) -> None:
     order = results.get_by_test_id("order")
     expect(order).to_have_value("")
-    assert (fake_shop.asked[-1].rerank, fake_shop.asked[-1].diversity) == ("", 0)
-    for chosen, asked in (("reciprocal", ("reciprocal", 0)), ("varied", ("", 0.2)), ("", ("", 0))):
+    assert fake_shop.asked[-1].diversity == 0
+    for chosen, asked in (("varied", 0.2), ("", 0)):
         with results.expect_response("**/search"):
             order.select_option(chosen)
         settled(results)
-        assert (fake_shop.asked[-1].rerank, fake_shop.asked[-1].diversity) == asked
+        assert fake_shop.asked[-1].diversity == asked
     linked = open_shop("/#gallery=shop&order=varied&item=6&key=box/006.png")
     settled(linked)
     expect(linked.get_by_test_id("order")).to_have_value("varied")
@@ -344,3 +372,30 @@ def test_votes_are_sent_as_feedback_where_the_shop_wants_it_and_the_page_says_so
         {"answer_id": "answer-3", "item": disliked, "action": "wrong"} | picture,
     ]
     assert fake_shop.judged_items == ([] if kept == "off" else sent)
+
+
+@pytest.mark.parametrize("is_phone", [False, True])
+@pytest.mark.parametrize("group", ["", "class"])
+def test_what_a_card_unfolds_moves_and_stretches_no_card(
+    open_shop: OpenPage, fake_shop: Shop, group: str, is_phone: bool
+) -> None:
+    page = open_shop(**(PHONE if is_phone else {}))
+    drop_item(page, fake_shop, 0)
+    if group:
+        if is_phone:
+            page.get_by_test_id("settings").locator("summary").first.click()
+        page.get_by_test_id("group").select_option(group)
+        expect(page.get_by_test_id("group-value")).to_have_count(4)
+    boxes = """() => [...document.querySelectorAll(".card, .card .score-bar, .card .vote")]
+        .map((node) => node.getBoundingClientRect())
+        .map(({ x, y, width, height }) => [x, y + scrollY, width, height])"""
+    before = page.evaluate(boxes)
+    assert len(before) > 8
+    card = page.get_by_test_id("card").nth(1)
+    for part in ("facts", "group-others") if group else ("facts",):
+        card.locator(f".{part} > summary").click()
+        opened = card.locator(f".{part} > :not(summary)")
+        expect(opened).to_be_visible()
+        assert page.evaluate(boxes) == before
+    expect(card.locator("details[open]")).to_have_count(1)
+    assert too_wide(page) == []

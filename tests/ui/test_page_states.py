@@ -162,25 +162,6 @@ def test_files_that_are_no_image_or_none_that_the_browser_can_show_and_markup_th
     expect(card.locator("img")).to_have_count(1)
 
 
-def test_samples_of_the_service_come_first_and_can_be_linked(open_shop: OpenPage) -> None:
-    samples = {"samples": [{"name": "the-first", "image": "/samples/0"}]}
-
-    def with_a_sample(page: Page) -> None:
-        page.route("**/samples", lambda route: route.fulfill(json=samples))
-        page.route(
-            "**/samples/0", lambda route: route.fulfill(body=PICTURE, content_type="image/png")
-        )
-
-    page = open_shop(before=with_a_sample)
-    page.get_by_test_id("sample").click()
-    settled(page)
-    expect(page.get_by_test_id("card").first).to_have_attribute("data-key", "mug/000.png")
-    assert "sample=0" in page.url
-    page.reload()
-    settled(page)
-    expect(page.get_by_test_id("query-name")).to_have_text("the-first")
-
-
 def test_try_again_dismiss_and_the_way_out_of_no_match_hand_the_focus_to_the_results(
     results: Page, allowed: list[str]
 ) -> None:

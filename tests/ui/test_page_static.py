@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import service
+from tests.support.servers import StartService
 
 UI = Path(service.__file__).parent / "ui"
 SCRIPTS = sorted(UI.rglob("*.js"))
@@ -116,3 +117,14 @@ def test_controls_stand_out_as_wcag_aa_wants_where_axe_looks_at_text_alone(schem
     colours = schemes()[scheme]
     ratios = {pair: contrast(colours[pair[0]], colours[pair[1]]) for pair in CONTROL_PAIRS}
     assert {pair: ratio for pair, ratio in ratios.items() if ratio < 3.0} == {}
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_customers_see_no_link_to_the_admin_view_unless_it_is_switched_on(
+    is_on: bool, start_service: StartService
+) -> None:
+    service = start_service(admin_link=is_on)
+    found = re.search(r'<a [^>]*id="admin-link"[^>]*>', service.client.get("/").text)
+    assert found is not None
+    assert (" hidden" in found[0]) is not is_on
+    assert service.client.get("/admin").status_code == 200

@@ -23,7 +23,7 @@ def store(tmp_path: Path) -> KeyStore:
 
 def find(store: KeyStore, text: str) -> Any:
     """The key that a service finds which has just started."""
-    return asyncio.run(FreshKeys(store).identify(text))
+    return asyncio.run(FreshKeys(store).known(text))
 
 
 def test_a_key_is_known_by_its_text_and_by_nothing_else(store: KeyStore) -> None:
@@ -64,7 +64,7 @@ def test_secrets_are_compared_in_constant_time_also_for_keys_that_do_not_exist(
     for wrong in (text[:-8] + "0" * 8, "kl_ffffffff_" + "0" * 64, "garbage"):
         compared.clear()
         assert find(store, wrong) is None
-        assert len(compared) == 2
+        assert len(compared) == 1
         assert all(len(a) == len(b) == 64 for a, b in compared)
 
 
@@ -91,17 +91,17 @@ def test_a_service_reads_the_file_once_a_second_and_looks_again_for_a_key_that_i
     async def use() -> None:
         fresh = FreshKeys(store, max_age_s=60)
         for _ in range(50):
-            assert await fresh.identify(text) is not None
+            assert await fresh.known(text) is not None
         assert len(reads) == 1
         assert threading.get_ident() not in reads, "the event loop reads no file"
-        assert await fresh.identify(KeyStore(store.path).create("new", ["search"])) is not None
+        assert await fresh.created(KeyStore(store.path).create("new", ["search"])) is not None
         shorter = FreshKeys(store, max_age_s=0.2)
-        assert await shorter.identify(text) is not None
+        assert await shorter.known(text) is not None
         KeyStore(store.path).revoke("till")
         async with asyncio.timeout(WAIT_S):
-            while await shorter.identify(text) is not None:
+            while await shorter.known(text) is not None:
                 await asyncio.sleep(0.01)
-        assert await fresh.identify(text) is not None, "it reads no more often than it was told"
+        assert await fresh.known(text) is not None, "it reads no more often than it was told"
 
     asyncio.run(use())
 
@@ -118,13 +118,13 @@ def test_a_disk_that_hangs_refuses_keys_and_holds_up_nothing_else(
         fresh = FreshKeys(store, limit_s=0.1)
         before = threading.active_count()
         found = await asyncio.gather(
-            *(fresh.identify(text) for _ in range(20)), return_exceptions=True
+            *(fresh.known(text) for _ in range(20)), return_exceptions=True
         )
         assert all(isinstance(error, StateError) for error in found)
         assert threading.active_count() == before + 1
         mount.set()
         while isinstance(found[0], StateError):
-            found = await asyncio.gather(fresh.identify(text), return_exceptions=True)
+            found = await asyncio.gather(fresh.known(text), return_exceptions=True)
         assert found[0].name == "till"
 
     asyncio.run(use())
@@ -199,6 +199,12 @@ PROXIES = ("10.0.0.0/8",)
         ("10.0.0.5", ["6.6.6.6", "198.51.100.7"], "198.51.100.7"),
         ("10.0.0.5", ["198.51.100.7, 10.0.0.9"], "198.51.100.7"),
         ("10.0.0.5", ["198.51.100.7, junk, 10.0.0.9"], "10.0.0.9"),
+        ("10.0.0.5", ["198.51.100.7:5555"], "198.51.100.7"),
+        ("10.0.0.5", ["6.6.6.6, 198.51.100.7:443, 10.0.0.9:80"], "198.51.100.7"),
+        ("10.0.0.5", ["[2001:db8:1:2::7]:443"], "2001:db8:1:2::/64"),
+        ("10.0.0.5", ['"[2001:db8:1:2::7]"'], "2001:db8:1:2::/64"),
+        ("10.0.0.5", ["2001:db8:1:2::7"], "2001:db8:1:2::/64"),
+        ("10.0.0.5", ["198.51.100.7:port"], "10.0.0.5"),
         ("10.0.0.5", ["junk"], "10.0.0.5"),
         ("10.0.0.5", [""], "10.0.0.5"),
         ("10.0.0.5", [], "10.0.0.5"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from embedder.errors import JobConflictError, StateError
-from service.api.models import JobKind
+from service.models import JobKind
 from tests.support.seams import Job, JobStore
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,7 @@ import pytest
 
 from embedder.types import Hit
 from indexer.types import Group
-from tests.support.market import CALIBRATION
 from tests.support.seams import (
-    UNREACHABLE,
     Batcher,
     HitRenderer,
     LruCache,
@@ -22,8 +20,6 @@ from tests.support.seams import (
     embedding_key,
     encode_results,
     encode_vector,
-    least_score,
-    score_of,
 )
 
 WAIT_S = 10.0
@@ -147,7 +143,7 @@ def test_a_vector_that_is_none_is_refused(values: tuple[float, ...]) -> None:
 
 VALUES = {"class": "ä", "1": "1", "stock": 2**53 + 1, "price": 1.0, "half": 0.5, "sale": True}
 HITS = [Hit(3, "a.jpg", 0.9, VALUES), Hit(1, "ü.jpg", -0.2, {"sale": False, "stock": 0})]
-SHOWN = HitRenderer("/galleries/shop/items/", "/image?version=0123456789ab", None)
+SHOWN = HitRenderer("/galleries/shop/items/", "/image?version=0123456789ab")
 GROUPS = [Group("shoes", 0.9, HITS[:1]), Group(None, -0.2, HITS[1:])]
 GOOD = encode_results(SHOWN, HITS, None, match=True)
 
@@ -164,30 +160,11 @@ def test_results_are_kept_as_the_json_that_is_sent() -> None:
 def test_what_is_kept_has_other_names_only_under_another_prefix() -> None:
     assert answer_key("b", "fp32", "g", "1", "q").startswith("kinlens:3:a:")
     kept, grouped = json.loads(GOOD), json.loads(encode_results(SHOWN, [], GROUPS, match=True))
-    assert kept.keys() == grouped.keys() == {"count", "match", "hits", "groups"}
+    assert (
+        kept.keys()
+        == grouped.keys()
+        == {"count", "match", "no_match_probability", "hits", "groups"}
+    )
     hit = {"id", "key", "score", "probability", "attributes", "image"}
     assert kept["hits"][0].keys() == grouped["groups"][0]["hits"][0].keys() == hit
     assert grouped["groups"][0].keys() == {"value", "score", "probability", "hits"}
-
-
-@pytest.mark.parametrize("slope", [0.0, 1e-6, 1.0, 20.0, 500.0])
-@pytest.mark.parametrize("intercept", [-30.0, -3.0, 0.0, 3.0])
-def test_the_score_is_the_least_that_has_the_probability(slope: float, intercept: float) -> None:
-    calibration = CALIBRATION.model_copy(update={"slope": slope, "intercept": intercept})
-    for probability in (0.0, 1e-9, 0.1, 0.5, 0.9, 1 - 1e-9, 1.0):
-        score = score_of(calibration, probability)
-        if score is None:
-            assert calibration.probability(np.array(-1.0)) >= probability
-        elif score == UNREACHABLE:
-            assert calibration.probability(np.array(1.0)) < probability
-        else:
-            below = np.nextafter(np.float32(score), np.float32(-1))
-            assert calibration.probability(np.array(score)) >= probability
-            assert calibration.probability(np.array(below)) < probability
-
-
-def test_the_probability_of_a_hit_lets_this_hit_pass() -> None:
-    for score in np.random.default_rng(0).uniform(-1, 1, 200).astype(np.float32):
-        likely = float(CALIBRATION.probability(np.array(score)))
-        least = least_score(None, likely, CALIBRATION)
-        assert least is None or least <= score

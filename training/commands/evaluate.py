@@ -178,7 +178,8 @@ def _images(data: Path) -> LabelledImages:
     if not data.exists():
         raise DatasetError(f"--data {data}: there is no such folder or CSV.")
     root = data if data.is_dir() else data.parent
-    records = read_folder(root) if data.is_dir() else read_table(root, data.name)
+    given = f"--data {data}"
+    records = read_folder(root, given) if data.is_dir() else read_table(root, data.name, given)
     images = labelled(root, records)
     if images.classes < 2:
         raise DatasetError(

@@ -125,10 +125,10 @@ def _describe(bundle: Bundle) -> None:
         typer.echo(f"no calibration: {held_out.no_calibration}")
         return
     known = manifest.calibration
-    off = f", off by {known.calibration_error:.3f} on classes that it was not fitted on"
+    views = ", ".join(str(one.views) for one in known.curves)
     typer.echo(
         f"probabilities from {known.gallery_images:,} {known.split} images of {known.classes} "
-        f"classes{'' if known.calibration_error is None else off}"
+        f"classes, for galleries with {views} images of each product"
     )
     for threshold in known.thresholds:
         typer.echo(

@@ -80,6 +80,8 @@ def new(
     if out.exists():
         raise JobError(f"{out} exists already. Remove it, or give another --out.")
     root = data.resolve()
+    if not root.is_dir():
+        raise JobError(f"--data {data}: there is no such folder. Name the one with your images.")
     if "$" in str(root):
         raise JobError(f"{root} has a $, which a job reads as a variable. Rename the folder.")
     weights = str(Path(weights).resolve()) if Path(weights).exists() else weights
@@ -103,6 +105,13 @@ def new(
     console.print(f"{summary(split)}; {epochs} epochs of {steps} steps")
     command = shlex.join(["kinlens-train", "fit", str(out), "--out", f"runs/{name}"])
     console.print(f"Train it: {command}", markup=False, soft_wrap=True)
+    if weights == "imagenet":
+        console.print(
+            f"Without a network, add --set model.weights=FILE: the ImageNet weights of "
+            f"{job.model.backbone} as a file.",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _with_value(text: str, key: str, value: str) -> str:

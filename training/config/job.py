@@ -34,9 +34,9 @@ from training.config.settings import (
     Regularizers,
     Runtime,
     Sampling,
-    Section,
     Start,
 )
+from training.fields import Section
 
 
 class Loss(Section):

@@ -6,21 +6,11 @@ The options of a loss are those of its constructor, see training.losses.table.
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from embedder.errors import JobError
 from embedder.manifest import Interpolation, Preprocessing
-
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-Cosine = Annotated[float, Field(ge=-1, le=1)]
-
-
-class Section(BaseModel):
-    """A frozen table of the job file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from training.fields import Section
 
 
 def _as_list(value: Any) -> Any:

@@ -52,7 +52,8 @@ def load_split(data: Data, on_image: Callable[[], None] | None = None) -> Split:
 
 
 def _load(data: Data, on_image: Callable[[], None] | None) -> Split:
-    root, left_out = expand_path(data.root, "data.root"), 0
+    root = expand_path(data.root, "data.root")
+    left_out: tuple[str, ...] = ()
     match data:
         case FolderData():
             records, left_out = without_small_classes(root, read_folder(root), data.small_classes)
@@ -78,7 +79,10 @@ def remarks(data: Data, split: Split) -> list[str]:
         name = OFFICIAL[data.kind].name
         said.append(f"{name}: allow_partial is set, the official counts are not asserted")
     if split.left_out:
-        said.append(f"{split.left_out:,} class(es) of one image are left out: they have no pair")
+        said.append(
+            f"{len(split.left_out):,} class(es) of one image are left out, since they have no "
+            f"pair: {_first_of(split.left_out)}"
+        )
     if split.without_gallery:
         said.append(
             f"{len(split.without_gallery)} class(es) of queries have no image in the gallery, for "
@@ -87,17 +91,17 @@ def remarks(data: Data, split: Split) -> list[str]:
     return said
 
 
-def read_folder(root: Path) -> list[Record]:
+def read_folder(root: Path, setting: str = "data.root") -> list[Record]:
     """The images of a folder; hidden files and folders are left out.
 
     The class is the folder that holds the image, named by its path below root: "mug", or
     "Women/Dress", which is another class than "Men/Dress". Galleries built from a folder have the
-    same names.
+    same names. An error names the `setting` or the option that gave the folder.
 
     Raises: DatasetError if the folder is missing or holds no images in sub-folders.
     """
     if not root.is_dir():
-        raise DatasetError(f"The data set folder {root} does not exist. Check data.root.")
+        raise DatasetError(f"The data set folder {root} does not exist. Check {setting}.")
     records = []
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root)
@@ -122,18 +126,22 @@ def _check_name(path: str) -> None:
         ) from error
 
 
-def read_table(root: Path, file: str) -> list[Record]:
+def read_table(root: Path, file: str, setting: str = "data.root and data.file") -> list[Record]:
     """The images of a CSV with the columns path, label and perhaps split ("train", "test").
+
+    An error names the `setting` or the option that gave the file.
 
     Raises: DatasetError naming the line of the first fault.
     """
-    records, faults = scan_table(root, file)
+    records, faults = scan_table(root, file, setting)
     if faults:
         raise DatasetError(faults[0])
     return records
 
 
-def scan_table(root: Path, file: str) -> tuple[list[Record], list[str]]:
+def scan_table(
+    root: Path, file: str, setting: str = "data.root and data.file"
+) -> tuple[list[Record], list[str]]:
     """Rows that can be used, and what is wrong with the others. The class stands in the column
     `label`, or in `class` as in a list that a gallery is built from.
 
@@ -166,30 +174,34 @@ def scan_table(root: Path, file: str) -> tuple[list[Record], list[str]]:
                 faults.append(f"{path}, line {reader.line_num}: {fault}.")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DatasetError(
-            f"{path} cannot be read as a CSV in UTF-8 ({error}). Check data.root and data.file."
+            f"{path} cannot be read as a CSV in UTF-8 ({error}). Check {setting}."
         ) from error
     return list(records.values()), faults
 
 
 def without_small_classes(
     root: Path, records: Sequence[Record], policy: str
-) -> tuple[list[Record], int]:
+) -> tuple[list[Record], tuple[str, ...]]:
     """Apply `small_classes`: a class with one image has no positive pair.
 
-    Returns what is left, and how many classes are not.
+    Returns what is left, and the names of the classes that are not.
 
     Raises: DatasetError under "refuse" if there is such a class.
     """
     sizes = Counter(record.label for record in records)
-    small = sorted(label for label, size in sizes.items() if size < 2)
+    small = tuple(sorted(label for label, size in sizes.items() if size < 2))
     if small and policy == "refuse":
-        shown = ", ".join(repr(name) for name in small[:5]) + (", ..." if len(small) > 5 else "")
         raise DatasetError(
-            f"{len(small)} of the {len(sizes)} classes in {root} have only one image ({shown}); "
+            f"{len(small)} of the {len(sizes)} classes in {root} have only one image "
+            f"({_first_of(small)}); "
             "a class needs at least 2 to have a pair. Add images, remove these classes, or set "
             'data.small_classes = "drop".'
         )
-    return [record for record in records if sizes[record.label] >= 2], len(small)
+    return [record for record in records if sizes[record.label] >= 2], small
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def split_by_class(

@@ -125,8 +125,8 @@ class Split:
     validation: LabelledImages | None = None
     gallery: LabelledImages | None = None
     feedback: Feedback | None = None
-    left_out: int = 0
-    """Classes of one image, which have no pair."""
+    left_out: tuple[str, ...] = ()
+    """Names of classes of one image, which have no pair."""
 
     def __post_init__(self) -> None:
         names = {part: set(images.class_names) for part, images in self.parts.items()}

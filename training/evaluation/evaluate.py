@@ -21,7 +21,13 @@ from training.data.records import LabelledImages, labels_in
 from training.device import choose_device
 from training.distributed import gather_objects, is_main, local_world, rank, world
 from training.evaluation.clustering import clustering
-from training.evaluation.retrieval import Labels, Vectors, retrieval
+from training.evaluation.retrieval import (
+    Labels,
+    Retrieval,
+    Vectors,
+    gain,
+    retrieval,
+)
 from training.evaluation.structure import structure
 from training.models.embedding import EmbeddingNet
 from training.regularizers.determinant import local_lipschitz
@@ -39,18 +45,25 @@ def evaluate(
     job: Job,
     gallery: LabelledImages | None = None,
     full: bool = False,
+    before: Tensor | None = None,
 ) -> dict[str, float]:
     """Recall@K and MAP@R of `net` on `images`, preprocessed as in the service, in float32.
 
     Args:
         gallery: what is searched; without it each image is searched for among the others.
         full: also clustering, structure and, with a flow, its local Lipschitz constant.
+        before: (N,), the ranks of another model on the same queries; then also `gain`.
 
     Under several ranks each embeds its share and all get the figures.
     """
     parts = [images] if gallery is None else [images, gallery]
     vectors = [embed(net, part, job) for part in parts]
-    figures = figures_of(vectors, parts, job, full) if is_main() else {}
+    figures: dict[str, float] = {}
+    if is_main():
+        asked = _asked(vectors, parts, job)
+        figures = evaluate_embeddings(
+            *asked, ks=job.recall_at, full=full, seed=job.seed, before=before
+        )
     if full:
         figures |= _flow_lipschitz(net, images, job)
     found: dict[str, float] = gather_objects(figures)[0]
@@ -65,6 +78,7 @@ def evaluate_embeddings(
     ks: Sequence[int] = (1, 2, 4, 8),
     full: bool = True,
     seed: int = 0,
+    before: Tensor | None = None,
 ) -> dict[str, float]:
     """Recall, MAP@R and, in full, the agreement of clusters and the structure, by name.
 
@@ -75,10 +89,13 @@ def evaluate_embeddings(
         test, labels, gallery, gallery_labels, ks: as of `retrieval`.
         full: also NMI, F1 and the measures of `structure`; minutes from 10,000 classes on.
         seed: of k-means.
+        before: (N,), the ranks of another model on the same queries; then also `gain`.
 
     Raises: DatasetError, EvaluationError, see the functions of the parts.
     """
-    figures = retrieval(test, labels, gallery, gallery_labels, ks).as_dict()
+    found = retrieval(test, labels, gallery, gallery_labels, ks)
+    figures = found.as_dict()
+    figures |= gain(before, found.ranks, labels)
     if not full:
         return figures
     if gallery is not None and gallery_labels is not None:
@@ -87,19 +104,24 @@ def evaluate_embeddings(
     return figures | clustering(test, labels, seed) | structure(test, labels)
 
 
-def figures_of(
-    vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job, full: bool
-) -> dict[str, float]:
-    """Figures of embedded test images or, with two parts, of queries and their gallery."""
+def retrieved(
+    vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
+) -> Retrieval:
+    """Embedded test images asked among each other or, with two parts, queries in their gallery."""
+    return retrieval(*_asked(vectors, parts, job), ks=job.recall_at)
+
+
+def _asked(
+    vectors: list[NDArray[np.float32]], parts: list[LabelledImages], job: Job
+) -> tuple[Tensor, Labels, Tensor | None, Labels | None]:
+    """The first arguments of `retrieval`, on the device of the job."""
     images, *others = parts
     device = choose_device(job.runtime)
     test, *rest = (torch.as_tensor(part, device=device) for part in vectors)
     gallery = labels = None
     if others:
         gallery, labels = rest[0], labels_in(others[0], images.class_names)
-    return evaluate_embeddings(
-        test, images.labels, gallery, labels, ks=job.recall_at, full=full, seed=job.seed
-    )
+    return test, images.labels, gallery, labels
 
 
 def embed(

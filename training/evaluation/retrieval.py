@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,18 +19,25 @@ Labels = NDArray[np.int64]
 TIE = 1e-5
 """Scores that are closer than this are a tie."""
 
+GAIN = ("gain low", "gain high")
+"""Names of the ends of the interval of a change in R@1, in points."""
+
 SCORES = 1 << 22
 """Similarities that are held at a time, 16 MB; a few blocks of that size lie side by side."""
 
 
 @dataclass(frozen=True)
 class Retrieval:
-    """Recall at each K and MAP@R, in percent, over `queries`; the others had no positive."""
+    """Recall at each K and MAP@R, in percent, over `queries`; the others had no positive.
+
+    `ranks` (N,) has the rank from 0 of the best positive of each query, -1 without one.
+    """
 
     recall: dict[int, float]
     map_at_r: float
     queries: int
     without_positive: int
+    ranks: Tensor = field(default_factory=lambda: torch.empty(0), compare=False, repr=False)
 
     def recall_by_name(self) -> dict[str, float]:
         """{"R@1": ..., ...}"""
@@ -106,12 +113,13 @@ def retrieval(
             "Give test classes with at least 2 images each, and a gallery that holds the classes "
             "of the queries."
         )
-    rank = rank[answered]
+    found = rank[answered]
     return Retrieval(
-        {k: 100 * float((rank < k).double().mean()) for k in ks},
+        {k: 100 * float((found < k).double().mean()) for k in ks},
         100 * float(precision[answered].mean()),
-        len(rank),
-        len(answered) - len(rank),
+        len(found),
+        len(answered) - len(found),
+        rank.cpu(),
     )
 
 
@@ -181,6 +189,39 @@ def with_interval(recall: float, queries: int) -> str:
     right = round(recall / 100 * queries)
     low, high = stats.binomtest(right, queries).proportion_ci(method="wilson")
     return f"{recall:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def gain(before: Tensor | None, after: Tensor, labels: Labels) -> dict[str, float]:
+    r"""`GAIN`: the 95 % interval of the change in R@1 between two models asked the same queries.
+
+    Queries of one class are alike, so classes count as independent and queries do not. With
+    :math:`d_g` the sum of the paired changes in class g of :math:`n_g` queries, and G classes,
+
+    .. math:: \hat d = \frac{\sum_g d_g}{\sum_g n_g}, \quad
+        s^2 = \frac{G}{G - 1} \frac{\sum_g (d_g - \hat d n_g)^2}{(\sum_g n_g)^2}
+
+    and the interval is :math:`\hat d \pm t_{G - 1} s`. A single class has none, nor has a
+    comparison with nothing: {}.
+
+    Args:
+        before, after: (N,), the `ranks` of `Retrieval`.
+        labels: (N,), the class of each query.
+
+    References:
+        Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference (2015)
+    """
+    if before is None:
+        return {}
+    answered = (after >= 0).numpy()
+    change = ((after == 0).long() - (before == 0).long()).numpy()[answered]
+    _, numbers = np.unique(labels[answered], return_inverse=True)
+    sizes, sums = np.bincount(numbers), np.bincount(numbers, change)
+    classes, mean = len(sizes), change.mean()
+    if classes < 2:
+        return {}
+    spread = np.sqrt(classes / (classes - 1) * ((sums - mean * sizes) ** 2).sum()) / len(change)
+    half = stats.t.ppf(0.975, classes - 1) * spread
+    return dict(zip(GAIN, (100 * float(mean - half), 100 * float(mean + half)), strict=True))
 
 
 def queries_in(images: LabelledImages, gallery: LabelledImages | None = None) -> int:

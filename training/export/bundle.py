@@ -22,7 +22,7 @@ from PIL import Image
 from torch import nn
 
 from embedder.bundle import Bundle, VariantFiles, write_bundle
-from embedder.errors import BundleError, EvaluationError, ExportError
+from embedder.errors import BundleError, CalibrationError, ExportError
 from embedder.manifest import (
     Baseline,
     BundleManifest,
@@ -313,7 +313,7 @@ def _figures(
     fitted = data.calibrated_on
     try:
         calibration = fit_calibration(vectors[fitted, "fp32"], data.parts[fitted].labels, fitted)
-    except EvaluationError as error:
+    except CalibrationError as error:
         reason = str(error)
 
     images, fp32 = data.parts[data.held_out], vectors[data.held_out, "fp32"]

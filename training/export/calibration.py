@@ -3,17 +3,21 @@
 Shapes: N images, D dimensions, q queries, R ranks, P pairs of a query and what was found for it.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.optimize import minimize
-from scipy.special import expit
 
-from embedder.calibration import SMALLEST_GALLERY, Calibration, Threshold, log_tail
-from embedder.errors import EvaluationError
+from embedder.calibration import (
+    CANDIDATES,
+    Calibration,
+    Searches,
+    Threshold,
+    ViewsCurve,
+    fit_curve,
+)
+from embedder.errors import CalibrationError
 from embedder.manifest import HeldOutSplit
 from embedder.types import Embeddings
 
@@ -22,6 +26,8 @@ NEIGHBOURS = 10
 """The best hits: those that a page of results begins with."""
 MIN_CLASSES = 16
 """With fewer held-out classes a curve is as much about them as about the model: docs/methods.md."""
+VIEWS = (1, 2, 4, 8, 16)
+"""Images of a product in the galleries that a curve is fitted on."""
 MIN_AREA = 0.52
 """The lower end of the interval of both areas under the ROC curve has to be above it."""
 MAX_QUERIES = 5_000
@@ -29,10 +35,9 @@ MAX_PAIRS = 200_000
 BLOCK = 1 << 22
 """Scores at a time."""
 
-_MOST = (np.inf, np.inf, np.inf, 1.0)  # of a, c, e and d
-_FLAT = 1e-3  # a slope at its bound: between scores of -1 and 1 the log-odds stay within 0.002
+_PARTS = (1, 2, 4)  # galleries of all classes, of a half and of a quarter
+_ASKING = 10  # images of a class that ask, so a few large classes do not decide
 _RANKS = 40
-_BINS = 15
 _ABOVE = 1e-6  # more than the rounding of a cosine in float32
 _NORMAL_95 = 1.959964
 
@@ -45,18 +50,13 @@ Numbers = NDArray[np.float64]
 def fit_calibration(
     embeddings: Embeddings, labels: Labels, split: HeldOutSplit, seed: int = 0
 ) -> Calibration:
-    r"""Fit the curve that `Calibration` writes out, and its thresholds.
+    r"""Fit the curves that `embedder.calibration.Curve` writes out, and the thresholds.
 
-    By weighted maximum likelihood in float64, with Platt's targets in place of 0 and 1, so that
-    separable scores give a steep curve and not an infinite one; :math:`d \le 1`.
-
-    **Reading**: each image asks among all others, and pairs of *all* ranks count, a sample of them
-    in even steps of the logarithm, weighted by :math:`(r + 10)^{-2}` times the ranks that each
-    stands for, so that half of the weight is on the first page of ten. d is fitted on searches
-    among all classes, each half and each quarter. docs/methods.md has the reasons and figures.
-
-    The gallery holds the query's class here; where it may not, the probability is too high by the
-    odds of that, and `search_score` is the better guard.
+    **Reading**: a curve is about galleries with one number of images for each product. One is
+    fitted for each of `VIEWS`, on galleries that hold so many images of each class, of all classes,
+    a half and a quarter of them. The other images ask twice: as they are, and with their class left
+    out of the gallery. A number of views is left out where fewer than `MIN_CLASSES` classes have
+    one image more, or `fit_curve` refuses.
 
     **Reading**: "false matches" has two meanings and both are stored. `pair_score` is that of
     biometrics, the share of all pairs of different classes that score as much. `search_score` is
@@ -68,15 +68,14 @@ def fit_calibration(
     Args:
         embeddings, labels: (N, D), unit norm, and (N,), of images that were not trained on.
         split: where they come from.
-        seed: of the drawn queries, parts and pairs.
+        seed: of the drawn queries, galleries and pairs.
 
-    Raises: EvaluationError with the reason if there is nothing to fit, there are fewer than
-        `MIN_CLASSES` classes, or the scores do not separate: an area under the ROC curve, over all
-        pairs or among the 10 best hits, whose interval reaches down to `MIN_AREA`, or a slope at
-        its bound.
+    Raises: CalibrationError with the reason if there is nothing to fit, there are fewer than
+        `MIN_CLASSES` classes, no curve can be fitted, or the scores do not separate: an area under
+        the ROC curve, over all pairs or among the 10 best hits, whose interval reaches down to
+        `MIN_AREA`.
 
     References:
-        Probabilistic outputs for support vector machines (Platt 1999), section 2.2
         ISO/IEC 19795-1: false match rate, false positive identification rate
     """
     count, rng = len(labels), np.random.default_rng(seed)
@@ -89,13 +88,7 @@ def fit_calibration(
     queries = some_queries(labels, everything, rng, MAX_QUERIES)
     hits = search(embeddings, labels, queries, everything)
     negatives = wrong_pairs(embeddings, labels, MAX_PAIRS, rng)
-    whole = _pairs_of(hits, count, labels[queries])
-    overall, among_best = _areas(whole)
-    pairs = pd.concat([whole, *_search_parts(embeddings, labels, rng)])
-    slopes, intercept = _fit_curve(pairs, count)
-    if slopes[0] <= _FLAT:
-        raise _refusal(count, "a higher score does not make a hit more likely right")
-    best = hits.right[:, :NEIGHBOURS]
+    overall, among_best = _areas(_pairs_of(hits, count, labels[queries]))
     thresholds = [
         Threshold(
             false_matches=rate,
@@ -105,28 +98,98 @@ def fit_calibration(
         for rate in FALSE_MATCHES
     ]
     return Calibration(
-        **dict(zip(("slope", "rank_slope", "tail_slope", "size_slope"), slopes, strict=True)),
-        intercept=intercept,
         thresholds=tuple(thresholds),
         split=split,
         gallery_images=count,
         queries=len(queries),
-        neighbours=best.shape[1],
-        positive_hits=int(best.sum()),
-        negative_hits=int((~best).sum()),
         negative_pairs=len(negatives),
-        calibration_error=_crossed_error(pairs, count, rng),
         classes=len(names),
         auc=overall.value,
         auc_of_hits=None if among_best is None else among_best.value,
+        curves=_curves(embeddings, labels, rng),
     )
 
 
-def _refusal(images: int, reason: str) -> EvaluationError:
-    return EvaluationError(
+def _refusal(images: int, reason: str) -> CalibrationError:
+    return CalibrationError(
         f"Scores cannot be calibrated on {images:,} held-out images: {reason}. "
         "Hold out more classes with more images."
     )
+
+
+# The curves
+
+
+def _curves(
+    embeddings: Embeddings, labels: Labels, rng: np.random.Generator
+) -> tuple[ViewsCurve, ...]:
+    """One for each number of views that can be fitted. Raises: CalibrationError without any."""
+    names, sizes = np.unique(labels, return_counts=True)
+    fitted, reason = [], ""
+    for views in VIEWS:
+        usable = names[sizes > views]
+        if len(usable) < MIN_CLASSES:
+            break
+        asked = [
+            searches
+            for part in _PARTS
+            for searches in _asked(
+                embeddings, labels, rng.permutation(usable)[: len(usable) // part], views, rng
+            )
+        ]
+        searches = Searches.joined(asked)
+        try:
+            curve = fit_curve(searches)
+        except CalibrationError as error:
+            reason = f"{error} ({views} images of each class)"
+            continue
+        fitted.append(
+            ViewsCurve(views=views, products=len(usable), wrong_hits=searches.wrong, curve=curve)
+        )
+    if not fitted:
+        raise _refusal(len(labels), reason)
+    return tuple(fitted)
+
+
+def _asked(
+    embeddings: Embeddings, labels: Labels, names: Labels, views: int, rng: np.random.Generator
+) -> tuple[Searches, Searches]:
+    """Searches in a gallery of `views` images of each of these classes, by other images of them:
+    as they are, and with their class left out.
+    """
+    shuffled = [rng.permutation(np.flatnonzero(labels == name)) for name in names]
+    gallery = np.concatenate([images[:views] for images in shuffled])
+    queries = np.concatenate([images[views : views + _ASKING] for images in shuffled])
+    if len(queries) > MAX_QUERIES:
+        queries = rng.choice(queries, MAX_QUERIES, replace=False)
+    return candidates_of(embeddings, labels, queries, gallery)
+
+
+def candidates_of(
+    embeddings: Embeddings, labels: Labels, queries: Labels, gallery: Labels
+) -> tuple[Searches, Searches]:
+    """The candidates of each query: as they are, and with the query's class left out.
+
+    `queries` (q,) and `gallery` are numbers of images, and none is in both.
+    """
+    parts: tuple[list[Searches], list[Searches]] = ([], [])
+    rows = max(1, BLOCK // max(len(gallery), 1))
+    width = min(CANDIDATES, len(gallery))
+    for start in range(0, len(queries), rows):
+        some = queries[start : start + rows]
+        found = (embeddings[some] @ embeddings[gallery].T).astype(np.float64)
+        same = labels[some, None] == labels[gallery]
+        for is_absent, of_kind in enumerate(parts):
+            scores = np.where(same, -np.inf, found) if is_absent else found
+            order = np.argsort(-scores, axis=1, kind="stable")[:, :width]
+            best = np.full((len(some), CANDIDATES), -np.inf)
+            best[:, :width] = np.take_along_axis(scores, order, axis=1)
+            products = np.full(best.shape, -1, np.int64)
+            products[:, :width] = labels[gallery][order]
+            right = (products == labels[some, None]) & np.isfinite(best)
+            absent = np.full(len(some), bool(is_absent))
+            of_kind.append(Searches(best, products, right, absent, np.zeros(len(some))))
+    return Searches.joined(parts[0]), Searches.joined(parts[1])
 
 
 # What searches find
@@ -196,20 +259,6 @@ def wrong_pairs(
     return scores
 
 
-def _search_parts(
-    embeddings: Embeddings, labels: Labels, rng: np.random.Generator
-) -> Iterator[pd.DataFrame]:
-    """Pairs of searches among each half and each quarter of the classes."""
-    names = rng.permutation(np.unique(labels))
-    for parts in (2, SMALLEST_GALLERY):
-        for first in range(parts):
-            gallery = np.flatnonzero(np.isin(labels, names[first::parts]))
-            queries = some_queries(labels, gallery, rng, MAX_QUERIES // parts)
-            if len(queries):
-                hits = search(embeddings, labels, queries, gallery)
-                yield _pairs_of(hits, len(gallery), labels[queries])
-
-
 def _pairs_of(hits: Hits, items: int, classes: Labels) -> pd.DataFrame:
     """A row for each hit, of queries of `classes` (q,) in a gallery of so many `items`.
 
@@ -227,85 +276,10 @@ def _pairs_of(hits: Hits, items: int, classes: Labels) -> pd.DataFrame:
     return pd.DataFrame({k: np.broadcast_to(v, shape).ravel() for k, v in columns.items()})
 
 
-# The curve
-
-
-def fit_logistic(
-    features: Numbers, right: Right, weights: Numbers, most: Sequence[float]
-) -> tuple[Numbers, float]:
-    """Slopes (F,) from 0 to `most`, and intercept, of the most likely logistic curve.
-
-    Args:
-        features: (P, F).
-        right, weights: (P,).
-    """
-    positive, negative = int(right.sum()), int((~right).sum())
-    target = np.where(right, (positive + 1) / (positive + 2), 1 / (negative + 2))
-    w = weights / weights.sum()
-    mean = w @ features
-    spread = np.sqrt(w @ (features - mean) ** 2)
-    spread[spread == 0] = 1.0  # a feature that never changes gets no slope
-    z = (features - mean) / spread
-
-    def loss(theta: Numbers) -> tuple[float, Numbers]:
-        logits = z @ theta[:-1] + theta[-1]
-        error = w * (expit(logits) - target)
-        value = w @ (np.logaddexp(0, logits) - target * logits)
-        return float(value), np.append(error @ z, error.sum())
-
-    start = np.append(np.zeros(z.shape[1]), np.log((w @ right + 1e-9) / (w @ ~right + 1e-9)))
-    bounds = [*((0.0, limit) for limit in most * spread), (None, None)]
-    options = {"ftol": 1e-15, "gtol": 1e-10, "maxiter": 500}
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
-    slopes: Numbers = found.x[:-1] / spread
-    return slopes, float(found.x[-1] - slopes @ mean)
-
-
-def calibration_error(probabilities: Numbers, right: Right) -> float:
-    """Expected calibration error: mean |probability - share of right ones| over 15 equal bins."""
-    order = np.argsort(probabilities, kind="stable")
-    gaps = [
-        abs(probabilities[part].mean() - right[part].mean()) * len(part)
-        for part in np.array_split(order, _BINS)
-        if len(part)
-    ]
-    return float(sum(gaps) / len(order))
-
-
 def least_score(wrong: Scores, rate: float) -> float:
     """A score that at most a share `rate` of the `wrong` scores reaches, the least to 1e-6."""
     allowed = int(np.floor(rate * len(wrong) + 1e-9))
     return float(np.sort(wrong)[len(wrong) - 1 - allowed]) + _ABOVE
-
-
-def _features(pairs: pd.DataFrame, items: int) -> Numbers:
-    """What a, c, e and d weigh (P, 4); ln (N / N_0) with N_0 = `items`."""
-    size = np.log(pairs["items"] / items)
-    columns = (pairs.scores, -np.log(pairs.ranks), -log_tail(pairs.ranks), -size)
-    return np.stack(columns, axis=1, dtype=np.float64)
-
-
-def _fit_curve(pairs: pd.DataFrame, items: int) -> tuple[Numbers, float]:
-    """a, c, e and d, and b in a gallery of so many `items`, that make the pairs most likely."""
-    weights = pairs.gaps / (pairs.ranks + NEIGHBOURS) ** 2.0
-    right = pairs.right.to_numpy()
-    return fit_logistic(_features(pairs, items), right, weights.to_numpy(), _MOST)
-
-
-def _crossed_error(pairs: pd.DataFrame, images: int, rng: np.random.Generator) -> float | None:
-    """Hits of each half of the classes judged by a curve of the other; None without wrong ones."""
-    names = rng.permutation(np.unique(pairs.classes))
-    inside = np.isin(pairs.classes, names[: len(names) // 2])
-    shown = (pairs.ranks <= NEIGHBOURS) & (pairs["items"] == images)
-    probabilities, right = [], []
-    for fitted in (inside, ~inside):
-        known, asked = pairs[fitted], pairs[shown & ~fitted]
-        if known.right.all() or not known.right.any():
-            return None
-        slopes, intercept = _fit_curve(known, images)
-        probabilities.append(expit(_features(asked, images) @ slopes + intercept))
-        right.append(asked.right)
-    return calibration_error(np.concatenate(probabilities), np.concatenate(right))
 
 
 # Whether scores tell right pairs from wrong ones
@@ -367,7 +341,7 @@ def _share_below(scores: Numbers, others: Numbers, weights: Numbers) -> Numbers:
 def _areas(pairs: pd.DataFrame) -> tuple[Area, Area | None]:
     """Over all pairs and among the best hits (None if these are all right), above the bound.
 
-    Raises: EvaluationError.
+    Raises: CalibrationError.
     """
     images = int(pairs["items"].iloc[0])
     best = pairs[pairs.ranks <= NEIGHBOURS]

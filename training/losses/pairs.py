@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.settings import Cosine, NotNegative, Positive
+from training.fields import Cosine, NotNegative, Positive
 from training.losses.base import MetricLoss, log_1p_sum_exp, log_sum_exp
 from training.miners import Pairs, all_pairs, hard_pairs
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from training.config.settings import Positive
+from training.fields import Positive
 from training.losses.base import ProxyLoss, log_1p_sum_exp
 
 CHUNK = 2048

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from training.config.settings import Count, NotNegative, Positive
+from training.fields import Count, NotNegative, Positive
 from training.losses.base import ProxyLoss, check_labels, log_sum_exp
 
 

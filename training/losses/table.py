@@ -6,7 +6,7 @@ The constructor of a loss says which options a job may set: all its parameters b
 
 import inspect
 
-from training.config.settings import Section
+from training.fields import Section
 from training.losses.base import MetricLoss, ProxyLoss
 from training.losses.pairs import (
     BinomialDevianceLoss,

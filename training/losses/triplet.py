@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from training.config.settings import NotNegative, Positive
+from training.fields import NotNegative, Positive
 from training.losses.base import MetricLoss, check_labels
 from training.miners import Triplets, all_pairs, batch_hard, distance_weighted, semi_hard
 

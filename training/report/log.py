@@ -1,7 +1,9 @@
 """What a run tells as it goes: JSON lines always, TensorBoard if asked for, the console."""
 
 import json
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,23 +75,31 @@ def console_listener() -> Iterator["ConsoleListener"]:
 
 
 class ConsoleListener:
-    """Draws a run: a bar over the steps of all its epochs, and a line for each epoch."""
+    """Draws a run: a bar over the steps of all its epochs, and a line for each epoch.
 
-    def __init__(self, progress: Progress) -> None:
+    The lines say all that the bar does, since a log file shows no bar.
+    """
+
+    def __init__(self, progress: Progress, clock: Callable[[], float] = time.monotonic) -> None:
         self._progress = progress
         self._task = progress.add_task("epoch", total=None, loss="")
+        self._clock = clock
+        self._epochs = 0
+        self._began: tuple[int, float] | None = None
 
     def said(self, sentence: str) -> None:
         """Print what a person should know."""
         console.print(sentence, markup=False)
 
     def epoch_started(self, epoch: int, epochs: int, steps: int) -> None:
-        """`epoch` counts from 0; time is measured anew, since evaluation lies between epochs."""
+        """`epoch` counts from 0. The bar measures each epoch anew: evaluation lies between them."""
+        self._epochs = epochs
+        self._began = self._began or (epoch, self._clock())
         self._progress.reset(
             self._task,
             total=epochs * steps,
             completed=epoch * steps,
-            description=f"epoch {epoch + 1}/{epochs}",
+            description=f"epoch {epoch + 1} of {epochs}",
         )
 
     def step_done(self, parts: dict[str, float]) -> None:
@@ -99,10 +109,23 @@ class ConsoleListener:
     def epoch_done(self, row: dict[str, float]) -> None:
         """Print the figures of a finished epoch."""
         recalls = "  ".join(f"{k} {v:.1f}" for k, v in row.items() if "R@" in k)
-        self.said(
-            f"epoch {row['epoch']:.0f}  loss {row['loss']:.3f}  {recalls}  "
-            f"{row['images_per_s']:.0f} images/s"
-        )
+        words = [f"epoch {row['epoch']:.0f}{f' of {self._epochs}' if self._epochs else ''}"]
+        words += [f"loss {row['loss']:.3f}", recalls, f"{row['images_per_s']:.0f} images/s"]
+        self.said("  ".join(word for word in (*words, self._time_left(row["epoch"])) if word))
+
+    def _time_left(self, epoch: float) -> str:
+        """By the mean time of the epochs of this process, evaluation included."""
+        if self._began is None or epoch <= self._began[0]:  # finished by the process before
+            return ""
+        first, since = self._began
+        seconds = (self._clock() - since) / (epoch - first) * (self._epochs - epoch)
+        if seconds <= 0:
+            return ""
+        if seconds < 90:
+            return f"about {math.ceil(seconds)} s left"
+        minutes = math.ceil(seconds / 60)
+        hours = f"{minutes // 60} h {minutes % 60} min" if minutes >= 90 else f"{minutes} min"
+        return f"about {hours} left"
 
 
 def _records_until(path: Path, step: int) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from training.config.job import Job
 from training.data.records import Split
-from training.evaluation.retrieval import queries_in, with_interval
+from training.evaluation.retrieval import GAIN, queries_in, with_interval
 from training.folder import UNTRAINED, Result
 from training.regularizers.shares import LEAST, WIDEST
 from training.state import VALIDATION, Row
@@ -69,28 +69,58 @@ def _at_a_bound(scale: float) -> bool:
 
 
 def did_it_help(split: Split, result: Result) -> list[str]:
-    """The model of a run beside what it began with, on the same held-out images."""
-    said, worse = [], []
-    for part, prefix, found in (
-        ("validation", VALIDATION, result.validation),
-        ("test", "", result.figures),
-    ):
+    """The model of a run compared with what it began with, on the same held-out images."""
+    said = []
+    for part, (model, began, found) in _held_out(result).items():
         images = getattr(split, part)
-        model, began = found.get("R@1"), result.trunk.get(f"{prefix}R@1")
-        if images is None or model is None or began is None:
+        if images is None:
             continue
         queries = queries_in(images, split.gallery if part == "test" else None)
+        paired = ""
+        if GAIN[0] in found:
+            low, high = (found[name] for name in GAIN)
+            paired = f", 95 % interval {low:+.1f} to {high:+.1f}"
         said.append(
             f"{part} classes: R@1 {with_interval(model, queries)}; {result.began_with} "
-            f"{with_interval(began, queries)} ({model - began:+.1f} points)"
+            f"{with_interval(began, queries)} ({model - began:+.1f} points{paired})"
         )
-        worse += [part] if model <= began else []
-    if worse:
-        cure = "Keep the bundle that it went on from"
-        if result.began_with == UNTRAINED:
-            cure = "Export the trunk itself with `kinlens-train export RUN --trunk`"
-        said.append(
-            f"The model is not better than {result.began_with} on the {' and the '.join(worse)} "
-            f"classes: this training did not help. {cure}, or train on more classes."
+    return [*said, result.verdict] if result.verdict else said
+
+
+def verdict_of(result: Result) -> str:
+    """Whether a training helped, and what to do if not; "" where nothing was held out.
+
+    A gain within its interval is chance as far as anybody can tell, so it counts as none.
+    """
+    parts: dict[str, list[str]] = {"worse": [], "no gain": [], "gain": []}
+    for part, (model, began, found) in _held_out(result).items():
+        low, high = (found.get(name, model - began) for name in GAIN)
+        parts["worse" if high < 0 else "gain" if low > 0 else "no gain"].append(part)
+    cure = "keep the bundle that it went on from"
+    if result.began_with == UNTRAINED:
+        cure = "export the trunk itself with `kinlens-train export RUN --trunk`"
+    for kind, says in (
+        ("worse", f"Worse: the model answers worse than {result.began_with}"),
+        ("no gain", f"No gain: the model is not better than {result.began_with} beyond chance"),
+    ):
+        if parts[kind]:
+            return (
+                f"{says} on the {' and the '.join(parts[kind])} classes, so this training did not "
+                f"help. Train on more classes, or {cure}."
+            )
+    if parts["gain"]:
+        return (
+            f"Gain: the model is better than {result.began_with} beyond chance on the "
+            f"{' and the '.join(parts['gain'])} classes."
         )
-    return said
+    return ""
+
+
+def _held_out(result: Result) -> dict[str, tuple[float, float, Row]]:
+    """By part: R@1 of the model and of what it began with, and all figures of the model."""
+    found = {"validation": (VALIDATION, result.validation), "test": ("", result.figures)}
+    return {
+        part: (figures["R@1"], result.trunk[f"{prefix}R@1"], figures)
+        for part, (prefix, figures) in found.items()
+        if "R@1" in figures and f"{prefix}R@1" in result.trunk
+    }

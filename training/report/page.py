@@ -11,6 +11,7 @@ from training.config.job import Job
 from training.data.feedback import sentences
 from training.data.records import Split
 from training.distributed import world
+from training.evaluation.retrieval import GAIN
 from training.folder import Result, replace_text
 from training.regularizers.shares import LEAST
 from training.report.notices import CHOSEN_BY, after_epoch, did_it_help
@@ -102,6 +103,7 @@ def _figures(result: Result) -> list[str]:
     rows = [
         [name, *(f"{column[name]:.4g}" if name in column else "" for column in columns)]
         for name in names
+        if name not in GAIN  # said in words before
     ]
     header = ["figure", "test classes", "validation classes", "trunk, test", "trunk, validation"]
     return [*table(header, rows), ""] if rows else []

@@ -17,7 +17,7 @@ import pandas as pd
 from scipy import stats
 
 from embedder.errors import CheckpointError, JobError
-from training.evaluation.retrieval import with_interval
+from training.evaluation.retrieval import GAIN, with_interval
 from training.folder import RESULT, Result, read_result, replace_text, settings
 from training.state import OF_TERMS, on_validation
 
@@ -208,6 +208,7 @@ def side_by_side(folders: Sequence[Path]) -> list[str]:
     """
     runs = {folder: _finished(folder) for folder in folders}
     names = list(dict.fromkeys(name for run in runs.values() for name in run.figures))
+    names = [name for name in names if name not in GAIN]
     rows = []
     for folder, run in runs.items():
         on_test, on_held_out = _queries(folder, "test"), _queries(folder, "validation")

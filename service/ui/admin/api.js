@@ -37,7 +37,8 @@ export async function putItems(gallery, entries, signal) {
   for (const { key, file, attributes } of entries) {
     form.append("image", file, file.name);
     form.append("key", key);
-    form.append("attributes", JSON.stringify(attributes));
+    // Nothing entered keeps what an item under this key has.
+    form.append("attributes", Object.keys(attributes).length > 0 ? JSON.stringify(attributes) : "null");
   }
   return bodyOf(await request(`${galleryPath(gallery)}/items`, { method: "PUT", body: form, signal }));
 }
@@ -46,16 +47,21 @@ export async function putItems(gallery, entries, signal) {
 export const patchItems = (gallery, changes) =>
   sent("PATCH", `${galleryPath(gallery)}/items`, { changes });
 
-// which: {keys} or {filter}. Resolves to {removed, version}.
+// which: {keys} or {filter}; {keys, keep} fails if no item of `keep` is there. Resolves to
+// {removed, version}.
 export const deleteItems = (gallery, which) =>
   sent("POST", `${galleryPath(gallery)}/items/delete`, which);
+
+export const restoreItems = (gallery, keys) =>
+  sent("POST", `${galleryPath(gallery)}/items/restore`, { keys });
 
 export const listGolden = async (gallery) => (await getJson(`${galleryPath(gallery)}/golden`)).queries;
 
 export const listGoldenRuns = async (gallery) => (await getJson(`${galleryPath(gallery)}/golden/runs`)).runs;
 
 export const runGolden = (gallery) => request(`${galleryPath(gallery)}/golden/run`, { method: "POST" });
-// wanted: {min_probability} or {min_score}, and limit. Resolves to groups of near-duplicates.
+
+// wanted: {min_score} or none, and limit. Resolves to groups of near-duplicates.
 export const findDuplicates = (gallery, wanted) =>
   getJson(`${galleryPath(gallery)}/duplicates?${new URLSearchParams(wanted)}`);
 

@@ -53,7 +53,10 @@ async function showView() {
     else link.removeAttribute("aria-current");
   }
   document.title = `${ui[`${name}-title`].textContent} · Kinlens admin`;
-  if (isOther) ui[`${name}-title`].focus();
+  if (isOther) {
+    hideError(); // it was about the view before
+    ui[`${name}-title`].focus();
+  }
   try {
     await VIEWS[name]();
   } catch (error) {

@@ -1,12 +1,12 @@
-// Groups of items that show one product, with a button at each that deletes it.
+// Groups of items that show one product, with buttons that delete all but one at most.
 
 import { deleteItems, findDuplicates } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
 import { chosen, state } from "/ui/admin/state.js";
+import { UNDO_TEXT, offerUndo } from "/ui/admin/undo.js";
 import { busily } from "/ui/admin/work.js";
-import { showNotice } from "/ui/shared/alerts.js";
 import { element, ui } from "/ui/shared/dom.js";
-import { percent, plural, valueText } from "/ui/shared/format.js";
+import { plural, someOf, valueText } from "/ui/shared/format.js";
 import { emptyView, toHash } from "/ui/shared/link.js";
 import { pictureOf } from "/ui/shared/pictures.js";
 
@@ -14,9 +14,8 @@ const SHOWN = 50;
 let about = "";
 let onChanged = () => {};
 
-function facts({ score, probability, newest, same_content: isSame, attributes }) {
-  const sure = probability === null ? "" : `, ${percent(probability)} sure`;
-  const texts = [`cosine ${score.toFixed(4)}${sure}`];
+function facts({ score, newest, same_content: isSame, attributes }) {
+  const texts = [`cosine ${score.toFixed(4)}`];
   if (isSame) texts.push("same file as the first");
   texts.push(...Object.entries(attributes).map(([name, value]) => `${name} ${valueText(value)}`));
   const line = element("p", { className: "hint", textContent: texts.join(" · ") });
@@ -25,70 +24,123 @@ function facts({ score, probability, newest, same_content: isSame, attributes })
 }
 
 // A group of one is none any more.
-function forget(row, group) {
-  const next = row.nextElementSibling ?? row.previousElementSibling;
-  row.remove();
-  if (group.querySelectorAll("li").length > 1) return next.querySelector("button").focus();
+function forget(keys, group) {
+  for (const row of group.querySelectorAll("li")) {
+    if (keys.includes(row.dataset.key)) row.remove();
+  }
+  const left = group.querySelectorAll("li");
+  if (left.length > 1) return left[0].querySelector("button").focus();
   group.remove();
   ui["duplicates-title"].focus();
 }
 
-async function remove({ key }, button, row, group) {
+// At least one item of the group stays, also if somebody else deletes another one meanwhile.
+async function remove(keys, button, group) {
+  const { name } = state;
+  const shown = [...group.querySelectorAll("li")].map(({ dataset }) => dataset.key);
+  const keep = shown.filter((key) => !keys.includes(key));
+  if (keep.length === 0) return;
   const isSure = await confirmed({
-    title: "Delete 1 item?",
-    text: `${key} will no longer be found in ${state.name}. This cannot be undone.`,
+    title: `Delete ${plural(keys.length, "item")}?`,
+    text: `${someOf(keys)} will no longer be found in ${name}. ${keep.length === 1 ? `${keep[0]} stays` : `${plural(keep.length, "item")} of the group stay`}. ${UNDO_TEXT}`,
     action: "Delete",
   });
   if (!isSure) return;
   await busily(button, async () => {
-    await deleteItems(state.name, { keys: [key] });
-    forget(row, group);
-    showNotice(`${key} is deleted.`);
+    const { removed } = await deleteItems(name, { keys, keep });
+    forget(keys, group);
+    offerUndo(`${plural(removed, "item")} deleted.`, name, keys, async () => {
+      await Promise.all([onChanged(), state.name === name && look()]);
+      ui["duplicates-title"].focus();
+    });
     await onChanged();
   });
 }
 
-function rowOf(item, group) {
+function action(text, key, testId, extra = "") {
+  const button = element("button", { type: "button", className: `small ${extra}`, textContent: text });
+  button.append(element("span", { className: "sr-only", textContent: ` ${key}` }));
+  button.dataset.testid = testId;
+  return button;
+}
+
+function buttonsOf({ key }, items, group) {
+  const drop = action("Delete", key, "near-delete", "danger");
+  drop.addEventListener("click", () => remove([key], drop, group));
+  if (items.length === 2) return [drop];
+  const only = action("Keep only this", key, "near-only");
+  only.addEventListener("click", () => {
+    const shown = [...group.querySelectorAll("li")].map(({ dataset }) => dataset.key);
+    remove(shown.filter((other) => other !== key), only, group);
+  });
+  return [drop, only];
+}
+
+function rowOf(item, ...more) {
   const { id, key, image } = item;
   const query = { kind: "item", id, key, gallery: state.name, crops: [] };
   const link = element("a", { href: `/${toHash(emptyView(state.name), query)}`, className: "near-picture" }, pictureOf(image, ""));
   link.ariaLabel = `Search with ${key}`;
-  const drop = element("button", { type: "button", className: "small danger", textContent: "Delete" });
-  drop.append(element("span", { className: "sr-only", textContent: ` ${key}` }));
-  drop.dataset.testid = "near-delete";
   const name = element("p", { className: "near-key", textContent: key });
-  const row = element("li", { className: "near-item" }, link, name, ...facts(item), drop);
+  const row = element("li", { className: "near-item" }, link, name, ...more);
   Object.assign(row.dataset, { testid: "near-item", key });
-  drop.addEventListener("click", () => remove(item, drop, row, group));
   return row;
 }
 
-function groupOf(items) {
-  const list = element("ul", { className: "near-items" });
-  const group = element("li", { className: "panel-box near-group" }, list);
-  group.ariaLabel = plural(items.length, "item");
-  group.dataset.testid = "near-group";
-  list.append(...items.map((item) => rowOf(item, group)));
+function listOf(rows, testId, text, ...before) {
+  const list = element("ul", { className: "near-items" }, ...rows);
+  const group = element("li", { className: `panel-box ${testId}` }, ...before, list);
+  group.ariaLabel = text;
+  group.dataset.testid = testId;
   return group;
 }
 
+// Too many items to be copies of a product: nothing to delete, something to find out.
+function crowdOf({ items, examples, detail }) {
+  const rows = examples.map((item) => rowOf(item));
+  return listOf(rows, "near-crowd", `${plural(items, "item")} that look alike`, element("p", { className: "verdict attention", textContent: detail }));
+}
+
+function groupOf(items, canDelete) {
+  const group = listOf([], "near-group", plural(items.length, "item"));
+  group.lastChild.append(...items.map((item) => {
+    const buttons = canDelete ? [element("div", { className: "near-buttons" }, ...buttonsOf(item, items, group))] : [];
+    return rowOf(item, ...facts(item), ...buttons);
+  }));
+  return group;
+}
+
+function textOf({ total, items, crowds, min_score: least, floor }) {
+  const source = least === floor.score ? ", the default of this gallery" : "";
+  const near = `cosine at least ${least.toFixed(4)}${source}`;
+  if (total === 0 && crowds.length === 0) return `No two items are that near (${near}).`;
+  const rest = total > SHOWN ? `; the largest ${SHOWN} are shown` : "";
+  return `${plural(total, "group")} with ${plural(items, "item")}, ${near}${rest}.`;
+}
+
 async function look() {
-  const [kind, least] = [ui["near-kind"].value, ui["near-least"].value];
-  ui.duplicates.replaceChildren();
+  const least = ui["near-least"].value;
+  clear();
   ui["duplicates-text"].textContent = "Comparing every item with its neighbours…";
   const name = (about = state.name);
   let text = "";
   try {
-    const answer = await findDuplicates(name, { ...(least && { [kind]: least }), limit: SHOWN });
+    const answer = await findDuplicates(name, { ...(least && { min_score: least }), limit: SHOWN });
     if (about !== name) return;
-    ui.duplicates.replaceChildren(...answer.groups.map(groupOf));
-    const rest = answer.total > SHOWN ? `; the largest ${SHOWN} are shown` : "";
-    text = answer.total === 0
-      ? `No two items are that near (cosine at least ${answer.min_score.toFixed(4)}).`
-      : `${plural(answer.total, "group")} with ${plural(answer.items, "item")}, cosine at least ${answer.min_score.toFixed(4)}${rest}.`;
+    ui["duplicates-warning"].hidden = answer.warning === null;
+    ui["duplicates-warning"].textContent = answer.warning ?? "";
+    const groups = answer.groups.map((items) => groupOf(items, answer.warning === null));
+    ui.duplicates.replaceChildren(...answer.crowds.map(crowdOf), ...groups);
+    text = textOf(answer);
   } finally {
     if (about === name) ui["duplicates-text"].textContent = text;
   }
+}
+
+function clear() {
+  ui.duplicates.replaceChildren();
+  ui["duplicates-warning"].hidden = true;
+  ui["duplicates-text"].textContent = "";
 }
 
 // What was found in another gallery goes.
@@ -96,20 +148,14 @@ export function showDuplicates() {
   ui["near-look"].disabled = chosen() === null;
   if (about === state.name) return;
   about = "";
-  ui.duplicates.replaceChildren();
-  ui["duplicates-text"].textContent = "";
+  clear();
 }
 
-// whenChanged() after an item was deleted.
+// whenChanged() after items were deleted or came back.
 export function startDuplicates(whenChanged) {
   onChanged = whenChanged;
   ui["near-form"].addEventListener("submit", (event) => {
     event.preventDefault();
     busily(ui["near-look"], look);
-  });
-  ui["near-kind"].addEventListener("change", () => {
-    const isScore = ui["near-kind"].value === "min_score";
-    ui["near-least"].min = isScore ? -1 : 0;
-    ui["near-least"].value = isScore ? 0.95 : "";
   });
 }

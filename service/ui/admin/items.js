@@ -4,16 +4,16 @@ import { deleteItems } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
 import { editItem } from "/ui/admin/edit.js";
 import { state } from "/ui/admin/state.js";
+import { UNDO_TEXT, offerUndo } from "/ui/admin/undo.js";
 import { busily, failed } from "/ui/admin/work.js";
 import { showNotice } from "/ui/shared/alerts.js";
 import { Problem, listItems } from "/ui/shared/api.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
-import { plural, valueText } from "/ui/shared/format.js";
+import { plural, someOf, valueText } from "/ui/shared/format.js";
 import { emptyView, toHash } from "/ui/shared/link.js";
 import { pictureOf } from "/ui/shared/pictures.js";
 
 const PAGE = 50;
-const SHOWN_SELECTED = 3;
 const selected = new Set();
 const view = { offset: 0, prefix: "", filter: "", total: 0 };
 let running = null;
@@ -147,25 +147,26 @@ export async function load() {
   }
 }
 
-async function remove(name, which) {
-  const { removed } = await deleteItems(name, which);
-  for (const key of which.keys ?? [...selected]) selected.delete(key);
-  showNotice(`${plural(removed, "item")} deleted.`);
+async function changed() {
   await onChanged();
   await load();
   ui["items-title"].focus();
 }
 
-function names(keys) {
-  const more = keys.length - SHOWN_SELECTED;
-  return keys.slice(0, SHOWN_SELECTED).join(", ") + (more > 0 ? ` and ${more.toLocaleString("en")} more` : "");
+async function remove(name, which) {
+  const { removed } = await deleteItems(name, which);
+  for (const key of which.keys ?? [...selected]) selected.delete(key);
+  const text = `${plural(removed, "item")} deleted.`;
+  if (which.keys) offerUndo(text, name, which.keys, changed);
+  else showNotice(text);
+  await changed();
 }
 
 async function deleteKeys(keys, button) {
   const { name } = state;
   const isSure = await confirmed({
     title: `Delete ${plural(keys.length, "item")}?`,
-    text: `${names(keys)} will no longer be found in ${name}. This cannot be undone.`,
+    text: `${someOf(keys)} will no longer be found in ${name}. ${UNDO_TEXT}`,
     action: "Delete",
   });
   if (isSure) await busily(button, () => remove(name, { keys }));
@@ -180,7 +181,7 @@ async function deleteFiltered() {
     if (name !== state.name) return;
     const isSure = await confirmed({
       title: `Delete ${plural(total, "item")}?`,
-      text: `All items of ${name} that fit ${filter} will be deleted. This cannot be undone.`,
+      text: `All items of ${name} that fit ${filter} will be deleted. This page cannot undo it.`,
       action: `Delete ${total.toLocaleString("en")}`,
     });
     if (isSure) await remove(name, { filter });

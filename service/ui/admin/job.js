@@ -2,7 +2,7 @@
 
 import { changeJob, getLog } from "/ui/admin/api.js";
 import { confirmed } from "/ui/admin/confirm.js";
-import { reportNodes } from "/ui/admin/report.js";
+import { isRefused, reportNodes } from "/ui/admin/report.js";
 import { moment } from "/ui/admin/status.js";
 import { busily, failed } from "/ui/admin/work.js";
 import { definitions, element, ui } from "/ui/shared/dom.js";
@@ -22,13 +22,17 @@ export const titleOf = ({ kind, gallery }) => `${KINDS[kind] ?? kind}: ${gallery
 
 // What it does, or what became of it beyond its state.
 export function stepText(job) {
+  if (isRefused(job)) return "The old one stays in place";
   if (job.waits) return "The new one waits to be put in place";
   return job.state === "succeeded" || job.state === "cancelled" ? "" : job.step;
 }
 
-export const stateBadge = ({ state }) => {
-  const made = element("span", { className: "state", textContent: STATES[state] ?? state });
-  made.dataset.state = state;
+// In one word, as the verdict of its report has it.
+export const stateText = (job) => (isRefused(job) ? "refused" : (STATES[job.state] ?? job.state));
+
+export const stateBadge = (job) => {
+  const made = element("span", { className: "state", textContent: stateText(job) });
+  made.dataset.state = isRefused(job) ? "refused" : job.state;
   made.dataset.testid = "job-state";
   return made;
 };
@@ -79,6 +83,7 @@ export class JobPanel {
 
   // Built anew only if something is new: what is selected and in focus stays.
   show(job) {
+    this.log.dataset.empty = isActive(job) ? "Nothing written yet" : "This job wrote nothing";
     const now = JSON.stringify(job);
     if (now !== this.told) {
       this.told = now;
@@ -103,7 +108,7 @@ export class JobPanel {
       ...params,
       ["Number", job.id],
     ];
-    const more = element("details", {}, element("summary", { textContent: "Details" }));
+    const more = element("details", { className: "fold" }, element("summary", { textContent: "Details" }));
     more.append(element("dl", { className: "facts-list" }, ...definitions(pairs)));
     const bar = isActive(job) ? [progressOf(job)] : [];
     return [step, ...bar, ...(job.error ? [failure] : []), ...reportNodes(job.report), more];
@@ -112,7 +117,11 @@ export class JobPanel {
   #showButtons(job) {
     const wanted = [];
     if (isActive(job)) wanted.push(["cancel", "Cancel the job", "secondary"]);
-    if (job.waits) wanted.push(["swap", "Put the new one in place", "primary"]);
+    if (job.waits && isRefused(job)) {
+      wanted.push(["keep", "Keep the old one", "primary"], ["swap", "Put the new one in place anyway", "secondary"]);
+    } else if (job.waits) {
+      wanted.push(["swap", "Put the new one in place", "primary"]);
+    }
     if (["rebuild", "train"].includes(job.kind) && ["failed", "cancelled"].includes(job.state)) wanted.push(["resume", "Go on with it", "secondary"]);
     const now = [job.id, ...wanted.map(([what]) => what)].join();
     if (now === this.buttons.dataset.shown) return;
@@ -124,13 +133,22 @@ export class JobPanel {
     const button = element("button", { type: "button", className, textContent: text });
     button.dataset.testid = `job-${what}`;
     button.addEventListener("click", async () => {
-      if (what === "cancel" && !(await this.#isSure(job))) return;
+      if (what === "keep") return this.hide();
+      if (!(await this.#isSure(job, what))) return;
       await busily(button, async () => this.onChange(await changeJob(this.id, what)));
     });
     return button;
   }
 
-  #isSure(job) {
+  async #isSure(job, what) {
+    if (what === "swap" && isRefused(job)) {
+      return confirmed({
+        title: "Put a refused gallery in place?",
+        text: `It was found not good enough to replace the old one. Customers of ${job.gallery} get its answers at once.`,
+        action: "Put it in place",
+      });
+    }
+    if (what !== "cancel") return true;
     return confirmed({
       title: "Cancel this job?",
       text: `${titleOf(job)} ends, and the gallery stays as it was.`,

@@ -1,7 +1,7 @@
 // The jobs: listed, followed each second while one runs, and started.
 
 import { listJobs } from "/ui/admin/api.js";
-import { JobPanel, isActive, progressOf, stateBadge, stepText, STATES, titleOf } from "/ui/admin/job.js";
+import { JobPanel, isActive, progressOf, stateBadge, stateText, stepText, titleOf } from "/ui/admin/job.js";
 import { withWaiting } from "/ui/admin/report.js";
 import { state } from "/ui/admin/state.js";
 import { close } from "/ui/admin/work.js";
@@ -49,7 +49,7 @@ function showList() {
 function tellEnds(before) {
   const running = new Set(before.filter(isActive).map(({ id }) => id));
   const ended = jobs.filter((job) => running.has(job.id) && !isActive(job));
-  for (const job of ended) announce(`${titleOf(job)} is ${STATES[job.state]}`);
+  for (const job of ended) announce(`${titleOf(job)} is ${stateText(job)}`);
   if (ended.length > 0) onEnded();
 }
 

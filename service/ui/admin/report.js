@@ -18,6 +18,27 @@ function difference(before, after, show, change) {
 
 const signed = (show) => (value) => `${value > 0 ? "+" : "−"}${show(Math.abs(value))}`;
 
+// Rows of what was measured of either; what nobody measured is left out.
+function figureRows(lines, before, after) {
+  const isMeasured = ([, name]) => [before, after].some((side) => side[name] !== undefined && side[name] !== null);
+  return lines.filter(isMeasured).map(([text, name, show, change]) =>
+    [text, show(before[name]), show(after[name]), difference(before[name], after[name], show, change)]);
+}
+
+const HEADS = ["Measure", "Old", "New", "Difference"];
+
+function goldenTable({ golden: { old: before, new: after, judged, ...both } }) {
+  const [old, now] = [{ ...before, recall_at_1: both.old_recall_at_1 }, { ...after, recall_at_1: both.new_recall_at_1 }];
+  const rows = figureRows([
+    ["First answer right (recall@1)", "recall_at_1", share, points],
+    ["Right answers ranked first (MAP@R)", "map_at_r", share, points],
+    ["No match recognised", "no_match_precision", share, points],
+  ], old, now);
+  const made = table(`Golden set, ${count(judged)} queries judged`, HEADS, rows);
+  made.dataset.testid = "report-golden";
+  return made;
+}
+
 function comparison({ old: before, new: after, k = 10 }) {
   const lines = [
     ["First answer right (recall@1)", "recall_at_1", share, points],
@@ -25,11 +46,9 @@ function comparison({ old: before, new: after, k = 10 }) {
     ["Items", "items", count, signed(count)],
     ["Time of one search", "ms_per_query", time, signed(time)],
   ];
-  const shown = lines.filter(([, name]) => name in before || name in after);
-  const rows = shown.map(([text, name, show, change]) =>
-    [text, show(before[name]), show(after[name]), difference(before[name], after[name], show, change)]);
+  const rows = figureRows(lines, before, after);
   const models = ["Model", before.bundle_id.slice(0, 12), after.bundle_id.slice(0, 12), before.bundle_id === after.bundle_id ? "the same" : ""];
-  const made = table("Old and new compared", ["Measure", "Old", "New", "Difference"], [models, ...rows]);
+  const made = table("Items of the gallery, asked among the others", HEADS, [models, ...rows]);
   made.dataset.testid = "report-table";
   return made;
 }
@@ -51,7 +70,7 @@ function basis({ overlap_at_k: overlap, k, judged, queries, class_attribute: nam
 
 function gateLine({ gate }) {
   if (!gate) return [];
-  const word = gate.passed ? "Good enough to replace the old one" : "Not good enough to replace the old one";
+  const word = gate.passed ? "Good enough to replace the old one" : "Refused, not good enough to replace the old one";
   return [line(`${word}: ${gate.reason}`, "report-gate", `verdict ${gate.passed ? "good" : "attention"}`)];
 }
 
@@ -63,7 +82,8 @@ function training({ training: found }) {
   const [epoch, total] = found.epochs ?? [];
   const [after, before] = [recalls(found.figures), recalls(found.trunk)];
   const told = after && `; on classes kept aside: ${after}`;
-  return [line(`Trained for ${epoch} of ${total} rounds${told}${before && `; before: ${before}`}.`, "report-training", "hint")];
+  const rounds = `Trained for ${epoch} of ${total} rounds${told}${before && `; before: ${before}`}.`;
+  return [line(rounds, "report-training", "hint"), ...(found.verdict ? [line(found.verdict, "report-gain", "hint")] : [])];
 }
 
 function rebuilt({ rebuild: found }) {
@@ -76,12 +96,30 @@ function rest({ segment }) {
   return segment ? [line("The index was made anew.", "report-segment")] : [];
 }
 
+// Figures that did not decide stay behind a fold, so that one verdict is to be read.
+function folded(nodes) {
+  if (nodes.length === 0) return [];
+  const made = element("details", { className: "fold" }, element("summary", { textContent: "Other figures, which did not decide" }), ...nodes);
+  made.dataset.testid = "report-others";
+  return [made];
+}
+
+// Whether the job made a gallery that its gate refused, and nobody put in place since.
+export const isRefused = ({ state, report }) =>
+  state === "succeeded" && report?.gate?.passed === false && report.swapped !== true;
+
 // Nodes that say what `report` says; none for a job without one.
 export function reportNodes(report) {
   if (!report) return [];
-  const compared = report.old && report.new ? [comparison(report)] : [];
+  const items = report.old && report.new ? [comparison(report), ...basis(report)] : [];
+  const golden = report.golden ? [goldenTable(report)] : [];
+  const isGolden = report.gate?.by === "golden";
+  const [deciding, others] = isGolden ? [golden, items] : [items, golden];
+  const note = report.gate?.note ? [line(report.gate.note, "report-note", "hint")] : [];
+  const asides = [...others, ...training(report), ...note];
+  const told = report.gate ? folded(asides) : asides;
   const swapped = report.swapped ? [line("The new one is in place.", "report-swapped", "verdict good")] : [];
-  return [...gateLine(report), ...compared, ...basis(report), ...training(report), ...rebuilt(report), ...rest(report), ...swapped];
+  return [...gateLine(report), ...deciding, ...told, ...rebuilt(report), ...rest(report), ...swapped];
 }
 
 const MODEL_JOBS = ["rebuild", "train"];

@@ -150,6 +150,13 @@ function trainForm(found, options) {
   const named = (names) => names.map((name) => [name, STARTS[name] ?? name]);
   const job = select("job", named(options.training_jobs));
   job.value = RECOMMENDED;
+  const jobs = element(
+    "details",
+    { className: "more" },
+    element("summary", { textContent: "Another training job (research)" }),
+    field("Training job", job, `${RECOMMENDED} is the recommended one; the others repeat published experiments.`),
+  );
+  jobs.dataset.testid = "research-jobs";
   const data = select("data", [["", "those of the gallery"], ...named(options.data)]);
   const weights = select("weights", [["", "as the job says"], ...named(options.weights)]);
   const hasWeights = options.weights.some((name) => !(name in STARTS));
@@ -157,7 +164,6 @@ function trainForm(found, options) {
   const overrides = new AttributeEditor(place);
   const more = element("details", { className: "more" }, element("summary", { textContent: "Further settings" }), place);
   const parts = [
-    field("Training job", job, `${RECOMMENDED} is the recommended one.`),
     field("Pictures", data, options.data.length > 0 ? "" : NO_DATA),
     field("Start from", weights, hasWeights ? "" : NO_WEIGHTS),
     ...feedbackField(found),
@@ -166,6 +172,7 @@ function trainForm(found, options) {
     lossField(0),
     field("Must get right, in percent", percent("min_recall_at_1", "", { placeholder: "anything" }), "How many first answers must be right at least."),
     swapField(),
+    jobs,
     more,
   ];
   const text = "Trains a model with pictures, then makes the gallery again with it and compares both. This takes long.";

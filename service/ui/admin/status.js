@@ -16,6 +16,11 @@ const KINDS = {
   "ivf-rabitq": "compressed (IVF-RaBitQ)",
   cagra: "graph on the GPU (CAGRA)",
 };
+const SOURCES = {
+  golden: "the golden set of the gallery",
+  gallery: "the items of the gallery, each searched among the others",
+  bundle: "the model, fitted to other images",
+};
 
 const number = (value) => (value ?? 0).toLocaleString("en");
 const part = (value) => (value === null || value === undefined ? "not measured" : `${(value * 100).toFixed(2)}%`);
@@ -52,8 +57,8 @@ function indexBox({ index, size, generation, version }) {
 }
 
 function scoresTable(thresholds) {
-  const head = ["Searches without a match that get an answer", "Score from", "Best hit sure"];
-  const rows = thresholds.map((one) => [percent(one.false_matches), one.search_score.toFixed(3), percent(one.probability)]);
+  const head = ["Searches without a match that get an answer", "Score from"];
+  const rows = thresholds.map((one) => [percent(one.false_matches), one.search_score.toFixed(3)]);
   return table("Scores and what they mean", head, rows);
 }
 
@@ -70,19 +75,38 @@ export function table(caption, head, rows) {
   );
 }
 
-function modelBox({ bundle_id: id, dim, provider, calibration, no_calibration: why, created_at: created, image_root_missing: isMissing }) {
+function modelBox({ bundle_id: id, dim, provider, thresholds, created_at: created, image_root_missing: isMissing }) {
   const pairs = [
     ["Model", id.slice(0, 16)],
-    ["Numbers per picture", number(dim)],
+    ["Numbers per image", number(dim)],
     ["Runs on", provider],
     ["Gallery made", moment(created)],
   ];
   const found = box("Model", "status-model", facts(pairs));
-  if (isMissing) found.append(note("The folder of the pictures is gone: items are found, but not shown.", "attention"));
-  if (calibration === null) found.append(note(`This model does not say how sure it is. ${why ?? ""}`.trim(), "plain"));
-  else if (calibration.thresholds.length > 0) found.append(scoresTable(calibration.thresholds));
-  else found.append(note("This model says how sure it is of each answer.", "plain"));
+  if (isMissing) found.append(note("The folder of the images is gone: items are found, but not shown.", "attention"));
+  if (thresholds.length > 0) found.append(scoresTable(thresholds));
   return found;
+}
+
+function calibrationBox({ calibration, no_calibration: why }) {
+  const title = ["Probabilities", "status-calibration"];
+  if (calibration === null) return box(...title, note(`Results have scores alone. ${why ?? ""}`.trim(), "plain"));
+  const { searches, wrong_hits: wrong, reason } = calibration;
+  const fitted = searches === null ? [] : [
+    ["Fitted to", `${number(searches)} searches with ${plural(wrong, "wrong hit")}`],
+    ["Error of the best hit", part(calibration.error_best)],
+    ["Error of the ten best", part(calibration.error_ten)],
+  ];
+  const rows = [
+    ["Source", SOURCES[calibration.source]],
+    ["Product attribute", calibration.product],
+    ["Products", number(calibration.products)],
+    ["Images per product", calibration.views.toFixed(1)],
+    ...fitted,
+    ["Assumed absent products", percent(calibration.no_match_prior)],
+    ...(reason === null ? [] : [["Why no better source", reason]]),
+  ];
+  return box(...title, facts(rows));
 }
 
 function attributeRow({ name, kind, values, minimum, maximum }) {
@@ -125,7 +149,7 @@ async function chosenNow(name) {
 function boxesOf(found) {
   if (found === null) return [];
   const more = found.said === null ? [] : [feedbackBox(found.said)];
-  return [indexBox(found), modelBox(found), attributesBox(found), ...more];
+  return [indexBox(found), modelBox(found), calibrationBox(found), attributesBox(found), ...more];
 }
 
 export async function load() {

@@ -1,7 +1,7 @@
 // The search page: one search under way at most, one batch beside it, and a trail of answers.
 
 import { ask, checkedQuery, countValues, isBest, severalOf } from "/ui/search/ask.js";
-import { itemQuery, likesQuery, linkedQuery, renewed, sampleQuery, uploadQuery, uploadsQuery } from "/ui/search/ask.js";
+import { itemQuery, likesQuery, linkedQuery, renewed, uploadQuery, uploadsQuery } from "/ui/search/ask.js";
 import { BatchRun } from "/ui/search/batch_run.js";
 import { startCamera } from "/ui/search/camera.js";
 import { walkWithArrows } from "/ui/search/cards.js";
@@ -234,7 +234,7 @@ function cancel() {
 
 // The view that the address says: settings at once, its item or liked items by a search.
 async function openLink() {
-  const { view, item, sample, picture } = fromHash(location.hash);
+  const { view, item, picture } = fromHash(location.hash);
   const names = settings.galleryNames();
   if (view.gallery && !names.includes(view.gallery)) {
     showNotice(`There is no gallery ${view.gallery} here now; this is ${names[0]}.`);
@@ -248,7 +248,6 @@ async function openLink() {
     const gallery = names.includes(item.gallery) ? item.gallery : view.gallery;
     return search(linkedQuery({ ...item, gallery }), trail.replace);
   }
-  if (sample !== null) return search({ ...sampleQuery(sample), crops: sample.crops }, trail.replace);
   settle(false);
   if (picture) showNotice(UPLOAD_LINK);
   if (view.likes.length > 0) search(likesQuery(), trail.replace);

@@ -4,7 +4,6 @@
 //   {kind: "upload", name, image, preview, crops}
 //   {kind: "uploads", name, images, previews, preview, crops: []}: several of which the best counts
 //   {kind: "item", id, key, name, gallery, link, preview, attributes, crops}
-//   {kind: "sample", name, link, preview, crops}: a sample query of the service
 //   {kind: "likes", name, preview: "", crops: []}: liked items alone, from a link without its picture
 
 import { explainHit, fetchImage, galleryPath, getItem, getSimilar, listItems, postSearch, Problem } from "/ui/shared/api.js";
@@ -47,9 +46,6 @@ export function viewText({ crops }, { image, crop }) {
 }
 
 const picturesOf = async (query, signal) => query.images ?? [query.image ?? (await fetchImage(query.link, signal))];
-
-export const sampleQuery = ({ name, image }) =>
-  ({ kind: "sample", name, link: image, preview: image, crops: [] });
 
 export function itemQuery(gallery, { id, key, image, attributes }) {
   return { kind: "item", id, key, name: key, gallery, link: image, preview: image, attributes, crops: [] };

@@ -23,14 +23,14 @@ function subtitleOf(key, attributes = {}) {
   return facts.slice(0, SHOWN_FACTS).join(" · ") || splitKey(key).folder;
 }
 
-// Without a calibration there is a score alone: no share of anything, so no per cent.
+// Without a calibration there is a score alone: it is no share of anything, so it fills no bar.
 function score({ score: value, probability }) {
-  const fill = element("span", { className: "score-fill" });
-  fill.style.setProperty("--score-part", Math.min(Math.max(probability ?? value, 0), 1).toFixed(3));
-  const bar = element("span", { className: "score-bar", ariaHidden: "true" }, fill);
   const number = element("span", { className: "score-value", textContent: value.toFixed(3) });
   number.dataset.testid = "score";
-  if (probability === null) return element("span", { className: "score" }, bar, number);
+  if (probability === null) return element("span", { className: "score" }, number);
+  const fill = element("span", { className: "score-fill" });
+  fill.style.setProperty("--score-part", probability.toFixed(3));
+  const bar = element("span", { className: "score-bar", ariaHidden: "true" }, fill);
   const sure = element("span", { className: "score-sure", textContent: percent(probability) });
   sure.dataset.testid = "probability";
   number.classList.add("score-raw");
@@ -74,12 +74,13 @@ function where(hit, handlers) {
   return [button];
 }
 
+// Of details with one name a browser opens one alone: they take the same place below the card.
 function facts(hit) {
   const pairs = Object.entries(hit.attributes ?? {}).map(([name, value]) => [name, valueText(value)]);
   if (pairs.length === 0) return [];
   const summary = element("summary", { textContent: "Details" });
   summary.append(element("span", { className: "sr-only", textContent: ` of ${hit.key}` }));
-  return [element("details", { className: "facts" }, summary, element("dl", {}, ...definitions(pairs)))];
+  return [element("details", { className: "facts", name: `card-${hit.id}` }, summary, element("dl", {}, ...definitions(pairs)))];
 }
 
 // Which picture or part of the query it was found with, where there are several.
@@ -135,7 +136,7 @@ function others(group, hits, handlers) {
   const summary = element("summary", { textContent: `${rest.length} more` });
   summary.append(element("span", { className: "sr-only", textContent: ` of ${valueText(group.value)}` }));
   const list = element("ol", { className: "others" }, ...rest.map((hit) => otherPicture(hit, handlers)));
-  const made = element("details", { className: "group-others" }, summary, list);
+  const made = element("details", { className: "group-others", name: `card-${hits[0].id}` }, summary, list);
   made.dataset.testid = "group-others";
   return [made];
 }

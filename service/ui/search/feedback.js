@@ -1,14 +1,13 @@
 // Votes as feedback, where the operator wants it: which items were right for what was searched with.
 
 import * as settings from "/ui/search/settings.js";
-import { fetchImage, postFeedback } from "/ui/shared/api.js";
+import { postFeedback } from "/ui/shared/api.js";
 
 const ACTIONS = { like: "clicked", dislike: "wrong" };
 
-// Only an upload and a sample are pictures of their own; an item is known by its key.
-async function pictureOf(query) {
+// Only an upload is a picture of its own; an item is known by its key.
+function pictureOf(query) {
   if (settings.facts().feedback !== "pictures") return null;
-  if (query.kind === "sample") return fetchImage(query.link);
   return query.kind === "upload" ? query.image : null;
 }
 
@@ -16,7 +15,7 @@ async function pictureOf(query) {
 export async function sendVote(kind, hit, { query, answer }) {
   if (!answer.answer_id) return;
   try {
-    await postFeedback(answer.answer_id, hit.key, ACTIONS[kind], await pictureOf(query));
+    await postFeedback(answer.answer_id, hit.key, ACTIONS[kind], pictureOf(query));
   } catch {
     // the search goes on without it
   }

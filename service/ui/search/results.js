@@ -42,14 +42,34 @@ const isGrouped = ({ groups }) => Array.isArray(groups);
 const rowsOf = (answer) => (isGrouped(answer) ? answer.groups : answer.hits);
 const bestOf = (rows) => rows.reduce((best, row) => (row.score > best.score ? row : best));
 
+function nounOf(answer, view) {
+  if (!isGrouped(answer)) return "result";
+  return view.group === PRODUCT ? "product" : "group";
+}
+
 function summaryOf(shown, { answer, view }) {
   const rows = rowsOf(answer);
-  const noun = view.group === PRODUCT ? "product" : "group";
-  const total = plural(rows.length, isGrouped(answer) ? noun : "result");
+  const total = plural(rows.length, nounOf(answer, view));
   const amount = shown < rows.length ? `${shown} of ${total}` : total;
   const { probability: sure, score } = bestOf(rows);
   const best = `best ${score.toFixed(2)}`;
   return sure === null ? `${amount}, ${best}` : `${amount}, ${best} · ${percent(sure)} sure`;
+}
+
+// The chance that nothing of the answer is right; "" where the gallery does not know it.
+function chanceText({ answer, view }) {
+  const { no_match_probability: chance } = answer;
+  if (chance == null) return "";
+  const { length } = rowsOf(answer);
+  const noun = nounOf(answer, view);
+  const wrong = length === 1 ? `this ${noun} is wrong` : `none of the ${plural(length, noun)} is right`;
+  return `${chance > 0.5 ? "Probably not here: " : ""}${percent(chance)} chance that ${wrong}`;
+}
+
+function showChance(text, answer) {
+  ui.chance.hidden = text === "";
+  ui.chance.textContent = text;
+  ui.chance.classList.toggle("likely", answer?.no_match_probability > 0.5);
 }
 
 function actions(hasFilter, hasMin) {
@@ -102,7 +122,9 @@ export function filterCards(entry) {
   const shown = cards.filter((item) => !item.hidden).length;
   showEmpty(answer, shown === 0);
   ui.summary.textContent = shown > 0 ? summaryOf(shown, entry) : "No match";
-  announce(shown > 0 ? ui.summary.textContent : `No match. ${ui["empty-text"].textContent}`);
+  const chance = shown > 0 ? chanceText(entry) : "";
+  showChance(chance, answer);
+  announce(shown > 0 ? [ui.summary.textContent, chance].filter(Boolean).join(". ") : `No match. ${ui["empty-text"].textContent}`);
 }
 
 function segment(stage, part) {
@@ -144,6 +166,7 @@ function showAbout({ answer }) {
 function showStart() {
   ui.grid.replaceChildren();
   ui.empty.hidden = true;
+  showChance("");
   ui.summary.textContent = "Results";
 }
 
@@ -207,6 +230,7 @@ export function showWaiting(query) {
   ui.grid.hidden = false;
   ui.batch.hidden = true;
   ui.empty.hidden = true;
+  showChance("");
   ui.summary.textContent = "Searching…";
   showBusy(true);
   announce("Searching");

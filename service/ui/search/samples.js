@@ -1,9 +1,9 @@
-// Something to begin with: the sample queries of the service, or else items of the gallery.
+// Something to begin with: items of the gallery, spread over its first ones.
 
-import { itemQuery, sampleQuery } from "/ui/search/ask.js";
+import { itemQuery } from "/ui/search/ask.js";
 import { titleOf } from "/ui/search/cards.js";
 import * as settings from "/ui/search/settings.js";
-import { listItems, listSamples } from "/ui/shared/api.js";
+import { listItems } from "/ui/shared/api.js";
 import { element, ui } from "/ui/shared/dom.js";
 import { pictureOf } from "/ui/shared/pictures.js";
 
@@ -17,8 +17,6 @@ function spread(list) {
 }
 
 async function queries(gallery) {
-  const samples = await listSamples().catch(() => []);
-  if (samples.length > 0) return spread(samples).map(sampleQuery);
   const { items } = await listItems(gallery, { limit: LOOKED_AT }).catch(() => ({ items: [] }));
   return spread(items).map((item) => itemQuery(gallery, item));
 }

@@ -27,7 +27,7 @@ let several = ""; // what there is several of: "pictures", "parts" or ""
 export let view = emptyView();
 
 export const snapshot = () => structuredClone(view);
-export const facts = () => described.get(view.gallery) ?? { attributes: [], calibration: null };
+export const facts = () => described.get(view.gallery) ?? { attributes: [] };
 export const hasMap = () => facts().has_map ?? galleries.find(({ name }) => name === view.gallery)?.has_map;
 export const galleryNames = () => galleries.map(({ name }) => name);
 
@@ -69,7 +69,7 @@ function preset({ false_matches: share, search_score: score }) {
 }
 
 function showPresets() {
-  const usable = (facts().calibration?.thresholds ?? []).filter(({ search_score: score }) => score < 1);
+  const usable = (facts().thresholds ?? []).filter(({ search_score: score }) => score < 1);
   ui.presets.hidden = usable.length === 0;
   const words = element("span", { className: "hint", textContent: "One wrong match in" });
   ui.presets.replaceChildren(...(usable.length > 0 ? [words] : []), ...usable.map(preset));
@@ -223,7 +223,7 @@ export function toggleVote(kind, { key, image }) {
 export async function describe(name) {
   if (name && !described.has(name)) {
     const found = await describeGallery(name).catch(() => null);
-    if (found !== null) described.set(name, { attributes: [], calibration: null, at: Date.now(), ...found });
+    if (found !== null) described.set(name, { attributes: [], at: Date.now(), ...found });
   }
   if (view.gallery === name) show();
 }

@@ -65,9 +65,11 @@ export function hideError() {
   hide(ui.error);
 }
 
-// A gentle note: nothing failed.
-export function showNotice(text) {
+// A gentle note: nothing failed. `action` is a button beside its text.
+export function showNotice(text, action = null) {
   ui["notice-text"].textContent = text;
+  ui.notice.querySelector(".notice-action")?.remove();
+  if (action !== null) ui["notice-text"].after(action);
   ui.notice.hidden = false;
 }
 

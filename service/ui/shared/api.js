@@ -102,7 +102,6 @@ export const listGalleries = async () => (await getJson("/galleries")).galleries
 
 export const describeGallery = (name) => getJson(galleryPath(name));
 
-export const listSamples = async () => (await getJson("/samples")).samples;
 
 export const getItem = (gallery, id) => getJson(`${galleryPath(gallery)}/items/${id}`);
 
@@ -123,7 +122,7 @@ function commonFields({ k, filter, groupBy, groupSize, order, minScore, facets }
   const fields = [["k", k]];
   if (filter && Object.keys(filter).length > 0) fields.push(["filter", JSON.stringify(filter)]);
   if (groupBy) fields.push(["group_by", groupBy], ["group_size", groupSize]);
-  if (order) fields.push(order === "varied" ? ["diversity", VARIED] : ["rerank", order]);
+  if (order) fields.push(["diversity", VARIED]);
   if (minScore !== undefined) fields.push(["min_score", minScore]);
   if (facets) fields.push(["facets", JSON.stringify(facets)]);
   return fields;

@@ -14,6 +14,14 @@ export function percent(probability) {
   return `${Math.round(probability * 100)}%`;
 }
 
+const SHOWN_KEYS = 3;
+
+// The first keys, and how many more there are.
+export function someOf(keys) {
+  const more = keys.length - SHOWN_KEYS;
+  return keys.slice(0, SHOWN_KEYS).join(", ") + (more > 0 ? ` and ${more.toLocaleString("en")} more` : "");
+}
+
 export function splitKey(key) {
   const cut = key.lastIndexOf("/") + 1;
   return { folder: key.slice(0, Math.max(cut - 1, 0)).replaceAll("/", " / "), name: key.slice(cut) };

@@ -2,8 +2,7 @@
 
 export const DEFAULT_K = 20;
 const MAX_K = 10_000;
-const SAMPLES = "/samples/";
-const ORDERS = ["", "reciprocal", "varied"]; // by score, by shared neighbours, unlike each other
+const ORDERS = ["", "varied"]; // by score, unlike each other
 
 // What can be chosen about a search: min is a score, filter the JSON form of the service's filters,
 // likes and dislikes are {key, image?}.
@@ -28,14 +27,10 @@ export function toHash(view, query) {
     fields.set("item", query.id);
     fields.set("key", query.key);
     if (query.gallery !== view.gallery) fields.set("from", query.gallery);
-  } else if (query?.kind === "sample") {
-    fields.set("sample", query.link.slice(SAMPLES.length));
-    fields.set("key", query.name);
   } else if (query && query.kind !== "likes") {
     fields.set("picture", query.kind);
   }
-  const isLinked = query?.kind === "item" || query?.kind === "sample";
-  for (const crop of isLinked ? query.crops : []) fields.append("crop", cropText(crop));
+  for (const crop of query?.kind === "item" ? query.crops : []) fields.append("crop", cropText(crop));
   return `#${fields}`;
 }
 
@@ -73,14 +68,7 @@ function itemFrom(fields, gallery) {
   return { id, key: fields.get("key") ?? "", gallery: fields.get("from") ?? gallery, crops };
 }
 
-function sampleFrom(fields) {
-  const number = wholeFrom(fields.get("sample"));
-  if (number === null) return null;
-  const name = fields.get("key") ?? `sample ${number}`;
-  return { name, image: `${SAMPLES}${number}`, crops: fields.getAll("crop").flatMap(cropFrom) };
-}
-
-// {view, item, sample, picture}: the item or sample to search with, or null; picture "upload",
+// {view, item, picture}: the item to search with, or null; picture "upload",
 // "uploads" or "batch" tells that the link was made of pictures that it cannot hold. What a link
 // says wrongly is left out.
 export function fromHash(hash) {
@@ -98,5 +86,5 @@ export function fromHash(hash) {
     likes: fields.getAll("like").filter(Boolean).map(keyed),
     dislikes: fields.getAll("dislike").filter(Boolean).map(keyed),
   };
-  return { view, item: itemFrom(fields, gallery), sample: sampleFrom(fields), picture: fields.get("picture") };
+  return { view, item: itemFrom(fields, gallery), picture: fields.get("picture") };
 }

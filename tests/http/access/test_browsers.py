@@ -146,3 +146,29 @@ def test_a_configured_origin_may_call_with_a_key_and_another_may_not(
     assert refused.headers["cross-origin-resource-policy"] == "cross-origin"
     other = service.client.options("/search", headers=PREFLIGHT | {"origin": "https://evil.org"})
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_vote_from_a_foreign_page_is_refused(start_service, tmp_path) -> None:
+    service = start_service(
+        state=tmp_path, feedback="pairs", cors_origins=("https://shop.example",)
+    )
+
+    def vote(**headers: str) -> int:
+        fields = {"answer_id": "x", "item": "000.png", "action": "wrong"}
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        form = {name: (None, value) for name, value in fields.items()}
+        return int(service.client.post("/feedback", files=form, headers=sent).status_code)
+
+    foreign = (
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"sec_fetch_site": "cross-site"},
+    )
+    assert [vote(**headers) for headers in foreign] == [403] * 3
+    own = (
+        {},
+        {"origin": service.url},
+        {"origin": "https://shop.example"},
+        {"sec_fetch_site": "same-origin"},
+    )
+    assert [vote(**headers) for headers in own] == [422] * 4, "the id of the answer is looked at"

@@ -59,7 +59,7 @@ def test_no_spelling_of_a_closed_address_is_open(closed: Running) -> None:
         for target in variants(route.template):
             status, body = ask(closed, route.method, target)
             seen.add(status)
-            assert status in (307, 400, 401, 404, 405), (route.method, target, status, body)
+            assert status in (400, 401, 404, 405), (route.method, target, status, body)
             assert (status == 401) or target != variants(route.template)[0]
     assert {400, 401, 404} <= seen
     assert closed.runtime.registry.names() == []
@@ -87,3 +87,37 @@ def test_what_is_refused_counts_for_the_route_that_it_was_meant_for(closed: Runn
         labels = {"route": route, "method": method, "status": "401"}
         assert closed.metric("kinlens_requests_total", **labels) >= 1
     assert "secret-name" not in closed.client.get("/metrics").text
+
+
+@pytest.mark.parametrize(("path", "meant"), [("/galleries/", "/galleries"), ("/ui", "/ui/")])
+def test_a_wrong_slash_is_404_with_the_right_address_and_no_redirect(
+    running_service: Running, path: str, meant: str
+) -> None:
+    answer = running_service.client.get(path)
+    assert answer.status_code == 404
+    assert "location" not in answer.headers
+    assert f"Did you mean {meant}?" in answer.json()["detail"]
+
+
+PATHS = (
+    "/live",
+    "/ready",
+    "/metrics",
+    "/docs",
+    "/galleries",
+    "/galleries/shop",
+    "/",
+    "/ui/shared/icon.svg",
+)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/galleries/shop/items/0/image", "/galleries/none"])
+def test_head_answers_as_get_without_a_body(running_service: Running, path: str) -> None:
+    got = running_service.client.get(path)
+    request = f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    with running_service.connect(request.encode()) as connection:
+        head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    assert int(head.split()[1]) == got.status_code
+    assert body == b""
+    assert f"content-type: {got.headers['content-type']}".encode() in head.lower()
+    assert "HEAD" in running_service.client.delete("/galleries").headers["allow"]

@@ -8,9 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
-from tests.support.seams import KeyStore, LocalCounts, RateLimits, SharedCounts, parse_rates
-from tests.support.shops import assert_problem
+from embedder.errors import RateLimitedError
+from tests.support.seams import (
+    FIRST,
+    Account,
+    Charge,
+    KeyStore,
+    LocalCounts,
+    RateLimits,
+    SharedCounts,
+    parse_rates,
+)
+from tests.support.shops import assert_problem, base64_of, start_shop
+from tests.support.trailers import with_trailers
 from tests.support.waiting import until
 
 
@@ -43,13 +55,61 @@ def test_a_caller_has_what_a_full_bucket_gives_that_is_filled_evenly(
     asyncio.run(main())
 
 
+def test_a_request_of_many_units_goes_while_nothing_is_owed_beyond_the_period() -> None:
+    """Here by a bucket that may go below zero: never by more than one request."""
+    now_us = 10**12
+    limits = RateLimits({"key": "12/minute"}, local=LocalCounts(lambda: now_us * 1_000))
+    interval_us = 5 * 10**6
+    random = np.random.default_rng(1)
+    drops, done, asked = Fraction(12), 0, 0
+
+    async def main() -> None:
+        nonlocal now_us, drops, done, asked
+        for wait_us in random.exponential(6 * interval_us, 400).astype(int).tolist():
+            now_us += wait_us
+            drops = min(Fraction(12), drops + Fraction(wait_us, interval_us))
+            units = int(random.choice([1, 2, 30]))
+            asked += units
+            account, fits = Account(limits, "key", "till"), drops >= 1
+            if not fits:
+                with pytest.raises(RateLimitedError) as refused:
+                    await account.open()
+                missing_s = (1 - drops) * interval_us / 10**6
+                assert refused.value.retry_after_s == max(1, math.ceil(missing_s))
+                continue
+            await account.open()
+            await account.owe(units)
+            drops -= units
+            done += units
+            assert account.verdict.remaining == max(0, int(drops))
+        assert 0 < done < asked
+        assert done <= now_us // interval_us + 12 + 30
+
+    asyncio.run(main())
+
+
+def test_requests_that_were_let_in_together_cannot_all_owe_more_than_the_period() -> None:
+    limits = RateLimits({"key": "10/hour"}, local=LocalCounts(lambda: 10**15))
+
+    async def main() -> None:
+        crowd = [Account(limits, "key", "till") for _ in range(5)]
+        for account in crowd:
+            await account.open()
+        await crowd[0].owe(64)
+        for account in crowd[1:]:
+            with pytest.raises(RateLimitedError, match="counts as 64"):
+                await account.owe(64)
+
+    asyncio.run(main())
+
+
 def test_callers_who_owe_nothing_are_forgotten() -> None:
     now_ns = 0
     counts = LocalCounts(lambda: now_ns)
     rates = parse_rates("1/second")
     for number in range(20_000):
         now_ns += 10**7
-        counts.hit(rates, "address", str(number))
+        counts.hit(rates, "address", str(number), FIRST)
     assert len(counts) < 3_000
 
 
@@ -77,6 +137,60 @@ def test_a_service_refuses_an_address_above_its_rate_and_says_when_to_come_back(
     assert service.client.get("/nowhere").status_code == 429
 
 
+def test_a_batch_counts_as_each_of_its_queries(start_service, pictures) -> None:
+    service = start_service(rate_limit_per_address="100/day")
+    query = {"images": [{"data": base64_of(pictures[0])}]}
+
+    def batch() -> Any:
+        return service.client.post("/search/batch", json={"queries": [query] * 64})
+
+    first, second, third = batch(), batch(), batch()
+    assert [each.status_code for each in (first, second, third)] == [200, 200, 429]
+    assert [each.headers["ratelimit-remaining"] for each in (first, second)] == ["36", "0"]
+    assert third.headers["retry-after"] == third.headers["ratelimit-reset"]
+    owed_s = (2 * 64 - 99) * 864  # until one more fits
+    assert owed_s - 60 < int(third.headers["retry-after"]) <= owed_s
+    assert_problem(third, 429, "rate-limited")
+
+
+def test_images_crops_items_and_thousands_of_hits_count(start_service, pictures, tmp_path) -> None:
+    service = start_service(rate_limit_per_address="1000/day")
+    search, image = service.client.post, {"data": base64_of(pictures[0])}
+    crops = {"data": image["data"], "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]}
+
+    def counted(answer: Any) -> int:
+        nonlocal left
+        assert answer.status_code in (200, 404), answer.text
+        before, left = left, int(answer.headers["ratelimit-remaining"])
+        return before - left
+
+    left = 1_000
+    assert counted(service.search(pictures[0])) == 1
+    assert counted(service.search(pictures[0], k=1000)) == 1
+    assert counted(service.search(pictures[0], k=900, offset=101)) == 2
+    assert counted(service.search(pictures[0], k=10_000)) == 10
+    assert counted(search("/search", json={"images": [image, crops]})) == 3
+    best = {"images": [image, crops], "combine": "best", "k": 2_000}
+    assert counted(search("/search", json=best)) == 6
+    assert counted(service.client.get("/galleries/shop/items/0/similar?k=3000")) == 3
+    bad = {"queries": [{"images": [image]}, {"images": [image], "k": -1}, {}]}
+    assert counted(search("/search/batch", json=bad)) == 3
+
+    shop, left = start_shop(tmp_path, rate_limit_per_address="1000/day"), 998
+    assert counted(shop.put_form({f"{n}.png": data for n, data in enumerate(pictures)})) == 12
+    shop.close()
+
+
+def test_a_request_that_counts_as_more_than_its_rate_goes_alone(start_service, pictures) -> None:
+    service = start_service(rate_limit_per_address="2/hour;10/day")
+    query = {"images": [{"data": base64_of(pictures[0])}]}
+    answer = service.client.post("/search/batch", json={"queries": [query] * 64})
+    assert answer.status_code == 200
+    refused = service.search(pictures[0])
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) > 5 * 86_400
+
+
 def test_a_key_has_a_rate_of_its_own_and_not_that_of_its_address(start_service, tmp_path) -> None:
     service = start_service(
         state=tmp_path, rate_limit_per_address="1/minute", rate_limit_per_key="2/minute"
@@ -98,6 +212,17 @@ def test_behind_a_trusted_proxy_each_client_has_its_own_rate(start_service) -> N
     trusting = start_service(rate_limit_per_address="1/minute", trusted_proxies=("127.0.0.1",))
     assert [ask(trusting, ip) for ip in ("1.1.1.1", "1.1.1.1", "2.2.2.2")] == [200, 429, 200]
     assert ask(trusting, "3.3.3.3, 2.2.2.2") == 429
+
+
+def test_trailers_of_a_body_change_neither_the_address_nor_its_rate(start_service) -> None:
+    service = start_service(rate_limit_per_address="2/minute", trusted_proxies=("127.0.0.1",))
+    with structlog.testing.capture_logs() as events:
+        answers = [
+            service.connect(with_trailers(f"6.6.6.{number}")).makefile("rb").read()
+            for number in range(4)
+        ]
+    assert [answer.split()[1] for answer in answers] == [b"415", b"415", b"429", b"429"]
+    assert {event["client"] for event in events} == {"127.0.0.1"}
 
 
 @pytest.mark.redis
@@ -130,8 +255,10 @@ def test_counting_in_redis_says_what_counting_here_says(redis_server) -> None:
     async def said(shared: SharedCounts | None) -> list[tuple[bool, int | None, int]]:
         limits = RateLimits(rates, shared)
         verdicts = [await limits.hit("key", "till") for _ in range(5)]
+        charges = (FIRST, Charge(1, 0), Charge(7, 0), Charge(1, 0), FIRST)
+        verdicts += [await limits.hit("key", "feed", charge) for charge in charges]
         await limits.close()
-        assert all(1 <= verdict.retry_after_s <= 3600 for verdict in verdicts)
+        assert all(1 <= verdict.retry_after_s <= 3 * 3600 for verdict in verdicts)
         return [(verdict.allowed, verdict.amount, verdict.remaining) for verdict in verdicts]
 
     shared = SharedCounts(redis_server.url, timeout_s=10.0, retry_s=0.1, connections=4)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ SCOPES: dict[str | None, str] = {
     FREE: """
         GET /               HEAD /              GET /admin          HEAD /admin
         GET /ui/            HEAD /ui/           GET /live           GET /ready
-        GET /metrics        GET /docs           GET /openapi.json   HEAD /openapi.json
+        GET /metrics        GET /docs           HEAD /docs          GET /openapi.json
+        HEAD /openapi.json
     """,
     SEARCH: """
-        POST /search        POST /search/batch  GET /samples        GET /samples/{}
+        POST /search        POST /search/batch
         GET /galleries      GET /galleries/{}   GET /galleries/{}/items
         GET /galleries/{}/items/{}              GET /galleries/{}/items/{}/image
         GET /galleries/{}/items/{}/similar      POST /feedback
@@ -34,6 +36,7 @@ SCOPES: dict[str | None, str] = {
     WRITE: """
         PUT /galleries/{}/items                 PATCH /galleries/{}/items
         DELETE /galleries/{}/items              POST /galleries/{}/items/delete
+        POST /galleries/{}/items/restore
         DELETE /galleries/{}/items/{}           GET /galleries/{}/golden
         POST /galleries/{}/golden               DELETE /galleries/{}/golden/{}
         GET /galleries/{}/golden/{}/image       POST /galleries/{}/golden/run
@@ -214,6 +217,35 @@ def test_wrong_keys_are_limited_by_address_and_right_ones_go_on(
     assert 429 in statuses
     assert 1 <= int(wrong[statuses.index(429)].headers["retry-after"]) <= 60
     for text in (texts["search"], ""):
+        assert ask(service, "GET", "/galleries", bearer(text)).status_code == 200
+
+
+def test_a_wrong_key_above_its_limit_costs_no_read_of_the_file(
+    start_service: StartService, store: KeyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start_service(state=store.path.parent)
+    reads: list[float] = []
+    read = store.list
+    monkeypatch.setattr(
+        service.runtime.keys, "list", lambda: reads.append(time.monotonic()) or read()
+    )
+    wrong = f"kl_{'0' * 8}_{'0' * 64}"
+    while ask(service, "GET", "/galleries", bearer(wrong)).status_code == 401:
+        pass
+    began, before = time.monotonic(), len(reads)
+    for _ in range(80):
+        ask(service, "GET", "/galleries", bearer(wrong))
+    seconds = time.monotonic() - began
+    assert len(reads) - before <= seconds + 5, "one a second, and one for each that is let in"
+
+
+def test_a_key_works_with_the_first_request_after_it_was_created(
+    start_service: StartService, store: KeyStore, texts: dict[str, str]
+) -> None:
+    service = start_service(state=store.path.parent)
+    assert ask(service, "GET", "/galleries", bearer(texts["search"])).status_code == 200
+    for number in range(5):
+        text = store.create(f"new-{number}", ["search"])
         assert ask(service, "GET", "/galleries", bearer(text)).status_code == 200
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from indexer.checks.duplicates import NearGroup
+from indexer.checks.duplicates import NearDuplicates
 from indexer.gallery import Gallery
 from indexer.types import Progress
 from service.api import duplicates
@@ -33,7 +33,7 @@ def found(shop: Shop, **query: Any) -> Any:
     return response.json()
 
 
-def test_groups_are_found_by_probability_or_by_score(twins: Shop) -> None:
+def test_groups_are_found_by_the_gallery_or_by_a_score(twins: Shop) -> None:
     answer = found(twins)
     assert (answer["total"], answer["items"], answer["offset"]) == (2, 4, 0)
     assert answer["gallery_version"] == twins.gallery()["version"]
@@ -43,17 +43,17 @@ def test_groups_are_found_by_probability_or_by_score(twins: Shop) -> None:
     assert (copy["same_content"], copy["newest"]) == (True, True)
     assert (second["same_content"], second["newest"], first["newest"]) == (False, True, False)
     assert second["score"] >= answer["min_score"]
-    assert second["probability"] >= 0.99
     assert first["attributes"] == {"colour": "red"}
     assert twins.client.get(first["image"]).status_code == 200
     assert twins.client.get(f"{twins.url}/items/{second['id']}").json()["key"] == "k1 again"
 
     assert found(twins, offset=1, limit=1)["groups"] == answer["groups"][1:]
     assert found(twins, offset=9)["groups"] == []
-    strict = found(twins, min_probability=0.999)  # what is asked for stands
-    assert strict["min_score"] > answer["min_score"]
-    assert [[item["key"] for item in group] for group in strict["groups"]][:1] == groups[:1]
-    assert found(twins, min_score=-1)["items"] == 6
+    wide = found(twins, min_score=-1)  # and so does a score
+    assert wide["items"] == 6
+    assert "min_score = -1 is below 0.9500" in wide["warning"]
+    assert answer["warning"] is None
+    assert answer["min_score"] == answer["floor"]["score"] >= 0.95
     twins.remove("k0 again", "k1")
     assert found(twins)["total"] == 0
 
@@ -102,8 +102,7 @@ def test_what_cannot_be_compared_is_refused_with_a_cure(
         response = twins.client.get(f"{twins.url}/duplicates", params=query)
         return str(assert_problem(response, 422, "invalid-parameter")["detail"])
 
-    assert "not both" in refused(min_score=0.5, min_probability=0.5)
-    for query in ({"min_score": 2}, {"min_probability": "nan"}, {"limit": 0}, {"offset": -1}):
+    for query in ({"min_score": 2}, {"limit": 0}, {"offset": -1}):
         refused(**query)
     unknown = twins.client.get("/galleries/nowhere/duplicates")
     assert_problem(unknown, 404, "unknown-gallery")
@@ -121,13 +120,13 @@ def test_one_gallery_is_looked_through_at_a_time_and_the_search_ends_at_the_time
     shop = start_shop(tmp_path, request_timeout_ms=300)
     seen, go_on = threading.Event(), threading.Event()
 
-    def slow(gallery: Gallery, least: float, *, on_progress: Progress) -> list[NearGroup]:
+    def slow(gallery: Gallery, *, on_progress: Progress, **_: object) -> NearDuplicates:
         seen.set()
         go_on.wait(30)
         on_progress(1)
         raise AssertionError("nobody waits")
 
-    monkeypatch.setattr(duplicates, "near_groups", slow)
+    monkeypatch.setattr(duplicates, "find_duplicates", slow)
     ask = f"{shop.url}/duplicates?min_score=0.9"
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -143,16 +142,34 @@ def test_one_gallery_is_looked_through_at_a_time_and_the_search_ends_at_the_time
         shop.close()
 
 
-def test_without_a_calibration_a_score_is_asked_for(tmp_path: Path, data: list[bytes]) -> None:
+def test_without_a_calibration_the_gallery_says_what_is_near(
+    tmp_path: Path, data: list[bytes]
+) -> None:
     shop = start_shop(tmp_path)
     try:
         shop.put({"a": data[0], "b": data[0], "c": data[1]})
-        response = shop.client.get(f"{shop.url}/duplicates")
-        assert "Send min_score" in assert_problem(response, 422, "invalid-parameter")["detail"]
-        [group] = found(shop, min_score=0.99)["groups"]
-        assert [(item["key"], item["probability"]) for item in group] == [("a", None), ("b", None)]
-        near = shop.search(data[0], distinct="near")
-        detail = assert_problem(near, 422, "invalid-parameter")["detail"]
-        assert "distinct = true" in detail
+        answer = found(shop)
+        assert answer["floor"] == {"score": 0.95, "pairs": 0, "attribute": None}
+        [group] = answer["groups"]
+        assert [item["key"] for item in group] == ["a", "b"]
+        near = shop.search(data[0], distinct="near").json()["hits"]
+        assert [hit["key"] for hit in near] == ["a", "c"]
     finally:
         shop.close()
+
+
+def test_a_placeholder_is_a_crowd_of_which_examples_are_shown(
+    shop: Shop, data: list[bytes]
+) -> None:
+    for start in range(0, 24, 8):
+        shop.put({f"none-{n}": data[5] for n in range(start, start + 8)})
+    shop.put({"k0": data[0], "k1": data[1], "k1 again": data[1]})
+    answer = found(shop)
+    [crowd] = answer["crowds"]
+    assert crowd["items"] == 24
+    assert 1 < len(crowd["examples"]) < 10
+    assert crowd["examples"][0]["key"] == "none-0"
+    assert shop.client.get(crowd["examples"][0]["image"]).content == data[5]
+    assert "placeholder" in crowd["detail"]
+    assert (answer["total"], answer["items"]) == (1, 2)
+    assert [[item["key"] for item in group] for group in answer["groups"]] == [["k1", "k1 again"]]

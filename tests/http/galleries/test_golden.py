@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from indexer.checks.golden import GoldenSet, Label, NewQuery
 from indexer.gallery import Gallery
+from indexer.golden import GoldenSet, Label, NewQuery
 from service.client import Kinlens
 from service.client_errors import InvalidError, NotFoundError
 from tests.support.servers import WAIT_S, GatedEmbedder

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from embedder.errors import GalleryWriteError
 from embedder.fake import FakeEmbedder
 from indexer.gallery import Gallery, delete_gallery
 from service.api.items import MAX_KEYS
 from service.galleries.items import MAX_ATTRIBUTES
+from service.galleries.pictures import PictureFolder
 from tests.support.seams import GalleryFolder, adopt
 from tests.support.servers import GatedEmbedder
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop
@@ -52,6 +52,42 @@ def test_the_same_again_is_unchanged_and_embeds_nothing(shop, data, model) -> No
     assert shop.put({"k/0": data[0]}, price=2)["updated"] == 1
     assert shop.put({"k/twin": data[0]}, price=2)["added"] == 1
     assert len(model.batches) == batches
+
+
+def test_a_put_without_attributes_keeps_those_that_are_stored_and_says_so(shop, data) -> None:
+    def attributes() -> Any:
+        [item] = shop.items()["items"]
+        return item["attributes"]
+
+    def put(picture: bytes, *texts: str) -> tuple[str, str]:
+        [result] = shop.put_form({"k": picture}, texts).json()["items"]
+        return result["status"], result["attributes"]
+
+    given = {"colour": "red", "price": 9.5}
+    assert put(data[0]) == ("added", "replaced")
+    assert put(data[0], json.dumps(given)) == ("updated", "replaced")
+    assert put(data[0]) == ("unchanged", "kept")
+    assert put(data[1]) == ("replaced", "kept")
+    assert put(data[2], "null") == ("replaced", "kept")
+    assert attributes() == given
+    body = {"key": "k", "data": base64_of(data[3])}
+    for sent in (body, body | {"attributes": None}):
+        [result] = shop.put_json([sent]).json()["items"]
+        assert result["attributes"] == "kept"
+    assert attributes() == given
+    form = [("product", (None, "boot")), ("key", (None, "k")), ("image", ("x.png", data[3]))]
+    [result] = shop.client.put(f"{shop.url}/items", files=form).json()["items"]
+    assert (result["status"], result["attributes"]) == ("updated", "kept")
+    assert attributes() == given | {"product": "boot"}
+    assert put(data[3], '{"colour": "blue"}') == ("updated", "replaced")
+    assert attributes() == {"colour": "blue"}
+    assert put(data[3], "{}") == ("updated", "replaced")
+    assert attributes() == {}
+
+
+def test_a_failed_put_says_nothing_of_attributes(shop, data) -> None:
+    answer = shop.put_form({"good": data[0], "bad": b"no image"}).json()
+    assert [item["attributes"] for item in answer["items"]] == ["replaced", None]
 
 
 def test_other_content_under_a_key_replaces_the_item_and_its_picture(shop, data) -> None:
@@ -196,7 +232,7 @@ def test_items_are_removed_by_key_number_list_and_filter(shop, data) -> None:
     fitting = shop.client.post(f"{url}/delete", json={"filter": {"stock": 0}}).json()
     assert fitting["removed"] == 3
     assert keys(shop) == ["k4"]
-    assert shop.pictures() == {sha256(data[4])}
+    assert shop.compacted() == {sha256(data[4])}
     assert [hit["key"] for hit in shop.search(data[0]).json()["hits"]] == ["k4"]
 
 
@@ -221,21 +257,38 @@ def test_a_removal_that_says_nothing_or_too_much_removes_nothing(shop, data) -> 
     assert keys(shop) == ["k"]
 
 
-def test_a_removal_that_is_cut_short_takes_the_pictures_of_what_it_removed(
-    shop, data, monkeypatch
-) -> None:
-    shop.put({f"k{n}": one for n, one in enumerate(data[:4])}, stock=0)
-    remove_where = Gallery.remove_where
+def test_a_removal_is_undone_with_its_pictures_until_a_compaction(shop, data) -> None:
+    shop.put({f"k{n}": one for n, one in enumerate(data[:4])}, stock=2)
+    link = shop.link("k1")
+    shop.remove("k1", "k2")
+    assert shop.client.get(link).status_code == 404
+    assert [hit["key"] for hit in shop.search(data[1], k=9).json()["hits"]] == ["k0", "k3"]
+    PictureFolder(shop.folder).sweep()
+    answer = shop.client.post(f"{shop.url}/items/restore", json={"keys": ["k1", "k0", "new"]})
+    assert answer.status_code == 200, answer.text
+    [item] = answer.json()["items"]
+    assert (answer.json()["restored"], answer.json()["version"]) == (1, shop.gallery()["version"])
+    assert (item["key"], item["attributes"]) == ("k1", {"stock": 2})
+    assert shop.client.get(item["image"]).content == data[1]
+    assert shop.search(data[1]).json()["hits"][0]["key"] == "k1"
+    assert shop.compacted() == {sha256(data[n]) for n in (0, 1, 3)}
+    late = shop.client.post(f"{shop.url}/items/restore", json={"keys": ["k2"]}).json()
+    assert (late["restored"], late["items"]) == (0, [])
+    for body in ({}, {"keys": []}, {"keys": [1]}, {"ids": [1]}, {"keys": "k1"}):
+        response = shop.client.post(f"{shop.url}/items/restore", json=body)
+        assert_problem(response, 422, "invalid-parameter")
 
-    def removed_in_part(gallery: Gallery, where: Any) -> int:
-        monkeypatch.setattr(Gallery, "remove_where", remove_where)
-        gallery.remove(["k0", "k1"])
-        raise GalleryWriteError("No space left on device")
 
-    monkeypatch.setattr(Gallery, "remove_where", removed_in_part)
-    response = shop.client.post(f"{shop.url}/items/delete", json={"filter": "stock = 0"})
-    assert response.status_code == 503
-    assert shop.pictures() == {sha256(one) for one in data[2:4]}
+def test_the_last_copy_stays_although_two_people_remove_the_other_one(shop, data) -> None:
+    shop.put({"a": data[0], "a again": data[0]})
+    url = f"{shop.url}/items/delete"
+    first = shop.client.post(url, json={"keys": ["a"], "keep": ["a again"]})
+    assert first.json()["removed"] == 1
+    second = shop.client.post(url, json={"keys": ["a again"], "keep": ["a"]})
+    assert "Nothing was removed" in assert_problem(second, 409, "gallery-conflict")["detail"]
+    assert keys(shop) == ["a again"]
+    for body in ({"filter": "a = 1", "keep": ["a"]}, {"keys": ["a"], "keep": ["a"]}):
+        assert_problem(shop.client.post(url, json=body), 422, "invalid-parameter")
 
 
 def test_writes_into_an_unknown_gallery_are_404(mall, data) -> None:

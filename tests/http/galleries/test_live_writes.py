@@ -61,7 +61,7 @@ def test_adds_and_deletes_under_searches_are_seen_at_once_and_cause_no_error(tmp
             over.set()
         assert sum(one.result() for one in searching) > 0
     assert shop.items()["total"] == len(kept)
-    assert len(shop.pictures()) == len(kept)
+    assert len(shop.compacted()) == len(kept)
     shop.close()
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from embedder.errors import ImageCostError, OverloadedError
 from embedder.fake import FakeEmbedder
 from embedder.preprocess import MAX_SIDE_PX, ImageLimits
+from indexer.gallery import Gallery
 from indexer.ingest.build import build_gallery
 from indexer.ingest.sources import folder_source
 from tests.support.seams import Renditions
@@ -168,7 +169,7 @@ def test_a_disk_that_fails_while_serving_is_503_without_a_word_of_its_paths(
 
     link = first_link(service, pictures[1])
     with monkeypatch.context() as patch:
-        patch.setattr("indexer.ingest.pictures.source_bytes", fail)
+        patch.setattr("indexer.pictures.source_bytes", fail)
         response = service.client.get(link)
     problem = assert_problem(response, 503, "gallery-unavailable")
     assert int(response.headers["retry-after"]) >= 1
@@ -224,6 +225,8 @@ def test_a_catalogue_that_is_damaged_while_serving_is_503_and_readiness_turns_re
     tmp_path, data
 ) -> None:
     make_gallery(tmp_path / "galleries" / "shop", "k")
+    with closing(Gallery.open(tmp_path / "galleries" / "shop")) as gallery:
+        gallery.calibrate()  # else the service does, and its pages are in memory
     shop = start_shop(tmp_path)
     (catalog,) = shop.folder.glob("versions/*/catalog.sqlite")
     catalog.write_bytes(bytes(catalog.stat().st_size))
@@ -315,7 +318,7 @@ def test_a_tiff_is_never_decoded_in_the_service_and_made_once(tmp_path, monkeypa
         return await render(*arguments)
 
     monkeypatch.setattr(lanes, "render", counted)
-    for module in ("embedder.preprocess", "indexer.ingest.pictures"):
+    for module in ("embedder.preprocess", "indexer.pictures"):
         monkeypatch.setattr(f"{module}.decode", forbidden)
     shop.put({"k": encoded(picture(3, (3000, 400)), "TIFF")})
     link = shop.link("k")

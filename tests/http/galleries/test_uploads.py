@@ -1,10 +1,8 @@
 """Uploaded pictures lie in the folder of their gallery and go with the last item that has them."""
 
 import shutil
-import tarfile
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,9 @@ import pytest
 from embedder.errors import GalleryWriteError
 from embedder.fake import FakeEmbedder
 from indexer.gallery import Gallery
-from tests.support.seams import JobStore, PictureFolder, bring_over, set_fault_hook
+from tests.support.seams import JobStore, PictureFolder, set_fault_hook
 from tests.support.servers import WAIT_S
 from tests.support.shops import assert_problem, sha256, start_shop
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -112,9 +108,9 @@ def test_equal_pictures_of_two_galleries_are_two(shop, data) -> None:
     shop.put({"a": data[0], "b": data[0], "c": data[1]})
     other.put({"a": data[0], "d": data[2]})
     shop.remove("a")
-    assert shop.pictures() == {sha256(data[0]), sha256(data[1])}
+    assert shop.compacted() == {sha256(data[0]), sha256(data[1])}
     shop.remove("b")
-    assert shop.pictures() == {sha256(data[1])}
+    assert shop.compacted() == {sha256(data[1])}
     assert other.pictures() == {sha256(data[0]), sha256(data[2])}
     assert shop.client.get(other.link("a")).content == data[0]
     shop.put({"c": data[3]})
@@ -195,97 +191,3 @@ def test_a_swap_brings_the_pictures_along(shop, data, until) -> None:
     shop.put({"other": data[3]})  # the new generation is served now
     shown = {item["key"]: shop.client.get(item["image"]).content for item in shop.items()["items"]}
     assert shown == {"both": data[1], "new": data[2], "other": data[3]}
-
-
-@pytest.fixture(scope="module")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as an earlier version left it: tests/golden/README.md."""
-    folder = tmp_path_factory.mktemp("golden")
-    with tarfile.open(ROOT / "tests" / "golden" / "gallery.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
-
-
-@pytest.fixture
-def old(golden: Path, tmp_path: Path) -> Path:
-    """Its state, with an upload of the gallery `shop`, which lies elsewhere, and an orphan."""
-    for name in ("state", "shop"):
-        shutil.copytree(golden / name, tmp_path / name)
-    state = tmp_path / "state"
-    with closing(Gallery.open(tmp_path / "shop")) as shop:
-        [first, *_] = shop.items()
-        content = (golden / "images" / first.path).read_bytes()
-        generation = shop.generation
-    for name, bytes_ in ((first.sha256, content), ("ab" + "0" * 62, b"orphan")):
-        (state / "uploads" / name[:2]).mkdir(exist_ok=True)
-        (state / "uploads" / name[:2] / name).write_bytes(bytes_)
-    record = f'{{"path":"{tmp_path / "shop"}","managed":false,"generations":["{generation}"]}}'
-    (state / "claims" / f"{'0' * 32}.json").write_text(record)
-    return state
-
-
-def shown_of(gallery: Path) -> set[str]:
-    with closing(Gallery.open(gallery)) as opened:
-        items = list(opened.items())
-    pictures = PictureFolder(gallery)
-    return {item.sha256 for item in items if pictures.has(item.sha256)}
-
-
-def brought(state: Path) -> dict[str, int]:
-    """How many of the items of each gallery have their upload."""
-    folders = {"made": state / "galleries" / "made", "shop": state.parent / "shop"}
-    return {name: len(shown_of(folder)) for name, folder in folders.items()}
-
-
-class KilledError(BaseException):
-    """Stands for a kill: nothing in the product catches it."""
-
-
-def test_a_folder_of_an_earlier_version_is_brought_over_whenever_it_is_killed(
-    old: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(old, tmp_path / "kept", copy_function=shutil.copy)
-    served = [old / "galleries" / "made"]
-    step, is_killed = 0, True
-    while is_killed:
-        step, is_killed, reached = step + 1, False, 0
-        for left in (old, *old.parent.glob("shop/pictures")):
-            shutil.rmtree(left)
-        shutil.copytree(tmp_path / "kept", old)
-
-        def kill(_: str, last: int = step) -> None:
-            nonlocal reached
-            reached += 1
-            if reached == last:
-                raise KilledError
-
-        set_fault_hook(kill)
-        try:
-            bring_over(old, served)
-        except KilledError:
-            is_killed = True
-        finally:
-            set_fault_hook(None)
-        if is_killed:
-            bring_over(old, served)
-        assert brought(old) == {"made": 8, "shop": 1}
-        assert not {"uploads", "claims"} & {path.name for path in old.iterdir()}
-        assert list(old.glob(".stage-*")) == []
-    assert step > 10
-
-
-def test_uploads_of_a_gallery_that_is_away_wait_for_it(old: Path, tmp_path: Path) -> None:
-    away = (tmp_path / "shop").rename(tmp_path / "away")
-    create(tmp_path / "shop")
-    for _ in range(2):
-        bring_over(old, [])  # another gallery is in its place
-        assert brought(old) == {"made": 8, "shop": 0}
-        assert len(list((old / "uploads").glob("??/*"))) == 10
-    shutil.rmtree(tmp_path / "shop")
-    bring_over(old, [])  # none is
-    away.rename(tmp_path / "shop")
-    (old / ".stage-claims-0").mkdir()  # of a removal that was cut short
-    bring_over(old, [])
-    assert not (old / ".stage-claims-0").exists()
-    assert brought(old) == {"made": 8, "shop": 1}
-    assert not (old / "uploads").exists()

@@ -11,9 +11,9 @@ import pytest
 
 from embedder.bundle import Bundle
 from embedder.errors import JobConflictError
-from service.api.models import JobModel
 from service.app import create_app
 from service.jobs import params
+from service.models import JobModel
 from service.settings import Settings
 from tests.support.job_shops import JobShop, processes_of
 from tests.support.seams import JobManager, params_of

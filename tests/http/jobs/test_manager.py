@@ -13,7 +13,7 @@ import pytest
 from embedder.bundle import Bundle, write_bundle
 from embedder.errors import InvalidParameterError, JobConflictError
 from embedder.manifest import MapFile
-from indexer.checks.golden import GoldenSet, Label, NewQuery
+from indexer.golden import GoldenSet, Label, NewQuery
 from indexer.types import Entry
 from service.jobs.manager import LOG_PAGE, tidy
 from tests.support.job_shops import JobShop, processes_of, size_of
@@ -93,9 +93,14 @@ def test_a_golden_set_of_twenty_queries_or_more_decides_and_outlives_the_swap(
     if photographs == 4:
         assert reason.startswith(f"On the golden set: recall@1 {found['new_recall_at_1']:.4f}")
         assert "paired" in reason
-        assert ("By the items of the gallery it would not pass" in reason) is (attribute == "brand")
+        assert ("The items alone would refuse it" in report["gate"]["note"]) is (
+            attribute == "brand"
+        )
+        assert report["gate"]["by"] == "golden"
+        assert "not measured" not in reason
     else:
-        assert "The golden set did not decide: 12 of its queries" in reason
+        assert "The golden set did not decide: 12 of its queries" in report["gate"]["note"]
+        assert report["gate"]["by"] == "items"
     assert report["swapped"]
     assert golden.queries() == queries
 
@@ -106,7 +111,7 @@ def test_a_golden_set_that_cannot_be_asked_says_why_and_decides_nothing(shop: Jo
     gallery.close()
     shop.reopen(bundle=None)
     report = shop.succeeded(shop.start("rebuild", bundle_id=shop.new.bundle_id))
-    assert "The golden set was not asked: the bundle of the old model" in report["gate"]["reason"]
+    assert "The golden set was not asked: the bundle of the old model" in report["gate"]["note"]
     assert "golden" not in report
 
 
@@ -315,9 +320,11 @@ def test_a_training_that_is_killed_has_failed_with_a_cure_and_goes_on_from_its_c
         slow.manager.resume(job.id)
 
 
+@pytest.mark.parametrize("processes", ["/proc", "/nonexistent"])
 def test_cancel_ends_all_processes_and_they_saw_no_setting_and_no_secret(
-    slow: JobShop, monkeypatch: pytest.MonkeyPatch
+    slow: JobShop, monkeypatch: pytest.MonkeyPatch, processes: str
 ) -> None:
+    monkeypatch.setattr("service.jobs.manager._PROCESSES", Path(processes))
     monkeypatch.setenv("KINLENS_REDIS_URL", "redis://:hunter2@127.0.0.1/0")
     before, version = slow.content(), slow.gallery().version
     job = in_command(slow.start("train"))

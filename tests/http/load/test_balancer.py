@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import structlog
 
 from service.app import create_app
 from service.settings import Settings
@@ -22,6 +24,7 @@ from tests.support.servers import (
     free_port,
     run,
 )
+from tests.support.trailers import with_trailers
 from tests.support.waiting import until
 
 REPLICAS = 3
@@ -34,7 +37,8 @@ def replicas(pictures: list[bytes]) -> Iterator[list[tuple[Running, FakeGallery]
         for _ in range(REPLICAS):
             embedder = GatedEmbedder()
             gallery = FakeGallery(embedder, pictures)
-            replica = run(create_app(Settings(**DEFAULTS), embedder, {"shop": gallery}))
+            settings = Settings(**DEFAULTS, trusted_proxies=("127.0.0.1",))
+            replica = run(create_app(settings, embedder, {"shop": gallery}))
             stack.callback(replica.close)
             running.append((replica, gallery))
         yield running
@@ -89,3 +93,15 @@ def test_searches_go_to_every_replica_and_past_those_that_are_gone(
     assert refused.headers["content-type"] == "application/problem+json"
     assert refused.headers["retry-after"] == "1"
     assert refused.json()["type"] == "urn:kinlens:problem:overloaded"
+
+
+def test_a_trailer_that_the_balancer_passes_on_changes_no_address(balancer: str) -> None:
+    """HAProxy adds its X-Forwarded-For to the head and forwards the trailers of the client."""
+    address = ("127.0.0.1", int(balancer.rsplit(":", 1)[1]))
+    with structlog.testing.capture_logs() as events:
+        for number in range(4):
+            with socket.create_connection(address, WAIT_S, source_address=("127.0.0.9", 0)) as sent:
+                sent.sendall(with_trailers(f"6.6.6.{number}"))
+                assert sent.recv(100).startswith(b"HTTP/1.1 4")
+    posts = [event for event in events if event.get("method") == "POST"]
+    assert [event["client"] for event in posts] == ["127.0.0.9"] * 4

@@ -83,37 +83,49 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing_behind(
     shop.close()
 
 
-def test_uploads_above_the_number_that_may_arrive_at_a_time_are_503_until_one_ends(
-    start_service, pictures, until
-) -> None:
-    service = start_service(max_concurrent_uploads=2)
-    chunked = ASKING.replace(b"Content-Length: 5000", b"Transfer-Encoding: chunked")
-    first = service.connect(ASKING)
-    second = service.connect(chunked.replace(b"--b\r\n", b"5\r\n--b\r\n\r\n"))
-    for connection in (first, second):
-        assert b" 100 Continue" in connection.recv(100), "it has its place"
-    refused = service.search(pictures[0])
-    detail = assert_problem(refused, 503, "overloaded")["detail"]
-    assert "2 uploads" in detail
-    assert "KINLENS_MAX_CONCURRENT_UPLOADS" in detail
-    assert int(refused.headers["retry-after"]) >= 1
-    assert service.client.get("/ready").status_code == 200
-    first.close()
-    until(lambda: service.search(pictures[0]).status_code == 200)
+SMALL = {"max_upload_bytes": 100_000, "max_batch_bytes": 1_000, "max_held_bytes": 400_000}
 
 
-def test_an_upload_that_has_arrived_leaves_its_place_to_the_next(
+def padded(data: bytes) -> bytes:
+    return data + bytes(90_000)
+
+
+def test_bodies_are_counted_in_bytes_until_they_are_answered(
     start_service, embedder, pictures, until
 ) -> None:
-    service = start_service(max_concurrent_uploads=1)
+    service = start_service(**SMALL, lanes=1)
     embedder.gate.clear()
-    with ThreadPoolExecutor(3) as clients:
-        held = []
-        for number in range(3):
-            held.append(clients.submit(service.search, pictures[number]))
-            until(lambda n=number: service.metric("kinlens_searches_in_flight") == n + 1)
+    with ThreadPoolExecutor(4) as clients:
+        held = [clients.submit(service.search, padded(data)) for data in pictures[:4]]
+        until(lambda: service.metric("kinlens_searches_in_flight") == 4)
+        refused = service.search(padded(pictures[4]))
+        small = service.client.post("/search/batch", json={})
         embedder.gate.set()
-        assert [call.result().status_code for call in held] == [200] * 3
+        assert [call.result().status_code for call in held] == [200] * 4
+    detail = assert_problem(refused, 503, "overloaded")["detail"]
+    assert "400,000 bytes" in detail
+    assert "KINLENS_MAX_HELD_BYTES" in detail
+    assert int(refused.headers["retry-after"]) >= 1
+    assert small.status_code == 422, "a small body still fits"
+    assert service.search(padded(pictures[4])).status_code == 200
+
+
+def test_bodies_that_are_announced_and_do_not_arrive_keep_nobody_out(
+    start_service, pictures
+) -> None:
+    service = start_service(**SMALL)
+    for _ in range(100):
+        announced = service.connect(ASKING.replace(b"Length: 5000", b"Length: 99999"))
+        assert b" 100 Continue" in announced.recv(100)
+    assert service.search(padded(pictures[0])).status_code == 200
+
+
+def test_bodies_that_are_held_back_at_their_end_give_way_to_others(start_service, pictures) -> None:
+    service = start_service(**SMALL)
+    unfinished = STALLED.replace(b"Length: 5000", b"Length: 99999") + bytes(95_000)
+    held = [service.connect(unfinished) for _ in range(4)]
+    assert [service.search(padded(data)).status_code for data in pictures] == [200] * 12
+    assert held[0].recv(1000).startswith(b"HTTP/1.1 503")
 
 
 def test_json_may_be_larger_than_an_upload_and_is_refused_above_its_own_bound(

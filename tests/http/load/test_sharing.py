@@ -1,30 +1,78 @@
-"""Processes that listen on one socket: none takes all connections that come together."""
+"""Processes that listen at one address: each has connections, and none asks for more in vain."""
 
+import contextlib
 import socket
-from types import SimpleNamespace
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from service.http import server
-from service.http.server import SharedListener, listen
+from service.http.server import Server, address_of, config_of, listen, reserve
+from tests.support.waiting import until
+
+CLIENTS = 100
 
 
-def test_after_each_connection_a_process_leaves_the_next_one_to_the_others(
-    monkeypatch: pytest.MonkeyPatch,
+class CountingSocket(socket.socket):
+    """Counts the calls of `accept`."""
+
+    accepts = 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.accepts += 1
+        return super().accept()
+
+
+@pytest.fixture
+def reserved() -> Iterator[socket.socket]:
+    with contextlib.closing(reserve("127.0.0.1", 0)) as held:
+        yield held
+
+
+def test_connections_are_spread_over_all_that_listen_and_accepted_without_spinning(
+    reserved: socket.socket, running_service
 ) -> None:
-    clock = SimpleNamespace(now=1.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(server, "time", clock)
-    with listen("127.0.0.1", 0) as first:
-        first.setblocking(False)
-        address = first.getsockname()
-        one, other = (SharedListener(fileno=first.dup().detach()) for _ in range(2))
-        clients = [socket.create_connection(address) for _ in range(3)]
-        accepted = [one.accept()[0]]
-        with pytest.raises(BlockingIOError):
-            one.accept()
-        accepted.append(other.accept()[0])
-        clock.now += 0.1
-        accepted.append(one.accept()[0])
-        assert [each.getpeername() for each in accepted] == [each.getsockname() for each in clients]
-        for each in (*clients, *accepted, one, other):
-            each.close()
+    host, port = reserved.getsockname()
+    config = config_of(running_service.app, running_service.runtime.settings)
+    config.lifespan = "off"  # the app runs already
+    listeners = [CountingSocket(fileno=listen(host, port, shared=True).detach()) for _ in range(2)]
+    servers = [Server(config) for _ in listeners]
+    threads = [
+        threading.Thread(target=server.run, args=([listener],))
+        for server, listener in zip(servers, listeners, strict=True)
+    ]
+    with contextlib.ExitStack() as stack:
+        clients = [
+            stack.enter_context(socket.create_connection((host, port))) for _ in range(CLIENTS)
+        ]
+        for thread in threads:
+            thread.start()
+        until(lambda: sum(len(each.server_state.connections) for each in servers) == CLIENTS)
+        held = [len(each.server_state.connections) for each in servers]
+        for client in clients:
+            client.sendall(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        accepts = sum(listener.accepts for listener in listeners)
+        for server in servers:
+            server.should_exit = True
+    for thread in threads:
+        thread.join()
+    assert min(held) > CLIENTS / 10
+    # One call in vain ends each round of accepting.
+    assert accepts <= 2 * CLIENTS
+
+
+def test_a_second_service_is_refused_an_address_that_is_shared(reserved: socket.socket) -> None:
+    host, port = reserved.getsockname()
+    assert address_of(reserved) == f"http://127.0.0.1:{port}/"
+    with contextlib.closing(listen(host, port, shared=True)):
+        for refused in (reserve, listen):
+            with pytest.raises(OSError, match="Choose another --port"):
+                refused(host, port)
+
+
+def test_a_connection_switches_the_delay_of_its_answers_off(reserved: socket.socket) -> None:
+    """asyncio does so if the listener names its protocol."""
+    with contextlib.closing(listen(*reserved.getsockname(), shared=True)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP

@@ -147,7 +147,7 @@ def test_500_open_connections_keep_nobody_out(start_service, pictures, until) ->
 
 
 def test_idle_connections_above_the_limit_make_room_for_others(start_service, until) -> None:
-    service = start_service(max_connections=20)
+    service = start_service(limits={"max_connections": 20})
     held = [service.connect() for _ in range(60)]
     with client(service, "127.0.0.2") as other:
         assert [other.get("/live").status_code for _ in range(3)] == [200] * 3
@@ -158,7 +158,7 @@ def test_idle_connections_above_the_limit_make_room_for_others(start_service, un
 def test_a_connection_that_is_being_answered_is_not_closed_to_make_room(
     start_service, embedder, pictures, until
 ) -> None:
-    service = start_service(max_connections=3)
+    service = start_service(limits={"max_connections": 3})
     embedder.gate.clear()
     with ThreadPoolExecutor(1) as clients:
         waiting = clients.submit(search, service, pictures[0])
@@ -171,19 +171,10 @@ def test_a_connection_that_is_being_answered_is_not_closed_to_make_room(
         assert waiting.result() == 200
 
 
-def test_one_address_cannot_keep_all_places_for_uploads(start_service, pictures, until) -> None:
-    service = start_service(max_concurrent_uploads=8)
-    held = [service.connect(UPLOAD) for _ in range(8)]
-    until(lambda: search(service, pictures[0]) == 503)  # its own address waits
-    assert search(service, pictures[0], "127.0.0.2") == 200
-    assert held[0].recv(1000).startswith(b"HTTP/1.1 503")  # the oldest gave its place
-    assert search(service, pictures[1]) == 200  # which is free again
-
-
 def test_many_slow_uploads_are_ended_by_their_time_and_leave_no_trace(
     start_service, pictures, until
 ) -> None:
-    service = start_service(body_timeout_ms=400, max_concurrent_uploads=16)
+    service = start_service(body_timeout_ms=400)
     before = service.connections
     for connection in [service.connect(UPLOAD) for _ in range(16)]:
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")

@@ -1,11 +1,13 @@
 """Liveness and readiness, green when searches work; problems, one for each class of errors."""
 
 import asyncio
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -89,10 +91,63 @@ def test_a_gallery_that_fails_is_named_and_the_others_are_still_checked(
     service = start_service(galleries={"shop": gallery, "other": other})
     monkeypatch.setattr(gallery, "search", fail)
     response = service.client.get("/ready")
-    assert response.status_code == 503
+    assert response.status_code == 200  # the other one is searched here, and in no better replica
     checks = response.json()["checks"]
     assert (checks["gallery shop"], checks["gallery other"]) == ("failed with OSError", "ok")
+    assert "gallery shop: failed with OSError" in response.json()["last_error"]
     assert "secret" not in response.text
+
+
+def test_a_service_whose_every_gallery_fails_is_not_ready(
+    start_service, gallery, monkeypatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError
+
+    service = start_service()
+    monkeypatch.setattr(gallery, "search", fail)
+    assert service.client.get("/ready").status_code == 503
+
+
+def test_a_gallery_that_hangs_costs_one_thread_and_no_verdict_or_metric_of_the_others(
+    start_service, embedder, gallery, pictures, monkeypatch
+) -> None:
+    held, probes = threading.Event(), []
+
+    class Hanging(type(gallery)):
+        @property
+        def size(self) -> int:
+            probes.append(threading.current_thread())
+            held.wait(20)
+            return 0
+
+        @size.setter
+        def size(self, _: int) -> None: ...
+
+    galleries = {"hung": type(gallery)(embedder, pictures[:2], name="hung"), "shop": gallery}
+    service = start_service(galleries=galleries, ready_timeout_ms=300)
+    monkeypatch.setattr(galleries["hung"], "__class__", Hanging)
+    clock, later = time.monotonic, 0.0
+    monkeypatch.setattr("service.concurrency.time.monotonic", lambda: clock() + later)
+    with structlog.testing.capture_logs() as events:
+        for _ in range(4):  # more often than there are threads for lookups
+            response = service.client.get("/ready")
+            assert response.status_code == 200
+            checks = response.json()["checks"]
+            assert (checks["gallery hung"], checks["gallery shop"]) == (
+                "no result within 0.3 s",
+                "ok",
+            )
+            text = service.client.get("/metrics").text
+            assert 'kinlens_gallery_items{gallery="shop"} 12.0' in text
+            assert 'kinlens_gallery_items{gallery="hung"}' not in text
+            assert 'kinlens_gallery_ready{gallery="hung"} 0.0' in text
+            assert 'kinlens_gallery_ready{gallery="shop"} 1.0' in text
+            later += 1.0
+    held.set()
+    assert len(probes) == 2  # one for readiness, one for the metrics
+    [omitted] = [event for event in events if event["event"] == "metrics omitted"]
+    assert (omitted["subject"], omitted["error"]) == ("gallery hung", "TimeoutError")
 
 
 def test_a_model_that_gives_other_vectors_than_at_the_start_turns_readiness_red(

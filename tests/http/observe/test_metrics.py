@@ -81,6 +81,22 @@ def test_every_metric_is_in_the_documentation_and_nothing_else_is(start_service)
     assert set(re.findall(r"^\| `(kinlens_\w+)` \|", text, re.MULTILINE)) == found
 
 
+@pytest.mark.parametrize("is_isolated", [False, True])
+def test_the_start_says_which_layers_of_the_decoder_sandbox_hold(
+    start_service, is_isolated: bool
+) -> None:
+    with structlog.testing.capture_logs() as events:
+        service = start_service(decode_isolation=is_isolated)
+    [line] = [event for event in events if event["event"] == "decoder sandbox"]
+    layers = service.runtime.lanes.layers
+    names = {layer.name for layer in layers}
+    assert names == ({"landlock", "seccomp"} if is_isolated else {"process"})
+    held = [layer.name for layer in layers if layer.holds]
+    assert line["layers"] == (", ".join(held) or "none")
+    assert line.get("absent", {}).keys() == names - {*held}
+    assert service.metric("kinlens_decoder_sandbox_layers") == len(held)
+
+
 def test_a_log_line_has_route_and_request_id_and_nothing_of_the_upload(
     start_service, pictures
 ) -> None:

@@ -22,7 +22,10 @@ def asked(**fields: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(market) -> list[dict[str, Any]]:
     """The score of every item for each part, as a search for that part alone has it."""
-    answers = post(market, asked(combine="separate")).json()["answers"]
+    images = asked()["images"]
+    parts = [images[0], *({**images[1], "crops": [list(crop)]} for crop in CROPS)]
+    queries = [{"images": [part], "k": COUNT} for part in parts]
+    answers = post(market, {"queries": queries}, "/search/batch").json()["answers"]
     hits = [each["answer"]["hits"] for each in answers]
     assert [len(each) for each in hits] == [COUNT] * len(PARTS)
     return [{hit["key"]: hit for hit in each} for each in hits]
@@ -81,7 +84,6 @@ def test_a_threshold_and_a_filter_hold_for_the_best_view(market, alone) -> None:
         {"negatives": ["001.png"]},
         {"distinct": True},
         {"distinct": "near"},
-        {"rerank": "aqe"},
         {"diversity": 0.2},
         {"boost": "price:0.1"},
     ],

@@ -8,7 +8,6 @@ from PIL import Image
 
 from embedder.fake import FakeEmbedder
 from tests.support.market import (
-    CALIBRATION,
     COUNT,
     found,
     keys,
@@ -20,6 +19,7 @@ from tests.support.market import (
 )
 from tests.support.servers import render
 from tests.support.shops import assert_problem
+from tests.support.waiting import until
 from tests.tiny import encoded
 
 
@@ -46,9 +46,7 @@ def test_pages_of_any_size_put_together_are_the_whole_answer(market) -> None:
         assert all(page["match"] for page in pages)
 
 
-@pytest.mark.parametrize(
-    "order", [{"rerank": "reciprocal"}, {"diversity": 0.4}, {"boost": "price:-0.2"}], ids=str
-)
+@pytest.mark.parametrize("order", [{"diversity": 0.4}, {"boost": "price:-0.2"}], ids=str)
 def test_another_order_shows_the_same_hits_with_their_scores_on_any_pages(
     market, order: dict[str, Any]
 ) -> None:
@@ -96,17 +94,18 @@ def test_nothing_that_reaches_min_score_is_an_explicit_no_match(market) -> None:
     assert answer["groups"] is None
 
 
-def test_of_min_score_and_min_probability_the_stricter_counts(market) -> None:
-    likely = found(market, picture(3), min_score=0.1, min_probability=0.999)
-    assert likely["min_score"] > 0.8
-    near = found(market, picture(3), min_score=0.99, min_probability=0.001)
+def test_min_score_and_min_probability_both_count(market) -> None:
+    likely = found(market, picture(3), k=COUNT, min_score=0.1, min_probability=0.5)
+    assert likely["min_score"] == 0.1
+    assert [hit["probability"] >= 0.5 for hit in likely["hits"]] == [True] * likely["count"]
+    near = found(market, picture(3), k=COUNT, min_score=0.99, min_probability=0.001)
     assert near["min_score"] == 0.99
+    assert all(hit["score"] >= 0.99 for hit in near["hits"])
 
 
-def test_a_probability_that_no_score_has_is_no_match_and_says_so(market) -> None:
+def test_a_probability_that_nothing_has_is_an_explicit_no_match(market) -> None:
     answer = found(market, picture(3), min_probability=1)
     assert (answer["match"], answer["hits"]) == (False, [])
-    assert answer["min_score"] > 1
     grouped = found(market, picture(3), min_probability=1, group_by="product")
     assert (grouped["match"], grouped["groups"]) == (False, [])
 
@@ -116,60 +115,85 @@ def test_without_a_calibration_min_probability_is_refused_and_probability_is_nul
 ) -> None:
     shop = start_market(tmp_path, calibration=None, no_calibration="Only 2 classes.")
     try:
-        assert found(shop.running, picture(3))["hits"][0]["probability"] is None
+        answer = found(shop.running, picture(3))
+        assert answer["hits"][0]["probability"] is None
+        assert answer["no_match_probability"] is None
+        until(lambda: "at least 16" in shop.gallery()["no_calibration"])
         body = {"images": [{"data": text_of(picture(3))}], "min_probability": 0.5}
         problem = assert_problem(post(shop.running, body), 422, "invalid-parameter")
-        assert "min_probability = 0.5 needs a calibration" in problem["detail"]
-        assert "has none (Only 2 classes)" in problem["detail"]
+        assert "min_probability = 0.5 needs probabilities" in problem["detail"]
+        assert "Only 2 classes). Send min_score" in problem["detail"]
         described = shop.gallery()
         assert described["calibration"] is None
-        assert described["no_calibration"] == "Only 2 classes."
+        assert described["no_calibration"].endswith("Only 2 classes.")
     finally:
         shop.close()
 
 
-@pytest.fixture(scope="module")
-def ranked(tmp_path_factory):
-    shop = start_market(tmp_path_factory.mktemp("ranked"), RANKED)
-    yield shop.running
-    shop.close()
+def test_the_products_shown_and_none_of_them_are_one_whole(market) -> None:
+    answer = found(market, picture(3), k=COUNT)
+    products = {hit["attributes"]["product"]: hit["probability"] for hit in answer["hits"]}
+    for hit in answer["hits"]:  # all photos of a product are right or wrong together
+        assert hit["probability"] == products[hit["attributes"]["product"]]
+    total = sum(products.values()) + answer["no_match_probability"]
+    assert total == pytest.approx(1, abs=1e-3)
+    assert answer["hits"][0]["probability"] == max(products.values())
 
 
-RANKED = CALIBRATION.model_copy(update={"rank_slope": 1.0, "tail_slope": 0.5, "size_slope": 0.5})
+@pytest.mark.parametrize("by", ["product", "colour"])
+@pytest.mark.parametrize("k", [1, 3, COUNT])
+def test_disjoint_groups_and_none_of_them_never_pass_one(market, by: str, k: int) -> None:
+    answer = found(market, picture(3), group_by=by, group_size=2, k=k)
+    total = sum(group["probability"] for group in answer["groups"])
+    assert total + answer["no_match_probability"] == pytest.approx(1, abs=1e-3)
+    assert all(0 <= group["probability"] <= 1 for group in answer["groups"])
 
 
-def test_the_least_probability_is_told_as_the_score_that_has_it(market) -> None:
-    hit = found(market, picture(3), k=COUNT)["hits"][4]
-    answer = found(market, picture(3), k=COUNT, min_probability=hit["probability"])
-    assert answer["hits"][-1] == hit
-    assert answer["min_score"] == pytest.approx(hit["score"], abs=1e-6)
+def test_a_probability_does_not_depend_on_the_page_the_filter_or_k(market) -> None:
+    hits = found(market, picture(3), k=COUNT)["hits"]
+    for fields in ({"k": 1}, {"k": 4, "offset": 5}, {"filter": 'colour = "red"', "k": COUNT}):
+        for hit in found(market, picture(3), **fields)["hits"]:
+            assert hit["probability"] == next(
+                one["probability"] for one in hits if one["id"] == hit["id"]
+            )
 
 
-def test_probabilities_know_the_rank_and_the_size_of_the_gallery(ranked) -> None:
-    sized = RANKED.for_gallery(COUNT)
-    hits = found(ranked, picture(3), k=COUNT)["hits"]
-    scores = np.array([hit["score"] for hit in hits])
-    expected = sized.probability(scores, np.arange(1, COUNT + 1))
-    assert [hit["probability"] for hit in hits] == pytest.approx(list(expected), abs=1e-12)
-    assert found(ranked, picture(3), k=4, offset=5)["hits"] == hits[5:9]
-    groups = found(ranked, picture(3), group_by="product", group_size=2)["groups"]
-    for place, group in enumerate(groups):
-        own = sized.probability(np.array([hit["score"] for hit in group["hits"]]), place + 1)
-        assert [hit["probability"] for hit in group["hits"]] == pytest.approx(list(own), abs=1e-12)
-        assert group["probability"] == group["hits"][0]["probability"]
+def test_more_absent_products_make_every_answer_less_sure(tmp_path) -> None:
+    said = []
+    for prior in (0.0, 0.1, 0.9):
+        shop = start_market(tmp_path / f"{prior}", no_match_prior=prior)
+        try:
+            answer = found(shop.running, encoded(render(99)))
+            said.append(answer["no_match_probability"])
+            assert shop.gallery()["calibration"]["no_match_prior"] == prior
+        finally:
+            shop.close()
+    assert said == sorted(said)
+    assert said[0] < said[2]
 
 
-def test_min_probability_keeps_exactly_the_likely_hits_at_their_ranks(ranked) -> None:
-    hits = found(ranked, picture(3), k=COUNT)["hits"]
-    groups = found(ranked, picture(3), k=COUNT, group_by="product")["groups"]
-    for cut in range(1, COUNT):
-        least = hits[cut - 1]["probability"]
-        assert found(ranked, picture(3), k=COUNT, min_probability=least)["hits"] == hits[:cut]
-        page = found(ranked, picture(3), k=3, offset=2, min_probability=least)
-        assert page["hits"] == hits[:cut][2:5]
-        assert page["match"]
-        some = found(ranked, picture(3), k=COUNT, min_probability=least, group_by="product")
-        assert some["groups"] == [group for group in groups if group["probability"] >= least]
+def test_a_gallery_says_where_its_probabilities_come_from(market) -> None:
+    described = market.client.get("/galleries/shop").json()
+    calibration = described["calibration"]
+    known = {name: calibration[name] for name in ("source", "product", "products", "views")}
+    assert known == {"source": "bundle", "product": "product", "products": 6, "views": 2}
+    assert "at least 16 are needed" in calibration["reason"]
+
+
+def test_min_probability_keeps_exactly_the_likely_hits_at_their_ranks(market) -> None:
+    hits = found(market, picture(3), k=COUNT)["hits"]
+    groups = found(market, picture(3), k=COUNT, group_by="product")["groups"]
+    for least in sorted({hit["probability"] for hit in hits}):
+        likely = [hit for hit in hits if hit["probability"] >= least - 5e-5]
+        asked = {"min_probability": max(least - 5e-5, 0)}  # as precise as what is printed
+        assert found(market, picture(3), k=COUNT, **asked)["hits"] == likely
+        assert found(market, picture(3), k=3, **asked)["hits"] == [
+            hit for hit in hits[:3] if hit in likely
+        ]
+        some = found(market, picture(3), k=COUNT, group_by="product", **asked)
+        assert [g["value"] for g in some["groups"]] == [
+            group["value"] for group in groups if group["probability"] >= least - 5e-5
+        ]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +235,8 @@ def test_groups_are_ranked_by_their_best_and_each_shows_its_best_items(market) -
     for group in answer["groups"]:
         own = [hit for hit in hits if hit["attributes"]["product"] == group["value"]]
         assert group["hits"] == own[:2]
-        assert (group["score"], group["probability"]) == (own[0]["score"], own[0]["probability"])
+        assert group["score"] == own[0]["score"]
+        assert group["probability"] == pytest.approx(own[0]["probability"], abs=2e-4)
 
 
 def test_groups_by_the_mean_have_the_mean_of_all_their_items(market) -> None:
@@ -235,19 +260,6 @@ def test_a_crop_is_searched_as_if_it_were_the_whole_picture(market) -> None:
         [hit] = post(market, body).json()["hits"]
         assert hit["attributes"]["price"] == number
         assert hit["score"] == pytest.approx(1, abs=1e-3)
-
-
-def test_separate_answers_each_image_and_each_crop_by_itself_in_their_order(market) -> None:
-    images = [
-        {"data": text_of(beside(2, 7)), "crops": [[0, 0, 0.5, 1], [0.5, 0, 0.5, 1]]},
-        {"data": text_of(picture(9))},
-    ]
-    body = {"images": images, "k": 1, "combine": "separate"}
-    answers = post(market, body).json()["answers"]
-    assert [numbers(each["answer"]["hits"]) for each in answers] == [[2], [7], [9]]
-    files = [("image", ("a.png", picture(n))) for n in (5, 6)]
-    form = market.client.post("/search", files=files, data={"k": 1, "combine": "separate"})
-    assert [numbers(each["answer"]["hits"]) for each in form.json()["answers"]] == [[5], [6]]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +287,7 @@ def test_unknown_keys_and_likes_that_cancel_are_refused_with_the_reason(market) 
     assert cancelled.status_code == 200  # twice the liked less the disliked is the liked
     many = post(market, {"positives": [f"{n}" for n in range(257)]})
     problem = assert_problem(many, 422, "invalid-parameter")
-    assert "at most 256 items" in problem["detail"]
+    assert "256 or fewer" in problem["detail"]
     assert problem["errors"][0]["name"] == "positives"
 
 
@@ -355,7 +367,6 @@ def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(marke
         {"exact": True},
         {"facets": ["colour"]},
         {"facets": ["colour", "price"]},
-        {"rerank": "reciprocal"},
         {"diversity": 0.3},
         {"boost": "price:0.1"},
         {"boost": "price:0.1:0:50"},

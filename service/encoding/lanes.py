@@ -9,6 +9,7 @@ crashes is replaced, and its image alone is refused.
 
 import asyncio
 import contextlib
+import enum
 import os
 import socket
 import subprocess
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import structlog
@@ -28,7 +29,7 @@ from embedder.errors import ImageCostError, SearchError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits, preprocess, render_jpeg
 from service.concurrency import BoundedPool
-from service.search.decode_worker import (
+from service.encoding.decode_worker import (
     DONE,
     ENDING,
     ERROR_BYTES,
@@ -39,10 +40,14 @@ from service.search.decode_worker import (
     pack_order,
     pack_rendering,
     unpack_error,
+    unpack_layers,
 )
+from service.encoding.sandbox import Layer
 
 T = TypeVar("T")
 Pixels = NDArray[np.uint8]
+BulkKind = Literal["batch", "write", "golden"]
+"""Work of many calls: queries of a batch, images of items, queries of a golden set."""
 
 _START_S = 30.0
 _FIRST_PAUSE_S = 0.1
@@ -50,13 +55,16 @@ _LONGEST_PAUSE_S = 5.0
 _REAP_S = 5.0
 _ALARM_GRACE_S = 1.0
 _ATTEMPTS = 2  # a process that was dead before the image came costs no image
+_NOTHING = np.empty(0, dtype=np.uint8)
 _JPEG = b"\xff\xd8\xff"
 _SEND_BUFFER_BYTES = 2**20
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_ENVIRONMENT = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYDANTIC_DISABLE_PLUGINS"), "1"
+)
 _PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
 _CODE = (
     "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2:2 + count]; "
-    "from service.search.decode_worker import main; main(sys.argv[2 + count:])"
+    "from service.encoding.decode_worker import main; main(sys.argv[2 + count:])"
 )
 
 
@@ -65,6 +73,13 @@ class InlineDecoder:
 
     restarts = kills = 0
     pid: int | None = None
+    layers: Sequence[Layer] = (
+        Layer(
+            "process",
+            False,
+            "Images are decoded in the service itself. Set KINLENS_DECODE_ISOLATION to true.",
+        ),
+    )
 
     def start(self) -> None:
         """Nothing needs to start."""
@@ -89,8 +104,29 @@ class InlineDecoder:
             raise _too_much_memory() from error
 
 
-class _EndedError(Exception):
-    """The process is gone or talks nonsense."""
+class _Outcome(enum.Enum):
+    """How one attempt to decode an image ended; the log gives it as the cause of a new process."""
+
+    DONE = "done"
+    REFUSED = "refused the image"
+    LATE = "took too long"
+    FULL = "out of memory"
+    ENDED = "ended by itself"
+    NONSENSE = "answered nonsense"
+    UNREADY = "did not get ready"
+
+
+_OUTCOMES = {DONE: _Outcome.DONE, REFUSED: _Outcome.REFUSED, ENDING: _Outcome.FULL}
+_NOT_ABOUT_THE_IMAGE = (_Outcome.ENDED, _Outcome.NONSENSE, _Outcome.UNREADY)
+"""It is sent once more after these: the process may have been dead before the image came."""
+
+
+class _LostError(Exception):
+    """The process is gone or answers nonsense; `outcome` is which."""
+
+    def __init__(self, outcome: _Outcome) -> None:
+        super().__init__(outcome.value)
+        self.outcome = outcome
 
 
 class ProcessDecoder:
@@ -108,6 +144,12 @@ class ProcessDecoder:
         self._not_before = 0.0
         self._last_failure = ""
         self._closed = False
+        self._layers: Sequence[Layer] = ()
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        """The layers of its sandbox; none before its first process is up."""
+        return self._layers
 
     @property
     def pid(self) -> int | None:
@@ -118,7 +160,7 @@ class ProcessDecoder:
     def start(self) -> None:
         """Start the process; it need not be up when this returns."""
         try:
-            self._process = _Process(self._memory_mb, self._timeout_s)
+            self._process = _Process(self._memory_mb, self._timeout_s, self._layers)
         except OSError as error:
             self._not_started(f"{type(error).__name__}: {error}")
 
@@ -139,7 +181,7 @@ class ProcessDecoder:
         side_px = spec.crop_px
         content = self._ask(pack_order(spec, limits, box), data, 3 * side_px**2)
         if len(content) != 3 * side_px**2:
-            self._replace("answered nonsense")
+            self._replace(_Outcome.NONSENSE)
             raise _crashed()
         return content.reshape(3, side_px, side_px)
 
@@ -147,39 +189,51 @@ class ProcessDecoder:
         """`embedder.preprocess.render_jpeg` in the process. Raises: as `decode`."""
         content = self._ask(pack_rendering(limits, side_px), data, 3 * side_px**2).tobytes()
         if not content.startswith(_JPEG):
-            self._replace("answered nonsense")
+            self._replace(_Outcome.NONSENSE)
             raise _crashed()
         return content
 
     def _ask(self, order: bytes, data: bytes, room: int) -> Pixels:
+        """The content of the answer. Raises: as `decode`."""
         for _ in range(_ATTEMPTS):
-            process = self._started()
-            try:
-                process.wait_ready()
-                status, content = process.ask(order, data, room)
-                if status == DONE:
-                    return content
-                if status == REFUSED:
-                    raise _refusal(content)
-                if status != ENDING:
-                    raise _EndedError("answered nonsense")
-            except TimeoutError:
-                self.kills += 1
-                self._replace("took too long")
+            outcome, content = self._attempt(order, data, room)
+            if outcome not in _NOT_ABOUT_THE_IMAGE:
+                break
+        match outcome:
+            case _Outcome.DONE:
+                return content
+            case _Outcome.REFUSED:
+                raise self._refusal(content)
+            case _Outcome.LATE:
                 raise ImageCostError(
                     f"Decoding the image took longer than {self._timeout_s:g} s, which is the "
                     "limit. Resize it, or save it as a plain JPEG."
-                ) from None
-            except _EndedError as error:
-                self._replace(str(error))
-            else:
-                self.kills += 1
-                self._replace("out of memory")
+                )
+            case _Outcome.FULL:
                 raise _too_much_memory(f"the limit of {self._memory_mb:,} MB")
-        if not process.is_ready:
-            self._not_started("it ended at its start")
-            raise self._cannot_start()
-        raise _crashed()
+            case _Outcome.UNREADY:
+                self._not_started("it ended at its start")
+                raise self._cannot_start()
+            case _Outcome.ENDED | _Outcome.NONSENSE:
+                raise _crashed()
+
+    def _attempt(self, order: bytes, data: bytes, room: int) -> tuple[_Outcome, Pixels]:
+        """Send the image once; a process that is of no more use is replaced."""
+        process = self._started()
+        outcome, content = process.ask(order, data, room)
+        self._layers = self._layers or process.layers
+        if outcome in (_Outcome.LATE, _Outcome.FULL):
+            self.kills += 1
+        if outcome not in (_Outcome.DONE, _Outcome.REFUSED):
+            self._replace(outcome)
+        return outcome, content
+
+    def _refusal(self, content: Pixels) -> Exception:
+        try:
+            return unpack_error(content.tobytes())
+        except (TypeError, ValueError):
+            self._replace(_Outcome.NONSENSE)
+            return _crashed()
 
     def _started(self) -> "_Process":
         """The process, started again if there is none."""
@@ -191,12 +245,12 @@ class ProcessDecoder:
             raise self._cannot_start()
         return self._process
 
-    def _replace(self, cause: str) -> None:
+    def _replace(self, outcome: _Outcome) -> None:
         process, self._process = self._process, None
         if process is not None and not self._closed:
             code = process.end()
             structlog.get_logger().warning(
-                "decoding process ended", pid=process.pid, cause=cause, returncode=code
+                "decoding process ended", pid=process.pid, cause=outcome.value, returncode=code
             )
             self._pause_s = _FIRST_PAUSE_S if process.is_ready else self._pause_s
             self.restarts += 1
@@ -221,16 +275,17 @@ class ProcessDecoder:
 class _Process:
     """A spawned process at the other end of a socket."""
 
-    def __init__(self, memory_mb: int, timeout_s: float) -> None:
-        """Raises: OSError."""
+    def __init__(self, memory_mb: int, timeout_s: float, layers: Sequence[Layer] = ()) -> None:
+        """`layers` are those of the process that it replaces. Raises: OSError."""
         self._timeout_s = timeout_s
         self.is_ready = False
+        self.layers: Sequence[Layer] = ()
         self._socket, theirs = socket.socketpair()
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         with theirs:
             try:
-                self._process = _spawn(theirs, memory_mb, timeout_s + _ALARM_GRACE_S)
+                self._process = _spawn(theirs, memory_mb, timeout_s + _ALARM_GRACE_S, layers)
             except BaseException:
                 self._socket.close()
                 raise
@@ -239,21 +294,36 @@ class _Process:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_ready(self) -> None:
-        """Raises: _EndedError."""
+    def ask(self, order: bytes, data: bytes, room: int) -> tuple[_Outcome, Pixels]:
+        """What became of the image, and the content of the reply."""
+        try:
+            self._wait_ready()
+        except (TimeoutError, _LostError):
+            return _Outcome.UNREADY, _NOTHING
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            self._send(REQUEST.pack(len(order), len(data)) + order, data)
+            status, content = self._receive(room, deadline)
+        except TimeoutError:
+            return _Outcome.LATE, _NOTHING
+        except _LostError as error:
+            return error.outcome, _NOTHING
+        return _OUTCOMES.get(status, _Outcome.NONSENSE), content
+
+    def _wait_ready(self) -> None:
+        """Raises: TimeoutError, _LostError."""
         if not self.is_ready:
+            status, content = self._receive(0, time.monotonic() + _START_S)
             try:
-                status, _ = self._receive(0, time.monotonic() + _START_S)
-            except TimeoutError:
-                raise _EndedError(f"not ready after {_START_S:g} s") from None
+                self.layers = unpack_layers(content.tobytes())
+            except (TypeError, ValueError) as error:
+                raise _LostError(_Outcome.NONSENSE) from error
             if status != READY:
-                raise _EndedError("answered nonsense")
+                raise _LostError(_Outcome.NONSENSE)
             self.is_ready = True
 
-    def ask(self, order: bytes, data: bytes, room: int) -> tuple[int, Pixels]:
-        """Status and content of the reply. Raises: TimeoutError, _EndedError."""
-        deadline = time.monotonic() + self._timeout_s
-        head = REQUEST.pack(len(order), len(data)) + order
+    def _send(self, head: bytes, data: bytes) -> None:
+        """Raises: TimeoutError, _LostError."""
         try:
             self._socket.settimeout(self._timeout_s)
             sent = self._socket.sendmsg([head, data])
@@ -263,8 +333,7 @@ class _Process:
         except TimeoutError:
             raise
         except OSError as error:
-            raise _EndedError("gone") from error
-        return self._receive(room, deadline)
+            raise _LostError(_Outcome.ENDED) from error
 
     def end(self) -> int | None:
         """Kill it if it still lives; how it ended."""
@@ -291,12 +360,12 @@ class _Process:
             except OSError:
                 count = 0
             if not count:
-                raise _EndedError("ended by itself")
+                raise _LostError(_Outcome.ENDED)
             received += count
             if received >= REPLY.size:
                 length = REPLY.size + REPLY.unpack_from(buffer.data)[1]
                 if received > length or length > len(buffer):
-                    raise _EndedError("answered nonsense")
+                    raise _LostError(_Outcome.NONSENSE)
         return REPLY.unpack_from(buffer.data)[0], buffer[REPLY.size : length]
 
 
@@ -310,26 +379,22 @@ def create_decoder(isolated: bool, memory_mb: int, timeout_s: float) -> Decoder:
     return ProcessDecoder(memory_mb, timeout_s) if isolated else InlineDecoder()
 
 
-def _spawn(connection: socket.socket, memory_mb: int, alarm_s: float) -> subprocess.Popen[bytes]:
+def _spawn(
+    connection: socket.socket, memory_mb: int, alarm_s: float, layers: Sequence[Layer]
+) -> subprocess.Popen[bytes]:
     """A fresh interpreter in its own session, with nothing of our environment or files."""
     path = [str(Path(embedder.__path__[0]).parent), *(entry for entry in sys.path if entry)]
     code = [sys.executable, "-I", "-S", "-c", _CODE, str(len(path)), *path]
+    held = [" ".join(layer.name for layer in layers if layer.holds)] if layers else []
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     return subprocess.Popen(
-        [*code, str(memory_mb), str(alarm_s)],
+        [*code, str(memory_mb), str(alarm_s), *held],
         stdin=connection.fileno(),
         stdout=subprocess.DEVNULL,
         cwd="/",
-        env=_ONE_THREAD | passed_on,
+        env=_ENVIRONMENT | passed_on,
         start_new_session=True,
     )
-
-
-def _refusal(content: Pixels) -> Exception:
-    try:
-        return unpack_error(content.tobytes())
-    except (TypeError, ValueError):
-        return _EndedError("answered nonsense")
 
 
 def _crashed() -> ImageCostError:
@@ -353,7 +418,7 @@ class Lanes:
         self._decoders = tuple(decoders)
         self._idle = list(decoders)
         self._pool = BoundedPool("search", self.count, queue_size)
-        self._crowd = asyncio.Semaphore(self.count)
+        self._bulk_limits = {kind: asyncio.Semaphore(self.count) for kind in get_args(BulkKind)}
 
     @property
     def waiting(self) -> int:
@@ -376,16 +441,23 @@ class Lanes:
         return sum(decoder.kills for decoder in self._decoders)
 
     @property
+    def layers(self) -> Sequence[Layer]:
+        """The layers of the decoder with the weakest sandbox; none before the first image."""
+        known = [decoder.layers for decoder in self._decoders if decoder.layers]
+        return min(known, key=lambda layers: sum(layer.holds for layer in layers), default=())
+
+    @property
     def pids(self) -> list[int]:
         """Numbers of the decoding processes."""
         return [decoder.pid for decoder in self._decoders if decoder.pid is not None]
 
-    @property
-    def crowd(self) -> AbstractAsyncContextManager[None]:
-        """Around each of many calls that belong together: of these no more than there are lanes
-        wait or run, so a single search waits for a few of them and not for all.
+    def bulk_limit(self, kind: BulkKind) -> AbstractAsyncContextManager[None]:
+        """Hold it around each call of bulk work: up to `count` calls of a kind wait or run.
+
+        Each kind has a limit of its own, because the queue for a limit is served in order: one put
+        would otherwise wait for every query of all batches that came before it.
         """
-        return self._crowd
+        return self._bulk_limits[kind]
 
     def place(self) -> AbstractContextManager[None]:
         """One place for all the patient calls of a request. Raises: OverloadedError."""

@@ -1,29 +1,30 @@
 """Readiness that does what it promises: embeds a known image and searches every gallery."""
 
 import asyncio
-import contextlib
 import functools
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import structlog
 
 from embedder.errors import GalleryNotFoundError
 from embedder.types import SHORT
-from service.concurrency import BoundedPool, Recent
-from service.galleries.registry import Registry, Served, probe
-from service.search.model import Model, Models
+from service.concurrency import OwnThreads, Recent
+from service.encoding.model import Model, Models
+from service.galleries.registry import Registry, probe
 
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
 _OK = "ok"
+_GONE = "gone"
 
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
     """The verdict of each check, `ok` or what is wrong, and the versions that were searched.
 
-    A new generation of a gallery that cannot be opened is told in `checks`, but `ready` all the
-    same: the old one is served.
+    `ready` needs every model, and one gallery if there is any: `checks` names those that fail. A
+    new generation that cannot be opened is in `checks` too, while the old one is served.
     """
 
     ready: bool
@@ -35,16 +36,20 @@ class Readiness:
 class Health:
     """Runs the checks on demand, at most once a second, whoever asks: they go first everywhere."""
 
-    def __init__(
-        self, registry: Registry, models: Models, pool: BoundedPool, timeout_s: float
-    ) -> None:
+    def __init__(self, registry: Registry, models: Models, timeout_s: float) -> None:
         self.passed = True
         self._registry = registry
         self._models = models
-        self._pool = pool
+        self._threads = OwnThreads("probe")
         self._timeout_s = timeout_s
         self._last_error: str | None = None
+        self._verdicts: dict[str, bool] = {}
         self._recent = Recent(self._check)
+
+    def galleries(self) -> Mapping[str, bool]:
+        """Whether each gallery passed the last check; not so one that cannot be opened."""
+        closed = self._registry.failures.verdicts().keys() - set(self._registry.names())
+        return self._verdicts | dict.fromkeys(closed, False)
 
     async def check(self) -> Readiness:
         """Embed the known image, compare, and search everywhere, ahead of all that waits."""
@@ -59,12 +64,15 @@ class Health:
             suffix = "" if len(models) == 1 else f" {model.bundle_id[:SHORT]}"
             checks[f"model{suffix}"] = verdict = await self._check_model(model)
             fit |= {model.bundle_id} if verdict == _OK else set()
-        for name in self._registry.names():
-            with contextlib.suppress(GalleryNotFoundError), self._registry.lease(name) as served:
-                is_fit = served.model.bundle_id in fit
-                verdict, versions[name] = await self._check_gallery(served, is_fit)
-                checks[f"gallery {name}"] = verdict
-        self.passed = all(verdict == _OK for verdict in checks.values())
+        is_fit = all(verdict == _OK for verdict in checks.values())
+        names = self._registry.names()
+        found = await asyncio.gather(*(self._check_gallery(name, fit) for name in names))
+        for name, (verdict, version) in zip(names, found, strict=True):
+            if verdict != _GONE:
+                checks[f"gallery {name}"], versions[name] = verdict, version
+        # One bad gallery is bad in every replica: to take this one out would end the others too.
+        self._verdicts = {name: checks[f"gallery {name}"] == _OK for name in versions}
+        self.passed = is_fit and (not self._verdicts or any(self._verdicts.values()))
         for name, verdict in self._registry.failures.verdicts().items():
             checks[f"reload {name}"] = verdict
         faults = [f"{name}: {verdict}" for name, verdict in checks.items() if verdict != _OK]
@@ -84,14 +92,16 @@ class Health:
         ok = cosine >= _MIN_COSINE
         return _OK if ok else f"the known image gives another vector: {cosine:.4f}"
 
-    async def _check_gallery(self, served: Served, is_fit: bool) -> tuple[str, str]:
+    async def _check_gallery(self, name: str, fit: Collection[str]) -> tuple[str, str]:
         """The verdict, and the version that it is about."""
-        if not is_fit:
-            return "not searched, since the model failed", _UNKNOWN
-        check = functools.partial(probe, served.gallery, served.model)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                version, is_searchable = await self._pool.run(check, urgent=True, patient=True)
+            with self._registry.lease(name) as served:
+                if served.model.bundle_id not in fit:
+                    return "not searched, since the model failed", _UNKNOWN
+                check = functools.partial(probe, served.gallery, served.model)
+                version, is_searchable = await self._threads.run(served, check, self._timeout_s)
+        except GalleryNotFoundError:
+            return _GONE, _UNKNOWN
         except Exception as error:
             return self._verdict(error), _UNKNOWN
         return _OK if is_searchable else "the search found nothing", version

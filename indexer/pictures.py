@@ -2,6 +2,8 @@
 
 import hashlib
 import io
+import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,9 +14,11 @@ from embedder.errors import (
     ItemNotFoundError,
     SourceError,
 )
-from embedder.preprocess import decode
-from indexer.ingest.sources import ANY_SIZE, read_image
+from embedder.preprocess import ImageLimits, decode
 from indexer.types import Item
+
+ANY_SIZE = ImageLimits(max_bytes=2**30, max_megapixels=178.0, max_side_px=2**20)
+"""For images that an embedder has accepted already, within whatever limits of its own."""
 
 _MEDIA_TYPES = {kind: f"image/{kind.lower()}" for kind in ("JPEG", "PNG", "WEBP", "GIF", "AVIF")}
 _JPEG_QUALITY = 90
@@ -78,6 +82,50 @@ def source_bytes(root: Path, item: Item) -> bytes:
     if hashlib.sha256(data).hexdigest() != item.sha256:
         raise SourceError(f"{item.path} was changed after it was indexed. Add it again.")
     return data
+
+
+def inside(root: Path, path: str) -> Path:
+    """The real file behind `path`, links followed.
+
+    Raises: SourceError if it lies outside `root`.
+    """
+    real = Path(os.path.realpath(root / path))
+    if not real.is_relative_to(os.path.realpath(root)):
+        raise SourceError(
+            f"{path} leads out of {root}. Copy the file into the folder, or give a root that "
+            "holds both."
+        )
+    return real
+
+
+def read_image(root: Path, path: str, max_bytes: int) -> bytes:
+    """The bytes of one image of a source.
+
+    Raises: SourceError if it is missing, not a regular file or outside `root`;
+        ImageTooManyBytesError; OSError.
+    """
+    if path != printable(path):
+        raise SourceError("The name of the file is not valid UTF-8. Rename the file.")
+    file = inside(root, path)
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceError(f"{path} below {root} is not a regular file. Put an image there.")
+        if status.st_size > max_bytes:
+            raise ImageTooManyBytesError(
+                f"The image has {status.st_size:,} bytes; the limit is {max_bytes:,}. Resize or "
+                "compress it."
+            )
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise SourceError(
+            f"{path} is missing below {root}. Put it back, or leave it out."
+        ) from error
+
+
+def printable(path: str) -> str:
+    """`path`, with an escape for each byte that is not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _unreadable(item: Item, error: Exception) -> GalleryCorruptError:

@@ -1,14 +1,17 @@
 """A decoding process, and the bytes that it exchanges with the service over one socket.
 
+first:   READY, length, the layers of its sandbox (JSON)
 request: lengths of order and image, order (JSON: spec, limits, box; or limits, side), image
 reply:   status, length of the content, content (pixels, a JPEG, or JSON: class name and text of an
          error)
 
 Nothing that a decoding process sends is executed or unpickled. The process ends when the service
 closes the socket or dies; in the middle of an image at the latest when its alarm goes off, which
-no decoder can hold up. It imports nothing that it does not need.
+no damaged image can hold up. It imports nothing that it does not need, and all of that before it
+enters its sandbox, where it can open no file.
 """
 
+import io
 import json
 import os
 import resource
@@ -19,17 +22,16 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from importlib import import_module
+from threading import Thread
+
+from PIL import Image
 
 from embedder import errors
 from embedder.errors import ImageError, InvalidParameterError
+from embedder.formats import load_all
 from embedder.manifest import Preprocessing
 from embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
-
-for _format in ("Bmp", "Gif", "Jpeg", "Mpo", "Png", "Tiff", "WebP"):
-    # Now: Pillow would load those of all its formats with the first image. Those of AVIF and HEIC
-    # are loaded with the first image of theirs (see embedder.formats).
-    import_module(f"PIL.{_format}ImagePlugin")
+from service.encoding.sandbox import Layer, enter, enter_again
 
 REQUEST = struct.Struct("<II")
 REPLY = struct.Struct("<BxxxI")
@@ -92,28 +94,62 @@ def unpack_error(packed: bytes) -> Exception:
     return RuntimeError(f"{name}: {text}")
 
 
+def pack_layers(layers: Sequence[Layer]) -> bytes:
+    """The layers of the sandbox, as JSON."""
+    return json.dumps(layers).encode()
+
+
+def unpack_layers(packed: bytes) -> list[Layer]:
+    """The layers of `pack_layers`. Raises: ValueError, TypeError if it is damaged."""
+    return [
+        Layer(str(name), bool(holds), str(absence)) for name, holds, absence in json.loads(packed)
+    ]
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Serve until the socket is closed; `arguments` are memory in MB and alarm in seconds."""
+    """Serve until the socket is closed; `arguments` are memory in MB, alarm in seconds, and of a
+    process that replaces another the layers that held for that one.
+    """
     memory_mb, alarm_s = int(arguments[0]), float(arguments[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
     warnings.simplefilter("ignore")
     connection = socket.socket(fileno=0)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    load_all()
     _limit(memory_mb * _MIB)
-    connection.sendall(REPLY.pack(READY, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # C libraries talk about the images they decode
+    held = arguments[2:]
+    layers = pack_layers(enter_again(held[0].split()) if held else enter(_rehearse))
+    connection.sendall(REPLY.pack(READY, len(layers)) + layers)
+    os.dup2(silence, 2)  # C libraries talk about the images they decode
     while _serve(connection, alarm_s):
         pass
 
 
 def _limit(memory_bytes: int) -> None:
-    """No more memory than this, no core dumps, no files."""
+    """No more memory than this, no core dumps, no growing file. The sandbox refuses the rest."""
     for kind, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 0),
     ):
         resource.setrlimit(kind, (value, value))
+
+
+def known_image() -> bytes:
+    """A small PNG, to see whether anything can be decoded."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _rehearse() -> None:
+    """Decode and encode an image in a thread, as the libraries of some formats do."""
+    image, made = known_image(), []
+    thread = Thread(target=lambda: made.append(render_jpeg(image, ImageLimits())))
+    thread.start()
+    thread.join()
+    made.pop()
 
 
 def _serve(connection: socket.socket, alarm_s: float) -> bool:

@@ -32,10 +32,10 @@ from embedder.errors import (
 )
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.read import State
-from indexer.checks.golden import GoldenSet
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import REPORT as BUILD_REPORT
 from indexer.folder.manifest import GalleryManifest, read_manifest, read_report, write_manifest
+from indexer.golden import GoldenSet
 from indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from indexer.index.segment import check_file
 from indexer.index.segment import read_manifest as read_segment_manifest

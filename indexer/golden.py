@@ -32,9 +32,9 @@ from embedder.errors import (
     KinlensError,
 )
 from embedder.types import SHORT, AttributeValue, Hit
-from indexer.catalog.attributes import is_printable
-from indexer.checks.intervals import Interval, over_classes, wilson
+from indexer.attributes import is_printable
 from indexer.filters.tree import Equals
+from indexer.intervals import Interval, over_classes, wilson
 from indexer.types import SAME_SCORE, Progress, VectorStore
 
 if TYPE_CHECKING:
@@ -211,10 +211,14 @@ class GoldenChange(BaseModel, frozen=True):
         text = (
             f"On the golden set: recall@1 {new:.4f} after {old:.4f}, a change of {new - old:+.4f} "
             f"({low:+.4f} to {high:+.4f}, paired), on {self.judged:,} queries of {self.labels:,} "
-            f"labels; MAP@R {_figure(self.new.map_at_r)} after {_figure(self.old.map_at_r)}, "
-            f"no-match precision {_figure(self.new.no_match_precision)} after "
-            f"{_figure(self.old.no_match_precision)}"
+            f"labels"
         )
+        for name, after, before in (
+            ("MAP@R", self.new.map_at_r, self.old.map_at_r),
+            ("no-match precision", self.new.no_match_precision, self.old.no_match_precision),
+        ):
+            if after is not None or before is not None:
+                text += f"; {name} {_figure(after)} after {_figure(before)}"
         if old - new > max_loss + 1e-9:
             chance = ", which may be chance" if high >= 0 else ""
             return False, f"{text}: {old - new:.4f} is lost{chance}; {max_loss:.4f} is allowed."
@@ -419,6 +423,16 @@ def embedded(
         if on_progress is not None:
             on_progress(len(queries[start : start + _BATCH]))
     return found
+
+
+def labelled(
+    queries: Iterable[GoldenQuery], vectors: Embedded
+) -> Iterator[tuple[Vector, str, Callable[[Hit], bool] | None]]:
+    """The vector of each query, its label and what tells a right hit; None where nothing is."""
+    for query in queries:
+        vector = vectors.get(query.sha256)
+        if isinstance(vector, np.ndarray):
+            yield vector, query.wanted, None if query.no_match else query.judge()
 
 
 def ask(store: VectorStore, query: GoldenQuery, vector: Vector | KinlensError) -> GoldenOutcome:

@@ -13,7 +13,7 @@ FeedbackMode = Literal["off", "pairs", "pictures"]
 
 Probability = Annotated[
     float | None,
-    Field(ge=0, le=1, description="That it is right, if the model is calibrated."),
+    Field(ge=0, le=1, description="That it is right; null where the gallery has no calibration."),
 ]
 
 
@@ -135,9 +135,13 @@ class SearchAnswer(BaseModel):
     ]
     min_score: Annotated[
         float | None,
+        Field(description="The score that hits had to reach."),
+    ] = None
+    no_match_probability: Annotated[
+        float | None,
         Field(
-            description="The score that hits had to reach, also for min_probability; above 1: "
-            "no score is likely enough."
+            description="That none of the hits, or groups, that the search found is right: the "
+            "product is not in the gallery, or it ranks further down."
         ),
     ] = None
     hits: list[HitModel]
@@ -193,6 +197,10 @@ class Galleries(BaseModel):
 
     bundle_id: str
     galleries: list[GalleryModel]
+    unavailable: Annotated[
+        list[str],
+        Field(description="Those that do not answer or cannot be opened; `/ready` says why."),
+    ] = []
 
 
 class AttributeModel(BaseModel):
@@ -227,38 +235,45 @@ class IndexModel(BaseModel):
 
 
 class ThresholdModel(BaseModel):
-    """From `search_score` on, a wrong best hit is as rare as `false_matches`.
-
-    `probability`: that a best hit with this score is right.
-    """
+    """From `search_score` on, a wrong best hit is as rare as `false_matches`."""
 
     false_matches: float
     search_score: float
-    probability: float
 
 
 class CalibrationModel(BaseModel):
-    """P(same class | score, rank) = 1 / (1 + exp(-(slope * score + intercept - rank_slope *
-    ln(rank) - tail_slope * ln((rank + 20) / 21)))), for the gallery as large as it is now; rank 1
-    is the best hit, of which both last terms are 0.
+    """Where the probabilities of a gallery come from: its golden set, its own labelled items, or
+    the bundle. `product` is the attribute that says which items show one product, of which there
+    are `products` with `views` images on average.
     """
 
-    slope: float
-    intercept: float
-    rank_slope: float = 0.0
-    tail_slope: float = 0.0
-    thresholds: list[ThresholdModel]
+    source: Literal["golden", "gallery", "bundle"]
+    product: str
+    products: int
+    views: float
+    searches: Annotated[int | None, Field(description="Searches that the curve was fitted to.")]
+    wrong_hits: Annotated[int | None, Field(description="Wrong hits among their ten best.")]
+    error_best: Annotated[
+        float | None,
+        Field(description="Expected calibration error of the best hit, cross-validated."),
+    ]
+    error_ten: Annotated[float | None, Field(description="The same of the ten best hits.")]
+    no_match_prior: Annotated[
+        float, Field(description="Probability that a product is absent, before the search.")
+    ]
+    reason: Annotated[str | None, Field(description="Why no better source was used.")]
 
 
 class GalleryDetail(GalleryModel):
-    """A gallery with its attributes, its index and the calibration of its bundle."""
+    """A gallery with its attributes, its index and its calibration."""
 
     attributes: list[AttributeModel]
     index: IndexModel
     calibration: CalibrationModel | None
-    no_calibration: Annotated[
-        str | None, Field(description="Why the model has no calibration.")
-    ] = None
+    no_calibration: Annotated[str | None, Field(description="Why hits have no probability.")] = None
+    thresholds: Annotated[
+        list[ThresholdModel], Field(description="Scores of a match, by the bundle.")
+    ] = []
     facets: Annotated[bool, Field(description="Whether values are counted on request.")] = False
     provider: str
     image_root_missing: bool
@@ -332,9 +347,29 @@ class NearItem(ItemModel):
     """An item of a group of near-duplicates; `score` is its cosine to the first of the group."""
 
     score: float
-    probability: Probability = None
     same_content: Annotated[bool, Field(description="Its file is that of the first.")]
     newest: Annotated[bool, Field(description="It came last of its group.")]
+
+
+class NearFloor(BaseModel):
+    """The least default score of near-duplicates in this gallery.
+
+    One in 1,000 of `pairs` of items of different products reaches it, unless it is 0.95.
+    """
+
+    score: float
+    pairs: int
+    attribute: Annotated[
+        str | None, Field(description="Names the products; null: pairs of any items were taken.")
+    ]
+
+
+class NearCrowd(BaseModel):
+    """Too many items around one item to be copies of a product."""
+
+    items: int
+    examples: list[ItemModel]
+    detail: Annotated[str, Field(description="What may be wrong, and what to do.")]
 
 
 class DuplicatesAnswer(BaseModel):
@@ -344,10 +379,17 @@ class DuplicatesAnswer(BaseModel):
     """
 
     gallery_version: str
-    min_score: Annotated[float, Field(description="Least cosine, also for min_probability.")]
-    total: Annotated[int, Field(description="How many groups there are.")]
+    min_score: Annotated[float, Field(description="Least cosine.")]
+    floor: NearFloor
+    total: Annotated[int, Field(description="How many groups there are, without crowds.")]
     items: Annotated[int, Field(description="How many items are in these groups.")]
     offset: int
+    warning: Annotated[
+        str | None, Field(description="Why no item may be removed because of its group.")
+    ] = None
+    crowds: Annotated[
+        list[NearCrowd], Field(description="Groups of more than 1 % of the gallery and 20 items.")
+    ]
     groups: list[list[NearItem]]
 
 
@@ -357,6 +399,13 @@ class PutResult(BaseModel):
     key: str
     status: Literal["added", "replaced", "updated", "unchanged", "failed"]
     id: int | None
+    attributes: Annotated[
+        Literal["kept", "replaced"] | None,
+        Field(
+            description="kept: none were sent, so those of the stored item stay. replaced: the "
+            "item has those that were sent and no others. null: it failed."
+        ),
+    ] = None
     problem: Problem | None
 
 
@@ -383,6 +432,16 @@ class RemoveAnswer(BaseModel):
     """How many items were removed; unknown keys are not counted."""
 
     removed: int
+    version: str
+
+
+class RestoreAnswer(BaseModel):
+    """The items that came back, under new ids. Others have a new item under their key, were never
+    removed, or were dropped by a compaction since.
+    """
+
+    restored: int
+    items: list[ItemModel]
     version: str
 
 
@@ -438,19 +497,6 @@ class JobLog(BaseModel):
     offset: int
     next_offset: int
     text: str
-
-
-class SampleModel(BaseModel):
-    """A picture to try a search with."""
-
-    name: str
-    image: Annotated[str, Field(description="Address of the picture.")]
-
-
-class SamplesAnswer(BaseModel):
-    """All sample queries."""
-
-    samples: list[SampleModel]
 
 
 class Live(BaseModel):

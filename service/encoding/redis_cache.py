@@ -1,103 +1,26 @@
 """Redis as the shared cache level: a short timeout, a breaker, and no error that gets out."""
 
-import asyncio
 import contextlib
 import functools
 import queue
-import re
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import structlog
 from redis import ConnectionPool, Redis
-from redis.asyncio import BlockingConnectionPool as AsyncConnectionPool
-from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from service.observe.logs import Repeats
+from service.redis import FAIR_SHARE, request_budget
 
 T = TypeVar("T")
 _FIRST_PROBE_S = 0.1
 _CLOSE_S = 1.0
 _MAX_PENDING_WRITES = 64
-_DATABASE = re.compile(r"/?\d*")
-FAIR_SHARE = 0.5  # of the timeout: Redis that had less is not to blame for its silence
-
-
-class WaitBudget:
-    """How long one request may still wait for Redis, in all."""
-
-    def __init__(self, total_s: float) -> None:
-        self.left_s = total_s
-
-    @contextlib.contextmanager
-    def spend(self) -> Iterator[None]:
-        """What this block takes is gone."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.left_s = max(0.0, self.left_s - (time.monotonic() - started))
-
-    @contextlib.asynccontextmanager
-    async def wait(self) -> AsyncIterator[None]:
-        """Wait inside this block, for as long as is left.
-
-        Raises: TimeoutError at its end.
-        """
-        with self.spend():
-            async with asyncio.timeout(self.left_s):
-                yield
-
-
-_BUDGET: ContextVar[WaitBudget | None] = ContextVar("kinlens_redis_budget", default=None)
-
-
-def request_budget(total_s: float) -> WaitBudget:
-    """The budget of the request that runs now; the first call in a request makes it."""
-    budget = _BUDGET.get()
-    if budget is None:
-        budget = WaitBudget(total_s)
-        _BUDGET.set(budget)
-    return budget
-
-
-def check_url(url: str) -> None:
-    """Refuse an address that no connection can be made from, without showing its password.
-
-    Raises: ValueError.
-    """
-    try:
-        ConnectionPool.from_url(url).make_connection()
-        parts = urlsplit(url)
-        fits = parts.scheme == "unix" or bool(_DATABASE.fullmatch(parts.path))
-    except (TypeError, ValueError):
-        fits = False
-    if not fits:
-        raise ValueError(
-            "the Redis address cannot be read; write redis://USER:PASSWORD@HOST:PORT/DATABASE "
-            "(rediss:// for TLS), with numbers for PORT and DATABASE, or unix:///PATH"
-        )
-
-
-def bounded_pool(url: str, timeout_s: float, connections: int) -> AsyncConnectionPool:
-    """So many connections; each wait for one, and each call on one, ends after `timeout_s`."""
-    return AsyncConnectionPool.from_url(
-        url,
-        max_connections=connections,
-        timeout=timeout_s,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=AsyncRetry(NoBackoff(), 0),
-        protocol=2,
-    )
 
 
 class RedisStore:

@@ -1,8 +1,8 @@
-"""Several processes behind one listening socket: the parent only watches, its children serve.
+"""Several processes at one address: the parent only watches, its children listen and serve.
 
 parent ──spawn──► child: own app, own model; galleries memory-mapped, so their pages are shared
-   │  pipe: "" once it serves, or why it cannot; closed by the end of either
-   └─ a child that ends is replaced, after a pause that grows while it keeps ending
+   │  pipe: "" each second while its event loop runs, or why it cannot start; closed by either's end
+   └─ a child that ends or hangs is replaced, after a pause that grows while it keeps ending
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import typer
 
 from embedder.errors import KinlensError
 from service.app import create_app
-from service.http.server import Server, SharedListener, address_of, config_of
+from service.http.server import Server, address_of, config_of, listen
 from service.observe.logs import configure_logs
 from service.observe.metrics_shared import forget, restarts_counter, shared_folder
 from service.settings import Settings
@@ -34,21 +34,26 @@ from service.settings import Settings
 GRACE_S = 10.0
 """What a child gets beyond its time to finish what it accepted, before it is killed."""
 
+HUNG_S = 30.0
+"""A child whose event loop reports nothing for so long is killed and replaced."""
+
+_BEAT_S = 1.0
+_TICKS_PER_BEAT = 10  # uvicorn ticks every 0.1 s
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 _DOUBLINGS = 16  # beyond the longest pause; a power without a limit is no number in the end
 _STABLE_S = 60.0
 
 
-def serve_processes(settings: Settings, listener: socket.socket, count: int) -> None:
+def serve_processes(settings: Settings, reserved: socket.socket, count: int) -> None:
     """Serve in `count` processes until SIGTERM or SIGINT; then each finishes what it accepted.
 
-    Closes `listener`. Must run in the main thread.
+    Each listens at the address of `reserved`, which is closed. Must run in the main thread.
 
     Raises: ChildProcessError with the child's own reason if one of the first does not start.
     """
     with shared_folder() as metrics:
-        parent = _Parent(settings, listener, count, metrics)
+        parent = _Parent(settings, reserved, count, metrics)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, parent.end)
         parent.run()
@@ -63,7 +68,8 @@ def pause_after(failures: int) -> float:
 class WorkerSlot:
     """Where one child runs; `failures` in a row; `start_at` is when the next may start.
 
-    `said` is None until the child says that it serves ("") or why it does not.
+    `said` is None until the child says that it serves ("") or why it does not; `silent_s` is how
+    long it has said nothing since.
     """
 
     process: SpawnProcess | None = None
@@ -72,16 +78,20 @@ class WorkerSlot:
     failures: int = 0
     started_at: float = 0.0
     start_at: float = 0.0
+    silent_s: float = 0.0
 
     def listen(self) -> None:
         """Read what the child says."""
         with contextlib.suppress(EOFError, OSError):
             while self.pipe is not None and self.pipe.poll():
                 self.said = self.pipe.recv()
+                self.silent_s = 0.0
 
     def reason(self) -> str:
         """Why the child ended."""
         assert self.process is not None
+        if self.silent_s > HUNG_S:
+            return f"A process reported nothing for {HUNG_S:g} s and was killed."
         when = "started" if self.said is None else "served"
         code = self.process.exitcode
         return self.said or f"A process ended with code {code} while it {when}; its log says why."
@@ -98,10 +108,10 @@ class WorkerSlot:
 
 class _Parent:
     def __init__(
-        self, settings: Settings, listener: socket.socket, count: int, metrics: Path
+        self, settings: Settings, reserved: socket.socket, count: int, metrics: Path
     ) -> None:
         self._settings = settings
-        self._listener = listener
+        self._reserved = reserved
         self._metrics = metrics
         self._count_restart = restarts_counter()
         self._slots = [WorkerSlot() for _ in range(count)]
@@ -122,22 +132,22 @@ class _Parent:
         try:
             while not self._is_ending:
                 self._start_due()
-                self._wait()
+                waited_s = self._wait()
                 for slot in self._slots:
-                    slot.listen()
+                    self._check(slot, waited_s)
                     if slot.process is not None and not slot.process.is_alive():
                         slot.listen()
                         self._replace(slot, slot.reason())
                 if not self._is_serving and all(slot.said == "" for slot in self._slots):
                     self._is_serving = True
-                    typer.echo(f"Kinlens is at {address_of(self._listener)} (Ctrl-C ends it)")
+                    typer.echo(f"Kinlens is at {address_of(self._reserved)} (Ctrl-C ends it)")
         finally:
             self._end_all()
 
     def _start_due(self) -> None:
         for slot in self._slots:
             if slot.process is None and time.monotonic() >= slot.start_at:
-                slot.said, slot.started_at = None, time.monotonic()
+                slot.said, slot.silent_s, slot.started_at = None, 0.0, time.monotonic()
                 try:
                     self._start(slot)
                 except OSError as error:  # no memory, or no process more, for now
@@ -148,7 +158,7 @@ class _Parent:
         pipe, theirs = context.Pipe()
         child = context.Process(
             target=serve_child,
-            args=(self._settings, self._listener, theirs, self._metrics),
+            args=(self._settings, self._reserved.getsockname()[1], theirs, self._metrics),
             name="kinlens-serve",
         )
         try:
@@ -160,12 +170,25 @@ class _Parent:
             theirs.close()
         slot.process, slot.pipe = child, pipe
 
-    def _wait(self) -> None:
-        """Until a child says something or ends, one is due to start, or a signal came."""
+    def _wait(self) -> float:
+        """Until a child reports or ends, one is due to start, or a signal came; seconds, at most
+        one beat. When the whole service was frozen, its children are not to blame for the rest.
+        """
         sources: list[Any] = [self._woken, *(child.sentinel for child in self._children())]
-        sources += [slot.pipe for slot in self._slots if slot.process and slot.said is None]
-        due = [slot.start_at for slot in self._slots if slot.process is None]
-        wait(sources, timeout=max(0.0, min(due) - time.monotonic()) if due else None)
+        sources += [slot.pipe for slot in self._slots if slot.process]
+        began = time.monotonic()
+        due = [slot.start_at - began for slot in self._slots if slot.process is None]
+        wait(sources, timeout=max(0.0, min([_BEAT_S, *due])))
+        return min(time.monotonic() - began, _BEAT_S)
+
+    def _check(self, slot: WorkerSlot, waited_s: float) -> None:
+        """Listen to a child, and kill it if it hangs."""
+        if slot.said == "":
+            slot.silent_s += waited_s
+        slot.listen()
+        if slot.process is not None and slot.silent_s > HUNG_S:
+            slot.process.kill()
+            slot.process.join()
 
     def _replace(self, slot: WorkerSlot, reason: str) -> None:
         if not self._is_serving:
@@ -187,7 +210,7 @@ class _Parent:
 
     def _end_all(self) -> None:
         """Tell every child to finish, and kill what has not within the limit."""
-        self._listener.close()
+        self._reserved.close()
         for child in self._children():
             child.terminate()
         deadline = time.monotonic() + self._settings.shutdown_timeout_s + GRACE_S
@@ -199,24 +222,23 @@ class _Parent:
 
 
 class _Child(Server):
-    """A server that calls `on_started`, and ends when its parent says so."""
+    """A server whose event loop calls `report` each second, and that ends when its parent says."""
 
-    on_started: Callable[[], None]
+    report: Callable[[], None]
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept from `sockets`."""
-        await super().startup(sockets)
-        self.on_started()
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn every 0.1 s, first when it serves."""
+        if counter % _TICKS_PER_BEAT == 0:
+            self.report()
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Ctrl-C also reaches the parent, which says SIGTERM."""
         self.should_exit = self.should_exit or sig == signal.SIGTERM
 
 
-def serve_child(
-    settings: Settings, listener: socket.socket, parent: Connection, metrics: Path
-) -> None:
-    """Serve until SIGTERM or the end of the parent; tell it "" once it serves.
+def serve_child(settings: Settings, port: int, parent: Connection, metrics: Path) -> None:
+    """Serve until SIGTERM or the end of the parent; tell it "" each second while it serves.
 
     A process that cannot start tells why instead, and ends with code 1.
     """
@@ -229,18 +251,19 @@ def serve_child(
     configure_logs(settings.log_level)
     try:
         app = create_app(settings)
+        listener = listen(settings.host, port, shared=True)
     except (KinlensError, OSError) as error:
         tell(" ".join(str(error).split()) or type(error).__name__)
         raise SystemExit(1) from None
     server = _Child(config_of(app, settings))
-    server.on_started = lambda: tell("")
+    server.report = lambda: tell("")
     signal.signal(signal.SIGTERM, server.handle_exit)
     limit_s = settings.shutdown_timeout_s + GRACE_S
     watcher = threading.Thread(
         target=_end_with_parent, args=(parent, server, limit_s, metrics), daemon=True
     )
     watcher.start()
-    server.run([SharedListener(fileno=listener.detach())])
+    server.run([listener])
 
 
 def _end_with_parent(parent: Connection, server: _Child, limit_s: float, metrics: Path) -> None:

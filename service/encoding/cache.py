@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from embedder.manifest import Precision
 from embedder.preprocess import Box
+from service.encoding.redis_cache import RedisStore
+from service.observe.metrics import CacheKind, Level
 from service.observe.tracing import span
-from service.search.redis_cache import RedisStore
 
 T = TypeVar("T")
-CacheKind = Literal["embedding", "answer"]
-Level = Literal["local", "redis", "miss", "invalid"]
 
 _PREFIX = "kinlens:3"
 _SEAL_BYTES = 16

@@ -14,15 +14,38 @@ from numpy.typing import NDArray
 
 from embedder.calibration import Calibration
 from embedder.errors import BundleError, SearchError
+from embedder.preprocess import Box
 from embedder.session import Embedder
 from embedder.types import Embeddings, Images
 from service.concurrency import SingleFlight
+from service.encoding.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
+from service.encoding.lanes import BulkKind, Decoder, Lanes
 from service.observe.tracing import span
-from service.search.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
-from service.search.lanes import Decoder, Lanes
-from service.search.query import Stages, View
 
 Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A part of an encoded image, the whole without `box`; `digest` is the sha256 of the image.
+
+    `number` counts the images of a query, from 1.
+    """
+
+    data: bytes
+    digest: str
+    box: Box | None = None
+    number: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Milliseconds in each stage; 0 for one that a cache made unnecessary."""
+
+    decode: float = 0.0
+    embed: float = 0.0
+    search: float = 0.0
+    total: float = 0.0
 
 
 class Batcher:
@@ -168,10 +191,10 @@ class Encoder:
             self._cache.set(self.lookup(view).key, encode_vector(vector))
         return vectors, Stages((decoded - started) * 1e3, (embedded - decoded) * 1e3)
 
-    async def encode(self, data: bytes, digest: str) -> Vector:
+    async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
         """The vector (D,) of the image `data`, whose sha256 is `digest`, once a lane is free.
 
-        Of calls at the same time no more than there are lanes are worked on.
+        Calls share the bulk limit of their kind.
 
         Raises: ImageError, SearchError, BundleError.
         """
@@ -183,7 +206,7 @@ class Encoder:
                 vector = self.compute(decoder, [view])[0][0]
             return vector
 
-        async with self._lanes.crowd:
+        async with self._lanes.bulk_limit(kind):
             return await self._lanes.run(work, patient=True)
 
     async def infer(self, data: bytes) -> Vector:

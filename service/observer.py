@@ -1,0 +1,149 @@
+"""What the metrics tell about models, galleries and jobs, read when they are asked for."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import structlog
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from embedder.errors import GalleryNotFoundError, KinlensError
+from service.concurrency import OwnThreads, Recent
+from service.encoding.cache import Cache
+from service.encoding.lanes import Lanes
+from service.encoding.model import Models
+from service.galleries.registry import Registry
+from service.health import Health
+from service.models import JobState
+from service.observe.metrics import Metrics
+
+_LIMIT_S = 0.5  # for each value; a scrape must not wait until the one that asks gives up
+
+
+class Observer(Collector):
+    """What is served now; what cannot be read is left out."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        registry: Registry,
+        models: Models,
+        health: Health,
+        jobs: Callable[[], Mapping[JobState, int]] = dict,
+    ) -> None:
+        self._metrics = metrics
+        self._registry = registry
+        self._models = models
+        self._health = health
+        self._omitted: dict[str, str] = {}
+        self._threads = OwnThreads("metrics")
+        self._jobs = jobs
+        self._families = _families()
+        self._recent = Recent(self._render)
+
+    def collect(self) -> Sequence[GaugeMetricFamily]:
+        """As it was observed last."""
+        return self._families
+
+    async def render(self) -> bytes:
+        """All metrics as text, as they are now or were within the last second.
+
+        Scrapes need no key and no rate limits them, so many cost as much as one.
+        """
+        return await self._recent.get()
+
+    async def _render(self) -> bytes:
+        self._families = await self._read()
+        self._metrics.refresh()  # here, since it reads state of the event loop
+        galleries = {*self._registry.names(), *self._registry.failures.verdicts()}
+        return await asyncio.to_thread(self._metrics.render, galleries)
+
+    async def _read(self) -> Sequence[GaugeMetricFamily]:
+        provider, jobs, items, age, ready = families = _families()
+        for model in self._models.running():
+            provider.add_metric([model.provider, model.bundle_id], 1)
+        for name, is_ready in self._health.galleries().items():
+            ready.add_metric([name], is_ready)
+
+        async def count_jobs() -> None:
+            for state, count in (await self._threads.run("jobs", self._jobs, _LIMIT_S)).items():
+                jobs.add_metric([state], count)
+
+        async def look(name: str) -> None:
+            with self._registry.lease(name) as own:
+                gallery = own.gallery
+                count = await self._threads.run(own, lambda: gallery.size, _LIMIT_S)
+                items.add_metric([name], count)
+                made_at = datetime.fromisoformat(gallery.created_at)
+                age.add_metric([name], (datetime.now(UTC) - made_at).total_seconds())
+
+        names = self._registry.names()
+        looks = [self._try(f"gallery {name}", look(name)) for name in names]
+        await asyncio.gather(self._try("jobs", count_jobs()), *looks)
+        self._omitted = {
+            subject: reason
+            for subject, reason in self._omitted.items()
+            if subject == "jobs" or subject.removeprefix("gallery ") in names
+        }
+        return families
+
+    async def _try(self, subject: str, reading: Coroutine[Any, Any, None]) -> None:
+        """Await it; log when it begins or ceases to fail, and not at each scrape."""
+        reason = ""
+        try:
+            await reading
+        except GalleryNotFoundError:
+            return  # deleted at this moment
+        except (KinlensError, TimeoutError) as error:
+            reason = type(error).__name__
+        if reason != self._omitted.get(subject, ""):
+            self._omitted[subject] = reason
+            if reason:
+                structlog.get_logger().warning("metrics omitted", subject=subject, error=reason)
+            else:
+                structlog.get_logger().info("metrics read again", subject=subject)
+
+
+def _families() -> Sequence[GaugeMetricFamily]:
+    return [
+        GaugeMetricFamily(name, text, labels=labels)
+        for name, text, labels in [
+            ("kinlens_provider_info", "What runs the model.", ["provider", "bundle_id"]),
+            ("kinlens_jobs", "Jobs by state.", ["state"]),
+            ("kinlens_gallery_items", "Items in a gallery.", ["gallery"]),
+            ("kinlens_gallery_age_seconds", "Time since a gallery was built.", ["gallery"]),
+            ("kinlens_gallery_ready", "1 while its last check of readiness passed.", ["gallery"]),
+        ]
+    ]
+
+
+def publish(metrics: Metrics, lanes: Lanes, cache: Cache, health: Health) -> None:
+    """The values that are read whenever the metrics are."""
+    metrics.gauge("kinlens_queue_depth", "Searches that wait for a lane.", lambda: lanes.waiting)
+    metrics.gauge(
+        "kinlens_decoder_restarts",
+        "Processes that decode and were replaced.",
+        lambda: lanes.restarts,
+    )
+    metrics.gauge(
+        "kinlens_decoder_kills",
+        "Processes that decode and were ended for time or memory.",
+        lambda: lanes.kills,
+    )
+    metrics.gauge(
+        "kinlens_decoder_sandbox_layers",
+        "Layers of the sandbox of decoding processes that hold; 2 are all.",
+        lambda: sum(layer.holds for layer in lanes.layers),
+        "livemin",
+    )
+    metrics.gauge(
+        "kinlens_ready",
+        "1 while the last check of readiness passed.",
+        lambda: health.passed,
+        "livemin",
+    )
+    metrics.gauge(
+        "kinlens_redis_up", "1 while Redis answers.", lambda: cache.remote_state == "up", "livemin"
+    )

@@ -1,0 +1,30 @@
+// Says that items were deleted, with a button that brings them back.
+
+import { restoreItems } from "/ui/admin/api.js";
+import { busily } from "/ui/admin/work.js";
+import { showNotice } from "/ui/shared/alerts.js";
+import { element } from "/ui/shared/dom.js";
+import { plural } from "/ui/shared/format.js";
+
+export const UNDO_TEXT = "This can be undone for a day, or until you compact the gallery.";
+
+async function restore(name, keys) {
+  const { restored } = await restoreItems(name, keys);
+  const left = keys.length - restored;
+  showNotice(
+    left === 0
+      ? `${plural(restored, "item")} restored.`
+      : `${plural(restored, "item")} restored, ${left.toLocaleString("en")} not: a new item has the key, or the gallery was compacted since.`,
+  );
+}
+
+// whenBack() after items of the gallery `name` came back.
+export function offerUndo(text, name, keys, whenBack) {
+  const button = element("button", { type: "button", className: "small notice-action", textContent: "Undo" });
+  button.dataset.testid = "undo";
+  button.addEventListener("click", () => busily(button, async () => {
+    await restore(name, keys);
+    await whenBack();
+  }));
+  showNotice(text, button);
+}

@@ -1,0 +1,214 @@
+"""A gallery whose disk hangs holds up no other one: neither new ones, nor reloads, nor the list."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from embedder.bundle import Bundle
+from embedder.session import OnnxEmbedder
+from indexer.types import Entry
+from service.app import create_app
+from service.galleries.locations import open_gallery
+from service.settings import Settings
+from tests.support.seams import GalleryManifest, publish_generation
+from tests.support.servers import DEFAULTS, WAIT_S, Running, run
+from tests.support.shops import sha256
+from tests.tiny import encoded, picture
+
+Until = Callable[[Callable[[], bool]], None]
+PICTURES = [encoded(picture(300 + number)) for number in range(3)]
+
+
+class HangingFile:
+    """A file that blocks whoever opens it, as a lost network disk does, until `release`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content = path.read_text()
+        self._pipe = path.with_name("pipe")
+        os.mkfifo(self._pipe)
+        self._aside = path.with_name("aside")
+        os.link(self._pipe, self._aside)
+        self._pipe.replace(path)
+
+    def release(self, content: str | None = None) -> None:
+        """The file is an ordinary one again, also for those that it blocks."""
+        text = content or self._content
+        self._pipe.write_text(text)
+        self._pipe.replace(self._path)
+        pipe = os.open(self._aside, os.O_RDWR)  # does not wait for a reader
+        os.write(pipe, text.encode())
+        os.close(pipe)
+        self._aside.unlink()
+
+
+@dataclass
+class Mall:
+    """A service with the galleries `hung` and `shop`, which lie in folders."""
+
+    folder: Path
+    embedder: OnnxEmbedder
+    service: Running
+
+    @property
+    def client(self) -> httpx.Client:
+        return self.service.client
+
+    def publish(self, name: str, round_: int) -> str:
+        return publish(self.folder / name, self.embedder, round_)
+
+    def served(self, name: str) -> str:
+        found = self.service.search(PICTURES[0], k=1, gallery=name).json()["hits"]
+        return str(found[0]["image"].split("version=")[1])
+
+    def checks(self) -> dict[str, str]:
+        answer = self.client.get("/ready")
+        assert answer.status_code == 200, answer.text
+        checks: dict[str, str] = answer.json()["checks"]
+        return checks
+
+
+def publish(folder: Path, embedder: OnnxEmbedder, round_: int) -> str:
+    entries = [
+        Entry(
+            f"{number}.png",
+            embedder.embed(embedder.preprocess(data)[None])[0],
+            sha256(data),
+            {"round": round_},
+        )
+        for number, data in enumerate(PICTURES)
+    ]
+    manifest = GalleryManifest(name=folder.name, bundle_id=embedder.bundle_id, dim=embedder.dim)
+    return publish_generation(folder, manifest, entries)
+
+
+@pytest.fixture
+def mall(tmp_path: Path, tiny_bundle: Bundle) -> Iterator[Mall]:
+    embedder = OnnxEmbedder.open(tiny_bundle)
+    for name in ("hung", "shop"):
+        publish(tmp_path / name, embedder, 0)
+    settings = Settings(
+        bundle=tiny_bundle.path,
+        galleries=tuple(f"{name}={tmp_path / name}" for name in ("hung", "shop")),
+        state=tmp_path / "state",
+        reload_interval_ms=20,
+        anonymous_scopes=("search", "admin"),
+        **DEFAULTS,
+    )
+    mall = Mall(tmp_path, embedder, run(create_app(settings)))
+    yield mall
+    mall.service.close()
+
+
+def test_while_one_gallery_hangs_others_are_made_filled_reloaded_and_listed(
+    mall: Mall, until: Until
+) -> None:
+    hanging = HangingFile(mall.folder / "hung" / "CURRENT")
+    try:
+        until(lambda: mall.checks().get("reload hung") == "no result within 2 s")
+        made = mall.client.post("/galleries", json={"name": "new"})
+        assert made.status_code == 201, made.text
+        put = mall.client.put(
+            "/galleries/new/items", files={"image": ("a", PICTURES[0])}, data={"key": "a"}
+        )
+        assert put.is_success, put.text
+        [hit] = mall.service.search(PICTURES[0], gallery="new").json()["hits"]
+        assert hit["key"] == "a"
+        generation = mall.publish("shop", 1)
+        until(lambda: mall.served("shop") == generation)
+        assert mall.client.delete("/galleries/new").status_code == 204
+        listed = mall.client.get("/galleries").json()
+        assert {one["name"] for one in listed["galleries"]} == {"hung", "shop"}
+        mall.client.get("/metrics").raise_for_status()
+        for name in ("hung", "shop"):  # what was opened before is still searched
+            assert mall.service.metric("kinlens_gallery_items", gallery=name) == len(PICTURES)
+    finally:
+        hanging.release()
+
+
+def test_a_gallery_that_answers_again_is_served_at_its_new_generation(
+    mall: Mall, until: Until
+) -> None:
+    current = mall.folder / "hung" / "CURRENT"
+    before = current.read_text()
+    generation = mall.publish("hung", 1)
+    until(lambda: mall.served("hung") == generation)
+    hanging = HangingFile(current)
+    until(lambda: "reload hung" in mall.checks())
+    hanging.release(before)
+    until(lambda: mall.served("hung") == before.strip())
+    until(lambda: "reload hung" not in mall.checks())
+
+
+def test_a_gallery_that_is_deleted_while_it_is_opened_is_closed_and_never_served(
+    mall: Mall, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, opened, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(location: Any, *rest: Any) -> Any:
+        gallery = open_gallery(location, *rest)
+        if location.name == "late":
+            close = gallery.close
+            monkeypatch.setattr(gallery, "close", lambda: (close(), closed.set()))
+            opened.set()
+            assert gate.wait(WAIT_S)
+        return gallery
+
+    monkeypatch.setattr("service.runtime.open_gallery", slow)
+    folder = mall.folder / "state" / "galleries" / "late"
+    publish(folder, mall.embedder, 0)  # by another process
+    assert opened.wait(WAIT_S)
+    until(lambda: "reload late" in mall.checks())
+    assert mall.client.get("/galleries").json()["unavailable"] == ["late"]
+    series = {
+        'kinlens_gallery_ready{gallery="late"} 0.0',
+        'kinlens_gallery_ready{gallery="shop"} 1.0',
+    }
+    until(lambda: series <= set(mall.client.get("/metrics").text.splitlines()))
+    assert 'kinlens_reload_failures_total{gallery="late"}' in mall.client.get("/metrics").text
+    shutil.rmtree(folder)
+    until(lambda: "reload late" not in mall.checks())
+    until(lambda: 'gallery="late"' not in mall.client.get("/metrics").text)
+    gate.set()
+    assert closed.wait(WAIT_S)
+    assert [one["name"] for one in mall.client.get("/galleries").json()["galleries"]] == [
+        "hung",
+        "shop",
+    ]
+
+
+def test_the_list_names_a_gallery_that_hangs_and_asks_it_once(
+    start_service, embedder, gallery, pictures, monkeypatch
+) -> None:
+    held, asked = threading.Event(), []
+
+    class Hanging(type(gallery)):
+        @property
+        def size(self) -> int:
+            asked.append(threading.current_thread())
+            held.wait(WAIT_S)
+            return 0
+
+        @size.setter
+        def size(self, _: int) -> None: ...
+
+    galleries = {"hung": type(gallery)(embedder, pictures[:2], name="hung"), "shop": gallery}
+    service = start_service(galleries=galleries)
+    monkeypatch.setattr(galleries["hung"], "__class__", Hanging)
+    monkeypatch.setattr("service.galleries.registry._LOCATION_S", 0.5)
+    try:
+        for _ in range(4):  # more often than there are threads for files
+            listed = service.client.get("/galleries")
+            assert listed.status_code == 200
+            assert [one["name"] for one in listed.json()["galleries"]] == ["shop"]
+            assert listed.json()["unavailable"] == ["hung"]
+        assert len(asked) == 1
+    finally:
+        held.set()

@@ -1,0 +1,122 @@
+"""Clients that send or hold more than any honest one: each has a bound, and others go on."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.servers import FakeGallery
+from tests.support.shops import assert_problem
+from tests.support.waiting import until
+
+GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LAST = GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+
+
+def test_a_few_pipelined_requests_are_answered_in_their_order(running_service) -> None:
+    lost = GET.replace(b"/live", b"/nowhere")
+    sent = (GET + lost) * 4 + LAST
+    answers = running_service.connect(sent).makefile("rb").read()
+    statuses = [part.split()[0] for part in answers.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"200", b"404"] * 4 + [b"200"]
+
+
+def test_a_connection_that_pipelines_thousands_of_requests_ends(running_service) -> None:
+    before = running_service.connections
+    clients = [running_service.connect() for _ in range(10)]
+    for client in clients:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(GET * 5_000)
+    until(lambda: running_service.connections <= before)
+    for client in clients:
+        answered = b""
+        with contextlib.suppress(ConnectionError):
+            while part := client.recv(2**20):
+                answered += part
+        assert answered.count(b"HTTP/1.1 200") < 100
+    assert running_service.client.get("/live").status_code == 200
+
+
+def test_answers_that_nobody_reads_hold_a_bounded_number_of_bytes(
+    start_service, embedder, pictures
+) -> None:
+    size, budget = 16 * 2**20, 40 * 2**20
+    gallery = FakeGallery(embedder, [pictures[0] + bytes(size)])
+    service = start_service(galleries={"shop": gallery}, limits={"max_unread_bytes": budget})
+    path = "/galleries/shop/items/0/image"
+    sent = GET.replace(b"/live", path.encode())
+
+    def unread() -> int:
+        connections = list(service.server.server_state.connections)
+        return sum(each.transport.get_write_buffer_size() for each in connections)
+
+    clients = []
+    for _ in range(15):
+        clients.append(service.connect(sent))
+        assert clients[-1].recv(12) == b"HTTP/1.1 200"
+        until(lambda: unread() <= budget)  # the loop cuts one off right after it was written to
+    assert unread() > 0
+    assert len(service.client.get(path).content) > size
+    assert len(service.server.server_state.connections) < len(clients)
+
+
+def test_a_form_of_near_boundaries_costs_what_another_of_its_size_costs(running_service) -> None:
+    head = b'--B\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+
+    def cost_s(content: bytes, status: int) -> float:
+        """CPU time of the service and this client, which share a process."""
+        headers = {"content-type": "multipart/form-data; boundary=B"}
+        body, started = head + content + b"\r\n--B--", time.process_time()
+        answer = running_service.client.post("/search", content=body, headers=headers)
+        assert answer.status_code == status
+        return time.process_time() - started
+
+    near, other = b"\r\n--B-x" * 2_000_000, b"\r\n-----" * 2_000_000
+    assert cost_s(near, 400) < 5 * min(cost_s(other, 415) for _ in range(3))
+
+
+@contextlib.contextmanager
+def readers_held(service: Any) -> Any:
+    """All threads that read bodies are busy inside this block."""
+    pool, gate = service.runtime.pools["body"], threading.Event()
+    started = threading.Semaphore(0)
+
+    def hold() -> None:
+        started.release()
+        gate.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        held = [threads.submit(asyncio.run, pool.run(hold)) for _ in range(2)]
+        try:
+            for _ in held:
+                started.acquire()
+            yield
+        finally:
+            gate.set()
+
+
+@pytest.mark.parametrize("kind", ["form", "JSON"])
+def test_a_body_that_waits_to_be_read_keeps_to_the_time_limit(start_service, kind: str) -> None:
+    service = start_service(request_timeout_ms=300)
+    sent: dict[str, Any] = {"files": {"image": bytes(2**20)}}
+    if kind == "JSON":
+        sent = {"json": {"images": [{"data": "A" * 2**20}]}}
+    with readers_held(service):
+        refused = service.client.post("/search", **sent)
+    assert "0.3 s" in assert_problem(refused, 503, "deadline-exceeded")["detail"]
+    assert service.client.post("/search", **sent).status_code != 503
+
+
+def test_few_bodies_wait_to_be_read(start_service) -> None:
+    service = start_service(queue_size=2)
+    with ThreadPoolExecutor(2) as clients, readers_held(service):
+        pool = service.runtime.pools["body"]
+        waiting = [clients.submit(service.search, bytes(2**20)) for _ in range(2)]
+        until(lambda: pool.waiting == 2)
+        refused = service.search(bytes(2**20))
+        assert "body stage" in assert_problem(refused, 503, "overloaded")["detail"]
+    assert {call.result().status_code for call in waiting} == {415}

@@ -1,0 +1,113 @@
+"""Filters take long to parse: no route does that on the event loop, where every request waits."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from service.api import requests
+from tests.support.shops import Shop, base64_of, start_shop
+
+TEXT = f"price in ({','.join(['1'] * 800)})"
+TREE = {"price": {"in": [1] * 800}}
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory, pictures: list[bytes]) -> Iterator[Shop]:
+    shop = start_shop(tmp_path_factory.mktemp("state"))
+    shop.put({"a": pictures[0], "b": pictures[1]}, price=1)
+    yield shop
+    shop.close()
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each filter that is parsed, whether that happens on an event loop."""
+    seen: list[bool] = []
+
+    def watched(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def look(value: Any) -> Any:
+            seen.append(asyncio._get_running_loop() is not None)
+            return parse(value)
+
+        return look
+
+    for name in ("parse_filter", "filter_from_json"):
+        monkeypatch.setattr(requests, name, watched(getattr(requests, name)))
+    return seen
+
+
+def hidden_in_a_form(image: bytes) -> dict[str, Any]:
+    """A form that spells the name of the field `filter` in another way."""
+    body = b'--b\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n' + image
+    body += b'\r\n--b\r\nContent-Disposition: form-data; name="f\\ilter"\r\n\r\n' + TEXT.encode()
+    return {
+        "content": body + b"\r\n--b--\r\n",
+        "headers": {"content-type": "multipart/form-data; boundary=b"},
+    }
+
+
+ASKED: dict[str, Callable[[Shop, bytes], Any]] = {
+    "form": lambda shop, image: shop.search(image, filter=TEXT),
+    "bare image": lambda shop, image: shop.client.post(
+        "/search",
+        params={"gallery": "shop", "filter": TEXT},
+        content=image,
+        headers={"content-type": "image/png"},
+    ),
+    "JSON": lambda shop, image: shop.client.post(
+        "/search", json={"positives": ["a"], "filter": TREE}
+    ),
+    "JSON that hides the name": lambda shop, image: shop.client.post(
+        "/search",
+        content=json.dumps({"positives": ["a"], "filter": TEXT}).replace("filter", "\\u0066ilter"),
+        headers={"content-type": "application/json"},
+    ),
+    "batch": lambda shop, image: shop.client.post(
+        "/search/batch", json={"queries": [{"positives": ["a"], "filter": TEXT}]}
+    ),
+    "batch of images": lambda shop, image: shop.client.post(
+        "/search/batch", files={"image": ("a", image)}, data={"filter": TEXT, "gallery": "shop"}
+    ),
+    "explain": lambda shop, image: shop.client.post(
+        f"{shop.url}/items/{shop.items()['items'][0]['id']}/explain",
+        json={"images": [{"data": base64_of(image)}], "filter": TEXT},
+    ),
+    "similar": lambda shop, image: shop.client.get(
+        f"{shop.url}/items/{shop.items()['items'][0]['id']}/similar", params={"filter": TEXT}
+    ),
+    "items": lambda shop, image: shop.client.get(f"{shop.url}/items", params={"filter": TEXT}),
+    "facets": lambda shop, image: shop.client.get(
+        f"{shop.url}/items", params={"filter": TEXT, "facets": "price"}
+    ),
+    "delete": lambda shop, image: shop.client.post(
+        f"{shop.url}/items/delete", json={"filter": TEXT.replace("1", "7")}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_no_route_parses_a_long_filter_on_the_event_loop(
+    name: str, shop: Shop, parsed: list[bool], pictures: list[bytes]
+) -> None:
+    answer = ASKED[name](shop, pictures[2])
+    assert answer.status_code == 200, answer.text
+    assert parsed
+    assert not any(parsed)
+
+
+def test_a_form_that_spells_a_field_in_another_way_gets_nothing_parsed_on_the_event_loop(
+    shop: Shop, parsed: list[bool], pictures: list[bytes]
+) -> None:
+    answer = shop.client.post("/search", **hidden_in_a_form(pictures[2]))
+    assert answer.status_code in (200, 400, 422), answer.text
+    assert not any(parsed)
+
+
+def test_a_short_filter_costs_no_thread(
+    shop: Shop, parsed: list[bool], pictures: list[bytes]
+) -> None:
+    assert shop.search(pictures[2], filter="price < 2").json()["hits"]
+    assert parsed == [True]

@@ -1,0 +1,370 @@
+"""Probabilities that the gallery which answers can vouch for."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedder.calibration import Curve
+from embedder.errors import InvalidParameterError
+from embedder.types import Embeddings, Hit
+from indexer.calibration import (
+    CALIBRATION,
+    Calibrated,
+    Fit,
+    GalleryCalibration,
+    Labelled,
+    Shares,
+    choose,
+)
+from indexer.gallery import Gallery
+from indexer.types import Entry, Group
+from tests.embedder.bundles import CALIBRATION as BUNDLE
+
+DIM = 24
+
+
+def photos(products: int, views: int, noise: float = 0.18, seed: int = 0) -> Embeddings:
+    """Unit vectors (products, views, D) around the centre of each product."""
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).standard_normal((products, 1, DIM))
+    vectors = centres / np.linalg.norm(centres, axis=2, keepdims=True)
+    vectors = vectors + noise * rng.standard_normal((products, views, DIM))
+    return (vectors / np.linalg.norm(vectors, axis=2, keepdims=True)).astype(np.float32)
+
+
+def right(product: int) -> Callable[[Hit], bool]:
+    return lambda hit: hit.attributes["product"] == f"p{product}"
+
+
+def entries(vectors: Embeddings, attribute: str = "product") -> list[Entry]:
+    return [
+        Entry(
+            f"{product}/{view}",
+            vectors[product, view],
+            f"{product * 1000 + view:064x}",
+            {attribute: f"p{product}"},
+        )
+        for product, view in np.ndindex(vectors.shape[:2])
+    ]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Gallery]]:
+    with contextlib.ExitStack() as opened:
+
+        def made(vectors: Embeddings, attribute: str = "product") -> Gallery:
+            gallery = Gallery.create(tmp_path / "g", name="g", bundle_id="b", dim=DIM)
+            opened.callback(gallery.close)
+            gallery.add(entries(vectors, attribute))
+            return gallery
+
+        yield made
+
+
+def usable(gallery: Gallery) -> Calibrated:
+    found = choose(gallery.calibration(), None, None)
+    assert isinstance(found, Calibrated), found
+    return found
+
+
+def asked(
+    gallery: Gallery, queries: Embeddings, products: list[str | None], prior: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the best hits say, and whether they are right."""
+    calibrated, said, true = usable(gallery), [], []
+    for query, product in zip(queries, products, strict=True):
+        [hits] = gallery.search(query[None], 20)
+        said.append(Shares(calibrated, prior, hits, hits).of(hits[0]))
+        true.append(hits[0].attributes["product"] == product)
+    return np.array(said), np.array(true)
+
+
+@pytest.mark.parametrize("views", [3, 8])
+@pytest.mark.parametrize("prior", [0.0, 0.5])
+def test_what_the_best_hit_says_is_true_for_fresh_photos(
+    make: Callable[..., Gallery], views: int, prior: float
+) -> None:
+    """The gallery judges itself by its own items; photos that it never saw ask."""
+    products = 80
+    gallery = make(photos(products, views))
+    gallery.compact()
+    fresh = photos(products + 80, 4, seed=1)
+    present = [fresh[n, v] for n in range(products) for v in range(4)]
+    names: list[str | None] = [f"p{n}" for n in range(products) for _ in range(4)]
+    if prior:
+        present += [fresh[n, v] for n in range(products, products + 80) for v in range(4)]
+        names += [None] * 320
+    said, true = asked(gallery, np.array(present), names, prior)
+    assert said.mean() == pytest.approx(true.mean(), abs=0.07)
+    sure = said > 0.7
+    assert sure.sum() > 20
+    assert true[sure].mean() > 0.7
+
+
+def test_a_gallery_of_half_the_views_says_less(make: Callable[..., Gallery]) -> None:
+    """Half the views of each product must not look like half the products."""
+    gallery = make(photos(60, 8))
+    fresh = photos(60, 2, seed=1)[:, 0]
+    names: list[str | None] = [f"p{n}" for n in range(60)]
+    gallery.calibrate()
+    before, _ = asked(gallery, fresh, names, 0.1)
+    gallery.remove(f"{p}/{v}" for p in range(60) for v in range(4, 8))
+    gallery.calibrate()
+    after, _ = asked(gallery, fresh, names, 0.1)
+    assert after.mean() < before.mean()
+
+
+def test_a_compaction_calibrates_and_the_file_belongs_to_the_generation(
+    make: Callable[..., Gallery], tmp_path: Path
+) -> None:
+    gallery = make(photos(40, 4))
+    assert gallery.calibration() is None
+    gallery.compact()
+    found = gallery.calibration()
+    assert found is not None
+    assert (found.product, found.products, found.labelled, found.items) == ("product", 40, 160, 160)
+    assert isinstance(found.gallery, Fit)
+    assert found.gallery.errors is not None
+    assert max(found.gallery.errors) < 0.15
+    [file] = (tmp_path / "g").rglob(CALIBRATION)
+    with contextlib.closing(Gallery.open(tmp_path / "g")) as again:
+        assert again.calibration() == found
+        file.write_text("{")
+        assert again.calibration() == found  # as far as this process knows
+        with contextlib.closing(Gallery.open(tmp_path / "g")) as later:
+            assert later.calibration() is None
+        file.unlink()
+        again.calibrate_if_outdated()
+        assert again.calibration() == found
+
+
+def test_a_fifth_more_items_outdates_it(make: Callable[..., Gallery]) -> None:
+    gallery = make(photos(40, 4))
+    gallery.calibrate()
+    before = gallery.calibration()
+    more = photos(60, 4)
+    gallery.add(entries(more)[160:190])
+    gallery.calibrate_if_outdated()
+    assert gallery.calibration() == before
+    gallery.add(entries(more)[190:])
+    gallery.calibrate_if_outdated()
+    after = gallery.calibration()
+    assert after is not None
+    assert (after.products, after.items) == (60, 240)
+
+
+def test_items_that_get_their_product_later_are_calibrated(make: Callable[..., Gallery]) -> None:
+    gallery = make(photos(40, 4), attribute="shelf")
+    gallery.calibrate_if_outdated()
+    assert isinstance(choose(gallery.calibration(), None, None), str)
+    gallery.update({f"{p}/{v}": {"product": f"p{p}"} for p in range(40) for v in range(4)})
+    gallery.calibrate_if_outdated()
+    assert usable(gallery).product == "product"
+
+
+@pytest.mark.parametrize(
+    ("products", "views", "reason"),
+    [
+        (15, 6, "It has 15 products; at least 16 are needed"),
+        (60, 1, "It has 1.0 images of a product; its items can search for each other with 3"),
+        (60, 2, "It has 2.0 images of a product"),
+    ],
+)
+def test_a_gallery_that_cannot_vouch_says_why_and_the_bundle_is_asked(
+    make: Callable[..., Gallery], products: int, views: int, reason: str
+) -> None:
+    gallery = make(photos(products, views))
+    gallery.calibrate()
+    said = choose(gallery.calibration(), None, "It was exported without held-out images.")
+    assert isinstance(said, str)
+    assert reason in said
+    assert "It was exported without held-out images." in said
+    unlike = choose(gallery.calibration(), BUNDLE, None)
+    assert isinstance(unlike, str)
+    assert f"The gallery has {views:.1f} images" in unlike or "products" in unlike
+
+
+def test_the_curve_of_a_bundle_is_used_where_it_was_fitted_to_the_like(
+    make: Callable[..., Gallery],
+) -> None:
+    gallery = make(photos(6, 2))
+    gallery.calibrate()
+    found = choose(gallery.calibration(), BUNDLE, None)
+    assert isinstance(found, Calibrated)
+    assert (found.source, found.product, found.products, found.views) == ("bundle", "product", 6, 2)
+    assert "6 products; at least 16" in str(found.reason)
+
+
+def test_without_an_attribute_that_names_products_there_is_none(
+    make: Callable[..., Gallery],
+) -> None:
+    gallery = make(photos(40, 4), attribute="shelf")
+    gallery.calibrate()
+    said = choose(gallery.calibration(), BUNDLE, None)
+    assert "No attribute says which items show one product" in str(said)
+    gallery.calibrate("shelf")
+    assert usable(gallery).product == "shelf"
+    gallery.calibrate()  # it is remembered
+    assert usable(gallery).product == "shelf"
+    with pytest.raises(InvalidParameterError, match="no attribute 'brand'"):
+        gallery.calibrate("brand")
+
+
+def test_copies_of_the_searching_photo_are_not_evidence(make: Callable[..., Gallery]) -> None:
+    """A shop that lists each photo twice must not look like one that finds everything."""
+    vectors = photos(60, 4, noise=0.3)
+    single = make(vectors)
+    single.calibrate()
+    alone = usable(single)
+    single.add(
+        Entry(f"again/{one.key}", one.vector, f"f{one.sha256[1:]}", one.attributes)
+        for one in entries(vectors)
+    )
+    single.calibrate()
+    twice = usable(single)
+    fresh = photos(60, 2, noise=0.3, seed=1)[:, 0]
+    said = []
+    for calibrated in (alone, twice):
+        hits = [single.search(query[None], 20)[0] for query in fresh]
+        said.append(np.mean([Shares(calibrated, 0.1, h, h).of(h[0]) for h in hits]))
+    assert said[1] < said[0] + 0.15
+
+
+def test_golden_photos_come_first_and_products_that_are_absent_count(
+    make: Callable[..., Gallery],
+) -> None:
+    gallery = make(photos(60, 1))
+    gallery.calibrate()
+    assert isinstance(choose(gallery.calibration(), None, None), str)
+    fresh = photos(90, 3, seed=1)
+
+    queries = [
+        (fresh[n, v], f"p{n}", right(n) if n < 60 else None) for n in range(90) for v in range(3)
+    ]
+    gallery.calibrate_golden(queries)
+    found = usable(gallery)
+    assert found.source == "golden"
+    assert found.fit is not None
+    assert found.fit.searches == 2 * 180 + 90
+    asking = photos(90, 3, seed=2)
+    names: list[str | None] = [f"p{n}" if n < 60 else None for n in range(90)]
+    said, true = asked(gallery, asking[:, 0], names, 1 / 3)
+    assert said.mean() == pytest.approx(true.mean(), abs=0.1)
+    gallery.compact()  # a new segment keeps what the golden set said
+    assert usable(gallery).source == "golden"
+    for some, reason in (
+        (queries[:45], "has 15 products; at least 16"),
+        (queries[:48], "at least 50 and 100 are needed"),
+    ):
+        gallery.calibrate_golden(some)
+        few = gallery.calibration()
+        assert few is not None
+        assert reason in str(few.golden)
+
+
+def test_a_golden_curve_is_of_the_gallery_that_it_was_run_on(make: Callable[..., Gallery]) -> None:
+    gallery = make(photos(60, 4))
+    fresh = photos(60, 4, seed=1)
+
+    queries = [(fresh[n, v], f"p{n}", right(n)) for n in range(60) for v in range(4)]
+    gallery.calibrate_golden(queries)
+    assert usable(gallery).source == "golden"
+    gallery.add(entries(photos(100, 4)))  # the sixty and forty others
+    gallery.calibrate()
+    found = usable(gallery)
+    assert found.source == "gallery"
+    assert "run when the gallery had 240 items, now it has 400" in str(found.reason)
+    gallery.calibrate_golden(queries)
+    assert usable(gallery).source == "golden"
+
+
+def test_what_two_processes_fit_at_the_same_time_is_kept(make: Callable[..., Gallery]) -> None:
+    gallery, fresh = make(photos(60, 4)), photos(60, 4, seed=1)
+    gallery.calibrate()
+    other = Gallery.open(gallery.path)
+
+    def queries() -> Iterator[Labelled]:
+        for n in range(60):
+            for v in range(4):
+                yield fresh[n, v], f"p{n}", right(n)
+        other.add(entries(photos(70, 4)))
+        other.calibrate()
+
+    with contextlib.closing(other):
+        found = gallery.calibrate_golden(queries())
+    assert isinstance(found.golden, Fit)
+    assert isinstance(found.gallery, Fit)
+    assert found.items == 280
+
+
+# The probabilities of one answer
+
+CURVE = Curve(slope=10.0, hits=0.5, below=0.0, absent=5.0, absent_best=2.0, absent_last=1.0)
+KNOWN = Calibrated("gallery", CURVE, "product", 3, 2.0)
+
+
+def hit(number: int, score: float, **attributes: str | bool | int) -> Hit:
+    return Hit(number, f"k{number}", score, attributes)
+
+
+HITS = [
+    hit(1, 0.9, product="a", colour="red"),
+    hit(2, 0.8, product="b", colour="red"),
+    hit(3, 0.7, product="a", colour="blue"),
+    hit(4, 0.6),
+]
+
+
+def test_disjoint_groups_and_none_of_them_are_one_whole() -> None:
+    shares = Shares(KNOWN, 0.2, HITS, HITS)
+    for by in ("product", "colour"):
+        values = sorted({str(one.attributes[by]) for one in HITS if by in one.attributes})
+        groups = [
+            Group(v, 0.0, [one for one in HITS if one.attributes.get(by) == v]) for v in values
+        ]
+        groups.append(Group(None, 0.6, [HITS[3]]))
+        likely = [shares.of_group(group, by) for group in groups]
+        assert sum(likely) + shares.of_none([], groups, by) == pytest.approx(1)
+        assert all(likely)
+    products = shares.of(HITS[0]) + shares.of(HITS[1]) + shares.of(HITS[3])
+    assert products + shares.of_none(HITS, None) == pytest.approx(1)
+    assert shares.of(HITS[0]) == shares.of(HITS[2])
+
+
+def test_a_filter_does_not_make_a_product_likelier() -> None:
+    whole = Shares(KNOWN, 0.2, HITS, HITS)
+    filtered = Shares(KNOWN, 0.2, HITS, HITS[1:2])
+    assert filtered.of(HITS[1]) == whole.of(HITS[1])
+    assert filtered.of_none(HITS[1:2], None) > whole.of_none(HITS, None)
+
+
+def test_more_hits_do_not_change_what_the_best_ones_say() -> None:
+    many = [hit(n, 0.9 - n / 500, product=f"p{n}") for n in range(200)]
+    pages = [Shares(KNOWN, 0.1, many[:20], many[:k]) for k in (5, 20, 100, 200)]
+    for one in many[:5]:
+        assert len({page.of(one) for page in pages}) == 1
+    last = pages[-1]
+    assert sum(map(last.of, many)) + last.of_none(many, None) == pytest.approx(1)
+    deep = Shares(KNOWN, 0.1, many[:20], many[150:170])
+    assert sum(map(deep.of, many[150:170])) <= 1 - sum(map(deep.of, many[:20]))
+
+
+def test_true_and_one_are_two_products() -> None:
+    hits = [hit(1, 0.9, product=True), hit(2, 0.9, product=1)]
+    shares = Shares(KNOWN, 0.0, hits, hits)
+    assert shares.of(hits[0]) == pytest.approx(0.5)
+
+
+def test_an_empty_gallery_has_nothing_that_is_right() -> None:
+    shares = Shares(KNOWN, 0.1, [], [])
+    assert shares.of_none([], None) == 1
+
+
+def test_what_was_written_is_read_again() -> None:
+    fit = Fit(curve=CURVE, items=100, searches=200, wrong_hits=300, errors=(0.01, 0.02))
+    known = GalleryCalibration(items=9, product="class", products=3, labelled=9, gallery=fit)
+    assert GalleryCalibration.model_validate_json(known.model_dump_json()) == known
+    assert known.views == 3

@@ -1,0 +1,205 @@
+"""Removed items come back for a day, whole and as they were, or not at all."""
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embedder.errors import GalleryConflictError, InvalidParameterError
+from indexer.checks.verify import check_files
+from indexer.filters.text import parse_filter
+from indexer.gallery import Gallery, contents_held
+from indexer.live.compaction import KEEP_REMOVED_S
+from indexer.types import SearchOptions
+from tests.indexer.conftest import Run, failure, faults, printed, usage
+from tests.indexer.oracle import entry, units
+from tests.support.waiting import until
+
+VECTORS = units(60)
+
+
+@pytest.fixture
+def stocked(gallery: Gallery) -> Gallery:
+    """Sixty items, forty of them in a segment."""
+    entries = [entry(f"k{n}", row, {"n": n, "even": n % 2 == 0}) for n, row in enumerate(VECTORS)]
+    gallery.add(entries[:40])
+    gallery.compact()
+    gallery.add(entries[40:])
+    return gallery
+
+
+def contents(gallery: Gallery) -> dict[str, tuple[object, ...]]:
+    """All that is known of each item but its number; searches and filters find the same items."""
+    found = {
+        one.key: (one.sha256, dict(one.attributes), one.path, one.format, one.vector.tobytes())
+        for batch in gallery.scan()
+        for one in batch
+    }
+    [hits] = gallery.search(units(1, 5), 1000)
+    assert {hit.key for hit in hits} == found.keys()
+    [even] = gallery.search(units(1, 5), 1000, SearchOptions(where=parse_filter("even = true")))
+    assert {hit.key for hit in even} == {key for key in found if int(key[1:]) % 2 == 0}
+    return found
+
+
+@pytest.mark.parametrize("way", ["keys", "numbers", "filter"])
+def test_what_was_removed_comes_back_as_it_was_under_new_numbers(
+    stocked: Gallery, way: str
+) -> None:
+    before, other = contents(stocked), Gallery.open(stocked.path)
+    old = {item.key: item.id for item in stocked.items()}
+    keys = [f"k{n}" for n in range(30, 50)]  # of the segment, and later ones
+    if way == "keys":
+        assert stocked.remove(keys) == 20
+    elif way == "numbers":
+        assert stocked.remove_items([old[key] for key in keys]) == 20
+    else:
+        assert stocked.remove_where(parse_filter("n >= 30 and n < 50")) == 20
+    assert contents(other).keys() == before.keys() - set(keys)
+    version = stocked.version
+    back = stocked.restore([*keys, "k0", "never there"])
+    assert {item.key for item in back} == set(keys)
+    assert min(item.id for item in back) > max(old.values())
+    assert stocked.version != version
+    assert contents(stocked) == contents(other) == before
+    assert stocked.restore(keys) == []  # they are there
+    check_files(stocked.path)
+    stocked.compact()
+    assert contents(stocked) == before
+    other.close()
+
+
+def test_a_compaction_ends_it_for_what_it_has_seen(stocked: Gallery) -> None:
+    stocked.remove(["k1"])
+    sha = [entry("k1", VECTORS[1]).sha256, entry("k2", VECTORS[2]).sha256]
+
+    def remove_meanwhile(point: str) -> None:
+        if point == "adopt: before commit":
+            stocked.remove(["k2"])
+
+    with faults(remove_meanwhile):
+        stocked.compact()
+    assert contents_held(stocked.path, sha) == {sha[1]}
+    assert [item.key for item in stocked.restore(["k1", "k2"])] == ["k2"]
+    stocked.remove(["k2"])
+    stocked.compact()
+    assert stocked.restore(["k1", "k2"]) == []
+    assert contents_held(stocked.path, sha) == set()
+    assert contents(stocked).keys() == {f"k{n}" for n in range(60)} - {"k1", "k2"}
+
+
+def test_a_compaction_that_nobody_asked_for_leaves_a_day_to_undo(
+    stocked: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [f"k{n}" for n in range(30)]  # of the forty in the segment
+    segment = stocked.facts().segment
+    stocked.remove(keys[:10])
+    stocked.compact_in_background()
+    until(lambda: stocked.facts().segment != segment and not stocked.needs_compaction())
+    assert stocked.restore(keys[:5]) != []
+    assert len(stocked.restore(keys[:10])) == 5
+    stocked.remove(keys[:1])
+    later = time.time() + KEEP_REMOVED_S + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    stocked.remove(keys[1:])
+    until(lambda: not stocked.needs_compaction())
+    assert len(stocked.restore(keys)) == 29
+    assert not stocked.has_removed()
+
+
+def test_compact_erases_what_was_removed_before_the_clock_was_set_back(
+    stocked: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stocked.remove(["k1"])
+    earlier = time.time() - 2 * KEEP_REMOVED_S
+    monkeypatch.setattr(time, "time", lambda: earlier)
+    stocked.compact()
+    assert not stocked.has_removed()
+
+
+def test_compact_erases_at_once_what_was_kept_for_a_day(run: Run, stocked: Gallery) -> None:
+    path = stocked.path
+    run("remove", path, *(f"k{n}" for n in range(20)))  # which compacts
+    assert stocked.facts().tombstones == 0
+    assert stocked.has_removed()
+    run("compact", path)
+    assert not stocked.has_removed()
+    assert "Nothing has changed" in run("compact", path).stdout
+
+
+def test_a_key_that_has_another_item_stays_and_the_last_of_several_removed_ones_comes_back(
+    stocked: Gallery,
+) -> None:
+    stocked.remove(["k1", "k2"])
+    stocked.add([entry("k1", units(1, 7)[0], {"n": 1, "even": False}, content="new")])
+    stocked.add([entry("k2", units(1, 8)[0], {"n": 2, "even": True}, content="newer")])
+    stocked.remove(["k2"])
+    assert [item.key for item in stocked.restore(["k1", "k2"])] == ["k2"]
+    new, newer = stocked.stored(["k1", "k2"]).values()
+    assert {new.sha256, newer.sha256} == {
+        entry("a", VECTORS[0], content=name).sha256 for name in ("new", "newer")
+    }
+    stocked.add([entry("k3", units(1, 9)[0], {"n": 3, "even": False}, content="replacing")])
+    assert stocked.restore(["k3"]) == []  # a replaced item is not a removed one
+    for wrong in ("k1", [7]):
+        with pytest.raises(InvalidParameterError):
+            stocked.restore(wrong)  # type: ignore[arg-type]
+
+
+def test_the_last_copy_is_kept_whoever_removes_another_one_first(stocked: Gallery) -> None:
+    assert stocked.remove(["k1"], keep=["k2", "k3"]) == 1
+    with pytest.raises(GalleryConflictError, match="Nothing was removed: none of the 1 items"):
+        stocked.remove(["k2", "k3"], keep=["k1"])
+    with pytest.raises(InvalidParameterError, match="to be removed and in keep"):
+        stocked.remove(["k2", "k3"], keep=["k3"])
+    assert stocked.size == 59
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_gallery_of_an_earlier_version_learns_it_with_its_first_change(
+    stocked: Gallery, version: int
+) -> None:
+    path, before = stocked.path, contents(stocked)
+    [catalog] = path.glob("versions/*/catalog.sqlite")
+    stocked.close()
+    with contextlib.closing(sqlite3.connect(catalog)) as connection:
+        connection.execute("DROP TABLE removed")
+        connection.execute(f"PRAGMA user_version = {version}")
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        sha = entry("k1", VECTORS[1]).sha256
+        assert contents_held(path, [sha]) == {sha}
+        check_files(path)
+        gallery.compact()  # which is no change
+        assert gallery.restore(["k1"]) == []
+        gallery.remove(["k1"])
+        assert contents_held(path, [sha]) == {sha}
+        assert [item.key for item in gallery.restore(["k1"])] == ["k1"]
+        assert contents(gallery) == before
+        check_files(path)
+
+
+def test_many_removed_items_come_back_at_once(gallery: Gallery) -> None:
+    rows = units(3000, 2)
+    gallery.add([entry(f"k{n}", row) for n, row in enumerate(rows)])
+    gallery.remove_items(gallery.ids().tolist())
+    assert gallery.size == 0
+    assert len(gallery.restore([f"k{n}" for n in range(3000)])) == 3000
+    found = gallery.entries([f"k{n}" for n in range(3000)])
+    np.testing.assert_array_equal(np.stack([one.vector for one in found]), rows)
+
+
+def test_the_command_brings_items_back(run: Run, stocked: Gallery, tmp_path: Path) -> None:
+    path = stocked.path
+    run("remove", path, "k1", "k2", "k3")
+    shown = run("unremove", path, "k1", "nobody")
+    assert "1 items restored; 58 items in the gallery." in shown.stdout
+    assert "Not restored: nobody" in shown.stderr
+    (tmp_path / "keys").write_text("k2\nk3\n", encoding="utf-8")
+    report = printed(run("unremove", path, "--keys-from", tmp_path / "keys", "--json"))
+    assert report == {"restored": 2, "left": []}
+    assert stocked.size == 60
+    assert "Give keys or --keys-from" in usage(run("unremove", path))
+    assert "keeps nothing" in failure(run("unremove", "milvus://localhost:1/shop", "k1"))

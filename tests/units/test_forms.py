@@ -1,0 +1,143 @@
+"""Forms: what RFC 7578 and the clients in use write, and what only an attacker does."""
+
+import contextlib
+import time
+
+import pytest
+from fastapi import HTTPException
+
+from tests.support.seams import Part, parse_form
+
+FORM = "multipart/form-data; boundary=B"
+DISPOSITION = b"Content-Disposition: form-data; "
+END = b"\r\n--B--\r\n"
+
+
+def form(parameters: bytes = b'name="k"', content: bytes = b"3", end: bytes = END) -> bytes:
+    return b"--B\r\n" + DISPOSITION + parameters + b"\r\n\r\n" + content + end
+
+
+def why_not(body: bytes, content_type: str = FORM) -> str:
+    with pytest.raises(HTTPException) as refused:
+        parse_form(body, content_type)
+    assert refused.value.status_code == 400
+    return str(refused.value.detail)
+
+
+K = Part("k", False, b"3")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        form(),
+        form(end=b"\r\n--B--"),
+        form(end=END + b"an epilogue\r\n--B\r\n"),
+        b"\r\n" + form(),
+        b"a preamble\r\n" + form(),
+        form(b"name=k"),
+        form(b"  name = k ;"),
+        form(b'NAME="k"'),
+        form(b"name*=utf-8''other; name=k"),
+        form().replace(b"Content-Disposition", b"content-DISPOSITION"),
+        form().replace(b"Content", b"Content-Type: text/plain\r\nContent", 1),
+    ],
+)
+def test_one_field_however_it_is_written(body: bytes) -> None:
+    assert parse_form(body, FORM) == [K]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        (b'name="image"; filename="q.png"', "image"),
+        (b'filename="q.png"; name="image"', "image"),
+        (b'name="image"; filename=""', "image"),
+        (b'name="image"; filename="a;b; name=other.png"', "image"),
+        (b'name="image"; filename="a\\"b; name=\\"other\\".png"', "image"),
+        (b'name="image"; filename="a%22b.png"', "image"),
+        (b'name="image"; filename="a"b".png"', "image"),
+        (b'name="image"; filename="C:\\fakepath\\q.png"', "image"),
+        (b'name="image"; filename="C:\\fakepath\\"', "image"),
+        (b'name="a\\"b"; filename=q.png', 'a"b'),
+        ('name="größe"; filename="größe.png"'.encode(), "größe"),
+    ],
+)
+def test_a_file_whatever_its_name_holds(parameters: bytes, name: str) -> None:
+    content = b"\x89PNG\r\n\r\n--\r\n--A\r\n\x00"
+    assert parse_form(form(parameters, content), FORM) == [Part(name, True, content)]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "boundary"),
+    [
+        ('multipart/form-data; boundary="B"', b"B"),
+        ("multipart/form-data; charset=utf-8; BOUNDARY=B", b"B"),
+        ('multipart/form-data; boundary="a; b"', b"a; b"),
+        ("multipart/form-data; boundary=" + "x" * 71, b"x" * 71),
+    ],
+)
+def test_a_boundary_however_it_is_written(content_type: str, boundary: bytes) -> None:
+    assert parse_form(form().replace(b"--B", b"--" + boundary), content_type) == [K]
+
+
+def test_parts_keep_their_order_and_may_be_empty() -> None:
+    body = form(end=b"\r\n") + form(b'name="empty"', b"", b"\r\n") + form()
+    assert parse_form(body, FORM) == [K, Part("empty", False, b""), K]
+    assert parse_form(b"--B--\r\n", FORM) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "its end is missing"),
+        (form(end=b""), "its end is missing"),
+        (form(end=b"\r\n--B"), "end of its line"),
+        (form().replace(b"\r\n", b"\n"), "end of its line"),
+        (form(content=b"a\r\n--B-x\r\nb"), "end of its line"),
+        (form().replace(b"\r\n\r\n", b"\n\n"), "no end within"),
+        (form(b'name="k"; filename="' + b"x" * 5_000 + b'"'), "no end within"),
+        (form(b'filename="a"'), "no name"),
+        (form(b'name=""'), "no name"),
+        (form(b'name="\xe4"'), "a name is not UTF-8"),
+        (form().replace(b"Content-Disposition:", b"Content-Disposition :"), "list of up to 8"),
+        (form(b'\r\n name="k"'), "list of up to 8"),
+        (form().replace(b"Content", b"A: b\r\n" * 9 + b"Content"), "list of up to 8"),
+        (form(end=b"\r\n") * 1_001 + b"--B--", "more than 1,000 parts"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_reason(body: bytes, reason: str) -> None:
+    assert reason in why_not(body)
+
+
+def test_a_text_that_is_not_utf8_is_refused_where_it_is_read() -> None:
+    [part] = parse_form(form(content=b"\xff"), FORM)
+    with pytest.raises(HTTPException, match="'k' is not UTF-8 text"):
+        _ = part.text
+
+
+def test_a_form_without_a_boundary_is_refused() -> None:
+    for content_type in ("multipart/form-data", "multipart/form-data; boundary="):
+        assert "boundary" in why_not(form(), content_type)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        form(content=b"\r\n--B-x" * 2_500_000),
+        form(content=b"\r\n--A-x" * 2_500_000),
+        b"".join(form(b'name="k";a="' + b'\\";a="' * 600, end=b"\r\n") for _ in range(1_000)),
+    ],
+    ids=["near-boundaries", "other boundaries", "parameters"],
+)
+def test_a_hostile_form_costs_no_more_than_a_few_honest_ones(body: bytes) -> None:
+    """A parser that looks at each candidate in Python takes a hundred times as long."""
+
+    def cost_s(sent: bytes) -> float:
+        started = time.thread_time()
+        with contextlib.suppress(HTTPException):
+            parse_form(sent, FORM)
+        return time.thread_time() - started
+
+    honest = form(content=b"\r\n-----" * 2_500_000)
+    assert cost_s(body) < 10 * min(cost_s(honest) for _ in range(3))

@@ -1,0 +1,191 @@
+"""The sandbox of a decoding process: a decoder that was taken over reaches nothing.
+
+Each layer is tested alone, so that one is no excuse for the other, and without any layer, so that
+each attempt is one that would succeed.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from embedder.manifest import Preprocessing
+from embedder.preprocess import ImageLimits, preprocess
+from tests.support.hostile import START, attempt
+from tests.support.odd_images import FORMATS
+from tests.support.seams import ProcessDecoder, lanes, sandbox
+from tests.tiny import encoded, picture
+
+SPEC = Preprocessing(resize_px=40, crop_px=32)
+ALL = ("landlock", "seccomp")
+HEADERS = {"x86_64": "x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "asm-generic/unistd.h"}
+SECCOMP_ONLY = ("new socket", "fork")
+SINCE = {"connect": 4, "signal parent": 6}
+"""The version of Landlock that has a right over this; it has none over the others of ALL."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a taken over process is after: of this test, not of the machine."""
+
+    port: int
+    keys: Path
+
+    def attempts(self) -> list[tuple[str, ...]]:
+        new = str(self.keys.with_name("new"))
+        return [
+            ("connect", self.port),
+            ("new socket",),
+            ("read", "/etc/passwd"),
+            ("read", str(self.keys)),
+            ("read", "/proc/self/environ"),
+            ("list", "/"),
+            ("memory of parent",),
+            ("write", new),
+            ("execute",),
+            ("fork",),
+            ("signal parent",),
+            ("remove", str(self.keys)),
+        ]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    keys = tmp_path / "keys.json"
+    keys.write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield Target(server.getsockname()[1], keys)
+
+
+@contextmanager
+def hostile(
+    monkeypatch: Any, layers: Sequence[str] = ALL, fault: str = "", restarts: int = 0
+) -> Iterator[Any]:
+    """A worker that enters these layers and was then taken over."""
+    monkeypatch.setattr(lanes, "_CODE", START.format(layers=tuple(layers), fault=fault))
+    decoder = ProcessDecoder(1024, 30.0)
+    decoder.start()
+    try:
+        assert_decodes(decoder)
+        yield decoder
+        assert_decodes(decoder)
+        assert decoder.restarts == restarts
+    finally:
+        decoder.close()
+
+
+def assert_decodes(decoder: Any, kinds: Sequence[str] = ("JPEG",)) -> None:
+    for kind in kinds:
+        data = encoded(picture(1, (320, 200)), kind)
+        expected = preprocess(data, SPEC, ImageLimits())
+        assert np.array_equal(decoder.decode(data, SPEC, ImageLimits()), expected), kind
+
+
+def test_without_a_layer_every_attempt_succeeds(monkeypatch, target: Target) -> None:
+    with hostile(monkeypatch, ()) as decoder:
+        assert not decoder.layers
+        said = [attempt(decoder, *one) for one in target.attempts()]
+    assert said == ["done"] * len(said)
+    assert not target.keys.exists()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_layer_refuses_what_a_taken_over_decoder_attempts(
+    monkeypatch, target: Target, name: str
+) -> None:
+    with hostile(monkeypatch, [name]) as decoder:
+        [layer] = decoder.layers
+        if not layer.holds:
+            pytest.skip(f"{name} is absent here: {layer.absence}")
+        said = {one: attempt(decoder, *one) for one in target.attempts() if refuses(name, one[0])}
+    assert set(said.values()) == {"PermissionError"}, said
+    assert len(said) >= (8 if name == "landlock" else 12)
+    assert target.keys.exists()
+    assert not target.keys.with_name("new").exists()
+
+
+def refuses(layer: str, what: str) -> bool:
+    """Whether this layer, as this kernel has it, is against it."""
+    if layer == "seccomp":
+        return True
+    return what not in SECCOMP_ONLY and sandbox.landlock_version() >= SINCE.get(what, 1)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_process_that_replaces_another_enters_the_same_layers_without_a_rehearsal(
+    monkeypatch, target: Target, name: str
+) -> None:
+    with hostile(monkeypatch, [name], restarts=1) as decoder:
+        [layer] = decoder.layers
+        if not layer.holds:
+            pytest.skip(f"{name} is absent here: {layer.absence}")
+        monkeypatch.setattr(lanes, "_CODE", START.format(layers=(), fault=""))  # if rehearsed: none
+        os.kill(decoder.pid, signal.SIGKILL)
+        assert_decodes(decoder)
+        assert attempt(decoder, "read", str(target.keys)) == "PermissionError"
+        assert decoder.layers == [layer]
+
+
+def test_a_machine_too_busy_to_tell_says_nothing_about_a_layer() -> None:
+    """The process ends, and the service starts another one: none decodes with a layer less."""
+    code = (
+        "import time; from service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
+        "sandbox._LAYERS['slow'] = lambda: None; sandbox.enter(lambda: time.sleep(60), ['slow'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "TimeoutError: a small image took more than 1 s in the layer slow" in done.stderr
+
+
+def test_every_format_is_decoded_in_all_layers(monkeypatch) -> None:
+    with hostile(monkeypatch) as decoder:
+        assert_decodes(decoder, FORMATS)
+
+
+def test_a_kernel_without_the_layers_decodes_and_says_what_to_do(monkeypatch) -> None:
+    with hostile(monkeypatch, fault="lacking") as decoder:
+        assert [layer.holds for layer in decoder.layers] == [False, False]
+        assert "Use Linux 5.13" in decoder.layers[0].absence
+        assert "CONFIG_SECCOMP_FILTER" in decoder.layers[1].absence
+        assert_decodes(decoder, FORMATS)
+
+
+def test_a_layer_in_which_nothing_can_be_decoded_is_not_entered(monkeypatch) -> None:
+    with hostile(monkeypatch, fault="foreign") as decoder:
+        by_name = {layer.name: layer for layer in decoder.layers}
+        assert not by_name["seccomp"].holds
+        assert "No image can be decoded in it" in by_name["seccomp"].absence
+
+
+def test_another_system_has_no_layer_and_starts_no_child_to_find_out(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr("os.fork")
+    layers = sandbox.enter(lambda: None)
+    assert [layer.holds for layer in layers] == [False, False]
+    assert all("darwin has none. Run" in layer.absence for layer in layers)
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_the_numbers_of_the_system_calls_are_those_of_the_kernel(machine: str) -> None:
+    header = Path("/usr/include", HEADERS[machine])
+    if not header.exists():
+        pytest.skip(f"{header} is absent here: install linux-libc-dev on Debian for x86_64")
+    lines = [line.split() for line in header.read_text().splitlines()]
+    numbers = {
+        re.sub("__NR(3264)?_", "", name): number
+        for define, name, number in (line for line in lines if len(line) == 3)
+        if define == "#define" and number.isdigit()
+    }
+    words = sandbox.ALLOWED_CALLS.split()
+    column = 1 + [*HEADERS].index(machine)
+    for name, number in zip(words[::3], words[column::3], strict=True):
+        assert number == numbers.get(name, "-"), name

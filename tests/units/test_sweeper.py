@@ -1,0 +1,25 @@
+"""The sweep of each hour goes on past a step that fails, and says so."""
+
+import threading
+from pathlib import Path
+
+import structlog
+
+from embedder.errors import StateError
+from service.galleries.pictures import Sweeper
+from tests.support.waiting import until
+
+
+def test_a_step_that_fails_is_logged_and_the_next_one_is_still_done(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def fail() -> None:
+        raise StateError("feedback.sqlite is damaged")
+
+    with structlog.testing.capture_logs() as events:
+        sweeper = Sweeper(tmp_path, list, [fail, done.set])
+        sweeper.start()
+        until(done.is_set)
+        sweeper.stop()
+    [event] = [event for event in events if event["event"] == "tidying failed"]
+    assert (event["error"], event["detail"]) == ("StateError", "feedback.sqlite is damaged")

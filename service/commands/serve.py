@@ -47,10 +47,13 @@ def serve(
         return
     service = create_app(settings)
     listener = listen(settings.host, settings.port)
-    typer.echo(f"Kinlens is at {address_of(listener)} (Ctrl-C ends it)")
-    _warn([*missing_image_roots(service.state.runtime.galleries), *exposures(settings)])
+
+    def say() -> None:
+        typer.echo(f"Kinlens is at {address_of(listener)} (Ctrl-C ends it)")
+        _warn([*missing_image_roots(service.state.runtime.galleries), *exposures(settings)])
+
     with contextlib.suppress(KeyboardInterrupt):
-        serve_on(service, listener, settings)
+        serve_on(service, listener, settings, say)
 
 
 def _warn(texts: list[str]) -> None:

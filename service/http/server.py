@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -34,7 +34,16 @@ _CONTINUE = b"HTTP/1.1 100 "
 
 
 class Server(uvicorn.Server):
-    """Ends with code 0 after the first SIGINT or SIGTERM, and at once at the second."""
+    """Calls `on_start` when it answers. From then on the first SIGINT or SIGTERM ends it with code
+    0, and the second at once.
+    """
+
+    on_start: Callable[[], None] = staticmethod(lambda: None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the application and answer on `sockets`."""
+        await super().startup(sockets)
+        self.on_start()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -285,9 +294,16 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
-def serve_on(app: ASGIApp, listener: socket.socket, settings: Settings) -> None:
-    """Answer on `listener` until a signal comes."""
-    Server(config_of(app, settings)).run(sockets=[listener])
+def serve_on(
+    app: ASGIApp,
+    listener: socket.socket,
+    settings: Settings,
+    on_start: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer on `listener` until a signal comes; call `on_start` once it answers."""
+    server = Server(config_of(app, settings))
+    server.on_start = on_start
+    server.run(sockets=[listener])
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:

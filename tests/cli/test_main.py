@@ -31,6 +31,21 @@ Gallery.item = item
 app(sys.argv[1:])
 """
 
+IMPATIENT = """
+import os, signal, sys, typer
+from service.__main__ import app
+
+echo = typer.echo
+
+def echo_and_interrupt(text, **how):
+    echo(text, **how)
+    if text.startswith("Kinlens is at"):
+        os.kill(os.getpid(), signal.SIGINT)
+
+typer.echo = echo_and_interrupt
+app(sys.argv[1:])
+"""
+
 
 def refused(*arguments: str) -> str:
     """The one line that kinlens-serve ends with."""
@@ -226,6 +241,17 @@ def test_ctrl_c_ends_it_although_a_read_hangs_and_an_upload_stalls(
     assert picture_of.status_code == 503
     assert picture_of.json()["type"] == "urn:kinlens:problem:deadline-exceeded"
     assert "Traceback" not in service.errors()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_ctrl_c_ends_it_well_as_soon_as_it_says_where_it_is(
+    processes: int, tiny_bundle: Bundle, tiny_gallery: Path, tmp_path: Path
+) -> None:
+    settings = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
+    settings["workers"] = processes
+    with own_process(tmp_path / "log", code=["-c", IMPATIENT], **settings) as service:
+        assert service.process.wait(timeout=60) == 0
+    assert service.errors() == ""
 
 
 def test_what_was_accepted_is_finished_nothing_new_is_taken_and_a_second_signal_ends_it_at_once(

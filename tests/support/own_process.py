@@ -117,7 +117,7 @@ def own_process(
                 raise
             # Not by `communicate`: it loses what `readline` has read ahead.
             service.output = process.stdout.read()
-            assert ended == 0 or may_be_killed
+            assert ended == 0 or may_be_killed, f"{ended}: {log.read_text('utf-8')}"
 
 
 def environment(**settings: Any) -> dict[str, str]:

@@ -140,11 +140,13 @@ def test_the_key_form_and_the_empty_gallery_have_no_violation(
         page.keyboard.press("Enter")
         expect(page.get_by_test_id("error-detail")).to_contain_text("not known")
         assert violations(page) == []
-    shop.stock("a-gallery-with-a-name-that-goes-on-and-on", count=0)
-    page = open_admin("/admin?gallery=a-gallery-with-a-name-that-goes-on-and-on")
+    name = "a-gallery-with-a-name-that-goes-on-and-on"
+    shop.stock(name, count=0)
+    page = open_admin(f"/admin?gallery={name}")
     expect(page.get_by_test_id("items-empty")).to_be_visible()
     assert violations(page) == []
     assert too_wide(page) == []
+    shop.shop.client.delete(f"/galleries/{name}")
 
 
 def test_a_phone_has_large_targets_and_no_violation(open_view: OpenPage, shop: AdminShop) -> None:

@@ -88,6 +88,21 @@ def test_a_click_finds_the_item_that_is_shown_in_a_gallery_that_was_made_again(
     assert clicked not in keys(page)
 
 
+def test_a_picture_before_the_list_of_galleries_searches_the_gallery_of_the_address(
+    page: Page, shop: AdminShop
+) -> None:
+    shop.stock("aisle", count=0)  # the first of the list
+    held = holding(page, "**/galleries", times=1)
+    page.reload()
+    received(page, held, 1)
+    search(page, shop)
+    expect(page.get_by_test_id("card")).to_have_count(12)
+    held[0].continue_()
+    expect(page.get_by_test_id("gallery")).to_have_value("shop")
+    expect(page.get_by_test_id("gallery-size")).to_have_text("12 items to search")
+    shop.shop.client.delete("/galleries/aisle")
+
+
 def test_a_click_finds_the_item_that_is_shown_while_another_gallery_is_awaited(
     page: Page, shop: AdminShop
 ) -> None:

@@ -287,13 +287,15 @@ async function copyLink() {
 }
 
 async function start() {
+  settings.restore(fromHash(location.hash).view); // a picture may come before the list does
   try {
     await settings.loadGalleries();
   } catch (error) {
     return showProblem(error, start);
   }
   if (moves === 0) return openLink();
-  settings.view.gallery ||= settings.galleryNames()[0] ?? ""; // somebody was faster than the list
+  const names = settings.galleryNames();
+  if (!names.includes(settings.view.gallery)) settings.view.gallery = names[0] ?? "";
   settings.describe(settings.view.gallery);
 }
 

@@ -19,21 +19,22 @@ folder with a sub-folder per class; none of it may have been trained on. Without
 trunk, with random weights where its own are not to be had, on products that are drawn for it.
 
 Some classes, drawn at random, fit the curves of the bundle. The others make galleries: 1, 2, 4, 8
-or 16 images of a product; half, the same, and where there are enough classes ten times the products
-that were fitted. The other images of these products ask; 0, 20 or 50 % of them with their product
-left out of the gallery, which is the prior that the curve is given. Each source is judged by
-itself: the gallery's labels (its items search for each other), a golden set (photos of one half of
-the products, which do not ask) and the curves of the bundle. A row pools `--repeats` draws; its
-errors are expected calibration errors of the best hit and of the ten best hits. Written: a table
-on the console, `--json`. Embeddings are kept in `--cache`.
+or 16 images of each product, or in turn 1, 1, 2, 4 and 8 ("mixed"); half, the same, and where there
+are enough classes ten times the products that were fitted. The other images of these products ask;
+0, 20 or 50 % of them with their product left out of the gallery, which is the prior that the curve
+is given. Each source is judged by itself: the gallery's labels (its items search for each other), a
+golden set (photos of one half of the products, which do not ask) and the curves of the bundle. A
+row pools `--repeats` draws; its errors are expected calibration errors of the best hit and of the
+ten best hits. Written: a table on the console, `--json`. Embeddings are kept in `--cache`.
 """
 
-import contextlib
 import csv
 import json
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,14 @@ from embedder.calibration import Calibration, Curve, Searches, calibration_error
 from embedder.errors import CalibrationError
 from embedder.session import OnnxEmbedder
 from embedder.types import AttributeValue, Embeddings, Hit
-from indexer.calibration import Fit, Labelled, fit_gallery, fit_golden
+from indexer.calibration import Calibrated, Fit, Labelled, choose, fit_gallery, fit_golden
 from indexer.types import Item, SearchOptions
 from training.config.job import parse_job
 from training.data.datasets import OFFICIAL, read_official
 from training.data.load import load_split
 from training.export.calibration import MIN_CLASSES, candidates_of, fit_calibration
 
-VIEWS = (1, 2, 4, 8, 16)
+VIEWS = {1: [1], 2: [2], 4: [4], 8: [8], 16: [16], "mixed": [1, 1, 2, 4, 8]}
 SIZES = {"half": 0.5, "same": 1.0, "ten times": 10.0}
 ABSENT = (0.0, 0.2, 0.5)
 TARGETS = {"golden": 0.05, "gallery": 0.05, "bundle": 0.10}
@@ -106,7 +107,7 @@ def measured(case: str, asked: Namespace) -> list[Row]:
     name, path, data = parts_of(case)
     vectors, labels = embedded(path, data, asked.cache)
     pooled: dict[tuple[Any, ...], list[tuple[Searches, Curve]]] = {}
-    products: dict[tuple[str, int], int] = {}
+    products: dict[tuple[str, Views], int] = {}
     for seed in range(asked.repeats):
         for size, views, count, source, asking, curve in sources(vectors, labels, seed):
             products[size, views] = count
@@ -131,7 +132,8 @@ def measured(case: str, asked: Namespace) -> list[Row]:
 
 
 Asking = tuple[Searches, Searches]
-Source = tuple[str, int, int, str, Asking, Curve | None]
+Views = int | str
+Source = tuple[str, Views, int, str, Asking, Curve | None]
 
 
 def sources(vectors: Embeddings, labels: Labels, seed: int) -> Iterator[Source]:
@@ -150,24 +152,23 @@ def sources(vectors: Embeddings, labels: Labels, seed: int) -> Iterator[Source]:
     except CalibrationError as error:
         print(f"no curves of the bundle: {error}", flush=True)
     for size, times in SIZES.items():
-        for views in VIEWS:
-            usable = [one for one in others if (labels == one).sum() > views]
+        for views, images in VIEWS.items():
+            usable = [one for one in others if (labels == one).sum() > max(images)]
             chosen = usable[: round(times * part)]
             if len(chosen) < 0.8 * times * part:
                 continue
-            shop = Shop.drawn(vectors, labels, np.array(chosen), views, rng)
+            shop = Shop.drawn(vectors, labels, np.array(chosen), images, rng)
             everyone = shop.asking(shop.queries)
-            own = fit_gallery(shop).gallery
-            yield size, views, len(chosen), "gallery", everyone, curve_of(own)
+            own = fit_gallery(shop)
+            yield size, views, len(chosen), "gallery", everyone, curve_of(own.gallery)
             half = np.isin(labels[shop.queries], chosen[::2])
             golden = fit_golden(shop, "class", shop.labelled(shop.queries[half]))
             rest = shop.asking(shop.queries[~half])
             yield size, views, len(chosen), "golden", rest, curve_of(golden)
-            offered: Curve | None = None
-            if bundle is not None:
-                with contextlib.suppress(CalibrationError):
-                    offered = bundle.curve_for(len(chosen), views)
-            yield size, views, len(chosen), "bundle", everyone, offered
+            alone = own.model_copy(update={"gallery": "", "golden": ""})
+            offered = choose(alone, bundle, None)
+            curve = offered.curve if isinstance(offered, Calibrated) else None
+            yield size, views, len(chosen), "bundle", everyone, curve
 
 
 def curve_of(fit: Fit | str) -> Curve | None:
@@ -213,19 +214,25 @@ class Shop:
         vectors: Embeddings,
         labels: Labels,
         names: Labels,
-        views: int,
+        views: Sequence[int],
         rng: np.random.Generator,
     ) -> "Shop":
-        """`views` images of each of these classes; others of them ask."""
+        """Of these classes, in turn, so many images; others of them ask."""
         images = [rng.permutation(np.flatnonzero(labels == name)) for name in names]
-        queries = np.concatenate([some[views : views + ASKING] for some in images])
+        stocked = [some[:count] for some, count in zip(images, cycle(views), strict=False)]
+        most = max(views)
+        queries = np.concatenate([some[most : most + ASKING] for some in images])
         if len(queries) > QUERIES:
             queries = rng.choice(queries, QUERIES, replace=False)
-        return cls(vectors, labels, np.concatenate([some[:views] for some in images]), queries)
+        return cls(vectors, labels, np.concatenate(stocked), queries)
 
     @property
     def size(self) -> int:
         return len(self.gallery)
+
+    @property
+    def last_id(self) -> int:
+        return self.size
 
     def sample(self, count: int) -> tuple[list[Item], Embeddings]:
         chosen = np.arange(self.size)
@@ -246,12 +253,12 @@ class Shop:
 
     def product_counts(
         self, name: str, values: Sequence[AttributeValue]
-    ) -> tuple[int, int, Mapping[AttributeValue, int]]:
+    ) -> tuple[Mapping[int, int], Mapping[AttributeValue, int]]:
         names, counts = np.unique(self.labels[self.gallery], return_counts=True)
         sizes: dict[AttributeValue, int] = {}
         for label, count in zip(names, counts.tolist(), strict=True):
             sizes[self._name(label)] = count
-        return len(names), self.size, {value: sizes[value] for value in values}
+        return Counter(counts.tolist()), {value: sizes[value] for value in values}
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None

@@ -78,9 +78,9 @@ class Curve(BaseModel):
                 of the whole gallery, best first; then further items.
             products: (N,) a number for the product of each item.
             count: how many are candidates; fewer mean that the gallery has no more items.
-            prior: that the product is absent, in [0, 1).
+            prior: that the product is absent, in [0, 1].
         """
-        if not count:  # all of the gallery has gone meanwhile
+        if not count or prior >= 1:  # all of the gallery has gone meanwhile, or the product has
             return np.zeros(len(scores))
         first, further = scores[:count], scores[count:]
         known, best, product, hits = np.unique(
@@ -135,9 +135,12 @@ class Searches:
 
     @property
     def wrong(self) -> int:
-        """Wrong hits among the ten best."""
-        ten = slice(0, TEN)
-        return int((~self.right[:, ten] & np.isfinite(self.scores[:, ten])).sum())
+        """Wrong hits among the ten best of the products that are there. Of absent ones every hit is
+        wrong, which says nothing about how alike two products are.
+        """
+        present, ten = ~self.absent, slice(0, TEN)
+        wrong = ~self.right[present, ten] & np.isfinite(self.scores[present, ten])
+        return int(wrong.sum())
 
     @property
     def hits(self) -> tuple[Right, NDArray[np.int64]]:
@@ -188,10 +191,13 @@ def fit_curve(searches: Searches) -> Curve:
     present = ~searches.absent
     findable = int((searches.right.any(axis=1) & present).sum())
     if searches.wrong < MIN_WRONG or findable < MIN_SEARCHES:
+        cure = "Add products that look alike, or label harder photos as a golden set"
+        if findable < MIN_SEARCHES:
+            cure = "Add products, or more images of each"
         raise CalibrationError(
             f"{len(searches):,} searches with {findable:,} right answers and {searches.wrong:,} "
             f"wrong hits among the ten best; at least {MIN_SEARCHES} and {MIN_WRONG} are needed. "
-            "Add products, or more images of each"
+            f"{cure}"
         )
     is_used = searches.absent | searches.right.any(axis=1) | np.isfinite(searches.scores[:, -1])
     used = searches[is_used]
@@ -357,7 +363,8 @@ class ViewsCurve(BaseModel):
 FEWEST, MOST = 0.25, 2.0
 """A curve is offered for galleries of this many times the products that it was fitted on."""
 
-_NEAREST = 1.5  # times more or fewer views than the nearest curve was fitted on
+NEAREST = 1.5
+"""A curve is offered for galleries with up to this many times more or fewer images of a product."""
 
 
 class Calibration(BaseModel):
@@ -389,7 +396,7 @@ class Calibration(BaseModel):
         if not self.curves:
             raise CalibrationError("The bundle has no curve. Export the model again")
         near = min(self.curves, key=lambda one: abs(log(one.views / max(views, 1.0))))
-        if not near.views / _NEAREST <= max(views, 1.0) <= near.views * _NEAREST:
+        if not near.views / NEAREST <= max(views, 1.0) <= near.views * NEAREST:
             fitted = ", ".join(str(one.views) for one in self.curves)
             raise CalibrationError(
                 f"The gallery has {views:.1f} images of a product; the curves of the bundle are "

@@ -7,7 +7,7 @@ each of which searches among the others; the curves of the bundle. The file is d
 of the generation: without it the first change or compaction makes it again.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Literal, Protocol
@@ -19,13 +19,14 @@ from pydantic import BaseModel
 from embedder.calibration import (
     CANDIDATES,
     MIN_SEARCHES,
+    NEAREST,
     Calibration,
     Curve,
     Searches,
     fit_curve,
 )
 from embedder.errors import CalibrationError
-from embedder.types import AttributeValue, Embeddings, Hit
+from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.types import Group, Item, Progress, SearchOptions
 
 CALIBRATION = "calibration.json"
@@ -36,8 +37,8 @@ PRODUCTS = ("product", "class")
 that a build found the image in."""
 
 MIN_VIEWS = 3
-"""Images of a product from which on its items can search for each other. An item cannot find
-itself: with two images it would have only half of the matches that a customer has."""
+"""Images of a product from which on an item can stand for a photo of a product with as many images.
+An item cannot find itself: with two images it would have only half of what a customer has."""
 
 MIN_PRODUCTS = 16
 """With fewer products a curve is as much about them as about the gallery."""
@@ -51,8 +52,14 @@ _AT_ONCE = 32
 _REACH = 200  # hits of a fitted search: the candidates, and the own product to look past
 _COPY = 1 - 1e-4  # a hit with this cosine is the query itself, or a copy of it
 _CHANGED = 0.2  # part of the items that may come or go before the curve is fitted again
+_LABELLED = 0.95  # part of the items: an unlabelled image of a product counts as a wrong answer
+_EVEN = 0.9  # part of the products with about as many images as the average, for a bundle's curve
+_MISSED, _FEW = 0.1, 3  # part, and number, of searches that may find nobody to stand for them
 
 Source = Literal["golden", "gallery", "bundle"]
+
+Sizes = Mapping[int, int]
+"""How many products have so many images."""
 
 Labelled = tuple[NDArray[np.float32], str, Callable[[Hit], bool] | None]
 """A photo of a golden set: its vector (D,), its label, and what tells a right hit; None if nothing
@@ -61,28 +68,38 @@ is right.
 
 
 class Fit(BaseModel, frozen=True):
-    """A curve and what it was fitted to: `searches` of `items` items, half of them for absent
-    products, with `wrong_hits` among the ten best. `errors`: the expected calibration error of the
-    best hit and of the ten best, each half of the searches judged by the curve of the other.
+    """A curve and what it was fitted to: `searches` of `items` items (the highest id was `last`),
+    half of them for absent products; the others have `wrong_hits` among the ten best. `errors`: the
+    expected calibration error of the best hit and of the ten best, each half of the searches judged
+    by the curve of the other half.
     """
 
     curve: Curve
     items: int
+    last: ItemId
     searches: int
     wrong_hits: int
     errors: tuple[float, float] | None
 
 
 class GalleryCalibration(BaseModel, frozen=True):
-    """What is known of one generation, when it had `items` items: `labelled` ones have `product`,
-    the attribute that names their product, with `products` values. `gallery` and `golden` are the
-    curves of these sources, or else the reason why there is none; `golden` may be of other `items`.
+    """What is known of one generation, when it had `items` items, the highest id of which was
+    `last`, after the write `seq`.
+
+    `labelled` items have `product`, the attribute that names their product, with `products` values.
+    `is_chosen`: the owner named that attribute. `even`: the part of the products with about as many
+    images as the average. `gallery` and `golden` are the curves of these sources, or else the
+    reason why there is none; `golden` may be of other `items`.
     """
 
     items: int
+    last: ItemId
+    seq: int = -1
     product: str | None = None
+    is_chosen: bool = False
     products: int = 0
     labelled: int = 0
+    even: float = 0.0
     gallery: Fit | str
     golden: Fit | str = "The gallery has no golden set, or it was not run"
 
@@ -91,24 +108,10 @@ class GalleryCalibration(BaseModel, frozen=True):
         """Images of a product, on average."""
         return self.labelled / max(self.products, 1)
 
-    def is_outdated(self, items: int) -> bool:
-        """Whether so many items have come or gone that the curve may have moved."""
-        return _is_changed(self.items, items)
 
-    @property
-    def current(self) -> Fit | str:
-        """The curve of the golden set, unless the gallery has become another one since."""
-        golden = self.golden
-        if isinstance(golden, str) or not _is_changed(golden.items, self.items):
-            return golden
-        return (
-            f"The golden set was run when the gallery had {golden.items:,} items, now it has "
-            f"{self.items:,}: run it again"
-        )
-
-
-def _is_changed(before: int, now: int) -> bool:
-    return abs(now - before) > _CHANGED * before
+def is_changed(part: float) -> bool:
+    """Whether a curve is outdated, of whose items this part has come or gone since."""
+    return part > _CHANGED
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,13 @@ def choose(
             f"No attribute says which items show one product. Give items an attribute {names}, "
             "or name another one: kinlens-index calibrate --product"
         )
+    if stored.labelled < _LABELLED * stored.items:
+        return (
+            f"{stored.labelled:,} of {stored.items:,} items have the attribute "
+            f"`{stored.product}`, which names their product; at least {_LABELLED:.0%} are needed"
+        )
     about = (stored.product, stored.products, stored.views)
-    golden = stored.current
+    golden = stored.golden
     if isinstance(golden, Fit):
         return Calibrated("golden", golden.curve, *about, golden)
     if isinstance(stored.gallery, Fit):
@@ -148,6 +156,12 @@ def choose(
     reasons = f"{golden}. {stored.gallery}"
     if bundle is None:
         return f"{reasons}. {no_calibration or 'The bundle has no calibration'}"
+    if stored.even < _EVEN:
+        return (
+            f"{reasons}. The curves of the bundle are for products with equally many images, and "
+            f"{1 - stored.even:.0%} of the products have far more or fewer than the average of "
+            f"{stored.views:.1f}. Label a golden set"
+        )
     try:
         curve = bundle.curve_for(stored.products, stored.views)
     except CalibrationError as error:
@@ -228,9 +242,12 @@ class Searched(Protocol):
 
     def sample(self, count: int) -> tuple[list[Item], Embeddings]: ...
 
+    @property
+    def last_id(self) -> ItemId: ...
+
     def product_counts(
         self, name: str, values: Sequence[AttributeValue]
-    ) -> tuple[int, int, Mapping[AttributeValue, int]]: ...
+    ) -> tuple[Sizes, Mapping[AttributeValue, int]]: ...
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
@@ -246,31 +263,81 @@ def fit_gallery(
     the items have. Raises: GalleryError, InvalidParameterError.
     """
     items, vectors = gallery.sample(_SAMPLED)
-    size = gallery.size
+    size, last = gallery.size, gallery.last_id
     name = product or product_attribute(items)
     if name is None:
-        return GalleryCalibration(items=size, gallery="No attribute names the product of an item")
-    wanted = [n for n, item in enumerate(items) if name in item.attributes]
-    rng = np.random.default_rng(0)
-    chosen = np.sort(rng.permutation(wanted)[:_QUERIES]).astype(np.int64).tolist()
-    values = list({items[n].attributes[name] for n in chosen})
-    products, labelled, counts = gallery.product_counts(name, values)
+        reason = "No attribute names the product of an item"
+        return GalleryCalibration(items=size, last=last, gallery=reason)
+    names = {n: item.attributes[name] for n, item in enumerate(items) if name in item.attributes}
+    sizes, counts = gallery.product_counts(name, [*{*names.values()}])
+    names = {n: value for n, value in names.items() if value in counts}  # the rest has gone since
+    products, images = sum(sizes.values()), sum(n * count for n, count in sizes.items())
+    mean = images / max(products, 1)
+    even = sum(count for n, count in sizes.items() if mean / NEAREST <= n <= mean * NEAREST)
     found = GalleryCalibration(
-        items=size, product=name, products=products, labelled=labelled, gallery=""
+        items=size,
+        last=last,
+        product=name,
+        is_chosen=product is not None,
+        products=products,
+        labelled=images,
+        even=even / max(products, 1),
+        gallery="",
     )
-    repeated = [n for n in chosen if counts.get(items[n].attributes[name], 0) >= MIN_VIEWS]
-    reason = ""
     if products < MIN_PRODUCTS:
         reason = f"It has {products:,} products; at least {MIN_PRODUCTS} are needed"
-    elif len(repeated) < MIN_SEARCHES or found.views < MIN_VIEWS:
-        reason = (
-            f"It has {found.views:.1f} images of a product; its items can search for each other "
-            f"with {MIN_VIEWS} or more"
-        )
-    if reason:
         return found.model_copy(update={"gallery": reason})
-    asked = _search_own(gallery, items, vectors, repeated, name, counts, on_progress)
-    return found.model_copy(update={"gallery": _fitted(asked, size)})
+    stand_ins = _stand_ins(names, counts, sizes)
+    if len({names[n] for n, _ in stand_ins}) < MIN_PRODUCTS or len(stand_ins) < MIN_SEARCHES:
+        reason = (
+            f"It has {mean:.1f} images of a product; its items can search for each other if each "
+            f"product has {MIN_VIEWS}, or enough other products have more images than it"
+        )
+        return found.model_copy(update={"gallery": reason})
+    asked = _search_own(gallery, items, vectors, stand_ins, name, counts, on_progress)
+    return found.model_copy(update={"gallery": _fitted(asked, size, last)})
+
+
+def _stand_ins(
+    products: Mapping[int, AttributeValue], counts: Mapping[AttributeValue, int], sizes: Sizes
+) -> list[tuple[int, int]]:
+    """Which items search, each with the number of images that its product shall have.
+
+    Customers ask for a product of one image as often as for one of twelve. An item cannot find
+    itself, so it stands for a photo of a product with fewer images: the other images of its own
+    product are left out of what it finds. Where fewer than `MIN_PRODUCTS` have more images, an item
+    stands for a product with as many. Ends early when too few products have somebody to stand for
+    them, since the rest would be another mixture.
+
+    Args:
+        products: of each item, by its place.
+        counts: the images of each product.
+        sizes: how many products have so many images.
+    """
+    rng = np.random.default_rng(0)
+    turns: dict[AttributeValue, int] = {}
+    order = []
+    for place in rng.permutation([*products]).tolist():
+        turns[products[place]] = turns.get(products[place], 0) + 1
+        order.append((turns[products[place]], place))
+    ranked = [place for _, place in sorted(order)]  # every product once, then each again
+
+    def able(size: int) -> Iterator[int]:
+        larger = [place for place in ranked if counts[products[place]] > size]
+        if size >= MIN_VIEWS and len({products[place] for place in larger}) < MIN_PRODUCTS:
+            larger = [place for place in ranked if counts[products[place]] >= size]
+        return iter(larger)
+
+    share = np.array([*sizes.values()]) / sum(sizes.values())
+    waiting = {size: able(size) for size in sizes}
+    chosen: dict[int, int] = {}
+    for drawn, size in enumerate(rng.choice([*sizes], _QUERIES, p=share).tolist()):
+        place = next((one for one in waiting[size] if one not in chosen), None)
+        if place is not None:
+            chosen[place] = size
+        elif drawn + 1 - len(chosen) > _MISSED * drawn + _FEW:
+            break
+    return [*chosen.items()]
 
 
 def fit_golden(
@@ -293,7 +360,7 @@ def fit_golden(
         labels |= set() if is_right is None else {label}
     if len(labels) < MIN_PRODUCTS:
         return f"The golden set has {len(labels)} products; at least {MIN_PRODUCTS} are needed"
-    return _fitted(asked, gallery.size)
+    return _fitted(asked, gallery.size, gallery.last_id)
 
 
 def product_attribute(items: Sequence[Item]) -> str | None:
@@ -309,23 +376,32 @@ def _search_own(
     gallery: Searched,
     items: Sequence[Item],
     vectors: Embeddings,
-    chosen: Sequence[int],
+    chosen: Sequence[tuple[int, int]],
     name: str,
     counts: Mapping[AttributeValue, int],
     on_progress: Progress,
 ) -> list[list[Searches]]:
-    """What each chosen item finds among the others, and among those of other products."""
+    """What each chosen item finds among the others, with so many images of its own product, and
+    among those of other products.
+    """
+    rng = np.random.default_rng(1)
     asked: list[list[Searches]] = []
-    most = max(counts[items[n].attributes[name]] for n in chosen)
+    most = max(counts[items[n].attributes[name]] for n, _ in chosen)
     reach = min(CANDIDATES + 1 + most, _REACH)
     for start in range(0, len(chosen), _AT_ONCE):
-        some = list(chosen[start : start + _AT_ONCE])
-        for n, hits in zip(some, gallery.search(vectors[some], reach), strict=True):
+        some = chosen[start : start + _AT_ONCE]
+        found = gallery.search(vectors[[n for n, _ in some]], reach)
+        for (n, size), hits in zip(some, found, strict=True):
             own = items[n].attributes[name]
-            others = [h for h in hits if h.id != items[n].id and h.score < _COPY]
-            right = [_product_of(hit, name) == _identity(own) for hit in others]
-            handicap = log(counts[own] / (counts[own] - 1))
-            asked.append(_trials(others, right, name, handicap, len(hits) < reach))
+            others = counts[own] - 1
+            kept = rng.permutation(others) < size
+            left = [hit for hit in hits if hit.id != items[n].id and hit.score < _COPY]
+            own_hits = [hit.id for hit in left if _product_of(hit, name) == _identity(own)]
+            omitted = {i for i, is_kept in zip(own_hits, kept, strict=False) if not is_kept}
+            left = [hit for hit in left if hit.id not in omitted]
+            right = [_product_of(hit, name) == _identity(own) for hit in left]
+            handicap = log(size / others) if size > others else 0.0
+            asked.append(_trials(left, right, name, handicap, len(hits) < reach))
         on_progress(len(some))
     return asked
 
@@ -359,7 +435,7 @@ def _search(
     return Searches(scores, products, is_right, np.array([absent]), np.array([handicap]))
 
 
-def _fitted(asked: Sequence[Sequence[Searches]], items: int) -> Fit | str:
+def _fitted(asked: Sequence[Sequence[Searches]], items: int, last: ItemId) -> Fit | str:
     """The curve of the searches of each query, in a gallery of so many items, with its error on
     queries that it was not fitted to.
     """
@@ -380,6 +456,7 @@ def _fitted(asked: Sequence[Sequence[Searches]], items: int) -> Fit | str:
     return Fit(
         curve=curve,
         items=items,
+        last=last,
         searches=len(searches),
         wrong_hits=searches.wrong,
         errors=_crossed_errors(searches, is_even),

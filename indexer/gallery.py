@@ -35,10 +35,12 @@ from indexer.attributes import Schema
 from indexer.calibration import (
     CALIBRATION,
     PRODUCTS,
+    Fit,
     GalleryCalibration,
     Labelled,
     fit_gallery,
     fit_golden,
+    is_changed,
 )
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.entries import check_key, checked_keys, learn_kinds
@@ -351,10 +353,16 @@ class Gallery(Searcher):
                 known = np.sort(rng.choice(known, count, replace=False))
             return view.known(known), view.vectors(known)
 
+    @property
+    def last_id(self) -> ItemId:
+        """The highest number of an item; 0 if there is none. A new item has a higher one."""
+        with self._catalog.reading() as view:
+            return view.last_id() or 0
+
     def product_counts(
         self, name: str, values: Sequence[AttributeValue]
-    ) -> tuple[int, int, dict[AttributeValue, int]]:
-        """How many values the attribute has, how many items have it, and of `values` each."""
+    ) -> tuple[dict[int, int], dict[AttributeValue, int]]:
+        """How many values of an attribute so many items have, and how many each of `values`."""
         with self._catalog.reading() as view:
             return view.counted(name, values)
 
@@ -389,32 +397,50 @@ class Gallery(Searcher):
                 f"There is no attribute {product!r}. The gallery {self.name} has "
                 f"{', '.join(self.schema()) or 'none'}."
             )
-        if product is None and before is not None and before.product in self.schema():
-            product = before.product
-        found = fit_gallery(self, product, on_progress)
+        if product is None and before is not None and before.is_chosen:
+            product = before.product if before.product in self.schema() else None
+        seq = self._catalog.state().seq  # before the fit: a later change is looked at again
+        found = fit_gallery(self, product, on_progress).model_copy(update={"seq": seq})
 
         def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
             if now is None or now.product != found.product:
                 return found
-            return found.model_copy(update={"golden": now.golden})
+            golden = now.golden
+            if self._is_outdated(golden):
+                golden = (
+                    "The golden set was run when the gallery had other items. Run it again: "
+                    f"kinlens-index golden run {self.path}"
+                )
+            return found.model_copy(update={"golden": golden})
 
         return self._keep(with_golden)
 
-    def calibrate_golden(self, queries: Iterable[Labelled]) -> GalleryCalibration:
+    def calibrate_golden(self, queries: Callable[[str], Iterable[Labelled]]) -> GalleryCalibration:
         """Fit the probabilities of hits to labelled photos, as `fit_golden`, and keep them.
+
+        `queries` takes the attribute that names the product of an item.
 
         Raises: GalleryError, GalleryWriteError.
         """
         known = self.calibration() or self.calibrate()
         if known.product is None:
             return known
-        golden = fit_golden(self, known.product, queries)
+        golden = fit_golden(self, known.product, queries(known.product))
 
         def with_golden(now: GalleryCalibration | None) -> GalleryCalibration:
             other = now is not None and now.product != known.product
             return (now or known).model_copy(update={} if other else {"golden": golden})
 
         return self._keep(with_golden)
+
+    def _is_outdated(self, fitted: GalleryCalibration | Fit | str) -> bool:
+        """Whether so many items were added or removed since that the curve may have moved."""
+        if isinstance(fitted, str):
+            return False
+        with self._catalog.reading() as view:
+            size, added = view.state().size, view.count_after(fitted.last)
+        removed = fitted.items - (size - added)
+        return is_changed((added + removed) / max(fitted.items, 1))
 
     def _keep(
         self, change: Callable[[GalleryCalibration | None], GalleryCalibration]
@@ -600,24 +626,33 @@ class Gallery(Searcher):
             return self._due(view, view.state())
 
     def calibrate_if_outdated(self) -> None:
-        """Fit the probabilities again if a fifth of the items has come or gone since, or items got
-        an attribute that names their product.
+        """Fit the probabilities again if a fifth of the items was added or removed since, or items
+        got an attribute that names their product.
         """
-        known, size = self.calibration(), self.size
-        is_named = not {*PRODUCTS}.isdisjoint(self.schema())
-        if size and (
-            known is None or known.is_outdated(size) or (known.product is None and is_named)
-        ):
+        known, state = self.calibration(), self._catalog.state()
+        if known is not None and known.seq == state.seq:
+            return
+        is_due = known is None or (
+            self._is_outdated(known)
+            or self._is_outdated(known.golden)
+            or (known.product is None and not {*PRODUCTS}.isdisjoint(self.schema()))
+        )
+        if is_due and state.size:
             with contextlib.suppress(GalleryWriteError):  # then this process alone knows it
                 self.calibrate()
 
     def compact_in_background(
-        self, on_error: Callable[[KinlensError], None] | None = None
+        self,
+        on_error: Callable[[KinlensError], None] | None = None,
+        *,
+        only_calibrate: bool = False,
     ) -> BackgroundCompaction:
-        """From now on, compact in a thread of its own after changes that make it due."""
+        """From now on, compact in a thread of its own after changes that make it due, and calibrate
+        after those that outdate the probabilities; or only the latter.
+        """
         if self._background is None:
             self._background = BackgroundCompaction(
-                self.needs_compaction,
+                (lambda: None) if only_calibrate else self.needs_compaction,
                 lambda progress: self.compact(keep_removed_s=KEEP_REMOVED_S, on_progress=progress),
                 self.calibrate_if_outdated,
                 on_error,

@@ -426,13 +426,35 @@ def embedded(
 
 
 def labelled(
-    queries: Iterable[GoldenQuery], vectors: Embedded
+    store: VectorStore, queries: Iterable[GoldenQuery], vectors: Embedded, product: str
 ) -> Iterator[tuple[Vector, str, Callable[[Hit], bool] | None]]:
-    """The vector of each query, its label and what tells a right hit; None where nothing is."""
+    """The vector of each query, its label and what tells a right hit; None where nothing is.
+
+    A label that names some items means the products of these, by the attribute `product`: another
+    image of the same product is as right. Queries whose items have gone are left out.
+    """
     for query in queries:
         vector = vectors.get(query.sha256)
-        if isinstance(vector, np.ndarray):
-            yield vector, query.wanted, None if query.no_match else query.judge()
+        if not isinstance(vector, np.ndarray):
+            continue
+        if query.no_match:
+            yield vector, query.wanted, None
+        elif query.keys:
+            stored = [item.attributes.get(product) for item in store.stored(query.keys).values()]
+            named = {value for value in stored if value is not None}
+            if stored:
+                yield vector, query.wanted, _of_products(query, product, named)
+        else:
+            with contextlib.suppress(FilterError):  # the gallery has no such attribute any more
+                if query.count(store):
+                    yield vector, query.wanted, query.judge()
+
+
+def _of_products(
+    query: GoldenQuery, product: str, named: set[AttributeValue]
+) -> Callable[[Hit], bool]:
+    is_named, known = query.judge(), [Equals(product, value) for value in named]
+    return lambda hit: is_named(hit) or any(one.matches(hit.attributes) for one in known)
 
 
 def ask(store: VectorStore, query: GoldenQuery, vector: Vector | KinlensError) -> GoldenOutcome:

@@ -227,8 +227,8 @@ def what(query: Query) -> str:
     if query.key is None:
         return "new views of products that the model was never trained on"
     return (
-        "another photograph of a product that the model was never trained on, among all "
-        "photographs; R@1 above is among those of such products alone"
+        "photographs of products that the model was never trained on, searched among all "
+        "photographs; R@1 above was searched among these products alone"
     )
 
 

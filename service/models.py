@@ -338,7 +338,7 @@ class ItemPage(BaseModel):
         None
     )
     generation: Annotated[
-        str | None, Field(description="That the numbers are of; in another they are of others.")
+        str | None, Field(description="Generation that these item ids belong to.")
     ] = None
     facets: Facets = None
 

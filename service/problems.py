@@ -32,7 +32,7 @@ _NO_LIST = "{name} must be a list{got}; use a list."
 _NO_OBJECT = "{name} must be an object{got}; use names with values, such as {{...}}."
 _TEXTS = {  # by the type of a fault of pydantic; other types have its own words
     "missing": "{name} is missing; send it{where}.",
-    "extra_forbidden": "{name} is no parameter here; /docs lists them.",
+    "extra_forbidden": "{name} is not a parameter here; /docs lists them.",
     "json_invalid": "The body is not valid JSON: {error}. Send valid JSON.",
     "string_pattern_mismatch": "{given} does not have the right form; use {form}.",
     "greater_than": "{given} is too small; use a number above {gt:,}.",
@@ -44,7 +44,7 @@ _TEXTS = {  # by the type of a fault of pydantic; other types have its own words
     "int_parsing_size": "{given} has too many digits; use a smaller number.",
     **dict.fromkeys(("float_parsing", "float_type"), _NO_NUMBER),
     **dict.fromkeys(("bool_parsing", "bool_type"), _NO_BOOLEAN),
-    **dict.fromkeys(("literal_error", "enum"), "{given} is no choice; use {expected}."),
+    **dict.fromkeys(("literal_error", "enum"), "{given} is not a valid choice; use {expected}."),
     "string_type": "{name} must be a string{got}; use a string.",
     "string_too_short": "{name} has {count} characters; use {min_length:,} or more.",
     "string_too_long": "{name} has {count} characters; use {max_length:,} or fewer.",

@@ -90,10 +90,10 @@ SELECT value, group_concat(item), count(*) FROM attributes
 WHERE name = (SELECT id FROM names WHERE name = ?) GROUP BY value ORDER BY value
 """
 _COUNTED = """
-SELECT count(*), total(items) FROM (
+SELECT items, count(*) FROM (
     SELECT count(*) AS items FROM attributes
     WHERE name = (SELECT id FROM names WHERE name = ?) GROUP BY value
-)
+) GROUP BY items
 """
 _SIZES = """
 SELECT value, count(*) FROM attributes
@@ -301,15 +301,15 @@ class CatalogView:
 
     def counted(
         self, name: str, values: Sequence[AttributeValue]
-    ) -> tuple[int, int, dict[AttributeValue, int]]:
-        """How many values an attribute has, how many items have it, and of these values each."""
-        [(different, items)] = self._all(_COUNTED, name)
+    ) -> tuple[dict[int, int], dict[AttributeValue, int]]:
+        """How many values of an attribute so many items have, and how many each of `values`."""
+        counted = {int(items): int(different) for items, different in self._all(_COUNTED, name)}
         sizes: dict[AttributeValue, int] = {}
         for start in range(0, len(values), _FEW):
             some = [stored(value) for value in values[start : start + _FEW]]
             rows = self._all(_SIZES.format(", ".join("?" * len(some))), name, *some)
             sizes |= {restored(value): int(count) for value, count in rows}
-        return int(different), int(items), sizes
+        return counted, sizes
 
     def ids_from(self, offset: int, limit: int, after: ItemId = -1) -> Ids:
         """The numbers above `after` of at most `limit` items, ascending, without the first
@@ -322,6 +322,11 @@ class CatalogView:
         """The highest number of an item; None if there is none."""
         [(number,)] = self._all("SELECT max(id) FROM items")
         return None if number is None else int(number)
+
+    def count_after(self, number: ItemId) -> int:
+        """How many items have a higher number."""
+        [(count,)] = self._all("SELECT count(*) FROM items WHERE id > ?", number)
+        return int(count)
 
     def with_prefix(self, prefix: str) -> Ids:
         """The numbers of the items whose keys begin with `prefix`, ascending."""

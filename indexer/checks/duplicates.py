@@ -43,6 +43,7 @@ of 7,680 items one pair in 1,000 still is 7 wrong neighbours for each item."""
 _EXAMPLES = 6
 _SAMPLED_ITEMS = 2000  # 2 million pairs: exact for small galleries, 0.2 s for large ones
 _COPIES = 1 - 1e-5  # equal vectors have this cosine, however their products are rounded
+_ABOVE = 1e-6  # what lies above a cosine, however it is rounded
 _REMEMBERED_PART = 0.1
 _BATCH = 4096
 _ROWS_AT_ONCE = 1000
@@ -93,12 +94,15 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class NearDuplicates:
-    """The near-duplicates of a gallery of `size` items: those with at least `min_score`."""
+    """The near-duplicates of a gallery of `size` items: those with at least `min_score`. The items
+    of a crowd have at least `crowd_score`.
+    """
 
     size: int
     floor: Floor
     min_score: float
     groups: list[NearGroup]
+    crowd_score: float
     crowds: list[NearGroup]
 
     @property
@@ -131,22 +135,76 @@ def find_duplicates(
 ) -> NearDuplicates:
     """The groups of near-duplicates, and apart from them the crowds, the largest first.
 
-    Without `min_score` the score is that of `floor_of`.
+    Without `min_score` the score is that of `floor_of`, and crowds are looked for at `LEAST_SCORE`:
+    a placeholder with a different number on each copy raises the score above most of its own pairs.
 
     Raises: InvalidParameterError for a score outside -1..1; GalleryCorruptError.
     """
     floor, size = floor_of(gallery), gallery.size
-    if min_score is None:
-        min_score = floor.score
-    found = near_groups(gallery, min_score, exact=exact, on_progress=on_progress)
+    least = floor.score if min_score is None else min_score
+    found = near_groups(gallery, least, exact=exact, on_progress=on_progress)
     most = max(CROWD_ITEMS, CROWD_PART * size)
-    return NearDuplicates(
-        size,
-        floor,
-        min_score,
-        groups=[group for group in found if len(group) <= most],
-        crowds=[group for group in found if len(group) > most],
-    )
+    if min_score is None:
+        groups, crowds = _without_crowds(gallery, found, most)
+        return NearDuplicates(size, floor, least, groups, LEAST_SCORE, crowds)
+    groups = [group for group in found if len(group) <= most]
+    crowds = [group for group in found if len(group) > most]
+    return NearDuplicates(size, floor, least, groups, least, crowds)
+
+
+def _without_crowds(
+    gallery: Gallery, found: Sequence[NearGroup], most: float
+) -> tuple[list[NearGroup], list[NearGroup]]:
+    """The groups that are not part of a crowd, and the crowds.
+
+    A crowd is a group of more than `most` items, or that many with `LEAST_SCORE` to the first of a
+    group, if most of them are in groups. Where few are, the model finds everything alike, and what
+    is in a group is nearer than that. Groups of copies stay.
+    """
+    grouped = np.array(sorted(number for group in found for number, _ in group), np.int64)
+    _, sampled = gallery.sample(_SAMPLED_ITEMS)
+    judged: list[tuple[NDArray[np.float32], bool]] = []  # a centre, and whether it has a crowd
+    groups: list[NearGroup] = []
+    crowds: list[NearGroup] = []
+
+    def is_crowd(group: NearGroup, vector: NDArray[np.float32]) -> bool:
+        for centre, has_crowd in judged:
+            if centre @ vector >= LEAST_SCORE:
+                return has_crowd
+        ids, scores = _all_near(gallery, vector, SearchOptions(min_score=LEAST_SCORE))
+        has_crowd = len(group) > most or (
+            len(ids) > most and 2 * np.isin(ids, grouped).sum() >= len(ids)
+        )
+        if has_crowd:
+            crowds.append([*zip(ids.tolist(), scores.tolist(), strict=True)])
+        judged.append((vector, has_crowd))
+        return has_crowd
+
+    for start in range(0, len(found), _BATCH):
+        some = found[start : start + _BATCH]
+        items, vectors = gallery.items_at([group[0][0] for group in some])
+        near = (vectors @ sampled.T >= LEAST_SCORE).mean(axis=1) * gallery.size
+        places = {item.id: place for place, item in enumerate(items)}
+        for group in some:
+            place = places.get(group[0][0])
+            are_copies = group[-1][1] >= _COPIES and len(group) <= most
+            is_alone = place is None or are_copies or max(len(group), near[place]) <= most
+            if is_alone or not is_crowd(group, vectors[place]):
+                groups.append(group)
+    return groups, sorted(crowds, key=len, reverse=True)
+
+
+def _all_near(
+    gallery: Gallery, vector: NDArray[np.float32], options: SearchOptions
+) -> tuple[Ids, Scores]:
+    """All items with the score of `options`, the best first."""
+    n = 4 * K
+    while True:
+        [scores], [found] = gallery.nearest(vector[np.newaxis], n, options)
+        if len(scores) < n or scores[-1] < (options.min_score or 0.0) or found[-1] < 0:
+            is_near = (scores >= (options.min_score or 0.0)) & (found >= 0)
+            return found[is_near], scores[is_near]
+        n *= 4
 
 
 def crowds_of(gallery: Gallery, found: NearDuplicates) -> Iterator[Crowd]:
@@ -160,10 +218,10 @@ def crowds_of(gallery: Gallery, found: NearDuplicates) -> Iterator[Crowd]:
                 len(group),
                 sorted(items, key=lambda item: numbers.index(item.id)),
                 f"{len(group):,} items, {share:.0%} of the gallery, have a cosine of at least "
-                f"{found.min_score:.4f} to one of them: too many for copies of one product. If "
+                f"{found.crowd_score:.4f} to one of them: too many for copies of one product. If "
                 "they show a placeholder, such as 'no photo', give them photos of their own. If "
                 f"they show different products, look again with a cosine (min_score) above "
-                f"{found.min_score:.4f}.",
+                f"{max(found.crowd_score, found.min_score):.4f}.",
             )
 
 
@@ -172,10 +230,9 @@ def floor_of(gallery: Gallery) -> Floor:
 
     The pairs are those among up to 2,000 items, the same ones in each call. Items are of different
     products if the first attribute of `PRODUCTS` that half of them have says so. Without one, two
-    items are taken to be of different products unless one is the nearest to the other. What is
-    wrong about that raises the score. The same is done with fewer than 1,000 pairs, of which one
-    in 1,000 cannot be known: the nearest may be one product under two names. Two items of the same
-    content count as one picture, so they are no pair.
+    items are taken to be of different products unless one is the nearest to the other; views of one
+    product among the other pairs raise the score. Of fewer than 1,000 pairs none may reach it. Two
+    items of the same content count as one picture, so they are no pair.
 
     Raises: GalleryCorruptError.
     """
@@ -187,7 +244,7 @@ def floor_of(gallery: Gallery) -> Floor:
     if attribute is not None:
         is_pair &= _differ([item.attributes[attribute] for item in items])
     cosines = vectors @ vectors.T
-    if len(items) and (attribute is None or np.count_nonzero(is_pair) / 2 < 1 / RARE):
+    if len(items) and attribute is None:
         nearest = np.where(is_pair, cosines, -2).argmax(axis=1)
         is_pair[np.arange(len(items)), nearest] = is_pair[nearest, np.arange(len(items))] = False
     scores = cosines[np.triu(is_pair, 1)]
@@ -195,6 +252,8 @@ def floor_of(gallery: Gallery) -> Floor:
     if len(scores):
         place = len(scores) - math.ceil(RARE * len(scores))
         rare = float(np.partition(scores, place)[place])
+        if len(scores) < 1 / RARE:
+            rare += _ABOVE
     return Floor(max(LEAST_SCORE, min(rare, _COPIES)), len(scores), attribute)
 
 
@@ -312,15 +371,12 @@ class _Near:
 
     def _all_of(self, place: int) -> tuple[NDArray[np.int32], Scores]:
         _, vectors = self._gallery.items_at([int(self._ids[place])])
-        n = 4 * K
-        while len(vectors):  # it has not been removed meanwhile
-            [scores], [found] = self._gallery.nearest(vectors, n, self._options)
-            if len(scores) < n or scores[-1] < self._least or found[-1] < 0:
-                others = self._places(found)
-                is_near = (scores >= self._least) & (others >= 0) & (others != place)
-                return others[is_near], scores[is_near]
-            n *= 4
-        return _NO_PLACES, np.empty(0, np.float32)
+        if not len(vectors):  # it has been removed meanwhile
+            return _NO_PLACES, np.empty(0, np.float32)
+        found, scores = _all_near(self._gallery, vectors[0], self._options)
+        others = self._places(found)
+        is_near = (others >= 0) & (others != place)
+        return others[is_near], scores[is_near]
 
     def _places(self, ids: Ids) -> NDArray[np.int32]:
         """Where these numbers stand, any shape; -1 for those that have come since, and for -1."""

@@ -46,7 +46,7 @@ SplitOption = Annotated[
 
 
 @app.command(
-    epilog="Example: kinlens-index build shop/images --bundle shop/bundle --out shop/gallery"
+    epilog="Example: kinlens-index build shop/images --bundle bundles/shop --out galleries/shop"
 )
 def build(
     bundle: Annotated[Path, typer.Option(help="Model bundle that embeds the images.")],
@@ -84,7 +84,9 @@ def build(
         _print_build(report, out, json)
 
 
-@app.command(epilog="Example: kinlens-index add shop/gallery shop/images/new --bundle shop/bundle")
+@app.command(
+    epilog="Example: kinlens-index add galleries/shop shop/images/new --bundle bundles/shop"
+)
 def add(
     gallery: StoreArgument,
     bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was made with.")],

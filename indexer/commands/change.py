@@ -50,7 +50,9 @@ class Unremoved:
     left: tuple[str, ...] = ()
 
 
-@app.command(epilog="Example: kinlens-index update shop/gallery A17 --set price=12.5 --unset sale")
+@app.command(
+    epilog="Example: kinlens-index update galleries/shop A17 --set price=12.5 --unset sale"
+)
 def update(
     gallery: StoreArgument,
     keys: KeysArgument = None,
@@ -85,7 +87,7 @@ def update(
         print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
 
 
-@app.command(epilog="Example: kinlens-index remove shop/gallery --where 'sale = true' --dry-run")
+@app.command(epilog="Example: kinlens-index remove galleries/shop --where 'sale = true' --dry-run")
 def remove(
     gallery: StoreArgument,
     keys: KeysArgument = None,
@@ -119,7 +121,7 @@ def remove(
             stores.compact_if_due(store, no_compact)
 
 
-@app.command(epilog="Example: kinlens-index unremove shop/gallery A17 B2")
+@app.command(epilog="Example: kinlens-index unremove galleries/shop A17 B2")
 def unremove(
     gallery: StoreArgument,
     keys: KeysArgument = None,

@@ -82,7 +82,7 @@ class DuplicatesReport:
         return ([self.warning] if self.warning else []) + about
 
 
-@app.command(epilog="Example: kinlens-index duplicates shop/gallery --out near.html")
+@app.command(epilog="Example: kinlens-index duplicates galleries/shop --out near.html")
 def duplicates(
     gallery: StoreArgument,
     min_score: Annotated[
@@ -178,7 +178,9 @@ def _page(
     if drawn < len(report.groups):
         yield f"<p>The largest {drawn:,} groups are shown; a .csv or .json has all.</p>\n"
     for group in report.groups[:drawn]:
-        yield f"<section><h2>{len(group):,} items</h2><div>\n"
+        named = {one.item.attributes.get(report.floor.attribute or "") for one in group}
+        several = f" with different values of {report.floor.attribute}" if len(named) > 1 else ""
+        yield f"<section><h2>{len(group):,} items{escape(several)}</h2><div>\n"
         for one in group[:_MOST_PICTURES]:
             yield f"<figure>{_picture(store, one)}<figcaption>{_caption(one)}</figcaption>"
             yield "</figure>\n"

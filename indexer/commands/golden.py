@@ -3,6 +3,7 @@
 import contextlib
 import csv as csv_text
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +45,7 @@ _KEYS = "keys"
 
 
 @app.command(
-    epilog="Example: kinlens-index golden add shop/gallery --query photo.jpg --keys A17,A18"
+    epilog="Example: kinlens-index golden add galleries/shop --query photo.jpg --keys A17,A18"
 )
 def add(
     gallery: GalleryArgument,
@@ -89,7 +90,7 @@ def add(
     print_report(GoldenQueries(queries=made), json, text)
 
 
-@app.command("list", epilog="Example: kinlens-index golden list shop/gallery")
+@app.command("list", epilog="Example: kinlens-index golden list galleries/shop")
 def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the queries and what is right for them."""
     with errors_shown():
@@ -100,7 +101,7 @@ def list_(gallery: GalleryArgument, json: JsonOption = False) -> None:
     print_report(GoldenQueries(queries=queries), json, *lines)
 
 
-@app.command(epilog="Example: kinlens-index golden remove shop/gallery 0f3a91c2b7de")
+@app.command(epilog="Example: kinlens-index golden remove galleries/shop 0f3a91c2b7de")
 def remove(
     gallery: GalleryArgument,
     ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Numbers that `list` shows.")],
@@ -118,7 +119,7 @@ def remove(
     print_report(GoldenQueries(queries=left), json, text)
 
 
-@app.command(epilog="Example: kinlens-index golden run shop/gallery --bundle shop/bundle")
+@app.command(epilog="Example: kinlens-index golden run galleries/shop --bundle bundles/shop")
 def run(
     gallery: GalleryArgument,
     bundle: Annotated[Path, typer.Option(help="Model bundle that the gallery was made with.")],
@@ -151,11 +152,11 @@ def run(
             report = Asked.of(store, queries, vectors).report(threshold, worst)
             golden.keep(report)
             assert isinstance(store, Gallery)
-            store.calibrate_golden(labelled(queries, vectors))
+            store.calibrate_golden(partial(labelled, store, queries, vectors))
     print_report(report, json, *_lines(report))
 
 
-@app.command(epilog="Example: kinlens-index golden runs shop/gallery --json")
+@app.command(epilog="Example: kinlens-index golden runs galleries/shop --json")
 def runs(gallery: GalleryArgument, json: JsonOption = False) -> None:
     """Show the reports over time, newest first."""
     with errors_shown():

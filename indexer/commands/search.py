@@ -68,7 +68,7 @@ class Shape:
 
 
 @app.command(
-    epilog="Example: kinlens-index search shop/gallery --image new.jpg --bundle shop/bundle -k 5"
+    epilog="Example: kinlens-index search galleries/shop --image new.jpg --bundle bundles/shop -k 5"
 )
 def search(
     gallery: StoreArgument,
@@ -167,7 +167,7 @@ def search(
         print_report(found, json, *_lines(found))
 
 
-@app.command(epilog="Example: kinlens-index show shop/gallery shoes/red.jpg")
+@app.command(epilog="Example: kinlens-index show galleries/shop shoes/red.jpg")
 def show(
     gallery: StoreArgument,
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the item.")],
@@ -185,7 +185,7 @@ def show(
     print_report(item, json, *(f"{name:10} {value}" for name, value in told.items()))
 
 
-@app.command(epilog="Example: kinlens-index explain new.jpg shoes/red.jpg --bundle shop/bundle")
+@app.command(epilog="Example: kinlens-index explain new.jpg shoes/red.jpg --bundle bundles/shop")
 def explain(
     query: Annotated[Path, typer.Argument(metavar="QUERY", help="Image that was searched with.")],
     hit: Annotated[Path, typer.Argument(metavar="HIT", help="Image that was found.")],

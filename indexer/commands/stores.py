@@ -36,7 +36,8 @@ def opened(
 
 
 def compact_if_due(store: Store, leave: bool) -> None:
-    """Make a new index if so much has changed that searches would get slow.
+    """Make a new index if so much has changed that searches would get slow, and fit the
+    probabilities again if they may be wrong by now.
 
     Raises: PlanError, RecallError, GalleryWriteError.
     """
@@ -44,9 +45,11 @@ def compact_if_due(store: Store, leave: bool) -> None:
         return
     reason = store.needs_compaction()
     if reason is None:
+        store.calibrate_if_outdated()
         return
     if leave:
         err.print(f"A compaction is due: {reason}. Run kinlens-index compact.", soft_wrap=True)
+        store.calibrate_if_outdated()
         return
     err.print(f"Compacting: {reason}.", soft_wrap=True)
     with progress(store.size, "Indexing") as advance:

@@ -46,7 +46,7 @@ class RestoreReport:
     generation: str
 
 
-@app.command(epilog="Example: kinlens-index export shop/gallery --out shop.parquet")
+@app.command(epilog="Example: kinlens-index export galleries/shop --out shop.parquet")
 def export(
     gallery: StoreArgument,
     file: Annotated[Path, typer.Option("--out", help="Parquet file to write.")],
@@ -61,7 +61,7 @@ def export(
 
 
 @app.command(
-    "import", epilog="Example: kinlens-index import shop.parquet --out shop/gallery --index hnsw"
+    "import", epilog="Example: kinlens-index import shop.parquet --out galleries/shop --index hnsw"
 )
 def import_(
     source: Annotated[
@@ -93,7 +93,7 @@ def import_(
         print_report(report, json, text)
 
 
-@app.command(epilog="Example: kinlens-index backup shop/gallery --out backups/shop-1")
+@app.command(epilog="Example: kinlens-index backup galleries/shop --out backups/shop-1")
 def backup(
     gallery: GalleryArgument,
     folder: Annotated[Path, typer.Option("--out", help="New folder for the backup.")],
@@ -107,7 +107,7 @@ def backup(
         print_report(report, json, f"Backup {folder} of {report.name}: {size}.")
 
 
-@app.command(epilog="Example: kinlens-index restore backups/shop-1 --out shop/gallery --replace")
+@app.command(epilog="Example: kinlens-index restore backups/shop-1 --out galleries/shop --replace")
 def restore(
     source: Annotated[Path, typer.Argument(metavar="BACKUP", help="Folder of the backup.")],
     gallery: Annotated[Path, typer.Option("--out", help="Folder of the gallery.")],

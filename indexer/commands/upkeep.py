@@ -58,7 +58,7 @@ class Plans:
     plans: tuple[PlanShown, ...]
 
 
-@app.command(epilog="Example: kinlens-index compact shop/gallery --index hnsw")
+@app.command(epilog="Example: kinlens-index compact galleries/shop --index hnsw")
 def compact(
     gallery: GalleryArgument,
     rebuild: Annotated[
@@ -93,7 +93,7 @@ def compact(
         print_report(report, json, _text(report))
 
 
-@app.command(epilog="Example: kinlens-index calibrate shop/gallery --product sku")
+@app.command(epilog="Example: kinlens-index calibrate galleries/shop --product sku")
 def calibrate(
     gallery: GalleryArgument,
     product: Annotated[
@@ -152,7 +152,7 @@ def plan(
         print_report(Plans(n=n, dim=dim, device=settings.device, plans=rows), json, *lines)
 
 
-@app.command(epilog="Example: kinlens-index stats shop/gallery --json")
+@app.command(epilog="Example: kinlens-index stats galleries/shop --json")
 def stats(gallery: StoreArgument, json: JsonOption = False) -> None:
     """Show what is in a gallery."""
     with errors_shown():

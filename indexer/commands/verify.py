@@ -31,7 +31,9 @@ from indexer.commands.options import (
 app = typer.Typer()
 
 
-@app.command(epilog="Example: kinlens-index verify shop/gallery --bundle shop/bundle --sample 500")
+@app.command(
+    epilog="Example: kinlens-index verify galleries/shop --bundle bundles/shop --sample 500"
+)
 def verify(
     gallery: GalleryArgument,
     bundle: Annotated[

@@ -202,7 +202,8 @@ async def _run(
             vectors[query.sha256] = vector
             begun.outcomes.append(await pool.run(work, patient=True))
         if isinstance(gallery, Gallery):
-            fit = partial(gallery.calibrate_golden, labelled(queries, vectors))
+            known = partial(labelled, gallery, queries, vectors)
+            fit = partial(gallery.calibrate_golden, known)
             await pool.run(fit, patient=True)
     return begun.report(threshold_of(model.calibration) if min_score is None else min_score)
 

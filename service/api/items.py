@@ -319,7 +319,7 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
 async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswer:
     """Bring back items that were removed in the last day, as they were, under new ids.
 
-    Omitted are keys that a new item has, and items that `POST .../compact` has erased since.
+    Keys that a new item has, and items that `POST .../compact` has erased, are skipped.
     """
     sent = await read_model(request, RestoreItems)
     done = await runtime.items.restore(name, sent.keys)
@@ -432,13 +432,13 @@ def _of_product(product: str | None, item: NewItem) -> NewItem:
 
 def _with_attributes(key: str, data: bytes, text: str) -> NewItem:
     try:
-        given = parse_json(text.encode() or b"{}")
+        given = parse_json(text.encode() or b"null")
         if given is None:
             return NewItem(key, data, keeps=True)
         return NewItem(key, data, _ATTRIBUTES.validate_python(given))
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
-        reason = fault_text(found, path_of(found["loc"]) or "the value")
+        reason = fault_text(found, path_of(found["loc"]) or "the value").split(";")[0]
     except (ValueError, InvalidParameterError) as error:
         reason = str(error)
     fault = InvalidParameterError(

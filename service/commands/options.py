@@ -79,6 +79,8 @@ def make_state(folder: Path | None) -> None:
     """Make the folder of --state, if there is one, and write there. Raises: StateError."""
     if folder is None:
         return
+    if folder.exists() and not folder.is_dir():
+        raise StateError(f"state = {folder} is not a folder. Name another one.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

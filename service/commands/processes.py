@@ -41,7 +41,7 @@ _BEAT_S = 1.0
 _TICKS_PER_BEAT = 10  # uvicorn ticks every 0.1 s
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
-_DOUBLINGS = 16  # beyond the longest pause; a power without a limit is no number in the end
+_DOUBLINGS = 16  # more than the longest pause needs; caps the exponent, so it cannot overflow
 _STABLE_S = 60.0
 
 

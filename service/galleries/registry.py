@@ -430,8 +430,8 @@ class Registry:
         served = Served(gallery, model, location, lambda: self._close(location, gallery))
         old = self._served.get(location.name)
         self._served = self._served | {location.name: served}
-        if location.managed and isinstance(gallery, IndexedGallery):
-            gallery.compact_in_background()
+        if isinstance(gallery, IndexedGallery):
+            gallery.compact_in_background(only_calibrate=not location.managed)
         if old is not None:
             old.give_back()
 

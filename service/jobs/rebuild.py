@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from indexer.golden import (
     GoldenSet,
     change,
     embedded,
+    labelled,
     threshold_of,
 )
 from indexer.ingest.rebuild import Follower, ReadImage, adopt, missing_since, rebuild, swap_in
@@ -246,6 +248,8 @@ def replace_model(
         context.at("compare old and new", indexed)
         questions = choose(old)
         with contextlib.closing(Gallery.open(candidate, verify_hashes=False)) as new:
+            if (known_by := old.calibration()) is not None and known_by.is_chosen:
+                new.calibrate(known_by.product)
             found = compare(old, new, params.class_attribute, asked=questions.keys)
             verdict = judge(found, gate, questions.clause)
             verdict = _judged_by_golden(context, follower, new, questions, gate, verdict)
@@ -278,10 +282,10 @@ def _judged_by_golden(
             why = "the new model may have been trained on all of it"
         return replace(otherwise, note=f"The golden set was not asked: {why}.")
     old = OnnxEmbedder.open(plan.old_bundle, plan.session, ANY_SIZE)
-    before, after = (
-        Asked.of(gallery, queries, embedded(golden, queries, embedder))
-        for gallery, embedder in ((follower.gallery, old), (new, follower.embedder))
-    )
+    before = Asked.of(follower.gallery, queries, embedded(golden, queries, old))
+    vectors = embedded(golden, queries, follower.embedder)
+    after = Asked.of(new, queries, vectors)
+    new.calibrate_golden(partial(labelled, new, queries, vectors))
     thresholds = [threshold_of(one.calibration) for one in (old, follower.embedder)]
     found = change(before, after, *thresholds)
     context.tell(golden=found.model_dump(mode="json"))

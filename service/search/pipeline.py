@@ -27,8 +27,9 @@ from embedder.errors import (
 )
 from embedder.types import Embeddings, Hit, ItemId
 from indexer.calibration import Calibrated, Shares, choose
+from indexer.filters.tree import Equals
 from indexer.gallery import MilvusStore
-from indexer.types import Facet, Group, SearchOptions, combined_query
+from indexer.types import Facet, Group, SearchOptions, VectorStore, combined_query
 from service.concurrency import DaemonThreads, too_late, within
 from service.encoding.cache import Cache, Lookup, answer_key
 from service.encoding.lanes import Decoder, Lanes
@@ -348,6 +349,8 @@ def find(
     hits = ranked = found[: query.k]
     shares = none = None
     if not isinstance(calibrated, str):
+        if not query.views and not _has_more(gallery, calibrated.product, exclude):
+            prior = 1.0
         plain = replace(query, grouping=None)
         best = found if is_whole else _search(gallery, plain, targets, CANDIDATES, whole)[0]
         shown = [*ranked, *(hit for group in groups or () for hit in group.hits)]
@@ -355,15 +358,12 @@ def find(
         by = "" if query.grouping is None else query.grouping.by
         if (least := query.min_probability) is not None:
             hits = [hit for hit in ranked if shares.of(hit) >= least]
-            groups = groups and [
-                replace(group, hits=[hit for hit in group.hits if shares.of(hit) >= least])
-                for group in groups
-                if shares.of_group(group, by) >= least
-            ]
+            groups = groups and [one for one in groups if shares.of_group(one, by) >= least]
         none = shares.of_none(hits, groups, by)
     match = bool(hits or groups)
     if not match and query.offset:  # past the end of what matches?
-        first = replace(query, k=1, offset=0, facets=())
+        few = 1 if query.min_probability is None else CANDIDATES
+        first = replace(query, k=few, offset=0, facets=())
         match = find(served, first, vectors, calibrated, prior, abandoned).match
     counts = gallery.facets(query.facets, targets, asked) if query.facets else {}
     measurable = ranked if groups is None and views is None else None
@@ -440,6 +440,18 @@ def _targets(
     disliked = np.asarray(stored[len(positives) :], dtype=np.float32)
     exclude = frozenset(item.id for item in gallery.stored(keys).values())
     return combined_query(liked, disliked)[np.newaxis], exclude
+
+
+def _has_more(gallery: VectorStore, product: str, liked: frozenset[int]) -> bool:
+    """Whether the products of these items, which are no answer themselves, have other items."""
+    for item in (gallery.item(number) for number in liked):
+        value = item.attributes.get(product)
+        if value is not None:
+            same = Equals(product, value)
+            own = sum(same.matches(gallery.item(number).attributes) for number in liked)
+            if gallery.page(0, 1, same).total > own:
+                return True
+    return False
 
 
 def calibrated_by(served: Served) -> Calibrated | str:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import floor
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -153,8 +154,8 @@ class HitRenderer:
             {
                 "id": hit.id,
                 "key": hit.key,
-                "score": hit.score,
-                "probability": None if shares is None else _rounded(shares.of(hit)),
+                "score": _floored(hit.score, 6),
+                "probability": None if shares is None else _floored(shares.of(hit), 4),
                 "attributes": hit.attributes,
                 "image": f"{self.prefix}{hit.id}{self.suffix}",
             }
@@ -168,16 +169,18 @@ class HitRenderer:
         return [
             {
                 "value": group.value,
-                "score": group.score,
-                "probability": None if shares is None else _rounded(shares.of_group(group, by)),
+                "score": _floored(group.score, 6),
+                "probability": None if shares is None else _floored(shares.of_group(group, by), 4),
                 "hits": self.hits(group.hits, shares),
             }
             for group in groups
         ]
 
 
-def _rounded(probability: float) -> float:
-    return round(probability, 4)
+def _floored(value: float, digits: int) -> float:
+    """Down, so probabilities sum to at most 1, and a score is a `min_score` that its hit passes."""
+    scale = 10.0**digits
+    return floor(value * scale + 1e-6) / scale
 
 
 def encode_results(
@@ -208,7 +211,7 @@ def encode_results(
     results: dict[str, Any] = {
         "count": count,
         "match": match,
-        "no_match_probability": None if none is None else _rounded(none),
+        "no_match_probability": None if none is None else _floored(none, 4),
         "hits": shown,
         "groups": grouped,
     }

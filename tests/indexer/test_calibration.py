@@ -169,7 +169,7 @@ def test_items_that_get_their_product_later_are_calibrated(make: Callable[..., G
     ("products", "views", "reason"),
     [
         (15, 6, "It has 15 products; at least 16 are needed"),
-        (60, 1, "It has 1.0 images of a product; its items can search for each other with 3"),
+        (60, 1, "It has 1.0 images of a product; its items can search for each other if each"),
         (60, 2, "It has 2.0 images of a product"),
     ],
 )
@@ -244,7 +244,7 @@ def test_golden_photos_come_first_and_products_that_are_absent_count(
     queries = [
         (fresh[n, v], f"p{n}", right(n) if n < 60 else None) for n in range(90) for v in range(3)
     ]
-    gallery.calibrate_golden(queries)
+    gallery.calibrate_golden(lambda _: queries)
     found = usable(gallery)
     assert found.source == "golden"
     assert found.fit is not None
@@ -259,7 +259,7 @@ def test_golden_photos_come_first_and_products_that_are_absent_count(
         (queries[:45], "has 15 products; at least 16"),
         (queries[:48], "at least 50 and 100 are needed"),
     ):
-        gallery.calibrate_golden(some)
+        gallery.calibrate_golden(lambda _, some=some: some)
         few = gallery.calibration()
         assert few is not None
         assert reason in str(few.golden)
@@ -270,15 +270,74 @@ def test_a_golden_curve_is_of_the_gallery_that_it_was_run_on(make: Callable[...,
     fresh = photos(60, 4, seed=1)
 
     queries = [(fresh[n, v], f"p{n}", right(n)) for n in range(60) for v in range(4)]
-    gallery.calibrate_golden(queries)
+    gallery.calibrate_golden(lambda _: queries)
     assert usable(gallery).source == "golden"
     gallery.add(entries(photos(100, 4)))  # the sixty and forty others
-    gallery.calibrate()
+    gallery.calibrate_if_outdated()
     found = usable(gallery)
     assert found.source == "gallery"
-    assert "run when the gallery had 240 items, now it has 400" in str(found.reason)
-    gallery.calibrate_golden(queries)
+    assert "run when the gallery had other items. Run it again" in str(found.reason)
+    gallery.calibrate_golden(lambda _: queries)
     assert usable(gallery).source == "golden"
+    gallery.remove(one.key for one in entries(photos(30, 4)))
+    gallery.add(entries(photos(130, 4))[400:])  # as many items as before, a third of them new
+    gallery.calibrate_if_outdated()
+    assert usable(gallery).source == "gallery"
+
+
+def test_products_with_different_numbers_of_images_are_asked_for_equally_often(
+    make: Callable[..., Gallery],
+) -> None:
+    """A product of one image cannot search, and customers ask for it as often as for the others."""
+    vectors = photos(160, 12)
+    gallery = make(vectors[:, :1])
+    gallery.add(entries(vectors[:40]))
+    gallery.compact()
+    fresh = photos(160, 4, seed=1)
+    names: list[str | None] = [f"p{n}" for n in range(160) for _ in range(4)]
+    said, true = asked(gallery, fresh.reshape(-1, DIM), names, 0.0)
+    assert said.mean() == pytest.approx(true.mean(), abs=0.07)
+    rare = np.arange(len(said)) >= 40 * 4
+    assert said[rare].mean() == pytest.approx(true[rare].mean(), abs=0.12)
+    bundle = gallery.calibration()
+    assert bundle is not None
+    alone = bundle.model_copy(update={"gallery": "none"})
+    assert "far more or fewer than the average of 3.8" in str(choose(alone, BUNDLE, None))
+
+
+def test_a_gallery_that_names_few_of_its_products_has_no_probabilities(
+    make: Callable[..., Gallery],
+) -> None:
+    gallery = make(photos(60, 8))
+    gallery.calibrate()
+    assert usable(gallery).source == "gallery"
+    gallery.update({f"{p}/{v}": {"product": None} for p in range(60) for v in range(0, 8, 4)})
+    gallery.calibrate()
+    said = choose(gallery.calibration(), BUNDLE, None)
+    assert "360 of 480 items have the attribute `product`" in str(said)
+    assert "at least 95% are needed" in str(said)
+
+
+def test_searches_that_are_always_right_fit_nothing(make: Callable[..., Gallery]) -> None:
+    gallery = make(photos(40, 16, noise=0.03))
+    gallery.calibrate()
+    said = choose(gallery.calibration(), None, None)
+    assert "and 0 wrong hits among the ten best" in str(said)
+    assert "Add products that look alike" in str(said)
+
+
+def test_the_attribute_of_a_product_replaces_that_of_its_folder(
+    make: Callable[..., Gallery],
+) -> None:
+    gallery = make(photos(40, 4), attribute="class")
+    gallery.calibrate()
+    assert usable(gallery).product == "class"
+    gallery.update({f"{p}/{v}": {"product": f"p{p}"} for p in range(40) for v in range(4)})
+    gallery.compact()
+    assert usable(gallery).product == "product"
+    gallery.calibrate("class")  # the owner knows better
+    gallery.compact()
+    assert usable(gallery).product == "class"
 
 
 def test_what_two_processes_fit_at_the_same_time_is_kept(make: Callable[..., Gallery]) -> None:
@@ -294,7 +353,7 @@ def test_what_two_processes_fit_at_the_same_time_is_kept(make: Callable[..., Gal
         other.calibrate()
 
     with contextlib.closing(other):
-        found = gallery.calibrate_golden(queries())
+        found = gallery.calibrate_golden(lambda _: queries())
     assert isinstance(found.golden, Fit)
     assert isinstance(found.gallery, Fit)
     assert found.items == 280
@@ -364,7 +423,9 @@ def test_an_empty_gallery_has_nothing_that_is_right() -> None:
 
 
 def test_what_was_written_is_read_again() -> None:
-    fit = Fit(curve=CURVE, items=100, searches=200, wrong_hits=300, errors=(0.01, 0.02))
-    known = GalleryCalibration(items=9, product="class", products=3, labelled=9, gallery=fit)
+    fit = Fit(curve=CURVE, items=100, last=100, searches=200, wrong_hits=300, errors=(0.01, 0.02))
+    known = GalleryCalibration(
+        items=9, last=9, product="class", products=3, labelled=9, gallery=fit
+    )
     assert GalleryCalibration.model_validate_json(known.model_dump_json()) == known
     assert known.views == 3

@@ -43,7 +43,9 @@ def test_a_calibrated_gallery_says_how_likely_each_answer_is_right(
 ) -> None:
     ask = ("search", built, "--image", shop / "f.gif", "--bundle", "b", "-k", "2")
     assert printed(run(*ask, "--json"))["probabilities"] is None
-    known = GalleryCalibration(items=6, product="class", products=3, labelled=6, gallery="few")
+    known = GalleryCalibration(
+        items=6, last=6, product="class", products=3, labelled=6, even=1, gallery="few"
+    )
     monkeypatch.setattr(Gallery, "calibration", lambda _: known)
     curve = CALIBRATION.model_copy(
         update={"curves": (CALIBRATION.curves[0].model_copy(update={"products": 3}),)}

@@ -1,8 +1,9 @@
 """The blocks of README.md and docs/ as somebody types them, page by page, in one folder.
 
 Each block of commands or Python runs, unless a comment before it says why it cannot:
-`<!-- not run: REASON -->`. Only the training is shortened, and the places of the shop, of the state
-folder and of the service are those of the test.
+`<!-- not run: REASON -->`. Left out are benchmarks.md and results.md, whose commands take hours.
+Only the training is shortened, and the places of the shop, of the state folder and of the service
+are those of the test.
 """
 
 import contextlib
@@ -69,7 +70,6 @@ SHORTER = {
         )
         for word in ("--set", setting)
     ],
-    "export": ["--map"],
 }
 
 

@@ -93,15 +93,17 @@ def verdict_of(result: Result) -> str:
     A gain within its interval is chance as far as anybody can tell, so it counts as none.
     """
     parts: dict[str, list[str]] = {"worse": [], "no gain": [], "gain": []}
+    chance = ""
     for part, (model, began, found) in _held_out(result).items():
         low, high = (found.get(name, model - began) for name in GAIN)
+        chance = " beyond chance" if found.keys() >= {*GAIN} else ""
         parts["worse" if high < 0 else "gain" if low > 0 else "no gain"].append(part)
     cure = "keep the bundle that it went on from"
     if result.began_with == UNTRAINED:
         cure = "export the trunk itself with `kinlens-train export RUN --trunk`"
     for kind, says in (
         ("worse", f"Worse: the model answers worse than {result.began_with}"),
-        ("no gain", f"No gain: the model is not better than {result.began_with} beyond chance"),
+        ("no gain", f"No gain: the model is not better than {result.began_with}{chance}"),
     ):
         if parts[kind]:
             return (
@@ -110,7 +112,7 @@ def verdict_of(result: Result) -> str:
             )
     if parts["gain"]:
         return (
-            f"Gain: the model is better than {result.began_with} beyond chance on the "
+            f"Gain: the model is better than {result.began_with}{chance} on the "
             f"{' and the '.join(parts['gain'])} classes."
         )
     return ""

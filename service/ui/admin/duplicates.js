@@ -64,10 +64,11 @@ function action(text, key, testId, extra = "") {
   return button;
 }
 
-function buttonsOf({ key }, items, group) {
+// One at a time where the items name different products: one of them may be right.
+function buttonsOf({ key }, items, group, areOne) {
   const drop = action("Delete", key, "near-delete", "danger");
   drop.addEventListener("click", () => remove([key], drop, group));
-  if (items.length === 2) return [drop];
+  if (items.length === 2 || !areOne) return [drop];
   const only = action("Keep only this", key, "near-only");
   only.addEventListener("click", () => {
     const shown = [...group.querySelectorAll("li")].map(({ dataset }) => dataset.key);
@@ -101,10 +102,14 @@ function crowdOf({ items, examples, detail }) {
   return listOf(rows, "near-crowd", `${plural(items, "item")} that look alike`, element("p", { className: "verdict attention", textContent: detail }));
 }
 
-function groupOf(items, canDelete) {
-  const group = listOf([], "near-group", plural(items.length, "item"));
+function groupOf(items, canDelete, product) {
+  const named = items.map(({ attributes }) => attributes[product]).filter((value) => value !== undefined);
+  const areOne = new Set(named).size < 2;
+  const text = `These items have different values of ${product}: look whether they are one product.`;
+  const note = areOne ? [] : [element("p", { className: "verdict attention", textContent: text })];
+  const group = listOf([], "near-group", plural(items.length, "item"), ...note);
   group.lastChild.append(...items.map((item) => {
-    const buttons = canDelete ? [element("div", { className: "near-buttons" }, ...buttonsOf(item, items, group))] : [];
+    const buttons = canDelete ? [element("div", { className: "near-buttons" }, ...buttonsOf(item, items, group, areOne))] : [];
     return rowOf(item, ...facts(item), ...buttons);
   }));
   return group;
@@ -129,7 +134,7 @@ async function look() {
     if (about !== name) return;
     ui["duplicates-warning"].hidden = answer.warning === null;
     ui["duplicates-warning"].textContent = answer.warning ?? "";
-    const groups = answer.groups.map((items) => groupOf(items, answer.warning === null));
+    const groups = answer.groups.map((items) => groupOf(items, answer.warning === null, answer.floor.attribute));
     ui.duplicates.replaceChildren(...answer.crowds.map(crowdOf), ...groups);
     text = textOf(answer);
   } finally {

@@ -125,15 +125,16 @@ export function reportNodes(report) {
 const MODEL_JOBS = ["rebuild", "train"];
 const REPLACING = [...MODEL_JOBS, "swap"];
 
-// `jobs`, newest first, each with `waits`: whether what it made can be put in place by hand. A newer
-// replacement of the same gallery makes an older one obsolete.
+// `jobs`, newest first, each with `waits`: whether what it made can be put in place by hand; and with
+// `isStale`: whether a newer replacement of the same gallery has made it obsolete.
 export function withWaiting(jobs) {
   const replaced = new Set();
   return jobs.map((job) => {
     const { kind, gallery, state, report } = job;
     const isMade = MODEL_JOBS.includes(kind) && state === "succeeded" && report?.swapped === false;
-    const waits = isMade && !replaced.has(gallery);
+    const isStale = isMade && replaced.has(gallery);
+    const waits = isMade && !isStale;
     if (REPLACING.includes(kind) && state === "succeeded") replaced.add(gallery);
-    return { ...job, waits };
+    return { ...job, waits, isStale };
   });
 }

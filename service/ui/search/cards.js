@@ -144,9 +144,9 @@ function others(group, hits, handlers) {
 // The service sends GROUP_SIZE pictures of a group at most.
 const countText = (count, noun) => (count < GROUP_SIZE ? plural(count, noun) : `${count}+ ${noun}s`);
 
-// The best picture of a group; `group` is {value, view, hits}, best first.
+// The best picture of a group; `group` is {value, probability, view, hits}, best first.
 export function groupCard(group, handlers) {
-  const best = { ...group.hits[0], view: group.view };
+  const best = { ...group.hits[0], view: group.view, probability: group.probability };
   const value = group.value === null ? "none" : valueText(group.value);
   const badge = element("span", { className: "group-badge", textContent: value });
   badge.dataset.testid = "group-value";

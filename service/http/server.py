@@ -92,10 +92,11 @@ class _WholeAnswers:
 class SharedLimits:
     """What the connections of one server may hold together.
 
-    A connection is idle while no request of it is being answered. Above `max_connections` a new
-    one replaces the longest idle one, so idle connections keep nobody out. Answers wait in memory
-    until their clients read them; above `max_unread_bytes` the one that waits longest is cut off,
-    so clients that do not read cost a bounded amount of memory.
+    A connection is idle while it waits for its client: for a request, the rest of a body, or until
+    an answer is read. Above `max_connections` a new one replaces the longest idle one, so idle
+    connections keep nobody out. Answers wait in memory until their clients read them; above
+    `max_unread_bytes` the one that waits longest is cut off, so clients that do not read cost a
+    bounded amount of memory.
     """
 
     def __init__(self, max_connections: int, max_unread_bytes: int) -> None:
@@ -112,7 +113,10 @@ class SharedLimits:
             oldest = next(iter(self._idle))
             self.end_idle(oldest)
             oldest.connections.discard(oldest)
-            oldest.transport.close()
+            if oldest.transport.get_write_buffer_size():
+                oldest.transport.abort()  # it would stay open until its client has read
+            else:
+                oldest.transport.close()
 
     def end_idle(self, connection: "GuardedProtocol") -> None:
         """`connection` is not idle any more."""
@@ -200,7 +204,6 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             self.transport.abort()
             return
-        self.limits.end_idle(self)
         self.scope["state"]["connection"] = self.connection
         super().on_headers_complete()
 
@@ -212,7 +215,21 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """All of a request has arrived."""
         self._unused_bytes = 0
+        if not self.flow.write_paused:
+            self.limits.end_idle(self)
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Begin to answer once the client has read the last answer; else this one would wait in
+        memory, and nobody would count its bytes.
+        """
+
+        async def after_reading(*arguments: Any) -> None:
+            await self.flow.drain()
+            if not cycle.disconnected:
+                await app(*arguments)
+
+        super()._start_asgi_task(cycle, after_reading if self.flow.write_paused else app)
 
     def on_response_complete(self) -> None:
         """Let the wait for a next request be that of kept-alive connections."""
@@ -226,12 +243,15 @@ class GuardedProtocol(HttpToolsProtocol):
         """The client reads too slowly for what is sent; wait for it for a while."""
         super().pause_writing()
         self.limits.begin_unread(self, self.transport.get_write_buffer_size())
+        self.limits.begin_idle(self)
         self._watch_reader()
 
     def resume_writing(self) -> None:
         """The client has read."""
         super().resume_writing()
         self.limits.end_unread(self)
+        if not self.is_idle and not self.cycle.more_body:
+            self.limits.end_idle(self)
         self._stop_write_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:

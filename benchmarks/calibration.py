@@ -82,7 +82,8 @@ def main() -> None:
                 text = f"{source}, {what}: worst of {len(of_source)} cases, {missed} above"
                 verdict(text, worst, target, at_most=True)
     if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        lines = ",\n".join(map(json.dumps, rows))
+        asked.json.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 FIGURES = ("error_best", "said_best", "true_best", "error_ten", "said_ten", "true_ten")

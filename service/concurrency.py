@@ -25,13 +25,17 @@ _CLOSE_S = 1.0
 class DaemonThreads:
     """Up to `count` threads that run calls in order, urgent ones first.
 
-    Unlike the threads of an executor they end with the process, even in the middle of a call.
+    Unlike the threads of an executor they end with the process, even in the middle of a call. A
+    call that runs for more than `overdue_s` seconds, such as a read from a disk that is away, costs
+    its thread and no other: it does not count any more, and its thread ends with it.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, overdue_s: float = math.inf) -> None:
         self._name = name
         self._count = count
+        self._overdue_s = overdue_s
         self._threads: list[threading.Thread] = []
+        self._running: dict[threading.Thread, float] = {}  # since when
         self._waiting: OrderedDict[Future[Any], Callable[[], Any]] = OrderedDict()
         self._changed = threading.Condition()
         self._closed = False
@@ -53,6 +57,7 @@ class DaemonThreads:
             self._waiting[future] = lambda: context.run(work)
             if urgent:
                 self._waiting.move_to_end(future, last=False)
+            self._let_go_of_overdue()
             if len(self._threads) < self._count:
                 self._start_thread()
             self._changed.notify()
@@ -71,21 +76,29 @@ class DaemonThreads:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
+    def _let_go_of_overdue(self) -> None:
+        due = time.monotonic() - self._overdue_s
+        for thread, since in self._running.items():
+            if since < due and thread in self._threads:
+                self._threads.remove(thread)
+
     def _start_thread(self) -> None:
-        name = f"kinlens-{self._name}-{len(self._threads)}"
+        name = f"kinlens-{self._name}"
         self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
         self._threads[-1].start()
 
     def _serve(self) -> None:
-        while self._call_next():
+        own = threading.current_thread()
+        while own in self._threads and self._call_next(own):
             pass
 
-    def _call_next(self) -> bool:
+    def _call_next(self, own: threading.Thread) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
                 return False
             future, work = self._waiting.popitem(last=False)
+            self._running[own] = time.monotonic()
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(work())
@@ -93,6 +106,8 @@ class DaemonThreads:
                 future.set_exception(error)
             finally:
                 del future, work  # the traceback of an error would keep them
+        with self._changed:
+            del self._running[own]
         return True
 
     def _forget(self, future: Future[Any]) -> None:
@@ -123,14 +138,17 @@ class BoundedPool:
     """`workers` threads and at most `queue_size` calls waiting for one.
 
     A cancelled call that has not started is dropped; one that runs keeps its place until it ends.
+    One that runs for more than `overdue_s` seconds keeps its place, but none of the `workers`.
     """
 
-    def __init__(self, name: str, workers: int, queue_size: int) -> None:
+    def __init__(
+        self, name: str, workers: int, queue_size: int, overdue_s: float = math.inf
+    ) -> None:
         self._name = name
         self._limit = workers + queue_size
         self._places = threading.BoundedSemaphore(self._limit)
         self._urgent_places = threading.BoundedSemaphore(self._limit)
-        self._threads = DaemonThreads(name, workers)
+        self._threads = DaemonThreads(name, workers, overdue_s)
 
     @property
     def waiting(self) -> int:
@@ -189,6 +207,10 @@ class OwnThreads:
     def __init__(self, name: str) -> None:
         self._name = name
         self._running: dict[object, Future[Any]] = {}
+
+    def is_running(self, key: object) -> bool:
+        """Whether a call for `key` is under way."""
+        return key in self._running
 
     async def run(self, key: object, work: Callable[[], T], limit_s: float | None) -> T:
         """The result of `work`, or of the call for `key` that is under way. Belongs to one event

@@ -99,7 +99,10 @@ class Health:
                 if served.model.bundle_id not in fit:
                     return "not searched, since the model failed", _UNKNOWN
                 check = functools.partial(probe, served.gallery, served.model)
-                version, is_searchable = await self._threads.run(served, check, self._timeout_s)
+                # One that an earlier check gave up is not waited for again: an orchestrator waits
+                # for this answer, and other galleries are well.
+                limit_s = 0.0 if self._threads.is_running(served) else self._timeout_s
+                version, is_searchable = await self._threads.run(served, check, limit_s)
         except GalleryNotFoundError:
             return _GONE, _UNKNOWN
         except Exception as error:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from service.galleries.items import Items
 from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
 from service.galleries.managed import ManagedGalleries
 from service.galleries.pictures import Sweeper
-from service.galleries.registry import Registry
+from service.galleries.registry import Registry, Served
 from service.galleries.renditions import Renditions
 from service.health import Health
 from service.jobs.manager import JobManager
@@ -93,12 +94,17 @@ class Runtime:
         for warning in missing_image_roots(self.galleries):
             structlog.get_logger().warning("image root is missing", detail=warning)
 
-    async def read(self, what: str, work: Callable[[], T], pool: str = "file") -> T:
-        """What `work` reads, in a thread of this pool.
+    async def read(
+        self, what: str, work: Callable[[], T], pool: str = "file", served: Served | None = None
+    ) -> T:
+        """What `work` reads, in a thread of this pool; from the gallery `served`, if it is given.
 
         Raises: DeadlineExceededError, OverloadedError, what `work` raises.
         """
         limit_s = self.settings.request_timeout_ms / 1e3
+        if served is not None:
+            served.refuse_if_hanging(limit_s)
+            work = partial(served.watched, work)
         async with within(limit_s, f"Reading {what}"):
             return await self.pools[pool].run(work)
 
@@ -187,7 +193,8 @@ def _log_sandbox(layers: Sequence[Layer]) -> None:
 
 def _create_lanes(settings: Settings) -> Lanes:
     limits = settings.decode_isolation, settings.decode_memory_mb, settings.decode_timeout_ms / 1e3
-    return Lanes([create_decoder(*limits) for _ in range(settings.lanes)], settings.queue_size)
+    make = partial(create_decoder, *limits)
+    return Lanes(make, settings.lanes, settings.queue_size, settings.request_timeout_ms / 1e3)
 
 
 def _create_renditions(settings: Settings, lanes: Lanes) -> Renditions:
@@ -203,7 +210,7 @@ def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
         "body": BoundedPool("body", _BODY_READERS, settings.queue_size),
         "lookup": BoundedPool("lookup", settings.lanes, waiting),
         "write": BoundedPool("write", _WRITERS, settings.queue_size),
-        "file": BoundedPool("file", settings.lanes, waiting),
+        "file": BoundedPool("file", settings.lanes, waiting, settings.request_timeout_ms / 1e3),
         "filter": BoundedPool("filter", 1, settings.queue_size),
         "feedback": BoundedPool("feedback", 1, settings.queue_size),
     }

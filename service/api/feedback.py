@@ -1,6 +1,7 @@
 """Feedback over HTTP: what a user made of an item of an answer, and all of it for the operator."""
 
 import hashlib
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
@@ -73,7 +74,8 @@ async def feedback(runtime: Service, request: Request) -> None:
     said, image = await _read(request, runtime)
     question = store.question(said.answer_id)
     async with runtime.registry.find(question.gallery) as served:
-        stored = await runtime.read("the item", lambda: served.gallery.stored([said.item]))
+        read = partial(served.gallery.stored, [said.item])
+        stored = await runtime.read("the item", read, served=served)
     if said.item not in stored:
         raise errors.ItemNotFoundError(
             f"Gallery {question.gallery} has no item {said.item[:200]!r}. Send the key of an item "

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Annotated, Any
 
@@ -96,7 +97,8 @@ async def galleries(runtime: Service) -> Galleries:
 async def gallery(runtime: Service, name: str) -> GalleryDetail:
     """A gallery with its attributes, for filters, its index and its calibration."""
     async with runtime.registry.find(name) as served:
-        detail = await runtime.read("the gallery", lambda: _detail(served, runtime.settings))
+        read = partial(_detail, served, runtime.settings)
+        detail = await runtime.read("the gallery", read, served=served)
     detail.feedback = runtime.settings.feedback
     return detail
 

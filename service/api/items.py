@@ -201,11 +201,12 @@ async def items(
 
     To read all while some are added and removed, send the last number of a page as `after`.
     """
+    fitting = await runtime.read("the filter", lambda: where_of(where), "filter") if where else None
     async with runtime.registry.find(name) as served:
         gallery = served.gallery
 
         def read() -> ItemPage:
-            above, fitting = -1 if after is None else after, where_of(where)
+            above = -1 if after is None else after
             page = gallery.page(offset, limit, fitting, key_prefix, above)
             counts: dict[str, Any] = {}
             if facets:
@@ -221,7 +222,7 @@ async def items(
                 **counts,
             )
 
-        return await runtime.read("the items", read)
+        return await runtime.read("the items", read, served=served)
 
 
 @router.get("/{item_id}", responses=problems(*FAILURES, _UNKNOWN_ITEM), summary="Describe an item")
@@ -229,7 +230,7 @@ async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
     """What is known of one item."""
     async with runtime.registry.find(name) as served:
         gallery = served.gallery
-        found = await runtime.read("the item", lambda: gallery.item(item_id))
+        found = await runtime.read("the item", lambda: gallery.item(item_id), served=served)
         return item_model(name, gallery, found)
 
 
@@ -303,7 +304,7 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
     if sent.keys is not None:
         removed = await runtime.items.remove(name, sent.keys, sent.keep)
     else:
-        where = await runtime.read("the filter", lambda: where_of(sent.filter))
+        where = await runtime.read("the filter", lambda: where_of(sent.filter), "filter")
         if where is None:
             raise errors.FilterError("The filter is empty. To remove all items, send keys.")
         removed = await runtime.items.remove_where(name, where)

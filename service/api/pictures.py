@@ -60,7 +60,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
             if etag in request.headers.get("if-none-match", ""):
                 # It may have been removed.
-                await runtime.read("the picture", lambda: gallery.item(item_id))
+                await runtime.read("the picture", lambda: gallery.item(item_id), served=served)
                 return Response(status_code=304, headers=headers)
             data, media_type = await _picture(runtime, served, item_id, size)
         return Response(data, media_type=media_type, headers=headers)
@@ -79,12 +79,12 @@ async def _picture(
         as_it_is = size is None and is_shown(item.format)
         return item, shown(original(served, item), item.format) if as_it_is else None
 
-    item, picture = await runtime.read("the picture", find)
+    item, picture = await runtime.read("the picture", find, served=served)
     if picture is not None:
         return picture.data, picture.media_type
 
     async def read() -> bytes:
-        return await runtime.read("the picture", lambda: original(served, item))
+        return await runtime.read("the picture", lambda: original(served, item), served=served)
 
     key = f"{served.name}/{gallery.generation}-{item_id}"  # a copied folder has its generation too
     return await runtime.renditions.get(key, read, size), "image/jpeg"

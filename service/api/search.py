@@ -190,7 +190,7 @@ async def _explained(runtime: Runtime, name: str, item_id: int, query: Query) ->
             item = served.gallery.item(item_id)
             return item.key, original(served, item)
 
-        key, picture = await runtime.read("the picture", read)
+        key, picture = await runtime.read("the picture", read, served=served)
         limit_s = runtime.settings.request_timeout_ms / 1e3
         found = await explain(runtime.lanes, served, query, picture, limit_s)
         return ExplainAnswer(
@@ -215,7 +215,7 @@ async def _with_key(runtime: Runtime, query: Query) -> tuple[Query, str]:
     assert number is not None
     async with runtime.registry.find(query.gallery) as served:
         served.check_generation(query.generation)
-        item = await runtime.read("the item", lambda: served.gallery.item(number))
+        item = await runtime.read("the item", lambda: served.gallery.item(number), served=served)
         return replace(query, generation=served.gallery.generation), item.key
 
 

@@ -26,7 +26,7 @@ import typer
 
 from embedder.errors import KinlensError
 from service.app import create_app
-from service.http.server import Server, address_of, config_of, listen
+from service.http.server import Server, address_of, config_of, listen, share_the_interpreter
 from service.observe.logs import configure_logs
 from service.observe.metrics_shared import forget, restarts_counter, shared_folder
 from service.settings import Settings
@@ -263,6 +263,7 @@ def serve_child(settings: Settings, port: int, parent: Connection, metrics: Path
         target=_end_with_parent, args=(parent, server, limit_s, metrics), daemon=True
     )
     watcher.start()
+    share_the_interpreter()
     server.run([listener])
 
 

@@ -10,13 +10,15 @@ crashes is replaced, and its image alone is refused.
 import asyncio
 import contextlib
 import enum
+import math
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
@@ -25,7 +27,7 @@ import structlog
 from numpy.typing import NDArray
 
 import embedder
-from embedder.errors import ImageCostError, SearchError
+from embedder.errors import ImageCostError, OverloadedError, SearchError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits, preprocess, render_jpeg
 from service.concurrency import BoundedPool
@@ -411,13 +413,23 @@ def _too_much_memory(limit: str = "there is") -> ImageCostError:
 
 
 class Lanes:
-    """As many lanes as `decoders`, and at most `queue_size` calls that wait for one."""
+    """`count` lanes, each with a decoder from `make`, and at most `queue_size` calls that wait for
+    one. A lane whose call runs for more than `overdue_s` seconds is replaced by a new one.
+    """
 
-    def __init__(self, decoders: Sequence[Decoder], queue_size: int) -> None:
-        self.count = len(decoders)
-        self._decoders = tuple(decoders)
-        self._idle = list(decoders)
-        self._pool = BoundedPool("search", self.count, queue_size)
+    def __init__(
+        self,
+        make: Callable[[], Decoder],
+        count: int,
+        queue_size: int,
+        overdue_s: float = math.inf,
+    ) -> None:
+        self.count = count
+        self._make = make
+        self._decoders = [make() for _ in range(count)]
+        self._idle = list(self._decoders)
+        self._pool = BoundedPool("search", count, queue_size, overdue_s)
+        self._batches = threading.BoundedSemaphore(max(1, queue_size // 2))
         self._bulk_limits = {kind: asyncio.Semaphore(self.count) for kind in get_args(BulkKind)}
 
     @property
@@ -459,9 +471,20 @@ class Lanes:
         """
         return self._bulk_limits[kind]
 
-    def place(self) -> AbstractContextManager[None]:
-        """One place for all the patient calls of a request. Raises: OverloadedError."""
-        return self._pool.place()
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[None]:
+        """Hold it for all the patient calls of a batch. Batches have places of their own, so they
+        never take those of single searches. Raises: OverloadedError when none is free.
+        """
+        if not self._batches.acquire(blocking=False):
+            raise OverloadedError(
+                "Too many batches are being answered. Try again in a second, or send searches "
+                "one by one."
+            )
+        try:
+            yield
+        finally:
+            self._batches.release()
 
     async def start(self) -> None:
         """Start the decoding processes; work may come before they are up."""
@@ -493,8 +516,16 @@ class Lanes:
         return await self.run(lambda decoder: decoder.render(data, limits, side_px), patient=True)
 
     def _with_decoder(self, work: Callable[[Decoder], T]) -> T:
-        decoder = self._idle.pop()  # there are as many as threads
+        try:
+            decoder = self._idle.pop()
+        except IndexError:  # an overdue call has the decoder of this lane
+            decoder = self._make()
+            self._decoders.append(decoder)
         try:
             return work(decoder)
         finally:
-            self._idle.append(decoder)
+            if len(self._idle) < self.count:
+                self._idle.append(decoder)
+            else:  # that call has ended
+                self._decoders.remove(decoder)
+                decoder.close()

@@ -16,9 +16,12 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 _REHEARSAL_S = 10
+_BY_THE_LAYER = (signal.SIGSYS, signal.SIGSEGV)
+_TASKS = Path("/proc/self/task")
 _NO_NEW_PRIVILEGES = 38
 
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446  # on every architecture
@@ -57,6 +60,7 @@ _ABSENCES = {
     ("landlock", errno.ENOSYS): "The kernel has none. Use Linux 5.13 or newer.",
     ("landlock", errno.EOPNOTSUPP): "The kernel starts without it. Add it to the parameter lsm=.",
     ("landlock", errno.EPERM): "The container forbids it. Allow landlock_* in its seccomp profile.",
+    ("landlock", errno.EBUSY): "A library started a thread before it. Report the packages you use.",
     ("seccomp", errno.ENOSYS): "The kernel has none. Use one with CONFIG_SECCOMP_FILTER.",
     ("seccomp", errno.EINVAL): "The kernel has no filters. Use one with CONFIG_SECCOMP_FILTER.",
     ("seccomp", errno.EPERM): "The container forbids it. Allow seccomp in its seccomp profile.",
@@ -87,7 +91,7 @@ def enter(rehearse: Callable[[], object], names: Sequence[str] | None = None) ->
     A child process enters a layer first and calls `rehearse` there. If that fails the layer is not
     entered: a filter that does not fit the machine, as under emulation, must not end all decoding.
 
-    Raises: TimeoutError if the child takes too long to tell.
+    Raises: TimeoutError if the child takes too long to tell, or was killed from outside.
     """
     return [_entered(name, rehearse) for name in names or _LAYERS]
 
@@ -108,9 +112,13 @@ def _entered(name: str, rehearse: Callable[[], object]) -> Layer:
     if sys.platform != "linux":
         return Layer(name, False, f"{sys.platform} has none. Run the service on Linux.")
     status = _rehearsed(restrict, rehearse)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-        # A machine this busy says nothing about the layer: the service starts another process.
-        raise TimeoutError(f"a small image took more than {_REHEARSAL_S} s in the layer {name}")
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in _BY_THE_LAYER:
+        # A machine this busy, or out of memory, says nothing about the layer: the service starts
+        # another process.
+        raise TimeoutError(
+            f"a small image in the layer {name} was ended by "
+            f"{signal.Signals(os.WTERMSIG(status)).name}; it has {_REHEARSAL_S} s"
+        )
     if status:
         return Layer(
             name, False, "No image can be decoded in it here. Run the service without emulation."
@@ -145,7 +153,11 @@ def landlock_version() -> int:
 
 
 def _landlock() -> None:
-    """Deny every right that this version of Landlock knows. Raises: OSError."""
+    """Deny every right that this version of Landlock knows, to this thread and those that it will
+    start. Raises: OSError.
+    """
+    if _TASKS.is_dir() and len([*_TASKS.iterdir()]) > 1:
+        raise OSError(errno.EBUSY, "another thread runs already, which it would not cover")
     version = landlock_version()
     count = max(count for since, count in _FILE_RIGHTS.items() if since <= version)
     tcp = _TCP_RIGHTS if version >= _TCP_SINCE else 0

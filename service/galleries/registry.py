@@ -27,6 +27,7 @@ from embedder.errors import (
     GalleryNotFoundError,
     ItemNotFoundError,
     KinlensError,
+    OverloadedError,
 )
 from indexer.calibration import Calibrated
 from indexer.gallery import Gallery as IndexedGallery
@@ -78,6 +79,7 @@ class Served:
         self._shared = location.pictures
         self._close = close
         self._users = 1  # whoever serves it
+        self._calls: dict[object, float] = {}  # that read it now, each since when
         self._lock = threading.Lock()
 
     @property
@@ -105,6 +107,26 @@ class Served:
                 f"This link is from version {version[:VERSION_DIGITS]} of gallery {self.name}, "
                 f"which was built again and is at version {current[:VERSION_DIGITS]} now. Search "
                 "again."
+            )
+
+    def watched(self, work: Callable[[], T]) -> T:
+        """Call `work`, which reads the gallery; `refuse_if_hanging` knows how long that takes."""
+        call = object()
+        self._calls[call] = time.monotonic()
+        try:
+            return work()
+        finally:
+            del self._calls[call]
+
+    def refuse_if_hanging(self, limit_s: float) -> None:
+        """Raises: OverloadedError while a call has been reading the gallery for longer than this:
+        its disk is away, and each further call would cost a thread for as long.
+        """
+        longest = time.monotonic() - min(list(self._calls.values()), default=math.inf)
+        if longest > limit_s:
+            raise OverloadedError(
+                f"Gallery {self.name} does not answer: a read has been under way for "
+                f"{longest:.0f} s. Check its disk. Try again when it answers."
             )
 
     def take(self) -> bool:

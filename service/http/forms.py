@@ -76,9 +76,10 @@ def _find(body: bytes, delimiter: bytes, start: int) -> int:
 
 def _part(head: bytes, data: bytes) -> Part:
     disposition = b""
-    for line in head.split(b"\r\n", _MAX_FIELDS):
+    lines = head.split(b"\r\n", _MAX_FIELDS)
+    for line in lines:
         field = _FIELD.fullmatch(line)
-        if field is None:
+        if field is None or len(lines) > _MAX_FIELDS:
             raise _malformed(
                 f"the head of a part is not a list of up to {_MAX_FIELDS} headers, NAME: VALUE"
             )

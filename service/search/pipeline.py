@@ -126,7 +126,7 @@ class Pipeline:
         names = {query.gallery for query in queries if isinstance(query, Query)}
         await asyncio.gather(*(self._registry.refresh_if_unknown(name) for name in names))
         with ExitStack() as leases:
-            leases.enter_context(self._lanes.place())
+            leases.enter_context(self._lanes.batch())
             leases.enter_context(self._metrics.in_flight.track_inprogress())
             leased = {name: self._leased(name, leases) for name in names}
             tasks = [asyncio.create_task(self._outcome(query, leased)) for query in queries]
@@ -168,10 +168,13 @@ class Pipeline:
         may_go_first = not patient and query.where is None and self._lanes.waiting > 0
         # The curve of the last search: to look for a new one is to wait for the disk.
         is_at_hand = may_go_first and self._cache.has(self._key(served, query, served.calibrated))
+        served.refuse_if_hanging(self._limit_s)
         served.take()  # until the lane is done with it, also if nobody waits for that any more
         try:
             return await self._lanes.run(
-                lambda decoder: self._answer(decoder, served, query, abandoned, started),
+                lambda decoder: served.watched(
+                    lambda: self._answer(decoder, served, query, abandoned, started)
+                ),
                 urgent=is_at_hand,
                 patient=patient,
                 after=served.give_back,

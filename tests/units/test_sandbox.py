@@ -136,14 +136,21 @@ def test_a_process_that_replaces_another_enters_the_same_layers_without_a_rehear
         assert decoder.layers == [layer]
 
 
-def test_a_machine_too_busy_to_tell_says_nothing_about_a_layer() -> None:
+@pytest.mark.parametrize(
+    ("rehearse", "ended_by"),
+    [("time.sleep(60)", "SIGALRM"), ("os.kill(os.getpid(), 9)", "SIGKILL")],
+)
+def test_a_machine_too_busy_or_full_to_tell_says_nothing_about_a_layer(
+    rehearse: str, ended_by: str
+) -> None:
     """The process ends, and the service starts another one: none decodes with a layer less."""
     code = (
-        "import time; from service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
-        "sandbox._LAYERS['slow'] = lambda: None; sandbox.enter(lambda: time.sleep(60), ['slow'])"
+        "import os, time; from service.encoding import sandbox; sandbox._REHEARSAL_S = 1; "
+        f"sandbox._LAYERS['slow'] = lambda: None; sandbox.enter(lambda: {rehearse}, ['slow'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "TimeoutError: a small image took more than 1 s in the layer slow" in done.stderr
+    said = f"TimeoutError: a small image in the layer slow was ended by {ended_by}; it has 1 s"
+    assert said in done.stderr
 
 
 def test_every_format_is_decoded_in_all_layers(monkeypatch) -> None:

@@ -3,7 +3,9 @@
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ import pytest
 
 from embedder.bundle import Bundle
 from embedder.session import OnnxEmbedder
-from indexer.types import Entry
+from embedder.types import Hit, ItemId
+from indexer.types import Entry, Item
 from service.app import create_app
 from service.galleries.locations import open_gallery
 from service.settings import Settings
 from tests.support.seams import GalleryManifest, publish_generation
-from tests.support.servers import DEFAULTS, WAIT_S, Running, run
-from tests.support.shops import sha256
+from tests.support.servers import DEFAULTS, WAIT_S, FakeGallery, GatedEmbedder, Running, run
+from tests.support.shops import assert_problem, sha256
 from tests.tiny import encoded, picture
 
 Until = Callable[[Callable[[], bool]], None]
@@ -212,3 +215,84 @@ def test_the_list_names_a_gallery_that_hangs_and_asks_it_once(
         assert len(asked) == 1
     finally:
         held.set()
+
+
+class HangingGallery(FakeGallery):
+    """Answers nothing until `gate` is set."""
+
+    gate: threading.Event
+    started: threading.Semaphore
+
+    def search(self, *arguments: Any) -> list[list[Hit]]:
+        self.wait()
+        return super().search(*arguments)
+
+    def item(self, item_id: ItemId) -> Item:
+        self.wait()
+        return super().item(item_id)
+
+    def wait(self) -> None:
+        self.started.release()
+        assert self.gate.wait(WAIT_S)
+
+
+@pytest.fixture
+def hanging(embedder: GatedEmbedder) -> Iterator[HangingGallery]:
+    gallery = HangingGallery(embedder, PICTURES, name="hung")
+    gallery.gate, gallery.started = threading.Event(), threading.Semaphore(0)
+    yield gallery
+    gallery.gate.set()
+
+
+@pytest.mark.parametrize("path", ["/search?gallery=hung", "/galleries/hung/items/0/image"])
+def test_searches_and_reads_that_hang_leave_their_threads_to_other_galleries(
+    start_service: Callable[..., Running],
+    hanging: HangingGallery,
+    embedder: GatedEmbedder,
+    until: Until,
+    path: str,
+) -> None:
+    galleries = {"hung": hanging, "shop": FakeGallery(embedder, PICTURES)}
+    service = start_service(galleries=galleries, lanes=2, request_timeout_ms=300)
+    client = service.client
+
+    def ask() -> httpx.Response:
+        if "search" not in path:
+            return client.get(path)
+        return client.post(path, content=PICTURES[1], headers={"content-type": "image/png"})
+
+    with ThreadPoolExecutor(2) as clients:
+        late = [clients.submit(ask) for _ in range(2)]
+        for _ in late:
+            hanging.started.acquire()
+        details = [assert_problem(call.result(), 503, "deadline-exceeded") for call in late]
+    assert len(details) == 2  # both lanes, or both readers of files, are in the gallery
+    refused = assert_problem(ask(), 503, "overloaded")
+    assert "Gallery hung does not answer: a read has been under way for" in refused["detail"]
+    assert service.search(PICTURES[2], gallery="shop").status_code == 200
+    assert client.get("/galleries/shop/items/1/image").content == PICTURES[1]
+    assert client.get("/ready").json()["checks"]["model"] == "ok"
+    hanging.gate.set()
+    until(lambda: ask().status_code == 200)
+    for number in range(3):  # as many lanes as before
+        assert service.search(PICTURES[number], gallery="shop").status_code == 200
+    assert service.runtime.lanes.is_alone
+
+
+def test_only_the_first_check_of_readiness_waits_for_a_gallery_that_hangs(
+    start_service: Callable[..., Running], hanging: HangingGallery, embedder: GatedEmbedder
+) -> None:
+    hanging.gate.set()
+    galleries = {"hung": hanging, "shop": FakeGallery(embedder, PICTURES)}
+    service = start_service(galleries=galleries, ready_timeout_ms=1500)
+    hanging.gate.clear()
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        answer = service.client.get("/ready")
+        took.append(time.perf_counter() - started)
+        assert answer.status_code == 200
+        assert answer.json()["checks"]["gallery hung"] == "no result within 1.5 s"
+        time.sleep(1.1)  # a result is kept for a second
+    assert took[0] > 1.4
+    assert max(took[1:]) < took[0] / 2

@@ -253,7 +253,7 @@ def test_a_full_queue_answers_503_with_retry_after_and_recovers(
     assert service.search(pictures[3]).status_code == 200
 
 
-def test_a_batch_has_a_place_in_the_queue_so_that_not_all_bodies_wait_here(
+def test_batches_have_places_of_their_own_so_not_all_bodies_wait_here(
     start_service, embedder, pictures
 ) -> None:
     service = start_service(queue_size=1, lanes=1)
@@ -263,11 +263,13 @@ def test_a_batch_has_a_place_in_the_queue_so_that_not_all_bodies_wait_here(
 
     embedder.gate.clear()
     with ThreadPoolExecutor(2) as clients:
-        held = [clients.submit(batch, pictures[number]) for number in range(2)]
-        until(lambda: in_flight(service) == 2)
+        held = clients.submit(batch, pictures[0])
+        until(lambda: in_flight(service) == 1)
         refused = batch(pictures[2])
+        single = clients.submit(service.search, pictures[1])  # has a place all the same
+        until(lambda: in_flight(service) == 2)
         embedder.gate.set()
-        assert [call.result().status_code for call in held] == [200, 200]
+        assert [held.result().status_code, single.result().status_code] == [200, 200]
     assert_problem(refused, 503, "overloaded")
     assert batch(pictures[2]).status_code == 200
 

@@ -15,6 +15,10 @@ from tests.support.waiting import until
 
 GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LAST = GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+UPLOAD = (
+    b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
+    b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+)
 
 
 def test_a_few_pipelined_requests_are_answered_in_their_order(running_service) -> None:
@@ -120,3 +124,46 @@ def test_few_bodies_wait_to_be_read(start_service) -> None:
         refused = service.search(bytes(2**20))
         assert "body stage" in assert_problem(refused, 503, "overloaded")["detail"]
     assert {call.result().status_code for call in waiting} == {415}
+
+
+def test_a_request_behind_an_unread_answer_is_answered_once_that_was_read(
+    start_service, embedder, pictures, monkeypatch
+) -> None:
+    """Else its answer would wait in memory next to the first one, and nobody would count it."""
+    large = pictures[0] + bytes(16 * 2**20)
+    gallery = FakeGallery(embedder, [large, pictures[1]])
+    service = start_service(galleries={"shop": gallery})
+    asked, item = [], gallery.item
+
+    def recorded(number: int) -> Any:
+        asked.append(number)
+        return item(number)
+
+    monkeypatch.setattr(gallery, "item", recorded)
+    client = service.connect(GET.replace(b"/live", b"/galleries/shop/items/0/image"))
+    answers = client.makefile("rb")
+    assert answers.read(12) == b"HTTP/1.1 200"
+    client.sendall(LAST.replace(b"/live", b"/galleries/shop/items/1/image"))
+    assert service.client.get("/galleries/shop/items/1/image").content == pictures[1]
+    assert asked == [0, 1], "the one behind the answer waits"
+    rest = answers.read()
+    assert len(rest) > len(large)
+    assert rest.endswith(pictures[1])
+
+
+@pytest.mark.parametrize("kind", ["bodies", "answers"])
+def test_connections_that_wait_for_slow_clients_keep_nobody_out(
+    start_service, embedder, pictures, kind: str
+) -> None:
+    gallery = FakeGallery(embedder, [pictures[0] + bytes(8 * 2**20)])
+    service = start_service(galleries={"shop": gallery}, limits={"max_connections": 20})
+    sent = GET.replace(b"/live", b"/galleries/shop/items/0/image")
+    if kind == "bodies":
+        sent = UPLOAD
+    slow = [service.connect(sent) for _ in range(40)]
+    until(lambda: len(service.server.server_state.connections) <= 20)
+    for _ in range(30):
+        fresh = service.connect(LAST)
+        assert fresh.makefile("rb").read().startswith(b"HTTP/1.1 200"), kind
+    for client in slow:
+        client.close()

@@ -153,17 +153,17 @@ def search(
             if like:
                 found = _found_like(store, like, unlike or [], shape)
             elif image and embedder:
-                found = _found(store, options.vector_of(image, embedder), shape)
-            else:
-                found = _found(store, options.read_vectors(vector or Path()), shape)
-            if image and embedder and isinstance(store, Gallery):
                 vectors = options.vector_of(image, embedder)
-                calibrated = choose(
-                    store.calibration(), embedder.calibration, embedder.no_calibration
-                )
+                found = _found(store, vectors, shape)
+                calibrated: Calibrated | str = "Galleries on Milvus are not calibrated"
+                if isinstance(store, Gallery):
+                    known = embedder.calibration, embedder.no_calibration
+                    calibrated = choose(store.calibration(), *known)
                 if not isinstance(calibrated, str):
                     [best] = store.search(vectors, CANDIDATES, SearchOptions(exact=exact))
                     found = _with_probabilities(found, calibrated, prior, best, group_by or "")
+            else:
+                found = _found(store, options.read_vectors(vector or Path()), shape)
         print_report(found, json, *_lines(found))
 
 

@@ -48,7 +48,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             "GET /galleries/shop/feedback?format=xml",
             None,
             "format",
-            "format = 'xml' is no choice; use 'csv' or 'json'.",
+            "format = 'xml' is not a valid choice; use 'csv' or 'json'.",
         ),
         (
             f"GET /jobs/{'a' * 65}",
@@ -104,7 +104,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             "POST /jobs/train",
             {**TRAIN, "more": 1},
             "more",
-            "more is no parameter here; /docs lists them.",
+            "more is not a parameter here; /docs lists them.",
         ),
         (
             "POST /galleries/shop/items/delete",

@@ -67,6 +67,7 @@ def content(path: Path) -> dict[str, Any]:
             "vectors": gallery.vectors([item.id for item in items]).tobytes(),
             "facts": gallery.facts().model_dump(exclude={"generation", "version"}),
             "answers": gallery.search(QUERIES, 10_000),
+            "calibration": gallery.calibration(),
         }
 
 
@@ -116,6 +117,7 @@ def test_a_backup_opens_as_a_gallery_and_is_the_same(shop: Path, tmp_path: Path)
 def test_a_restored_gallery_is_the_same_in_a_generation_of_its_own(
     filled: Path, saved: Path, tmp_path: Path
 ) -> None:
+    assert content(filled)["calibration"] is not None
     assert content(saved) == content(filled)  # to look into a backup does not spoil it
     manifests = [restore(saved, tmp_path / name) for name in ("one", "two")]
     assert content(tmp_path / "one") == content(tmp_path / "two") == content(filled)

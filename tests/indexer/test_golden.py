@@ -24,6 +24,7 @@ from indexer.golden import (
     change,
     threshold_of,
 )
+from indexer.golden import labelled as golden_labels
 from indexer.live.backup import restore
 from tests.embedder.bundles import CALIBRATION
 from tests.indexer.conftest import Run, failure, flipped, printed
@@ -60,6 +61,28 @@ def naive(scores: np.ndarray, is_right: np.ndarray) -> tuple[int, float]:
     order = np.argsort(-lowered)[: is_right.sum()]
     precision = [is_right[order[: i + 1]].mean() for i in range(len(order)) if is_right[order[i]]]
     return rank, sum(precision) / len(order)
+
+
+def test_a_label_by_key_means_the_product_and_lost_items_are_left_out(gallery: Gallery) -> None:
+    vectors, products = stocked(gallery)
+    golden = GoldenSet(gallery.path)
+    one, other = 0, next(n for n in range(1, 400) if products[n] == products[0])
+    stranger = next(n for n in range(1, 400) if products[n] != products[0])
+    labels = [Label(keys=(f"k{one}",)), Label(keys=(f"k{stranger}",)), Label(no_match=True)]
+    labelled(golden, gallery, *labels)
+    gallery.remove([f"k{stranger}"])
+    known = vectors_of(golden, vectors[:3])
+    found = [*golden_labels(gallery, golden.queries(), known, "product")]
+    assert [label for _, label, _ in found] == ["k0", "no match"]
+    assert found[1][2] is None
+    is_right = found[0][2]
+    assert is_right is not None
+    [hits] = gallery.search(vectors[:1], 400)
+    assert (
+        {hit.key for hit in hits if is_right(hit)}
+        == {f"k{n}" for n, product in enumerate(products) if product == products[0]}
+        >= {f"k{one}", f"k{other}"}
+    )
 
 
 def test_figures_are_those_of_a_naive_reference_on_random_vectors(gallery: Gallery) -> None:

@@ -107,6 +107,7 @@ def test_the_model_is_compared_first_and_put_in_place_by_hand(page: Page, shop: 
     assert shop.bundle_id() == shop.new.bundle_id
     page.get_by_test_id("job").nth(1).get_by_role("button").click()
     expect(detail.get_by_test_id("report-gate")).to_be_visible()
+    expect(detail.get_by_test_id("job-step")).to_contain_text("Put in place by a swap")
     expect(detail.get_by_test_id("job-swap")).to_have_count(0)
 
 

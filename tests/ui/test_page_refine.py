@@ -221,6 +221,12 @@ def test_groups_show_their_best_picture_their_count_and_their_others(results: Pa
     expect(results.get_by_test_id("summary")).to_contain_text("4 groups")
     expect(results.get_by_test_id("group-value").first).to_have_text("mug")
     expect(results.get_by_test_id("group-count").first).to_have_text("6 pictures")
+    # Of the group and not of its best picture, or disjoint groups would have more than 100 %.
+    sure = [
+        int(text.rstrip(" %")) for text in results.get_by_test_id("probability").all_inner_texts()
+    ]
+    assert len(sure) == 4
+    assert sum(sure) <= 102
     others = results.get_by_test_id("group-others").first
     others.locator("summary").click()
     expect(others.locator("img")).to_have_count(5)

@@ -23,7 +23,8 @@ export const titleOf = ({ kind, gallery }) => `${KINDS[kind] ?? kind}: ${gallery
 // What it does, or what became of it beyond its state.
 export function stepText(job) {
   if (isRefused(job)) return "The old one stays in place";
-  if (job.isStale) return "A newer job has replaced the gallery since; this one cannot be put in place";
+  if (job.became === "placed") return "Put in place by a swap";
+  if (job.became === "dropped") return "Dropped: a newer job has replaced the gallery since";
   if (job.waits) return "The new one waits to be put in place";
   return job.state === "succeeded" || job.state === "cancelled" ? "" : job.step;
 }

@@ -126,15 +126,17 @@ const MODEL_JOBS = ["rebuild", "train"];
 const REPLACING = [...MODEL_JOBS, "swap"];
 
 // `jobs`, newest first, each with `waits`: whether what it made can be put in place by hand; and with
-// `isStale`: whether a newer replacement of the same gallery has made it obsolete.
+// `became`: "placed" if a swap did that, "dropped" if a newer job replaced the same gallery.
 export function withWaiting(jobs) {
-  const replaced = new Set();
+  const [replaced, placed] = [new Set(), new Set()];
   return jobs.map((job) => {
-    const { kind, gallery, state, report } = job;
+    const { id, kind, gallery, state, report, params } = job;
     const isMade = MODEL_JOBS.includes(kind) && state === "succeeded" && report?.swapped === false;
-    const isStale = isMade && replaced.has(gallery);
-    const waits = isMade && !isStale;
+    const isLate = isMade && (placed.has(id) || replaced.has(gallery));
+    const became = isLate ? (placed.has(id) ? "placed" : "dropped") : null;
+    const waits = isMade && !isLate;
+    if (kind === "swap" && state === "succeeded") placed.add(params.job);
     if (REPLACING.includes(kind) && state === "succeeded") replaced.add(gallery);
-    return { ...job, waits, isStale };
+    return { ...job, waits, became };
   });
 }

@@ -80,7 +80,7 @@ def test_queries_are_labelled_run_kept_and_removed(stocked: Shop, data: list[byt
         ('{"keys": ["k0"], "no_match": true}', "one thing"),
         ('{"value": 3}', "one thing"),
         ('{"keys": "k0"}', "label"),
-        ('{"right": ["k0"]}', "no parameter here"),
+        ('{"right": ["k0"]}', "not a parameter here"),
         ('{"attribute": "product", "value": NaN}', "not valid JSON"),
         ("keys=k0", "not valid JSON"),
         ("[]", "label"),

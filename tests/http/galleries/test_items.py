@@ -69,6 +69,7 @@ def test_a_put_without_attributes_keeps_those_that_are_stored_and_says_so(shop, 
     assert put(data[0]) == ("unchanged", "kept")
     assert put(data[1]) == ("replaced", "kept")
     assert put(data[2], "null") == ("replaced", "kept")
+    assert put(data[0], "") == ("replaced", "kept")  # an empty variable of a script
     assert attributes() == given
     body = {"key": "k", "data": base64_of(data[3])}
     for sent in (body, body | {"attributes": None}):

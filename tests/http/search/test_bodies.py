@@ -119,8 +119,11 @@ def cropped(*crops: Any) -> dict[str, Any]:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no image": ({}, "image is missing"),
     "negatives alone": ({"negatives": ["000.png"]}, "image is missing"),
-    "unknown field": (IMAGES | {"min-score": 1}, "min-score is no parameter"),
-    "unknown in image": ({"images": [{"data": GOOD, "url": "x"}]}, "images[0].url is no parameter"),
+    "unknown field": (IMAGES | {"min-score": 1}, "min-score is not a parameter"),
+    "unknown in image": (
+        {"images": [{"data": GOOD, "url": "x"}]},
+        "images[0].url is not a parameter",
+    ),
     "k true": (IMAGES | {"k": True}, "k = True"),
     "k half": (IMAGES | {"k": 2.5}, "k = 2.5"),
     "k list": (IMAGES | {"k": [1]}, "k = [1]"),

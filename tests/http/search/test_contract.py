@@ -103,7 +103,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
         *(400, "bad-request", "boundary"),
     ),
     "no body": ({}, 415, "unsupported-media-type", "application/json"),
-    "JSON": ({"json": {"image": "abc"}}, *PARAMETER, "image is no parameter"),
+    "JSON": ({"json": {"image": "abc"}}, *PARAMETER, "image is not a parameter"),
     "another host": (sent() | {"headers": {"host": "shop.example"}}, 400, "unknown-host", "shop.e"),
 }
 

@@ -1,5 +1,6 @@
 """What a search answers: thresholds, pages, filters, groups, several images, likes."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,11 @@ import pytest
 from PIL import Image
 
 from embedder.fake import FakeEmbedder
+from indexer.gallery import Gallery
 from tests.support.market import (
+    CALIBRATION,
     COUNT,
+    attributes_of,
     found,
     keys,
     numbers,
@@ -18,7 +22,7 @@ from tests.support.market import (
     text_of,
 )
 from tests.support.servers import render
-from tests.support.shops import assert_problem
+from tests.support.shops import assert_problem, start_shop
 from tests.support.waiting import until
 from tests.tiny import encoded
 
@@ -180,6 +184,29 @@ def test_a_gallery_says_where_its_probabilities_come_from(market) -> None:
     assert "at least 16 are needed" in calibration["reason"]
 
 
+def test_a_gallery_that_was_given_is_calibrated_again_after_changes(tmp_path) -> None:
+    embedder = FakeEmbedder(calibration=CALIBRATION)
+    folder = tmp_path / "given"
+    Gallery.create(folder, name="given", bundle_id=embedder.bundle_id, dim=embedder.dim).close()
+    shop = start_shop(tmp_path / "state", embedder, galleries=(f"given={folder}",))
+
+    def put(*numbers: int) -> None:
+        items = {f"{n:03d}.png": picture(n) for n in numbers}
+        shop.put_form(items, [json.dumps(attributes_of(n)) for n in numbers], "given")
+
+    def products() -> int | None:
+        calibration = shop.gallery("given")["calibration"]
+        return calibration and calibration["products"]
+
+    try:
+        put(*range(COUNT))
+        until(lambda: products() == COUNT // 2)
+        put(*range(COUNT, COUNT + 4))
+        until(lambda: products() == COUNT // 2 + 2)
+    finally:
+        shop.close()
+
+
 def test_min_probability_keeps_exactly_the_likely_hits_at_their_ranks(market) -> None:
     hits = found(market, picture(3), k=COUNT)["hits"]
     groups = found(market, picture(3), k=COUNT, group_by="product")["groups"]
@@ -194,6 +221,31 @@ def test_min_probability_keeps_exactly_the_likely_hits_at_their_ranks(market) ->
         assert [g["value"] for g in some["groups"]] == [
             group["value"] for group in groups if group["probability"] >= least - 5e-5
         ]
+
+
+@pytest.mark.parametrize("combine", ["mean", "best"])
+def test_a_group_that_is_likely_enough_keeps_its_hits(market, combine: str) -> None:
+    asked = {"group_by": "colour", "k": COUNT, "combine": combine}
+    groups = found(market, encoded(render(99)), **asked)["groups"]
+    assert max(hit["probability"] for group in groups for hit in group["hits"]) < max(
+        group["probability"] for group in groups
+    )
+    for least in sorted(group["probability"] for group in groups):
+        some = found(market, encoded(render(99)), min_probability=least, **asked)["groups"]
+        assert some == [group for group in groups if group["probability"] >= least]
+
+
+def test_items_whose_products_have_no_other_item_are_like_nothing(market) -> None:
+    def similar_to(*keys: str) -> dict[str, Any]:
+        answer: dict[str, Any] = post(market, {"positives": keys, "k": COUNT}).json()
+        return answer
+
+    one = similar_to("003.png")
+    assert one["no_match_probability"] < 1
+    assert one["hits"][0]["probability"] > 0
+    both = similar_to("002.png", "003.png")  # all photos of this product
+    assert {hit["probability"] for hit in both["hits"]} == {0}
+    assert both["no_match_probability"] == 1
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ class Runtime:
         limit_s = self.settings.request_timeout_ms / 1e3
         if served is not None:
             served.refuse_if_hanging(limit_s)
-            work = partial(served.watched, work)
+            work = served.reading()(work)
         async with within(limit_s, f"Reading {what}"):
             return await self.pools[pool].run(work)
 

@@ -109,12 +109,13 @@ class Served:
                 "again."
             )
 
-    def watched(self, work: Callable[[], T]) -> T:
-        """Call `work`, which reads the gallery; `refuse_if_hanging` knows how long that takes."""
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around work that reads the gallery; `refuse_if_hanging` knows how long that takes."""
         call = object()
         self._calls[call] = time.monotonic()
         try:
-            return work()
+            yield
         finally:
             del self._calls[call]
 

@@ -172,9 +172,7 @@ class Pipeline:
         served.take()  # until the lane is done with it, also if nobody waits for that any more
         try:
             return await self._lanes.run(
-                lambda decoder: served.watched(
-                    lambda: self._answer(decoder, served, query, abandoned, started)
-                ),
+                lambda decoder: self._answer(decoder, served, query, abandoned, started),
                 urgent=is_at_hand,
                 patient=patient,
                 after=served.give_back,
@@ -196,8 +194,9 @@ class Pipeline:
         self._metrics.observe_stage("queue", waited_s)
         record_wait("queue", waited_s)
         gallery, model = served.gallery, served.model
-        version = gallery.version
-        calibrated = served.calibrated = calibrated_by(served)
+        with served.reading():
+            version = gallery.version
+            calibrated = served.calibrated = calibrated_by(served)
         if query.min_probability is not None and isinstance(calibrated, str):
             raise uncalibrated(query.min_probability, calibrated)
         key = self._key(served, query, calibrated)
@@ -206,7 +205,7 @@ class Pipeline:
         if results is None:
             vectors, stages = self._vectors(decoder, served, query, known, abandoned)
             before = time.perf_counter()
-            with span("search"):
+            with served.reading(), span("search"):
                 found = find(served, query, vectors, calibrated, self._prior, abandoned)
             results = encode_results(
                 HitRenderer.of(served.name, gallery.generation),

@@ -253,7 +253,9 @@ def test_searches_and_reads_that_hang_leave_their_threads_to_other_galleries(
     path: str,
 ) -> None:
     galleries = {"hung": hanging, "shop": FakeGallery(embedder, PICTURES)}
-    service = start_service(galleries=galleries, lanes=2, request_timeout_ms=300)
+    service = start_service(
+        galleries=galleries, lanes=2, request_timeout_ms=2_000, ready_timeout_ms=500
+    )
     client = service.client
 
     def ask() -> httpx.Response:
@@ -296,3 +298,18 @@ def test_only_the_first_check_of_readiness_waits_for_a_gallery_that_hangs(
         time.sleep(1.1)  # a result is kept for a second
     assert took[0] > 1.4
     assert max(took[1:]) < took[0] / 2
+
+
+def test_a_question_that_takes_long_to_embed_is_no_gallery_that_hangs(
+    start_service: Callable[..., Running], embedder: GatedEmbedder, until: Until
+) -> None:
+    """Else whoever sends many images would close the gallery to everybody else."""
+    service = start_service(
+        galleries={"shop": FakeGallery(embedder, PICTURES)}, lanes=1, request_timeout_ms=300
+    )
+    embedder.gate.clear()
+    for number in range(2):
+        late = service.search(PICTURES[number])
+        assert_problem(late, 503, "deadline-exceeded")
+    embedder.gate.set()
+    until(lambda: service.search(PICTURES[2]).status_code == 200)

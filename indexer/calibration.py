@@ -37,29 +37,34 @@ PRODUCTS = ("product", "class")
 that a build found the image in."""
 
 MIN_VIEWS = 3
-"""Images of a product from which on an item can stand for a photo of a product with as many images.
-An item cannot find itself: with two images it would have only half of what a customer has."""
+"""Only from this many images on may an item stand for a product of the same size. With two images
+it would find half of what a customer finds."""
 
 MIN_PRODUCTS = 16
 """With fewer products a curve is as much about them as about the gallery."""
+
+LABELLED = 0.95
+"""The part of the items that need their product named: an unlabelled image of a product would count
+as a wrong answer."""
+
+SAMPLED = 2000
+"""Items that stand for all of them."""
 
 DEFAULT_PRIOR = 0.1
 """The probability that a product which is searched for is not in the gallery, before the search."""
 
 _QUERIES = 1000
-_SAMPLED = 2000
 _AT_ONCE = 32
 _REACH = 200  # hits of a fitted search: the candidates, and the own product to look past
 _COPY = 1 - 1e-4  # a hit with this cosine is the query itself, or a copy of it
 _CHANGED = 0.2  # part of the items that may come or go before the curve is fitted again
-_LABELLED = 0.95  # part of the items: an unlabelled image of a product counts as a wrong answer
 _EVEN = 0.9  # part of the products with about as many images as the average, for a bundle's curve
 _MISSED, _FEW = 0.1, 3  # part, and number, of searches that may find nobody to stand for them
 
 Source = Literal["golden", "gallery", "bundle"]
 
 Sizes = Mapping[int, int]
-"""How many products have so many images."""
+"""From a number of images to the number of products that have so many."""
 
 Labelled = tuple[NDArray[np.float32], str, Callable[[Hit], bool] | None]
 """A photo of a golden set: its vector (D,), its label, and what tells a right hit; None if nothing
@@ -108,9 +113,14 @@ class GalleryCalibration(BaseModel, frozen=True):
         """Images of a product, on average."""
         return self.labelled / max(self.products, 1)
 
+    @property
+    def is_labelled(self) -> bool:
+        """Whether enough items name their product."""
+        return self.labelled >= LABELLED * self.items
+
 
 def is_changed(part: float) -> bool:
-    """Whether a curve is outdated, of whose items this part has come or gone since."""
+    """Whether a curve is outdated after this part of its items was added or removed."""
     return part > _CHANGED
 
 
@@ -142,10 +152,11 @@ def choose(
             f"No attribute says which items show one product. Give items an attribute {names}, "
             "or name another one: kinlens-index calibrate --product"
         )
-    if stored.labelled < _LABELLED * stored.items:
+    if not stored.is_labelled:
         return (
             f"{stored.labelled:,} of {stored.items:,} items have the attribute "
-            f"`{stored.product}`, which names their product; at least {_LABELLED:.0%} are needed"
+            f"`{stored.product}`, which names their product; at least {LABELLED:.0%} are needed. "
+            "Give the others one too, then run kinlens-index calibrate"
         )
     about = (stored.product, stored.products, stored.views)
     golden = stored.golden
@@ -262,7 +273,7 @@ def fit_gallery(
     `product` names the attribute of the product; by default the first of `PRODUCTS` that half of
     the items have. Raises: GalleryError, InvalidParameterError.
     """
-    items, vectors = gallery.sample(_SAMPLED)
+    items, vectors = gallery.sample(SAMPLED)
     size, last = gallery.size, gallery.last_id
     name = product or product_attribute(items)
     if name is None:
@@ -290,8 +301,8 @@ def fit_gallery(
     stand_ins = _stand_ins(names, counts, sizes)
     if len({names[n] for n, _ in stand_ins}) < MIN_PRODUCTS or len(stand_ins) < MIN_SEARCHES:
         reason = (
-            f"It has {mean:.1f} images of a product; its items can search for each other if each "
-            f"product has {MIN_VIEWS}, or enough other products have more images than it"
+            f"Its products have {mean:.1f} images on average; at least {MIN_PRODUCTS} products "
+            f"need {MIN_VIEWS} images or more, or more images than the others"
         )
         return found.model_copy(update={"gallery": reason})
     asked = _search_own(gallery, items, vectors, stand_ins, name, counts, on_progress)
@@ -320,7 +331,8 @@ def _stand_ins(
     for place in rng.permutation([*products]).tolist():
         turns[products[place]] = turns.get(products[place], 0) + 1
         order.append((turns[products[place]], place))
-    ranked = [place for _, place in sorted(order)]  # every product once, then each again
+    order.sort(key=lambda one: one[0])  # every product once, in any order, then each again
+    ranked = [place for _, place in order]
 
     def able(size: int) -> Iterator[int]:
         larger = [place for place in ranked if counts[products[place]] > size]
@@ -329,9 +341,11 @@ def _stand_ins(
         return iter(larger)
 
     share = np.array([*sizes.values()]) / sum(sizes.values())
-    waiting = {size: able(size) for size in sizes}
+    waiting: dict[int, Iterator[int]] = {}
     chosen: dict[int, int] = {}
     for drawn, size in enumerate(rng.choice([*sizes], _QUERIES, p=share).tolist()):
+        if size not in waiting:
+            waiting[size] = able(size)
         place = next((one for one in waiting[size] if one not in chosen), None)
         if place is not None:
             chosen[place] = size

@@ -34,7 +34,9 @@ from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, Ite
 from indexer.attributes import Schema
 from indexer.calibration import (
     CALIBRATION,
+    LABELLED,
     PRODUCTS,
+    SAMPLED,
     Fit,
     GalleryCalibration,
     Labelled,
@@ -362,9 +364,16 @@ class Gallery(Searcher):
     def product_counts(
         self, name: str, values: Sequence[AttributeValue]
     ) -> tuple[dict[int, int], dict[AttributeValue, int]]:
-        """How many values of an attribute so many items have, and how many each of `values`."""
+        """For each count of items, the number of values of an attribute that have it; then the
+        number of items of each of `values`.
+        """
         with self._catalog.reading() as view:
             return view.counted(name, values)
+
+    def has_more(self, name: str, value: AttributeValue, than: int) -> bool:
+        """Whether more than so many items have this value of an attribute."""
+        with self._catalog.reading() as view:
+            return view.has_more(name, value, than)
 
     def calibration(self) -> GalleryCalibration | None:
         """What is known of this generation; None until it was calibrated. One `stat` a call."""
@@ -432,6 +441,18 @@ class Gallery(Searcher):
             return (now or known).model_copy(update={} if other else {"golden": golden})
 
         return self._keep(with_golden)
+
+    def _has_more_labels(self, known: GalleryCalibration) -> bool:
+        """Whether items got the attribute that names their product since, of which too few had it
+        before. Judged by a sample, since each change asks.
+        """
+        wanted = PRODUCTS if known.product is None else (known.product,)
+        if (known.product and known.is_labelled) or {*wanted}.isdisjoint(self.schema()):
+            return False
+        items, _ = self.sample(SAMPLED)
+        least = LABELLED if known.product else 0.5
+        parts = [sum(name in item.attributes for item in items) for name in wanted]
+        return max(parts) >= least * len(items)
 
     def _is_outdated(self, fitted: GalleryCalibration | Fit | str) -> bool:
         """Whether so many items were added or removed since that the curve may have moved."""
@@ -635,7 +656,7 @@ class Gallery(Searcher):
         is_due = known is None or (
             self._is_outdated(known)
             or self._is_outdated(known.golden)
-            or (known.product is None and not {*PRODUCTS}.isdisjoint(self.schema()))
+            or self._has_more_labels(known)
         )
         if is_due and state.size:
             with contextlib.suppress(GalleryWriteError):  # then this process alone knows it

@@ -430,8 +430,9 @@ def labelled(
 ) -> Iterator[tuple[Vector, str, Callable[[Hit], bool] | None]]:
     """The vector of each query, its label and what tells a right hit; None where nothing is.
 
-    A label that names some items means the products of these, by the attribute `product`: another
-    image of the same product is as right. Queries whose items have gone are left out.
+    A label that names items accepts every image of their products, by the attribute `product`.
+    Omitted are queries whose items have gone, and labels by another attribute, which do not say
+    which product is right.
     """
     for query in queries:
         vector = vectors.get(query.sha256)
@@ -442,12 +443,13 @@ def labelled(
         elif query.keys:
             stored = [item.attributes.get(product) for item in store.stored(query.keys).values()]
             named = {value for value in stored if value is not None}
+            label = ", ".join(sorted(map(str, named))) or query.wanted
             if stored:
-                yield vector, query.wanted, _of_products(query, product, named)
-        else:
+                yield vector, label, _of_products(query, product, named)
+        elif query.attribute == product:
             with contextlib.suppress(FilterError):  # the gallery has no such attribute any more
                 if query.count(store):
-                    yield vector, query.wanted, query.judge()
+                    yield vector, str(query.value), query.judge()
 
 
 def _of_products(

@@ -26,8 +26,9 @@ class DaemonThreads:
     """Up to `count` threads that run calls in order, urgent ones first.
 
     Unlike the threads of an executor they end with the process, even in the middle of a call. A
-    call that runs for more than `overdue_s` seconds, such as a read from a disk that is away, costs
-    its thread and no other: it does not count any more, and its thread ends with it.
+    call that runs longer than `overdue_s` seconds, such as a read from a disk that is away, loses
+    its thread: another one takes its place, and it ends when the call does. There are never more
+    than four times `count` threads, since calls may be slow because there are too many.
     """
 
     def __init__(self, name: str, count: int, overdue_s: float = math.inf) -> None:
@@ -58,7 +59,7 @@ class DaemonThreads:
             if urgent:
                 self._waiting.move_to_end(future, last=False)
             self._let_go_of_overdue()
-            if len(self._threads) < self._count:
+            for _ in range(min(self._count - len(self._threads), len(self._waiting))):
                 self._start_thread()
             self._changed.notify()
         future.add_done_callback(self._forget)
@@ -79,7 +80,8 @@ class DaemonThreads:
     def _let_go_of_overdue(self) -> None:
         due = time.monotonic() - self._overdue_s
         for thread, since in self._running.items():
-            if since < due and thread in self._threads:
+            lost = len(self._running.keys() - {*self._threads})
+            if since < due and thread in self._threads and lost < 3 * self._count:
                 self._threads.remove(thread)
 
     def _start_thread(self) -> None:
@@ -138,7 +140,7 @@ class BoundedPool:
     """`workers` threads and at most `queue_size` calls waiting for one.
 
     A cancelled call that has not started is dropped; one that runs keeps its place until it ends.
-    One that runs for more than `overdue_s` seconds keeps its place, but none of the `workers`.
+    One that runs longer than `overdue_s` seconds keeps its place, but does not occupy a worker.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from embedder.errors import GalleryNotFoundError
 from embedder.types import SHORT
 from service.concurrency import OwnThreads, Recent
 from service.encoding.model import Model, Models
-from service.galleries.registry import Registry, probe
+from service.galleries.registry import Registry, Served, probe
 
 _MIN_COSINE = 0.999
 _UNKNOWN = "unknown"
@@ -98,9 +98,9 @@ class Health:
             with self._registry.lease(name) as served:
                 if served.model.bundle_id not in fit:
                     return "not searched, since the model failed", _UNKNOWN
-                check = functools.partial(probe, served.gallery, served.model)
-                # One that an earlier check gave up is not waited for again: an orchestrator waits
-                # for this answer, and other galleries are well.
+                check = functools.partial(_probe, served)
+                # A probe that an earlier check gave up is not waited for again, so one gallery
+                # cannot delay the answer about the others.
                 limit_s = 0.0 if self._threads.is_running(served) else self._timeout_s
                 version, is_searchable = await self._threads.run(served, check, limit_s)
         except GalleryNotFoundError:
@@ -114,3 +114,8 @@ class Health:
             return f"no result within {self._timeout_s:g} s"
         structlog.get_logger().error("readiness check failed", exc_info=error)
         return f"failed with {type(error).__name__}"
+
+
+def _probe(served: Served) -> tuple[str, bool]:
+    with served.reading():  # that it ends tells that the gallery answers again
+        return probe(served.gallery, served.model)

@@ -104,7 +104,7 @@ class Runtime:
         limit_s = self.settings.request_timeout_ms / 1e3
         if served is not None:
             served.refuse_if_hanging(limit_s)
-            work = served.reading()(work)
+            work = partial(_watched, served, limit_s, work)
         async with within(limit_s, f"Reading {what}"):
             return await self.pools[pool].run(work)
 
@@ -183,6 +183,12 @@ def build_runtime(
     )
 
 
+def _watched(served: Served, limit_s: float, work: Callable[[], T]) -> T:
+    served.refuse_if_hanging(limit_s)  # it may have begun to hang while this waited
+    with served.reading():
+        return work()
+
+
 def _log_sandbox(layers: Sequence[Layer]) -> None:
     log, absent = structlog.get_logger(), absences(layers)
     if absent:
@@ -206,11 +212,12 @@ def _create_renditions(settings: Settings, lanes: Lanes) -> Renditions:
 
 def _create_pools(settings: Settings) -> dict[str, BoundedPool]:
     waiting = _FILES_PER_SEARCH * settings.queue_size
+    overdue_s = settings.request_timeout_ms / 1e3
     return {
         "body": BoundedPool("body", _BODY_READERS, settings.queue_size),
         "lookup": BoundedPool("lookup", settings.lanes, waiting),
-        "write": BoundedPool("write", _WRITERS, settings.queue_size),
-        "file": BoundedPool("file", settings.lanes, waiting, settings.request_timeout_ms / 1e3),
+        "write": BoundedPool("write", _WRITERS, settings.queue_size, overdue_s),
+        "file": BoundedPool("file", settings.lanes, waiting, overdue_s),
         "filter": BoundedPool("filter", 1, settings.queue_size),
         "feedback": BoundedPool("feedback", 1, settings.queue_size),
     }

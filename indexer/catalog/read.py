@@ -99,6 +99,10 @@ _SIZES = """
 SELECT value, count(*) FROM attributes
 WHERE name = (SELECT id FROM names WHERE name = ?) AND value IN ({}) GROUP BY value
 """
+_SOME = """
+SELECT item FROM attributes
+WHERE name = (SELECT id FROM names WHERE name = ?) AND value = ? LIMIT ?
+"""
 _LOWEST = f"SELECT {_VALUES_OF} ORDER BY value LIMIT 1"
 _HIGHEST = f"SELECT {_VALUES_OF} ORDER BY value DESC LIMIT 1"
 _FROM_ID = "SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
@@ -302,7 +306,9 @@ class CatalogView:
     def counted(
         self, name: str, values: Sequence[AttributeValue]
     ) -> tuple[dict[int, int], dict[AttributeValue, int]]:
-        """How many values of an attribute so many items have, and how many each of `values`."""
+        """For each count of items, the number of values of an attribute that have it; then the
+        number of items of each of `values`.
+        """
         counted = {int(items): int(different) for items, different in self._all(_COUNTED, name)}
         sizes: dict[AttributeValue, int] = {}
         for start in range(0, len(values), _FEW):
@@ -310,6 +316,10 @@ class CatalogView:
             rows = self._all(_SIZES.format(", ".join("?" * len(some))), name, *some)
             sizes |= {restored(value): int(count) for value, count in rows}
         return counted, sizes
+
+    def has_more(self, name: str, value: AttributeValue, than: int) -> bool:
+        """Whether more than so many items have this value of an attribute."""
+        return len(self._all(_SOME, name, stored(value), than + 1)) > than
 
     def ids_from(self, offset: int, limit: int, after: ItemId = -1) -> Ids:
         """The numbers above `after` of at most `limit` items, ascending, without the first

@@ -145,7 +145,7 @@ def find_duplicates(
     found = near_groups(gallery, least, exact=exact, on_progress=on_progress)
     most = max(CROWD_ITEMS, CROWD_PART * size)
     if min_score is None:
-        groups, crowds = _without_crowds(gallery, found, most)
+        groups, crowds = _without_crowds(gallery, found, most, exact)
         return NearDuplicates(size, floor, least, groups, LEAST_SCORE, crowds)
     groups = [group for group in found if len(group) <= most]
     crowds = [group for group in found if len(group) > most]
@@ -153,25 +153,27 @@ def find_duplicates(
 
 
 def _without_crowds(
-    gallery: Gallery, found: Sequence[NearGroup], most: float
+    gallery: Gallery, found: Sequence[NearGroup], most: float, exact: bool
 ) -> tuple[list[NearGroup], list[NearGroup]]:
-    """The groups that are not part of a crowd, and the crowds.
+    """The groups without the items of a crowd, and the crowds.
 
-    A crowd is a group of more than `most` items, or that many with `LEAST_SCORE` to the first of a
-    group, if most of them are in groups. Where few are, the model finds everything alike, and what
-    is in a group is nearer than that. Groups of copies stay.
+    A group of more than `most` items is a crowd. So are that many items with `LEAST_SCORE` to the
+    first of a group, if half of them are in groups. Where fewer are, the model finds everything
+    alike, and what is in a group is nearer than that. Groups of copies stay.
     """
     grouped = np.array(sorted(number for group in found for number, _ in group), np.int64)
     _, sampled = gallery.sample(_SAMPLED_ITEMS)
     judged: list[tuple[NDArray[np.float32], bool]] = []  # a centre, and whether it has a crowd
     groups: list[NearGroup] = []
+    doubtful: list[NearGroup] = []
     crowds: list[NearGroup] = []
 
     def is_crowd(group: NearGroup, vector: NDArray[np.float32]) -> bool:
         for centre, has_crowd in judged:
             if centre @ vector >= LEAST_SCORE:
                 return has_crowd
-        ids, scores = _all_near(gallery, vector, SearchOptions(min_score=LEAST_SCORE))
+        options = SearchOptions(min_score=LEAST_SCORE, exact=exact)
+        ids, scores = _all_near(gallery, vector, options)
         has_crowd = len(group) > most or (
             len(ids) > most and 2 * np.isin(ids, grouped).sum() >= len(ids)
         )
@@ -191,6 +193,12 @@ def _without_crowds(
             is_alone = place is None or are_copies or max(len(group), near[place]) <= most
             if is_alone or not is_crowd(group, vectors[place]):
                 groups.append(group)
+            else:
+                doubtful.append(group)
+    crowded = {number for crowd in crowds for number, _ in crowd}
+    groups += [[one for one in group if one[0] not in crowded] for group in doubtful]
+    groups = [group for group in groups if len(group) > 1]
+    groups.sort(key=lambda group: (-len(group), group[0]))
     return groups, sorted(crowds, key=len, reverse=True)
 
 

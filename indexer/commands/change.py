@@ -84,6 +84,8 @@ def update(
             values = assigned(assign or (), unset or (), store.schema())
             changes = dict.fromkeys(keys or (), values)
         report = Updated(named=len(changes), changed=store.update(changes))
+        if isinstance(store, Gallery):
+            store.calibrate_if_outdated()  # items may have got their product
         print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
 
 

@@ -178,8 +178,9 @@ def _page(
     if drawn < len(report.groups):
         yield f"<p>The largest {drawn:,} groups are shown; a .csv or .json has all.</p>\n"
     for group in report.groups[:drawn]:
-        named = {one.item.attributes.get(report.floor.attribute or "") for one in group}
-        several = f" with different values of {report.floor.attribute}" if len(named) > 1 else ""
+        product = report.floor.attribute or ""
+        named = {one.item.attributes.get(product) for one in group} - {None}
+        several = f" with different values of {product}" if len(named) > 1 else ""
         yield f"<section><h2>{len(group):,} items{escape(several)}</h2><div>\n"
         for one in group[:_MOST_PICTURES]:
             yield f"<figure>{_picture(store, one)}<figcaption>{_caption(one)}</figcaption>"

@@ -74,7 +74,7 @@ async def queries(runtime: Service, name: str) -> GoldenQueries:
     """The queries that the owner labelled, and what is right for each."""
     async with runtime.registry.find(name) as served:
         golden = GoldenSet(_folder(served))
-        found = await runtime.read("the golden set", golden.queries)
+        found = await runtime.read("the golden set", golden.queries, served=served)
     return GoldenQueries(queries=found)
 
 
@@ -133,7 +133,7 @@ async def image(
     """The picture of a query, as small as a page needs it."""
     async with runtime.registry.find(name) as served:
         golden = GoldenSet(_folder(served))
-        data = await runtime.read("the picture", lambda: golden.image(sha256))
+        data = await runtime.read("the picture", lambda: golden.image(sha256), served=served)
 
     async def read() -> bytes:
         return data
@@ -169,7 +169,8 @@ async def runs(
     """The reports over time, newest first."""
     async with runtime.registry.find(name) as served:
         golden = GoldenSet(_folder(served))
-        return GoldenRuns(runs=await runtime.read("the reports", lambda: golden.runs(limit)))
+        found = await runtime.read("the reports", lambda: golden.runs(limit), served=served)
+        return GoldenRuns(runs=found)
 
 
 def _folder(served: Served) -> FilePath:

@@ -83,6 +83,9 @@ class InlineDecoder:
         ),
     )
 
+    def enter_layers(self, layers: Sequence[Layer]) -> None:
+        """There is no process that could."""
+
     def start(self) -> None:
         """Nothing needs to start."""
 
@@ -171,6 +174,12 @@ class ProcessDecoder:
         self._closed = True
         if self._process is not None:
             self._process.end()
+
+    def enter_layers(self, layers: Sequence[Layer]) -> None:
+        """Let its process enter the sandbox of another one without a rehearsal, which could fail
+        where the machine is overloaded.
+        """
+        self._layers = layers
 
     def decode(
         self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
@@ -520,6 +529,7 @@ class Lanes:
             decoder = self._idle.pop()
         except IndexError:  # an overdue call has the decoder of this lane
             decoder = self._make()
+            decoder.enter_layers(self.layers)
             self._decoders.append(decoder)
         try:
             return work(decoder)

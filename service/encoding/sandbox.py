@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _REHEARSAL_S = 10
-_BY_THE_LAYER = (signal.SIGSYS, signal.SIGSEGV)
+_FROM_OUTSIDE = (signal.SIGALRM, signal.SIGKILL)
 _TASKS = Path("/proc/self/task")
 _NO_NEW_PRIVILEGES = 38
 
@@ -60,7 +60,10 @@ _ABSENCES = {
     ("landlock", errno.ENOSYS): "The kernel has none. Use Linux 5.13 or newer.",
     ("landlock", errno.EOPNOTSUPP): "The kernel starts without it. Add it to the parameter lsm=.",
     ("landlock", errno.EPERM): "The container forbids it. Allow landlock_* in its seccomp profile.",
-    ("landlock", errno.EBUSY): "A library started a thread before it. Report the packages you use.",
+    (
+        "landlock",
+        errno.EBUSY,
+    ): "A library had started a thread already. Report which packages are installed.",
     ("seccomp", errno.ENOSYS): "The kernel has none. Use one with CONFIG_SECCOMP_FILTER.",
     ("seccomp", errno.EINVAL): "The kernel has no filters. Use one with CONFIG_SECCOMP_FILTER.",
     ("seccomp", errno.EPERM): "The container forbids it. Allow seccomp in its seccomp profile.",
@@ -112,7 +115,7 @@ def _entered(name: str, rehearse: Callable[[], object]) -> Layer:
     if sys.platform != "linux":
         return Layer(name, False, f"{sys.platform} has none. Run the service on Linux.")
     status = _rehearsed(restrict, rehearse)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) not in _BY_THE_LAYER:
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in _FROM_OUTSIDE:
         # A machine this busy, or out of memory, says nothing about the layer: the service starts
         # another process.
         raise TimeoutError(

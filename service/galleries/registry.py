@@ -80,6 +80,7 @@ class Served:
         self._close = close
         self._users = 1  # whoever serves it
         self._calls: dict[object, float] = {}  # that read it now, each since when
+        self._read_at = time.monotonic()  # when one ended
         self._lock = threading.Lock()
 
     @property
@@ -118,15 +119,17 @@ class Served:
             yield
         finally:
             del self._calls[call]
+            self._read_at = time.monotonic()
 
     def refuse_if_hanging(self, limit_s: float) -> None:
-        """Raises: OverloadedError while a call has been reading the gallery for longer than this:
-        its disk is away, and each further call would cost a thread for as long.
+        """Refuse new reads while one has run longer than `limit_s` and none has ended since it
+        began: the disk is away, and each would lose a thread. Raises: OverloadedError.
         """
-        longest = time.monotonic() - min(list(self._calls.values()), default=math.inf)
+        oldest = min(list(self._calls.values()), default=math.inf)
+        longest = time.monotonic() - max(oldest, self._read_at)
         if longest > limit_s:
             raise OverloadedError(
-                f"Gallery {self.name} does not answer: a read has been under way for "
+                f"Gallery {self.name} does not answer: reads have been under way for "
                 f"{longest:.0f} s. Check its disk. Try again when it answers."
             )
 

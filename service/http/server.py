@@ -207,6 +207,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_PIPELINED:
             self.transport.abort()
             return
+        if self.is_idle:  # it has waited for this head, and waits for a body from now on
+            self.limits.end_idle(self)
+            self.limits.begin_idle(self)
         self.scope["state"]["connection"] = self.connection
         super().on_headers_complete()
 
@@ -218,13 +221,13 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """All of a request has arrived."""
         self._unused_bytes = 0
-        if not self.flow.write_paused:
+        if not self.flow.write_paused and not self.cycle.response_complete:
             self.limits.end_idle(self)
         super().on_message_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Begin to answer once the client has read the last answer; else this one would wait in
-        memory, and nobody would count its bytes.
+        """Begin to answer once the client has read the last answer. Otherwise this one waits in
+        memory, uncounted.
         """
 
         async def after_reading(*arguments: Any) -> None:
@@ -238,7 +241,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Let the wait for a next request be that of kept-alive connections."""
         self._answers.flush()
         super().on_response_complete()
-        if self.is_idle:
+        if self.is_idle or self.cycle.more_body:
             self.limits.begin_idle(self)
         self._stop_head_timer()
 
@@ -334,8 +337,8 @@ def share_the_interpreter() -> None:
     """Let one request cost the others less, in a process that does nothing but serve.
 
     A thread that parses gives the interpreter away after 0.5 ms and not after 5 ms, so a request
-    for which that takes long slows down the others less. What was imported lives as long as the
-    process; without it a full garbage collection takes half the time.
+    for which that takes long slows down the others less. Imported objects live as long as the
+    process; a full garbage collection without them takes half the time.
     """
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()

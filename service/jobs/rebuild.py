@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from embedder.bundle import Bundle
 from embedder.durable import make_folder, rename, staged, sync_tree
-from embedder.errors import JobConflictError
+from embedder.errors import GalleryError, JobConflictError
 from embedder.session import OnnxEmbedder
 from indexer.checks.compare import Comparison, compare
 from indexer.gallery import Gallery, copy_bytes, current_manifest
@@ -248,8 +248,7 @@ def replace_model(
         context.at("compare old and new", indexed)
         questions = choose(old)
         with contextlib.closing(Gallery.open(candidate, verify_hashes=False)) as new:
-            if (known_by := old.calibration()) is not None and known_by.is_chosen:
-                new.calibrate(known_by.product)
+            _calibrate_as(old, new)
             found = compare(old, new, params.class_attribute, asked=questions.keys)
             verdict = judge(found, gate, questions.clause)
             verdict = _judged_by_golden(context, follower, new, questions, gate, verdict)
@@ -258,6 +257,13 @@ def replace_model(
         store_bundle(bundle, context.folders.bundles)
         if params.swap == "auto" and verdict.passed:
             _swap_in(context, follower, candidate, compared, params.max_missing, frozenset())
+
+
+def _calibrate_as(old: Gallery, new: Gallery) -> None:
+    """Let the new gallery name products by the attribute that the owner of the old one chose."""
+    known = old.calibration()
+    if known is not None and known.is_chosen and known.product in new.schema():
+        new.calibrate(known.product)
 
 
 def _judged_by_golden(
@@ -285,7 +291,10 @@ def _judged_by_golden(
     before = Asked.of(follower.gallery, queries, embedded(golden, queries, old))
     vectors = embedded(golden, queries, follower.embedder)
     after = Asked.of(new, queries, vectors)
-    new.calibrate_golden(partial(labelled, new, queries, vectors))
+    try:
+        new.calibrate_golden(partial(labelled, new, queries, vectors))
+    except GalleryError as error:  # the gallery is made, and its probabilities can be fitted later
+        context.log(f"the probabilities were not fitted to the golden set: {error}")
     thresholds = [threshold_of(one.calibration) for one in (old, follower.embedder)]
     found = change(before, after, *thresholds)
     context.tell(golden=found.model_dump(mode="json"))

@@ -9,6 +9,7 @@ One search in so many is run again exactly, in the background: how good are the 
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,9 +28,9 @@ from embedder.errors import (
 )
 from embedder.types import Embeddings, Hit, ItemId
 from indexer.calibration import Calibrated, Shares, choose
-from indexer.filters.tree import Equals
+from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore
-from indexer.types import Facet, Group, SearchOptions, VectorStore, combined_query
+from indexer.types import Facet, Group, Item, SearchOptions, combined_query
 from service.concurrency import DaemonThreads, too_late, within
 from service.encoding.cache import Cache, Lookup, answer_key
 from service.encoding.lanes import Decoder, Lanes
@@ -190,6 +191,7 @@ class Pipeline:
     ) -> Answer:
         """The whole work for a query, in a lane."""
         abandoned.check()
+        served.refuse_if_hanging(self._limit_s)  # it may have begun while this waited
         waited_s = time.perf_counter() - started
         self._metrics.observe_stage("queue", waited_s)
         record_wait("queue", waited_s)
@@ -283,6 +285,7 @@ class Pipeline:
         if not missing:
             return [vector for vector in known if vector is not None], Stages()
         made, stages = encoder.compute(decoder, missing, decode)
+        abandoned.check()
         rest = iter(made)
         vectors = [next(rest) if vector is None else vector for vector in known]
         return vectors, stages
@@ -330,7 +333,7 @@ def find(
     """
     abandoned.check()
     gallery = served.gallery
-    targets, exclude = _targets(served, query, vectors)
+    targets, exclude, positives = _targets(served, query, vectors)
     options = SearchOptions(
         where=query.where,
         min_score=query.min_score,
@@ -351,8 +354,8 @@ def find(
     hits = ranked = found[: query.k]
     shares = none = None
     if not isinstance(calibrated, str):
-        if not query.views and not _has_more(gallery, calibrated.product, exclude):
-            prior = 1.0
+        if not query.views and isinstance(gallery, IndexedGallery):
+            prior = _prior_of(gallery, calibrated.product, positives, prior)
         plain = replace(query, grouping=None)
         best = found if is_whole else _search(gallery, plain, targets, CANDIDATES, whole)[0]
         shown = [*ranked, *(hit for group in groups or () for hit in group.hits)]
@@ -424,36 +427,40 @@ def _identity(group: Group) -> object:
 
 def _targets(
     served: Served, query: Query, vectors: Sequence[Vector]
-) -> tuple[Embeddings, frozenset[int]]:
-    """The vector (1, D) to search with, or (V, D) for `best_view`; the items that are no answer."""
+) -> tuple[Embeddings, frozenset[int], Sequence[Item]]:
+    """The vector (1, D) to search with, or (V, D) for `best_view`; the items that are no answer;
+    those to be like.
+    """
     if query.best_view:
-        return np.stack(vectors), frozenset()
+        return np.stack(vectors), frozenset(), []
     gallery, positives = served.gallery, query.positives
     if query.like is not None:
         served.check_generation(query.generation)
         positives = (gallery.item(query.like).key, *positives)
     if not positives and not query.negatives:
         if len(vectors) == 1:
-            return np.ascontiguousarray(vectors[0][np.newaxis]), frozenset()
-        return combined_query(np.stack(vectors), _NOTHING)[np.newaxis], frozenset()
+            return np.ascontiguousarray(vectors[0][np.newaxis]), frozenset(), []
+        return combined_query(np.stack(vectors), _NOTHING)[np.newaxis], frozenset(), []
     keys = [*positives, *query.negatives]
     stored = [entry.vector for entry in gallery.entries(keys)]
     liked = np.stack([*vectors, *stored[: len(positives)]])
     disliked = np.asarray(stored[len(positives) :], dtype=np.float32)
-    exclude = frozenset(item.id for item in gallery.stored(keys).values())
-    return combined_query(liked, disliked)[np.newaxis], exclude
+    items = gallery.stored(keys)
+    exclude = frozenset(item.id for item in items.values())
+    known = [items[key] for key in positives if key in items]
+    return combined_query(liked, disliked)[np.newaxis], exclude, known
 
 
-def _has_more(gallery: VectorStore, product: str, liked: frozenset[int]) -> bool:
-    """Whether the products of these items, which are no answer themselves, have other items."""
-    for item in (gallery.item(number) for number in liked):
-        value = item.attributes.get(product)
-        if value is not None:
-            same = Equals(product, value)
-            own = sum(same.matches(gallery.item(number).attributes) for number in liked)
-            if gallery.page(0, 1, same).total > own:
-                return True
-    return False
+def _prior_of(gallery: IndexedGallery, product: str, liked: Sequence[Item], prior: float) -> float:
+    """That no other item shows a product of these, which are no answer themselves. It is known if
+    they name their product.
+    """
+    values = [item.attributes[product] for item in liked if product in item.attributes]
+    if len(values) < len(liked):
+        return prior
+    counts = Counter((isinstance(value, bool), value) for value in values)
+    has_more = [gallery.has_more(product, value, n) for (_, value), n in counts.items()]
+    return 0.0 if any(has_more) else 1.0
 
 
 def calibrated_by(served: Served) -> Calibrated | str:

@@ -20,7 +20,7 @@ from indexer.calibration import (
     choose,
 )
 from indexer.gallery import Gallery
-from indexer.types import Entry, Group
+from indexer.types import Entry, Group, SearchOptions
 from tests.embedder.bundles import CALIBRATION as BUNDLE
 
 DIM = 24
@@ -169,8 +169,8 @@ def test_items_that_get_their_product_later_are_calibrated(make: Callable[..., G
     ("products", "views", "reason"),
     [
         (15, 6, "It has 15 products; at least 16 are needed"),
-        (60, 1, "It has 1.0 images of a product; its items can search for each other if each"),
-        (60, 2, "It has 2.0 images of a product"),
+        (60, 1, "Its products have 1.0 images on average; at least 16 products need 3"),
+        (60, 2, "Its products have 2.0 images on average"),
     ],
 )
 def test_a_gallery_that_cannot_vouch_says_why_and_the_bundle_is_asked(
@@ -316,6 +316,29 @@ def test_a_gallery_that_names_few_of_its_products_has_no_probabilities(
     said = choose(gallery.calibration(), BUNDLE, None)
     assert "360 of 480 items have the attribute `product`" in str(said)
     assert "at least 95% are needed" in str(said)
+    gallery.update({f"{p}/{v}": {"product": f"p{p}"} for p in range(60) for v in range(0, 8, 4)})
+    gallery.calibrate_if_outdated()
+    assert usable(gallery).source == "gallery"
+
+
+def test_items_of_all_ages_search_for_each_other(make: Callable[..., Gallery]) -> None:
+    """A catalogue is in the order of its folders or seasons."""
+    gallery = make(photos(1200, 3)[:, :3])
+    found: list[Embeddings] = []
+    search = gallery.search
+
+    def recorded(queries: Embeddings, k: int, *options: SearchOptions) -> list[list[Hit]]:
+        found.append(queries)
+        return search(queries, k, *options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gallery, "search", recorded)
+        gallery.calibrate()
+    items, vectors = gallery.items_at(gallery.ids().tolist())
+    numbers = {vector.tobytes(): item.id for item, vector in zip(items, vectors, strict=True)}
+    asking = [numbers[query.tobytes()] for query in np.concatenate(found)]
+    assert len(asking) > 900
+    assert np.mean(asking) == pytest.approx(1800, rel=0.05)
 
 
 def test_searches_that_are_always_right_fit_nothing(make: Callable[..., Gallery]) -> None:

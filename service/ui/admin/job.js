@@ -24,7 +24,7 @@ export const titleOf = ({ kind, gallery }) => `${KINDS[kind] ?? kind}: ${gallery
 export function stepText(job) {
   if (isRefused(job)) return "The old one stays in place";
   if (job.became === "placed") return "Put in place by a swap";
-  if (job.became === "dropped") return "Dropped: a newer job has replaced the gallery since";
+  if (job.became === "dropped") return "Dropped: a newer job has made another one since";
   if (job.waits) return "The new one waits to be put in place";
   return job.state === "succeeded" || job.state === "cancelled" ? "" : job.step;
 }

@@ -126,7 +126,7 @@ const MODEL_JOBS = ["rebuild", "train"];
 const REPLACING = [...MODEL_JOBS, "swap"];
 
 // `jobs`, newest first, each with `waits`: whether what it made can be put in place by hand; and with
-// `became`: "placed" if a swap did that, "dropped" if a newer job replaced the same gallery.
+// `became`: "placed" if a swap put it in place, "dropped" if a newer job made it obsolete.
 export function withWaiting(jobs) {
   const [replaced, placed] = [new Set(), new Set()];
   return jobs.map((job) => {

@@ -15,6 +15,7 @@ from tests.support.waiting import until
 
 GET = b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 LAST = GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+LATE = GET.replace(b"\r\n\r\n", b"\r\nContent-Length: 1\r\n\r\n")  # answered without its body
 UPLOAD = (
     b"POST /search HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n"
     b"Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
@@ -151,16 +152,21 @@ def test_a_request_behind_an_unread_answer_is_answered_once_that_was_read(
     assert rest.endswith(pictures[1])
 
 
-@pytest.mark.parametrize("kind", ["bodies", "answers"])
+@pytest.mark.parametrize("kind", ["bodies", "answers", "pipelined bodies", "late bodies"])
 def test_connections_that_wait_for_slow_clients_keep_nobody_out(
     start_service, embedder, pictures, kind: str
 ) -> None:
     gallery = FakeGallery(embedder, [pictures[0] + bytes(8 * 2**20)])
     service = start_service(galleries={"shop": gallery}, limits={"max_connections": 20})
     sent = GET.replace(b"/live", b"/galleries/shop/items/0/image")
-    if kind == "bodies":
-        sent = UPLOAD
-    slow = [service.connect(sent) for _ in range(40)]
+    if kind != "answers":
+        sent = {"bodies": UPLOAD, "pipelined bodies": GET + UPLOAD}.get(kind, LATE)
+    slow = []
+    for _ in range(40):
+        slow.append(service.connect(sent))
+        if kind == "late bodies":
+            assert slow[-1].recv(12) == b"HTTP/1.1 200"
+            slow[-1].sendall(b"x")
     until(lambda: len(service.server.server_state.connections) <= 20)
     for _ in range(30):
         fresh = service.connect(LAST)

@@ -80,9 +80,7 @@ class Curve(BaseModel):
             count: how many are candidates; fewer mean that the gallery has no more items.
             prior: that the product is absent, in [0, 1].
         """
-        if (
-            not count or prior >= 1
-        ):  # the gallery is empty now, or the product is known to be absent
+        if not count or prior >= 1:  # the gallery is empty, or the product is known to be absent
             return np.zeros(len(scores))
         first, further = scores[:count], scores[count:]
         known, best, product, hits = np.unique(

@@ -116,6 +116,22 @@ def test_all_but_one_of_a_group_are_deleted_and_never_the_last_one(
     assert set(shop.keys()) == {*copies, "d0"}
 
 
+def test_items_that_name_different_products_are_deleted_one_at_a_time(
+    open_admin: OpenPage, shop: AdminShop, allowed: list[str]
+) -> None:
+    allowed.append("ERR_FAILED")
+    shop.stock(count=0)
+    for product in "abc":
+        shop.shop.put({f"shoe {product}": encoded(picture(1))}, "shop", product=product)
+    page = open_admin("/admin?gallery=shop#duplicates", reduced_motion="reduce")
+    page.get_by_test_id("near-look").click()
+    group = page.get_by_test_id("near-group")
+    expect(group).to_contain_text("These items have different values of product.")
+    expect(group.get_by_test_id("near-delete")).to_have_count(3)
+    expect(group.get_by_test_id("near-only")).to_have_count(0)
+    assert violations(page) == []
+
+
 def test_a_gallery_without_a_calibration_is_looked_through_and_a_crowd_has_no_buttons(
     browser: Browser, tmp_path: Path, allowed: list[str]
 ) -> None:

@@ -169,6 +169,7 @@ def test_try_again_dismiss_and_the_way_out_of_no_match_hand_the_focus_to_the_res
     summary = results.get_by_test_id("summary")
 
     def press(button: str) -> None:
+        expect(results.get_by_test_id(button)).to_be_visible()  # a hidden button takes no focus
         results.get_by_test_id(button).focus()
         results.keyboard.press("Enter")
         expect(summary).to_be_focused()
@@ -178,6 +179,7 @@ def test_try_again_dismiss_and_the_way_out_of_no_match_hand_the_focus_to_the_res
     for button in ("error-retry", "error-close"):
         results.get_by_test_id("like").nth(2).click()
         press(button)
+    expect(results.get_by_test_id("error")).to_be_hidden()
     results.get_by_test_id("like").nth(2).click()
     expect(results.get_by_test_id("error-retry")).to_be_visible()
     results.unroute("**/search")

@@ -52,8 +52,9 @@ from harness import (
     verdict,
 )
 
+from embedder.engines.models import SessionSettings
 from embedder.machine import core_count
-from embedder.session import OnnxEmbedder, SessionSettings
+from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
 
 PEERS = Path(__file__).parent / "peers"

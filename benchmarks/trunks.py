@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from harness import heading, in_turns, options, ratio, row
 
+from embedder.engines.models import SessionSettings, create_session
 from embedder.preprocess import to_chw
-from embedder.session import SessionSettings, create_session
 from embedder.types import Images
 from training.config.settings import Model
 from training.export.bundle import write_onnx

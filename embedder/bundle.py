@@ -15,12 +15,22 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from pydantic import ValidationError
 
 from embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
-from embedder.manifest import BundleManifest, GoldenHashes, OtherPrecision, Precision
+from embedder.manifest import (
+    FP32,
+    BundleManifest,
+    Engine,
+    FilePrecision,
+    GoldenHashes,
+    Mode,
+    OtherPrecision,
+    Precision,
+)
 from embedder.types import Embeddings, Images
 
 MODEL = "model.onnx"
@@ -42,7 +52,8 @@ class VariantFiles:
 class Bundle:
     """A bundle; `open` has verified every hash.
 
-    `model_path` is the ONNX file in fp32; of `precisions` fp32 is always one.
+    `model_path` is the ONNX file in fp32, from which bf16 is computed too; of the `precisions` that
+    have a file fp32 is always one.
     """
 
     def __init__(self, path: Path, manifest: BundleManifest) -> None:
@@ -76,13 +87,24 @@ class Bundle:
 
     def model_file(self, precision: Precision) -> Path:
         """The ONNX file of a precision. Raises: BundleError if the bundle lacks it."""
-        if precision not in self.precisions:
+        if precision not in (*self.precisions, "bf16"):
             raise BundleError(
                 f"The bundle {self.path} has no {precision} model, only "
                 f"{', '.join(self.precisions)}. Choose one of these, or export it again with "
                 f"--precision {precision}."
             )
         return self.path / _model_name(precision)
+
+    def modes(self) -> list[Mode]:
+        """What was compared with fp32 at the export, fp32 in onnxruntime first."""
+        manifest = self.manifest
+        known = [FP32, Mode("openvino", "fp32")]
+        others: list[Mode] = [
+            Mode(engine, precision)
+            for engine in get_args(Engine)
+            for precision in get_args(OtherPrecision)
+        ]
+        return known + [mode for mode in others if manifest.comparison(mode) is not None]
 
     def map_file(self) -> Path:
         """The ONNX file of the map. Raises: BundleError if the bundle lacks it."""
@@ -103,9 +125,14 @@ class Bundle:
         inputs: Images = np.load(self.path / GOLDEN / _INPUTS, allow_pickle=False)
         return inputs
 
-    def golden_vectors(self, precision: Precision = "fp32") -> Embeddings:
-        """The embeddings of the golden images by that model of the bundle, float32 (N, D)."""
-        path = self.path / GOLDEN / _vectors_name(precision)
+    def golden_vectors(self, mode: Mode = FP32) -> Embeddings:
+        """What that mode made of the golden images at the export, float32 (N, D).
+
+        Raises: KeyError for another mode than those of `modes`.
+        """
+        if mode.precision != "fp32" and self.manifest.comparison(mode) is None:
+            raise KeyError(mode)
+        path = self.path / GOLDEN / _vectors_name(mode)
         vectors: Embeddings = np.load(path, allow_pickle=False)
         return vectors
 
@@ -121,9 +148,10 @@ class Bundle:
             expected[MAP] = manifest.map.sha256
         for precision, variant in manifest.variants.items():
             expected[_model_name(precision)] = variant.sha256
-            if _vectors_name(precision) not in manifest.golden.files:
+        for mode in self.modes():
+            if _vectors_name(mode) not in manifest.golden.files:
                 raise BundleCorruptError(
-                    f"{self.path / MANIFEST} has a {precision} model without golden vectors. "
+                    f"{self.path / MANIFEST} has {mode} without its golden vectors. "
                     "Export the bundle again."
                 )
         expected |= {f"{GOLDEN}/{name}": digest for name, digest in manifest.golden.files.items()}
@@ -146,13 +174,14 @@ def write_bundle(
     golden_images: Sequence[bytes],
     golden_inputs: Images,
     golden_vectors: Embeddings,
-    variants: Mapping[OtherPrecision, VariantFiles] | None = None,
+    variants: Mapping[FilePrecision, VariantFiles] | None = None,
     map_model: Path | None = None,
+    modes: Mapping[Mode, Embeddings] | None = None,
 ) -> Bundle:
     """Write a bundle to the new folder `out`: either all of it is there or nothing.
 
     `manifest` comes without hashes and id; both are filled in here. `variants` are the files of
-    the precisions that it names, `map_model` that of its map.
+    the precisions that it names, `map_model` that of its map, `modes` the golden vectors of others.
 
     Raises: BundleError if `out` exists.
     """
@@ -169,8 +198,11 @@ def write_bundle(
         np.save(golden / _VECTORS, golden_vectors)
         shutil.copyfile(model, stage / MODEL)
         for precision, files in (variants or {}).items():
-            np.save(golden / _vectors_name(precision), files.golden_vectors)
+            mode = Mode("onnxruntime", precision)
+            np.save(golden / _vectors_name(mode), files.golden_vectors)
             shutil.copyfile(files.model, stage / _model_name(precision))
+        for mode, vectors in (modes or {}).items():
+            np.save(golden / _vectors_name(mode), vectors)
         if map_model is not None:
             shutil.copyfile(map_model, stage / MAP)
         page = _stamped(manifest, stage).model_dump(mode="json")
@@ -207,8 +239,11 @@ def sha256_of(path: Path) -> str:
 
 
 def _model_name(precision: Precision) -> str:
-    return MODEL if precision == "fp32" else f"model.{precision}.onnx"
+    return MODEL if precision in ("fp32", "bf16") else f"model.{precision}.onnx"
 
 
-def _vectors_name(precision: Precision) -> str:
-    return _VECTORS if precision == "fp32" else f"vectors.{precision}.npy"
+def _vectors_name(mode: Mode) -> str:
+    if mode.precision == "fp32":
+        return _VECTORS
+    name = mode.precision if mode.engine == "onnxruntime" else mode.key
+    return f"vectors.{name}.npy"

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from embedder.calibration import Calibration
-from embedder.manifest import Precision, Preprocessing
+from embedder.manifest import FP32, Preprocessing
 from embedder.preprocess import Box, ImageLimits, preprocess
 from embedder.types import Embeddings, Images, Maps
 
@@ -22,7 +22,7 @@ class FakeEmbedder:
     """
 
     provider = "FakeExecutionProvider"
-    precision: Precision = "fp32"
+    mode = FP32
     precision_reason = "asked for"
     has_map = True
 

@@ -3,19 +3,49 @@
 import hashlib
 import json
 from operator import not_
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from embedder.calibration import Calibration
 
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
-Precision = Literal["fp32", "int8", "fp16"]
-OtherPrecision = Literal["int8", "fp16"]
-AskedPrecision = Literal["auto", "fp32", "int8", "fp16"]
+Precision = Literal["fp32", "bf16", "int8", "fp16"]
+OtherPrecision = Literal["bf16", "int8", "fp16"]
+FilePrecision = Literal["int8", "fp16"]
+"""Those with an ONNX file of their own; bf16 is computed from the file in fp32."""
+AskedPrecision = Literal["auto", "fp32", "bf16", "int8", "fp16"]
 """What a setting may ask for; auto is one of the others, by the machine that runs it."""
 
+Engine = Literal["onnxruntime", "openvino"]
+AskedEngine = Literal["auto", "onnxruntime", "openvino"]
+"""What a setting may ask for; auto is the faster one that is installed and holds here."""
+
+
+class Mode(NamedTuple):
+    """How a network is run: the engine, and the precision that it computes in."""
+
+    engine: Engine
+    precision: Precision
+
+    def __str__(self) -> str:
+        return f"{self.precision} with {self.engine}"
+
+    @property
+    def key(self) -> str:
+        """Its name in files and manifests, such as `openvino-bf16`."""
+        return f"{self.engine}-{self.precision}"
+
+
+FP32 = Mode("onnxruntime", "fp32")
+"""What every other mode is compared with."""
+
+
 HeldOutSplit = Literal["validation", "test"]
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 class _Frozen(BaseModel):
@@ -72,20 +102,30 @@ class Baseline(_Frozen):
     recall: dict[str, float]
 
 
-class Variant(_Frozen):
-    """The same network in another precision.
+class Comparison(_Frozen):
+    """A mode compared with fp32 in onnxruntime at export.
 
-    `recall` on the held-out images, `recall_at_1_loss` in points below `model.onnx` there;
-    `mixed_recall_at_1_loss`: points lost where queries in this precision search a gallery in fp32;
-    cosines to the vectors of `model.onnx` over the golden images.
+    `recall` on the held-out images, `recall_at_1_loss` in points below `model.onnx` there, with its
+    paired 95 % interval. `mixed_recall_at_1_loss`: points lost where queries in this mode search a
+    gallery in fp32; `gallery_recall_at_1_loss`: where queries in fp32 search one in this mode.
+    `held_out_cosine`: the mean cosine to fp32 of the held-out images. `min_cosine`, `mean_cosine`:
+    of the golden images.
     """
 
-    sha256: str
     recall: dict[str, float]
     recall_at_1_loss: float
+    recall_at_1_interval: tuple[float, float] | None = Field(default=None, exclude_if=_is_none)
     mixed_recall_at_1_loss: float
+    gallery_recall_at_1_loss: float | None = Field(default=None, exclude_if=_is_none)
+    held_out_cosine: float | None = Field(default=None, exclude_if=_is_none)
     min_cosine: float
     mean_cosine: float
+
+
+class Variant(Comparison):
+    """The same network as another ONNX file, compared in onnxruntime."""
+
+    sha256: str
 
 
 class MapFile(_Frozen):
@@ -109,7 +149,8 @@ class GoldenHashes(_Frozen):
 class BundleManifest(_Frozen):
     """All that is known about an exported model. `bundle_id` covers the model and this page.
 
-    Keys that a manifest of schema 1 may lack are left out of page and id while they are empty.
+    `variants` are the other files, `modes` other ways to run a file, by `Mode.key`. Keys that a
+    manifest of schema 1 may lack are left out of page and id while they are empty.
     """
 
     schema_version: Literal[1] = 1
@@ -127,12 +168,20 @@ class BundleManifest(_Frozen):
     baseline: Baseline | None = Field(default=None, exclude_if=not_)
     parity: Parity | None = None
     held_out: HeldOut | None = Field(default=None, exclude_if=not_)
-    variants: dict[OtherPrecision, Variant] = Field(default_factory=dict, exclude_if=not_)
+    variants: dict[FilePrecision, Variant] = Field(default_factory=dict, exclude_if=not_)
+    modes: dict[str, Comparison] = Field(default_factory=dict, exclude_if=not_)
     calibration: Calibration | None = Field(default=None, exclude_if=not_)
     map: MapFile | None = Field(default=None, exclude_if=not_)
     licence: str = "unspecified"
     versions: dict[str, str] = Field(default_factory=dict)
     bundle_id: str = ""
+
+    def comparison(self, mode: Mode) -> Comparison | None:
+        """How `mode` compares with fp32; None if nobody measured it."""
+        for precision, variant in self.variants.items():
+            if mode == ("onnxruntime", precision):
+                return variant
+        return self.modes.get(mode.key)
 
     def no_calibration(self) -> str | None:
         """Why there is no calibration; None with one."""

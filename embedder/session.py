@@ -1,59 +1,64 @@
-"""Run a model bundle with onnxruntime: images in, unit vectors out, on the device asked for.
+"""Run a model bundle: images in, unit vectors out, by the engine and in the precision asked for.
 
-A bundle may hold the network in several precisions. Each is checked here against golden vectors,
-since what holds on one processor need not on another: x86 without VNNI adds the products of
-unsigned and signed 8-bit numbers in pairs, in 16 bits, which saturates.
+Each mode is checked here against golden vectors, since what holds on one processor need not on
+another: x86 without VNNI adds the products of unsigned and signed 8-bit numbers in pairs, in 16
+bits, which saturates.
 """
 
+import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from embedder.bundle import Bundle
 from embedder.calibration import Calibration
-from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
-from embedder.manifest import AskedPrecision, OtherPrecision, Precision, Preprocessing
+from embedder.engines.measured import Measured, read_measured, write_measured
+from embedder.engines.models import PROVIDERS, Model, SessionSettings, absence, load
+from embedder.errors import (
+    BundleError,
+    BundleMismatchError,
+    GoldenMismatchError,
+    ProviderError,
+)
+from embedder.manifest import FP32, Engine, Mode, OtherPrecision, Precision, Preprocessing
 from embedder.preprocess import Box, ImageLimits, preprocess
 from embedder.types import Embeddings, Images, Maps
 
-MIN_OWN_COSINE = {"fp32": 0.999, "fp16": 0.999, "int8": 0.99}
-"""The least cosine to the golden vectors that the same precision gave at export. Integer kernels
-round where they please: a last bit that flips in an early layer grows, so int8 on another processor
-is not as close."""
+MIN_OWN_COSINE: dict[Precision, float] = {"fp32": 0.999, "fp16": 0.999, "bf16": 0.99, "int8": 0.99}
+"""The least cosine to the golden vectors that the same mode gave at export. Kernels in few bits
+round where they please: a last bit that flips in an early layer grows, so int8 and bf16 on another
+processor are not as close."""
 
-MIN_FP32_COSINE = {"fp32": 0.999, "fp16": 0.999, "int8": 0.985}
+MIN_FP32_COSINE: dict[Precision, float] = {
+    "fp32": 0.999,
+    "fp16": 0.999,
+    "bf16": 0.98,
+    "int8": 0.98,
+}
 """The mean cosine to the golden vectors of fp32, so that an export where int8 saturates does not
-bless itself. MobileNetV2 has 0.996 with VNNI and 0.963 without: 0.985 is half way, as an angle."""
+bless itself."""
+
+MAX_TURN = 1.5
+"""How far vectors may be turned from those of fp32 here, as a multiple of the angle at the export.
+MobileNetV2 is turned by 5 degrees in int8 with VNNI, and by 16 where its sums saturate."""
 
 MIN_GAIN = 1.2
-"""How many times as fast as fp32 a precision must be. MobileNetV2 in int8 has 1.5 to 3 with VNNI;
-less than a fifth is near what short runs differ by, and int8 may cost half a point of recall."""
+"""How many times as fast as fp32 another mode must be. MobileNetV2 in int8 has 1.5 to 3 with VNNI,
+in bf16 1.5 to 2; less than a fifth is near what short runs differ by."""
 
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-"""What onnxruntime calls a device."""
+FASTER: dict[str, OtherPrecision] = {"cpu": "int8", "cuda": "fp16"}
+"""The precision of a file that an export adds for a device."""
 
-FASTER: dict[str, OtherPrecision] = {PROVIDERS["cpu"]: "int8", PROVIDERS["cuda"]: "fp16"}
-"""What `precision = "auto"` may take in place of fp32."""
-
-_PROVIDER_OPTIONS: dict[str, dict[str, str]] = {
-    "cpu": {},
-    "cuda": {
-        # Looked up, where the default times all algorithms anew at each shape.
-        "cudnn_conv_algo_search": "HEURISTIC",
-        # Not powers of two: FAISS and other processes share the memory.
-        "arena_extend_strategy": "kSameAsRequested",
-    },
-}
-_CURE = {
+_CURE: dict[Precision, str] = {
     "fp32": "Its galleries would not fit; export it again or run it elsewhere.",
     "fp16": "Run it in fp32 or with precision auto; its galleries fit every precision.",
+    "bf16": "Run it in fp32 or with precision auto here. Its galleries fit every precision.",
     "int8": "It needs a processor with VNNI; run it in fp32 or with precision auto here. Its "
     "galleries fit every precision.",
 }
@@ -65,19 +70,45 @@ Embed = Callable[[Images], Embeddings]
 """uint8 (N, 3, S, S) to unit vectors (N, D)."""
 
 
-def speed_gain(fast: Embed, plain: Embed, images: Images) -> float:
-    """How many times as fast `fast` embeds `images` as `plain` does, here and now.
+def speed_gains(embeds: Mapping[Mode, Embed], images: Images) -> dict[Mode, float]:
+    """How many times as fast as the first of `embeds` each one embeds `images`, here and now.
 
     The best of a few runs of each, in turn: what else the machine does can only slow a run down.
-    Both have run on `images` before.
+    All have run on `images` before.
     """
-    best = [np.inf, np.inf]
+    best = dict.fromkeys(embeds, math.inf)
     for _ in range(_TIMED_RUNS):
-        for number, embed in enumerate((fast, plain)):
+        for mode, embed in embeds.items():
             started = perf_counter()
             embed(images)
-            best[number] = min(best[number], perf_counter() - started)
-    return float(best[1] / best[0])
+            best[mode] = min(best[mode], perf_counter() - started)
+    first = next(iter(best.values()))
+    return {mode: first / seconds for mode, seconds in best.items()}
+
+
+def may_mix(one: str, other: str) -> bool:
+    """Whether vectors of two precisions were compared with each other at the export."""
+    return one == other or "fp32" in (one, other)
+
+
+class Vectors(Protocol):
+    """What is made of vectors of one model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+
+
+def check_precision(gallery: Vectors, embedder: "Embedder") -> None:
+    """Raises: BundleMismatchError if the export compared no vectors of the two."""
+    precision = embedder.mode.precision
+    if not may_mix(gallery.precision, precision):
+        raise BundleMismatchError(
+            f"Gallery {gallery.name!r} was made in {gallery.precision}, the model runs in "
+            f"{precision}: the export compared each with fp32 only. Use --precision fp32 or "
+            f"--precision {gallery.precision}, or build the gallery again."
+        )
 
 
 class Embedder(Protocol):
@@ -86,7 +117,7 @@ class Embedder(Protocol):
     bundle_id: str
     dim: int
     provider: str
-    precision: Precision
+    mode: Mode
     precision_reason: str
     preprocessing: Preprocessing
     limits: ImageLimits
@@ -112,43 +143,15 @@ class Embedder(Protocol):
         """Encoded images whose vectors are known; never empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """Where and how the model runs.
-
-    `threads` work on one call; 1 is best where several callers run at once, since then each core
-    has its own image. `alone_threads`, where they are more, work on a call of `embed_alone`, in a
-    session of its own, which takes as much memory again. `device = "cuda"` is refused if the model
-    would run on the CPU, unless `allow_cpu_fallback`. `precision` chooses among the models of the
-    bundle: int8 is made for the CPU, fp16 for the GPU; either runs on the other too, without gain.
-    Vectors of all precisions of a bundle may be compared with each other. "auto" takes int8 on a
-    CPU, fp16 on a GPU, where the bundle has it, its golden vectors hold and the CPU gains from it;
-    fp32 anywhere else. Of several GPUs the process takes the first that CUDA_VISIBLE_DEVICES shows
-    it, and of its memory at most `gpu_memory_mb` MiB for the arena of the model; 0: as much as
-    there is.
-    """
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    threads: int = 1
-    allow_cpu_fallback: bool = False
-    precision: AskedPrecision = "fp32"
-    gpu_memory_mb: int = 0
-    alone_threads: int = 0
-
-
 class OnnxEmbedder:
-    """A bundle in an onnxruntime session, checked against its golden vectors by `open`.
+    """A bundle on an engine, checked against its golden vectors by `open`.
 
-    `precision` is the one that runs, `precision_reason` says why; `provider` is what onnxruntime
-    really runs it on; without a `calibration`, `no_calibration` says why.
+    `mode` is what runs, `precision_reason` says why and why no other; `provider` is what it really
+    runs on; without a `calibration`, `no_calibration` says why.
     """
 
     def __init__(
-        self,
-        bundle: Bundle,
-        session: ort.InferenceSession,
-        limits: ImageLimits,
-        precision: Precision = "fp32",
+        self, bundle: Bundle, model: Model, limits: ImageLimits, mode: Mode = FP32
     ) -> None:
         manifest = bundle.manifest
         self.bundle = bundle
@@ -158,14 +161,13 @@ class OnnxEmbedder:
         self.limits = limits
         self.calibration = manifest.calibration
         self.no_calibration = manifest.no_calibration()
-        self.precision = precision
+        self.mode = mode
         self.precision_reason = "asked for"
-        self.provider = str(session.get_providers()[0])
+        self.provider = model.provider
         self.has_map = manifest.map is not None
-        self._session = self._alone = session
-        self._map: ort.InferenceSession | None = None
+        self._model = self._alone = model
+        self._map: Model | None = None
         self._map_opening = threading.Lock()
-        self._input = str(session.get_inputs()[0].name)
 
     @classmethod
     def open(
@@ -173,62 +175,33 @@ class OnnxEmbedder:
         bundle: Bundle | Path | str,
         settings: SessionSettings | None = None,
         limits: ImageLimits | None = None,
-        gain: Callable[[Embed, Embed, Images], float] = speed_gain,
+        gains: Callable[[Mapping[Mode, Embed], Images], dict[Mode, float]] = speed_gains,
     ) -> "OnnxEmbedder":
         """Load, assert the device, and reproduce the golden vectors of what runs.
 
-        `gain` measures how much faster another precision is, where `settings` leave that open.
+        `gains` measures how much faster other modes are, where `settings` leave that open. The
+        figures are kept in the cache folder, so the next start opens the chosen mode alone.
 
         Raises: BundleError (not found, corrupt, precision absent, golden mismatch, provider).
         """
         settings, limits = settings or SessionSettings(), limits or ImageLimits()
         if not isinstance(bundle, Bundle):
             bundle = Bundle.open(bundle)
-        embedder = cls._chosen(bundle, settings, limits, gain)
+        embedder = _Choice(bundle, settings, limits, gains).made()
         if 0 < settings.threads < settings.alone_threads:
-            model = bundle.model_file(embedder.precision)
             more = replace(settings, threads=settings.alone_threads)
-            embedder._alone = create_session(model, more)
+            path = bundle.model_file(embedder.mode.precision)
+            embedder._alone = load(path, more, embedder.mode)
             embedder._check_vectors(embedder.embed_alone)
         return embedder
 
     @classmethod
-    def _chosen(
-        cls,
-        bundle: Bundle,
-        settings: SessionSettings,
-        limits: ImageLimits,
-        gain: Callable[[Embed, Embed, Images], float],
+    def checked(
+        cls, bundle: Bundle, settings: SessionSettings, limits: ImageLimits, mode: Mode
     ) -> "OnnxEmbedder":
-        if settings.precision != "auto":
-            return cls._checked(bundle, settings, limits, settings.precision)
-        plain = cls._checked(bundle, settings, limits, "fp32")
-        faster = FASTER[plain.provider]
-        plain.precision_reason = f"the bundle has no {faster}"
-        if faster not in bundle.precisions:
-            return plain
-        try:
-            fast = cls._checked(bundle, settings, limits, faster)
-        except GoldenMismatchError as error:
-            plain.precision_reason = str(error)
-            return plain
-        if fast.provider != PROVIDERS["cpu"]:
-            fast.precision_reason = "its golden vectors hold"
-            return fast
-        times = gain(fast.embed, plain.embed, bundle.golden_inputs())
-        chosen = fast if times >= MIN_GAIN else plain
-        chosen.precision_reason = (
-            f"the golden vectors of {faster} hold, and it is {times:.2f} times as fast as fp32 "
-            f"here; {MIN_GAIN} is asked for"
-        )
-        return chosen
-
-    @classmethod
-    def _checked(
-        cls, bundle: Bundle, settings: SessionSettings, limits: ImageLimits, precision: Precision
-    ) -> "OnnxEmbedder":
-        session = create_session(bundle.model_file(precision), settings)
-        embedder = cls(bundle, session, limits, precision)
+        """The bundle in `mode`, whose golden vectors hold. Raises: BundleError."""
+        model = load(bundle.model_file(mode.precision), settings, mode)
+        embedder = cls(bundle, model, limits, mode)
         embedder._check_vectors(embedder.embed)
         embedder._check_pixels()
         return embedder
@@ -239,20 +212,18 @@ class OnnxEmbedder:
 
     def embed(self, images: Images) -> Embeddings:
         """uint8 (N, 3, S, S) to float32 (N, D), unit norm. Large N runs in chunks."""
-        return self._run(self._session, images)
+        return self._run(self._model, images)
 
     def embed_alone(self, images: Images) -> Embeddings:
         """The same with `alone_threads`."""
         return self._run(self._alone, images)
 
-    def _run(self, session: ort.InferenceSession, images: Images) -> Embeddings:
+    def _run(self, model: Model, images: Images) -> Embeddings:
         chunks = [images[n : n + _MAX_BATCH] for n in range(0, len(images), _MAX_BATCH)]
-        run = run_plain if self.provider == PROVIDERS["cpu"] else run_bucketed
         try:
-            found = [run(session, self._input, chunk) for chunk in chunks]
-            vectors: Embeddings = np.concatenate(found)
+            vectors: Embeddings = np.concatenate([model.run(chunk) for chunk in chunks])
         except Exception as error:
-            # onnxruntime raises a family of unrelated classes.
+            # Both engines raise families of unrelated classes.
             raise BundleError(
                 f"The model {self.bundle_id[:12]} failed on {len(images)} image(s) of shape "
                 f"{images.shape[1:]} on {self.provider}: {error}. Use smaller batches, free memory."
@@ -273,30 +244,31 @@ class OnnxEmbedder:
         """
         with self._map_opening:
             if self._map is None:
-                session = create_session(self.bundle.map_file(), SessionSettings())
+                model = load(self.bundle.map_file(), SessionSettings(), FP32)
                 golden = self.bundle.golden_vectors()
-                sums = run_plain(session, self._input, self.bundle.golden_inputs()).sum((2, 3))
+                sums = model.run(self.bundle.golden_inputs()).sum((2, 3))
                 fault = golden_fault("fp32", sums, golden, golden)
                 if fault is not None:
                     raise GoldenMismatchError(
                         f"The map of the model {self.bundle_id[:12]} does not sum to the golden "
                         f"vectors: {fault}. Export it again, or without --map."
                     )
-                self._map = session
-        maps: Maps = run_plain(self._map, self._input, images)
-        return maps
+                self._map = model
+        return self._map.run(images)
 
     def known_images(self) -> list[bytes]:
         """The golden images as encoded files."""
         return self.bundle.golden_images()
 
     def _check_vectors(self, embed: Embed) -> None:
-        own, fp32 = self.bundle.golden_vectors(self.precision), self.bundle.golden_vectors()
-        fault = golden_fault(self.precision, embed(self.bundle.golden_inputs()), own, fp32)
+        fp32 = self.bundle.golden_vectors()
+        is_known = self.mode in self.bundle.modes()
+        own = self.bundle.golden_vectors(self.mode) if is_known else None
+        fault = golden_fault(self.mode.precision, embed(self.bundle.golden_inputs()), own, fp32)
         if fault is not None:
             raise GoldenMismatchError(
-                f"The {self.precision} model {self.bundle_id[:12]} on {self.provider} does not "
-                f"reproduce its golden vectors: {fault}. {_CURE[self.precision]}"
+                f"The {self.mode.precision} model {self.bundle_id[:12]} on {self.provider} does "
+                f"not reproduce its golden vectors: {fault}. {_CURE[self.mode.precision]}"
             )
 
     def _check_pixels(self) -> None:
@@ -312,75 +284,155 @@ class OnnxEmbedder:
             )
 
 
+class _Choice:
+    """Which mode of a bundle runs here."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        settings: SessionSettings,
+        limits: ImageLimits,
+        gains: Callable[[Mapping[Mode, Embed], Images], dict[Mode, float]],
+    ) -> None:
+        self._bundle = bundle
+        self._settings = settings
+        self._limits = limits
+        self._gains = gains
+        self._refused: dict[Mode, str] = {}
+
+    def made(self) -> OnnxEmbedder:
+        """Raises: BundleError."""
+        modes = self._modes()
+        if len(modes) == 1:
+            return self._with_reason(self._opened(modes[0]), {})
+        if self._settings.device == "cuda":
+            return self._on_gpu(modes)
+        known = read_measured(self._bundle.bundle_id, modes, self._settings)
+        if known is not None:
+            try:
+                embedder = self._opened(best_of(known.gains))
+            except GoldenMismatchError:
+                pass  # something has changed that the file does not tell: measure again
+            else:
+                self._refused |= known.refused
+                return self._with_reason(embedder, known.gains)
+        return self._measured(modes)
+
+    def _on_gpu(self, modes: list[Mode]) -> OnnxEmbedder:
+        """fp16 if it holds: what it gains is known, and shows in full batches alone."""
+        plain = self._opened(modes[0])
+        if plain.provider == PROVIDERS["cuda"]:
+            try:
+                return self._with_reason(self._opened(modes[1]), {})
+            except GoldenMismatchError as error:
+                self._refused[modes[1]] = str(error)
+        return self._with_reason(plain, {})
+
+    def _measured(self, modes: list[Mode]) -> OnnxEmbedder:
+        opened, refused = {modes[0]: self._opened(modes[0])}, {}
+        for mode in modes[1:]:
+            try:
+                opened[mode] = self._opened(mode)
+            except BundleError as error:
+                refused[mode] = str(error)
+        embeds = {mode: embedder.embed for mode, embedder in opened.items()}
+        gains = self._gains(embeds, self._bundle.golden_inputs()[:1])
+        self._refused |= refused
+        measured = Measured(gains, refused)
+        write_measured(self._bundle.bundle_id, modes, self._settings, measured)
+        return self._with_reason(opened[best_of(gains)], gains)
+
+    def _modes(self) -> list[Mode]:
+        """What may run, the one first that others must beat; why not the rest is noted.
+
+        Raises: ProviderError, BundleError if nothing may.
+        """
+        settings, device = self._settings, self._settings.device
+        engines: tuple[Engine, ...] = ("onnxruntime", "openvino")
+        if settings.engine != "auto":
+            engines = (settings.engine,)
+        precisions: tuple[Precision, ...] = ("fp32", "bf16", "int8")
+        if device == "cuda":
+            precisions = ("fp32", "fp16")
+        if settings.precision != "auto":
+            precisions = (settings.precision,)
+        modes: list[Mode] = []
+        asked = [Mode(engine, precision) for precision in precisions for engine in engines]
+        for mode in asked:
+            if settings.engine == "auto" and mode == ("openvino", "fp32"):
+                continue  # as fast as onnxruntime (docs/benchmarks.md), so nothing to measure
+            reason = self._unfit(mode) or absence(mode, device)
+            if reason is None:
+                modes.append(mode)
+            else:
+                self._refused[mode] = reason
+        if not modes:
+            reasons = " ".join(dict.fromkeys(self._refused.values()))
+            raise ProviderError(f"The model {self._bundle.bundle_id[:12]} cannot run. {reasons}")
+        return modes
+
+    def _unfit(self, mode: Mode) -> str | None:
+        """Why the choice is not `mode`, which this machine has."""
+        if mode.precision not in (*self._bundle.precisions, "bf16"):
+            if self._settings.precision == "auto":
+                return f"the bundle has no {mode.precision}"
+            self._bundle.model_file(mode.precision)  # says so, with the cure
+        if self._settings.precision != "auto":
+            return None
+        if mode not in self._bundle.modes():
+            return f"the export measured no {mode}"
+        others = [one for one in self._settings.galleries if not may_mix(one, mode.precision)]
+        if others:
+            return f"a gallery holds vectors in {min(others)}, with which it was never compared"
+        return None
+
+    def _opened(self, mode: Mode) -> OnnxEmbedder:
+        return OnnxEmbedder.checked(self._bundle, self._settings, self._limits, mode)
+
+    def _with_reason(self, embedder: OnnxEmbedder, gains: Mapping[Mode, float]) -> OnnxEmbedder:
+        notes = [
+            f"{mode} is {gain:.2f} times as fast as {next(iter(gains))} here"
+            for mode, gain in list(gains.items())[1:]
+        ]
+        if notes:
+            notes[-1] += f", {MIN_GAIN} is asked for"
+        elif self._settings.precision != "auto":
+            notes = ["asked for"]
+        elif self._settings.device == "cuda":
+            notes = ["its golden vectors hold"]
+        refusals: dict[str, list[str]] = {}
+        for mode, reason in self._refused.items():
+            refusals.setdefault(reason.rstrip("."), []).append(str(mode))
+        if self._settings.precision == "auto" or self._settings.engine == "auto":
+            notes += [f"not {' or '.join(modes)}: {why}" for why, modes in refusals.items()]
+        embedder.precision_reason = "; ".join(notes) or "nothing else was left"
+        return embedder
+
+
+def best_of(gains: Mapping[Mode, float]) -> Mode:
+    """The fastest mode, or the first if no other gains enough."""
+    first, fastest = next(iter(gains)), max(gains, key=gains.__getitem__)
+    return fastest if gains[fastest] >= MIN_GAIN else first
+
+
 def golden_fault(
-    precision: Precision, vectors: Embeddings, own: Embeddings, fp32: Embeddings
+    precision: Precision, vectors: Embeddings, own: Embeddings | None, fp32: Embeddings
 ) -> str | None:
     """What is wrong with golden vectors (N, D) made here, in figures; None if they hold.
 
     Args:
         precision: of the model that made `vectors`.
-        own: what the same model gave at export.
+        own: what the same mode gave at export; None if it was not tried there.
         fp32: what the fp32 model gave at export.
     """
-    cosine = float((vectors * own).sum(axis=1).min())
-    if not cosine >= MIN_OWN_COSINE[precision]:
-        return f"cosine {cosine:.4f}, expected at least {MIN_OWN_COSINE[precision]}"
+    least = MIN_FP32_COSINE[precision]
+    if own is not None:
+        cosine = float((vectors * own).sum(axis=1).min())
+        if not cosine >= MIN_OWN_COSINE[precision]:
+            return f"cosine {cosine:.4f}, expected at least {MIN_OWN_COSINE[precision]}"
+        turned = math.acos(min(1.0, float((own * fp32).sum(axis=1).mean())))
+        least = max(least, min(MIN_OWN_COSINE[precision], math.cos(MAX_TURN * turned)))
     mean = float((vectors * fp32).sum(axis=1).mean())
-    if not mean >= MIN_FP32_COSINE[precision]:
-        return f"mean cosine to fp32 {mean:.4f}, expected at least {MIN_FP32_COSINE[precision]}"
+    if not mean >= least:
+        return f"mean cosine to fp32 {mean:.4f}, expected at least {least:.4f}"
     return None
-
-
-def run_plain(session: ort.InferenceSession, name: str, images: Images) -> Embeddings:
-    """A run on a CPU, of a batch as it is; `name` is that of the input."""
-    vectors: Embeddings = session.run(None, {name: images})[0]
-    return vectors
-
-
-def run_bucketed(session: ort.InferenceSession, name: str, images: Images) -> Embeddings:
-    """A run on a GPU: the batch is filled up to a power of two, and its buffers are bound.
-
-    A GPU library prepares itself for each new shape, which takes longer than the images that fill
-    the batch; with 1, 2, 4, ... 64 images there are seven shapes in all.
-    """
-    count = len(images)
-    size = 1 << (count - 1).bit_length()
-    filled = np.concatenate([images, np.repeat(images[-1:], size - count, axis=0)])
-    binding = session.io_binding()
-    binding.bind_cpu_input(name, np.ascontiguousarray(filled))
-    binding.bind_output(session.get_outputs()[0].name)
-    session.run_with_iobinding(binding)
-    vectors: Embeddings = binding.copy_outputs_to_cpu()[0][:count]
-    return vectors
-
-
-def create_session(model: Path, settings: SessionSettings) -> ort.InferenceSession:
-    """An ONNX file ready to run. Raises: BundleCorruptError, ProviderError."""
-    wanted = PROVIDERS[settings.device]
-    available = wanted in ort.get_available_providers()
-    told = dict(_PROVIDER_OPTIONS[settings.device])
-    if settings.device == "cuda" and settings.gpu_memory_mb:
-        told["gpu_mem_limit"] = str(settings.gpu_memory_mb << 20)
-    chosen = [(wanted, told)] if available else []
-    if settings.device != "cpu":
-        chosen.append((PROVIDERS["cpu"], _PROVIDER_OPTIONS["cpu"]))
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = settings.threads
-    options.inter_op_num_threads = 1
-    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry("session.set_denormal_as_zero", "1")
-    options.log_severity_level = 3
-    try:
-        session = ort.InferenceSession(model, options, providers=chosen)
-    except Exception as error:
-        # onnxruntime raises a family of unrelated classes for a file that it cannot load.
-        raise BundleCorruptError(f"{model} cannot be loaded: {error}") from error
-    active = session.get_providers()[0]
-    if active != wanted and not settings.allow_cpu_fallback:
-        raise ProviderError(
-            f"Asked for {wanted}, but the model would run on {active}. Install the GPU packages "
-            "(`make install-gpu`) and check the driver, or allow the CPU with "
-            "--allow-cpu-fallback."
-        )
-    return session

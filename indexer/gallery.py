@@ -139,6 +139,7 @@ class Gallery(Searcher):
         name: str,
         bundle_id: str,
         dim: int,
+        precision: str = "fp32",
         source: str = "",
         source_root: Path | str = "",
     ) -> "Gallery":
@@ -148,7 +149,12 @@ class Gallery(Searcher):
         """
         folder = GalleryFolder(path)
         manifest = GalleryManifest(
-            name=name, bundle_id=bundle_id, dim=dim, source=source, source_root=str(source_root)
+            name=name,
+            bundle_id=bundle_id,
+            precision=precision,
+            dim=dim,
+            source=source,
+            source_root=str(source_root),
         )
         with folder.locked(), disk_errors_explained(folder.path), folder.stage() as stage:
             (stage / SEGMENTS).mkdir()
@@ -212,6 +218,11 @@ class Gallery(Searcher):
         return self.manifest.bundle_id
 
     @property
+    def precision(self) -> str:
+        """The precision that the model computed in when the gallery was made."""
+        return self.manifest.precision
+
+    @property
     def dim(self) -> int:
         """Length of a vector."""
         return self.manifest.dim
@@ -242,6 +253,7 @@ class Gallery(Searcher):
             )
             return GalleryFacts(
                 **known,
+                precision=self.precision,
                 version=self._version_at(state.seq),
                 generation=self.generation,
                 size=state.size,

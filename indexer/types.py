@@ -269,6 +269,10 @@ class VectorStore(Protocol):
     @property
     def bundle_id(self) -> str: ...
     @property
+    def precision(self) -> str:
+        """The precision that the model computed in when the gallery was made."""
+
+    @property
     def generation(self) -> str:
         """12 hex digits that another publication of the whole gallery changes."""
 

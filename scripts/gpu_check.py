@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embedder.session import OnnxEmbedder, SessionSettings
+from embedder.engines.models import SessionSettings
+from embedder.session import OnnxEmbedder
 from training.config.job import Job, parse_job
 from training.data.load import load_split
 from training.device import tuned

@@ -182,6 +182,9 @@ class GalleryModel(BaseModel):
         str, Field(description="Changes when the gallery is rebuilt; item numbers are good for it.")
     ]
     bundle_id: str
+    precision: Annotated[
+        str, Field(description="The precision that the model computed in when it was made.")
+    ] = "fp32"
     size: int
     dim: int
     created_at: str
@@ -510,6 +513,7 @@ class Ready(BaseModel):
 
     status: Literal["ready", "not ready"]
     provider: str
+    engine: str | None = None
     precision: str | None = None
     precision_reason: str | None = None
     bundle_id: str

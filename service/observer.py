@@ -63,7 +63,8 @@ class Observer(Collector):
     async def _read(self) -> Sequence[GaugeMetricFamily]:
         provider, jobs, items, age, ready = families = _families()
         for model in self._models.running():
-            provider.add_metric([model.provider, model.bundle_id], 1)
+            precision = model.embedder.mode.precision
+            provider.add_metric([model.provider, precision, model.bundle_id], 1)
         for name, is_ready in self._health.galleries().items():
             ready.add_metric([name], is_ready)
 
@@ -106,11 +107,14 @@ class Observer(Collector):
                 structlog.get_logger().info("metrics read again", subject=subject)
 
 
+_MODEL = ["provider", "precision", "bundle_id"]
+
+
 def _families() -> Sequence[GaugeMetricFamily]:
     return [
         GaugeMetricFamily(name, text, labels=labels)
         for name, text, labels in [
-            ("kinlens_provider_info", "What runs the model.", ["provider", "bundle_id"]),
+            ("kinlens_provider_info", "What runs the model.", _MODEL),
             ("kinlens_jobs", "Jobs by state.", ["state"]),
             ("kinlens_gallery_items", "Items in a gallery.", ["gallery"]),
             ("kinlens_gallery_age_seconds", "Time since a gallery was built.", ["gallery"]),

@@ -87,7 +87,8 @@ class Runtime:
             "serving",
             bundle_id=self.registry.model.bundle_id,
             provider=self.registry.model.provider,
-            precision=self.embedder.precision,
+            engine=self.embedder.mode.engine,
+            precision=self.embedder.mode.precision,
             galleries=self.registry.names(),
             redis=self.cache.remote_state,
         )

@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from embedder.errors import InvalidParameterError
 from embedder.machine import core_count
-from embedder.manifest import AskedPrecision
+from embedder.manifest import AskedEngine, AskedPrecision
 from embedder.preprocess import ImageLimits
 from indexer.calibration import DEFAULT_PRIOR
 from indexer.types import GALLERY_NAME, MILVUS, Consistency, milvus_address
@@ -155,7 +155,8 @@ class Settings(BaseSettings):
     allow_cpu_fallback: bool = False
     gpu_memory_mb: int = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=0)
-    precision: AskedPrecision = "fp32"
+    precision: AskedPrecision = "auto"
+    engine: AskedEngine = "auto"
     workers: int = Field(default=1, ge=1, le=64)
 
     anonymous_scopes: Annotated[tuple[Scope, ...], NoDecode, _Split] = ("search",)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,10 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What tests measure of engines is not for the user who runs them; what uv has fetched is.
+    cached = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    os.environ.setdefault("UV_CACHE_DIR", str(Path(cached) / "uv"))
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="kinlens-tests-")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

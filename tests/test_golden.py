@@ -13,8 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings
 from embedder.errors import CalibrationError
-from embedder.session import OnnxEmbedder, SessionSettings
+from embedder.session import OnnxEmbedder
 from training.__main__ import app
 
 GOLDEN = Path(__file__).parent / "golden"

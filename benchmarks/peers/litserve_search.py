@@ -18,7 +18,8 @@ import litserve
 import numpy as np
 from fastapi import Request
 
-from embedder.session import OnnxEmbedder, SessionSettings
+from embedder.engines.models import SessionSettings
+from embedder.session import OnnxEmbedder
 
 
 class Search(litserve.LitAPI):

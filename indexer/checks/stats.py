@@ -19,6 +19,7 @@ class StoreStats(BaseModel, frozen=True):
     name: str
     version: str
     bundle_id: str
+    precision: str
     dim: int
     size: int
     distinct_images: int
@@ -60,6 +61,7 @@ def store_stats(store: VectorStore) -> StoreStats:
         name=store.name,
         version=store.version,
         bundle_id=store.bundle_id,
+        precision=store.precision,
         dim=store.dim,
         size=formats.total(),
         distinct_images=len(contents),

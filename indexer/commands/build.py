@@ -12,6 +12,7 @@ from indexer.commands.console import errors_shown, failure_lines, out, print_rep
 from indexer.commands.options import (
     BatchOption,
     DeviceOption,
+    EngineOption,
     FallbackOption,
     ImageRootOption,
     IndexOption,
@@ -62,6 +63,7 @@ def build(
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
+    engine: EngineOption = "auto",
     batch_size: BatchOption = 32,
     workers: WorkersOption = 0,
     json: JsonOption = False,
@@ -75,7 +77,7 @@ def build(
         raise typer.BadParameter("Give IMAGES or --root, not both: they mean the same.")
     with errors_shown():
         source = _new_source(images or root, csv, split)
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision)
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
         where = options.index_device(device, embedder, allow_cpu_fallback)
         plan = IndexSettings(**options.given_settings(index, memory_mb, target_recall, where))
         settings = BuildSettings(name, EmbedSettings(batch_size, workers), plan)
@@ -97,6 +99,7 @@ def add(
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
+    engine: EngineOption = "auto",
     batch_size: BatchOption = 32,
     workers: WorkersOption = 0,
     no_compact: NoCompactOption = False,
@@ -109,7 +112,7 @@ def add(
     command.
     """
     with errors_shown():
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision)
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
         with stores.opened(gallery, image_root=image_root) as store:
             check_image_root(store)
             source = _further_source(images, csv, split, store.image_root, store.schema())
@@ -164,7 +167,7 @@ def _print_plan(source: Source, embedder: Embedder, settings: IndexSettings, jso
         return
     out.print(
         f"Found {source.count:,} images in the {source.description}. "
-        f"Dimension {embedder.dim}, model on {embedder.provider} in {embedder.precision}: "
+        f"Dimension {embedder.dim}, model on {embedder.provider} in {embedder.mode.precision}: "
         f"{embedder.precision_reason}."
     )
     for line in plan.lines():

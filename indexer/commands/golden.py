@@ -16,6 +16,7 @@ from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, print_report, progress
 from indexer.commands.options import (
     DeviceOption,
+    EngineOption,
     FallbackOption,
     GalleryArgument,
     JsonOption,
@@ -133,11 +134,12 @@ def run(
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
+    engine: EngineOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Ask with every query and say how many are answered right; the report is kept."""
     with errors_shown():
-        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision)
+        embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
         with stores.opened(str(gallery), bundle_id=embedder.bundle_id) as store:
             golden = GoldenSet(gallery)
             queries = golden.queries()

@@ -1,5 +1,6 @@
 """Options that several commands share, and what is made of them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,9 +9,11 @@ import typer
 from numpy.lib.format import read_array
 from numpy.typing import NDArray
 
+from embedder.engines.models import PROVIDERS, SessionSettings
 from embedder.errors import ImageError, InvalidParameterError, SourceError
-from embedder.manifest import AskedPrecision
-from embedder.session import Embedder, OnnxEmbedder, SessionSettings
+from embedder.machine import core_count
+from embedder.manifest import AskedEngine, AskedPrecision
+from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import Embeddings
 from indexer.index.kinds import Device, IndexKind
 from indexer.pictures import ANY_SIZE, read_image
@@ -28,7 +31,10 @@ FallbackOption = Annotated[
     bool, typer.Option("--allow-cpu-fallback", help="Use the CPU where CUDA does not work.")
 ]
 PrecisionOption = Annotated[
-    AskedPrecision, typer.Option(help="Model of the bundle; auto: the fastest that holds here.")
+    AskedPrecision, typer.Option(help="How the model computes; auto: the fastest that holds here.")
+]
+EngineOption = Annotated[
+    AskedEngine, typer.Option(help="What runs the model; auto: the faster one that is installed.")
 ]
 BatchOption = Annotated[int, typer.Option(min=1, max=1024, help="Images per batch.")]
 WorkersOption = Annotated[int, typer.Option(min=0, max=256, help="Threads; 0: one a core.")]
@@ -56,10 +62,27 @@ NoCompactOption = Annotated[
 
 
 def open_embedder(
-    bundle: Path, device: Device, allow_cpu_fallback: bool, precision: AskedPrecision
+    bundle: Path,
+    device: Device,
+    allow_cpu_fallback: bool,
+    precision: AskedPrecision,
+    engine: AskedEngine,
+    galleries: Iterable[str] = (),
 ) -> Embedder:
-    """The bundle in an engine that leaves the cores to the indexer's threads."""
-    return OnnxEmbedder.open(bundle, SessionSettings(device, 1, allow_cpu_fallback, precision))
+    """The bundle in an engine that leaves the cores to the indexer's threads.
+
+    `galleries` are the precisions of the vectors that its own will be compared with.
+    """
+    settings = SessionSettings(
+        device,
+        1,
+        allow_cpu_fallback,
+        precision,
+        engine=engine,
+        callers=core_count(),
+        galleries=frozenset(galleries),
+    )
+    return OnnxEmbedder.open(bundle, settings)
 
 
 def given_settings(
@@ -77,7 +100,7 @@ def given_settings(
 
 def index_device(device: Device, embedder: Embedder, allow_cpu_fallback: bool) -> Device:
     """Where the index runs: beside the model, wherever that had to go."""
-    is_on_cpu = embedder.provider == "CPUExecutionProvider"
+    is_on_cpu = embedder.provider != PROVIDERS["cuda"]
     return "cpu" if allow_cpu_fallback and is_on_cpu else device
 
 

@@ -13,12 +13,14 @@ from embedder import explain as where
 from embedder.calibration import CANDIDATES
 from embedder.errors import ItemNotFoundError, SourceError
 from embedder.preprocess import decode
+from embedder.session import check_precision
 from embedder.types import Embeddings, Hit
 from indexer.calibration import DEFAULT_PRIOR, Calibrated, Shares, choose
 from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, print_report, shown, written
 from indexer.commands.options import (
     DeviceOption,
+    EngineOption,
     FallbackOption,
     JsonOption,
     PrecisionOption,
@@ -127,13 +129,16 @@ def search(
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
+    engine: EngineOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Search with an image, with items of the gallery, or with vectors."""
     _check_usage(image, bundle, vector, like, unlike)
     with errors_shown():
         embedder = (
-            options.open_embedder(bundle, device, allow_cpu_fallback, precision) if bundle else None
+            options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
+            if bundle
+            else None
         )
         wanted = SearchOptions(
             where=parse_filter(where) if where else None,
@@ -153,6 +158,7 @@ def search(
             if like:
                 found = _found_like(store, like, unlike or [], shape)
             elif image and embedder:
+                check_precision(store, embedder)
                 vectors = options.vector_of(image, embedder)
                 found = _found(store, vectors, shape)
                 calibrated: Calibrated | str = "Galleries on Milvus are not calibrated"
@@ -197,7 +203,7 @@ def explain(
 ) -> None:
     """Show where two images match: the share of their score that each region has."""
     with errors_shown():
-        embedder = options.open_embedder(bundle, "cpu", False, "fp32")
+        embedder = options.open_embedder(bundle, "cpu", False, "fp32", "onnxruntime")
         data, pixels = zip(
             *(options.pixels_of(path, embedder) for path in (query, hit)), strict=True
         )

@@ -58,7 +58,7 @@ def compact_if_due(store: Store, leave: bool) -> None:
 
 def facts_of(store: Store) -> dict[str, str]:
     """What goes with the items of a gallery to another engine."""
-    known = {"name", "bundle_id", "created_at", "source", "source_root"}
+    known = {"name", "bundle_id", "precision", "created_at", "source", "source_root"}
     return store.facts().model_dump(include=known)
 
 
@@ -88,6 +88,7 @@ def publish_on_milvus(text: str, dump: Dump, on_progress: Progress) -> MilvusSto
         dump.entries(),
         dim=dump.dim,
         bundle_id=dump.facts["bundle_id"],
+        precision=dump.facts.get("precision", "fp32"),
         source=dump.facts.get("source", ""),
         source_root=dump.facts.get("source_root", ""),
         token=_token(),

@@ -20,6 +20,7 @@ from indexer.commands import options
 from indexer.commands.console import SHOWN, errors_shown, print_report, progress
 from indexer.commands.options import (
     DeviceOption,
+    EngineOption,
     FallbackOption,
     GalleryArgument,
     ImageRootOption,
@@ -54,6 +55,7 @@ def verify(
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
+    engine: EngineOption = "auto",
     json: JsonOption = False,
 ) -> None:
     """Check files, items and recall; ends with 1 if something is wrong.
@@ -67,7 +69,9 @@ def verify(
         raise typer.BadParameter("--tune needs --queries: vectors that are not in the gallery.")
     with errors_shown():
         embedder = (
-            options.open_embedder(bundle, device, allow_cpu_fallback, precision) if bundle else None
+            options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
+            if bundle
+            else None
         )
         vectors = None if queries is None else options.read_vectors(queries)
         if tune and vectors is not None:

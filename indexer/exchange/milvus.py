@@ -149,6 +149,7 @@ class MilvusStore:
         *,
         dim: int,
         bundle_id: str,
+        precision: str = "fp32",
         source: str = "",
         source_root: Path | str = "",
         token: str = "",
@@ -168,6 +169,7 @@ class MilvusStore:
             name=name,
             generation=uuid.uuid4().hex[:SHORT],
             bundle_id=bundle_id,
+            precision=precision,
             dim=dim,
             created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             source=source,
@@ -203,6 +205,11 @@ class MilvusStore:
     @property
     def bundle_id(self) -> str:
         return self._seen.facts.bundle_id
+
+    @property
+    def precision(self) -> str:
+        """The precision that the model computed in when the gallery was made."""
+        return self._seen.facts.precision
 
     @property
     def generation(self) -> str:

@@ -61,6 +61,7 @@ class MilvusFacts(BaseModel, frozen=True, extra="forbid"):
     name: str
     generation: str
     bundle_id: str
+    precision: str = "fp32"
     dim: int
     created_at: str
     source: str = ""

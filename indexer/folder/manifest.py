@@ -35,6 +35,7 @@ class GalleryFacts(BaseModel, frozen=True):
     version: str
     generation: str
     bundle_id: str
+    precision: str
     dim: int
     size: int
     delta: int
@@ -47,12 +48,16 @@ class GalleryFacts(BaseModel, frozen=True):
 
 
 class GalleryManifest(BaseModel, frozen=True, extra="forbid"):
-    """What stays as it is while the items of a generation change."""
+    """What stays as it is while the items of a generation change.
+
+    `precision` is that of the model that made it. It is left out for fp32, as earlier versions did.
+    """
 
     schema_version: Literal[2] = 2
     uid: str = Field(pattern=r"^[0-9a-f]{32}$", default_factory=lambda: uuid.uuid4().hex)
     name: str = Field(pattern=f"^{GALLERY_NAME}$")
     bundle_id: str = Field(min_length=1)
+    precision: str = Field(default="fp32", exclude_if=lambda value: value == "fp32")
     dim: int = Field(ge=1)
     created_at: str = Field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")

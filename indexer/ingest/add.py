@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from embedder.errors import BundleMismatchError, InvalidParameterError, SourceError
-from embedder.session import Embedder
+from embedder.session import Embedder, check_precision
 from embedder.types import SHORT
 from indexer.catalog.entries import merged
 from indexer.gallery import Gallery
@@ -233,6 +233,7 @@ def _check_bundle(gallery: VectorStore, embedder: Embedder) -> None:
             f"{embedder.bundle_id[:SHORT]}: their vectors cannot be compared. Use the bundle that "
             "it was made with, or build another gallery."
         )
+    check_precision(gallery, embedder)
 
 
 def _check_root(gallery: VectorStore, source: Source) -> None:

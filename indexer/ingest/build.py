@@ -97,6 +97,7 @@ def build_gallery(
     manifest = GalleryManifest(
         name=name,
         bundle_id=embedder.bundle_id,
+        precision=embedder.mode.precision,
         dim=embedder.dim,
         source=source.description,
         source_root=str(source.root),
@@ -151,6 +152,7 @@ def import_gallery(
     manifest = GalleryManifest(
         name=checked_name(name or facts["name"]),
         bundle_id=facts["bundle_id"],
+        precision=facts.get("precision", "fp32"),
         dim=dump.dim,
         source=facts.get("source", ""),
         source_root=facts.get("source_root", ""),
@@ -232,9 +234,10 @@ class _Draft:
 @contextlib.contextmanager
 def _draft(folder: GalleryFolder, manifest: GalleryManifest, way_in: str) -> Iterator[_Draft]:
     """The gallery that was begun with this bundle by the same way in, or a new one."""
+    key = f"{way_in} {manifest.bundle_id} {manifest.precision}"
     with disk_errors_explained(folder.path):
         held = contextlib.ExitStack()
-        place = held.enter_context(folder.draft(f"{way_in} {manifest.bundle_id}"))
+        place = held.enter_context(folder.draft(key))
     with held:
         draft = _Draft(folder, place, manifest, _opened(place, manifest))
         try:
@@ -250,7 +253,8 @@ def _draft(folder: GalleryFolder, manifest: GalleryManifest, way_in: str) -> Ite
 def _opened(place: GalleryFolder, manifest: GalleryManifest) -> Gallery:
     try:
         gallery = Gallery.open(place.path, load_index=False)
-        if (gallery.bundle_id, gallery.dim) == (manifest.bundle_id, manifest.dim):
+        same = ("bundle_id", "precision", "dim")
+        if all(getattr(gallery, name) == getattr(manifest, name) for name in same):
             return gallery
         gallery.close()
         discard(place.path)
@@ -259,7 +263,11 @@ def _opened(place: GalleryFolder, manifest: GalleryManifest) -> Gallery:
     except GalleryCorruptError:
         discard(place.path)
     return Gallery.create(
-        place.path, name=manifest.name, bundle_id=manifest.bundle_id, dim=manifest.dim
+        place.path,
+        name=manifest.name,
+        bundle_id=manifest.bundle_id,
+        precision=manifest.precision,
+        dim=manifest.dim,
     )
 
 

@@ -267,7 +267,8 @@ def _candidate(path: Path, old: Gallery, embedder: Embedder) -> Gallery:
     """What a rebuild that was stopped has made, or a new gallery."""
     try:
         made = Gallery.open(path, load_index=False)
-        if (made.bundle_id, made.name) == (embedder.bundle_id, old.name):
+        wanted = (embedder.bundle_id, embedder.mode.precision, old.name)
+        if (made.bundle_id, made.precision, made.name) == wanted:
             return made
         made.close()
     except (GalleryNotFoundError, GalleryCorruptError):
@@ -276,6 +277,7 @@ def _candidate(path: Path, old: Gallery, embedder: Embedder) -> Gallery:
         path,
         name=old.name,
         bundle_id=embedder.bundle_id,
+        precision=embedder.mode.precision,
         dim=embedder.dim,
         source=old.manifest.source,
         source_root=old.manifest.source_root,

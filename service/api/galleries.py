@@ -138,8 +138,8 @@ def _known(
     served: Served, gallery: Gallery | GalleryFacts, state: FilePath | None
 ) -> dict[str, Any]:
     """From its facts, or from a gallery without reading more of it: its index may be damaged."""
-    of_gallery = ("version", "generation", "bundle_id", "size", "dim", "created_at")
-    return {name: getattr(gallery, name) for name in of_gallery} | {
+    shared = ("version", "generation", "bundle_id", "precision", "size", "dim", "created_at")
+    return {name: getattr(gallery, name) for name in shared} | {
         "name": served.name,
         "managed": served.managed,
         "writable": _is_writable(served, state),

@@ -29,7 +29,8 @@ async def ready(runtime: Service) -> JSONResponse:
     content = Ready(
         status="ready" if readiness.ready else "not ready",
         provider=runtime.registry.model.provider,
-        precision=runtime.embedder.precision,
+        engine=runtime.embedder.mode.engine,
+        precision=runtime.embedder.mode.precision,
         precision_reason=runtime.embedder.precision_reason,
         bundle_id=runtime.registry.model.bundle_id,
         galleries=readiness.versions,

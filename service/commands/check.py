@@ -100,7 +100,7 @@ def _bundle(bundles: Bundles) -> str:
     embedder = bundles.open(bundles.primary())
     return (
         f"{embedder.bundle_id[:12]}, D = {embedder.dim}, on {embedder.provider} in "
-        f"{embedder.precision}: {embedder.precision_reason}"
+        f"{embedder.mode.precision}: {embedder.precision_reason}"
     )
 
 

@@ -31,7 +31,9 @@ _HELP = {
     "port": "Port; 0 picks a free one (default 8000).",
     "workers": "Processes that answer (default 1).",
     "device": "cpu or cuda (default cpu).",
-    "precision": "Model of the bundle: fp32, fp16, int8 or auto (default fp32).",
+    "precision": "How the model computes: fp32, bf16, int8, fp16 or auto, the fastest that "
+    "holds here (default auto).",
+    "engine": "What runs the model: onnxruntime, openvino or auto (default auto).",
     "threads": "Threads for one batch (default 1).",
     "no_match_prior": "Share of searches for a product that no gallery has (default 0.1).",
     "redis_url": "Redis as second cache level, and to count rates: redis://HOST:PORT/0.",

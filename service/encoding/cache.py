@@ -3,8 +3,8 @@
 Keys hold what the value depends on, and an answer begins with the version of the gallery that it
 is about, so nothing needs to be flushed:
 
-    embeddings   bundle_id + precision + sha256 of the bytes + box
-    answers      bundle_id + precision + gallery + its generation + digest of the query
+    embeddings   bundle_id + engine and precision + sha256 of the bytes + box
+    answers      bundle_id + engine and precision + gallery + its generation + digest of the query
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.manifest import Precision
+from embedder.manifest import Mode
 from embedder.preprocess import Box
 from service.encoding.redis_cache import RedisStore
 from service.observe.metrics import CacheKind, Level
@@ -175,18 +175,16 @@ def _decoded(decode: Callable[[bytes], T], payload: bytes) -> T | None:
         return None
 
 
-def embedding_key(bundle_id: str, precision: Precision, digest: str, box: Box | None) -> str:
+def embedding_key(bundle_id: str, mode: Mode, digest: str, box: Box | None) -> str:
     """Key of the vector of an image, or of its part in `box`."""
     part = "" if box is None else ",".join(map(repr, box))
-    return f"{_PREFIX}:e:{bundle_id}:{precision}:{digest}:{part}"
+    return f"{_PREFIX}:e:{bundle_id}:{mode.key}:{digest}:{part}"
 
 
-def answer_key(
-    bundle_id: str, precision: Precision, gallery: str, generation: str, digest: str
-) -> str:
+def answer_key(bundle_id: str, mode: Mode, gallery: str, generation: str, digest: str) -> str:
     """Key of the answer to a query in a gallery."""
     name = quote(gallery, safe="")
-    return f"{_PREFIX}:a:{bundle_id}:{precision}:{name}:{generation}:{digest}"
+    return f"{_PREFIX}:a:{bundle_id}:{mode.key}:{name}:{generation}:{digest}"
 
 
 def seal(key: str, payload: bytes) -> bytes:

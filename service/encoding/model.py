@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import structlog
@@ -161,7 +162,7 @@ class Encoder:
     def lookup(self, view: View) -> Lookup[Vector]:
         """Where a cache may have the vector of `view`."""
         embedder, dim = self._embedder, self._embedder.dim
-        key = embedding_key(embedder.bundle_id, embedder.precision, view.digest, view.box)
+        key = embedding_key(embedder.bundle_id, embedder.mode, view.digest, view.box)
         return Lookup("embedding", key, lambda value: decode_vector(value, dim))
 
     def decode(self, decoder: Decoder, view: View) -> NDArray[np.uint8]:
@@ -259,9 +260,11 @@ class Models:
     """Opens a model when a gallery needs it, and lets go of it when none does any more."""
 
     def __init__(
-        self, find: Callable[[str], Embedder], connect: Callable[[Embedder], Encoder]
+        self, find: Callable[[str, str], Embedder], connect: Callable[[Embedder], Encoder]
     ) -> None:
-        """`find` opens the embedder of a bundle; it may block. Raises: BundleError."""
+        """`find` opens the embedder of a bundle for a gallery whose vectors have a precision; it
+        may block. Raises: BundleError.
+        """
         self._find = find
         self._connect = connect
         self._opened: dict[str, Embedder] = {}
@@ -272,22 +275,27 @@ class Models:
         """Every model that has been started."""
         return list(self._models.values())
 
-    def open(self, bundle_id: str) -> Embedder:
-        """Open the embedder of a bundle before the event loop runs; `get` starts it.
+    def open(self, bundle_id: str, precision: str = "fp32") -> Embedder:
+        """Open the embedder of a bundle before the event loop runs; `get` starts it. `precision` is
+        that of the gallery that will be searched with it.
 
         Raises: BundleNotFoundError, BundleError.
         """
         if bundle_id not in self._opened:
-            self._opened[bundle_id] = self._find(bundle_id)
+            self._opened[bundle_id] = self._find(bundle_id, precision)
         return self._opened[bundle_id]
 
-    async def get(self, bundle_id: str) -> Model:
-        """The model of a bundle, warm; it stays as long as a gallery uses it.
+    async def get(self, bundle_id: str, precision: str = "fp32") -> Model:
+        """The model of a bundle, warm; it stays as long as a gallery uses it. `precision` is that
+        of the first gallery.
 
         Raises: BundleNotFoundError, BundleError.
         """
         model = self._models.get(bundle_id)
-        return model or await self._flights.run(bundle_id, lambda: self._start(bundle_id))
+        if model is None:
+            start = partial(self._start, bundle_id, precision)
+            model = await self._flights.run(bundle_id, start)
+        return model
 
     async def keep(self, bundle_ids: Collection[str]) -> None:
         """Let go of every other model and its memory, once the last search in it has ended."""
@@ -295,10 +303,10 @@ class Models:
             structlog.get_logger().info("model stopped", bundle_id=bundle_id)
         self._models = {n: model for n, model in self._models.items() if n in bundle_ids}
 
-    async def _start(self, bundle_id: str) -> Model:
+    async def _start(self, bundle_id: str, precision: str) -> Model:
         embedder = self._opened.pop(bundle_id, None)
         if embedder is None:
-            embedder = await asyncio.to_thread(self._find, bundle_id)
+            embedder = await asyncio.to_thread(self._find, bundle_id, precision)
         encoder = self._connect(embedder)
         image = embedder.known_images()[0]
         model = Model(embedder, encoder, image, await encoder.infer(image))
@@ -307,7 +315,8 @@ class Models:
             "model started",
             bundle_id=bundle_id,
             provider=embedder.provider,
-            precision=embedder.precision,
+            engine=embedder.mode.engine,
+            precision=embedder.mode.precision,
             precision_reason=embedder.precision_reason,
         )
         return model

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from embedder.bundle import MANIFEST, Bundle
 from embedder.durable import is_stage
+from embedder.engines.models import SessionSettings
 from embedder.errors import (
     BundleNotFoundError,
     GalleryNotFoundError,
     InvalidParameterError,
 )
-from embedder.session import Embedder, OnnxEmbedder, SessionSettings
+from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import SHORT
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore, current_generation, current_manifest, open_remote
@@ -212,6 +213,8 @@ class Bundles:
             settings.precision,
             settings.gpu_memory_mb,
             settings.alone_threads(),
+            settings.engine,
+            settings.lanes,
         )
 
     def primary(self) -> str:
@@ -224,11 +227,15 @@ class Bundles:
             )
         return id_of(self._primary) or Bundle.open(self._primary).bundle_id
 
-    def open(self, bundle_id: str) -> Embedder:
-        """A bundle in a session of its own. Raises: BundleNotFoundError, BundleError."""
+    def open(self, bundle_id: str, precision: str = "fp32") -> Embedder:
+        """A bundle in a session of its own, to search vectors in `precision`.
+
+        Raises: BundleNotFoundError, BundleError.
+        """
         if self._embedder is not None and bundle_id == self._embedder.bundle_id:
             return self._embedder
-        return OnnxEmbedder.open(self.folder(bundle_id), self._session, self._limits)
+        session = replace(self._session, galleries=frozenset((precision,)))
+        return OnnxEmbedder.open(self.folder(bundle_id), session, self._limits)
 
     def folder(self, bundle_id: str) -> Path:
         """Where a bundle is. Raises: BundleNotFoundError naming the known ones."""

@@ -129,8 +129,14 @@ def _create(path: Path, model: Model) -> None:
     with _locked(path.parent):
         if current_generation(path) is not None:
             raise _taken(path.name)
-        bundle_id, dim = model.bundle_id, model.dim
-        Gallery.create(path, name=path.name, bundle_id=bundle_id, dim=dim, source="uploads").close()
+        Gallery.create(
+            path,
+            name=path.name,
+            bundle_id=model.bundle_id,
+            precision=model.embedder.mode.precision,
+            dim=model.dim,
+            source="uploads",
+        ).close()
 
 
 def _taken(name: str) -> GalleryConflictError:

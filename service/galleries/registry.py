@@ -29,6 +29,7 @@ from embedder.errors import (
     KinlensError,
     OverloadedError,
 )
+from embedder.session import check_precision
 from indexer.calibration import Calibrated
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore
@@ -199,7 +200,8 @@ class Registry:
     async def start(self, interval_s: float) -> None:
         """Warm the models up, serve the galleries, and read the disk every `interval_s`."""
         while self._opened:
-            model = await self._models.get(self._opened[0][1].bundle_id)
+            first = self._opened[0][1]
+            model = await self._models.get(first.bundle_id, first.precision)
             self._serve(*self._opened.pop(0), model)
         await self._drop_models()
         self._next = asyncio.get_running_loop().create_future()
@@ -365,7 +367,7 @@ class Registry:
             gallery = self._open_gallery(location)
             self._opened.append((location, gallery))
             try:
-                dim = self._models.open(gallery.bundle_id).dim
+                embedder = self._models.open(gallery.bundle_id, gallery.precision)
             except BundleNotFoundError:
                 if gallery.bundle_id == self._primary:
                     raise
@@ -375,11 +377,12 @@ class Registry:
                     "swap it is in STATE/bundles: start with that --state. Or build the gallery "
                     "again: kinlens-index build."
                 ) from None
-            if gallery.dim != dim:
+            if gallery.dim != embedder.dim:
                 raise BundleMismatchError(
                     f"Gallery {location.name!r} has vectors of length {gallery.dim}, its bundle "
-                    f"makes them of length {dim}. Build it again: kinlens-index build."
+                    f"makes them of length {embedder.dim}. Build it again: kinlens-index build."
                 )
+            check_precision(gallery, embedder)
         except KinlensError as error:
             if not location.managed:
                 raise
@@ -428,7 +431,8 @@ class Registry:
             gallery = await self._call(name, lambda: self._open_gallery(location))
             self._opening[name] = gallery.bundle_id
             try:
-                model = await self._models.get(gallery.bundle_id)
+                model = await self._models.get(gallery.bundle_id, gallery.precision)
+                check_precision(gallery, model.embedder)
                 await self._call(name, lambda: _check_searches(gallery, model))
             except BaseException:
                 self._close(location, gallery)

@@ -13,13 +13,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 
+from embedder.engines.models import SessionSettings
 from embedder.errors import (
     GalleryConflictError,
     GalleryNotFoundError,
     InvalidParameterError,
     JobConflictError,
 )
-from embedder.session import SessionSettings
 from embedder.types import SHORT
 from indexer.gallery import current_manifest
 from service.galleries.locations import GalleryLocation, Locations, known_bundles
@@ -214,6 +214,8 @@ def plan_of(params: Params, gallery: str, settings: Settings) -> Plan:
         settings.allow_cpu_fallback,
         settings.precision,
         settings.gpu_memory_mb,
+        engine=settings.engine,
+        callers=settings.lanes,
     )
     return Plan(**found, session=session)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from embedder.bundle import MAP
 from embedder.errors import GalleryError, ImageError, SourceError, StateError
-from embedder.session import FASTER, PROVIDERS
+from embedder.session import FASTER
 from embedder.types import AttributeValue
 from indexer.gallery import Gallery
 from service.galleries.feedback import FeedbackStore
@@ -132,7 +132,7 @@ def _options(plan: Plan) -> list[str]:
     has_map = plan.old_bundle is not None and (plan.old_bundle / MAP).is_file()
     with_map = ["--map"] if has_map else []
     if plan.session.precision == "auto":
-        return [*with_map, "--precision", FASTER[PROVIDERS[plan.session.device]], "--skip-refused"]
+        return [*with_map, "--precision", FASTER[plan.session.device], "--skip-refused"]
     if plan.session.precision == "fp32":
         return with_map
     return [*with_map, "--precision", plan.session.precision]

@@ -233,8 +233,8 @@ class Pipeline:
         model, gallery, digest = served.model, served.gallery, query.digest
         if not isinstance(calibrated, str):  # another curve gives other probabilities
             digest += f":{calibrated.product}:{hash(calibrated.curve):x}:{self._prior}"
-        precision = model.embedder.precision
-        return answer_key(model.bundle_id, precision, served.name, gallery.generation, digest)
+        mode = model.embedder.mode
+        return answer_key(model.bundle_id, mode, served.name, gallery.generation, digest)
 
     def _cached(
         self, served: Served, query: Query, key: str, version: str

@@ -9,9 +9,11 @@ import pytest
 
 from embedder.bundle import MANIFEST, MODEL, Bundle, write_bundle
 from embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
-from embedder.manifest import GoldenHashes
+from embedder.manifest import GoldenHashes, Mode
 from tests.embedder.bundles import CALIBRATION, HELD_OUT, write_full_bundle
 from tests.tiny import TINY, tiny_embed
+
+INT8 = Mode("onnxruntime", "int8")
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def test_a_bundle_with_all_precisions_reads_back(full_bundle: Bundle) -> None:
     assert bundle.model_file("fp32") == bundle.model_path
     assert len(bundle.golden_images()) == 3
     np.testing.assert_allclose(bundle.golden_vectors(), tiny_embed(inputs, 0), atol=1e-6)
-    np.testing.assert_allclose(bundle.golden_vectors("int8"), tiny_embed(inputs, 0.05), atol=1e-6)
+    np.testing.assert_allclose(bundle.golden_vectors(INT8), tiny_embed(inputs, 0.05), atol=1e-6)
 
 
 def test_the_id_covers_model_and_manifest(
@@ -128,5 +130,5 @@ def test_a_variant_without_golden_vectors_is_refused(full_bundle: Bundle) -> Non
     files = {k: v for k, v in manifest.golden.files.items() if k != "vectors.int8.npy"}
     stripped = manifest.model_copy(update={"golden": GoldenHashes(files=files)}).with_id()
     (full_bundle.path / MANIFEST).write_text(json.dumps(stripped.model_dump(mode="json")))
-    with pytest.raises(BundleCorruptError, match="int8 model without golden vectors"):
+    with pytest.raises(BundleCorruptError, match="int8 with onnxruntime without its"):
         Bundle.open(full_bundle.path)

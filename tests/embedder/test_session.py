@@ -1,18 +1,22 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import embedder.engines.models as models_module
 import embedder.session as session_module
 from embedder.bundle import MANIFEST, MODEL, Bundle
+from embedder.engines.models import SessionSettings
 from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
 from embedder.fake import FakeEmbedder
-from embedder.manifest import BundleManifest
-from embedder.session import Embedder, OnnxEmbedder, SessionSettings, speed_gain
+from embedder.manifest import FP32, BundleManifest, Mode
+from embedder.session import Embed, Embedder, OnnxEmbedder, speed_gains
+from embedder.types import Images
 from tests.embedder.bundles import write_full_bundle
 from tests.tiny import TINY, TINY_DIM, encoded, picture, tiny_embed, write_tiny_onnx
 
@@ -68,9 +72,9 @@ def test_more_threads_for_a_single_caller_give_the_same_vectors(tiny_bundle: Bun
 def test_a_batch_filled_up_for_a_gpu_gives_the_same_vectors(
     tiny_bundle: Bundle, count: int
 ) -> None:
-    session = session_module.create_session(tiny_bundle.model_path, SessionSettings())
+    session = models_module.create_session(tiny_bundle.model_path, SessionSettings())
     images = random_images(count)
-    vectors = session_module.run_bucketed(session, "images", images)
+    vectors = models_module.run_bucketed(session, "images", images)
     np.testing.assert_allclose(vectors, tiny_embed(images), atol=1e-5)
 
 
@@ -87,7 +91,7 @@ def test_a_session_that_falls_back_in_silence_is_found(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    real = session_module.ort.InferenceSession
+    real = models_module.ort.InferenceSession
 
     def silent(model: Path, options: object, providers: list[tuple[str, dict[str, str]]]) -> object:
         name, told = providers[0]
@@ -95,8 +99,8 @@ def test_a_session_that_falls_back_in_silence_is_found(
         assert told["gpu_mem_limit"] == str(500 * 2**20)
         return real(model, options, providers=providers[1:])
 
-    monkeypatch.setattr(session_module.ort, "get_available_providers", lambda: listed)
-    monkeypatch.setattr(session_module.ort, "InferenceSession", silent)
+    monkeypatch.setattr(models_module.ort, "get_available_providers", lambda: listed)
+    monkeypatch.setattr(models_module.ort, "InferenceSession", silent)
     with pytest.raises(ProviderError, match="would run on CPUExecutionProvider"):
         OnnxEmbedder.open(tiny_bundle, SessionSettings(device="cuda", gpu_memory_mb=500))
 
@@ -131,7 +135,7 @@ def test_a_precision_runs_its_own_model(tiny_bundle: Bundle, tmp_path: Path) -> 
     for precision, seed in (("fp32", 0), ("int8", 0.05)):
         embedder = OnnxEmbedder.open(bundle, SessionSettings(precision=precision))
         np.testing.assert_allclose(embedder.embed(images), tiny_embed(images, seed), atol=1e-5)
-        assert embedder.precision == precision
+        assert embedder.mode == ("onnxruntime", precision)
         assert embedder.bundle_id == bundle.bundle_id
 
 
@@ -148,7 +152,8 @@ def as_if_made_elsewhere(bundle: Bundle, degrees: float) -> Bundle:
     return Bundle.open(bundle.path)
 
 
-INT8, AUTO = SessionSettings(precision="int8"), SessionSettings(precision="auto")
+INT8, AUTO = SessionSettings(precision="int8"), SessionSettings(precision="auto", engine="auto")
+BF16 = Mode("openvino", "bf16")
 
 
 # Cosines 0.9925 and 0.9877; the limit is 0.99.
@@ -169,9 +174,9 @@ def test_an_export_where_int8_saturated_does_not_bless_itself(
 ) -> None:
     # int8 gives here what it gave at the export; both are far from fp32.
     bundle = write_full_bundle(tiny_bundle, tmp_path, seed=0.3)
-    with pytest.raises(GoldenMismatchError, match=r"mean cosine to fp32 0\.9\d+.* 0\.985\. .*fp32"):
+    with pytest.raises(GoldenMismatchError, match=r"cosine to fp32 0\.9\d+.* 0\.9800\. .*fp32"):
         OnnxEmbedder.open(bundle, INT8)
-    assert OnnxEmbedder.open(bundle).precision == "fp32"
+    assert OnnxEmbedder.open(bundle).mode == FP32
 
 
 @pytest.mark.parametrize(("times", "taken"), [(1.0, "fp32"), (1.19, "fp32"), (1.7, "int8")])
@@ -179,9 +184,13 @@ def test_auto_takes_int8_where_the_processor_gains_from_it(
     tiny_bundle: Bundle, tmp_path: Path, times: float, taken: str
 ) -> None:
     bundle = write_full_bundle(tiny_bundle, tmp_path)
-    embedder = OnnxEmbedder.open(bundle, AUTO, gain=lambda *_: times)
-    assert embedder.precision == taken
-    assert f"{times:.2f} times as fast as fp32" in embedder.precision_reason
+
+    def gains(modes: Mapping[Mode, Embed], _: Images) -> dict[Mode, float]:
+        return {mode: 1 if mode == FP32 else times for mode in modes}
+
+    embedder = OnnxEmbedder.open(bundle, replace(AUTO, engine="onnxruntime"), gains=gains)
+    assert embedder.mode == ("onnxruntime", taken)
+    assert f"is {times:.2f} times as fast as fp32 with onnxruntime" in embedder.precision_reason
     images = random_images(4)
     seed = {"fp32": 0, "int8": 0.05}[taken]
     np.testing.assert_allclose(embedder.embed(images), tiny_embed(images, seed), atol=1e-5)
@@ -192,15 +201,18 @@ def test_auto_keeps_fp32_where_int8_does_not_hold_however_fast_it_is(
     tiny_bundle: Bundle, tmp_path: Path, seed: float, degrees: float
 ) -> None:
     bundle = as_if_made_elsewhere(write_full_bundle(tiny_bundle, tmp_path, seed), degrees)
-    embedder = OnnxEmbedder.open(bundle, AUTO, gain=lambda *_: 9.0)
-    assert embedder.precision == "fp32"
-    assert "The int8 model" in embedder.precision_reason
+    embedder = OnnxEmbedder.open(bundle, AUTO)
+    assert embedder.mode == FP32
+    assert "not int8 with onnxruntime: The int8 model" in embedder.precision_reason
     assert "cosine" in embedder.precision_reason
 
 
 def test_auto_without_another_precision_is_fp32_and_says_so(tiny_bundle: Bundle) -> None:
     embedder = OnnxEmbedder.open(tiny_bundle, AUTO)
-    assert (embedder.precision, embedder.precision_reason) == ("fp32", "the bundle has no int8")
+    assert embedder.mode == FP32
+    assert "not int8 with onnxruntime or int8 with openvino: the bundle has no int8" in (
+        embedder.precision_reason
+    )
 
 
 def test_the_gain_is_that_of_the_best_runs_so_that_a_stall_changes_nothing(
@@ -213,8 +225,8 @@ def test_the_gain_is_that_of_the_best_runs_so_that_a_stall_changes_nothing(
         waits = iter(seconds)
         return lambda _: clock.append(clock.pop() + next(waits))
 
-    fast, plain = takes(50, 2, 2, 90, 3), takes(8, 6, 70, 6, 9)
-    assert speed_gain(fast, plain, random_images(1)) == pytest.approx(3.0)
+    both = {FP32: takes(8, 6, 70, 6, 9), BF16: takes(50, 2, 2, 90, 3)}
+    assert speed_gains(both, random_images(1)) == {FP32: 1.0, BF16: pytest.approx(3.0)}
 
 
 def test_an_error_of_the_engine_is_one_of_ours(embedder: OnnxEmbedder) -> None:
@@ -226,7 +238,7 @@ def test_vectors_that_are_not_finite_are_refused(
     embedder: OnnxEmbedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = np.full((1, TINY_DIM), np.nan, dtype=np.float32)
-    monkeypatch.setattr(session_module, "run_plain", lambda *_: nothing)
+    monkeypatch.setattr(models_module, "run_plain", lambda *_: nothing)
     with pytest.raises(BundleError, match="not finite"):
         embedder.embed(random_images(1))
 
@@ -238,4 +250,4 @@ def test_the_fake_has_the_calls_of_the_real_one(embedder: OnnxEmbedder) -> None:
         assert vectors.shape == (len(one.known_images()), one.dim)
         np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
         assert one.provider.endswith("Provider")
-        assert (one.precision, one.precision_reason) == ("fp32", "asked for")
+        assert (one.mode, one.precision_reason) == (FP32, "asked for")

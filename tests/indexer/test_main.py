@@ -13,8 +13,9 @@ from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
 from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings
 from embedder.errors import ProviderError
-from embedder.session import OnnxEmbedder, SessionSettings
+from embedder.session import OnnxEmbedder
 from indexer.__main__ import app
 from indexer.commands import console
 from tests.indexer.conftest import CountingEmbedder, Run, failure, usage
@@ -126,13 +127,13 @@ def test_progress_shows_images_per_second_and_the_remaining_time(
 def test_a_device_that_is_not_there_is_an_error(
     run: Run, shop: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(bundle: Path, device: str, allow_cpu_fallback: bool, precision: str) -> None:
-        raise ProviderError(f"{bundle} {device} {allow_cpu_fallback} {precision}")
+    def refused(bundle: Path, *others: object) -> None:
+        raise ProviderError(" ".join(map(str, (bundle, *others))))
 
     monkeypatch.setattr(options, "open_embedder", refused)
     arguments = ("build", shop, "--bundle", "b", "--out", out, "--device", "cuda")
-    assert run(*arguments).stderr == "Error: b cuda False fp32\n"
-    assert run(*arguments, "--allow-cpu-fallback").stderr == "Error: b cuda True fp32\n"
+    assert run(*arguments).stderr == "Error: b cuda False fp32 auto\n"
+    assert run(*arguments, "--allow-cpu-fallback").stderr == "Error: b cuda True fp32 auto\n"
     assert not out.exists()
 
 
@@ -181,7 +182,7 @@ def test_a_failure_inside_the_engine_is_one_line_without_a_traceback(
     if command == "verify":
         assert invoke(*arguments).exit_code == 0
         arguments = ("verify", out, "--bundle", "b")
-    monkeypatch.setattr("embedder.session.run_plain", device_is_full)
+    monkeypatch.setattr("embedder.engines.models.run_plain", device_is_full)
     line = failure(invoke(*arguments))
     assert line.startswith("Error: The model ")
     assert "Failed to allocate memory" in line

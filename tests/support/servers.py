@@ -72,6 +72,7 @@ class FakeGallery:
         self.version = hashlib.sha256(version.encode()).hexdigest()
         self.generation = self.version[-12:]
         self.bundle_id = embedder.bundle_id
+        self.precision = "fp32"
         self.dim = embedder.dim
         self.size = len(pictures)
         self.created_at = CREATED_AT

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from embedder.manifest import FP32, Mode
 from embedder.types import Hit
 from indexer.types import Group
 from tests.support.seams import (
@@ -23,6 +24,7 @@ from tests.support.seams import (
 )
 
 WAIT_S = 10.0
+BF16 = Mode("openvino", "bf16")
 BAD = 13
 
 
@@ -112,7 +114,7 @@ def test_the_local_cache_keeps_what_was_used_last_as_far_as_its_bounds_let_it() 
             answer_key,
             [
                 ["b1", "b2"],
-                ["fp32", "int8"],
+                [FP32, BF16, Mode("openvino", "fp32")],
                 ["shop", "shop:g1", "shop%3Ag1"],
                 ["g1", "g2"],
                 ["d1", "d2"],
@@ -122,7 +124,7 @@ def test_the_local_cache_keeps_what_was_used_last_as_far_as_its_bounds_let_it() 
             embedding_key,
             [
                 ["b1", "b2"],
-                ["fp32", "int8"],
+                [FP32, BF16, Mode("openvino", "fp32")],
                 ["d1", "d2"],
                 [None, (0.0, 0.0, 0.5, 1.0), (0.0, 0.0, 1.0, 0.5)],
             ],
@@ -158,7 +160,7 @@ def test_results_are_kept_as_the_json_that_is_sent() -> None:
 
 
 def test_what_is_kept_has_other_names_only_under_another_prefix() -> None:
-    assert answer_key("b", "fp32", "g", "1", "q").startswith("kinlens:3:a:")
+    assert answer_key("b", FP32, "g", "1", "q").startswith("kinlens:3:a:")
     kept, grouped = json.loads(GOOD), json.loads(encode_results(SHOWN, [], GROUPS, match=True))
     assert (
         kept.keys()

@@ -10,7 +10,7 @@ import typer
 
 from embedder.bundle import MANIFEST
 from embedder.errors import DatasetError, JobError
-from embedder.manifest import Preprocessing
+from embedder.manifest import AskedEngine, AskedPrecision, Preprocessing
 from training.commands.jobs import Overrides, load_images, with_settings
 from training.config.job import Job, parse_job
 from training.config.settings import Runtime
@@ -29,6 +29,10 @@ def evaluate(
     full: Annotated[
         bool, typer.Option(help="Also NMI, F1 and the structure of the embedding.")
     ] = False,
+    precision: Annotated[
+        AskedPrecision, typer.Option(help="Of a bundle: how the model computes.")
+    ] = "fp32",
+    engine: Annotated[AskedEngine, typer.Option(help="Of a bundle: what runs the model.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Recall@K and MAP@R on the test images of the job that made a run or a bundle, or on others.
@@ -38,12 +42,22 @@ def evaluate(
     Examples: kinlens-train evaluate bundles/cars --set data.root=/data/cars196 --full
 
     kinlens-train evaluate bundles/trunk --data /my/shop
+
+    kinlens-train evaluate bundles/shop --precision bf16
     """
     from training.distributed import require_alone
     from training.evaluation.retrieval import queries_in, with_interval
 
     require_alone()
-    model = _of_bundle(source) if (source / MANIFEST).is_file() else _of_run(source)
+    if (source / MANIFEST).is_file():
+        model = _of_bundle(source, precision, engine)
+    elif precision != "fp32" or engine != "auto":
+        raise JobError(
+            f"--precision and --engine are of a bundle, and {source} is a run. Export it first: "
+            "kinlens-train export."
+        )
+    else:
+        model = _of_run(source)
     if data is None:
         model, parts = _with_test_images(source, model, overrides)
     else:
@@ -132,15 +146,18 @@ class _Model:
     split_sha256: str | None
 
 
-def _of_bundle(source: Path) -> _Model:
+def _of_bundle(source: Path, precision: AskedPrecision, engine: AskedEngine) -> _Model:
     from embedder.bundle import Bundle
+    from embedder.engines.models import SessionSettings
     from embedder.session import OnnxEmbedder
 
     bundle = Bundle.open(source)
     manifest = bundle.manifest
     job = parse_job(manifest.job) if manifest.job else None
-    embed = OnnxEmbedder.open(bundle).embed
-    return _Model(embed, manifest.preprocessing, job, manifest.split_sha256)
+    opened = OnnxEmbedder.open(bundle, SessionSettings(precision=precision, engine=engine))
+    if precision != "fp32" or engine != "auto":
+        console.print(f"in {opened.mode}: {opened.precision_reason}")
+    return _Model(opened.embed, manifest.preprocessing, job, manifest.split_sha256)
 
 
 def _of_run(source: Path) -> _Model:

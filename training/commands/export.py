@@ -19,7 +19,7 @@ def export(
     overrides: Overrides = None,
     precision: Annotated[
         list[str] | None,
-        typer.Option(help="Also in this precision: int8 (CPU) or fp16 (GPU). Repeatable."),
+        typer.Option(help="Also in this precision: int8 or bf16 (CPU), fp16 (GPU). Repeatable."),
     ] = None,
     skip_refused: Annotated[
         bool,
@@ -119,8 +119,13 @@ def _describe(bundle: Bundle) -> None:
         typer.echo("no calibration: it was exported without held-out images")
         return
     typer.echo(f"on {held_out.images:,} {held_out.split} images: fp32 {_figures(held_out.recall)}")
-    for name, variant in manifest.variants.items():
-        typer.echo(f"  {name} {_figures(variant.recall)}  cosine >= {variant.min_cosine:.4f}")
+    for mode in bundle.modes():
+        if (compared := manifest.comparison(mode)) is not None:
+            low, high = compared.recall_at_1_interval or (0.0, 0.0)
+            typer.echo(
+                f"  {mode}: {_figures(compared.recall)}  R@1 lost {compared.recall_at_1_loss:.2f} "
+                f"({low:.2f} to {high:.2f})  mean cosine {compared.held_out_cosine:.4f}"
+            )
     if manifest.calibration is None:
         typer.echo(f"no calibration: {held_out.no_calibration}")
         return

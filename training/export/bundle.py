@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -22,22 +22,26 @@ from PIL import Image
 from torch import nn
 
 from embedder.bundle import Bundle, VariantFiles, write_bundle
+from embedder.engines.models import SessionSettings, absence, create_session, run_plain
 from embedder.errors import BundleError, CalibrationError, ExportError
 from embedder.manifest import (
     Baseline,
     BundleManifest,
+    Comparison,
+    Engine,
+    FilePrecision,
     GoldenHashes,
     HeldOut,
     HeldOutSplit,
     MapFile,
-    OtherPrecision,
+    Mode,
     Parity,
     Precision,
     Preprocessing,
     Variant,
 )
 from embedder.preprocess import preprocess
-from embedder.session import Embed, OnnxEmbedder, SessionSettings, create_session, run_plain
+from embedder.session import Embed, OnnxEmbedder
 from embedder.types import Embeddings, Images
 from training.checkpoint import Checkpoint
 from training.config.job import Job, parse_job
@@ -47,7 +51,7 @@ from training.evaluation.evaluate import OnBatch, embed_with
 from training.evaluation.retrieval import Retrieval, queries_in, retrieval
 from training.export.calibration import fit_calibration
 from training.export.map import EmbeddingMap, check_map
-from training.export.precisions import Candidate, compare, make_candidate
+from training.export.precisions import Candidate, compare, make_candidate, make_file
 from training.models.backbones import channels_of
 from training.models.embedding import EmbeddingNet, torch_embed
 from training.models.from_bundle import new_network
@@ -69,7 +73,7 @@ _PACKAGES = ("torch", "onnx", "onnxruntime", "pillow", "numpy")
 
 OnRefusal = Callable[[str], None]
 _Vectors = dict[tuple[str, str], Embeddings]
-_Candidates = dict[OtherPrecision, Candidate]
+_Candidates = dict[Mode, Candidate]
 
 
 @dataclass(frozen=True)
@@ -99,17 +103,18 @@ class _Data:
         return max(("test", self.held_out), key=lambda part: parts[part].classes)
 
     @contextmanager
-    def refusal(self, precision: Precision) -> Iterator[None]:
+    def refusal(self, precision: Precision, is_asked: bool = True) -> Iterator[None]:
         """A block whose ExportError is about one precision, which may be left out."""
         try:
             yield
         except ExportError as error:
-            if self.on_refusal is None:
+            if self.on_refusal is not None:
+                self.on_refusal(f"{precision} is left out: {error}")
+            elif is_asked:
                 raise ExportError(
                     f"{error} No bundle was written; export without --precision {precision}, or "
                     "with --skip-refused."
                 ) from error
-            self.on_refusal(f"{precision} is left out: {error}")
 
 
 def export_checkpoint(
@@ -235,12 +240,20 @@ def _export(
         by_torch = partial(torch_embed, net)
         parity = check_parity(by_torch, fp32.embed, inputs)
         manifest = manifest.model_copy(update={"parity": parity})
-        files: dict[OtherPrecision, VariantFiles] = {}
+        candidates: _Candidates = {}
         if data is not None:
             candidates = _candidates(precisions, trial, data)
             vectors = _embedded(data, manifest.preprocessing, by_torch, fp32.embed, candidates)
-            manifest = manifest.model_copy(update=_figures(parity, data, vectors, candidates))
-            files = {name: candidates[name].files for name in manifest.variants}
+            manifest = manifest.model_copy(
+                update=_figures(parity, data, vectors, candidates, precisions)
+            )
+        passed = {mode: one for mode, one in candidates.items() if manifest.comparison(mode)}
+        files: dict[FilePrecision, VariantFiles] = {}
+        for precision in manifest.variants:
+            one = passed.pop(Mode("onnxruntime", precision))
+            assert one.model is not None
+            files[precision] = VariantFiles(one.model, one.golden)
+        modes = {mode: one.golden for mode, one in passed.items()}
         golden, images = fp32.embed(inputs), trial.golden_images()
         map_model = None
         if with_map:
@@ -248,7 +261,7 @@ def _export(
             checked = _write_map(EmbeddingMap(net), map_model, inputs, golden)
             manifest = manifest.model_copy(update={"map": checked})
         return write_bundle(
-            out, manifest, trial.model_path, images, inputs, golden, files, map_model
+            out, manifest, trial.model_path, images, inputs, golden, files, map_model, modes
         )
 
 
@@ -272,13 +285,30 @@ def _write_map(net: EmbeddingMap, path: Path, inputs: Images, golden: Embeddings
 
 
 def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> _Candidates:
-    """The other precisions that can be made and hold here."""
+    """The modes that can be made and hold here.
+
+    bf16 needs no file, so it is measured wherever it runs, asked for or not. A file that does not
+    work in onnxruntime is left out, whatever OpenVINO makes of it.
+    """
     made: _Candidates = {}
-    for precision in dict.fromkeys(precisions):
-        if precision != "fp32":
-            with data.refusal(precision):
-                folder = trial.path.parent
-                made[precision] = make_candidate(precision, trial, data.split.train, folder)
+    for precision in dict.fromkeys((*precisions, "bf16")):
+        if precision == "fp32":
+            continue
+        missing = {one: absence(Mode(one, precision)) for one in get_args(Engine)}
+        engines = [engine for engine, reason in missing.items() if reason is None]
+        is_asked = precision in precisions
+        if not engines and not is_asked:
+            continue
+        with data.refusal(precision, is_asked):
+            if not engines:
+                raise ExportError(" ".join(filter(None, missing.values())))
+            model = None
+            if precision != "bf16":
+                model = make_file(precision, trial, data.split.train, trial.path.parent)
+            for engine in engines:
+                mode = Mode(engine, precision)
+                with data.refusal(precision, is_asked and engine == engines[0]):
+                    made[mode] = make_candidate(mode, trial, model)
     return made
 
 
@@ -295,14 +325,18 @@ def _embedded(
         if part != "validation":
             functions["torch"] = by_torch
         if part == data.held_out:
-            functions |= {name: candidate.embed for name, candidate in candidates.items()}
+            functions |= {mode.key: candidate.embed for mode, candidate in candidates.items()}
         made = embed_with(functions, images, spec, data.runtime, data.on_batch)
         vectors |= {(part, name): found for name, found in made.items()}
     return vectors
 
 
 def _figures(
-    parity: Parity, data: _Data, vectors: _Vectors, candidates: _Candidates
+    parity: Parity,
+    data: _Data,
+    vectors: _Vectors,
+    candidates: _Candidates,
+    precisions: Sequence[Precision],
 ) -> dict[str, Any]:
     """What the manifest tells of recall, its parity, calibration and the precisions that passed."""
     by_torch, by_onnx = (_recall(data, vectors, name) for name in ("torch", "fp32"))
@@ -319,17 +353,25 @@ def _figures(
     images, fp32 = data.parts[data.held_out], vectors[data.held_out, "fp32"]
     recall = retrieval(fp32, images.labels, ks=data.ks).recall_by_name()
     page = HeldOut(split=data.held_out, images=len(images), recall=recall, no_calibration=reason)
-    variants: dict[OtherPrecision, Variant] = {}
-    for name, candidate in candidates.items():
-        with data.refusal(name):
-            found = vectors[data.held_out, name]
-            variants[name] = compare(candidate, page, images.labels, fp32, found)
+    variants: dict[FilePrecision, Variant] = {}
+    modes: dict[str, Comparison] = {}
+    for mode, candidate in candidates.items():
+        is_first = candidate.model is None or mode.engine == "onnxruntime"
+        with data.refusal(mode.precision, is_first and mode.precision in precisions):
+            found = vectors[data.held_out, mode.key]
+            compared = compare(candidate, page, images.labels, fp32, found)
+            if candidate.model is None or mode.precision in variants:
+                modes[mode.key] = compared
+            elif mode.engine == "onnxruntime":
+                name = cast(FilePrecision, mode.precision)
+                variants[name] = Variant(**compared.model_dump(), sha256="")
     return {
         "recall": by_onnx.recall_by_name(),
         "parity": parity.model_copy(update=recalls),
         "held_out": page,
         "calibration": calibration,
         "variants": variants,
+        "modes": modes,
     }
 
 

@@ -5,6 +5,7 @@ pooling, projection, flow and the L2 normalisation. They are a small part of the
 about unit norm. See docs/decisions/0006.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,20 +19,22 @@ from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from embedder.bundle import Bundle, VariantFiles
+from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings, load
 from embedder.errors import BundleError, ExportError
-from embedder.manifest import HeldOut, OtherPrecision, Preprocessing, Variant
+from embedder.manifest import Comparison, FilePrecision, HeldOut, Mode, Preprocessing
 from embedder.preprocess import ImageLimits
-from embedder.session import OnnxEmbedder, SessionSettings, create_session, golden_fault
+from embedder.session import OnnxEmbedder, golden_fault
 from embedder.types import Embeddings, Images
 from training.data.images import EvaluationImages
 from training.data.records import LabelledImages
-from training.evaluation.retrieval import retrieval
+from training.evaluation.retrieval import Retrieval, retrieval
 
 MAX_RECALL_LOSS = 0.5
-"""Points of R@1 that a precision may lose."""
+"""Points of R@1 that a precision may lose; more, if chance explains it."""
 
 _BATCH = 8
+_Z95 = 1.96
 _TRUNK = "trunk."
 _LARGEST = float(np.finfo(np.float16).max)
 _NO_FP16 = frozenset(("ConstantOfShape", "Range", "Resize"))
@@ -41,15 +44,21 @@ _INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool 
 _POINTWISE = "Add Clip Concat Elu Gelu HardSigmoid HardSwish LeakyRelu Mul PRelu Relu Sigmoid"
 
 
+MIN_COSINE = 0.98
+"""The mean cosine to fp32 that held-out images must keep."""
+
+
 @dataclass
 class Candidate:
-    """A precision whose golden vectors hold on this machine, yet to be measured on images.
+    """A mode whose golden vectors hold on this machine, yet to be measured on images.
 
-    `fault` is why it failed on one of them; from then on its vectors are not numbers.
+    `model` is its ONNX file, None if that is the one in fp32. `fault` is why it failed on an image;
+    from then on its vectors are not numbers.
     """
 
-    precision: OtherPrecision
-    files: VariantFiles
+    mode: Mode
+    model: Path | None
+    golden: Embeddings
     cosines: NDArray[np.float32]
     embedder: OnnxEmbedder
     fault: BundleError | None = None
@@ -64,14 +73,14 @@ class Candidate:
         return np.full((len(images), self.embedder.dim), np.nan, np.float32)
 
 
-def make_candidate(
-    precision: OtherPrecision, bundle: Bundle, train: LabelledImages, folder: Path
-) -> Candidate:
-    """Convert the fp32 model of `bundle`, into `folder`, and ask it for the golden vectors.
+def make_file(
+    precision: FilePrecision, bundle: Bundle, train: LabelledImages, folder: Path
+) -> Path:
+    """Convert the fp32 model of `bundle` into a file in `folder`.
 
     A random choice of the images `train` gives int8 its ranges.
 
-    Raises: ExportError if it cannot be made or has other golden vectors than fp32 on this machine.
+    Raises: ExportError if it cannot be made.
     """
     path = folder / f"{precision}.onnx"
     if precision == "fp16":
@@ -79,27 +88,28 @@ def make_candidate(
     else:
         ranges = range_images(train, bundle.manifest.preprocessing)
         quantize_int8(bundle.model_path, ranges, path)
-    session = create_session(path, SessionSettings(threads=os.cpu_count() or 1))
-    embedder = OnnxEmbedder(bundle, session, ImageLimits(), precision)
+    return path
+
+
+def make_candidate(mode: Mode, bundle: Bundle, model: Path | None) -> Candidate:
+    """Run `model`, or the fp32 file of `bundle`, in `mode`, and ask it for the golden vectors.
+
+    Raises: ExportError if this machine cannot run it, or its golden vectors are not near fp32.
+    """
+    settings = SessionSettings(threads=os.cpu_count() or 1)
     expected = bundle.golden_vectors()
     try:
+        loaded = load(model or bundle.model_path, settings, mode)
+        embedder = OnnxEmbedder(bundle, loaded, ImageLimits(), mode)
         golden = embedder.embed(bundle.golden_inputs())
     except BundleError as error:
-        raise _broken(precision, error) from error
-    fault = golden_fault(precision, golden, golden, expected)
+        raise _broken(mode, error) from error
+    fault = golden_fault(mode.precision, golden, golden, expected)
     if fault is not None:
-        need = ""
-        if precision == "int8":
-            need = (
-                " Either this processor has no VNNI, which int8 needs, or 8 bits are too few "
-                'for this network: start.projection = "trunk" magnifies small '
-                "directions, and their rounding."
-            )
-        raise ExportError(
-            f"The golden vectors of {precision} do not hold on this machine: {fault}.{need}"
-        )
+        need = " Perhaps this processor has no VNNI." if mode.precision == "int8" else ""
+        raise ExportError(f"The golden vectors of {mode} do not hold here: {fault}.{need}")
     cosines = (golden * expected).sum(axis=1)
-    return Candidate(precision, VariantFiles(path, golden), cosines, embedder)
+    return Candidate(mode, model, golden, cosines, embedder)
 
 
 def compare(
@@ -108,48 +118,74 @@ def compare(
     labels: NDArray[np.int64],
     fp32: Embeddings,
     vectors: Embeddings,
-) -> Variant:
-    """Recall of a precision beside that of fp32, on the same images.
+) -> Comparison:
+    """Recall of a mode compared with that of fp32, on the same images.
 
-    **Reading**: a gallery and its queries may be embedded in different precisions, since the bundle
-    is one. That loss is measured too, every second image of a class as query, and told; the gate is
-    on the loss within the precision.
+    A gallery and its queries may be embedded in different precisions, so the loss is measured for
+    each pair: both in this mode, and one of them in fp32, where every second image of a class is a
+    query. A loss above 0.5 points is refused unless chance explains it: its paired 95 % interval
+    must hold 0.
 
     Args:
         candidate: what made `vectors`.
         page: recall of fp32.
         labels, fp32, vectors: of the images, (N,), (N, D) and (N, D).
 
-    Raises: ExportError if R@1 falls by more than 0.5 points, or the network broke on an image.
+    Raises: ExportError if a pair loses too much R@1, if the mean cosine to fp32 is below 0.98, or
+        if the network broke on an image.
     """
-    precision = candidate.precision
+    mode = candidate.mode
     if candidate.fault is not None:
-        raise _broken(precision, candidate.fault)
-    before, ks = page.recall["R@1"], [int(name.removeprefix("R@")) for name in page.recall]
-    recall = retrieval(vectors, labels, ks=ks).recall_by_name()
-    if before - recall["R@1"] > MAX_RECALL_LOSS:
+        raise _broken(mode, candidate.fault)
+    images = f"{len(labels):,} {page.split} images"
+    cosine = float((vectors * fp32).sum(axis=1).mean())
+    if not cosine >= MIN_COSINE:
         raise ExportError(
-            f"R@1 falls from {before:.2f} in fp32 to {recall['R@1']:.2f} in {precision} on the "
-            f"{len(labels):,} {page.split} images; allowed is a loss of {MAX_RECALL_LOSS} points."
+            f"The mean cosine between {mode} and fp32 is {cosine:.4f} on the {images}; "
+            f"at least {MIN_COSINE} is allowed."
         )
+    ks = [int(name.removeprefix("R@")) for name in page.recall]
+    own, plain = retrieval(vectors, labels, ks=ks), retrieval(fp32, labels, ks=ks)
     asks = pd.Series(labels).groupby(labels).cumcount().to_numpy() % 2 == 0
-    gallery = fp32[~asks], labels[~asks]
-    in_fp32 = [
-        retrieval(queries[asks], labels[asks], *gallery, ks=(1,)).recall[1]
-        for queries in (fp32, vectors)
-    ]
-    return Variant(
-        sha256="",
-        recall=recall,
-        recall_at_1_loss=before - recall["R@1"],
-        mixed_recall_at_1_loss=in_fp32[0] - in_fp32[1],
+
+    def asked(queries: Embeddings, gallery: Embeddings) -> Retrieval:
+        return retrieval(queries[asks], labels[asks], gallery[~asks], labels[~asks], ks=(1,))
+
+    both = asked(fp32, fp32)
+    pairs = {
+        "": (plain, own),
+        ", as queries of a gallery in fp32": (both, asked(vectors, fp32)),
+        ", as a gallery of queries in fp32": (both, asked(fp32, vectors)),
+    }
+    losses = {where: _paired_loss(*pair) for where, pair in pairs.items()}
+    for where, (loss, low, high) in losses.items():
+        if loss > MAX_RECALL_LOSS and low > 0:
+            raise ExportError(
+                f"R@1 falls by {loss:.2f} points ({low:.2f} to {high:.2f}) from fp32 to {mode}"
+                f"{where}, on the {images}; allowed is a loss of {MAX_RECALL_LOSS} points."
+            )
+    alone, mixed, gallery = losses.values()
+    return Comparison(
+        recall=own.recall_by_name(),
+        recall_at_1_loss=alone[0],
+        recall_at_1_interval=alone[1:],
+        mixed_recall_at_1_loss=mixed[0],
+        gallery_recall_at_1_loss=gallery[0],
+        held_out_cosine=cosine,
         min_cosine=float(candidate.cosines.min()),
         mean_cosine=float(candidate.cosines.mean()),
     )
 
 
-def _broken(precision: OtherPrecision, error: BundleError) -> ExportError:
-    return ExportError(f"The network does not work in {precision}: {error}")
+def _paired_loss(before: Retrieval, after: Retrieval) -> tuple[float, float, float]:
+    """Points of R@1 that the same queries lose, and the 95 % interval: normal, of the pairs."""
+    lost = ((before.ranks == 0).double() - (after.ranks == 0).double())[before.ranks >= 0].numpy()
+    mean, error = 100 * lost.mean(), 100 * lost.std() / math.sqrt(len(lost))
+    return float(mean), float(mean - _Z95 * error), float(mean + _Z95 * error)
+
+
+def _broken(mode: Mode, error: BundleError) -> ExportError:
+    return ExportError(f"The network does not work in {mode}: {error}")
 
 
 # Which nodes are the trunk

@@ -22,6 +22,7 @@ FACTS = (
     "version",
     "generation",
     "bundle_id",
+    "precision",
     "size",
     "dim",
     "created_at",

@@ -166,7 +166,7 @@ def test_gallery_and_model_are_swapped_under_load_without_an_error_or_a_mixed_an
     ready = shop.service.client.get("/ready").json()
     assert (ready["status"], ready["bundle_id"]) == ("ready", bundles[1].bundle_id)
     text, (old, new) = shop.service.client.get("/metrics").text, bundles
-    labels = {"provider": "CPUExecutionProvider", "bundle_id": new.bundle_id}
+    labels = {"provider": "CPUExecutionProvider", "bundle_id": new.bundle_id, "precision": "fp32"}
     assert shop.service.metric("kinlens_provider_info", **labels) == 1
     assert old.bundle_id not in text
     assert shop.service.metric("kinlens_gallery_items", gallery="shop") == PICTURES

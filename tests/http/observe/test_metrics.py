@@ -49,7 +49,8 @@ def test_stages_batches_and_what_is_served_are_published(start_service, pictures
     assert service.metric("kinlens_queue_depth") == 0
     assert service.metric("kinlens_ready") == 1
     text = service.client.get("/metrics").text
-    assert 'kinlens_provider_info{bundle_id="fake",provider="FakeExecutionProvider"} 1.0' in text
+    model = 'bundle_id="fake",precision="fp32",provider="FakeExecutionProvider"'
+    assert f"kinlens_provider_info{{{model}}} 1.0" in text
     assert 'kinlens_gallery_items{gallery="shop"} 12.0' in text
 
 

@@ -1,0 +1,83 @@
+"""What was measured on this machine before: how much faster each mode of a bundle is.
+
+One small file for each bundle and machine, in `kinlens/engines` below XDG_CACHE_HOME or ~/.cache.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from embedder.durable import write_whole
+from embedder.engines.models import SessionSettings, engine_versions
+from embedder.manifest import Mode
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_CPU_LINES = ("model name", "flags", "Features", "CPU part")
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kinlens" / "engines"
+
+
+class Measured(NamedTuple):
+    """How many times as fast as the first each mode is, and why others were refused."""
+
+    gains: Mapping[Mode, float]
+    refused: Mapping[Mode, str]
+
+
+def read_measured(
+    bundle_id: str, modes: Sequence[Mode], settings: SessionSettings
+) -> Measured | None:
+    """What `write_measured` kept for the same machine, versions and modes; None without it."""
+    try:
+        found = json.loads(_file(bundle_id, modes, settings).read_text(encoding="utf-8"))
+        gains = {
+            mode: float(found["gains"][mode.key]) for mode in modes if mode.key in found["gains"]
+        }
+        refused = {mode: str(found["refused"][mode.key]) for mode in modes if mode not in gains}
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError):
+        return None
+    return Measured(gains, refused) if modes[0] in gains else None
+
+
+def write_measured(
+    bundle_id: str, modes: Sequence[Mode], settings: SessionSettings, measured: Measured
+) -> None:
+    """Keep what was measured, if the folder can be written."""
+    content = {
+        "gains": {mode.key: gain for mode, gain in measured.gains.items()},
+        "refused": {mode.key: why for mode, why in measured.refused.items()},
+    }
+    with contextlib.suppress(OSError, RuntimeError):
+        file = _file(bundle_id, modes, settings)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(content).encode(), "measured")
+
+
+def _file(bundle_id: str, modes: Sequence[Mode], settings: SessionSettings) -> Path:
+    known = [
+        bundle_id,
+        processor(),
+        engine_versions(),
+        [mode.key for mode in modes],
+        settings.threads,
+    ]
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    return cache_folder() / f"{digest[:32]}.json"
+
+
+def processor() -> str:
+    """What tells kinds of processors apart: model and instructions."""
+    lines = []
+    with contextlib.suppress(OSError):
+        for line in _CPU_INFO.read_text().splitlines():
+            if line.startswith(_CPU_LINES) and line not in lines:
+                lines.append(line)
+    return "\n".join(lines) or platform.processor() or platform.machine()

@@ -1,0 +1,307 @@
+"""Two engines, several precisions: which one runs, why not the others, and that it is right."""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import embedder.engines.measured as measured_module
+import embedder.engines.models as models_module
+from embedder.bundle import Bundle, write_bundle
+from embedder.engines.measured import cache_folder
+from embedder.engines.models import OPENVINO, SessionSettings, absence, load
+from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
+from embedder.manifest import FP32, Comparison, Engine, Mode, Precision
+from embedder.session import Embed, OnnxEmbedder, may_mix
+from embedder.types import Embeddings, Images
+from tests.embedder.bundles import INT8
+from tests.tiny import TINY, tiny_embed
+
+AUTO = SessionSettings(precision="auto", engine="auto")
+OPENVINO_FP32, BF16 = Mode("openvino", "fp32"), Mode("openvino", "bf16")
+
+needs_openvino = pytest.mark.skipif(
+    absence(OPENVINO_FP32) is not None, reason=f"{absence(OPENVINO_FP32)}"
+)
+
+
+def images_of(count: int) -> Images:
+    rng = np.random.default_rng(3)
+    return rng.integers(0, 256, (count, 3, TINY.crop_px, TINY.crop_px), dtype=np.uint8)
+
+
+@pytest.fixture
+def any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this machine had all engines and units; each runs the file as onnxruntime does."""
+    monkeypatch.setattr("embedder.session.absence", lambda *_: None)
+    real = models_module.OnnxRuntimeModel
+
+    def load_any(path: Path, settings: SessionSettings, mode: Mode) -> object:
+        return real(path, settings)
+
+    monkeypatch.setattr("embedder.session.load", load_any)
+
+
+def measured_bundle(tiny: Bundle, folder: Path, vectors: Embeddings | None = None) -> Bundle:
+    """The tiny bundle as if its export had measured bf16 with OpenVINO."""
+    compared = Comparison(**INT8.model_dump(exclude={"sha256"}))
+    manifest = tiny.manifest.model_copy(update={"modes": {BF16.key: compared}})
+    inputs = tiny.golden_inputs()
+    golden = tiny.golden_vectors()
+    return write_bundle(
+        folder / "measured",
+        manifest,
+        tiny.model_path,
+        tiny.golden_images(),
+        inputs,
+        golden,
+        modes={BF16: golden if vectors is None else vectors},
+    )
+
+
+class Gains:
+    """Says how fast modes are, and counts how often it was asked."""
+
+    def __init__(self, **times: float) -> None:
+        self.times = times
+        self.asked = 0
+
+    def __call__(self, embeds: Mapping[Mode, Embed], images: Images) -> dict[Mode, float]:
+        self.asked += 1
+        assert len(images) == 1
+        return {mode: self.times[mode.precision] for mode in embeds}
+
+
+@needs_openvino
+@pytest.mark.parametrize("callers", [1, 2])
+def test_openvino_gives_the_vectors_of_the_model_to_several_threads_at_once(
+    tiny_bundle: Bundle, callers: int
+) -> None:
+    settings = SessionSettings(engine="openvino", callers=callers)
+    embedder = OnnxEmbedder.open(tiny_bundle, settings)
+    assert (embedder.mode, embedder.provider) == (OPENVINO_FP32, OPENVINO)
+    images = images_of(70)
+    expected, found = tiny_embed(images), dict[int, Embeddings]()
+
+    def work(number: int) -> None:
+        found[number] = embedder.embed(images[number::4])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, vectors in found.items():
+        np.testing.assert_allclose(vectors, expected[number::4], atol=1e-5)
+    assert len(found) == 4
+
+
+@needs_openvino
+def test_more_threads_for_a_single_caller_give_the_same_vectors_with_openvino(
+    tiny_bundle: Bundle,
+) -> None:
+    settings = SessionSettings(engine="openvino", alone_threads=2)
+    embedder = OnnxEmbedder.open(tiny_bundle, settings)
+    images = images_of(3)
+    np.testing.assert_allclose(embedder.embed_alone(images), embedder.embed(images), atol=1e-6)
+
+
+@needs_openvino
+def test_an_image_that_openvino_refuses_costs_the_next_one_nothing(tiny_bundle: Bundle) -> None:
+    embedder = OnnxEmbedder.open(tiny_bundle, SessionSettings(engine="openvino"))
+    with pytest.raises(BundleError, match=r"failed on 2 image\(s\) of shape \(3, 5, 5\)"):
+        embedder.embed(np.zeros((2, 3, 5, 5), dtype=np.uint8))
+    images = images_of(2)
+    np.testing.assert_allclose(embedder.embed(images), tiny_embed(images), atol=1e-5)
+
+
+@needs_openvino
+def test_a_file_that_openvino_cannot_read_is_refused_with_a_cure(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"not a model")
+    with pytest.raises(BundleCorruptError, match=r"cannot be loaded by OpenVINO.*--engine onnx"):
+        load(tmp_path / "model.onnx", SessionSettings(), OPENVINO_FP32)
+
+
+@needs_openvino
+def test_bf16_that_nobody_measured_runs_if_it_is_asked_for_and_never_by_itself(
+    tiny_bundle: Bundle,
+) -> None:
+    if (reason := absence(BF16)) is not None:
+        pytest.skip(reason)
+    asked = SessionSettings(precision="bf16", engine="auto")
+    images = images_of(4)
+    found = OnnxEmbedder.open(tiny_bundle, asked)
+    assert found.mode == BF16
+    cosines = (found.embed(images) * tiny_embed(images)).sum(axis=1)
+    assert 0.99 < cosines.min() < 1 - 1e-7  # rounded, and not by much
+    assert OnnxEmbedder.open(tiny_bundle, AUTO).mode == FP32
+
+
+@pytest.mark.parametrize(("times", "taken"), [(1.0, FP32), (1.19, FP32), (1.21, BF16), (2.0, BF16)])
+@pytest.mark.usefixtures("any_engine")
+def test_auto_takes_what_was_measured_at_the_export_where_the_processor_gains_from_it(
+    tiny_bundle: Bundle, tmp_path: Path, times: float, taken: Mode
+) -> None:
+    bundle = measured_bundle(tiny_bundle, tmp_path)
+    embedder = OnnxEmbedder.open(bundle, AUTO, gains=Gains(fp32=1.0, bf16=times))
+    assert embedder.mode == taken
+    assert f"bf16 with openvino is {times:.2f} times as fast as fp32" in embedder.precision_reason
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_auto_leaves_out_what_was_not_measured_at_the_export(tiny_bundle: Bundle) -> None:
+    gains = Gains(fp32=1.0, bf16=9.0)
+    embedder = OnnxEmbedder.open(tiny_bundle, AUTO, gains=gains)
+    assert (embedder.mode, gains.asked) == (FP32, 0)
+    assert "the export measured no bf16 with openvino" in embedder.precision_reason
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_the_next_start_measures_nothing_until_something_changes(
+    tiny_bundle: Bundle, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
+    reasons = {OnnxEmbedder.open(bundle, AUTO, gains=gains).precision_reason for _ in range(2)}
+    assert (gains.asked, len(reasons)) == (1, 1)
+    [file] = cache_folder().iterdir()
+    assert file.is_relative_to(cache)
+
+    file.write_text('{"gains": {"openvino-bf16": "fast"}}')
+    assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == BF16
+    assert gains.asked == 2
+
+    for name, value in (("processor", "another"), ("engine_versions", {"onnxruntime": "9"})):
+        monkeypatch.setattr(measured_module, name, lambda value=value: value)
+        OnnxEmbedder.open(bundle, AUTO, gains=gains)
+    assert gains.asked == 4
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_a_cache_folder_that_cannot_be_written_is_no_fault(
+    tiny_bundle: Bundle, tmp_path: Path, cache: Path
+) -> None:
+    cache.write_text("a file, where the folder should be")
+    bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
+    for _ in range(2):
+        assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == BF16
+    assert gains.asked == 2
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_a_mode_whose_golden_vectors_do_not_hold_here_is_left_out_and_named(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    turned = np.roll(tiny_bundle.golden_vectors(), 1, axis=1)
+    bundle = measured_bundle(tiny_bundle, tmp_path, turned)
+    for _ in range(2):  # measured, and remembered
+        embedder = OnnxEmbedder.open(bundle, AUTO, gains=Gains(fp32=1.0, bf16=9.0))
+        assert embedder.mode == FP32
+        assert "not bf16 with openvino: The bf16 model" in embedder.precision_reason
+    with pytest.raises(GoldenMismatchError, match=r"The bf16 model .* cosine .*fp32 or with pre"):
+        OnnxEmbedder.open(bundle, SessionSettings(precision="bf16", engine="openvino"))
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_what_was_fast_before_and_no_longer_holds_is_measured_again(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
+    assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == BF16
+    real = models_module.OnnxRuntimeModel
+
+    class Broken(real):
+        def run(self, images: Images) -> Embeddings:
+            return np.roll(super().run(images), 1, axis=1)
+
+    def load_broken(path: Path, settings: SessionSettings, mode: Mode) -> object:
+        return (Broken if mode == BF16 else real)(path, settings)
+
+    monkeypatch.setattr("embedder.session.load", load_broken)
+    assert OnnxEmbedder.open(bundle, AUTO, gains=gains).mode == FP32
+    assert gains.asked == 2
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_auto_mixes_no_two_precisions_that_were_never_compared(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=9.0)
+    for galleries, taken in (({"fp32", "bf16"}, BF16), ({"fp32", "int8"}, FP32)):
+        settings = SessionSettings(precision="auto", engine="auto", galleries=frozenset(galleries))
+        assert OnnxEmbedder.open(bundle, settings, gains=gains).mode == taken
+    found = OnnxEmbedder.open(bundle, settings, gains=gains)
+    assert "a gallery holds vectors in int8" in found.precision_reason
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "may"),
+    [
+        ("fp32", "bf16", True),
+        ("int8", "fp32", True),
+        ("int8", "int8", True),
+        ("int8", "bf16", False),
+        ("bf16", "fp16", False),
+    ],
+)
+def test_which_precisions_may_be_mixed(one: str, other: str, may: bool) -> None:
+    assert may_mix(one, other) == may_mix(other, one) == may
+
+
+@pytest.mark.parametrize(
+    ("engine", "precision", "cure"),
+    [
+        ("openvino", "fp32", r"not installed.*pip install 'kinlens\[openvino\]'"),
+        ("onnxruntime", "bf16", "on ARM only.*--engine openvino"),
+    ],
+)
+def test_what_this_machine_lacks_is_named_with_its_cure(
+    tiny_bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine,
+    precision: Precision,
+    cure: str,
+) -> None:
+    monkeypatch.setattr(models_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(models_module.platform, "machine", lambda: "x86_64")
+    with pytest.raises(ProviderError, match=cure):
+        OnnxEmbedder.open(tiny_bundle, SessionSettings(precision=precision, engine=engine))
+    assert OnnxEmbedder.open(tiny_bundle, AUTO).mode == FP32
+
+
+@needs_openvino
+def test_a_processor_without_units_for_bf16_is_told_so(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_module, "_has_bf16", lambda: False)
+    monkeypatch.setattr(models_module.platform, "machine", lambda: "x86_64")
+    with pytest.raises(ProviderError, match=r"no units for bf16.*--precision fp32 or int8"):
+        OnnxEmbedder.open(tiny_bundle, SessionSettings(precision="bf16", engine="auto"))
+    found = OnnxEmbedder.open(measured_bundle(tiny_bundle, tmp_path), AUTO)
+    assert found.mode == FP32
+    assert "not bf16 with openvino: This processor has no units" in found.precision_reason
+
+
+def test_openvino_on_a_gpu_is_refused(tiny_bundle: Bundle) -> None:
+    settings = SessionSettings(device="cuda", engine="openvino", allow_cpu_fallback=True)
+    with pytest.raises(ProviderError, match="OpenVINO runs on the CPU only"):
+        OnnxEmbedder.open(tiny_bundle, settings)
+
+
+def test_on_arm_onnxruntime_computes_in_bf16_by_its_own_option(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_module.platform, "machine", lambda: "aarch64")
+    entries: dict[str, str] = {}
+    real = models_module.ort.InferenceSession
+
+    def session(model: Path, options: object, **more: object) -> object:
+        name = "mlas.enable_gemm_fastmath_arm64_bfloat16"
+        entries[name] = options.get_session_config_entry(name)
+        return real(model, options, **more)
+
+    monkeypatch.setattr(models_module.ort, "InferenceSession", session)
+    settings = SessionSettings(precision="bf16", engine="onnxruntime")
+    assert OnnxEmbedder.open(tiny_bundle, settings).mode == ("onnxruntime", "bf16")
+    assert list(entries.values()) == ["1"]

@@ -6,6 +6,7 @@ parent ──spawn──► child: own app, own model; galleries memory-mapped, 
 """
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import shutil
@@ -274,4 +275,5 @@ def _end_with_parent(parent: Connection, server: _Child, limit_s: float, metrics
     server.should_exit = True
     shutil.rmtree(metrics, ignore_errors=True)
     time.sleep(limit_s)
+    logging.shutdown()  # `os._exit` would lose the lines that wait to be written
     os._exit(1)

@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import logging
 import math
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -60,6 +62,8 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Finish what was accepted; at the second signal, leave."""
         if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)  # a third one does not wait for the log
+            logging.shutdown()  # `os._exit` would lose the lines that wait to be written
             os._exit(_INTERRUPTED)
         super().handle_exit(sig, frame)
 

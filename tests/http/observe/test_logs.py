@@ -5,6 +5,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,141 @@ def test_a_reader_of_the_log_that_hangs_holds_up_nobody_and_learns_what_it_misse
         assert process.wait(60) == 0
     assert dropped > 0
     assert told == sorted(told)
+
+
+COUNTED = """
+import json, logging, sys
+import structlog
+from service.observe.logs import configure_logs
+
+class Counting:
+    def __init__(self):
+        self.writes = []
+
+    def write(self, text):
+        self.writes.append(text)
+
+    def flush(self):
+        pass
+
+sys.stderr = counting = Counting()
+configure_logs("info")
+for number in range(1_000):
+    structlog.get_logger().info("request \\u00e9", number=number)
+logging.shutdown()
+print(json.dumps(counting.writes))
+"""
+
+
+def test_lines_are_written_together_and_no_write_is_longer_than_a_pipe_takes_whole() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    writes: list[str] = json.loads(done.stdout)
+    lines = "".join(writes).splitlines()
+    assert [json.loads(line)["number"] for line in lines] == list(range(1_000))
+    assert len(writes) < 1_000 / 10
+    for text in writes:
+        assert len(text.encode()) <= select.PIPE_BUF
+        assert text.endswith("\n")
+
+
+LONG_LINES = """
+import sys
+import structlog
+from service.observe.logs import configure_logs
+
+configure_logs("info")
+for size in (3, 5_000, 3, 20_000, 3):
+    structlog.get_logger().info("x" * size)
+"""
+
+
+def test_a_line_longer_than_that_is_written_by_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LONG_LINES], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    events = [json.loads(line)["event"] for line in done.stderr.splitlines()]
+    assert [len(event) for event in events] == [3, 5_000, 3, 20_000, 3]
+
+
+ENDING = """
+import multiprocessing, signal, sys
+from pathlib import Path
+import structlog
+from service.commands.processes import _Child, _end_with_parent
+from service.http.server import Server, config_of
+from service.observe.logs import configure_logs
+from service.settings import Settings
+
+config = config_of(lambda: None, Settings())
+server, child = Server(config), _Child(config)
+pipe, theirs = multiprocessing.Pipe()
+theirs.close()
+configure_logs("info")
+for number in range(1_000):
+    structlog.get_logger().info("request", number=number)
+"""
+TWO_SIGNALS = """
+server.handle_exit(signal.SIGTERM, None)
+server.handle_exit(signal.SIGTERM, None)
+"""
+PARENT_GONE = """
+_end_with_parent(pipe, child, 0.0, Path("none"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1), (TWO_SIGNALS, 130), (PARENT_GONE, 1)],
+    ids=["end", "exit", "error", "two signals", "parent gone"],
+)
+def test_no_line_is_lost_however_the_process_ends(ending: str, status: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING + ending],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("{")]
+    assert [json.loads(line)["number"] for line in lines] == list(range(1_000))
+
+
+SHARING = """
+import sys
+import structlog
+from service.observe.logs import configure_logs
+
+configure_logs("info")
+for number in range(3_000):
+    structlog.get_logger().info("request", process=sys.argv[1], number=number, text="x" * 50)
+sys.stdin.read()
+"""
+
+
+def test_processes_that_share_a_pipe_do_not_mix_their_lines() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as reader:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", SHARING, name],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stderr=writing,
+            )
+            for name in "ab"
+        ]
+        os.close(writing)
+        time.sleep(2)  # both wait for room in the pipe, where a longer write would be cut
+        events = [json.loads(reader.readline()) for _ in range(6_000)]
+        for process in processes:
+            process.communicate()
+            assert process.returncode == 0
+    for name in "ab":
+        numbers = [event["number"] for event in events if event["process"] == name]
+        assert numbers == list(range(3_000))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from embedder.preprocess import to_chw
 from embedder.types import Images
 from training.config.settings import Model
 from training.export.bundle import write_onnx
-from training.export.precisions import quantize_int8
+from training.export.int8 import quantize_int8
 from training.models.embedding import EmbeddingNet
 from training.rendered.catalogue import render_view
 

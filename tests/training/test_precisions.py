@@ -34,14 +34,9 @@ from training.config.settings import Model
 from training.data.load import load_split
 from training.data.records import Split
 from training.export.bundle import golden_images, write_onnx
-from training.export.precisions import (
-    Candidate,
-    compare,
-    convert_fp16,
-    quantize_int8,
-    range_images,
-    trunk_nodes,
-)
+from training.export.int8 import quantize_int8, range_images
+from training.export.precisions import Candidate, compare, convert_fp16
+from training.export.trunk import trunk_nodes
 from training.models.embedding import EmbeddingNet, torch_embed
 
 SPEC = Preprocessing(resize_px=36, crop_px=32)

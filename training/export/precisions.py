@@ -7,7 +7,7 @@ about unit norm. See docs/decisions/0006.
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,32 +16,26 @@ import onnx
 import pandas as pd
 from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
-from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
-from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from embedder.bundle import Bundle
 from embedder.engines.models import SessionSettings, load
 from embedder.errors import BundleError, ExportError
-from embedder.manifest import Comparison, FilePrecision, HeldOut, Mode, Preprocessing
+from embedder.manifest import Comparison, FilePrecision, HeldOut, Mode
 from embedder.preprocess import ImageLimits
 from embedder.session import OnnxEmbedder, golden_fault
 from embedder.types import Embeddings, Images
-from training.data.images import EvaluationImages
 from training.data.records import LabelledImages
 from training.evaluation.retrieval import Retrieval, retrieval
+from training.export.int8 import quantize_int8, range_images
+from training.export.trunk import trunk_nodes
 
 MAX_RECALL_LOSS = 0.5
 """Points of R@1 that a precision may lose; more, if chance explains it."""
 
-_BATCH = 8
 _Z95 = 1.96
-_TRUNK = "trunk."
 _LARGEST = float(np.finfo(np.float16).max)
 _NO_FP16 = frozenset(("ConstantOfShape", "Range", "Resize"))
 """Operators whose float inputs or outputs have no fp16 form."""
-_INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool Relu"
-"""The rest of a trunk stays in float32: softmax, layer norm and other curves suffer from 8 bits."""
-_POINTWISE = "Add Clip Concat Elu Gelu HardSigmoid HardSwish LeakyRelu Mul PRelu Relu Sigmoid"
 
 
 MIN_COSINE = 0.98
@@ -186,106 +180,6 @@ def _paired_loss(before: Retrieval, after: Retrieval) -> tuple[float, float, flo
 
 def _broken(mode: Mode, error: BundleError) -> ExportError:
     return ExportError(f"The network does not work in {mode}: {error}")
-
-
-# Which nodes are the trunk
-
-
-def trunk_nodes(model: onnx.ModelProto) -> list[str]:
-    """Names of the nodes between the first and the last weight of the trunk, in their order.
-
-    Activations, residual sums and concatenations behind the last weight belong to it too; the head
-    begins at the first other node, which pools. So does a clip to values above 0, as generalised
-    mean pooling needs it: in 8 bits its bound would be 0. Nodes without a name are given one.
-
-    Raises: ExportError if no weight is named as one of the trunk.
-    """
-    nodes = model.graph.node
-    for number, node in enumerate(nodes):
-        node.name = node.name or f"{node.op_type}_unnamed_{number}"
-    weighted = {n.name for n in nodes if any(i.startswith(_TRUNK) for i in n.input)}
-    if not weighted:
-        raise ExportError(
-            f"The graph has no weight whose name begins with {_TRUNK!r}, so there is nothing to "
-            "quantize. Export it with this version of kinlens-train."
-        )
-    behind = _closure(nodes, weighted)
-    before = _closure(reversed(nodes), weighted, backwards=True)
-    inside = behind & before
-    made = {name for node in nodes if node.name in inside for name in node.output}
-    head = [node for node in nodes if node.name in behind - inside]
-    made_by_head = {name for node in head for name in node.output}
-    scalars = [t for t in model.graph.initializer if not t.dims]
-    positive = {t.name for t in scalars if float(numpy_helper.to_array(t)) > 0}
-    for node in head:
-        if node.op_type == "Clip" and node.input[1] in positive:
-            continue
-        if node.op_type in _POINTWISE.split() and made_by_head.isdisjoint(set(node.input) - made):
-            inside.add(node.name)
-            made.update(node.output)
-    return [node.name for node in nodes if node.name in inside]
-
-
-def _closure(nodes: Iterable[NodeProto], start: set[str], backwards: bool = False) -> set[str]:
-    """The nodes `start` and all that come after them, or before; `nodes` in the order walked."""
-    reached: set[str] = set()
-    values: set[str] = set()
-    for node in nodes:
-        arrives, leaves = (node.output, node.input) if backwards else (node.input, node.output)
-        if node.name in start or not values.isdisjoint(arrives):
-            reached.add(node.name)
-            values.update(leaves)
-    return reached
-
-
-# int8
-
-
-def range_images(images: LabelledImages, spec: Preprocessing, count: int = 200) -> Images:
-    """A random choice of images as the service preprocesses them: uint8 (n, 3, S, S).
-
-    Raises: DatasetError if one cannot be read.
-    """
-    views = EvaluationImages(images.some(count), spec)
-    return np.stack([views[number][0].numpy() for number in range(len(views))])
-
-
-def quantize_int8(model: Path, images: Images, out: Path) -> None:
-    """Write the int8 twin of an fp32 model, as quantize and dequantize nodes (QDQ).
-
-    Weights are signed, with a scale for each output channel; activations are unsigned, with the
-    range that they have on `images` (n, 3, S, S). Only the trunk is quantized.
-
-    Raises: ExportError if the graph has no trunk.
-    """
-    prepared = out.with_suffix(".prepared.onnx")
-    # The exporter has inferred the shapes; onnxruntime's symbolic inference fails on its graphs.
-    quant_pre_process(str(model), str(prepared), skip_symbolic_shape=True)
-    content = onnx.load(prepared)
-    trunk = set(trunk_nodes(content))
-    onnx.save(content, prepared)
-    quantize_static(
-        str(prepared),
-        str(out),
-        _Reader(content.graph.input[0].name, images),
-        per_channel=True,
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        op_types_to_quantize=_INT8.split(),
-        nodes_to_exclude=[node.name for node in content.graph.node if node.name not in trunk],
-    )
-    prepared.unlink()
-
-
-class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
-    """Feeds batches to onnxruntime until it says None."""
-
-    def __init__(self, name: str, images: Images) -> None:
-        starts = range(0, len(images), _BATCH)
-        self._batches = iter([{name: images[start : start + _BATCH]} for start in starts])
-
-    def get_next(self) -> dict[str, Images] | None:
-        return next(self._batches, None)
 
 
 # fp16

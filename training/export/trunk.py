@@ -1,0 +1,58 @@
+"""Which nodes of an exported graph are the trunk."""
+
+from collections.abc import Iterable
+
+import onnx
+from onnx import NodeProto, numpy_helper
+
+from embedder.errors import ExportError
+
+_TRUNK = "trunk."
+_POINTWISE = "Add Clip Concat Elu Gelu HardSigmoid HardSwish LeakyRelu Mul PRelu Relu Sigmoid"
+
+
+def trunk_nodes(model: onnx.ModelProto) -> list[str]:
+    """Names of the nodes between the first and the last weight of the trunk, in their order.
+
+    Activations, residual sums and concatenations behind the last weight belong to it too; the head
+    begins at the first other node, which pools. So does a clip to values above 0, as generalised
+    mean pooling needs it: in 8 bits its bound would be 0. Nodes without a name are given one.
+
+    Raises: ExportError if no weight is named as one of the trunk.
+    """
+    nodes = model.graph.node
+    for number, node in enumerate(nodes):
+        node.name = node.name or f"{node.op_type}_unnamed_{number}"
+    weighted = {n.name for n in nodes if any(i.startswith(_TRUNK) for i in n.input)}
+    if not weighted:
+        raise ExportError(
+            f"The graph has no weight whose name begins with {_TRUNK!r}, so there is nothing to "
+            "quantize. Export it with this version of kinlens-train."
+        )
+    behind = _closure(nodes, weighted)
+    before = _closure(reversed(nodes), weighted, backwards=True)
+    inside = behind & before
+    made = {name for node in nodes if node.name in inside for name in node.output}
+    head = [node for node in nodes if node.name in behind - inside]
+    made_by_head = {name for node in head for name in node.output}
+    scalars = [t for t in model.graph.initializer if not t.dims]
+    positive = {t.name for t in scalars if float(numpy_helper.to_array(t)) > 0}
+    for node in head:
+        if node.op_type == "Clip" and node.input[1] in positive:
+            continue
+        if node.op_type in _POINTWISE.split() and made_by_head.isdisjoint(set(node.input) - made):
+            inside.add(node.name)
+            made.update(node.output)
+    return [node.name for node in nodes if node.name in inside]
+
+
+def _closure(nodes: Iterable[NodeProto], start: set[str], backwards: bool = False) -> set[str]:
+    """The nodes `start` and all that come after them, or before; `nodes` in the order walked."""
+    reached: set[str] = set()
+    values: set[str] = set()
+    for node in nodes:
+        arrives, leaves = (node.output, node.input) if backwards else (node.input, node.output)
+        if node.name in start or not values.isdisjoint(arrives):
+            reached.add(node.name)
+            values.update(leaves)
+    return reached

@@ -323,7 +323,9 @@ class _Choice:
         plain = self._opened(modes[0])
         if plain.provider == PROVIDERS["cuda"]:
             try:
-                return self._with_reason(self._opened(modes[1]), {})
+                fast = self._with_reason(self._opened(modes[1]), {})
+                fast.precision_reason = "its golden vectors hold"
+                return fast
             except GoldenMismatchError as error:
                 self._refused[modes[1]] = str(error)
         return self._with_reason(plain, {})
@@ -343,7 +345,8 @@ class _Choice:
         return self._with_reason(opened[best_of(gains)], gains)
 
     def _modes(self) -> list[Mode]:
-        """What may run, the one first that others must beat; why not the rest is noted.
+        """What may run, the one first that others must beat; why not the rest is noted. What the
+        export did not measure may run if it was asked for and there is nothing else.
 
         Raises: ProviderError, BundleError if nothing may.
         """
@@ -369,7 +372,7 @@ class _Choice:
         if not modes:
             reasons = " ".join(dict.fromkeys(self._refused.values()))
             raise ProviderError(f"The model {self._bundle.bundle_id[:12]} cannot run. {reasons}")
-        return modes
+        return [mode for mode in modes if mode in self._bundle.modes()] or modes
 
     def _unfit(self, mode: Mode) -> str | None:
         """Why the choice is not `mode`, which this machine has."""
@@ -398,8 +401,6 @@ class _Choice:
             notes[-1] += f", {MIN_GAIN} is asked for"
         elif self._settings.precision != "auto":
             notes = ["asked for"]
-        elif self._settings.device == "cuda":
-            notes = ["its golden vectors hold"]
         refusals: dict[str, list[str]] = {}
         for mode, reason in self._refused.items():
             refusals.setdefault(reason.rstrip("."), []).append(str(mode))

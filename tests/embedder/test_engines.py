@@ -16,7 +16,7 @@ from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError
 from embedder.manifest import FP32, Comparison, Engine, Mode, Precision
 from embedder.session import Embed, OnnxEmbedder, may_mix
 from embedder.types import Embeddings, Images
-from tests.embedder.bundles import INT8
+from tests.embedder.bundles import INT8, write_full_bundle
 from tests.tiny import TINY, tiny_embed
 
 AUTO = SessionSettings(precision="auto", engine="auto")
@@ -305,3 +305,17 @@ def test_on_arm_onnxruntime_computes_in_bf16_by_its_own_option(
     settings = SessionSettings(precision="bf16", engine="onnxruntime")
     assert OnnxEmbedder.open(tiny_bundle, settings).mode == ("onnxruntime", "bf16")
     assert list(entries.values()) == ["1"]
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_of_two_engines_for_a_precision_the_one_that_was_measured_runs_however_fast_the_other_is(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    bundle = write_full_bundle(tiny_bundle, tmp_path)
+
+    def gains(embeds: Mapping[Mode, Embed], _: Images) -> dict[Mode, float]:
+        return {mode: 9.0 if mode.engine == "openvino" else 1.0 for mode in embeds}
+
+    settings = SessionSettings(precision="int8", engine="auto")
+    found = OnnxEmbedder.open(bundle, settings, gains=gains)
+    assert found.mode == ("onnxruntime", "int8")

@@ -43,7 +43,7 @@ _CLOSE_S = 1.0
 class _Lines:
     """Lets a thread write lines in batches; lines beyond the limit are dropped and counted.
 
-    Waking the thread for each line would cost a tenth of the CPU time of a cheap search.
+    Waking the thread and writing for each line would double the CPU time of logging.
     """
 
     def __init__(self, stream: TextIO) -> None:

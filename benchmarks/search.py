@@ -11,16 +11,22 @@ with files whose answers are in the cache. In each round take turns
     new        kinlens-serve as it is by default, new files at 1, 4, 16 and 64 connections
     cached     the same files again, at 1 and 16 connections
     a core     kinlens-serve --workers, one process a core, new files at 1 and 16 connections
+    fast       kinlens-serve in the fastest mode of this machine, as `--precision auto` takes it
+               where the answers hold; and `fast a core`
+    bare       a bare ASGI application on uvicorn that does the same work in fp32, one process a
+               core, at 1 and 16 connections (peers/bare_asgi.py); and `bare fast`
     litserve   LitServe, the same ONNX file and preprocessing, at 1 and 16 connections: with one
-               worker and with one a core (peers/litserve_search.py; comes with the extra `bench`)
+               worker and with one a core (peers/litserve_search.py; comes with the extra `bench`);
+               and `litserve fast` in the fastest mode
     usual      FastAPI + torch eager + IndexFlatIP at 16 connections (peers/usual_script.py)
 
-At 16 connections the better of one process and one a core counts, ours as LitServe's. The table
-shows medians over the rounds, ratios as medians of the pairs. The ceiling does not pay for the
-load, which shares the cores with the service: its CPU time a request is printed. Two networks at
-224 px with 128 numbers, hardly trained: ResNet50, the usual one of the papers, and MobileNetV2, a
-tenth of its work, where what HTTP costs shows most. Pictures are photographs of $KINLENS_SHARED
-where there are any, else drawn ones.
+All but the fast ones run fp32 in onnxruntime. The fastest mode is bf16 where the processor has
+units for it, else int8, else fp32; the output says which. At 16 connections the better of one process and
+one a core counts, ours as LitServe's. The table shows medians over the rounds, ratios as medians of
+the pairs. The ceiling does not pay for the load, which shares the cores with the service: its CPU
+time a request is printed. Two networks at 224 px with 128 numbers, hardly trained: ResNet50, the
+usual one of the papers, and MobileNetV2, a tenth of its work, where what HTTP costs shows most.
+Pictures are photographs of $KINLENS_SHARED where there are any, else drawn ones.
 """
 
 import contextlib
@@ -52,14 +58,17 @@ from harness import (
     verdict,
 )
 
-from embedder.engines.models import SessionSettings
+from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings, absence
 from embedder.machine import core_count
+from embedder.manifest import FP32, Mode
 from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
 
 PEERS = Path(__file__).parent / "peers"
 IMAGES, BATCH, K, DIM = 300, 8, 20, 128
-OF_CEILING = {"resnet50": 0.92, "mobilenet_v2": 0.75}
+OF_CEILING = {"resnet50": 0.95, "mobilenet_v2": 0.80}
+OURS = ("new", "a core", "fast", "fast a core")
 Figures = dict[str, float]
 Results = dict[tuple[str, int], list[Figures]]
 """Of who, at so many connections, in each round."""
@@ -85,19 +94,29 @@ def one_network(asked: Namespace, backbone: str, folder: Path, images: Path) -> 
     np.save(vectors, np.random.default_rng(0).standard_normal((asked.items, DIM), "float32"))
     with contextlib.ExitStack() as running:
         servers = {
-            "new": serving(bundle, made),
-            "a core": serving(bundle, made, "--workers", str(cores)),
             "usual": peer("usual_script.py", backbone, vectors, cores),
         }
-        for workers in {1, cores} if importlib.util.find_spec("litserve") else ():
-            servers[f"litserve {workers}"] = peer("litserve_search.py", bundle, vectors, workers)
+        modes = {"": FP32, "fast": fastest(bundle)}
+        print(f"fast: {modes['fast']}")
+        for name, mode in modes.items():
+            flags = "--precision", mode.precision, "--engine", mode.engine
+            mode_words = mode.precision, mode.engine
+            each_core = "--workers", str(cores)
+            servers[name or "new"] = serving(bundle, made, *flags)
+            servers[f"{name} a core".strip()] = serving(bundle, made, *flags, *each_core)
+            servers[f"bare {name}".strip()] = peer(
+                "bare_asgi.py", bundle, vectors, cores, *mode_words
+            )
+            for workers in {1, cores} if importlib.util.find_spec("litserve") else ():
+                who = f"litserve {name} {workers}".replace("  ", " ")
+                servers[who] = peer("litserve_search.py", bundle, vectors, workers, *mode_words)
         urls = {who: running.enter_context(server).url for who, server in servers.items()}
         results = contest(asked, bundle, made, images, urls)
     print(f"\n{backbone}: {asked.items:,} items, {cores} cores, medians of {asked.rounds} rounds")
     print_results(results, OF_CEILING.get(backbone, 0.75))
     made = gallery(folder / "start", bundle, asked.start_items)
     seconds = statistics.median(seconds_to_ready(bundle, made) for _ in range(asked.rounds))
-    verdict(f"seconds from start to ready, {asked.start_items:,} items", seconds, 2, at_most=True)
+    verdict(f"seconds from start to ready, {asked.start_items:,} items", seconds, 1.5, at_most=True)
 
 
 def contest(
@@ -205,27 +224,52 @@ def print_results(results: Results, share: float) -> None:
         if at:
             qps, *fields = (middle(who, at, f) for f in ("qps", "p50_ms", "p99_ms", "cpu_ms"))
             row(at, who, qps, qps / top, *fields, sum(f["errors"] for f in results[who, at]))
-    ours = [f for (who, _), each in results.items() for f in each if who in ("new", "a core")]
+    ours = [f for (who, _), each in results.items() for f in each if who in OURS]
     verdict("requests without an answer", sum(f["errors"] for f in ours), 0, at_most=True)
     extra = middle("new", 1, "p50_ms") - 1.1 * alone
     verdict("ms above 1.1 x the bare loop at 1", extra, 2, at_most=True)
-    verdict("ms a cached answer at 1", middle("cached", 1, "p50_ms"), 2, at_most=True)
-    peers = [who for who, at in results if who.startswith("litserve") and at == 1]
+    verdict("ms a cached answer at 1", middle("cached", 1, "p50_ms"), 1, at_most=True)
+    every = {who for who, at in results if at == 1}
+    fast_peers = sorted(who for who in every if who.startswith("litserve fast"))
+    peers = sorted(who for who in every if who.startswith("litserve") and who not in fast_peers)
     if not peers:
         print("left out: LitServe comes with the extra `bench`")
-    else:
-        slowest = min(peers, key=lambda who: middle(who, 1, "p50_ms"))
-        verdict("LitServe's p50 / ours at 1", paired(slowest, "new", "p50_ms", 1, 1), 1)
+
+    def at_one(ours: str, others: list[str], target: float, text: str) -> None:
+        other = min(others, key=lambda who: middle(who, 1, "p50_ms"))
+        verdict(f"{text} at 1", paired(other, ours, "p50_ms", 1, 1), target)
+
+    if peers:
+        at_one("new", peers, 1, "LitServe's p50 / ours")
+        at_one("fast", peers, 1.3, "LitServe's p50 / ours in the fastest mode")
+        at_one("fast", fast_peers, 1, "LitServe's p50 / ours, both in the fastest mode")
     if ("new", 16) not in results:
         return
-    best = max(("new", "a core"), key=lambda who: middle(who, 16, "qps"))
+    best, best_fast, fastest_lit = (
+        max(names, key=lambda who: middle(who, 16, "qps"))
+        for names in (("new", "a core"), ("fast", "fast a core"), peers or ("new",))
+    )
     verdict("of the ceiling at 16", paired(best, "ceiling", "qps", 16, 0), share)
     spread = statistics.median(f["p99_ms"] / f["p50_ms"] for f in results[best, 16])
     verdict("p99 / p50 at 16", spread, 3, at_most=True)
     verdict("ours / usual script at 16", paired(best, "usual", "qps", 16, 16), 2)
+    verdict("ours in the fastest mode / in fp32 at 16", paired(best_fast, best, "qps", 16, 16), 1.5)
+    verdict("ours / bare application at 16", paired(best, "bare", "qps", 16, 16), 0.97)
+    verdict("the same in the fastest mode", paired(best_fast, "bare fast", "qps", 16, 16), 0.97)
     if peers:
-        fastest = max(peers, key=lambda who: middle(who, 16, "qps"))
-        verdict("ours / LitServe at 16", paired(best, fastest, "qps", 16, 16), 1.1)
+        lit_fast = max(fast_peers, key=lambda who: middle(who, 16, "qps"))
+        verdict("ours / LitServe at 16", paired(best, fastest_lit, "qps", 16, 16), 1.1)
+        in_fp32 = paired(best_fast, fastest_lit, "qps", 16, 16)
+        verdict("ours in the fastest mode / LitServe at 16", in_fp32, 1.6)
+        verdict("both in the fastest mode at 16", paired(best_fast, lit_fast, "qps", 16, 16), 1.1)
+
+
+def fastest(bundle: Path) -> Mode:
+    """The mode that `auto` takes where the answers hold."""
+    modes = [Mode("openvino", "bf16"), Mode("onnxruntime", "bf16"), FP32]
+    if "int8" in Bundle.open(bundle).precisions:
+        modes.insert(2, Mode("onnxruntime", "int8"))
+    return next(mode for mode in modes if absence(mode) is None)
 
 
 def seconds_to_ready(bundle: Path, made: Path) -> float:

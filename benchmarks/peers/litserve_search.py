@@ -2,7 +2,7 @@
 
 A peer of `benchmarks/search.py`, which starts it; nothing else should.
 
-    python benchmarks/peers/litserve_search.py PORT BUNDLE VECTORS.npy WORKERS
+    python benchmarks/peers/litserve_search.py PORT BUNDLE VECTORS.npy WORKERS PRECISION ENGINE
 
 As its documentation recommends for a model on a CPU: `accelerator="cpu"`, workers as processes (the
 benchmark tries one and one a core, and takes the better), no batching, which only a GPU gains from.
@@ -26,10 +26,11 @@ class Search(litserve.LitAPI):
     """Decode, embed, search."""
 
     def setup(self, device: str) -> None:
-        _, _, bundle, vectors, workers = sys.argv
+        _, _, bundle, vectors, workers, precision, engine = sys.argv
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores // int(workers))
-        self.embedder = OnnxEmbedder.open(Path(bundle), SessionSettings(threads=threads))
+        settings = SessionSettings(threads=threads, precision=precision, engine=engine)  # type: ignore[arg-type]
+        self.embedder = OnnxEmbedder.open(Path(bundle), settings)
         faiss.omp_set_num_threads(threads)
         found = np.load(vectors)
         faiss.normalize_L2(found)

@@ -21,12 +21,12 @@ with files whose answers are in the cache. In each round take turns
     usual      FastAPI + torch eager + IndexFlatIP at 16 connections (peers/usual_script.py)
 
 All but the fast ones run fp32 in onnxruntime. The fastest mode is bf16 where the processor has
-units for it, else int8, else fp32; the output says which. At 16 connections the better of one process and
-one a core counts, ours as LitServe's. The table shows medians over the rounds, ratios as medians of
-the pairs. The ceiling does not pay for the load, which shares the cores with the service: its CPU
-time a request is printed. Two networks at 224 px with 128 numbers, hardly trained: ResNet50, the
-usual one of the papers, and MobileNetV2, a tenth of its work, where what HTTP costs shows most.
-Pictures are photographs of $KINLENS_SHARED where there are any, else drawn ones.
+units for it, else int8, else fp32; the output says which. At 16 connections the better of one
+process and one a core counts, ours as LitServe's. The table shows medians over the rounds, ratios
+as medians of the pairs. The ceiling does not pay for the load, which shares the cores with the
+service: its CPU time a request is printed. Two networks at 224 px with 128 numbers, hardly trained:
+ResNet50, the usual one of the papers, and MobileNetV2, a tenth of its work, where what HTTP costs
+shows most. Pictures are photographs of $KINLENS_SHARED where there are any, else drawn ones.
 """
 
 import contextlib

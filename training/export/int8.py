@@ -1,13 +1,22 @@
-"""int8 for the CPU: made from the fp32 file. See docs/decisions/0006."""
+"""int8 for the CPU: onnxruntime rounds the trunk, then each convolution is corrected.
 
+Rounded weights shift the mean of each channel, and these shifts add up over the layers of a trained
+network. GPTQ and bias correction remove most of them. See docs/decisions/0021.
+"""
+
+import os
 from pathlib import Path
 
 import numpy as np
 import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from embedder.manifest import Preprocessing
+from embedder.session import SessionSettings, create_session
 from embedder.types import Images
 from training.data.images import EvaluationImages
 from training.data.records import LabelledImages
@@ -16,6 +25,17 @@ from training.export.trunk import trunk_nodes
 _BATCH = 8
 _INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool Relu"
 """The rest of a trunk stays in float32: softmax, layer norm and other curves suffer from 8 bits."""
+_FLOAT_CONVOLUTIONS = 3
+"""The first ones are thin, so int8 saves no time there, and rounding them costs the most."""
+_POSITIONS = 16
+_MAX_COLUMNS = 4608
+"""GPTQ inverts a matrix of columns x columns; 4,608 is ResNet50's 512 channels of 3 x 3."""
+_DAMPING = 0.01
+_BLOCK = 128
+_INT32 = 2**31 - 1
+
+_Floats = NDArray[np.float64]
+_Layer = tuple[NodeProto, "_Patches"]
 
 
 def range_images(images: LabelledImages, spec: Preprocessing, count: int = 200) -> Images:
@@ -31,26 +51,31 @@ def quantize_int8(model: Path, images: Images, out: Path) -> None:
     """Write the int8 twin of an fp32 model, as quantize and dequantize nodes (QDQ).
 
     Weights are signed, with a scale for each output channel; activations are unsigned, with the
-    range that they have on `images` (n, 3, S, S). Only the trunk is quantized.
+    range that they have on `images`, uint8 (n, 3, S, S). Only the trunk is quantized, without its
+    first three convolutions; the others are then corrected on `images` (see `correct`).
 
     Raises: ExportError if the graph has no trunk.
     """
     prepared = out.with_suffix(".prepared.onnx")
     # The exporter has inferred the shapes; onnxruntime's symbolic inference fails on its graphs.
     quant_pre_process(str(model), str(prepared), skip_symbolic_shape=True)
-    content = onnx.load(prepared)
-    trunk = set(trunk_nodes(content))
-    onnx.save(content, prepared)
+    fp32 = onnx.load(prepared)
+    trunk = set(trunk_nodes(fp32))
+    convolutions = [n for n in fp32.graph.node if n.op_type == "Conv" and n.name in trunk]
+    trunk -= {node.name for node in convolutions[:_FLOAT_CONVOLUTIONS]}
+    _add_missing_biases(fp32, convolutions[_FLOAT_CONVOLUTIONS:])
+    onnx.save(fp32, prepared)
     quantize_static(
         str(prepared),
         str(out),
-        _Reader(content.graph.input[0].name, images),
+        _Reader(fp32.graph.input[0].name, images),
         per_channel=True,
         activation_type=QuantType.QUInt8,
         weight_type=QuantType.QInt8,
         op_types_to_quantize=_INT8.split(),
-        nodes_to_exclude=[node.name for node in content.graph.node if node.name not in trunk],
+        nodes_to_exclude=[node.name for node in fp32.graph.node if node.name not in trunk],
     )
+    correct(out, prepared, images)
     prepared.unlink()
 
 
@@ -63,3 +88,171 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has n
 
     def get_next(self) -> dict[str, Images] | None:
         return next(self._batches, None)
+
+
+def _add_missing_biases(model: ModelProto, convolutions: list[NodeProto]) -> None:
+    """Zeros, so that onnxruntime writes biases that can be corrected."""
+    tensors = {t.name: t for t in model.graph.initializer}
+    for node in convolutions:
+        if node.input[1] in tensors and not any(node.input[2:]):
+            zeros = np.zeros(tensors[node.input[1]].dims[0], np.float32)
+            bias = numpy_helper.from_array(zeros, f"{node.name}.zero_bias")
+            model.graph.initializer.append(bias)
+            node.input[:] = [*node.input[:2], bias.name]
+
+
+def correct(model: Path, prepared: Path, images: Images) -> None:
+    """Round the weights of the quantized convolutions again, and correct their biases.
+
+    With input patches x of the fp32 network, weights W and Q = scale * round(W / scale):
+
+    - Q is rounded by GPTQ (https://arxiv.org/abs/2210.17323), where an output channel has at most
+      4,608 weights. The covariance of x takes the place of X Xᵀ: biases remove the mean error.
+    - b += (W - Q) E[x] (https://arxiv.org/abs/1906.04721, section 4.2).
+
+    x is sampled at 16 random positions of each image, always the same. Two-dimensional convolutions
+    with explicit pads and weights of their own are corrected; the others stay as they are.
+
+    Args:
+        model: what `quantize_static` made of `prepared`; it is overwritten.
+        prepared: its fp32 file; the inputs of convolutions become outputs.
+        images: uint8 (n, 3, S, S), at least one.
+    """
+    int8, fp32 = onnx.load(model), onnx.load(prepared)
+    tensors = {t.name: t for t in int8.graph.initializer}
+    dequantized = {n.output[0]: n for n in int8.graph.node if n.op_type == "DequantizeLinear"}
+    twins = {node.name: node for node in int8.graph.node}
+    weights = {t.name: t for t in fp32.graph.initializer}
+    read = [name for node in fp32.graph.node for name in node.input]
+    layers: list[_Layer] = []
+    for node in fp32.graph.node:
+        if node.op_type == "Conv" and read.count(node.input[1]) == 1 and node.input[1] in weights:
+            patches = _Patches(node, list(weights[node.input[1]].dims))
+            if patches.known and set(twins[node.name].input[1:]) <= dequantized.keys():
+                layers.append((node, patches))
+    if layers:
+        _watch(fp32, layers, images, prepared)
+    while layers:  # Each covariance is freed after its use.
+        node, patches = layers.pop()
+        kernel, bias = (dequantized[name] for name in twins[node.name].input[1:])
+        exact = numpy_helper.to_array(weights[node.input[1]]).astype(np.float64)
+        rounded, scale, codes, step = (
+            numpy_helper.to_array(tensors[name]).astype(np.float64)
+            for name in (*kernel.input[:2], *bias.input[:2])
+        )
+        shape = patches.groups, len(exact) // patches.groups, -1  # (G, O, K)
+        scales = np.broadcast_to(scale.reshape(-1), len(exact)).reshape(shape)
+        mean, covariance = patches.moments()
+        new = rounded.reshape(shape)
+        if covariance is not None:
+            new = gptq(exact.reshape(shape), scales, covariance)
+        errors = exact.reshape(shape) - new * scales  # (G, O, K)
+        shift = (errors @ mean[..., None]).reshape(-1)
+        moved = np.clip(codes + np.rint(shift / np.where(step > 0, step, 1)), -_INT32, _INT32)
+        for name, values in (
+            (kernel.input[0], new.reshape(exact.shape).astype(np.int8)),
+            (bias.input[0], moved.astype(np.int32)),
+        ):
+            tensors[name].CopyFrom(numpy_helper.from_array(values, name))
+    onnx.save(int8, model)
+
+
+def _watch(model: ModelProto, layers: list[_Layer], images: Images, path: Path) -> None:
+    """Show each layer what enters it. Activations of one batch alone are held."""
+    names = sorted({node.input[0] for node, _ in layers})
+    model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
+    onnx.save(model, path)
+    session = create_session(path, SessionSettings(threads=os.cpu_count() or 1))
+    random = np.random.default_rng(0)
+    for batch in np.split(images, range(_BATCH, len(images), _BATCH)):
+        found = session.run(names, {model.graph.input[0].name: batch})
+        maps = dict(zip(names, found, strict=True))
+        for node, patches in layers:
+            patches.add(maps[node.input[0]], random)
+
+
+class _Patches:
+    """Sums over the input patches of a convolution: G groups, K = C / G * kh * kw columns.
+
+    `known` is whether it is two-dimensional with explicit pads, so that patches can be cut.
+    """
+
+    def __init__(self, node: NodeProto, shape: list[int]) -> None:
+        given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        self.known = len(shape) == 4 and given.get("auto_pad", b"NOTSET") == b"NOTSET"
+        self.groups: int = given.get("group", 1)
+        self._kernel = shape[2:]
+        self._strides = given.get("strides", [1, 1])
+        self._dilations = given.get("dilations", [1, 1])
+        self._pads = given.get("pads", [0, 0, 0, 0])
+        self._count = 0
+
+    def add(self, maps: NDArray[np.float32], random: np.random.Generator) -> None:
+        """Add patches of (n, C, h, w), the same number from each image."""
+        (top, left, bottom, right), (dh, dw) = self._pads, self._dilations
+        padded = np.pad(maps, ((0, 0), (0, 0), (top, bottom), (left, right)))
+        spans = [d * (k - 1) + 1 for d, k in zip(self._dilations, self._kernel, strict=True)]
+        windows = np.lib.stride_tricks.sliding_window_view(padded, spans, axis=(2, 3))
+        windows = windows[:, :, :: self._strides[0], :: self._strides[1], ::dh, ::dw]
+        rows, columns = windows.shape[2:4]
+        at = random.integers(rows * columns, size=(len(maps), _POSITIONS))
+        chosen = windows[np.arange(len(maps))[:, None], :, at // columns, at % columns]
+        # (n, positions, C, kh, kw) to (G, P, K)
+        x = chosen.reshape(at.size, self.groups, -1).swapaxes(0, 1)
+        if not self._count:
+            # float32 sums far from the mean would lose the variance.
+            self._origin = x.mean(axis=1, keepdims=True)
+            self._sum, self._products = np.zeros(1, np.float32), np.zeros(1, np.float32)
+        x = x - self._origin
+        self._count += at.size
+        self._sum = self._sum + x.sum(axis=1)
+        if x.shape[2] <= _MAX_COLUMNS:
+            self._products = self._products + x.swapaxes(1, 2) @ x
+
+    def moments(self) -> tuple[_Floats, _Floats | None]:
+        """Mean (G, K) and covariance (G, K, K), None above 4,608 columns."""
+        mean = self._sum.astype(np.float64) / self._count
+        covariance = None
+        if mean.shape[1] <= _MAX_COLUMNS:
+            covariance = self._products / self._count - mean[:, :, None] * mean[:, None]
+        return mean + self._origin[:, 0], covariance
+
+
+def gptq(weights: _Floats, scales: _Floats, covariance: _Floats) -> _Floats:
+    """Whole numbers Q in ±127 that keep (W - scale * Q) x small, for each group by itself.
+
+    Algorithm 1 of https://arxiv.org/abs/2210.17323: the error of a column is fed to those not yet
+    rounded. Columns go in descending order of their variance, with 1 % damping.
+
+    Args:
+        weights: (G, O, K).
+        scales: (G, O, 1), above 0.
+        covariance: of x, (G, K, K).
+
+    Returns: (G, O, K).
+    """
+    variance = np.diagonal(covariance, axis1=1, axis2=2)  # (G, K)
+    order = np.argsort(-variance, axis=1, kind="stable")
+    damping = _DAMPING * variance.mean(axis=1, keepdims=True)
+    damped = np.take_along_axis(covariance, order[:, None], axis=2)
+    damped = np.take_along_axis(damped, order[:, :, None], axis=1)
+    every = np.arange(damped.shape[1])
+    damped[:, every, every] += np.where(damping > 0, damping, 1)  # 1 where nothing varies
+    # torch, since numpy takes several times as long.
+    inverse = torch.linalg.inv(torch.from_numpy(damped))
+    upper = torch.linalg.cholesky(inverse, upper=True).numpy()
+    left = np.take_along_axis(weights.swapaxes(1, 2), order[:, :, None], axis=1)  # (G, K, O)
+    scales = scales[..., 0]
+    rounded = np.empty_like(left)
+    for start in range(0, len(every), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        errors = np.zeros_like(left[:, block])
+        for j in every[block]:
+            rounded[:, j] = np.clip(np.rint(left[:, j] / scales), -127, 127)
+            errors[:, j - start] = (left[:, j] - rounded[:, j] * scales) / upper[:, j, j, None]
+            left[:, block] -= upper[:, j, block, None] * errors[:, j - start, None]
+        rest = slice(start + _BLOCK, None)
+        left[:, rest] -= upper[:, block, rest].swapaxes(1, 2) @ errors
+    whole = np.empty_like(rounded)
+    np.put_along_axis(whole, order[:, :, None], rounded, axis=1)
+    return whole.swapaxes(1, 2)

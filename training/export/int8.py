@@ -28,8 +28,8 @@ _INT8 = "Add AveragePool Clip Concat Conv Gemm GlobalAveragePool MatMul MaxPool 
 _FLOAT_CONVOLUTIONS = 3
 """The first ones are thin, so int8 saves no time there, and rounding them costs the most."""
 _POSITIONS = 16
-_MAX_COLUMNS = 4608
-"""GPTQ inverts a matrix of columns x columns; 4,608 is ResNet50's 512 channels of 3 x 3."""
+_MAX_COLUMNS = 2304
+"""256 channels of 3 x 3. GPTQ inverts a matrix of columns x columns; 4,608 take 10 s and 1 GB."""
 _DAMPING = 0.01
 _BLOCK = 128
 _INT32 = 2**31 - 1
@@ -107,7 +107,7 @@ def correct(model: Path, prepared: Path, images: Images) -> None:
     With input patches x of the fp32 network, weights W and Q = scale * round(W / scale):
 
     - Q is rounded by GPTQ (https://arxiv.org/abs/2210.17323), where an output channel has at most
-      4,608 weights. The covariance of x takes the place of X Xᵀ: biases remove the mean error.
+      2,304 weights. The covariance of x takes the place of X Xᵀ: biases remove the mean error.
     - b += (W - Q) E[x] (https://arxiv.org/abs/1906.04721, section 4.2).
 
     x is sampled at 16 random positions of each image, always the same. Two-dimensional convolutions
@@ -133,7 +133,7 @@ def correct(model: Path, prepared: Path, images: Images) -> None:
     if layers:
         _watch(fp32, layers, images, prepared)
     while layers:  # Each covariance is freed after its use.
-        node, patches = layers.pop()
+        node, patches = layers.pop(0)
         kernel, bias = (dequantized[name] for name in twins[node.name].input[1:])
         exact = numpy_helper.to_array(weights[node.input[1]]).astype(np.float64)
         rounded, scale, codes, step = (
@@ -210,7 +210,7 @@ class _Patches:
             self._products = self._products + x.swapaxes(1, 2) @ x
 
     def moments(self) -> tuple[_Floats, _Floats | None]:
-        """Mean (G, K) and covariance (G, K, K), None above 4,608 columns."""
+        """Mean (G, K) and covariance (G, K, K), None above 2,304 columns."""
         mean = self._sum.astype(np.float64) / self._count
         covariance = None
         if mean.shape[1] <= _MAX_COLUMNS:

@@ -15,8 +15,8 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
+from embedder.engines.models import SessionSettings, create_session
 from embedder.manifest import Preprocessing
-from embedder.session import SessionSettings, create_session
 from embedder.types import Images
 from training.data.images import EvaluationImages
 from training.data.records import LabelledImages

@@ -383,7 +383,7 @@ class _Choice:
         if self._settings.precision != "auto":
             return None
         if mode not in self._bundle.modes():
-            return f"the export measured no {mode}"
+            return "the export did not measure it"
         others = [one for one in self._settings.galleries if not may_mix(one, mode.precision)]
         if others:
             return f"a gallery holds vectors in {min(others)}, with which it was never compared"

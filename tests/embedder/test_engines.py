@@ -155,7 +155,7 @@ def test_auto_leaves_out_what_was_not_measured_at_the_export(tiny_bundle: Bundle
     gains = Gains(fp32=1.0, bf16=9.0)
     embedder = OnnxEmbedder.open(tiny_bundle, AUTO, gains=gains)
     assert (embedder.mode, gains.asked) == (FP32, 0)
-    assert "the export measured no bf16 with openvino" in embedder.precision_reason
+    assert "bf16 with openvino: the export did not measure it" in embedder.precision_reason
 
 
 @pytest.mark.usefixtures("any_engine")

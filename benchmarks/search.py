@@ -11,8 +11,7 @@ with files whose answers are in the cache. In each round take turns
     new        kinlens-serve as it is by default, new files at 1, 4, 16 and 64 connections
     cached     the same files again, at 1 and 16 connections
     a core     kinlens-serve --workers, one process a core, new files at 1 and 16 connections
-    fast       kinlens-serve in the fastest mode of this machine, as `--precision auto` takes it
-               where the answers hold; and `fast a core`
+    fast       kinlens-serve in the mode that `--precision auto` takes; and `fast a core`
     bare       a bare ASGI application on uvicorn that does the same work in fp32, one process a
                core, at 1 and 16 connections (peers/bare_asgi.py); and `bare fast`
     litserve   LitServe, the same ONNX file and preprocessing, at 1 and 16 connections: with one
@@ -20,13 +19,13 @@ with files whose answers are in the cache. In each round take turns
                and `litserve fast` in the fastest mode
     usual      FastAPI + torch eager + IndexFlatIP at 16 connections (peers/usual_script.py)
 
-All but the fast ones run fp32 in onnxruntime. The fastest mode is bf16 where the processor has
-units for it, else int8, else fp32; the output says which. At 16 connections the better of one
-process and one a core counts, ours as LitServe's. The table shows medians over the rounds, ratios
-as medians of the pairs. The ceiling does not pay for the load, which shares the cores with the
-service: its CPU time a request is printed. Two networks at 224 px with 128 numbers, hardly trained:
-ResNet50, the usual one of the papers, and MobileNetV2, a tenth of its work, where what HTTP costs
-shows most. Pictures are photographs of $KINLENS_SHARED where there are any, else drawn ones.
+All but the fast ones run fp32 in onnxruntime. The output says what `auto` took. At 16 connections
+the better of one process and one a core counts, ours as LitServe's. The table shows medians over
+the rounds, ratios as medians of the pairs. The ceiling does not pay for the load, which shares the
+cores with the service: its CPU time a request is printed. Two networks at 224 px with 128 numbers,
+hardly trained: ResNet50, the usual one of the papers, and MobileNetV2, a tenth of its work, where
+what HTTP costs shows most. Pictures are photographs of $KINLENS_SHARED where there are any, else
+drawn ones.
 """
 
 import contextlib
@@ -54,11 +53,11 @@ from harness import (
     photographs,
     row,
     serving,
+    shared_folder,
     started,
     verdict,
 )
 
-from embedder.bundle import Bundle
 from embedder.engines.models import SessionSettings, absence
 from embedder.machine import core_count
 from embedder.manifest import FP32, Mode
@@ -186,17 +185,24 @@ def bare_loop(
 
 
 def small_bundle(folder: Path, backbone: str) -> Path:
-    """A network at 224 px, 128 numbers, hardly trained: speed does not depend on it."""
-    shop = folder / "shop"
+    """A network at 224 px, 128 numbers, hardly trained: speed does not depend on that.
+
+    It begins with the weights of ImageNet in $KINLENS_SHARED, if they are there: int8 and bf16 of
+    random weights may not pass their gate.
+    """
+    shop, weights = folder / "shop", f"weights/{backbone}-imagenet-fp16.pth"
+    known = [path for path in [(shared_folder() or Path()) / weights] if path.is_file()]
     kinlens("train", "data", "render", shop, "--products", 8, "--views", 4, "--size-px", 96)
     changes = {
-        "data.root": shop, "model.backbone": backbone, "model.weights": "none", "model.dim": DIM,
+        "data.root": shop, "model.backbone": backbone, "model.weights": known[0] if known else "none",
+        "model.dim": DIM,
         "input.size_px": 224, "input.resize_px": 256, "input.test_px": 224, "optimizer.epochs": 1,
         "optimizer.batch_size": 8, "optimizer.min_steps": 1,
     }  # fmt: skip
     flags = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     kinlens("train", "fit", "shop", "--out", folder / "run", *flags)
-    kinlens("train", "export", folder / "run", "--out", folder / "bundle")
+    flags = "--precision", "int8", "--skip-refused"
+    kinlens("train", "export", folder / "run", "--out", folder / "bundle", *flags)
     return folder / "bundle"
 
 
@@ -265,11 +271,10 @@ def print_results(results: Results, share: float) -> None:
 
 
 def fastest(bundle: Path) -> Mode:
-    """The mode that `auto` takes where the answers hold."""
-    modes = [Mode("openvino", "bf16"), Mode("onnxruntime", "bf16"), FP32]
-    if "int8" in Bundle.open(bundle).precisions:
-        modes.insert(2, Mode("onnxruntime", "int8"))
-    return next(mode for mode in modes if absence(mode) is None)
+    """What `auto` takes; bf16 if that is fp32, as the answers of untrained weights may not hold."""
+    auto = OnnxEmbedder.open(bundle, SessionSettings(precision="auto", engine="auto")).mode
+    bf16 = Mode("openvino", "bf16")
+    return bf16 if auto == FP32 and absence(bf16) is None else auto
 
 
 def seconds_to_ready(bundle: Path, made: Path) -> float:

@@ -190,19 +190,19 @@ def small_bundle(folder: Path, backbone: str) -> Path:
     It begins with the weights of ImageNet in $KINLENS_SHARED, if they are there: int8 and bf16 of
     random weights may not pass their gate.
     """
-    shop, weights = folder / "shop", f"weights/{backbone}-imagenet-fp16.pth"
-    known = [path for path in [(shared_folder() or Path()) / weights] if path.is_file()]
+    shop = folder / "shop"
+    weights = (shared_folder() or Path()) / "weights" / f"{backbone}-imagenet-fp16.pth"
     kinlens("train", "data", "render", shop, "--products", 8, "--views", 4, "--size-px", 96)
     changes = {
-        "data.root": shop, "model.backbone": backbone, "model.weights": known[0] if known else "none",
-        "model.dim": DIM,
+        "data.root": shop, "model.backbone": backbone, "model.dim": DIM,
+        "model.weights": weights if weights.is_file() else "none",
         "input.size_px": 224, "input.resize_px": 256, "input.test_px": 224, "optimizer.epochs": 1,
         "optimizer.batch_size": 8, "optimizer.min_steps": 1,
     }  # fmt: skip
     flags = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     kinlens("train", "fit", "shop", "--out", folder / "run", *flags)
-    flags = "--precision", "int8", "--skip-refused"
-    kinlens("train", "export", folder / "run", "--out", folder / "bundle", *flags)
+    precision = "--precision", "int8", "--skip-refused"
+    kinlens("train", "export", folder / "run", "--out", folder / "bundle", *precision)
     return folder / "bundle"
 
 

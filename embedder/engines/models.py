@@ -168,7 +168,12 @@ def absence(mode: Mode, device: str = "cpu") -> str | None:
             return "OpenVINO runs on the CPU only. Use --engine onnxruntime with --device cuda."
         if importlib.util.find_spec("openvino") is None:
             return "OpenVINO is not installed. Install it with: pip install 'kinlens[openvino]'."
-        if mode.precision == "bf16" and not _has_bf16():
+        try:
+            has_bf16 = _has_bf16()
+        except Exception as error:
+            # ImportError for a library that is missing, RuntimeError for a plug-in.
+            return f"OpenVINO does not start: {error}. Install it again, or use onnxruntime."
+        if mode.precision == "bf16" and not has_bf16:
             return "This processor has no units for bf16. Use --precision fp32 or int8."
         return None
     if mode.precision == "bf16" and platform.machine() not in _ARM:

@@ -1,5 +1,6 @@
 """Where things are: the galleries and bundles of the settings, then those of the state folder."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from embedder.durable import is_stage
 from embedder.engines.models import SessionSettings
 from embedder.errors import (
     BundleNotFoundError,
+    GalleryError,
     GalleryNotFoundError,
     InvalidParameterError,
 )
@@ -202,6 +204,7 @@ class Bundles:
 
     def __init__(self, settings: Settings, embedder: Embedder | None = None) -> None:
         """An `embedder` that is given stands for the bundle of the settings."""
+        self._settings = settings
         self._embedder = embedder
         self._primary = settings.bundle if embedder is None else None
         self._state = settings.state
@@ -228,14 +231,23 @@ class Bundles:
         return id_of(self._primary) or Bundle.open(self._primary).bundle_id
 
     def open(self, bundle_id: str, precision: str = "fp32") -> Embedder:
-        """A bundle in a session of its own, to search vectors in `precision`.
-
-        Raises: BundleNotFoundError, BundleError.
+        """A bundle in a session of its own, to search vectors in `precision` and those of all its
+        galleries. Raises: BundleNotFoundError, BundleError.
         """
         if self._embedder is not None and bundle_id == self._embedder.bundle_id:
             return self._embedder
-        session = replace(self._session, galleries=frozenset((precision,)))
+        session = replace(self._session, galleries=frozenset({precision, *self._held(bundle_id)}))
         return OnnxEmbedder.open(self.folder(bundle_id), session, self._limits)
+
+    def _held(self, bundle_id: str) -> set[str]:
+        """The precisions of the galleries of a bundle, as far as they can be read."""
+        found = set()
+        for location in Locations(self._settings).list_galleries():
+            if location.path is not None:
+                with contextlib.suppress(GalleryError, OSError):
+                    manifest = current_manifest(location.path)
+                    found |= {manifest.precision} if manifest.bundle_id == bundle_id else set()
+        return found
 
     def folder(self, bundle_id: str) -> Path:
         """Where a bundle is. Raises: BundleNotFoundError naming the known ones."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from embedder.bundle import Bundle
 from embedder.durable import make_folder, rename, staged, sync_tree
+from embedder.engines.models import SessionSettings
 from embedder.errors import GalleryError, JobConflictError
 from embedder.session import OnnxEmbedder
 from indexer.checks.compare import Comparison, compare
@@ -111,9 +112,19 @@ class Context:
         return read
 
     def follow(self, bundle: Path) -> contextlib.closing[Follower]:
-        """The gallery of the job, read with a model as the service runs it."""
-        embedder = OnnxEmbedder.open(bundle, self.plan.session, ANY_SIZE)
+        """The gallery of the job, read with a model."""
+        embedder = opened(bundle, self.plan.session)
         return contextlib.closing(Follower(self.plan.gallery, embedder, self.read_image()))
+
+
+def opened(bundle: Path, session: SessionSettings) -> OnnxEmbedder:
+    """A model that makes a gallery; in fp32 where the service chooses by itself.
+
+    Only fp32 fits whatever the service, or the next machine, chooses. Raises: BundleError.
+    """
+    if session.precision == "auto":
+        session = replace(session, precision="fp32")
+    return OnnxEmbedder.open(bundle, session, ANY_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +298,7 @@ def _judged_by_golden(
         if not queries:
             why = "the new model may have been trained on all of it"
         return replace(otherwise, note=f"The golden set was not asked: {why}.")
-    old = OnnxEmbedder.open(plan.old_bundle, plan.session, ANY_SIZE)
+    old = opened(plan.old_bundle, plan.session)
     before = Asked.of(follower.gallery, queries, embedded(golden, queries, old))
     vectors = embedded(golden, queries, follower.embedder)
     after = Asked.of(new, queries, vectors)

@@ -319,3 +319,18 @@ def test_of_two_engines_for_a_precision_the_one_that_was_measured_runs_however_f
     settings = SessionSettings(precision="int8", engine="auto")
     found = OnnxEmbedder.open(bundle, settings, gains=gains)
     assert found.mode == ("onnxruntime", "int8")
+
+
+def test_an_openvino_that_does_not_start_is_named_and_onnxruntime_runs(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> bool:
+        raise ImportError("libtbb.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(models_module, "_has_bf16", broken)
+    monkeypatch.setattr(models_module.importlib.util, "find_spec", lambda name: name)
+    found = OnnxEmbedder.open(measured_bundle(tiny_bundle, tmp_path), AUTO)
+    assert found.mode == FP32
+    assert "OpenVINO does not start: libtbb.so.12" in found.precision_reason
+    with pytest.raises(ProviderError, match=r"does not start: libtbb.* use onnxruntime"):
+        OnnxEmbedder.open(tiny_bundle, SessionSettings(engine="openvino"))

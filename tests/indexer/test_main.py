@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from embedder.errors import ProviderError
 from embedder.session import OnnxEmbedder
 from indexer.__main__ import app
 from indexer.commands import console
+from indexer.gallery import Gallery
+from tests.embedder.bundles import write_full_bundle
 from tests.indexer.conftest import CountingEmbedder, Run, failure, usage
 from tests.support.seams import options
 
@@ -200,3 +203,28 @@ def test_a_real_bundle_builds_and_verifies_a_gallery(
     refused = failure(invoke("verify", out, "--bundle", other.path))
     assert tiny_bundle.bundle_id[:12] in refused
     assert other.bundle_id[:12] in refused
+
+
+def test_a_gallery_names_the_precision_that_it_was_made_in_and_mixes_no_two_others(
+    shop: Path, out: Path, tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    bundle = write_full_bundle(tiny_bundle, tmp_path).path
+    built = invoke("build", shop, "--bundle", bundle, "--out", out, "--precision", "int8")
+    assert built.exit_code == 0, built.output
+    assert "CPUExecutionProvider in int8" in built.stdout
+    assert invoke("export", out, "--out", tmp_path / "g.parquet").exit_code == 0
+    assert invoke("import", tmp_path / "g.parquet", "--out", tmp_path / "again").exit_code == 0
+    for gallery in (out, tmp_path / "again"):
+        assert json.loads(invoke("stats", gallery, "--json").stdout)["precision"] == "int8"
+
+    picture = next(path for path in sorted(shop.rglob("*")) if path.is_file())
+    for precision in ("int8", "fp32"):
+        asked = ("search", out, "--image", picture, "--bundle", bundle, "--precision", precision)
+        assert invoke(*asked).exit_code == 0
+    bundle_id = Bundle.open(bundle).bundle_id
+    named = {"name": "other", "bundle_id": bundle_id, "dim": 8, "source_root": shop}
+    Gallery.create(tmp_path / "other", precision="bf16", **named).close()
+    refused = ("add", tmp_path / "other", shop, "--bundle", bundle, "--precision", "int8")
+    line = failure(invoke(*refused))
+    assert "'other' was made in bf16, the model runs in int8" in line
+    assert "--precision fp32" in line

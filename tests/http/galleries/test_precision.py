@@ -1,0 +1,60 @@
+"""Galleries of one bundle that were made in different precisions, served together."""
+
+from pathlib import Path
+
+import pytest
+
+from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings
+from embedder.errors import BundleMismatchError
+from embedder.session import OnnxEmbedder
+from indexer.gallery import Gallery
+from service.runtime import build_runtime
+from service.settings import Settings
+from tests.embedder.bundles import write_full_bundle
+from tests.support.servers import DEFAULTS
+
+
+@pytest.fixture
+def bundle(tiny_bundle: Bundle, tmp_path: Path) -> Bundle:
+    return write_full_bundle(tiny_bundle, tmp_path)
+
+
+def made(folder: Path, bundle: Bundle, precision: str) -> str:
+    """An empty gallery, as `NAME=PATH`."""
+    path = folder / precision
+    dim = bundle.manifest.dim
+    Gallery.create(
+        path, name=precision, bundle_id=bundle.bundle_id, dim=dim, precision=precision
+    ).close()
+    return f"{precision}={path}"
+
+
+def settings(bundle: Bundle, *galleries: str, **more: object) -> Settings:
+    return Settings(**DEFAULTS | {"bundle": bundle.path, "galleries": galleries} | more)
+
+
+def test_what_auto_may_take_follows_from_all_galleries_of_the_bundle(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SessionSettings] = []
+    real = OnnxEmbedder.open
+
+    def opened(path: Path, session: SessionSettings, *rest: object) -> OnnxEmbedder:
+        asked.append(session)
+        return real(path, SessionSettings(), *rest)
+
+    monkeypatch.setattr(OnnxEmbedder, "open", opened)
+    build_runtime(settings(bundle, *(made(tmp_path, bundle, one) for one in ("fp32", "int8"))))
+    assert [one.precision for one in asked] == ["auto"]
+    assert asked[0].galleries == {"fp32", "int8"}
+
+
+def test_a_gallery_in_a_precision_that_was_never_compared_is_refused_at_the_start(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    other = made(tmp_path, bundle, "bf16")
+    build_runtime(settings(bundle, made(tmp_path, bundle, "int8"), precision="int8"))
+    with pytest.raises(BundleMismatchError, match=r"'bf16' was made in bf16, .* in int8.*fp32"):
+        build_runtime(settings(bundle, other, precision="int8"))
+    build_runtime(settings(bundle, other, precision="fp32"))

@@ -29,7 +29,8 @@ ENV PATH=/opt/kinlens/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     KINLENS_HOST=0.0.0.0 \
     KINLENS_PORT=8000 \
-    KINLENS_STATE=/state
+    KINLENS_STATE=/state \
+    XDG_CACHE_HOME=/state/cache
 USER 10001:10001
 WORKDIR /state
 VOLUME ["/state"]

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import os
+import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +13,8 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 _CGROUP_FILES = ("memory.max", "memory/memory.limit_in_bytes")
 _MIB = 2**20
+_CPU_INFO = Path("/proc/cpuinfo")
+_CPU_LINES = ("model name", "flags", "Features", "CPU part")
 
 
 def core_count(group: Path = CONTROL_GROUP) -> int:
@@ -64,6 +67,16 @@ def memory_mb(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
         if text.isdecimal():
             limits.append(int(text))
     return min(limits) / _MIB
+
+
+def processor() -> str:
+    """What tells kinds of processors apart: model and instructions."""
+    lines = []
+    with contextlib.suppress(OSError):
+        for line in _CPU_INFO.read_text().splitlines():
+            if line.startswith(_CPU_LINES) and line not in lines:
+                lines.append(line)
+    return "\n".join(lines) or platform.processor() or platform.machine()
 
 
 def installed_version() -> str:

@@ -155,7 +155,7 @@ class Settings(BaseSettings):
     allow_cpu_fallback: bool = False
     gpu_memory_mb: int = Field(default=0, ge=0)
     threads: int = Field(default=1, ge=0)
-    precision: AskedPrecision = "auto"
+    precision: AskedPrecision = "fp32"
     engine: AskedEngine = "auto"
     workers: int = Field(default=1, ge=1, le=64)
 

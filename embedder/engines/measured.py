@@ -7,17 +7,14 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from embedder.durable import write_whole
 from embedder.engines.models import SessionSettings, engine_versions
+from embedder.machine import processor
 from embedder.manifest import Mode
-
-_CPU_INFO = Path("/proc/cpuinfo")
-_CPU_LINES = ("model name", "flags", "Features", "CPU part")
 
 
 def cache_folder() -> Path:
@@ -44,7 +41,7 @@ def read_measured(
         refused = {mode: str(found["refused"][mode.key]) for mode in modes if mode not in gains}
     except (OSError, ValueError, TypeError, KeyError, RuntimeError):
         return None
-    return Measured(gains, refused) if modes[0] in gains else None
+    return Measured(gains, refused) if gains else None
 
 
 def write_measured(
@@ -71,13 +68,3 @@ def _file(bundle_id: str, modes: Sequence[Mode], settings: SessionSettings) -> P
     ]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     return cache_folder() / f"{digest[:32]}.json"
-
-
-def processor() -> str:
-    """What tells kinds of processors apart: model and instructions."""
-    lines = []
-    with contextlib.suppress(OSError):
-        for line in _CPU_INFO.read_text().splitlines():
-            if line.startswith(_CPU_LINES) and line not in lines:
-                lines.append(line)
-    return "\n".join(lines) or platform.processor() or platform.machine()

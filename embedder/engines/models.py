@@ -9,9 +9,9 @@ import importlib.util
 import platform
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,7 @@ import numpy as np
 import onnxruntime as ort
 
 from embedder.errors import BundleCorruptError, ProviderError
-from embedder.machine import core_count
+from embedder.machine import core_count, processor
 from embedder.manifest import AskedEngine, AskedPrecision, Engine, Mode
 from embedder.types import Embeddings, Images
 
@@ -39,7 +39,6 @@ _PROVIDER_OPTIONS: dict[str, dict[str, str]] = {
     },
 }
 _ARM_BF16 = "mlas.enable_gemm_fastmath_arm64_bfloat16"
-_ARM = ("aarch64", "arm64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +175,11 @@ def absence(mode: Mode, device: str = "cpu") -> str | None:
         if mode.precision == "bf16" and not has_bf16:
             return "This processor has no units for bf16. Use --precision fp32 or int8."
         return None
-    if mode.precision == "bf16" and platform.machine() not in _ARM:
-        return "onnxruntime computes in bf16 on ARM only. Use --engine openvino or auto."
+    if mode.precision == "bf16" and not _has_arm_bf16():
+        return (
+            "onnxruntime computes in bf16 on ARM only, with Linux and units for it. Use --engine "
+            "openvino or auto."
+        )
     return None
 
 
@@ -185,7 +187,8 @@ def engine_versions() -> dict[Engine, str]:
     """The versions of the engines that are installed."""
     versions: dict[Engine, str] = {"onnxruntime": ort.__version__}
     if importlib.util.find_spec("openvino") is not None:
-        versions["openvino"] = version("openvino")
+        with suppress(PackageNotFoundError):  # an archive of Intel has no metadata
+            versions["openvino"] = version("openvino")
     return versions
 
 
@@ -203,6 +206,11 @@ def _new_core() -> Any:
     import openvino
 
     return openvino.Core()
+
+
+def _has_arm_bf16() -> bool:
+    # Elsewhere onnxruntime ignores the option, and what is called bf16 would be fp32.
+    return platform.machine() == "aarch64" and " bf16" in processor()
 
 
 def _has_bf16() -> bool:

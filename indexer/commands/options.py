@@ -1,6 +1,5 @@
 """Options that several commands share, and what is made of them."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +33,8 @@ PrecisionOption = Annotated[
     AskedPrecision, typer.Option(help="How the model computes; auto: the fastest that holds here.")
 ]
 EngineOption = Annotated[
-    AskedEngine, typer.Option(help="What runs the model; auto: the faster one that is installed.")
+    AskedEngine,
+    typer.Option(help="What runs the model; auto: the faster one that was measured."),
 ]
 BatchOption = Annotated[int, typer.Option(min=1, max=1024, help="Images per batch.")]
 WorkersOption = Annotated[int, typer.Option(min=0, max=256, help="Threads; 0: one a core.")]
@@ -67,20 +67,10 @@ def open_embedder(
     allow_cpu_fallback: bool,
     precision: AskedPrecision,
     engine: AskedEngine,
-    galleries: Iterable[str] = (),
 ) -> Embedder:
-    """The bundle in an engine that leaves the cores to the indexer's threads.
-
-    `galleries` are the precisions of the vectors that its own will be compared with.
-    """
+    """The bundle in an engine that leaves the cores to the indexer's threads."""
     settings = SessionSettings(
-        device,
-        1,
-        allow_cpu_fallback,
-        precision,
-        engine=engine,
-        callers=core_count(),
-        galleries=frozenset(galleries),
+        device, 1, allow_cpu_fallback, precision, engine=engine, callers=core_count()
     )
     return OnnxEmbedder.open(bundle, settings)
 

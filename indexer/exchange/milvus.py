@@ -252,7 +252,8 @@ class MilvusStore:
     def facts(self) -> GalleryFacts:
         now = self._now()
         return GalleryFacts(
-            **now.facts.model_dump(exclude={"schema_version", "nlist"}),
+            **now.facts.model_dump(exclude={"schema_version", "nlist", "precision"}),
+            precision=now.facts.precision,
             version=now.version,
             size=now.count(),
             delta=0,

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from embedder.errors import (
     EngineUnavailableError,
@@ -61,7 +61,7 @@ class MilvusFacts(BaseModel, frozen=True, extra="forbid"):
     name: str
     generation: str
     bundle_id: str
-    precision: str = "fp32"
+    precision: str = Field(default="fp32", exclude_if=lambda value: value == "fp32")
     dim: int
     created_at: str
     source: str = ""

@@ -32,8 +32,9 @@ _HELP = {
     "workers": "Processes that answer (default 1).",
     "device": "cpu or cuda (default cpu).",
     "precision": "How the model computes: fp32, bf16, int8, fp16 or auto, the fastest that "
-    "holds here (default auto).",
-    "engine": "What runs the model: onnxruntime, openvino or auto (default auto).",
+    "holds here (default fp32).",
+    "engine": "What runs the model: onnxruntime, openvino or auto, the faster one that the export "
+    "measured (default auto).",
     "threads": "Threads for one batch (default 1).",
     "no_match_prior": "Share of searches for a product that no gallery has (default 0.1).",
     "redis_url": "Redis as second cache level, and to count rates: redis://HOST:PORT/0.",

@@ -236,15 +236,18 @@ class Bundles:
         """
         if self._embedder is not None and bundle_id == self._embedder.bundle_id:
             return self._embedder
-        session = replace(self._session, galleries=frozenset({precision, *self._held(bundle_id)}))
+        session = self._session
+        if session.precision == "auto":
+            held = {precision, *self._held(bundle_id)}
+            session = replace(session, galleries=frozenset(held))
         return OnnxEmbedder.open(self.folder(bundle_id), session, self._limits)
 
     def _held(self, bundle_id: str) -> set[str]:
-        """The precisions of the galleries of a bundle, as far as they can be read."""
+        """The precisions of the galleries of a bundle; those that cannot be read are skipped."""
         found = set()
-        for location in Locations(self._settings).list_galleries():
-            if location.path is not None:
-                with contextlib.suppress(GalleryError, OSError):
+        with contextlib.suppress(GalleryError, OSError):
+            for location in Locations(self._settings).list_galleries():
+                if location.path is not None and location.exists:
                     manifest = current_manifest(location.path)
                     found |= {manifest.precision} if manifest.bundle_id == bundle_id else set()
         return found

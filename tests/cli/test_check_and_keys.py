@@ -42,10 +42,7 @@ def test_a_set_up_that_would_start_exits_with_0_and_serves_nothing(
     others = {finding["verdict"] for part, finding in found.items() if part != "decoder"}
     assert others == {"ok"}
     assert found["decoder"]["text"].startswith("sandbox: ")  # the layers depend on the kernel
-    bundle = found["bundle"]["text"]
-    assert "on CPUExecutionProvider in fp32: not bf16 with onnxruntime" in bundle
-    assert "the export did not measure it" in bundle
-    assert "the bundle has no int8" in bundle
+    assert found["bundle"]["text"].endswith("on CPUExecutionProvider in fp32: asked for")
     assert "8 items" in found["gallery shop"]["text"]
     assert list((tmp_path / "new").iterdir()) == []
 

@@ -21,7 +21,10 @@ INT8 = Variant(
     sha256="",
     recall={"R@1": 79.8},
     recall_at_1_loss=0.2,
+    recall_at_1_interval=(-0.2, 0.6),
     mixed_recall_at_1_loss=0.1,
+    gallery_recall_at_1_loss=0.1,
+    held_out_cosine=0.99,
     min_cosine=0.98,
     mean_cosine=0.99,
 )

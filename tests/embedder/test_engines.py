@@ -293,6 +293,11 @@ def test_on_arm_onnxruntime_computes_in_bf16_by_its_own_option(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models_module.platform, "machine", lambda: "aarch64")
+    settings = SessionSettings(precision="bf16", engine="onnxruntime")
+    monkeypatch.setattr(models_module, "processor", lambda: "Features : fp asimd")
+    with pytest.raises(ProviderError, match="with Linux and units for it"):
+        OnnxEmbedder.open(tiny_bundle, settings)
+    monkeypatch.setattr(models_module, "processor", lambda: "Features : fp asimd bf16")
     entries: dict[str, str] = {}
     real = models_module.ort.InferenceSession
 
@@ -302,7 +307,6 @@ def test_on_arm_onnxruntime_computes_in_bf16_by_its_own_option(
         return real(model, options, **more)
 
     monkeypatch.setattr(models_module.ort, "InferenceSession", session)
-    settings = SessionSettings(precision="bf16", engine="onnxruntime")
     assert OnnxEmbedder.open(tiny_bundle, settings).mode == ("onnxruntime", "bf16")
     assert list(entries.values()) == ["1"]
 
@@ -334,3 +338,39 @@ def test_an_openvino_that_does_not_start_is_named_and_onnxruntime_runs(
     assert "OpenVINO does not start: libtbb.so.12" in found.precision_reason
     with pytest.raises(ProviderError, match=r"does not start: libtbb.* use onnxruntime"):
         OnnxEmbedder.open(tiny_bundle, SessionSettings(engine="openvino"))
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_a_failure_that_may_pass_is_not_kept_and_stops_no_start(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, gains = measured_bundle(tiny_bundle, tmp_path), Gains(fp32=1.0, bf16=2.0)
+    real = models_module.OnnxRuntimeModel
+
+    def load_full(path: Path, settings: SessionSettings, mode: Mode) -> object:
+        if mode == BF16:
+            raise BundleCorruptError("out of memory")
+        return real(path, settings)
+
+    def load_any(path: Path, settings: SessionSettings, mode: Mode) -> object:
+        return real(path, settings)
+
+    for loader, taken in ((load_full, FP32), (load_any, BF16), (load_full, FP32)):
+        monkeypatch.setattr("embedder.session.load", loader)
+        found = OnnxEmbedder.open(bundle, AUTO, gains=gains)
+        assert found.mode == taken
+    assert "out of memory" in found.precision_reason
+
+
+@pytest.mark.usefixtures("any_engine")
+def test_auto_does_not_trust_what_an_earlier_version_measured(
+    tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    known = {"held_out_cosine", "recall_at_1_interval", "gallery_recall_at_1_loss"}
+    old = Comparison(**INT8.model_dump(exclude={"sha256", *known}))
+    manifest = tiny_bundle.manifest.model_copy(update={"modes": {BF16.key: old}})
+    bundle = measured_bundle(tiny_bundle, tmp_path)
+    bundle.manifest = manifest
+    found = OnnxEmbedder.open(bundle, AUTO, gains=Gains(fp32=1.0, bf16=9.0))
+    assert found.mode == FP32
+    assert "by an earlier version" in found.precision_reason

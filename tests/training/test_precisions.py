@@ -301,6 +301,17 @@ def test_a_loss_of_recall_that_chance_explains_is_allowed_and_told(small: Small)
     assert 0.98 < found.held_out_cosine < 1
 
 
+def test_a_loss_above_two_points_is_refused_though_chance_could_explain_it(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precisions_module, "MIN_COSINE", -1.0)
+    labels, right = classes(40)
+    before = blended(right, [4, 12, 20, 28])
+    after = blended(right, [0, 8, 16, 24, 32, 40, 48, 56])
+    with pytest.raises(ExportError, match=r"R@1 falls by 2\.50 points \(-\d"):
+        compare(small.made("int8"), page(labels), labels, before, after)
+
+
 def test_a_loss_of_recall_beyond_chance_is_refused(small: Small) -> None:
     labels, right = classes(40)
     wrong = blended(right, [0, 8, 16, 24, 32, 40])

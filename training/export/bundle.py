@@ -296,6 +296,8 @@ def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> 
             continue
         missing = {one: absence(Mode(one, precision)) for one in get_args(Engine)}
         engines = [engine for engine, reason in missing.items() if reason is None]
+        if precision == "fp16":
+            engines = ["onnxruntime"]  # on a GPU, where OpenVINO does not run
         is_asked = precision in precisions
         if not engines and not is_asked:
             continue
@@ -309,6 +311,8 @@ def _candidates(precisions: Sequence[Precision], trial: Bundle, data: _Data) -> 
                 mode = Mode(engine, precision)
                 with data.refusal(precision, is_asked and engine == engines[0]):
                     made[mode] = make_candidate(mode, trial, model)
+                if mode not in made:
+                    break
     return made
 
 

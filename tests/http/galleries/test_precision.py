@@ -45,7 +45,8 @@ def test_what_auto_may_take_follows_from_all_galleries_of_the_bundle(
         return real(path, SessionSettings(), *rest)
 
     monkeypatch.setattr(OnnxEmbedder, "open", opened)
-    build_runtime(settings(bundle, *(made(tmp_path, bundle, one) for one in ("fp32", "int8"))))
+    galleries = [made(tmp_path, bundle, one) for one in ("fp32", "int8")]
+    build_runtime(settings(bundle, *galleries, precision="auto"))
     assert [one.precision for one in asked] == ["auto"]
     assert asked[0].galleries == {"fp32", "int8"}
 

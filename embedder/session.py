@@ -5,6 +5,7 @@ another: x86 without VNNI adds the products of unsigned and signed 8-bit numbers
 bits, which saturates.
 """
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -83,11 +84,12 @@ def speed_gains(embeds: Mapping[Mode, Embed], images: Images) -> dict[Mode, floa
 
 
 def may_mix(one: str, other: str) -> bool:
-    """Whether vectors of two precisions were compared with each other at the export.
+    """Whether the export compared vectors of two precisions, or mixtures such as fp32+int8.
 
     Engines do not count: golden vectors hold those of one precision near to fp32, and so together.
     """
-    return one == other or "fp32" in (one, other)
+    pairs = itertools.product(one.split("+"), other.split("+"))
+    return all(first == second or "fp32" in (first, second) for first, second in pairs)
 
 
 class Vectors(Protocol):

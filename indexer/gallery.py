@@ -8,6 +8,7 @@ What is asked about items is read from the catalogue alone; the index is for sea
 import contextlib
 import functools
 import hashlib
+import json
 import logging
 import os
 import weakref
@@ -52,6 +53,7 @@ from indexer.exchange.milvus import MilvusStore as MilvusStore
 from indexer.filters.tree import Filter
 from indexer.folder.layout import PICTURES, GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import (
+    PRECISIONS,
     REPORT,
     GalleryManifest,
     read_manifest,
@@ -219,8 +221,28 @@ class Gallery(Searcher):
 
     @property
     def precision(self) -> str:
-        """The precision that the model computed in when the gallery was made."""
-        return self.manifest.precision
+        """The precision of its vectors, or several, as in fp32+int8."""
+        made = self.manifest.precision.split("+")
+        return "+".join(sorted({*made, *self._added_precisions()}))
+
+    def admit(self, precision: str) -> None:
+        """Note that vectors in `precision` are added from now on. Raises: GalleryWriteError."""
+        if precision not in self.precision.split("+"):
+            with self._folder.writing(self.generation), disk_errors_explained(self._generation):
+                known = sorted({precision, *self._added_precisions()})
+                write_whole(self._generation / PRECISIONS, json.dumps(known).encode(), "precisions")
+                (self._generation / PRECISIONS).chmod(0o644)  # others may serve the gallery
+
+    def _added_precisions(self) -> list[str]:
+        try:
+            return [str(one) for one in json.loads((self._generation / PRECISIONS).read_bytes())]
+        except FileNotFoundError:
+            return []
+        except ValueError as error:
+            raise GalleryCorruptError(
+                f"{self._generation / PRECISIONS} cannot be read: {error}. Restore a backup: "
+                "kinlens-index restore."
+            ) from error
 
     @property
     def dim(self) -> int:

@@ -270,7 +270,10 @@ class VectorStore(Protocol):
     def bundle_id(self) -> str: ...
     @property
     def precision(self) -> str:
-        """The precision that the model computed in when the gallery was made."""
+        """The precision of its vectors, or several, as in fp32+int8."""
+
+    def admit(self, precision: str) -> None:
+        """Note that vectors in `precision` are added from now on; Milvus does not keep it."""
 
     @property
     def generation(self) -> str:

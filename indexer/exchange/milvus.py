@@ -211,6 +211,9 @@ class MilvusStore:
         """The precision that the model computed in when the gallery was made."""
         return self._seen.facts.precision
 
+    def admit(self, precision: str) -> None:
+        """Nothing: facts of a collection stay as they are."""
+
     @property
     def generation(self) -> str:
         """The generation that was current at the last look: 12 hex digits."""

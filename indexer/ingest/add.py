@@ -234,6 +234,7 @@ def _check_bundle(gallery: VectorStore, embedder: Embedder) -> None:
             "it was made with, or build another gallery."
         )
     check_precision(gallery, embedder)
+    gallery.admit(embedder.mode.precision)
 
 
 def _check_root(gallery: VectorStore, source: Source) -> None:

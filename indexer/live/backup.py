@@ -5,8 +5,8 @@ A backup is a folder in the layout of a gallery, so it opens as it is, with one 
     backup.json            BackupReport; no build takes a folder that has it
     CURRENT
     golden.sqlite          the golden set, if there is one
-    versions/<generation>/ manifest.json, report.json, calibration.json, catalog.sqlite,
-                           segments/<name>/
+    versions/<generation>/ manifest.json, report.json, calibration.json, precisions.json,
+                           catalog.sqlite, segments/<name>/
 
 A backup and what is restored from it are generations of their own: their items change separately
 from then on, so nothing that somebody remembers of one may be taken for another. Each copy is read
@@ -35,8 +35,14 @@ from indexer.calibration import CALIBRATION
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.read import State
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
+from indexer.folder.manifest import (
+    PRECISIONS,
+    GalleryManifest,
+    read_manifest,
+    read_report,
+    write_manifest,
+)
 from indexer.folder.manifest import REPORT as BUILD_REPORT
-from indexer.folder.manifest import GalleryManifest, read_manifest, read_report, write_manifest
 from indexer.golden import GoldenSet
 from indexer.index.segment import MANIFEST as SEGMENT_MANIFEST
 from indexer.index.segment import check_file
@@ -155,8 +161,9 @@ def _copy(
         write_manifest(target, manifest)
         read_report(source)
         shutil.copyfile(source / BUILD_REPORT, target / BUILD_REPORT)
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(source / CALIBRATION, target / CALIBRATION)
+        for name in (CALIBRATION, PRECISIONS):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(source / name, target / name)
         (target / SEGMENTS).mkdir()
         state = _copy_state(source, target, on_progress or _ignore)
     try:

@@ -297,7 +297,7 @@ def _store(
     replaced = [item.sha256 for key, item in old.items() if item.sha256 != entries[key].sha256]
     try:
         with pictures.keeping(uploads):
-            _add(gallery, good, entries)
+            _add(served, good, entries)
     except KinlensError:
         served.discard_pictures([*uploads])
         raise
@@ -307,8 +307,10 @@ def _store(
     return Put([draft.outcome(entries, old, new) for draft in drafts], gallery.version)
 
 
-def _add(gallery: Gallery, drafts: Mapping[str, _Draft], entries: Mapping[str, Entry]) -> None:
+def _add(served: Served, drafts: Mapping[str, _Draft], entries: Mapping[str, Entry]) -> None:
     """All in one transaction; if an entry does not fit after all, each in its own."""
+    gallery = served.gallery
+    gallery.admit(served.model.embedder.mode.precision)
     try:
         gallery.add(list(entries.values()))
     except InvalidParameterError:

@@ -243,6 +243,8 @@ def test_auto_mixes_no_two_precisions_that_were_never_compared(
         ("int8", "int8", True),
         ("int8", "bf16", False),
         ("bf16", "fp16", False),
+        ("fp32+int8", "int8", True),
+        ("fp32+int8", "bf16", False),
     ],
 )
 def test_which_precisions_may_be_mixed(one: str, other: str, may: bool) -> None:

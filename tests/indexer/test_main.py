@@ -1,5 +1,6 @@
 """The command line: usage, errors and help of every command, and a bundle that is real."""
 
+import contextlib
 import functools
 import io
 import json
@@ -16,13 +17,14 @@ from typer.testing import CliRunner, Result
 from embedder.bundle import Bundle
 from embedder.engines.models import SessionSettings
 from embedder.errors import ProviderError
-from embedder.session import OnnxEmbedder
+from embedder.session import OnnxEmbedder, may_mix
 from indexer.__main__ import app
 from indexer.commands import console
 from indexer.gallery import Gallery
 from tests.embedder.bundles import write_full_bundle
 from tests.indexer.conftest import CountingEmbedder, Run, failure, usage
 from tests.support.seams import options
+from tests.tiny import encoded, picture
 
 COMMANDS = {
     "build": "IMAGES --bundle b --out o",
@@ -217,10 +219,26 @@ def test_a_gallery_names_the_precision_that_it_was_made_in_and_mixes_no_two_othe
     for gallery in (out, tmp_path / "again"):
         assert json.loads(invoke("stats", gallery, "--json").stdout)["precision"] == "int8"
 
-    picture = next(path for path in sorted(shop.rglob("*")) if path.is_file())
+    first = next(path for path in sorted(shop.rglob("*")) if path.is_file())
     for precision in ("int8", "fp32"):
-        asked = ("search", out, "--image", picture, "--bundle", bundle, "--precision", precision)
+        asked = ("search", out, "--image", first, "--bundle", bundle, "--precision", precision)
         assert invoke(*asked).exit_code == 0
+    (shop / "new").mkdir()
+    (shop / "new" / "1.png").write_bytes(encoded(picture(77)))
+    plain = tmp_path / "plain"
+    assert invoke("build", shop, "--bundle", bundle, "--out", plain).exit_code == 0
+    for number, precision in enumerate(("fp32", "int8", "int8"), 2):
+        (shop / "new" / f"{number}.png").write_bytes(encoded(picture(77 + number)))
+        more = ("add", plain, shop, "--bundle", bundle, "--precision", precision)
+        assert invoke(*more).exit_code == 0
+        shown = json.loads(invoke("stats", plain, "--json").stdout)["precision"]
+        assert shown == ("fp32" if precision == "fp32" else "fp32+int8")
+    assert invoke("backup", plain, "--out", tmp_path / "backup").exit_code == 0
+    assert invoke("restore", tmp_path / "backup", "--out", tmp_path / "back").exit_code == 0
+    with contextlib.closing(Gallery.open(tmp_path / "back")) as back:
+        assert back.precision == "fp32+int8"
+        assert not may_mix(back.precision, "bf16")
+
     bundle_id = Bundle.open(bundle).bundle_id
     named = {"name": "other", "bundle_id": bundle_id, "dim": 8, "source_root": shop}
     Gallery.create(tmp_path / "other", precision="bf16", **named).close()

@@ -1,5 +1,6 @@
 """Galleries of one bundle that were made in different precisions, served together."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ from embedder.engines.models import SessionSettings
 from embedder.errors import BundleMismatchError
 from embedder.session import OnnxEmbedder
 from indexer.gallery import Gallery
+from service.app import create_app
 from service.runtime import build_runtime
 from service.settings import Settings
 from tests.embedder.bundles import write_full_bundle
-from tests.support.servers import DEFAULTS
+from tests.support.servers import DEFAULTS, run
+from tests.support.shops import Shop
+from tests.tiny import encoded, picture
 
 
 @pytest.fixture
@@ -59,3 +63,23 @@ def test_a_gallery_in_a_precision_that_was_never_compared_is_refused_at_the_star
     with pytest.raises(BundleMismatchError, match=r"'bf16' was made in bf16, .* in int8.*fp32"):
         build_runtime(settings(bundle, other, precision="int8"))
     build_runtime(settings(bundle, other, precision="fp32"))
+
+
+def test_a_gallery_notes_what_a_service_adds_in_another_precision(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    dim = bundle.manifest.dim
+    Gallery.create(
+        state / "galleries" / "shop", name="shop", bundle_id=bundle.bundle_id, dim=dim
+    ).close()
+    given = settings(bundle, state=state, precision="int8", anonymous_scopes=("admin",))
+    with contextlib.closing(run(create_app(given))) as running:
+        shop = Shop(running, state)
+        own = shop.create("own")
+        found = []
+        for gallery in (shop, own):
+            found.append(running.client.get(gallery.url).json()["precision"])
+            gallery.put({"a": encoded(picture(1))})
+            found.append(running.client.get(gallery.url).json()["precision"])
+    assert found == ["fp32", "fp32+int8", "int8", "int8"]

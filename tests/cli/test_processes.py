@@ -81,9 +81,18 @@ def gone(process_ids: set[int]) -> bool:
     return not any("multiprocessing" in command_of(pid) for pid in process_ids)
 
 
+def newest(started: OwnProcess) -> int:
+    """By the time of its start, for numbers of processes begin again at their limit."""
+
+    def start(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+    return max(started.serving(), key=start)
+
+
 def killed(started: OwnProcess) -> int:
     """The newest of the processes, which is killed."""
-    victim = max(started.serving())
+    victim = newest(started)
     os.kill(victim, signal.SIGKILL)
     return victim
 
@@ -305,7 +314,7 @@ def test_a_process_that_hangs_is_killed_and_replaced(
     settings: dict[str, Any] = {"bundle": tiny_bundle.path, "galleries": f"shop={tiny_gallery}"}
     log = tmp_path / "log"
     with own_process(log, code=["-c", HUNG_SOON], workers=2, **settings) as started:
-        victim = max(started.serving())
+        victim = newest(started)
         os.kill(victim, signal.SIGSTOP)
         until(lambda: len(started.serving() - {victim}) == 2)
         until(lambda: httpx.get(f"{started.url}/ready", timeout=30).status_code == 200)

@@ -179,6 +179,8 @@ function trainForm(found, options) {
   return form("train", "Train a model", text, "Start to train", parts, (data) => trainParams(data, overrides.read()));
 }
 
+let shownFor = ""; // the gallery of the forms
+
 // Builds the forms anew, for another gallery or after a change of it.
 export async function showStarts() {
   if (state.noJobs || !state.name) {
@@ -187,8 +189,11 @@ export async function showStarts() {
     return;
   }
   const { name } = state;
+  const wasOpen = isStarting();
   const [found, options] = await Promise.all([describeChosen(), getJobOptions()]);
   if (name !== state.name) return; // another call shows that one
+  if (shownFor === name && !wasOpen && isStarting()) return; // a form was opened meanwhile
+  shownFor = name;
   const forms = [compactForm(found), swapForm(), rebuildForm(found, options), trainForm(found, options)];
   ui.starts.replaceChildren(element("h2", { textContent: `Start on ${name}` }), ...forms);
 }

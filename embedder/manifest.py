@@ -19,7 +19,7 @@ AskedPrecision = Literal["auto", "fp32", "bf16", "int8", "fp16"]
 
 Engine = Literal["onnxruntime", "openvino"]
 AskedEngine = Literal["auto", "onnxruntime", "openvino"]
-"""What a setting may ask for; auto is the faster one that is installed and holds here."""
+"""What a setting may ask for; auto is the faster one that the export measured."""
 
 
 class Mode(NamedTuple):

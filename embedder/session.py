@@ -105,10 +105,12 @@ def check_precision(gallery: Vectors, embedder: "Embedder") -> None:
     """Raises: BundleMismatchError if the export compared no vectors of the two."""
     precision = embedder.mode.precision
     if not may_mix(gallery.precision, precision):
+        others = [one for one in gallery.precision.split("+") if may_mix(gallery.precision, one)]
+        fitting = " or ".join(f"--precision {one}" for one in sorted({"fp32", *others}))
         raise BundleMismatchError(
             f"Gallery {gallery.name!r} was made in {gallery.precision}, the model runs in "
-            f"{precision}: the export compared each with fp32 only. Use --precision fp32 or "
-            f"--precision {gallery.precision}, or build the gallery again."
+            f"{precision}: the export compared each with fp32 only. Use {fitting}, or build the "
+            "gallery again."
         )
 
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +13,16 @@ import embedder.engines.models as models_module
 from embedder.bundle import Bundle, write_bundle
 from embedder.engines.measured import cache_folder
 from embedder.engines.models import OPENVINO, SessionSettings, absence, load
-from embedder.errors import BundleCorruptError, BundleError, GoldenMismatchError, ProviderError
+from embedder.errors import (
+    BundleCorruptError,
+    BundleError,
+    BundleMismatchError,
+    GoldenMismatchError,
+    ProviderError,
+)
+from embedder.fake import FakeEmbedder
 from embedder.manifest import FP32, Comparison, Engine, Mode, Precision
-from embedder.session import Embed, OnnxEmbedder, may_mix
+from embedder.session import Embed, OnnxEmbedder, check_precision, may_mix
 from embedder.types import Embeddings, Images
 from tests.embedder.bundles import INT8, write_full_bundle
 from tests.tiny import TINY, tiny_embed
@@ -249,6 +257,21 @@ def test_auto_mixes_no_two_precisions_that_were_never_compared(
 )
 def test_which_precisions_may_be_mixed(one: str, other: str, may: bool) -> None:
     assert may_mix(one, other) == may_mix(other, one) == may
+
+
+@pytest.mark.parametrize(
+    ("made_in", "cure"),
+    [
+        ("int8", "--precision fp32 or --precision int8,"),
+        ("fp32+int8", "--precision fp32 or --precision int8,"),
+        ("bf16+int8", "--precision fp32,"),
+    ],
+)
+def test_a_refused_pair_names_precisions_that_can_be_asked_for(made_in: str, cure: str) -> None:
+    gallery, embedder = SimpleNamespace(name="shop", precision=made_in), FakeEmbedder()
+    embedder.mode = Mode("onnxruntime", "fp16")
+    with pytest.raises(BundleMismatchError, match=cure):
+        check_precision(gallery, embedder)
 
 
 @pytest.mark.parametrize(

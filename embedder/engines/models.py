@@ -6,6 +6,7 @@ have the units for it, which onnxruntime leaves idle. It is imported when it is 
 
 import functools
 import importlib.util
+import os
 import platform
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it reports to Microsoft from 1.29 on
+
 import onnxruntime as ort
 
 from embedder.errors import BundleCorruptError, ProviderError

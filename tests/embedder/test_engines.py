@@ -1,5 +1,8 @@
 """Two engines, several precisions: which one runs, why not the others, and that it is right."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -399,3 +402,20 @@ def test_auto_does_not_trust_what_an_earlier_version_measured(
     found = OnnxEmbedder.open(bundle, AUTO, gains=Gains(fp32=1.0, bf16=9.0))
     assert found.mode == FP32
     assert "by an earlier version" in found.precision_reason
+
+
+@pytest.mark.parametrize("module", ["embedder.session", "training.export.int8"])
+def test_onnxruntime_reports_nothing_to_its_maker(
+    tiny_bundle: Bundle, tmp_path: Path, module: str
+) -> None:
+    """Its telemetry leaves a queue and the id of the device in the home of the user."""
+    code = (
+        f"import importlib, sys; importlib.import_module({module!r});"
+        "import onnxruntime.quantization; onnxruntime.InferenceSession(sys.argv[1])"
+    )
+    quiet = {key: value for key, value in os.environ.items() if key not in ("CI", "XDG_CACHE_HOME")}
+    quiet |= {"HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    quiet.pop("ORT_DISABLE_TELEMETRY", None)
+    command = [sys.executable, "-c", code, str(tiny_bundle.model_path)]
+    subprocess.run(command, env=quiet, check=True, cwd=Path(__file__).parents[2])
+    assert not [path for path in tmp_path.rglob("*") if "onnxruntime" in path.name]

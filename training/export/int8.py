@@ -12,8 +12,6 @@ import onnx
 import torch
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper, numpy_helper
-from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
-from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from embedder.engines.models import SessionSettings, create_session
 from embedder.manifest import Preprocessing
@@ -56,6 +54,10 @@ def quantize_int8(model: Path, images: Images, out: Path) -> None:
 
     Raises: ExportError if the graph has no trunk.
     """
+    # Here, after `embedder.engines.models` has turned the telemetry of onnxruntime off.
+    from onnxruntime.quantization import QuantType, quantize_static
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
     prepared = out.with_suffix(".prepared.onnx")
     # The exporter has inferred the shapes; onnxruntime's symbolic inference fails on its graphs.
     quant_pre_process(str(model), str(prepared), skip_symbolic_shape=True)
@@ -79,8 +81,8 @@ def quantize_int8(model: Path, images: Images, out: Path) -> None:
     prepared.unlink()
 
 
-class _Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no types
-    """Feeds batches to onnxruntime until it says None."""
+class _Reader:
+    """Feeds batches to onnxruntime until it says None: a `CalibrationDataReader`."""
 
     def __init__(self, name: str, images: Images) -> None:
         starts = range(0, len(images), _BATCH)

@@ -38,7 +38,8 @@ class DaemonThreads:
         self._threads: list[threading.Thread] = []
         self._running: dict[threading.Thread, float] = {}  # since when
         self._waiting: OrderedDict[Future[Any], Callable[[], Any]] = OrderedDict()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._idle: list[threading.Condition] = []  # of each idle thread, the last used one last
         self._closed = False
 
     @property
@@ -52,25 +53,28 @@ class DaemonThreads:
         """
         future: Future[T] = Future()
         context = contextvars.copy_context()
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self._name} threads have been closed")
             self._waiting[future] = lambda: context.run(work)
             if urgent:
                 self._waiting.move_to_end(future, last=False)
             self._let_go_of_overdue()
-            for _ in range(min(self._count - len(self._threads), len(self._waiting))):
+            missing = len(self._waiting) - len(self._idle)
+            for _ in range(min(self._count - len(self._threads), missing)):
                 self._start_thread()
-            self._changed.notify()
+            if self._idle:
+                self._idle.pop().notify()
         future.add_done_callback(self._forget)
         return future
 
     def close(self) -> None:
         """Drop what waits, and give what runs a moment to end."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             dropped = list(self._waiting)
-            self._changed.notify_all()
+            for idle in self._idle:
+                idle.notify()
         for future in dropped:
             future.cancel()
         deadline = time.monotonic() + _CLOSE_S
@@ -95,8 +99,10 @@ class DaemonThreads:
             pass
 
     def _call_next(self, own: threading.Thread) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
+        with self._lock:
+            while not self._waiting and not self._closed:
+                self._idle.append(wake := threading.Condition(self._lock))
+                wake.wait()
             if not self._waiting:
                 return False
             future, work = self._waiting.popitem(last=False)
@@ -108,12 +114,12 @@ class DaemonThreads:
                 future.set_exception(error)
             finally:
                 del future, work  # the traceback of an error would keep them
-        with self._changed:
+        with self._lock:
             del self._running[own]
         return True
 
     def _forget(self, future: Future[Any]) -> None:
-        with self._changed:
+        with self._lock:
             self._waiting.pop(future, None)
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import structlog
 
 from embedder.errors import GalleryNotFoundError
-from embedder.session import Embedder
+from embedder.session import Embedder, OnnxEmbedder
 from service.access.keys import KeyStore, open_keys
 from service.concurrency import BoundedPool, within
 from service.encoding.cache import Cache, LruCache
@@ -20,6 +20,7 @@ from service.encoding.lanes import Lanes, create_decoder
 from service.encoding.model import Encoder, Models
 from service.encoding.redis_cache import RedisStore
 from service.encoding.sandbox import Layer, absences, holding
+from service.encoding.workers import Workers
 from service.galleries.feedback import FeedbackStore, open_feedback
 from service.galleries.items import Items
 from service.galleries.locations import Bundles, Gallery, Locations, open_gallery
@@ -230,10 +231,22 @@ def _connector(
     at_once = 1 if settings.device == "cuda" else settings.lanes
 
     def connect(embedder: Embedder) -> Encoder:
-        batch_size = settings.images_at_once()
-        return Encoder(embedder, cache, lanes, batch_size, at_once, metrics.batch_size.observe)
+        batch_size, on_batch = settings.images_at_once(), metrics.batch_size.observe
+        workers = _create_workers(settings, embedder)
+        if workers is not None:
+            lanes.use(workers)
+        return Encoder(embedder, cache, lanes, batch_size, at_once, on_batch, workers)
 
     return connect
+
+
+def _create_workers(settings: Settings, embedder: Embedder) -> Workers | None:
+    if settings.device != "cpu" or not settings.decode_isolation or not Workers.can_run():
+        return None
+    if not isinstance(embedder, OnnxEmbedder):  # no bundle that another process could open
+        return None
+    limits = settings.decode_memory_mb, settings.decode_timeout_ms / 1e3
+    return Workers(embedder, *limits, settings.lanes)
 
 
 def open_registry(

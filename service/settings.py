@@ -179,7 +179,7 @@ class Settings(BaseSettings):
 
     batch_size: int = Field(default=0, ge=0)
     queue_size: int = Field(default=64, ge=1)
-    lanes: int = Field(default_factory=core_count, ge=1)
+    lanes: int = Field(default_factory=lambda: core_count() + 1, ge=1)
     decode_isolation: bool = True
     decode_memory_mb: int = Field(default=1024, ge=256)
     decode_timeout_ms: int = Field(default=5_000, ge=1)
@@ -224,9 +224,8 @@ class Settings(BaseSettings):
         workers = str(given.get("workers", 1))
         if not workers.isdecimal() or int(workers) < 1:
             return given  # the field itself refuses it
-        # of several each has two at least: one prepares while the other runs the model
-        fewest = 1 if int(workers) == 1 else 2
-        return {"lanes": max(fewest, core_count() // int(workers))} | given
+        # One more than cores: a lane that searches leaves its core to the one that decodes.
+        return {"lanes": max(2, core_count() // int(workers) + 1)} | given
 
     @model_validator(mode="after")
     def _default_k_fits(self) -> Self:

@@ -1,9 +1,12 @@
 """A decoding process, and the bytes that it exchanges with the service over one socket.
 
 first:   READY, length, the layers of its sandbox (JSON)
-request: lengths of order and image, order (JSON: spec, limits, box; or limits, side), image
-reply:   status, length of the content, content (pixels, a JPEG, or JSON: class name and text of an
-         error)
+request: lengths of order and image, order (JSON: spec, limits, box, whether to embed; or limits,
+         side), image
+reply:   status, length of the content, content (pixels; a vector, and how long decoding took, as
+         float32; a JPEG; or JSON: class name and text of an error)
+
+Only a process that a fork server started has a model and can embed.
 
 Nothing that a decoding process sends is executed or unpickled. The process ends when the service
 closes the socket or dies; in the middle of an image at the latest when its alarm goes off, which
@@ -20,17 +23,20 @@ import socket
 import struct
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from threading import Thread
+from time import perf_counter
 
+import numpy as np
 from PIL import Image
 
 from embedder import errors
-from embedder.errors import ImageError, InvalidParameterError
+from embedder.errors import BundleError, ImageError, InvalidParameterError
 from embedder.formats import load_all
 from embedder.manifest import Preprocessing
 from embedder.preprocess import Box, ImageLimits, preprocess, render_jpeg
+from embedder.types import Embeddings, Images
 from service.encoding.sandbox import Layer, enter, enter_again
 
 REQUEST = struct.Struct("<II")
@@ -43,16 +49,22 @@ _TEXT_CHARACTERS = 500
 _KNOWN_ORDERS = 64
 _MIB = 2**20
 
-Order = tuple[Preprocessing, ImageLimits, Box | None]
+EMBED_S = 30.0
+"""How long the model may take for an image, after it was decoded."""
+
+Embed = Callable[[Images], Embeddings]
+Order = tuple[Preprocessing, ImageLimits, Box | None, bool]
 Rendering = tuple[ImageLimits, int]
 """A JPEG is asked for: limits, longest side in pixels."""
 
 
 @lru_cache(_KNOWN_ORDERS)
-def pack_order(spec: Preprocessing, limits: ImageLimits, box: Box | None) -> bytes:
-    """How an image is to be decoded, as JSON."""
+def pack_order(
+    spec: Preprocessing, limits: ImageLimits, box: Box | None, embed: bool = False
+) -> bytes:
+    """How an image is to be decoded, and whether its vector is the answer, as JSON."""
     sizes = (limits.max_bytes, limits.max_megapixels, limits.max_side_px)
-    order = {"spec": spec.model_dump(), "limits": sizes, "box": box}
+    order = {"spec": spec.model_dump(), "limits": sizes, "box": box, "embed": embed}
     return json.dumps(order).encode()
 
 
@@ -74,6 +86,7 @@ def unpack_order(packed: bytes) -> Order | Rendering:
         Preprocessing(**order["spec"]),
         ImageLimits(*order["limits"]),
         None if box is None else (box[0], box[1], box[2], box[3]),
+        bool(order["embed"]),
     )
 
 
@@ -83,13 +96,13 @@ def pack_error(error: Exception) -> bytes:
 
 
 def unpack_error(packed: bytes) -> Exception:
-    """The error of `pack_error`; one that is no fault of an image or its box is a RuntimeError.
+    """The error of `pack_error`; an error of neither image, box nor model is a RuntimeError.
 
     Raises: ValueError, TypeError if it is damaged.
     """
     name, text = json.loads(packed)
     cls = getattr(errors, str(name), None)
-    if isinstance(cls, type) and issubclass(cls, ImageError | InvalidParameterError):
+    if isinstance(cls, type) and issubclass(cls, ImageError | InvalidParameterError | BundleError):
         return cls(str(text))
     return RuntimeError(f"{name}: {text}")
 
@@ -113,16 +126,28 @@ def main(arguments: Sequence[str]) -> None:
     memory_mb, alarm_s = int(arguments[0]), float(arguments[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
-    warnings.simplefilter("ignore")
-    connection = socket.socket(fileno=0)
-    silence = os.open(os.devnull, os.O_WRONLY)
     load_all()
-    _limit(memory_mb * _MIB)
-    held = arguments[2:]
-    layers = pack_layers(enter_again(held[0].split()) if held else enter(_rehearse))
+    held = arguments[2].split() if len(arguments) > 2 else None
+    serve(socket.socket(fileno=0), memory_mb * _MIB, alarm_s, held)
+
+
+def serve(
+    connection: socket.socket,
+    memory_bytes: int,
+    alarm_s: float,
+    held: Sequence[str] | None = None,
+    embed: Embed | None = None,
+) -> None:
+    """Serve until `connection` is closed, in at most so many bytes of address space. The sandbox
+    has the layers that `held` for an earlier process, or those that a rehearsal proves.
+    """
+    warnings.simplefilter("ignore")
+    silence = os.open(os.devnull, os.O_WRONLY)
+    _limit(memory_bytes)
+    layers = pack_layers(enter(_rehearse) if held is None else enter_again(held))
     connection.sendall(REPLY.pack(READY, len(layers)) + layers)
     os.dup2(silence, 2)  # C libraries talk about the images they decode
-    while _serve(connection, alarm_s):
+    while _serve(connection, alarm_s, embed):
         pass
 
 
@@ -152,14 +177,14 @@ def _rehearse() -> None:
     made.pop()
 
 
-def _serve(connection: socket.socket, alarm_s: float) -> bool:
+def _serve(connection: socket.socket, alarm_s: float, embed: Embed | None) -> bool:
     """Answer one request; whether there may be another."""
     head = _receive(connection, REQUEST.size)
     if head is None:
         return False
     signal.setitimer(signal.ITIMER_REAL, alarm_s)
     order_bytes, image_bytes = REQUEST.unpack(head)
-    status, content = _answer(connection, order_bytes, image_bytes)
+    status, content = _answer(connection, order_bytes, image_bytes, embed)
     sent = connection.sendmsg([REPLY.pack(status, len(content)), content])
     connection.sendall(content[max(0, sent - REPLY.size) :])
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -167,14 +192,14 @@ def _serve(connection: socket.socket, alarm_s: float) -> bool:
 
 
 def _answer(
-    connection: socket.socket, order_bytes: int, image_bytes: int
+    connection: socket.socket, order_bytes: int, image_bytes: int, embed: Embed | None
 ) -> tuple[int, bytes | memoryview]:
     try:
         order = _receive(connection, order_bytes)
         image = _receive(connection, image_bytes)
         if order is None or image is None:
             sys.exit()
-        return DONE, _content(image, unpack_order(order))
+        return DONE, _content(image, unpack_order(order), embed)
     except MemoryError as error:
         return ENDING, pack_error(error)
     except Exception as error:
@@ -182,11 +207,18 @@ def _answer(
         return REFUSED, pack_error(error)
 
 
-def _content(image: bytes, order: Order | Rendering) -> bytes | memoryview:
+def _content(image: bytes, order: Order | Rendering, embed: Embed | None) -> bytes | memoryview:
     if len(order) == 2:
         return render_jpeg(image, *order)
-    spec, limits, box = order
-    return preprocess(image, spec, limits, box).data.cast("B")
+    spec, limits, box, wants_vector = order
+    started = perf_counter()
+    pixels = preprocess(image, spec, limits, box)
+    if not wants_vector or embed is None:
+        return pixels.data.cast("B")
+    decode_ms = 1e3 * (perf_counter() - started)
+    signal.setitimer(signal.ITIMER_REAL, EMBED_S)  # the alarm so far was for decoding
+    [vector] = embed(pixels[np.newaxis])
+    return np.append(vector, np.float32(decode_ms)).tobytes()
 
 
 def _receive(connection: socket.socket, count: int) -> bytes | None:

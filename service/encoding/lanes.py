@@ -11,28 +11,27 @@ import asyncio
 import contextlib
 import enum
 import math
-import os
 import socket
 import subprocess
-import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from functools import partial
+from typing import Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-import embedder
 from embedder.errors import ImageCostError, OverloadedError, SearchError
 from embedder.manifest import Preprocessing
 from embedder.preprocess import MAX_SIDE_PX, Box, ImageLimits, preprocess, render_jpeg
 from service.concurrency import BoundedPool
 from service.encoding.decode_worker import (
     DONE,
+    EMBED_S,
     ENDING,
     ERROR_BYTES,
     READY,
@@ -44,10 +43,12 @@ from service.encoding.decode_worker import (
     unpack_error,
     unpack_layers,
 )
+from service.encoding.fork_server import spawn
 from service.encoding.sandbox import Layer
 
 T = TypeVar("T")
 Pixels = NDArray[np.uint8]
+Vector = NDArray[np.float32]
 BulkKind = Literal["batch", "write", "golden"]
 """Work of many calls: queries of a batch, images of items, queries of a golden set."""
 
@@ -58,16 +59,25 @@ _REAP_S = 5.0
 _ALARM_GRACE_S = 1.0
 _ATTEMPTS = 2  # a process that was dead before the image came costs no image
 _NOTHING = np.empty(0, dtype=np.uint8)
+_NO_VECTOR = np.zeros(1, dtype=np.float32)
+_OFF_UNIT = 1e-2
 _JPEG = b"\xff\xd8\xff"
 _SEND_BUFFER_BYTES = 2**20
-_ENVIRONMENT = dict.fromkeys(
-    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYDANTIC_DISABLE_PLUGINS"), "1"
-)
-_PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-_CODE = (
-    "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2:2 + count]; "
-    "from service.encoding.decode_worker import main; main(sys.argv[2 + count:])"
-)
+_CODE = "from service.encoding.decode_worker import main; main(arguments)"
+
+
+class Child(Protocol):
+    """A process that was started."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def end(self) -> int | None:
+        """Kill it; its exit code, if that is known."""
+
+
+Start = Callable[[socket.socket, Sequence[Layer]], Child]
+"""Starts a process that serves the socket, in the sandbox of an earlier one. Raises: OSError."""
 
 
 class InlineDecoder:
@@ -92,6 +102,9 @@ class InlineDecoder:
     def close(self) -> None:
         """Nothing needs to end."""
 
+    def rest(self) -> None:
+        """Nothing needs to end."""
+
     def decode(
         self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None = None
     ) -> Pixels:
@@ -107,6 +120,10 @@ class InlineDecoder:
             return render_jpeg(data, limits, side_px)
         except MemoryError as error:
             raise _too_much_memory() from error
+
+
+class NoProcessError(SearchError):
+    """No decoding process can be started."""
 
 
 class _Outcome(enum.Enum):
@@ -139,11 +156,13 @@ class ProcessDecoder:
     wall-clock time for each image.
     """
 
-    def __init__(self, memory_mb: int, timeout_s: float) -> None:
+    def __init__(self, memory_mb: int, timeout_s: float, start: Start | None = None) -> None:
+        """`start` starts its processes; by default each is a fresh interpreter without a model."""
         self.restarts = 0
         self.kills = 0
         self._memory_mb = memory_mb
         self._timeout_s = timeout_s
+        self._start_process = start or partial(_spawn, memory_mb, timeout_s + _ALARM_GRACE_S)
         self._process: _Process | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._not_before = 0.0
@@ -165,7 +184,7 @@ class ProcessDecoder:
     def start(self) -> None:
         """Start the process; it need not be up when this returns."""
         try:
-            self._process = _Process(self._memory_mb, self._timeout_s, self._layers)
+            self._process = _Process(self._start_process, self._timeout_s, self._layers)
         except OSError as error:
             self._not_started(f"{type(error).__name__}: {error}")
 
@@ -174,6 +193,12 @@ class ProcessDecoder:
         self._closed = True
         if self._process is not None:
             self._process.end()
+
+    def rest(self) -> None:
+        """End the process; the next image starts one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
 
     def enter_layers(self, layers: Sequence[Layer]) -> None:
         """Let its process enter the sandbox of another one without a rehearsal, which could fail
@@ -187,7 +212,7 @@ class ProcessDecoder:
         """`embedder.preprocess.preprocess` in the process: uint8 (3, S, S).
 
         Raises: ImageError (ImageCostError if the process was killed or crashed),
-            InvalidParameterError for the box, SearchError if no process can be started.
+            InvalidParameterError for the box, NoProcessError if no process can be started.
         """
         side_px = spec.crop_px
         content = self._ask(pack_order(spec, limits, box), data, 3 * side_px**2)
@@ -195,6 +220,23 @@ class ProcessDecoder:
             self._replace(_Outcome.NONSENSE)
             raise _crashed()
         return content.reshape(3, side_px, side_px)
+
+    def embed(
+        self, data: bytes, spec: Preprocessing, limits: ImageLimits, box: Box | None, dim: int
+    ) -> tuple[Vector, float]:
+        """The unit vector (dim,) of an image, and the milliseconds that decoding it took. Only for
+        a process that has a model of `dim` numbers.
+
+        Raises: as `decode`, BundleError.
+        """
+        order = pack_order(spec, limits, box, embed=True)
+        content = self._ask(order, data, 4 * (dim + 1), EMBED_S)
+        found = content.view(np.float32) if len(content) == 4 * (dim + 1) else _NO_VECTOR
+        vector = found[:-1]
+        if not abs(float(vector @ vector) - 1.0) < _OFF_UNIT:
+            self._replace(_Outcome.NONSENSE)
+            raise _crashed()
+        return vector, float(found[-1])
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
         """`embedder.preprocess.render_jpeg` in the process. Raises: as `decode`."""
@@ -204,10 +246,10 @@ class ProcessDecoder:
             raise _crashed()
         return content
 
-    def _ask(self, order: bytes, data: bytes, room: int) -> Pixels:
-        """The content of the answer. Raises: as `decode`."""
+    def _ask(self, order: bytes, data: bytes, room: int, more_s: float = 0.0) -> Pixels:
+        """The content of the answer; it may take `more_s` than decoding. Raises: as `decode`."""
         for _ in range(_ATTEMPTS):
-            outcome, content = self._attempt(order, data, room)
+            outcome, content = self._attempt(order, data, room, more_s)
             if outcome not in _NOT_ABOUT_THE_IMAGE:
                 break
         match outcome:
@@ -228,10 +270,12 @@ class ProcessDecoder:
             case _Outcome.ENDED | _Outcome.NONSENSE:
                 raise _crashed()
 
-    def _attempt(self, order: bytes, data: bytes, room: int) -> tuple[_Outcome, Pixels]:
+    def _attempt(
+        self, order: bytes, data: bytes, room: int, more_s: float
+    ) -> tuple[_Outcome, Pixels]:
         """Send the image once; a process that is of no more use is replaced."""
         process = self._started()
-        outcome, content = process.ask(order, data, room)
+        outcome, content = process.ask(order, data, room, more_s)
         self._layers = self._layers or process.layers
         if outcome in (_Outcome.LATE, _Outcome.FULL):
             self.kills += 1
@@ -272,21 +316,22 @@ class ProcessDecoder:
         if process is not None:
             process.end()
         self._last_failure = cause
-        structlog.get_logger().error("decoding process did not start", cause=cause)
+        if not self._closed:
+            structlog.get_logger().error("decoding process did not start", cause=cause)
         self._not_before = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
-    def _cannot_start(self) -> SearchError:
-        return SearchError(
+    def _cannot_start(self) -> NoProcessError:
+        return NoProcessError(
             f"The process that decodes images cannot be started ({self._last_failure}); it is "
             "tried again. The log of the service has more."
         )
 
 
 class _Process:
-    """A spawned process at the other end of a socket."""
+    """A process at the other end of a socket."""
 
-    def __init__(self, memory_mb: int, timeout_s: float, layers: Sequence[Layer] = ()) -> None:
+    def __init__(self, start: Start, timeout_s: float, layers: Sequence[Layer] = ()) -> None:
         """`layers` are those of the process that it replaces. Raises: OSError."""
         self._timeout_s = timeout_s
         self.is_ready = False
@@ -296,7 +341,7 @@ class _Process:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         with theirs:
             try:
-                self._process = _spawn(theirs, memory_mb, timeout_s + _ALARM_GRACE_S, layers)
+                self._process = start(theirs, layers)
             except BaseException:
                 self._socket.close()
                 raise
@@ -305,20 +350,23 @@ class _Process:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, order: bytes, data: bytes, room: int) -> tuple[_Outcome, Pixels]:
+    def ask(
+        self, order: bytes, data: bytes, room: int, more_s: float = 0.0
+    ) -> tuple[_Outcome, Pixels]:
         """What became of the image, and the content of the reply."""
         try:
             self._wait_ready()
         except (TimeoutError, _LostError):
             return _Outcome.UNREADY, _NOTHING
-        deadline = time.monotonic() + self._timeout_s
+        due = time.monotonic() + self._timeout_s
         try:
             self._send(REQUEST.pack(len(order), len(data)) + order, data)
-            status, content = self._receive(room, deadline)
+            status, content = self._receive(room, due + more_s)
         except TimeoutError:
             return _Outcome.LATE, _NOTHING
         except _LostError as error:
-            return error.outcome, _NOTHING
+            is_late = error.outcome is _Outcome.ENDED and time.monotonic() > due  # by its alarm
+            return _Outcome.LATE if is_late else error.outcome, _NOTHING
         return _OUTCOMES.get(status, _Outcome.NONSENSE), content
 
     def _wait_ready(self) -> None:
@@ -348,13 +396,11 @@ class _Process:
 
     def end(self) -> int | None:
         """Kill it if it still lives; how it ended."""
-        self._process.kill()
+        code = self._process.end()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads from it
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_REAP_S)
         self._socket.close()
-        return self._process.returncode
+        return code
 
     def _receive(self, room: int, deadline: float) -> tuple[int, Pixels]:
         buffer = np.empty(REPLY.size + max(room, ERROR_BYTES), dtype=np.uint8)
@@ -391,21 +437,25 @@ def create_decoder(isolated: bool, memory_mb: int, timeout_s: float) -> Decoder:
 
 
 def _spawn(
-    connection: socket.socket, memory_mb: int, alarm_s: float, layers: Sequence[Layer]
-) -> subprocess.Popen[bytes]:
-    """A fresh interpreter in its own session, with nothing of our environment or files."""
-    path = [str(Path(embedder.__path__[0]).parent), *(entry for entry in sys.path if entry)]
-    code = [sys.executable, "-I", "-S", "-c", _CODE, str(len(path)), *path]
+    memory_mb: int, alarm_s: float, connection: socket.socket, layers: Sequence[Layer]
+) -> "_Spawned":
+    """A process that has no model. Raises: OSError."""
     held = [" ".join(layer.name for layer in layers if layer.holds)] if layers else []
-    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    return subprocess.Popen(
-        [*code, str(memory_mb), str(alarm_s), *held],
-        stdin=connection.fileno(),
-        stdout=subprocess.DEVNULL,
-        cwd="/",
-        env=_ENVIRONMENT | passed_on,
-        start_new_session=True,
-    )
+    return _Spawned(spawn(_CODE, connection, [str(memory_mb), str(alarm_s), *held]))
+
+
+class _Spawned:
+    """A child process of the service."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def end(self) -> int | None:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_REAP_S)
+        return self._process.returncode
 
 
 def _crashed() -> ImageCostError:
@@ -421,9 +471,87 @@ def _too_much_memory(limit: str = "there is") -> ImageCostError:
     )
 
 
+class DecoderPool:
+    """Decoders, of which each call takes one; up to `count` are kept for later calls."""
+
+    def __init__(self, make: Callable[[], Decoder], count: int) -> None:
+        self.decoders: list[Decoder] = []
+        self._make = make
+        self._count = count
+        self._idle: list[Decoder] = []
+        self._layers: Sequence[Layer] = ()
+
+    @property
+    def is_up(self) -> bool:
+        """Whether one of its decoders has a process."""
+        return any(decoder.pid is not None for decoder in self.decoders)
+
+    def start(self) -> None:
+        """Start all processes; none need be up when this returns."""
+        for _ in range(self._count - len(self.decoders)):
+            decoder = self._new()
+            decoder.start()
+            self._idle.append(decoder)
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Decoder]:
+        """A decoder that no other call uses: the last used one, whose memory is in the caches."""
+        try:
+            decoder = self._idle.pop()
+        except IndexError:
+            decoder = self._new()
+        try:
+            yield decoder
+        finally:
+            self._layers = decoder.layers or self._layers
+            if len(self._idle) < self._count:
+                self._idle.append(decoder)
+            else:
+                self.decoders.remove(decoder)
+                decoder.close()
+
+    def rest(self) -> None:
+        """End the idle processes; the next call starts one."""
+        rested: list[Decoder] = []
+        while len(rested) < self._count:
+            try:
+                rested.append(self._idle.pop())
+            except IndexError:
+                break
+            rested[-1].rest()
+        self._idle += rested
+
+    def close(self) -> None:
+        """End all processes, also in the middle of an image."""
+        for decoder in list(self.decoders):
+            decoder.close()
+
+    def _new(self) -> Decoder:
+        decoder = self._make()
+        decoder.enter_layers(self._layers)
+        self.decoders.append(decoder)
+        return decoder
+
+
+class ReadyPool(Protocol):
+    """A pool that can be used once it is ready."""
+
+    pool: DecoderPool
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def fail(self) -> None:
+        """Be not ready for a while, since no process can be started."""
+
+    def close(self) -> None: ...
+
+
 class Lanes:
-    """`count` lanes, each with a decoder from `make`, and at most `queue_size` calls that wait for
-    one. A lane whose call runs for more than `overdue_s` seconds is replaced by a new one.
+    """`count` lanes, and at most `queue_size` calls that wait for one. A lane whose call runs for
+    more than `overdue_s` seconds is replaced by a new one.
+
+    A call gets a decoder from `make`, or from a pool of workers that is ready.
     """
 
     def __init__(
@@ -434,9 +562,9 @@ class Lanes:
         overdue_s: float = math.inf,
     ) -> None:
         self.count = count
-        self._make = make
-        self._decoders = [make() for _ in range(count)]
-        self._idle = list(self._decoders)
+        self._own = DecoderPool(make, count)
+        self._workers: weakref.WeakSet[ReadyPool] = weakref.WeakSet()
+        self._working = set[int]()
         self._pool = BoundedPool("search", count, queue_size, overdue_s)
         self._batches = threading.BoundedSemaphore(max(1, queue_size // 2))
         self._bulk_limits = {kind: asyncio.Semaphore(self.count) for kind in get_args(BulkKind)}
@@ -449,28 +577,36 @@ class Lanes:
     @property
     def is_alone(self) -> bool:
         """Whether no more than one call is worked on, and none waits."""
-        return len(self._idle) >= self.count - 1 and not self.waiting
+        return len(self._working) <= 1 and not self.waiting
 
     @property
     def restarts(self) -> int:
         """Decoding processes that were replaced."""
-        return sum(decoder.restarts for decoder in self._decoders)
+        return sum(decoder.restarts for decoder in self._all())
 
     @property
     def kills(self) -> int:
         """Decoding processes that were ended for time or memory."""
-        return sum(decoder.kills for decoder in self._decoders)
+        return sum(decoder.kills for decoder in self._all())
 
     @property
     def layers(self) -> Sequence[Layer]:
         """The layers of the decoder with the weakest sandbox; none before the first image."""
-        known = [decoder.layers for decoder in self._decoders if decoder.layers]
+        known = [decoder.layers for decoder in self._all() if decoder.layers]
         return min(known, key=lambda layers: sum(layer.holds for layer in layers), default=())
 
     @property
     def pids(self) -> list[int]:
         """Numbers of the decoding processes."""
-        return [decoder.pid for decoder in self._decoders if decoder.pid is not None]
+        return [decoder.pid for decoder in self._all() if decoder.pid is not None]
+
+    def use(self, workers: ReadyPool) -> None:
+        """Take decoders from the pool of `workers` while they are ready."""
+        self._workers.add(workers)
+
+    def _all(self) -> list[Decoder]:
+        pools = [self._own, *(workers.pool for workers in self._workers)]
+        return [decoder for pool in pools for decoder in pool.decoders]
 
     def bulk_limit(self, kind: BulkKind) -> AbstractAsyncContextManager[None]:
         """Hold it around each call of bulk work: up to `count` calls of a kind wait or run.
@@ -497,11 +633,12 @@ class Lanes:
 
     async def start(self) -> None:
         """Start the decoding processes; work may come before they are up."""
-        await asyncio.gather(*(asyncio.to_thread(each.start) for each in self._decoders))
+        await asyncio.to_thread(self._own.start)
 
     async def close(self) -> None:
         """Drop what waits and end the processes; a thread that hangs ends with the service."""
-        await asyncio.gather(*(asyncio.to_thread(each.close) for each in self._decoders))
+        pools = [self._own, *self._workers]
+        await asyncio.gather(*(asyncio.to_thread(pool.close) for pool in pools))
         await asyncio.to_thread(self._pool.close)
 
     async def run(
@@ -525,17 +662,19 @@ class Lanes:
         return await self.run(lambda decoder: decoder.render(data, limits, side_px), patient=True)
 
     def _with_decoder(self, work: Callable[[Decoder], T]) -> T:
+        own = threading.get_ident()
+        self._working.add(own)
         try:
-            decoder = self._idle.pop()
-        except IndexError:  # an overdue call has the decoder of this lane
-            decoder = self._make()
-            decoder.enter_layers(self.layers)
-            self._decoders.append(decoder)
-        try:
-            return work(decoder)
+            workers = next((each for each in self._workers if each.is_ready), None)
+            if workers is not None:
+                with contextlib.suppress(NoProcessError), workers.pool.one() as decoder:
+                    found = work(decoder)
+                    if self._own.is_up:
+                        self._own.rest()
+                    return found
+                if decoder.pid is None:
+                    workers.fail()
+            with self._own.one() as decoder:
+                return work(decoder)
         finally:
-            if len(self._idle) < self.count:
-                self._idle.append(decoder)
-            else:  # that call has ended
-                self._decoders.remove(decoder)
-                decoder.close()
+            self._working.discard(own)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,14 +17,13 @@ from numpy.typing import NDArray
 from embedder.calibration import Calibration
 from embedder.errors import BundleError, SearchError
 from embedder.preprocess import Box
-from embedder.session import Embedder
+from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import Embeddings, Images
 from service.concurrency import SingleFlight
 from service.encoding.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
-from service.encoding.lanes import BulkKind, Decoder, Lanes
+from service.encoding.lanes import BulkKind, Decoder, Lanes, Vector
+from service.encoding.workers import Workers
 from service.observe.tracing import span
-
-Vector = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,10 @@ class View:
     digest: str
     box: Box | None = None
     number: int = 1
+
+
+Guard = Callable[[View], AbstractContextManager[object]]
+"""A context for the work on a view, as for a check before it or a better error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +139,11 @@ class Batcher:
 
 
 class Encoder:
-    """Turns images into vectors: decoded in a lane's process, embedded there, and cached.
+    """Turns images into vectors, and caches them.
 
-    The arguments after `lanes` are those of its `Batcher`.
+    Where several calls run at once on the CPU, `workers` decode and embed. Else the decoder of the
+    lane decodes, and the model runs here: in batches on a GPU, with all cores for a call that is
+    alone. The arguments between `lanes` and `workers` are those of the `Batcher`.
     """
 
     def __init__(
@@ -148,10 +154,14 @@ class Encoder:
         batch_size: int,
         at_once: int,
         on_batch: Callable[[int], None],
+        workers: Workers | None = None,
     ) -> None:
         self._embedder = embedder
         self._cache = cache
         self._lanes = lanes
+        self._workers = workers
+        self._on_batch = on_batch
+        self._gains_alone = isinstance(embedder, OnnxEmbedder) and embedder.gains_alone
 
         def embed(images: Images) -> Embeddings:  # no method: a cycle would keep the session alive
             """With all cores where nothing else wants one."""
@@ -171,25 +181,59 @@ class Encoder:
         return decoder.decode(view.data, embedder.preprocessing, embedder.limits, view.box)
 
     def compute(
-        self,
-        decoder: Decoder,
-        views: Sequence[View],
-        decode: Callable[[Decoder, View], NDArray[np.uint8]] | None = None,
+        self, decoder: Decoder, views: Sequence[View], guard: Guard = nullcontext
     ) -> tuple[Embeddings, Stages]:
-        """The vectors (N, D) of `views`, at least one, in this thread; a cache gets them.
+        """The vectors (N, D) of `views`, at least one, in this thread; a cache gets them. The
+        work on each view is done in the context of `guard`.
 
         Raises: ImageError, SearchError, BundleError.
         """
+        vectors, stages = self._computed_by_workers(decoder, views, guard) or self._computed_here(
+            decoder, views, guard
+        )
+        for view, vector in zip(views, vectors, strict=True):
+            self._cache.set(self.lookup(view).key, encode_vector(vector))
+        return vectors, stages
+
+    def start_workers(self, image: bytes, vector: Vector) -> None:
+        """Start the workers, if there are to be any; the model gives `vector` for `image`."""
+        if self._workers is not None:
+            self._workers.start(image, vector, self._lanes.layers)
+
+    def _computed_by_workers(
+        self, decoder: Decoder, views: Sequence[View], guard: Guard
+    ) -> tuple[Embeddings, Stages] | None:
+        """As `compute`; None where this process is the better one."""
+        workers = self._workers
+        if workers is None or not workers.is_ready:
+            return None
+        if self._gains_alone and self._lanes.is_alone:
+            return None
+        vectors, decode_ms, started = [], 0.0, time.perf_counter()
+        with span("embed"):
+            for view in views:
+                with guard(view):
+                    vector, took_ms = workers.embed(view.data, view.box, decoder)
+                vectors.append(vector)
+                decode_ms += took_ms
+                self._on_batch(1)
+        total_ms = (time.perf_counter() - started) * 1e3
+        return np.stack(vectors), Stages(decode_ms, total_ms - decode_ms)
+
+    def _computed_here(
+        self, decoder: Decoder, views: Sequence[View], guard: Guard
+    ) -> tuple[Embeddings, Stages]:
         started = time.perf_counter()
+        decoded_views = []
         with span("decode"):
-            decoded_views = [(decode or self.decode)(decoder, view) for view in views]
-            images = decoded_views[0][np.newaxis] if len(views) == 1 else np.stack(decoded_views)
+            for view in views:
+                with guard(view):
+                    decoded_views.append(self.decode(decoder, view))
+        images = np.stack(decoded_views)
         decoded = time.perf_counter()
         with span("embed"):
             vectors = self._batcher.embed(images)
         embedded = time.perf_counter()
-        for view, vector in zip(views, vectors, strict=True):
-            self._cache.set(self.lookup(view).key, encode_vector(vector))
         return vectors, Stages((decoded - started) * 1e3, (embedded - decoded) * 1e3)
 
     async def encode(self, data: bytes, digest: str, kind: BulkKind = "write") -> Vector:
@@ -310,6 +354,7 @@ class Models:
         encoder = self._connect(embedder)
         image = embedder.known_images()[0]
         model = Model(embedder, encoder, image, await encoder.infer(image))
+        encoder.start_workers(image, model.known_vector)
         self._models[bundle_id] = model
         structlog.get_logger().info(
             "model started",

@@ -10,14 +10,13 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 import structlog
-from numpy.typing import NDArray
 
 from embedder.calibration import CANDIDATES
 from embedder.errors import (
@@ -33,8 +32,8 @@ from indexer.gallery import MilvusStore
 from indexer.types import Facet, Group, Item, SearchOptions, combined_query
 from service.concurrency import DaemonThreads, too_late, within
 from service.encoding.cache import Cache, Lookup, answer_key
-from service.encoding.lanes import Decoder, Lanes
-from service.encoding.model import Stages, Vector, View
+from service.encoding.lanes import Decoder, Lanes, Vector
+from service.encoding.model import Stages, View
 from service.galleries.locations import Gallery
 from service.galleries.registry import Registry, Served
 from service.observe.metrics import Metrics
@@ -272,10 +271,11 @@ class Pipeline:
         encoder = served.model.encoder
         several = len({view.digest for view in query.views}) > 1
 
-        def decode(decoder: Decoder, view: View) -> NDArray[np.uint8]:
+        @contextmanager
+        def guard(view: View) -> Iterator[None]:
             abandoned.check()
             try:
-                return encoder.decode(decoder, view)
+                yield
             except ImageError as error:
                 if several:
                     raise type(error)(f"Image {view.number}: {error}") from error
@@ -284,7 +284,7 @@ class Pipeline:
         missing = [view for view, vector in zip(query.views, known, strict=True) if vector is None]
         if not missing:
             return [vector for vector in known if vector is not None], Stages()
-        made, stages = encoder.compute(decoder, missing, decode)
+        made, stages = encoder.compute(decoder, missing, guard)
         abandoned.check()
         rest = iter(made)
         vectors = [next(rest) if vector is None else vector for vector in known]

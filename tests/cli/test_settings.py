@@ -191,13 +191,13 @@ def test_what_settings_open_is_said_with_its_cure(
     assert all(cure in text for text, cure in zip(found, cures, strict=True))
 
 
-@pytest.mark.parametrize(("workers", "share"), [("1", 8), ("3", 2), ("64", 2)])
+@pytest.mark.parametrize(("workers", "share"), [("1", 9), ("3", 3), ("64", 2)])
 def test_processes_share_the_cores_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, workers: str, share: int
 ) -> None:
     monkeypatch.setattr("service.settings.core_count", lambda: 8)
     monkeypatch.setenv("KINLENS_WORKERS", workers)
     assert Settings().lanes == share
-    assert Settings(workers=2).lanes == 4
+    assert Settings(workers=2).lanes == 5
     monkeypatch.setenv("KINLENS_LANES", "5")
     assert Settings().lanes == 5

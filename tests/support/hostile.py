@@ -18,13 +18,10 @@ from embedder.preprocess import ImageLimits
 from service.encoding import decode_worker, sandbox
 
 START = """
-import sys
-count = int(sys.argv[1])
-sys.path[:] = sys.argv[2:2 + count]
 from tests.support.hostile import take_over
 take_over({layers!r}, {fault!r})
 from service.encoding.decode_worker import main
-main(sys.argv[2 + count:])
+main(arguments)
 """
 """What a worker runs in place of its own start; its arguments are those of `take_over`."""
 

@@ -37,7 +37,7 @@ from service.access.rates import (
     SharedCounts,
     parse_rates,
 )
-from service.encoding import decode_worker, lanes, sandbox
+from service.encoding import decode_worker, fork_server, lanes, sandbox
 from service.encoding.cache import (
     LruCache,
     answer_key,
@@ -47,6 +47,7 @@ from service.encoding.cache import (
 )
 from service.encoding.lanes import InlineDecoder, ProcessDecoder
 from service.encoding.model import Batcher
+from service.encoding.workers import Workers
 from service.galleries.feedback import FeedbackStore, Question
 from service.galleries.locations import GalleryLocation, Locations
 from service.galleries.pictures import PictureFolder, SharedPictures

@@ -1,0 +1,246 @@
+"""A process that loads a model once and forks workers, which decode images and embed them.
+
+    service ──► fork server: model loaded ──fork──► worker: image in, vector out
+       └─────────────────── one socket a worker ───────┘
+
+A fork takes milliseconds and shares the weights, so a killed worker is replaced at once. The fork
+server itself never reads an image, so no hostile image reaches the process that all workers copy.
+
+Messages on the socket of the fork server, each one packet of text:
+
+    "first", with a socket              ──► process id of a worker that serves this socket
+    "again LAYER ...", with a socket    ──► the same; it enters the layers of the one it replaces
+    "end PID"                           ──► exit code of the worker, which is killed
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import embedder
+from embedder.manifest import Mode
+from service.encoding.sandbox import Layer
+
+_START_S = 60.0
+_ANSWER_S = 10.0
+_PACKET_BYTES = 4096
+_DIE_WITH_PARENT = 1  # prctl: PR_SET_PDEATHSIG
+_MIB = 2**20
+_CODE = "from service.encoding.fork_server import main; main(arguments)"
+
+_PATH = (
+    "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2:2 + count]; "
+    "arguments = sys.argv[2 + count:]; "
+)
+_ENVIRONMENT = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "PYDANTIC_DISABLE_PLUGINS"), "1"
+)
+_PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+
+
+def spawn(
+    code: str, connection: socket.socket, arguments: Sequence[str]
+) -> "subprocess.Popen[bytes]":
+    """A fresh interpreter that runs `code` with the list `arguments`, in a session of its own, with
+    nothing of our environment or files but `connection`, which is its standard input.
+
+    Raises: OSError.
+    """
+    path = [str(Path(embedder.__path__[0]).parent), *(entry for entry in sys.path if entry)]
+    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _PATH + code, str(len(path)), *path, *arguments],
+        stdin=connection.fileno(),
+        stdout=subprocess.DEVNULL,
+        cwd="/",
+        env=_ENVIRONMENT | passed_on,
+        start_new_session=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedWorker:
+    """A worker that a fork server started."""
+
+    pid: int
+    server: "ForkServer"
+
+    def end(self) -> int | None:
+        """Kill it; its exit code, if the server still knows it."""
+        return self.server.end(self.pid)
+
+
+class ForkServer:
+    """The fork server of one bundle in one mode; starts at the first fork, and again if it died.
+
+    `memory_mb` is what a worker may allocate in addition to the model; `alarm_s` limits decoding.
+    """
+
+    def __init__(self, bundle: Path, mode: Mode, memory_mb: int, alarm_s: float) -> None:
+        self._arguments = [str(bundle), *mode, str(memory_mb), str(alarm_s)]
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the server."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def fork(self, connection: socket.socket, layers: Sequence[Layer] = ()) -> ForkedWorker:
+        """A worker that serves the other end of `connection`. `layers` are those of the worker
+        that it replaces.
+
+        Raises: OSError if no worker can be started.
+        """
+        held = [layer.name for layer in layers if layer.holds]
+        order = " ".join(["again", *held]) if layers else "first"
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            answer = self._ask(order, [connection.fileno()])
+        return ForkedWorker(int(answer), self)
+
+    def end(self, pid: int) -> int | None:
+        """Kill a worker; its exit code. A worker ends with its server, so there may be none."""
+        with self._lock, contextlib.suppress(OSError):
+            return int(self._ask(f"end {pid}"))
+        return None
+
+    def close(self) -> None:
+        """End the server and all its workers."""
+        if self._process is not None and self._socket is not None:
+            self._process.kill()
+            self._process.wait()
+            self._socket.close()
+
+    def _start(self) -> None:
+        """Raises: OSError."""
+        self.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                process = spawn(_CODE, theirs, self._arguments)
+            except BaseException:
+                ours.close()
+                raise
+        self._process, self._socket = process, ours
+        ours.settimeout(_START_S)
+        self._answer("ready")
+
+    def _ask(self, text: str, descriptors: Sequence[int] = ()) -> str:
+        """Raises: OSError."""
+        assert self._socket is not None
+        self._socket.settimeout(_ANSWER_S)
+        socket.send_fds(self._socket, [text.encode()], descriptors)
+        return self._answer()
+
+    def _answer(self, expected: str = "") -> str:
+        """Raises: OSError; the server is then stopped, since its next answer would be late."""
+        assert self._socket is not None
+        try:
+            answer = self._socket.recv(_PACKET_BYTES).decode()
+            if not answer or not answer.startswith(expected):
+                raise ConnectionError(f"the fork server ended: {answer or 'no answer'}")
+        except OSError:
+            self.close()
+            raise
+        return answer
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Load the model, then fork a worker for each order until the service closes the socket."""
+    # Here, since decoding processes import this module too and must load none of it.
+    from embedder.bundle import Bundle
+    from embedder.engines.models import SessionSettings
+    from embedder.formats import load_all
+    from embedder.preprocess import ImageLimits
+    from embedder.session import OnnxEmbedder
+
+    path, engine, precision, memory_mb, alarm_s = arguments
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
+    orders = socket.socket(fileno=0)
+    load_all()
+    mode = Mode(engine, precision)  # type: ignore[arg-type]
+    model = OnnxEmbedder.checked(Bundle.open(path), SessionSettings(), ImageLimits(), mode)
+    gc.freeze()  # a collection in a worker would write to, and so copy, every page of these objects
+    server = os.getpid()
+
+    def work(layers: Sequence[str] | None) -> None:
+        from service.encoding import decode_worker
+
+        _die_with(server)
+        limit = _address_space_bytes() + int(memory_mb) * _MIB
+        decode_worker.serve(socket.socket(fileno=0), limit, float(alarm_s), layers, model.embed)
+
+    with contextlib.suppress(ConnectionError):  # the service has ended
+        _serve(orders, work)
+
+
+def _serve(orders: socket.socket, work: Callable[[Sequence[str] | None], None]) -> None:
+    """Raises: ConnectionError."""
+    workers = set[int]()
+    orders.send(b"ready")
+    while True:
+        text, descriptors, *_ = socket.recv_fds(orders, _PACKET_BYTES, 1)
+        if not text:
+            return
+        command, *words = text.decode().split()
+        if command == "end":
+            pid = int(words[0])
+            answer = _ended(pid) if pid in workers else 0  # asked twice: another may have the id
+            workers.discard(pid)
+        else:
+            [connection] = descriptors
+            answer = os.fork()
+            if not answer:
+                _become_worker(connection, partial(work, words if command == "again" else None))
+            os.close(connection)
+            workers.add(answer)
+        orders.send(str(answer).encode())
+
+
+def _become_worker(connection: int, work: Callable[[], None]) -> NoReturn:
+    """Keep this connection, as standard input, and no other file of the server."""
+    status = 1
+    try:
+        os.dup2(connection, 0)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        with contextlib.suppress(ConnectionError):  # the service has ended
+            work()
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _die_with(server: int) -> None:
+    """End with the server, which would otherwise leave workers that nobody can end."""
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != server:  # it ended before
+        os._exit(1)
+
+
+def _ended(pid: int) -> int:
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _address_space_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,234 @@
+"""Workers that embed: the same vectors, limits that hold, a model loaded once, nothing left."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings
+from embedder.errors import CorruptImageError, ImageCostError
+from embedder.manifest import FP32, Mode
+from embedder.session import OnnxEmbedder
+from tests.support.hostile import START, attempt
+from tests.support.odd_images import FORMATS
+from tests.support.seams import Workers, fork_server
+from tests.support.waiting import until
+from tests.tiny import encoded, picture
+
+pytestmark = pytest.mark.skipif(not Workers.can_run(), reason="fork servers need Linux")
+ROOT = Path(__file__).parents[2]
+ALL = ("landlock", "seccomp")
+
+
+@contextmanager
+def running(bundle: Bundle, mode: Mode = FP32, **limits: Any) -> Iterator[Any]:
+    """Workers that are ready, or that said why not."""
+    settings = SessionSettings(precision=mode.precision, engine=mode.engine, alone_threads=2)
+    embedder = OnnxEmbedder.open(bundle, settings)
+    workers = Workers(embedder, **{"memory_mb": 1024, "timeout_s": 30.0, "count": 4} | limits)
+    image = embedder.known_images()[0]
+    workers.start(image, embedder.embed(embedder.preprocess(image)[np.newaxis])[0])
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+def vector_of(bundle: Bundle, data: bytes, box: Any = None, mode: Mode = FP32) -> Any:
+    settings = SessionSettings(precision=mode.precision, engine=mode.engine)
+    embedder = OnnxEmbedder.open(bundle, settings)
+    return embedder.embed(embedder.preprocess(data, box)[np.newaxis])[0]
+
+
+def fork_servers() -> set[int]:
+    """Children of this process."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    before = fork_servers()
+    yield
+    gc.collect()
+    assert fork_servers() <= before
+
+
+def test_vectors_are_those_of_the_service_bit_for_bit(tiny_bundle: Bundle) -> None:
+    with running(tiny_bundle) as workers:
+        until(lambda: workers.is_ready)
+        for kind in FORMATS:
+            data = encoded(picture(1, (320, 200)), kind)
+            for box in (None, (0.25, 0.1, 0.5, 0.6)):
+                vector, decode_ms = workers.embed(data, box)
+                assert np.array_equal(vector, vector_of(tiny_bundle, data, box)), kind
+                assert 0 < decode_ms < 10_000
+        assert [worker.restarts for worker in workers.pool.decoders] == [0]
+
+
+def test_openvino_answers_in_a_forked_process(tiny_bundle: Bundle) -> None:
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    mode = Mode("openvino", "fp32")
+    with running(tiny_bundle, mode) as workers:
+        until(lambda: workers.is_ready)
+        data = encoded(picture(3))
+        vector, _ = workers.embed(data)
+        assert float(vector @ vector_of(tiny_bundle, data, mode=mode)) > 0.9999
+
+
+def test_threads_have_a_worker_each_and_share_one_server(tiny_bundle: Bundle) -> None:
+    images = [encoded(picture(number)) for number in range(24)]
+    expected = [vector_of(tiny_bundle, data) for data in images]
+    with running(tiny_bundle) as workers, ThreadPoolExecutor(4) as threads:
+        until(lambda: workers.is_ready)
+        found = list(threads.map(lambda data: workers.embed(data)[0], images))
+        assert np.array_equal(found, expected)
+        assert 1 <= len(workers.pool.decoders) <= 4
+        assert len({worker.pid for worker in workers.pool.decoders}) == len(workers.pool.decoders)
+        assert len(fork_servers()) == 1
+
+
+def test_an_image_that_is_damaged_or_too_large_fails_alone(
+    tiny_bundle: Bundle, heavy: bytes
+) -> None:
+    good = encoded(picture(1))
+    with running(tiny_bundle, memory_mb=256) as workers:
+        until(lambda: workers.is_ready)
+        with pytest.raises(CorruptImageError):
+            workers.embed(good[:-40])
+        with pytest.raises(ImageCostError, match="256 MB"):
+            workers.embed(heavy)
+        assert np.array_equal(workers.embed(good)[0], vector_of(tiny_bundle, good))
+        assert [(each.restarts, each.kills) for each in workers.pool.decoders] == [(1, 1)]
+
+
+def test_an_image_that_takes_too_long_ends_by_the_alarm_of_its_worker(
+    tiny_bundle: Bundle, heavy: bytes
+) -> None:
+    """The service itself waits longer than that, since the model needs time as well."""
+    good = encoded(picture(1))
+    with running(tiny_bundle, timeout_s=0.2) as workers:
+        until(lambda: workers.is_ready)
+        with pytest.raises(ImageCostError, match=r"longer than 0\.2 s"):
+            workers.embed(heavy)
+        assert np.array_equal(workers.embed(good)[0], vector_of(tiny_bundle, good))
+        assert [(each.restarts, each.kills) for each in workers.pool.decoders] == [(1, 1)]
+
+
+def test_a_killed_worker_costs_no_answer_and_a_killed_server_neither(tiny_bundle: Bundle) -> None:
+    good = encoded(picture(1))
+    expected = vector_of(tiny_bundle, good)
+    with running(tiny_bundle) as workers:
+        until(lambda: workers.is_ready)
+        [server] = fork_servers()
+        [worker] = workers.pool.decoders
+        os.kill(worker.pid, signal.SIGKILL)
+        assert np.array_equal(workers.embed(good)[0], expected)
+        assert worker.restarts == 1
+        last = worker.pid
+        os.kill(server, signal.SIGKILL)
+        until(lambda: is_gone(last))  # with its server
+        assert np.array_equal(workers.embed(good)[0], expected)
+        assert fork_servers() != {server}
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_service_to_embed(
+    make_tiny_bundle, monkeypatch
+) -> None:
+    bundle = make_tiny_bundle()
+    monkeypatch.setattr(fork_server, "_CODE", "raise SystemExit('no memory')")
+    with structlog.testing.capture_logs() as events, running(bundle) as workers:
+        until(lambda: any(event["event"] == "workers do not embed" for event in events))
+        assert not workers.is_ready
+
+
+def test_workers_that_are_let_go_of_end(tiny_bundle: Bundle) -> None:
+    embedder = OnnxEmbedder.open(tiny_bundle)
+    workers = Workers(embedder, 1024, 30.0, 2)
+    workers.embed(embedder.known_images()[0])
+    pids = [each.pid for each in workers.pool.decoders]
+    assert pids
+    del workers
+    gc.collect()
+    until(lambda: all(is_gone(pid) for pid in pids))
+
+
+PARENT = """
+import sys
+from embedder.session import OnnxEmbedder
+from service.encoding.workers import Workers
+
+embedder = OnnxEmbedder.open(sys.argv[1])
+workers = Workers(embedder, 1024, 20.0, 2)
+workers.embed(embedder.known_images()[0])
+print(*[each.pid for each in workers.pool.decoders], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_server_and_workers_end_when_the_service_dies(tiny_bundle: Bundle) -> None:
+    command = [sys.executable, "-c", PARENT, str(tiny_bundle.path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        parent.kill()
+    assert pids
+    assert children
+    until(lambda: all(is_gone(pid) for pid in [*pids, *map(int, children)]))
+
+
+def test_a_worker_is_confined_as_a_decoding_process_is(tiny_bundle: Bundle, monkeypatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with running(tiny_bundle) as workers:
+        until(lambda: workers.is_ready)
+        [worker] = workers.pool.decoders
+        process = Path(f"/proc/{worker.pid}")
+        links = [str(link.readlink()) for link in (process / "fd").iterdir()]
+        limits = (process / "limits").read_text()
+        assert b"secret" not in (process / "environ").read_bytes()
+        assert sorted(link.split(":")[0] for link in links) == ["/dev/null"] * 3 + ["socket"]
+        assert "Max core file size        0" in limits
+        assert "Max file size             0" in limits
+        assert len(list((process / "task").iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_worker_that_was_taken_over_reaches_nothing(
+    tiny_bundle: Bundle, monkeypatch, tmp_path: Path, name: str
+) -> None:
+    code = START.format(layers=(name,), fault="").replace("decode_worker", "fork_server")
+    monkeypatch.setattr(fork_server, "_CODE", code)
+    (tmp_path / "keys.json").write_text("{}")
+    with running(tiny_bundle) as workers:
+        until(lambda: workers.is_ready)
+        [worker] = workers.pool.decoders
+        [layer] = worker.layers
+        if not layer.holds:
+            pytest.skip(f"{name} is absent here: {layer.absence}")
+        for what in ("read", "remove"):
+            assert attempt(worker, what, str(tmp_path / "keys.json")) == "PermissionError"
+        os.kill(worker.pid, signal.SIGKILL)
+        workers.embed(encoded(picture(1)))
+        assert attempt(worker, "read", "/etc/passwd") == "PermissionError"

@@ -16,7 +16,8 @@ from embedder.session import Embedder, OnnxEmbedder
 from service.access.keys import KeyStore, open_keys
 from service.concurrency import BoundedPool, within
 from service.encoding.cache import Cache, LruCache
-from service.encoding.lanes import Lanes, create_decoder
+from service.encoding.decoders import create_decoder
+from service.encoding.lanes import Lanes
 from service.encoding.model import Encoder, Models
 from service.encoding.redis_cache import RedisStore
 from service.encoding.sandbox import Layer, absences, holding

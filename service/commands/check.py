@@ -22,7 +22,7 @@ from embedder.errors import GalleryError, KinlensError
 from service.access.keys import open_keys
 from service.commands import options
 from service.encoding.decode_worker import known_image
-from service.encoding.lanes import create_decoder
+from service.encoding.decoders import create_decoder
 from service.encoding.sandbox import absences, holding
 from service.galleries.locations import Bundles, Locations, open_gallery
 from service.http.server import listen

@@ -21,7 +21,8 @@ from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import Embeddings, Images
 from service.concurrency import SingleFlight
 from service.encoding.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
-from service.encoding.lanes import BulkKind, Decoder, Lanes, Vector
+from service.encoding.decoders import Decoder, Vector
+from service.encoding.lanes import BulkKind, Lanes
 from service.encoding.workers import Workers
 from service.observe.tracing import span
 

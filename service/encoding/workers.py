@@ -16,8 +16,8 @@ import structlog
 from embedder.errors import KinlensError
 from embedder.preprocess import Box
 from embedder.session import OnnxEmbedder
+from service.encoding.decoders import Decoder, DecoderPool, NoProcessError, ProcessDecoder, Vector
 from service.encoding.fork_server import ForkServer
-from service.encoding.lanes import Decoder, DecoderPool, NoProcessError, ProcessDecoder, Vector
 from service.encoding.sandbox import Layer
 
 _SAME_COSINE = 0.999

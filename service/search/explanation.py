@@ -19,7 +19,8 @@ from embedder.types import SHORT, Embeddings
 from indexer.pictures import ANY_SIZE
 from indexer.types import combined_query
 from service.concurrency import within
-from service.encoding.lanes import Decoder, Lanes
+from service.encoding.decoders import Decoder
+from service.encoding.lanes import Lanes
 from service.encoding.model import View
 from service.galleries.registry import Served
 from service.search.pipeline import Abandoned

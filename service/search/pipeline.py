@@ -32,7 +32,8 @@ from indexer.gallery import MilvusStore
 from indexer.types import Facet, Group, Item, SearchOptions, combined_query
 from service.concurrency import DaemonThreads, too_late, within
 from service.encoding.cache import Cache, Lookup, answer_key
-from service.encoding.lanes import Decoder, Lanes, Vector
+from service.encoding.decoders import Decoder, Vector
+from service.encoding.lanes import Lanes
 from service.encoding.model import Stages, View
 from service.galleries.locations import Gallery
 from service.galleries.registry import Registry, Served

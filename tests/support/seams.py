@@ -37,7 +37,7 @@ from service.access.rates import (
     SharedCounts,
     parse_rates,
 )
-from service.encoding import decode_worker, fork_server, lanes, sandbox
+from service.encoding import decode_worker, decoders, fork_server, sandbox
 from service.encoding.cache import (
     LruCache,
     answer_key,
@@ -45,7 +45,7 @@ from service.encoding.cache import (
     embedding_key,
     encode_vector,
 )
-from service.encoding.lanes import InlineDecoder, ProcessDecoder
+from service.encoding.decoders import InlineDecoder, ProcessDecoder
 from service.encoding.model import Batcher
 from service.encoding.workers import Workers
 from service.galleries.feedback import FeedbackStore, Question

@@ -157,7 +157,7 @@ PARENT = """
 import sys
 from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits
-from service.encoding.lanes import ProcessDecoder
+from service.encoding.decoders import ProcessDecoder
 
 decoder = ProcessDecoder(1024, 20.0)
 decoder.start()

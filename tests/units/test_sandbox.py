@@ -23,7 +23,7 @@ from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits, preprocess
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
-from tests.support.seams import ProcessDecoder, lanes, sandbox
+from tests.support.seams import ProcessDecoder, decoders, sandbox
 from tests.tiny import encoded, picture
 
 SPEC = Preprocessing(resize_px=40, crop_px=32)
@@ -72,7 +72,7 @@ def hostile(
     monkeypatch: Any, layers: Sequence[str] = ALL, fault: str = "", restarts: int = 0
 ) -> Iterator[Any]:
     """A worker that enters these layers and was then taken over."""
-    monkeypatch.setattr(lanes, "_CODE", START.format(layers=tuple(layers), fault=fault))
+    monkeypatch.setattr(decoders, "_CODE", START.format(layers=tuple(layers), fault=fault))
     decoder = ProcessDecoder(1024, 30.0)
     decoder.start()
     try:
@@ -129,7 +129,9 @@ def test_a_process_that_replaces_another_enters_the_same_layers_without_a_rehear
         [layer] = decoder.layers
         if not layer.holds:
             pytest.skip(f"{name} is absent here: {layer.absence}")
-        monkeypatch.setattr(lanes, "_CODE", START.format(layers=(), fault=""))  # if rehearsed: none
+        monkeypatch.setattr(
+            decoders, "_CODE", START.format(layers=(), fault="")
+        )  # if rehearsed: none
         os.kill(decoder.pid, signal.SIGKILL)
         assert_decodes(decoder)
         assert attempt(decoder, "read", str(target.keys)) == "PermissionError"

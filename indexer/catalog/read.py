@@ -30,8 +30,8 @@ from indexer.types import MAX_COUNTED_VALUES, AttributeFacts, Ids, Item, places_
 # With its crc, an item is read whole: what an index says alone is not checked.
 _ITEM = "SELECT id, key, path, sha256, format, attributes, crc FROM items"
 _ROWS = """
-SELECT id, key, path, sha256, format, attributes, crc, (SELECT seq FROM state) FROM items
-WHERE id IN """
+SELECT json_group_array(json_array(id, key, path, hex(sha256), format, attributes, crc)),
+    (SELECT seq FROM state) FROM items WHERE id IN """
 _ITEMS = f"{_ITEM} WHERE id IN (SELECT value FROM json_each(?))"  # noqa: S608 (two constants)
 _BY_KEY = f"{_ITEM} WHERE key IN (SELECT value FROM json_each(?))"  # noqa: S608
 _BY_CONTENT = f"{_ITEM} WHERE sha256 = ? ORDER BY id LIMIT 1"
@@ -166,11 +166,13 @@ class CatalogView:
         is one statement, so it needs no transaction; None if the catalogue is not at `seq`, or
         there is none of them.
         """
+        # One text for all rows: Python's lock is let go of and fought for at every row.
         if len(ids) <= _AS_VARIABLES:
-            rows = self._all(f"{_ROWS}({','.join('?' * len(ids))})", *ids)
+            [(text, at)] = self._all(f"{_ROWS}({','.join('?' * len(ids))})", *ids)
         else:
-            rows = self._all(f"{_ROWS}(SELECT value FROM json_each(?))", str(ids))  # noqa: S608
-        if not rows or rows[0][7] != seq:
+            [(text, at)] = self._all(f"{_ROWS}(SELECT value FROM json_each(?))", str(ids))  # noqa: S608
+        rows = [(*row[:3], bytes.fromhex(row[3]), *row[4:]) for row in _DECODE(text)[0]]
+        if not rows or at != seq:
             return None
         attributes = self._attributes_of(rows)
         return {row[0]: (row[1], own, row[3]) for row, own in zip(rows, attributes, strict=True)}

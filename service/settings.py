@@ -134,6 +134,13 @@ HttpAddress = Annotated[str, Field(pattern="^https?://")]
 RedisUrl = Annotated[SecretStr, _checked(lambda url: check_url(url.get_secret_value()))]
 
 
+def lanes_of(processes: int) -> int:
+    """Lanes of each of several processes: more than its cores, since a lane that searches, or waits
+    for Python's lock, leaves a core to another one.
+    """
+    return core_count() // processes + (2 if processes == 1 else 1)
+
+
 class Settings(BaseSettings):
     """Everything that can be set; `docs/operations.md` explains each line."""
 
@@ -179,7 +186,7 @@ class Settings(BaseSettings):
 
     batch_size: int = Field(default=0, ge=0)
     queue_size: int = Field(default=64, ge=1)
-    lanes: int = Field(default_factory=lambda: core_count() + 1, ge=1)
+    lanes: int = Field(default_factory=lambda: lanes_of(1), ge=1)
     decode_isolation: bool = True
     decode_memory_mb: int = Field(default=1024, ge=256)
     decode_timeout_ms: int = Field(default=5_000, ge=1)
@@ -224,8 +231,7 @@ class Settings(BaseSettings):
         workers = str(given.get("workers", 1))
         if not workers.isdecimal() or int(workers) < 1:
             return given  # the field itself refuses it
-        # One more than cores: a lane that searches leaves its core to the one that decodes.
-        return {"lanes": max(2, core_count() // int(workers) + 1)} | given
+        return {"lanes": lanes_of(int(workers))} | given
 
     @model_validator(mode="after")
     def _default_k_fits(self) -> Self:

@@ -31,7 +31,7 @@ def test_the_defaults_in_the_operations_page_are_true() -> None:
     rows = documented()
     for name, field in Settings.model_fields.items():
         if field.default_factory is not None:
-            assert rows[name] == "cores"
+            assert rows[name] == "cores + 2"
         elif field.default in (None, (), ""):
             assert rows[name] == "none"
         elif isinstance(field.default, tuple):
@@ -191,7 +191,7 @@ def test_what_settings_open_is_said_with_its_cure(
     assert all(cure in text for text, cure in zip(found, cures, strict=True))
 
 
-@pytest.mark.parametrize(("workers", "share"), [("1", 9), ("3", 3), ("64", 2)])
+@pytest.mark.parametrize(("workers", "share"), [("1", 10), ("3", 3), ("64", 1)])
 def test_processes_share_the_cores_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, workers: str, share: int
 ) -> None:

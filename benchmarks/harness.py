@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -200,7 +201,10 @@ def started(
 ) -> Iterator[Server]:
     """A service that answers /ready at this port; it is ended afterwards."""
     process = subprocess.Popen(
-        command, stderr=subprocess.DEVNULL, env={**os.environ, **environment}
+        command,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+        start_new_session=True,
     )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -213,6 +217,8 @@ def started(
     finally:
         process.terminate()
         process.wait(timeout=30)
+        with contextlib.suppress(ProcessLookupError):  # peers leave processes behind
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def load(

@@ -8,7 +8,8 @@
 What is checked: a training step of each loss and regularizer gives the CPU's figures and waits for
 nothing on the device; a run on drawn products trains, resumes and is exported; evaluation gives the
 CPU's figures; the exported bundle runs on CUDA with the CPU's vectors, for odd batch sizes too; and
-FAISS finds its GPU. What is timed: steps, embedding by batch size, retrieval.
+FAISS finds its GPU. What is timed: steps, embedding by batch size, retrieval, and POST /search from
+end to end relative to the model alone (target: 0.75 of its images a second in batches of 32).
 
 Exit code 1 if any check fails; each failure is one line.
 """
@@ -20,7 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,9 @@ import torch
 from torch import Tensor
 
 from embedder.engines.models import SessionSettings
+from embedder.machine import core_count
+from embedder.manifest import Precision
+from embedder.preprocess import preprocess
 from embedder.session import OnnxEmbedder
 from training.config.job import Job, parse_job
 from training.data.load import load_split
@@ -106,6 +112,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         checks.run("run, resume, export", lambda: whole_run(options, Path(folder)))
         checks.run("bundle", lambda: bundle(Path(folder) / "bundle", options))
+        checks.run("service", lambda: service(Path(folder), options))
     if device.type == "cuda":
         checks.run("faiss", faiss_memory)
     if options.out is not None:
@@ -220,7 +227,7 @@ def retrieval(device: torch.device, quick: bool) -> dict[str, float]:
 
 def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Two epochs on drawn products, the second one resumed, and the bundle of it."""
-    side = 48 if options.quick else 96
+    side = 48 if options.quick else 224
     job = parse_job(
         {
             "name": "drawn",
@@ -248,7 +255,10 @@ def whole_run(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         run_job(job, split, folder / "run", Stopping())
     except KeyboardInterrupt:
         result = run_job(job, split, folder / "run", Silent())
-    export_checkpoint(load_chosen(folder / "run"), split, folder / "bundle")
+    faster: list[Precision] = ["fp16"] if options.device == "cuda" else []
+    refused = lambda refusal: print(f"note: {refusal}")
+    checkpoint, precisions = load_chosen(folder / "run"), ("fp32", *faster)
+    export_checkpoint(checkpoint, split, folder / "bundle", None, precisions, refused)
     return {"R@1": result.figures["R@1"], "seconds an epoch": result.seconds_per_epoch}
 
 
@@ -278,6 +288,41 @@ def _rate(
         embedder.embed(batch)
         seconds.append(time.perf_counter() - started)
     return len(batch) / statistics.median(seconds)
+
+
+def service(folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """POST /search with 64 connections and with one, and what bounds it: model and decoding.
+
+    The network has random weights: speed does not depend on them.
+    """
+    sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+    from harness import load, made_gallery, photographs, random_units, serving
+
+    path, seconds = folder / "bundle", 1.0 if options.quick else 10.0
+    embedder = OnnxEmbedder.open(path, SessionSettings(device=options.device, precision="auto"))
+    images = photographs(folder / "photographs", 64, is_drawn=True)
+    known = embedder.bundle.golden_inputs()
+    batch = np.resize(known, (32, *known.shape[1:]))
+    found = {"model alone, images/s of 32": _rate(embedder, batch, options.quick)}
+    with ThreadPoolExecutor(core_count()) as cores:
+        files = [each.read_bytes() for each in images.iterdir()] * (1 if options.quick else 20)
+        decode = partial(preprocess, spec=embedder.preprocessing)
+        started = time.perf_counter()
+        list(cores.map(decode, files))
+        found["decoded images/s, all cores"] = len(files) / (time.perf_counter() - started)
+    batches = lambda: random_units(1000, embedder.dim)
+    made = folder / "gallery", batches, 1000, embedder.dim
+    gallery = made_gallery(*made, bundle_id=embedder.bundle_id)
+    flags = "--device", options.device, "--precision", "auto"
+    with serving(path, gallery, *flags) as server:
+        load(server.url, images, 64, seconds)  # each batch size is prepared once
+        many = load(server.url, images, 64, seconds, "--start", 10**6)
+        one = load(server.url, images, 1, seconds, "--start", 10**7)
+    if many["errors"] or one["errors"]:
+        raise AssertionError(f"{many['errors'] + one['errors']} searches were not answered")
+    found["searches/s at 64"] = many["qps"]
+    found["of the model alone"] = many["qps"] / found["model alone, images/s of 32"]
+    return found | {"ms p50 at 1": one["p50_ms"], "ms p99 at 64": many["p99_ms"]}
 
 
 def faiss_memory() -> dict[str, float]:

@@ -322,7 +322,7 @@ class _Choice:
             return self._with_reason(self._opened(modes[0]), {})
         if self._settings.device == "cuda":
             return self._on_gpu(modes)
-        known = read_measured(self._bundle.bundle_id, modes, self._settings)
+        known = read_measured(self._bundle.bundle_id, modes, self._settings.threads)
         if known is not None:
             try:
                 embedder = self._opened(best_of(known.gains))
@@ -366,7 +366,7 @@ class _Choice:
         if all(isinstance(error, GoldenMismatchError) for error in refused.values()):
             # Other reasons may pass, as a lack of memory does.
             measured = Measured(gains, reasons)
-            write_measured(self._bundle.bundle_id, modes, self._settings, measured)
+            write_measured(self._bundle.bundle_id, modes, self._settings.threads, measured)
         return self._with_reason(opened[best_of(gains)], gains)
 
     def _modes(self) -> list[Mode]:

@@ -244,6 +244,8 @@ def _connector(
 def _create_workers(settings: Settings, embedder: Embedder) -> Workers | None:
     if settings.device != "cpu" or not settings.decode_isolation or not Workers.can_run():
         return None
+    if settings.threads != 1:  # a worker has one
+        return None
     if not isinstance(embedder, OnnxEmbedder):  # no bundle that another process could open
         return None
     limits = settings.decode_memory_mb, settings.decode_timeout_ms / 1e3

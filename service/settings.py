@@ -135,8 +135,8 @@ RedisUrl = Annotated[SecretStr, _checked(lambda url: check_url(url.get_secret_va
 
 
 def lanes_of(processes: int) -> int:
-    """Lanes of each of several processes: more than its cores, since a lane that searches, or waits
-    for Python's lock, leaves a core to another one.
+    """Lanes of each of `processes`: more than cores, because a lane that searches or waits for
+    Python's lock leaves its core idle.
     """
     return core_count() // processes + (2 if processes == 1 else 1)
 

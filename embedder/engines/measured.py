@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from embedder.durable import write_whole
-from embedder.engines.models import SessionSettings, engine_versions
+from embedder.engines.models import engine_versions
 from embedder.machine import processor
 from embedder.manifest import Mode
 
@@ -29,12 +29,10 @@ class Measured(NamedTuple):
     refused: Mapping[Mode, str]
 
 
-def read_measured(
-    bundle_id: str, modes: Sequence[Mode], settings: SessionSettings
-) -> Measured | None:
+def read_measured(bundle_id: str, modes: Sequence[Mode], threads: int) -> Measured | None:
     """What `write_measured` kept for the same machine, versions and modes; None without it."""
     try:
-        found = json.loads(_file(bundle_id, modes, settings).read_text(encoding="utf-8"))
+        found = json.loads(_file(bundle_id, modes, threads).read_text(encoding="utf-8"))
         gains = {
             mode: float(found["gains"][mode.key]) for mode in modes if mode.key in found["gains"]
         }
@@ -44,27 +42,25 @@ def read_measured(
     return Measured(gains, refused) if gains else None
 
 
-def write_measured(
-    bundle_id: str, modes: Sequence[Mode], settings: SessionSettings, measured: Measured
-) -> None:
+def write_measured(bundle_id: str, modes: Sequence[Mode], threads: int, measured: Measured) -> None:
     """Keep what was measured, if the folder can be written."""
     content = {
         "gains": {mode.key: gain for mode, gain in measured.gains.items()},
         "refused": {mode.key: why for mode, why in measured.refused.items()},
     }
     with contextlib.suppress(OSError, RuntimeError):
-        file = _file(bundle_id, modes, settings)
+        file = _file(bundle_id, modes, threads)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(content).encode(), "measured")
 
 
-def _file(bundle_id: str, modes: Sequence[Mode], settings: SessionSettings) -> Path:
+def _file(bundle_id: str, modes: Sequence[Mode], threads: int) -> Path:
     known = [
         bundle_id,
         processor(),
         engine_versions(),
         [mode.key for mode in modes],
-        settings.threads,
+        threads,
     ]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()
     return cache_folder() / f"{digest[:32]}.json"

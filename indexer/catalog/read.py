@@ -166,11 +166,14 @@ class CatalogView:
         is one statement, so it needs no transaction; None if the catalogue is not at `seq`, or
         there is none of them.
         """
-        # One text for all rows: Python's lock is let go of and fought for at every row.
-        if len(ids) <= _AS_VARIABLES:
-            [(text, at)] = self._all(f"{_ROWS}({','.join('?' * len(ids))})", *ids)
-        else:
-            [(text, at)] = self._all(f"{_ROWS}(SELECT value FROM json_each(?))", str(ids))  # noqa: S608
+        # One text for all rows: sqlite3 releases Python's lock at each row and must win it back.
+        try:
+            if len(ids) <= _AS_VARIABLES:
+                [(text, at)] = self._all(f"{_ROWS}({','.join('?' * len(ids))})", *ids)
+            else:
+                [(text, at)] = self._all(f"{_ROWS}(SELECT value FROM json_each(?))", str(ids))  # noqa: S608
+        except sqlite3.OperationalError:
+            return None  # a text that is none: whoever reads it row by row says which
         rows = [(*row[:3], bytes.fromhex(row[3]), *row[4:]) for row in _DECODE(text)[0]]
         if not rows or at != seq:
             return None

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from embedder.errors import GalleryCorruptError, ImageError, SourceError
-from embedder.session import Embedder
+from embedder.session import Embedder, check_precision
 from embedder.types import Embeddings
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.folder.layout import GalleryFolder
@@ -177,6 +177,8 @@ def verify_gallery(
     with contextlib.closing(
         Gallery.open(path, expected_bundle_id=expected, image_root=settings.image_root)
     ) as gallery:
+        if embedder is not None:
+            check_precision(gallery, embedder)
         ids = sampled(gallery.ids(), settings.sample)
         problems: list[Problem] = []
         checked = 0

@@ -11,6 +11,7 @@ import typer
 
 from embedder.errors import ImageError, InvalidParameterError, SourceError
 from embedder.preprocess import ImageLimits, decode
+from embedder.session import check_precision
 from embedder.types import SHORT
 from indexer.commands import options, stores
 from indexer.commands.console import errors_shown, print_report, progress
@@ -141,6 +142,7 @@ def run(
     with errors_shown():
         embedder = options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
         with stores.opened(str(gallery), bundle_id=embedder.bundle_id) as store:
+            check_precision(store, embedder)
             golden = GoldenSet(gallery)
             queries = golden.queries()
             if not queries:

@@ -41,8 +41,10 @@ from service.encoding.sandbox import Layer, enter, enter_again
 
 REQUEST = struct.Struct("<II")
 REPLY = struct.Struct("<BxxxI")
-DONE, REFUSED, ENDING, READY = range(4)
-"""Status of a reply; after ENDING the process ends, since it may be out of memory."""
+DONE, REFUSED, ENDING, READY, FAILED = range(5)
+"""Status of a reply. After ENDING the process ends, since it may be out of memory; FAILED says that
+the model could not run.
+"""
 
 ERROR_BYTES = 4096
 _TEXT_CHARACTERS = 500
@@ -96,13 +98,13 @@ def pack_error(error: Exception) -> bytes:
 
 
 def unpack_error(packed: bytes) -> Exception:
-    """The error of `pack_error`; an error of neither image, box nor model is a RuntimeError.
+    """The error of `pack_error`; one that is no fault of an image or its box is a RuntimeError.
 
     Raises: ValueError, TypeError if it is damaged.
     """
     name, text = json.loads(packed)
     cls = getattr(errors, str(name), None)
-    if isinstance(cls, type) and issubclass(cls, ImageError | InvalidParameterError | BundleError):
+    if isinstance(cls, type) and issubclass(cls, ImageError | InvalidParameterError):
         return cls(str(text))
     return RuntimeError(f"{name}: {text}")
 
@@ -202,6 +204,8 @@ def _answer(
         return DONE, _content(image, unpack_order(order), embed)
     except MemoryError as error:
         return ENDING, pack_error(error)
+    except BundleError as error:
+        return FAILED, pack_error(error)
     except Exception as error:
         # Whatever it is, it is about this image and goes to its caller.
         return REFUSED, pack_error(error)
@@ -213,8 +217,9 @@ def _content(image: bytes, order: Order | Rendering, embed: Embed | None) -> byt
     spec, limits, box, wants_vector = order
     started = perf_counter()
     pixels = preprocess(image, spec, limits, box)
-    if not wants_vector or embed is None:
+    if not wants_vector:
         return pixels.data.cast("B")
+    assert embed is not None
     decode_ms = 1e3 * (perf_counter() - started)
     signal.setitimer(signal.ITIMER_REAL, EMBED_S)  # the alarm so far was for decoding
     [vector] = embed(pixels[np.newaxis])

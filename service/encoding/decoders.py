@@ -26,6 +26,7 @@ from service.encoding.decode_worker import (
     EMBED_S,
     ENDING,
     ERROR_BYTES,
+    FAILED,
     READY,
     REFUSED,
     REPLY,
@@ -112,7 +113,7 @@ class InlineDecoder:
 
 
 class NoProcessError(SearchError):
-    """No decoding process can be started."""
+    """There is no process that can do it now."""
 
 
 class _Outcome(enum.Enum):
@@ -125,9 +126,15 @@ class _Outcome(enum.Enum):
     ENDED = "ended by itself"
     NONSENSE = "answered nonsense"
     UNREADY = "did not get ready"
+    FAILED = "could not run the model"
 
 
-_OUTCOMES = {DONE: _Outcome.DONE, REFUSED: _Outcome.REFUSED, ENDING: _Outcome.FULL}
+_OUTCOMES = {
+    DONE: _Outcome.DONE,
+    REFUSED: _Outcome.REFUSED,
+    ENDING: _Outcome.FULL,
+    FAILED: _Outcome.FAILED,
+}
 _NOT_ABOUT_THE_IMAGE = (_Outcome.ENDED, _Outcome.NONSENSE, _Outcome.UNREADY)
 """It is sent once more after these: the process may have been dead before the image came."""
 
@@ -221,11 +228,11 @@ class ProcessDecoder:
         order = pack_order(spec, limits, box, embed=True)
         content = self._ask(order, data, 4 * (dim + 1), EMBED_S)
         found = content.view(np.float32) if len(content) == 4 * (dim + 1) else _NO_VECTOR
-        vector = found[:-1]
+        vector, decode_ms = found[:-1], float(found[-1])
         if not abs(float(vector @ vector) - 1.0) < _OFF_UNIT:
             self._replace(_Outcome.NONSENSE)
             raise _crashed()
-        return vector, float(found[-1])
+        return vector, decode_ms if 0 <= decode_ms <= 1e3 * self._timeout_s else 0.0
 
     def render(self, data: bytes, limits: ImageLimits, side_px: int = MAX_SIDE_PX) -> bytes:
         """`embedder.preprocess.render_jpeg` in the process. Raises: as `decode`."""
@@ -236,7 +243,10 @@ class ProcessDecoder:
         return content
 
     def _ask(self, order: bytes, data: bytes, room: int, more_s: float = 0.0) -> Pixels:
-        """The content of the answer; it may take `more_s` than decoding. Raises: as `decode`."""
+        """The content of the answer, which may come `more_s` after the limit of decoding.
+
+        Raises: as `decode`.
+        """
         for _ in range(_ATTEMPTS):
             outcome, content = self._attempt(order, data, room, more_s)
             if outcome not in _NOT_ABOUT_THE_IMAGE:
@@ -253,6 +263,8 @@ class ProcessDecoder:
                 )
             case _Outcome.FULL:
                 raise _too_much_memory(f"the limit of {self._memory_mb:,} MB")
+            case _Outcome.FAILED:
+                raise NoProcessError("The model cannot run in a decoding process; try again.")
             case _Outcome.UNREADY:
                 self._not_started("it ended at its start")
                 raise self._cannot_start()
@@ -352,10 +364,12 @@ class _Process:
             self._send(REQUEST.pack(len(order), len(data)) + order, data)
             status, content = self._receive(room, due + more_s)
         except TimeoutError:
-            return _Outcome.LATE, _NOTHING
+            return _Outcome.FAILED if more_s else _Outcome.LATE, _NOTHING
         except _LostError as error:
-            is_late = error.outcome is _Outcome.ENDED and time.monotonic() > due  # by its alarm
-            return _Outcome.LATE if is_late else error.outcome, _NOTHING
+            late_s = time.monotonic() - due
+            if more_s and error.outcome is _Outcome.ENDED and 0 <= late_s < _ALARM_GRACE_S:
+                return _Outcome.LATE, _NOTHING  # its own alarm ended it
+            return error.outcome, _NOTHING
         return _OUTCOMES.get(status, _Outcome.NONSENSE), content
 
     def _wait_ready(self) -> None:
@@ -481,6 +495,12 @@ class DecoderPool:
             decoder = self._new()
             decoder.start()
             self._idle.append(decoder)
+
+    def add(self, decoder: Decoder) -> None:
+        """Keep this one, whose process is up, for later calls."""
+        self.decoders.append(decoder)
+        self._layers = decoder.layers
+        self._idle.append(decoder)
 
     @contextlib.contextmanager
     def one(self) -> Iterator[Decoder]:

@@ -4,7 +4,8 @@
        └─────────────────── one socket a worker ───────┘
 
 A fork takes milliseconds and shares the weights, so a killed worker is replaced at once. The fork
-server itself never reads an image, so no hostile image reaches the process that all workers copy.
+server itself reads golden images alone, so no hostile image reaches the process that all workers
+copy.
 
 Messages on the socket of the fork server, each one packet of text:
 
@@ -30,12 +31,21 @@ from pathlib import Path
 from typing import NoReturn
 
 import embedder
+from embedder.bundle import Bundle
+from embedder.errors import BundleMismatchError, KinlensError
 from embedder.manifest import Mode
+from embedder.types import SHORT
 from service.encoding.sandbox import Layer
 
 _START_S = 60.0
 _ANSWER_S = 10.0
 _PACKET_BYTES = 4096
+_REASON_CHARACTERS = 1000
+_READY = "ready"
+_MOST_CRASHES = 8
+"""Workers share the memory layout of their server. After so many crashes there is a new one, so
+nobody can find out addresses by trying.
+"""
 _DIE_WITH_PARENT = 1  # prctl: PR_SET_PDEATHSIG
 _MIB = 2**20
 _CODE = "from service.encoding.fork_server import main; main(arguments)"
@@ -83,22 +93,52 @@ class ForkedWorker:
 
 
 class ForkServer:
-    """The fork server of one bundle in one mode; starts at the first fork, and again if it died.
+    """The fork server of one bundle in one mode.
 
     `memory_mb` is what a worker may allocate in addition to the model; `alarm_s` limits decoding.
     """
 
-    def __init__(self, bundle: Path, mode: Mode, memory_mb: int, alarm_s: float) -> None:
-        self._arguments = [str(bundle), *mode, str(memory_mb), str(alarm_s)]
+    def __init__(self, bundle: Bundle, mode: Mode, memory_mb: int, alarm_s: float) -> None:
+        # Resolved: a link to the newest bundle may point elsewhere by the next start.
+        path, bundle_id = str(bundle.path.resolve()), bundle.bundle_id
+        self._arguments = [path, bundle_id, *mode, str(memory_mb), str(alarm_s)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._is_up = self._is_closed = False
+        self._crashes = 0
 
     @property
-    def pid(self) -> int | None:
-        """The process id of the server."""
+    def is_running(self) -> bool:
+        """Whether it can fork."""
         process = self._process
-        return None if process is None else process.pid
+        return self._is_up and process is not None and process.poll() is None
+
+    def start(self) -> None:
+        """Start the process and wait until it has loaded the model. One thread at a time.
+
+        Raises: OSError with the reason.
+        """
+        self.stop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = spawn(_CODE, theirs, self._arguments)
+            except BaseException:
+                ours.close()
+                raise
+        self._socket = ours
+        try:
+            if self._is_closed:
+                raise ConnectionError("it was closed")
+            ours.settimeout(_START_S)
+            answer = ours.recv(_PACKET_BYTES).decode()
+            if answer != _READY:
+                raise ConnectionError(answer or "it ended at its start")
+        except OSError:
+            self.stop()
+            raise
+        self._crashes, self._is_up = 0, True
 
     def fork(self, connection: socket.socket, layers: Sequence[Layer] = ()) -> ForkedWorker:
         """A worker that serves the other end of `connection`. `layers` are those of the worker
@@ -108,75 +148,75 @@ class ForkServer:
         """
         held = [layer.name for layer in layers if layer.holds]
         order = " ".join(["again", *held]) if layers else "first"
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            answer = self._ask(order, [connection.fileno()])
-        return ForkedWorker(int(answer), self)
+        return ForkedWorker(self._ask(order, [connection.fileno()]), self)
 
     def end(self, pid: int) -> int | None:
         """Kill a worker; its exit code. A worker ends with its server, so there may be none."""
-        with self._lock, contextlib.suppress(OSError):
-            return int(self._ask(f"end {pid}"))
-        return None
+        try:
+            code = self._ask(f"end {pid}")
+        except OSError:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)  # as process 1 of a container, the service inherits it
+            return None
+        if code < 0 and code != -signal.SIGKILL:
+            self._crashes += 1
+            if self._crashes >= _MOST_CRASHES:
+                self.stop()
+        return code
 
     def close(self) -> None:
+        """As `stop`, for good."""
+        self._is_closed = True
+        self.stop()
+
+    def stop(self) -> None:
         """End the server and all its workers."""
+        self._is_up = False
         if self._process is not None and self._socket is not None:
             self._process.kill()
             self._process.wait()
             self._socket.close()
 
-    def _start(self) -> None:
-        """Raises: OSError."""
-        self.close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+    def _ask(self, text: str, descriptors: Sequence[int] = ()) -> int:
+        """Raises: OSError, after which the server is stopped unless it told the reason."""
+        with self._lock:
+            if not self.is_running or self._socket is None:
+                raise ConnectionError("the fork server does not run")
             try:
-                process = spawn(_CODE, theirs, self._arguments)
-            except BaseException:
-                ours.close()
+                self._socket.settimeout(_ANSWER_S)
+                socket.send_fds(self._socket, [text.encode()], descriptors)
+                answer = self._socket.recv(_PACKET_BYTES).decode()
+            except OSError:
+                self.stop()  # its next answer could be that to this order
                 raise
-        self._process, self._socket = process, ours
-        ours.settimeout(_START_S)
-        self._answer("ready")
-
-    def _ask(self, text: str, descriptors: Sequence[int] = ()) -> str:
-        """Raises: OSError."""
-        assert self._socket is not None
-        self._socket.settimeout(_ANSWER_S)
-        socket.send_fds(self._socket, [text.encode()], descriptors)
-        return self._answer()
-
-    def _answer(self, expected: str = "") -> str:
-        """Raises: OSError; the server is then stopped, since its next answer would be late."""
-        assert self._socket is not None
-        try:
-            answer = self._socket.recv(_PACKET_BYTES).decode()
-            if not answer or not answer.startswith(expected):
-                raise ConnectionError(f"the fork server ended: {answer or 'no answer'}")
-        except OSError:
-            self.close()
-            raise
-        return answer
+        if not answer.removeprefix("-").isdecimal():
+            raise ConnectionError(answer or "the fork server ended")
+        return int(answer)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Load the model, then fork a worker for each order until the service closes the socket."""
     # Here, since decoding processes import this module too and must load none of it.
-    from embedder.bundle import Bundle
     from embedder.engines.models import SessionSettings
     from embedder.formats import load_all
     from embedder.preprocess import ImageLimits
     from embedder.session import OnnxEmbedder
 
-    path, engine, precision, memory_mb, alarm_s = arguments
+    path, bundle_id, engine, precision, memory_mb, alarm_s = arguments
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
     orders = socket.socket(fileno=0)
     load_all()
     mode = Mode(engine, precision)  # type: ignore[arg-type]
-    model = OnnxEmbedder.checked(Bundle.open(path), SessionSettings(), ImageLimits(), mode)
+    try:
+        bundle = Bundle.open(path)
+        if bundle.bundle_id != bundle_id:
+            raise BundleMismatchError(f"{path} has become the bundle {bundle.bundle_id[:SHORT]}.")
+        model = OnnxEmbedder.checked(bundle, SessionSettings(), ImageLimits(), mode)
+    except KinlensError as error:
+        with contextlib.suppress(ConnectionError):
+            orders.send(str(error)[:_REASON_CHARACTERS].encode())
+        return
     gc.freeze()  # a collection in a worker would write to, and so copy, every page of these objects
     server = os.getpid()
 
@@ -194,7 +234,7 @@ def main(arguments: Sequence[str]) -> None:
 def _serve(orders: socket.socket, work: Callable[[Sequence[str] | None], None]) -> None:
     """Raises: ConnectionError."""
     workers = set[int]()
-    orders.send(b"ready")
+    orders.send(_READY.encode())
     while True:
         text, descriptors, *_ = socket.recv_fds(orders, _PACKET_BYTES, 1)
         if not text:
@@ -202,16 +242,22 @@ def _serve(orders: socket.socket, work: Callable[[Sequence[str] | None], None]) 
         command, *words = text.decode().split()
         if command == "end":
             pid = int(words[0])
-            answer = _ended(pid) if pid in workers else 0  # asked twice: another may have the id
+            answer = str(_ended(pid) if pid in workers else 0)  # another may have its id by now
             workers.discard(pid)
         else:
             [connection] = descriptors
-            answer = os.fork()
-            if not answer:
-                _become_worker(connection, partial(work, words if command == "again" else None))
+            try:
+                worker = os.fork()
+            except OSError as error:  # no memory, or too many processes
+                answer = str(error)
+            else:
+                if not worker:
+                    layers = words if command == "again" else None
+                    _become_worker(connection, partial(work, layers))
+                workers.add(worker)
+                answer = str(worker)
             os.close(connection)
-            workers.add(answer)
-        orders.send(str(answer).encode())
+        orders.send(answer.encode())
 
 
 def _become_worker(connection: int, work: Callable[[], None]) -> NoReturn:

@@ -12,31 +12,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from embedder.errors import OverloadedError
 from embedder.preprocess import ImageLimits
 from service.concurrency import BoundedPool
 from service.encoding.decoders import Decoder, DecoderPool, NoProcessError
 from service.encoding.sandbox import Layer
+from service.encoding.workers import Workers
 
 T = TypeVar("T")
 BulkKind = Literal["batch", "write", "golden"]
 """Work of many calls: queries of a batch, images of items, queries of a golden set."""
-
-
-class ReadyPool(Protocol):
-    """A pool that can be used once it is ready."""
-
-    pool: DecoderPool
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    def fail(self) -> None:
-        """Be not ready for a while, since no process can be started."""
-
-    def close(self) -> None: ...
 
 
 class Lanes:
@@ -55,7 +42,7 @@ class Lanes:
     ) -> None:
         self.count = count
         self._own = DecoderPool(make, count)
-        self._workers: weakref.WeakSet[ReadyPool] = weakref.WeakSet()
+        self._workers: tuple[weakref.ref[Workers], ...] = ()
         self._working = set[int]()
         self._pool = BoundedPool("search", count, queue_size, overdue_s)
         self._batches = threading.BoundedSemaphore(max(1, queue_size // 2))
@@ -92,12 +79,15 @@ class Lanes:
         """Numbers of the decoding processes."""
         return [decoder.pid for decoder in self._all() if decoder.pid is not None]
 
-    def use(self, workers: ReadyPool) -> None:
-        """Take decoders from the pool of `workers` while they are ready."""
-        self._workers.add(workers)
+    def use(self, workers: Workers) -> None:
+        """Take decoders from the pool of `workers` while they are ready, as long as they live."""
+        self._workers = (*map(weakref.ref, self._known_workers()), weakref.ref(workers))
+
+    def _known_workers(self) -> list[Workers]:
+        return [workers for each in self._workers if (workers := each()) is not None]
 
     def _all(self) -> list[Decoder]:
-        pools = [self._own, *(workers.pool for workers in self._workers)]
+        pools = [self._own, *(workers.pool for workers in self._known_workers())]
         return [decoder for pool in pools for decoder in pool.decoders]
 
     def bulk_limit(self, kind: BulkKind) -> AbstractAsyncContextManager[None]:
@@ -129,7 +119,7 @@ class Lanes:
 
     async def close(self) -> None:
         """Drop what waits and end the processes; a thread that hangs ends with the service."""
-        closing = [self._own.close, *(workers.close for workers in self._workers)]
+        closing = [self._own.close, *(workers.close for workers in self._known_workers())]
         await asyncio.gather(*(asyncio.to_thread(close) for close in closing))
         await asyncio.to_thread(self._pool.close)
 
@@ -157,15 +147,14 @@ class Lanes:
         own = threading.get_ident()
         self._working.add(own)
         try:
-            workers = next((each for each in self._workers if each.is_ready), None)
+            workers = next((each for each in self._known_workers() if each.is_ready), None)
             if workers is not None:
                 with contextlib.suppress(NoProcessError), workers.pool.one() as decoder:
                     found = work(decoder)
                     if self._own.is_up:
                         self._own.rest()
                     return found
-                if decoder.pid is None:
-                    workers.fail()
+                workers.fail()
             with self._own.one() as decoder:
                 return work(decoder)
         finally:

@@ -21,7 +21,7 @@ from embedder.session import Embedder, OnnxEmbedder
 from embedder.types import Embeddings, Images
 from service.concurrency import SingleFlight
 from service.encoding.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
-from service.encoding.decoders import Decoder, Vector
+from service.encoding.decoders import Decoder, NoProcessError, Vector
 from service.encoding.lanes import BulkKind, Lanes
 from service.encoding.workers import Workers
 from service.observe.tracing import span
@@ -142,9 +142,9 @@ class Batcher:
 class Encoder:
     """Turns images into vectors, and caches them.
 
-    Where several calls run at once on the CPU, `workers` decode and embed. Else the decoder of the
-    lane decodes, and the model runs here: in batches on a GPU, with all cores for a call that is
-    alone. The arguments between `lanes` and `workers` are those of the `Batcher`.
+    Where several calls run at once on a CPU, `workers` decode and embed. Otherwise the decoder of
+    the lane decodes and this process embeds. A GPU gets batches; a call that is alone on a CPU gets
+    all cores. The arguments between `lanes` and `workers` are those of the `Batcher`.
     """
 
     def __init__(
@@ -213,8 +213,13 @@ class Encoder:
         vectors, decode_ms, started = [], 0.0, time.perf_counter()
         with span("embed"):
             for view in views:
-                with guard(view):
-                    vector, took_ms = workers.embed(view.data, view.box, decoder)
+                try:
+                    with guard(view):
+                        vector, took_ms = workers.embed(view.data, view.box, decoder)
+                except NoProcessError:
+                    if workers.owns(decoder):
+                        raise  # the lane comes again with another decoder
+                    return None
                 vectors.append(vector)
                 decode_ms += took_ms
                 self._on_batch(1)

@@ -1,12 +1,11 @@
 """Workers of a model: processes that decode an image and embed it, one for each call at a time.
 
-They are forked from a process that has the model loaded (`service.encoding.fork_server`). Until
-that has started, and where it cannot, the service embeds in its own process.
+They are forked from a process that has the model loaded (`service.encoding.fork_server`). While
+that does not run, the service decodes and embeds without them.
 """
 
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +20,8 @@ from service.encoding.fork_server import ForkServer
 from service.encoding.sandbox import Layer
 
 _SAME_COSINE = 0.999
-_RETRY_S = 30.0
+_FIRST_PAUSE_S = 30.0
+_LONGEST_PAUSE_S = 600.0
 
 
 class Workers:
@@ -34,13 +34,14 @@ class Workers:
         kept for later calls.
         """
         self._embedder = embedder
-        server = ForkServer(embedder.bundle.path, embedder.mode, memory_mb, timeout_s)
-        make = partial(ProcessDecoder, memory_mb, timeout_s, server.fork)
-        self.pool = DecoderPool(make, count)
-        self._server = server
+        self._server = ForkServer(embedder.bundle, embedder.mode, memory_mb, timeout_s)
+        self._make = partial(ProcessDecoder, memory_mb, timeout_s, self._server.fork)
+        self.pool = DecoderPool(self._make, count)
         self._ready = threading.Event()
-        self._not_before = 0.0
-        self._end = weakref.finalize(self, _end, self.pool, server)
+        self._starting = threading.Lock()
+        self._pause_s = _FIRST_PAUSE_S
+        self._end = weakref.finalize(self, _end, self.pool, self._server)
+        self._known: tuple[bytes, Vector, frozenset[str]]
 
     @staticmethod
     def can_run() -> bool:
@@ -50,70 +51,112 @@ class Workers:
     @property
     def is_ready(self) -> bool:
         """Whether `embed` may be called."""
-        return self._ready.is_set() and time.monotonic() >= self._not_before
-
-    def fail(self) -> None:
-        """Be not ready for half a minute, since no process can be started."""
-        self._not_before = time.monotonic() + _RETRY_S
+        return self._ready.is_set()
 
     def start(self, image: bytes, expected: Vector, layers: Sequence[Layer] = ()) -> None:
-        """Start in the background. They are ready once one of them gives the vector (D,) of
-        `image`, in a sandbox with the layers that hold for other decoders.
+        """Start in the background, and again whenever the fork server has ended.
+
+        Workers are ready once one of them gives the vector (D,) of `image`, in a sandbox with all
+        the layers that hold for other decoders.
         """
-        arguments = image, expected, layers
-        threading.Thread(target=self._start, args=arguments, daemon=True).start()
+        self._known = image, expected, frozenset(each.name for each in layers if each.holds)
+        self._embedder.drop_single_session()  # or the model would be in memory three times
+        self._start()
+
+    def fail(self) -> None:
+        """No worker could be had. If the server has ended, start another one."""
+        if self._server.is_running:
+            return
+        with self._starting:
+            was_ready = self._ready.is_set()
+            self._ready.clear()
+        if was_ready:
+            self._start()
+
+    def owns(self, decoder: Decoder) -> bool:
+        """Whether `decoder` is a worker of this model."""
+        return decoder in self.pool.decoders
 
     def embed(
         self, data: bytes, box: Box | None = None, decoder: Decoder | None = None
     ) -> tuple[Vector, float]:
-        """The vector (D,) of an image, and the milliseconds that decoding it took; by `decoder`, if
-        that is a worker of this model.
+        """The vector (D,) of an image, and the milliseconds that decoding it took. Uses `decoder`
+        if it is a worker of this model, else one of the pool.
 
         Raises: ImageError (ImageCostError if the worker was killed or crashed),
-            InvalidParameterError for the box, BundleError, NoProcessError.
+            InvalidParameterError for the box, NoProcessError.
         """
-        if decoder not in self.pool.decoders:
+        if decoder is not None and self.owns(decoder):
+            return self._embedded_by(decoder, data, box)
+        try:
             with self.pool.one() as worker:
-                try:
-                    return self.embed(data, box, worker)
-                except NoProcessError:
-                    self.fail()
-                    raise
-        assert isinstance(decoder, ProcessDecoder)
-        embedder = self._embedder
-        return decoder.embed(data, embedder.preprocessing, embedder.limits, box, embedder.dim)
+                return self._embedded_by(worker, data, box)
+        except NoProcessError:
+            self.fail()
+            raise
 
     def close(self) -> None:
         """End all processes, also in the middle of an image."""
         self._ready.clear()
         self._end()
 
-    def _start(self, image: bytes, expected: Vector, layers: Sequence[Layer]) -> None:
-        log = structlog.get_logger().bind(bundle_id=self._embedder.bundle_id)
-        fault = self._fault(image, expected, layers)
-        if not self._end.alive:  # the service stops
-            return
-        if fault is not None:
-            log.warning("workers do not embed", cause=fault)
-            self.close()
-            return
-        self._embedder.drop_single_session()
-        self._ready.set()
-        log.info("workers embed", fork_server=self._server.pid)
+    def _embedded_by(self, worker: Decoder, data: bytes, box: Box | None) -> tuple[Vector, float]:
+        assert isinstance(worker, ProcessDecoder)
+        embedder = self._embedder
+        return worker.embed(data, embedder.preprocessing, embedder.limits, box, embedder.dim)
 
-    def _fault(self, image: bytes, expected: Vector, layers: Sequence[Layer]) -> str | None:
+    def _start(self) -> None:
+        if self._end.alive:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        fault = self._fault()
+        if not self._end.alive:
+            return  # the service stops
+        log = structlog.get_logger().bind(bundle_id=self._embedder.bundle_id)
+        if fault is None:
+            self._pause_s = _FIRST_PAUSE_S
+            self._ready.set()
+            log.info("workers embed")
+            return
+        log.warning("workers do not embed", cause=fault, retry_in_s=self._pause_s)
+        again = threading.Timer(self._pause_s, _start_again, [weakref.ref(self)])
+        again.daemon = True
+        again.start()
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _fault(self) -> str | None:
+        """Start the server and its first worker; why it cannot be used, or None."""
+        image, expected, layers = self._known
         try:
-            vector, _ = self.embed(image)
+            self._server.start()
+        except OSError as error:
+            return f"the fork server does not start: {error}"
+        worker = self._make()
+        fault = None
+        try:
+            vector, _ = self._embedded_by(worker, image, None)
         except KinlensError as error:
-            return str(error)
-        cosine = float(vector @ expected)
-        if cosine < _SAME_COSINE:
-            return f"the vector of a known image is off: cosine {cosine:.4f} to that of the service"
-        missing = {layer.name for layer in layers if layer.holds}
-        missing -= {layer.name for layer in self.pool.decoders[0].layers if layer.holds}
-        return f"their sandbox lacks {', '.join(sorted(missing))}" if missing else None
+            fault = str(error)
+        else:
+            cosine = float(vector @ expected)
+            if cosine < _SAME_COSINE:
+                fault = f"the vector of a known image is off: cosine {cosine:.4f}"
+            elif missing := layers - {each.name for each in worker.layers if each.holds}:
+                fault = f"their sandbox lacks {', '.join(sorted(missing))}"
+        if fault is None:
+            self.pool.add(worker)
+        else:
+            worker.close()
+            self._server.stop()
+        return fault
+
+
+def _start_again(workers: "weakref.ref[Workers]") -> None:
+    if (found := workers()) is not None:
+        found._start()
 
 
 def _end(pool: DecoderPool, server: ForkServer) -> None:
-    pool.close()
     server.close()
+    pool.close()

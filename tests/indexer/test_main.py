@@ -242,7 +242,11 @@ def test_a_gallery_names_the_precision_that_it_was_made_in_and_mixes_no_two_othe
     bundle_id = Bundle.open(bundle).bundle_id
     named = {"name": "other", "bundle_id": bundle_id, "dim": 8, "source_root": shop}
     Gallery.create(tmp_path / "other", precision="bf16", **named).close()
-    refused = ("add", tmp_path / "other", shop, "--bundle", bundle, "--precision", "int8")
-    line = failure(invoke(*refused))
-    assert "'other' was made in bf16, the model runs in int8" in line
-    assert "--precision fp32" in line
+    for command in (
+        ("add", tmp_path / "other", shop),
+        ("verify", tmp_path / "other"),
+        ("golden", "run", tmp_path / "other"),
+    ):
+        line = failure(invoke(*command, "--bundle", bundle, "--precision", "int8"))
+        assert "'other' was made in bf16, the model runs in int8" in line
+        assert "--precision fp32" in line

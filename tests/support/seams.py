@@ -38,6 +38,7 @@ from service.access.rates import (
     parse_rates,
 )
 from service.encoding import decode_worker, decoders, fork_server, sandbox
+from service.encoding import workers as workers_module
 from service.encoding.cache import (
     LruCache,
     answer_key,
@@ -45,7 +46,7 @@ from service.encoding.cache import (
     embedding_key,
     encode_vector,
 )
-from service.encoding.decoders import InlineDecoder, ProcessDecoder
+from service.encoding.decoders import InlineDecoder, NoProcessError, ProcessDecoder
 from service.encoding.model import Batcher
 from service.encoding.workers import Workers
 from service.galleries.feedback import FeedbackStore, Question

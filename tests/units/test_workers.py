@@ -2,12 +2,14 @@
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from embedder.manifest import FP32, Mode
 from embedder.session import OnnxEmbedder
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
-from tests.support.seams import Workers, fork_server
+from tests.support.seams import NoProcessError, Workers, fork_server, workers_module
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
 
@@ -135,7 +137,9 @@ def test_an_image_that_takes_too_long_ends_by_the_alarm_of_its_worker(
         assert [(each.restarts, each.kills) for each in workers.pool.decoders] == [(1, 1)]
 
 
-def test_a_killed_worker_costs_no_answer_and_a_killed_server_neither(tiny_bundle: Bundle) -> None:
+def test_a_killed_worker_costs_no_answer_and_a_killed_server_is_replaced(
+    tiny_bundle: Bundle,
+) -> None:
     good = encoded(picture(1))
     expected = vector_of(tiny_bundle, good)
     with running(tiny_bundle) as workers:
@@ -148,24 +152,105 @@ def test_a_killed_worker_costs_no_answer_and_a_killed_server_neither(tiny_bundle
         last = worker.pid
         os.kill(server, signal.SIGKILL)
         until(lambda: is_gone(last))  # with its server
-        assert np.array_equal(workers.embed(good)[0], expected)
+        with pytest.raises(NoProcessError):
+            workers.embed(good)
+        until(lambda: workers.is_ready)
         assert fork_servers() != {server}
+        until(lambda: answers(workers, good, expected))
 
 
-def test_a_model_that_cannot_be_loaded_leaves_the_service_to_embed(
-    make_tiny_bundle, monkeypatch
+def answers(workers: Any, image: bytes, expected: Any) -> bool:
+    """Whether a worker gives this vector; one that could not start pauses first."""
+    try:
+        return np.array_equal(workers.embed(image)[0], expected)
+    except (NoProcessError, ImageCostError):
+        return False
+
+
+def test_after_some_crashes_the_server_is_a_new_one_with_other_addresses(
+    tiny_bundle: Bundle,
 ) -> None:
-    bundle = make_tiny_bundle()
+    with running(tiny_bundle) as workers:
+        until(lambda: workers.is_ready)
+        [server] = fork_servers()
+
+        def is_new_after_a_crash() -> bool:
+            for worker in workers.pool.decoders:
+                if worker.pid is not None:
+                    os.kill(worker.pid, signal.SIGSEGV)
+            answers(workers, encoded(picture(1)), None)
+            return workers.is_ready and fork_servers() != {server}
+
+        until(is_new_after_a_crash)
+        assert sum(worker.restarts for worker in workers.pool.decoders) >= 8
+
+
+def test_a_server_that_does_not_start_leaves_the_service_to_embed_and_is_tried_again(
+    tiny_bundle: Bundle, monkeypatch
+) -> None:
+    monkeypatch.setattr(workers_module, "_FIRST_PAUSE_S", 0.2)
+    good = fork_server._CODE
     monkeypatch.setattr(fork_server, "_CODE", "raise SystemExit('no memory')")
-    with structlog.testing.capture_logs() as events, running(bundle) as workers:
+    with structlog.testing.capture_logs() as events, running(tiny_bundle) as workers:
         until(lambda: any(event["event"] == "workers do not embed" for event in events))
         assert not workers.is_ready
+        monkeypatch.setattr(fork_server, "_CODE", good)
+        until(lambda: workers.is_ready)
+
+
+def test_a_bundle_in_a_relative_folder_has_workers(
+    tiny_bundle: Bundle, monkeypatch, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_bundle.path, tmp_path / "bundle")
+    monkeypatch.chdir(tmp_path)
+    with running(Bundle.open("bundle")) as workers:
+        until(lambda: workers.is_ready)
+
+
+def test_another_bundle_in_the_same_folder_is_refused(
+    make_tiny_bundle, tiny_bundle: Bundle, tmp_path: Path
+) -> None:
+    """Its vectors would be stored, and cached, under the id of the first."""
+    path = Path(shutil.copytree(tiny_bundle.path, tmp_path / "bundle"))
+    with structlog.testing.capture_logs() as events, running(Bundle.open(path)) as workers:
+        until(lambda: workers.is_ready)
+        [server] = fork_servers()
+        shutil.rmtree(path)
+        shutil.copytree(make_tiny_bundle(seed=5).path, path)
+        os.kill(server, signal.SIGKILL)
+        until(lambda: not answers(workers, encoded(picture(1)), None) and not workers.is_ready)
+        until(lambda: any(event["event"] == "workers do not embed" for event in events))
+    assert "has become the bundle" in str(events)
+
+
+def test_a_model_that_fails_in_a_worker_is_left_to_the_service(
+    tiny_bundle: Bundle, monkeypatch
+) -> None:
+    last = (len(tiny_bundle.golden_inputs()) + 1) // 2 + 1  # the calls of the start
+    code = f"""
+from embedder.session import OnnxEmbedder
+from embedder.errors import BundleError
+embed, calls = OnnxEmbedder.embed, []
+def fail(self, images):
+    calls.append(1)
+    if len(calls) > {last}:
+        raise BundleError("no memory")
+    return embed(self, images)
+OnnxEmbedder.embed = fail
+"""
+    monkeypatch.setattr(fork_server, "_CODE", code + fork_server._CODE)
+    with running(tiny_bundle) as workers:
+        until(lambda: workers.is_ready)
+        with pytest.raises(NoProcessError, match="cannot run in a decoding process"):
+            workers.embed(encoded(picture(1)))
 
 
 def test_workers_that_are_let_go_of_end(tiny_bundle: Bundle) -> None:
     embedder = OnnxEmbedder.open(tiny_bundle)
+    image = embedder.known_images()[0]
     workers = Workers(embedder, 1024, 30.0, 2)
-    workers.embed(embedder.known_images()[0])
+    workers.start(image, embedder.embed(embedder.preprocess(image)[np.newaxis])[0])
+    until(partial(getattr, workers, "is_ready"))
     pids = [each.pid for each in workers.pool.decoders]
     assert pids
     del workers
@@ -174,14 +259,17 @@ def test_workers_that_are_let_go_of_end(tiny_bundle: Bundle) -> None:
 
 
 PARENT = """
-import sys
+import sys, time
 from embedder.session import OnnxEmbedder
 from service.encoding.workers import Workers
 
 embedder = OnnxEmbedder.open(sys.argv[1])
 workers = Workers(embedder, 1024, 20.0, 2)
-workers.embed(embedder.known_images()[0])
-print(*[each.pid for each in workers.pool.decoders], flush=True)
+image = embedder.known_images()[0]
+workers.start(image, embedder.embed(embedder.preprocess(image)[None])[0])
+while not workers.is_ready:
+    time.sleep(0.05)
+print("pids", *[each.pid for each in workers.pool.decoders], flush=True)
 sys.stdin.read()
 """
 
@@ -191,7 +279,8 @@ def test_server_and_workers_end_when_the_service_dies(tiny_bundle: Bundle) -> No
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
+        line = next(line for line in parent.stdout if line.startswith("pids"))
+        pids = [int(word) for word in line.split()[1:]]
         children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
         parent.kill()
     assert pids

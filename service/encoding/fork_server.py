@@ -48,7 +48,7 @@ nobody can find out addresses by trying.
 """
 _DIE_WITH_PARENT = 1  # prctl: PR_SET_PDEATHSIG
 _MIB = 2**20
-_CODE = "from service.encoding.fork_server import main; main(arguments)"
+CODE = "from service.encoding.fork_server import main; main(arguments)"
 
 _PATH = (
     "import sys; count = int(sys.argv[1]); sys.path[:] = sys.argv[2:2 + count]; "
@@ -123,7 +123,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
-                self._process = spawn(_CODE, theirs, self._arguments)
+                self._process = spawn(CODE, theirs, self._arguments)
             except BaseException:
                 ours.close()
                 raise

@@ -189,12 +189,12 @@ def test_a_server_that_does_not_start_leaves_the_service_to_embed_and_is_tried_a
     tiny_bundle: Bundle, monkeypatch
 ) -> None:
     monkeypatch.setattr(workers_module, "_FIRST_PAUSE_S", 0.2)
-    good = fork_server._CODE
-    monkeypatch.setattr(fork_server, "_CODE", "raise SystemExit('no memory')")
+    good = fork_server.CODE
+    monkeypatch.setattr(fork_server, "CODE", "raise SystemExit('no memory')")
     with structlog.testing.capture_logs() as events, running(tiny_bundle) as workers:
         until(lambda: any(event["event"] == "workers do not embed" for event in events))
         assert not workers.is_ready
-        monkeypatch.setattr(fork_server, "_CODE", good)
+        monkeypatch.setattr(fork_server, "CODE", good)
         until(lambda: workers.is_ready)
 
 
@@ -238,11 +238,20 @@ def fail(self, images):
     return embed(self, images)
 OnnxEmbedder.embed = fail
 """
-    monkeypatch.setattr(fork_server, "_CODE", code + fork_server._CODE)
+    monkeypatch.setattr(fork_server, "CODE", code + fork_server.CODE)
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)
         with pytest.raises(NoProcessError, match="cannot run in a decoding process"):
             workers.embed(encoded(picture(1)))
+
+
+def test_a_worker_cannot_write_nonsense_into_the_metrics(tiny_bundle: Bundle, monkeypatch) -> None:
+    code = "from service.encoding import decode_worker; "
+    code += "decode_worker.perf_counter = lambda: float('nan'); "
+    monkeypatch.setattr(fork_server, "CODE", code + fork_server.CODE)
+    with running(tiny_bundle) as workers:
+        until(lambda: workers.is_ready)
+        assert workers.embed(encoded(picture(1)))[1] == 0.0
 
 
 def test_workers_that_are_let_go_of_end(tiny_bundle: Bundle) -> None:
@@ -308,7 +317,7 @@ def test_a_worker_that_was_taken_over_reaches_nothing(
     tiny_bundle: Bundle, monkeypatch, tmp_path: Path, name: str
 ) -> None:
     code = START.format(layers=(name,), fault="").replace("decode_worker", "fork_server")
-    monkeypatch.setattr(fork_server, "_CODE", code)
+    monkeypatch.setattr(fork_server, "CODE", code)
     (tmp_path / "keys.json").write_text("{}")
     with running(tiny_bundle) as workers:
         until(lambda: workers.is_ready)

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,16 @@ def test_without_its_bundle_no_server_starts_again_and_the_service_embeds_itself
     for _ in range(3):
         assert keys(search(service, range(8))) == [f"{number}.png" for number in range(8)]
     assert service.client.get("/ready").status_code == 200
+
+
+def test_a_model_with_several_threads_runs_in_the_service_alone(
+    bundle_copy: Path, tiny_gallery: Path
+) -> None:
+    settings: dict[str, Any] = {"bundle": bundle_copy, "galleries": f"shop={tiny_gallery}"}
+    with closing(run(create_app(Settings(**settings, lanes=2, threads=2)))) as service:
+        assert keys(search(service, range(8))) == [f"{number}.png" for number in range(8)]
+        tasks = Path("/proc/self/task").iterdir()
+        children = {pid for task in tasks for pid in (task / "children").read_text().split()}
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children]
+        assert any(b"decode_worker" in command for command in commands)
+        assert not any(b"fork_server" in command for command in commands)

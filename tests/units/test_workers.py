@@ -1,5 +1,6 @@
 """Workers that embed: the same vectors, limits that hold, a model loaded once, nothing left."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -8,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 ALL = ("landlock", "seccomp")
 
 
-@contextmanager
+@contextlib.contextmanager
 def running(bundle: Bundle, mode: Mode = FP32, **limits: Any) -> Iterator[Any]:
     """Workers that are ready, or that said why not."""
     settings = SessionSettings(precision=mode.precision, engine=mode.engine, alone_threads=2)
@@ -57,7 +57,8 @@ def fork_servers() -> set[int]:
     """Children of this process."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended meanwhile
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
 
 

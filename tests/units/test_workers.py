@@ -53,13 +53,21 @@ def vector_of(bundle: Bundle, data: bytes, box: Any = None, mode: Mode = FP32) -
     return embedder.embed(embedder.preprocess(data, box)[np.newaxis])[0]
 
 
-def fork_servers() -> set[int]:
-    """Children of this process."""
+OTHERS = set[int]()
+"""Children of this process that belong to other tests, as to a service that many of them use."""
+
+
+def children() -> set[int]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the thread has ended meanwhile
             found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
+
+
+def fork_servers() -> set[int]:
+    """Those that the test has started."""
+    return {pid for pid in children() - OTHERS if not is_gone(pid)}
 
 
 def is_gone(pid: int) -> bool:
@@ -71,10 +79,11 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> Iterator[None]:
-    before = fork_servers()
+    OTHERS.clear()
+    OTHERS.update(children())
     yield
     gc.collect()
-    assert fork_servers() <= before
+    assert not children() - OTHERS
 
 
 def test_vectors_are_those_of_the_service_bit_for_bit(tiny_bundle: Bundle) -> None:

@@ -216,9 +216,11 @@ def started(
         yield Server(url, process.pid)
     finally:
         process.terminate()
-        process.wait(timeout=30)
-        with contextlib.suppress(ProcessLookupError):  # peers leave processes behind
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            process.wait(timeout=30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # peers leave processes behind
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def load(

@@ -128,6 +128,7 @@ def main(arguments: Sequence[str]) -> None:
     memory_mb, alarm_s = int(arguments[0]), float(arguments[1])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
+    warnings.simplefilter("ignore")
     load_all()
     held = arguments[2].split() if len(arguments) > 2 else None
     serve(socket.socket(fileno=0), memory_mb * _MIB, alarm_s, held)
@@ -140,10 +141,9 @@ def serve(
     held: Sequence[str] | None = None,
     embed: Embed | None = None,
 ) -> None:
-    """Serve until `connection` is closed, in at most so many bytes of address space. The sandbox
+    """Serve until `connection` is closed, in at most `memory_bytes` of address space. The sandbox
     has the layers that `held` for an earlier process, or those that a rehearsal proves.
     """
-    warnings.simplefilter("ignore")
     silence = os.open(os.devnull, os.O_WRONLY)
     _limit(memory_bytes)
     layers = pack_layers(enter(_rehearse) if held is None else enter_again(held))

@@ -37,7 +37,7 @@ from service.encoding.decode_worker import (
     unpack_layers,
 )
 from service.encoding.fork_server import spawn
-from service.encoding.sandbox import Layer
+from service.encoding.sandbox import Layer, held_names
 
 Pixels = NDArray[np.uint8]
 Vector = NDArray[np.float32]
@@ -223,7 +223,7 @@ class ProcessDecoder:
         """The unit vector (dim,) of an image, and the milliseconds that decoding it took. Only for
         a process that has a model of `dim` numbers.
 
-        Raises: as `decode`, BundleError.
+        Raises: as `decode`.
         """
         order = pack_order(spec, limits, box, embed=True)
         content = self._ask(order, data, 4 * (dim + 1), EMBED_S)
@@ -443,7 +443,7 @@ def _spawn(
     memory_mb: int, alarm_s: float, connection: socket.socket, layers: Sequence[Layer]
 ) -> "_Spawned":
     """A process that has no model. Raises: OSError."""
-    held = [" ".join(layer.name for layer in layers if layer.holds)] if layers else []
+    held = [" ".join(held_names(layers))] if layers else []
     return _Spawned(spawn(_CODE, connection, [str(memory_mb), str(alarm_s), *held]))
 
 

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,10 +33,15 @@ from typing import NoReturn
 
 import embedder
 from embedder.bundle import Bundle
+from embedder.engines.models import SessionSettings
 from embedder.errors import BundleMismatchError, KinlensError
+from embedder.formats import load_all
 from embedder.manifest import Mode
+from embedder.preprocess import ImageLimits
+from embedder.session import OnnxEmbedder
 from embedder.types import SHORT
-from service.encoding.sandbox import Layer
+from service.encoding import decode_worker
+from service.encoding.sandbox import Layer, held_names
 
 _START_S = 60.0
 _ANSWER_S = 10.0
@@ -43,8 +49,8 @@ _PACKET_BYTES = 4096
 _REASON_CHARACTERS = 1000
 _READY = "ready"
 _MOST_CRASHES = 8
-"""Workers share the memory layout of their server. After so many crashes there is a new one, so
-nobody can find out addresses by trying.
+"""Workers share the memory layout of their server. After this number of crashes the server is
+replaced, so nobody can find out addresses by trying.
 """
 _DIE_WITH_PARENT = 1  # prctl: PR_SET_PDEATHSIG
 _MIB = 2**20
@@ -146,8 +152,7 @@ class ForkServer:
 
         Raises: OSError if no worker can be started.
         """
-        held = [layer.name for layer in layers if layer.holds]
-        order = " ".join(["again", *held]) if layers else "first"
+        order = " ".join(["again", *held_names(layers)]) if layers else "first"
         return ForkedWorker(self._ask(order, [connection.fileno()]), self)
 
     def end(self, pid: int) -> int | None:
@@ -178,7 +183,7 @@ class ForkServer:
             self._socket.close()
 
     def _ask(self, text: str, descriptors: Sequence[int] = ()) -> int:
-        """Raises: OSError, after which the server is stopped unless it told the reason."""
+        """Raises: OSError, after which the server is stopped unless it reported the reason."""
         with self._lock:
             if not self.is_running or self._socket is None:
                 raise ConnectionError("the fork server does not run")
@@ -196,15 +201,10 @@ class ForkServer:
 
 def main(arguments: Sequence[str]) -> None:
     """Load the model, then fork a worker for each order until the service closes the socket."""
-    # Here, since decoding processes import this module too and must load none of it.
-    from embedder.engines.models import SessionSettings
-    from embedder.formats import load_all
-    from embedder.preprocess import ImageLimits
-    from embedder.session import OnnxEmbedder
-
     path, bundle_id, engine, precision, memory_mb, alarm_s = arguments
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the service decides when this ends
+    warnings.simplefilter("ignore")
     orders = socket.socket(fileno=0)
     load_all()
     mode = Mode(engine, precision)  # type: ignore[arg-type]
@@ -221,8 +221,6 @@ def main(arguments: Sequence[str]) -> None:
     server = os.getpid()
 
     def work(layers: Sequence[str] | None) -> None:
-        from service.encoding import decode_worker
-
         _die_with(server)
         limit = _address_space_bytes() + int(memory_mb) * _MIB
         decode_worker.serve(socket.socket(fileno=0), limit, float(alarm_s), layers, model.embed)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from embedder.calibration import Calibration
 from embedder.errors import BundleError, SearchError
 from embedder.preprocess import Box
-from embedder.session import Embedder, OnnxEmbedder
+from embedder.session import Embedder
 from embedder.types import Embeddings, Images
 from service.concurrency import SingleFlight
 from service.encoding.cache import Cache, Lookup, decode_vector, embedding_key, encode_vector
@@ -162,7 +162,6 @@ class Encoder:
         self._lanes = lanes
         self._workers = workers
         self._on_batch = on_batch
-        self._gains_alone = isinstance(embedder, OnnxEmbedder) and embedder.gains_alone
 
         def embed(images: Images) -> Embeddings:  # no method: a cycle would keep the session alive
             """With all cores where nothing else wants one."""
@@ -208,7 +207,7 @@ class Encoder:
         workers = self._workers
         if workers is None or not workers.is_ready:
             return None
-        if self._gains_alone and self._lanes.is_alone:
+        if workers.gains_alone and self._lanes.is_alone:
             return None
         vectors, decode_ms, started = [], 0.0, time.perf_counter()
         with span("embed"):
@@ -218,7 +217,7 @@ class Encoder:
                         vector, took_ms = workers.embed(view.data, view.box, decoder)
                 except NoProcessError:
                     if workers.owns(decoder):
-                        raise  # the lane comes again with another decoder
+                        raise  # the lane repeats the call with another decoder
                     return None
                 vectors.append(vector)
                 decode_ms += took_ms

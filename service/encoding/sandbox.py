@@ -78,9 +78,14 @@ class Layer(NamedTuple):
     absence: str = ""
 
 
-def holding(layers: Sequence[Layer]) -> str:
+def held_names(layers: Sequence[Layer]) -> list[str]:
     """The names of the layers that hold."""
-    return ", ".join(layer.name for layer in layers if layer.holds) or "none"
+    return [layer.name for layer in layers if layer.holds]
+
+
+def holding(layers: Sequence[Layer]) -> str:
+    """The names of the layers that hold, as a text."""
+    return ", ".join(held_names(layers)) or "none"
 
 
 def absences(layers: Sequence[Layer]) -> dict[str, str]:

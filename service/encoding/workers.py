@@ -17,7 +17,7 @@ from embedder.preprocess import Box
 from embedder.session import OnnxEmbedder
 from service.encoding.decoders import Decoder, DecoderPool, NoProcessError, ProcessDecoder, Vector
 from service.encoding.fork_server import ForkServer
-from service.encoding.sandbox import Layer
+from service.encoding.sandbox import Layer, held_names
 
 _SAME_COSINE = 0.999
 _FIRST_PAUSE_S = 30.0
@@ -25,7 +25,10 @@ _LONGEST_PAUSE_S = 600.0
 
 
 class Workers:
-    """The workers of the model of `embedder`, which runs on the CPU. Thread safe."""
+    """The workers of the model of `embedder`, which runs on the CPU. Thread safe.
+
+    `gains_alone`: the service embeds one image sooner than a worker if nothing else runs.
+    """
 
     def __init__(
         self, embedder: OnnxEmbedder, memory_mb: int, timeout_s: float, count: int
@@ -33,12 +36,13 @@ class Workers:
         """A worker may allocate `memory_mb` and take `timeout_s` for decoding an image; `count` are
         kept for later calls.
         """
+        self.gains_alone = embedder.gains_alone
         self._embedder = embedder
         self._server = ForkServer(embedder.bundle, embedder.mode, memory_mb, timeout_s)
         self._make = partial(ProcessDecoder, memory_mb, timeout_s, self._server.fork)
         self.pool = DecoderPool(self._make, count)
         self._ready = threading.Event()
-        self._starting = threading.Lock()
+        self._lock = threading.Lock()
         self._pause_s = _FIRST_PAUSE_S
         self._end = weakref.finalize(self, _end, self.pool, self._server)
         self._known: tuple[bytes, Vector, frozenset[str]]
@@ -59,7 +63,7 @@ class Workers:
         Workers are ready once one of them gives the vector (D,) of `image`, in a sandbox with all
         the layers that hold for other decoders.
         """
-        self._known = image, expected, frozenset(each.name for each in layers if each.holds)
+        self._known = image, expected, frozenset(held_names(layers))
         self._embedder.drop_single_session()  # or the model would be in memory three times
         self._start()
 
@@ -67,7 +71,7 @@ class Workers:
         """No worker could be had. If the server has ended, start another one."""
         if self._server.is_running:
             return
-        with self._starting:
+        with self._lock:
             was_ready = self._ready.is_set()
             self._ready.clear()
         if was_ready:
@@ -110,7 +114,7 @@ class Workers:
             threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        fault = self._fault()
+        fault = self._try_to_start()
         if not self._end.alive:
             return  # the service stops
         log = structlog.get_logger().bind(bundle_id=self._embedder.bundle_id)
@@ -125,8 +129,8 @@ class Workers:
         again.start()
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
-    def _fault(self) -> str | None:
-        """Start the server and its first worker; why it cannot be used, or None."""
+    def _try_to_start(self) -> str | None:
+        """Start the server and its first worker; the reason if they cannot be used, or None."""
         image, expected, layers = self._known
         try:
             self._server.start()
@@ -142,7 +146,7 @@ class Workers:
             cosine = float(vector @ expected)
             if cosine < _SAME_COSINE:
                 fault = f"the vector of a known image is off: cosine {cosine:.4f}"
-            elif missing := layers - {each.name for each in worker.layers if each.holds}:
+            elif missing := layers.difference(held_names(worker.layers)):
                 fault = f"their sandbox lacks {', '.join(sorted(missing))}"
         if fault is None:
             self.pool.add(worker)

@@ -120,6 +120,20 @@ def test_threads_have_a_worker_each_and_share_one_server(tiny_bundle: Bundle) ->
         assert len(fork_servers()) == 1
 
 
+def test_a_worker_of_another_model_embeds_nothing_for_this_one(
+    tiny_bundle: Bundle, make_tiny_bundle
+) -> None:
+    """A lane may hold a worker of any model, where a service has several."""
+    other, data = make_tiny_bundle(seed=7), encoded(picture(1))
+    with running(tiny_bundle) as workers, running(other) as others:
+        until(lambda: workers.is_ready and others.is_ready)
+        with workers.pool.one() as decoder:
+            assert np.array_equal(others.embed(data, None, decoder)[0], vector_of(other, data))
+            expected = vector_of(tiny_bundle, data)
+            assert np.array_equal(workers.embed(data, None, decoder)[0], expected)
+            assert not np.array_equal(expected, vector_of(other, data))
+
+
 def test_an_image_that_is_damaged_or_too_large_fails_alone(
     tiny_bundle: Bundle, heavy: bytes
 ) -> None:

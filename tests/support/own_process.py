@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class OwnProcess:
 
     def serving(self) -> set[int]:
         """Process ids of the children that have not ended, without the interpreter's own helper."""
-        commands = {pid: command_of(pid) for pid in _children(self.pid)}
+        commands = {pid: command_of(pid) for pid in children(self.pid)}
         return {pid for pid, text in commands.items() if text and "resource_tracker" not in text}
 
     @contextmanager
@@ -133,13 +133,17 @@ def command_of(process_id: int) -> str:
         return ""
 
 
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+def children(pid: int | str = "self") -> set[int]:
+    """The process ids of the children of `pid`."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found |= {int(child) for child in (task / "children").read_text().split()}
+    return found
 
 
 def _tree(pid: int) -> list[int]:
-    return [pid, *(one for child in _children(pid) for one in _tree(child))]
+    return [pid, *(one for child in children(pid) for one in _tree(child))]
 
 
 def _memory_mb(pid: int) -> float:

@@ -18,6 +18,7 @@ from embedder import errors
 from embedder.manifest import Preprocessing
 from embedder.preprocess import ImageLimits, preprocess
 from tests.support.odd_images import FORMATS
+from tests.support.own_process import children
 from tests.support.seams import InlineDecoder, ProcessDecoder
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
@@ -50,13 +51,6 @@ def state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
-
-
-def children() -> set[int]:
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,7 @@ from embedder.manifest import FP32, Mode
 from embedder.session import OnnxEmbedder
 from tests.support.hostile import START, attempt
 from tests.support.odd_images import FORMATS
+from tests.support.own_process import children
 from tests.support.seams import NoProcessError, Workers, fork_server, workers_module
 from tests.support.waiting import until
 from tests.tiny import encoded, picture
@@ -55,14 +56,6 @@ def vector_of(bundle: Bundle, data: bytes, box: Any = None, mode: Mode = FP32) -
 
 OTHERS = set[int]()
 """Children of this process that belong to other tests, as to a service that many of them use."""
-
-
-def children() -> set[int]:
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the thread has ended meanwhile
-            found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
 
 
 def fork_servers() -> set[int]:
@@ -314,11 +307,11 @@ def test_server_and_workers_end_when_the_service_dies(tiny_bundle: Bundle) -> No
         assert parent.stdout is not None
         line = next(line for line in parent.stdout if line.startswith("pids"))
         pids = [int(word) for word in line.split()[1:]]
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        servers = children(parent.pid)
         parent.kill()
     assert pids
-    assert children
-    until(lambda: all(is_gone(pid) for pid in [*pids, *map(int, children)]))
+    assert servers
+    until(lambda: all(is_gone(pid) for pid in [*pids, *servers]))
 
 
 def test_a_worker_is_confined_as_a_decoding_process_is(tiny_bundle: Bundle, monkeypatch) -> None:

@@ -73,6 +73,7 @@ from indexer.live.compaction import (
     compact,
     due,
 )
+from indexer.live.facets import facts_of
 from indexer.live.search import Searcher, numbers_of
 from indexer.live.snapshot import SnapshotKeeper
 from indexer.pictures import ItemImage, item_image
@@ -320,17 +321,26 @@ class Gallery(Searcher):
         begin with `prefix` and whose numbers are above `after`; in the order of their numbers.
         `total` and `last` are of all that fit, whatever their numbers. Raises: FilterError.
         """
-        with self._catalog.reading() as view:
-            return _page(view, offset, limit, where, prefix, after)
+        if where is None and not prefix:
+            with self._catalog.reading() as view:
+                ids = view.ids_from(offset, limit, after)
+                return Page(view.state().size, view.known(ids), view.last_id())
+        with self._snapshots.reading() as now:
+            among = self._among(now, where, prefix)
+            attributes = self._attributes_of(now)
+            ids, last = attributes.ids(among, after, offset + limit)
+            return Page(attributes.count(among), now.view.known(ids[offset:]), last)
 
     def attribute_facts(self) -> tuple[AttributeFacts, ...]:
         """The values of each attribute, counted; remembered until the gallery changes."""
-        with self._catalog.reading() as view:
+        with self._snapshots.reading() as now:
             seq, facts = self._facts
-            now = view.state().seq
-            if seq != now:
-                facts = view.attribute_facts()
-                self._facts = (now, facts)
+            state = now.snapshot.state
+            if seq != state.seq:
+                attributes = self._attributes_of(now)
+                kinds = now.view.schema().items()
+                facts = tuple(facts_of(name, kind, attributes) for name, kind in kinds)
+                self._facts = (state.seq, facts)
             return facts
 
     def held(self, sha256s: Sequence[str]) -> set[str]:
@@ -401,13 +411,16 @@ class Gallery(Searcher):
         """For each count of items, the number of values of an attribute that have it; then the
         number of items of each of `values`.
         """
-        with self._catalog.reading() as view:
-            return view.counted(name, values)
+        with self._snapshots.reading() as now:
+            spread = self._attributes_of(now).spread(name)
+        counts = {value: spread.count(value) for value in values}
+        return spread.sizes(), {value: count for value, count in counts.items() if count}
 
     def has_more(self, name: str, value: AttributeValue, than: int) -> bool:
         """Whether more than so many items have this value of an attribute."""
-        with self._catalog.reading() as view:
-            return view.has_more(name, value, than)
+        with self._snapshots.reading() as now:
+            attributes = self._attributes_of(now)
+            return attributes.count(attributes.having(name, [value])) > than
 
     def calibration(self) -> GalleryCalibration | None:
         """What is known of this generation; None until it was calibrated. One `stat` a call."""
@@ -610,8 +623,8 @@ class Gallery(Searcher):
 
         Raises: FilterError, GalleryWriteError, GalleryBusyError.
         """
-        with self._catalog.reading() as view:
-            ids = view.matching(where)
+        with self._snapshots.reading() as now:
+            ids, _ = self._attributes_of(now).ids(self._among(now, where))
         removed = 0
         for start in range(0, len(ids), _REMOVED_AT_ONCE):
             try:
@@ -773,7 +786,8 @@ class Gallery(Searcher):
             size = read_segment_manifest(folder).size
             self._segment_size = (state.segment, size)
         removed = view.removed_count()
-        return due(size, removed, state.size - size + removed)
+        changed = view.count_changed(state.segment_seq)
+        return due(size, removed, max(changed, state.size - size + removed))
 
     def _version_at(self, seq: int) -> str:
         return hashlib.sha256(f"{self.manifest.uid}:{seq}".encode()).hexdigest()
@@ -783,23 +797,6 @@ class Gallery(Searcher):
         """For generators: they may be left half way, or run while their thread searches."""
         with catalog_view(self._generation / CATALOG) as view:
             yield view
-
-
-def _page(
-    view: CatalogView, offset: int, limit: int, where: Filter | None, prefix: str, after: ItemId
-) -> Page:
-    if where is None and not prefix:
-        ids, total, last = view.ids_from(offset, limit, after), view.state().size, view.last_id()
-    else:
-        found = view.with_prefix(prefix) if prefix else None
-        if where is not None:
-            fitting = view.matching(where)
-            found = fitting if found is None else np.intersect1d(found, fitting, True)
-        assert found is not None
-        first = int(np.searchsorted(found, after, "right")) + offset
-        ids, total = found[first : first + limit], len(found)
-        last = int(found[-1]) if total else None
-    return Page(total, view.known(ids), last)
 
 
 def _entries(items: Sequence[Item], vectors: Embeddings) -> list[Entry]:

@@ -10,22 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.types import AttributeKind, AttributeValue, Embeddings, ItemId
+from embedder.types import AttributeValue, Embeddings, ItemId
 from indexer.attributes import Schema, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key
 from indexer.catalog.schema import (
+    KEEPS_REMOVED,
     NAMES,
-    SCHEMA_VERSION,
     STATE,
     damaged,
     item_checksum,
-    restored,
     row_checksum,
-    stored,
 )
-from indexer.catalog.sql import condition_sql, fitting
-from indexer.filters.tree import And, Condition, Filter
-from indexer.types import MAX_COUNTED_VALUES, AttributeFacts, Ids, Item, places_of
+from indexer.types import Ids, Item, places_of
 
 # With its crc, an item is read whole: what an index says alone is not checked.
 _ITEM = "SELECT id, key, path, sha256, format, attributes, crc FROM items"
@@ -56,8 +52,9 @@ SELECT id, crc, vector FROM vectors WHERE id IN (
 ) ORDER BY id
 """
 _CHANGED = f"""
-{_ITEM} INDEXED BY items_by_change WHERE changed_seq > ? ORDER BY id LIMIT ?
+{_ITEM} INDEXED BY items_by_change WHERE changed_seq > ? ORDER BY id
 """
+_COUNT_CHANGED = "SELECT count(*) FROM items INDEXED BY items_by_change WHERE changed_seq > ?"
 _CHANGED_NUMBERS = """
 SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_change WHERE changed_seq > ?
 """
@@ -66,47 +63,14 @@ SELECT items.id FROM tombstones CROSS JOIN items ON items.id = tombstones.id
 WHERE tombstones.seq > ? LIMIT 1
 """
 _LIVE = "SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_change"
-
-_INDEXED = "SELECT 1 FROM attributes WHERE name = ? AND value = ? AND item = ?"
 _COUNTS = "SELECT (SELECT count(*) FROM items), (SELECT count(*) FROM vectors), size FROM state"
-_FEW = 2000
 _PREFIXED = """
 SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_key WHERE key BETWEEN ? AND ?
 """
 _LAST_KEY = "\U0010ffff" * MAX_KEY
 _DECODE = json.JSONDecoder().raw_decode  # json.loads without its questions
 _AS_VARIABLES = 50  # numbers that SQLite is given one by one: faster than as JSON
-_VALUES_OF = "value FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)"
-_FREQUENT = """
-SELECT value, count(*) AS items FROM attributes WHERE name = (SELECT id FROM names WHERE name = ?)
-GROUP BY value ORDER BY items DESC, value LIMIT ?
-"""
-_GROUPED = """
-SELECT value, group_concat(item), count(*) FROM attributes
-WHERE name = (SELECT id FROM names WHERE name = ?) AND value IN ({}) GROUP BY value
-"""
-_ALL_GROUPED = """
-SELECT value, group_concat(item), count(*) FROM attributes
-WHERE name = (SELECT id FROM names WHERE name = ?) GROUP BY value ORDER BY value
-"""
-_COUNTED = """
-SELECT items, count(*) FROM (
-    SELECT count(*) AS items FROM attributes
-    WHERE name = (SELECT id FROM names WHERE name = ?) GROUP BY value
-) GROUP BY items
-"""
-_SIZES = """
-SELECT value, count(*) FROM attributes
-WHERE name = (SELECT id FROM names WHERE name = ?) AND value IN ({}) GROUP BY value
-"""
-_SOME = """
-SELECT item FROM attributes
-WHERE name = (SELECT id FROM names WHERE name = ?) AND value = ? LIMIT ?
-"""
-_LOWEST = f"SELECT {_VALUES_OF} ORDER BY value LIMIT 1"
-_HIGHEST = f"SELECT {_VALUES_OF} ORDER BY value DESC LIMIT 1"
 _FROM_ID = "SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
-_DIFFERENT = f"SELECT DISTINCT {_VALUES_OF} LIMIT ?"
 
 
 class State(NamedTuple):
@@ -266,65 +230,22 @@ class CatalogView:
 
     def _keeps_removed(self) -> bool:
         """False for a file of an earlier version that has not been changed since."""
-        return self._all("PRAGMA user_version") == [(SCHEMA_VERSION,)]
+        [(version,)] = self._all("PRAGMA user_version")
+        return version in KEEPS_REMOVED
 
     def changed_since(self, seq: int) -> Ids:
         """The numbers of items added after the write `seq`, or with other attributes since."""
         return self._ids(_CHANGED_NUMBERS, seq)
 
-    def attributes_since(
-        self, seq: int, limit: int = -1
-    ) -> list[tuple[ItemId, Mapping[str, AttributeValue]]]:
-        """Items added after the write `seq`, or with other attributes since; ascending.
+    def attributes_since(self, seq: int) -> list[tuple[ItemId, Attributes]]:
+        """Items added after the write `seq`, or with other attributes since; ascending."""
+        rows = self._all(_CHANGED, seq)
+        return [*zip((row[0] for row in rows), self._attributes_of(rows), strict=True)]
 
-        No more than `limit` of them, unless it is negative.
-        """
-        items = self._items(self._all(_CHANGED, seq, limit))
-        return [(item.id, item.attributes) for item in items]
-
-    def matching(self, where: Filter) -> Ids:
-        """The numbers of the items that fit, ascending.
-
-        Raises: FilterError for an attribute that is unknown or of another kind.
-        """
-        where.check(self.schema())
-        few = self._few_matching(where) if isinstance(where, And) else None
-        return few if few is not None else fitting(where, self._of_condition, self.live_ids)
-
-    def grouped(
-        self, name: str, values: Sequence[AttributeValue]
-    ) -> list[tuple[AttributeValue, Ids]]:
-        """For each of these values of an attribute the numbers of the items, ascending."""
-        asked = [stored(value) for value in values]
-        rows = self._all(_GROUPED.format(", ".join("?" * len(asked))), name, *asked)
-        return [(restored(value), self._parsed(text, count)) for value, text, count in rows]
-
-    def values_of(self, name: str) -> tuple[list[AttributeValue], NDArray[np.int64], Ids]:
-        """The values of an attribute, ascending; how many items have each; and the numbers of all
-        these items, value after value.
-        """
-        rows = self._all(_ALL_GROUPED, name)
-        counts = np.array([count for _, _, count in rows], np.int64)
-        ids = self._listed(",".join(text for _, text, _ in rows), int(counts.sum()))
-        return [restored(value) for value, _, _ in rows], counts, ids
-
-    def counted(
-        self, name: str, values: Sequence[AttributeValue]
-    ) -> tuple[dict[int, int], dict[AttributeValue, int]]:
-        """For each count of items, the number of values of an attribute that have it; then the
-        number of items of each of `values`.
-        """
-        counted = {int(items): int(different) for items, different in self._all(_COUNTED, name)}
-        sizes: dict[AttributeValue, int] = {}
-        for start in range(0, len(values), _FEW):
-            some = [stored(value) for value in values[start : start + _FEW]]
-            rows = self._all(_SIZES.format(", ".join("?" * len(some))), name, *some)
-            sizes |= {restored(value): int(count) for value, count in rows}
-        return counted, sizes
-
-    def has_more(self, name: str, value: AttributeValue, than: int) -> bool:
-        """Whether more than so many items have this value of an attribute."""
-        return len(self._all(_SOME, name, stored(value), than + 1)) > than
+    def count_changed(self, seq: int) -> int:
+        """How many items were added after the write `seq`, or have other attributes since."""
+        [(count,)] = self._all(_COUNT_CHANGED, seq)
+        return int(count)
 
     def ids_from(self, offset: int, limit: int, after: ItemId = -1) -> Ids:
         """The numbers above `after` of at most `limit` items, ascending, without the first
@@ -349,32 +270,15 @@ class CatalogView:
             return np.empty(0, np.int64)
         return self._ids(_PREFIXED, prefix, prefix + _LAST_KEY)
 
-    def attribute_facts(self) -> tuple[AttributeFacts, ...]:
-        """Every attribute that was ever used, by name."""
-        return tuple(self._facts_of(name, kind) for name, kind in self.schema().items())
-
-    def _facts_of(self, name: str, kind: AttributeKind) -> AttributeFacts:
-        minimum = maximum = None
-        is_counted = True
-        if kind == "number":
-            minimum, maximum = self.span(name) or (None, None)
-            different = self._all(_DIFFERENT, name, MAX_COUNTED_VALUES + 1)
-            is_counted = len(different) <= MAX_COUNTED_VALUES
-        values = None
-        if is_counted:
-            rows = self._all(_FREQUENT, name, MAX_COUNTED_VALUES)
-            values = tuple((restored(value), count) for value, count in rows)
-        return AttributeFacts(name, kind, values, minimum, maximum)
-
-    def span(self, name: str) -> tuple[float, float] | None:
-        """The lowest and highest value of a numeric attribute; None if no item has it now."""
-        ends = [*self._all(_LOWEST, name), *self._all(_HIGHEST, name)]
-        return (ends[0][0], ends[1][0]) if ends else None
-
     def iter_vectors(self, batch: int = 4096) -> Iterator[tuple[Ids, Embeddings]]:
         """Numbers (B,) and vectors (B, D) of all items, by ascending number."""
         for rows in self._pages(_VECTORS, batch):
             yield self._arrays(rows)
+
+    def attributes(self, batch: int = 4096) -> Iterator[tuple[Ids, Sequence[Attributes]]]:
+        """Numbers (B,) and attributes of all items, by ascending number."""
+        for rows in self._pages(_ITEM, batch):
+            yield np.array([row[0] for row in rows], np.int64), self._attributes_of(rows)
 
     def items(self, batch: int = 1000) -> Iterator[Item]:
         """Every item, by ascending number."""
@@ -389,48 +293,17 @@ class CatalogView:
             verdict = f"it has {items:,} items, {vectors:,} vectors and a size of {size:,}"
         if verdict != "ok":
             raise damaged(self.connection, verdict)
+        self.schema()
         self.live_ids()
         self.removed_since(-1)
         for _ in self.iter_vectors():
             pass
-        self._check_attributes()
+        for _ in self.attributes():
+            pass
         if self._keeps_removed():
             for [number] in self._all("SELECT id FROM removed"):
                 self._items(self._all(f"{_REMOVED} WHERE id = ?", number))
                 self._arrays(self._all(_REMOVED_VECTORS, _json_ids([number])))
-
-    def _check_attributes(self) -> None:
-        """The index of attributes has what the items say, and nothing else."""
-        numbers = {name: number for number, name, _, _ in self._names()}
-        expected = found = 0
-        for item in self.items():
-            for name, value in item.attributes.items():
-                expected += row_checksum((numbers.get(name), stored(value), item.id))
-        for row in self.connection.execute("SELECT name, value, item FROM attributes"):
-            found += row_checksum(row)
-        if found == expected:  # sums of 32 bits each; what differs is looked for one by one
-            return
-        for item in self.items():
-            for name, value in item.attributes.items():
-                if not self._all(_INDEXED, numbers.get(name), stored(value), item.id):
-                    raise damaged(self.connection, f"{name!r} of item {item.id} is not indexed")
-        [(indexed,)] = self._all("SELECT count(*) FROM attributes")
-        what = f"the index of attributes has {indexed:,} values, not all of which an item has"
-        raise damaged(self.connection, what)
-
-    def _few_matching(self, where: And) -> Ids | None:
-        """If one part alone leaves few items, these are looked at one by one; else None."""
-        for part in where.parts:
-            if isinstance(part, Condition):
-                rows = self._all(*condition_sql(part, "item", at_most=_FEW + 1))
-                if len(rows) <= _FEW:
-                    items = self.get([number for (number,) in rows]).values()
-                    fit = [item.id for item in items if where.matches(item.attributes)]
-                    return np.sort(np.array(fit, dtype=np.int64))
-        return None
-
-    def _of_condition(self, where: Condition) -> Ids:
-        return self._ids(*condition_sql(where, "group_concat(item), count(*)"))
 
     def _check_numbers(self, count: int, total: int) -> None:
         """These are the numbers of all items."""

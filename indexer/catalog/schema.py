@@ -1,8 +1,7 @@
 """The tables of a catalogue, and what makes a SQLite file one.
 
 Each row carries a checksum: SQLite notices damage to the structure of its pages alone, so without
-one a flipped bit would be a wrong vector or attribute. The index of attributes has none of its own;
-`CatalogView.check` compares it with the items.
+one a flipped bit would be a wrong vector or attribute.
 """
 
 import sqlite3
@@ -16,12 +15,15 @@ from embedder.errors import (
     GalleryError,
     GalleryWriteError,
 )
-from embedder.types import AttributeValue, ItemId
+from embedder.types import ItemId
 
-SCHEMA_VERSION = 4
-_EARLIER = (2, 3)
-"""Versions without the table `removed`, which the first change adds; 2 also kept a sum over each
-attribute. Their files are read and written."""
+SCHEMA_VERSION = 5
+KEEPS_REMOVED = (4, 5)
+"""Versions with the table `removed`; the first change adds it to the file of another one."""
+
+_EARLIER = (2, 3, 4)
+"""Versions with a table of attributes, which nobody reads; the next compaction drops it. Their
+files are read and written."""
 RESTORE = "Restore a backup: kinlens-index restore"
 
 # secure_delete: what is removed is overwritten, where that costs no further write.
@@ -32,8 +34,7 @@ PRAGMA user_version = {SCHEMA_VERSION};
 """
 
 # items.added_seq: the write that added the item; changed_seq: the last one that changed it, so it
-# is never lower. items.attributes repeats the table `attributes` as JSON, to read an item in one
-# step. An attribute name has one kind for ever; booleans are stored as one byte.
+# is never lower. items.attributes is JSON. An attribute name has one kind for ever.
 # crc is the checksum of its row; state.names that of all rows of `names`; state.numbers the sum of
 # the numbers of all items. names.total is not used any more.
 # removed: items that `restore` can bring back, with the write that removed them and its time in
@@ -91,12 +92,6 @@ CREATE TABLE names (
     kind TEXT NOT NULL,
     total INTEGER NOT NULL
 ) STRICT;
-CREATE TABLE attributes (
-    name INTEGER NOT NULL,
-    value ANY NOT NULL,
-    item INTEGER NOT NULL,
-    PRIMARY KEY (name, value, item)
-) STRICT, WITHOUT ROWID;
 CREATE TABLE tombstones (
     seq INTEGER NOT NULL,
     id INTEGER NOT NULL,
@@ -126,16 +121,6 @@ _WRITE_CURES = {
     sqlite3.SQLITE_CANTOPEN: "Give this user the right to write in its folder",
     sqlite3.SQLITE_BUSY: f"Another process has been writing for {BUSY_S:g} s: try again later",
 }
-
-
-def stored(value: AttributeValue) -> str | int | float | bytes:
-    """A value as the table of attributes has it: a boolean is a byte, which equals no number."""
-    return bytes((value,)) if isinstance(value, bool) else value
-
-
-def restored(value: str | int | float | bytes) -> AttributeValue:
-    """The value that `stored` has made this of."""
-    return bool(value[0]) if isinstance(value, bytes) else value
 
 
 def seal(connection: sqlite3.Connection) -> None:

@@ -15,21 +15,15 @@ from indexer.catalog.schema import (
     SCHEMA_VERSION,
     item_checksum,
     seal,
-    stored,
     vector_checksum,
 )
 from indexer.types import Entry, Ids, Item, Written
-
-_AttributeRow = tuple[int, str | int | float | bytes, ItemId]
-"""The number of a name, a value, and the number of an item."""
 
 Attributes = Mapping[str, AttributeValue]
 Changes = Mapping[str, Mapping[str, AttributeValue | None]]
 
 _INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, ?)"
-_INSERT_ATTRIBUTE = "INSERT INTO attributes VALUES (?, ?, ?)"
-_DELETE_ATTRIBUTE = "DELETE FROM attributes WHERE name = ? AND value = ? AND item = ?"
 _UPDATE_ITEM = """
 UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? WHERE id = ?
 """
@@ -44,21 +38,21 @@ _GROW = "UPDATE state SET size = size + ?, numbers = numbers + ?"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 
 _FORGET = """
-DELETE FROM names WHERE NOT EXISTS (SELECT 1 FROM attributes WHERE attributes.name = names.id)
+DELETE FROM names WHERE name NOT IN (
+    SELECT DISTINCT each.key FROM items, json_each(items.attributes) AS each
+)
 """
 
 
 class CatalogWriter(CatalogView):
     """A view that also writes. All its changes have one `seq`. Leave the block on an exception."""
 
-    __slots__ = ("_kinds", "_numbers", "_seq")
+    __slots__ = ("_kinds", "_seq")
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         super().__init__(connection)
         self._seq: int | None = None
-        rows = self._names()
-        self._numbers: dict[str, int] = {name: number for number, name, _, _ in rows}
-        self._kinds: dict[str, AttributeKind] = {name: kind for _, name, kind, _ in rows}
+        self._kinds: dict[str, AttributeKind] = {**self.schema()}
 
     def add(self, entries: Sequence[Entry], owned: frozenset[str] | None = None) -> Written:
         """Store entries. Equal key and content: nothing, or new attributes, path and format alone;
@@ -159,7 +153,6 @@ class CatalogWriter(CatalogView):
     def _take_out(self, items: Sequence[Item]) -> None:
         if items:
             seq = self._next_seq()
-            self._unindex({item.id: item.attributes for item in items})
             numbers = [(item.id,) for item in items]
             self._many("DELETE FROM items WHERE id = ?", numbers)
             self._many("DELETE FROM vectors WHERE id = ?", numbers)
@@ -189,6 +182,7 @@ class CatalogWriter(CatalogView):
             )
         self.connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
         self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
+        self.connection.execute("DROP TABLE IF EXISTS attributes")  # of an earlier version
         if self._keeps_removed():
             # Without a condition SQLite drops whole pages, in place of a row at a time.
             now = time.time()
@@ -207,7 +201,6 @@ class CatalogWriter(CatalogView):
         numbered = [*enumerate(entries, first)]
         self._many(_INSERT_ITEM, [_item_row(number, e, seq) for number, e in numbered])
         self._many(_INSERT_VECTOR, _vector_rows(first, vectors))
-        self._index({number: entry.attributes for number, entry in numbered})
         numbers = sum(number for number, _ in numbered)
         self.connection.execute(_GROW, (len(entries), numbers))
 
@@ -217,23 +210,13 @@ class CatalogWriter(CatalogView):
         crc = item_checksum(item.id, item.key, path, content, format_, text)
         row = (path, format_, text, self._next_seq(), crc, item.id)
         self.connection.execute(_UPDATE_ITEM, row)
-        self._unindex({item.id: item.attributes})
-        self._index({item.id: attributes})
-
-    def _index(self, items: Mapping[ItemId, Attributes]) -> None:
-        self._many(_INSERT_ATTRIBUTE, _attribute_rows(self._numbers, items))
-
-    def _unindex(self, items: Mapping[ItemId, Attributes]) -> None:
-        self._many(_DELETE_ATTRIBUTE, _attribute_rows(self._numbers, items))
 
     def _learn(self, kinds: Mapping[str, AttributeKind]) -> None:
         """Store the names that are new."""
         for name in kinds.keys() - self._kinds.keys():
-            cursor = self.connection.execute(
-                "INSERT INTO names (name, kind, total) VALUES (?, ?, 0) RETURNING id",
-                (name, kinds[name]),
+            self.connection.execute(
+                "INSERT INTO names (name, kind, total) VALUES (?, ?, 0)", (name, kinds[name])
             )
-            [(self._numbers[name],)] = cursor.fetchall()
             self._kinds[name] = kinds[name]
 
     def _next_seq(self) -> int:
@@ -263,17 +246,6 @@ def _vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, byt
     """The rows of the vectors (N, D) of new items, whose numbers begin with `first`."""
     rows = enumerate((vector.tobytes() for vector in vectors), first)
     return [(number, vector_checksum(number, data), data) for number, data in rows]
-
-
-def _attribute_rows(
-    numbers: Mapping[str, int], items: Mapping[ItemId, Attributes]
-) -> list[_AttributeRow]:
-    """The rows of items in the table of attributes; `numbers` are those of the names."""
-    return [
-        (numbers[name], stored(value), item)
-        for item, attributes in items.items()
-        for name, value in attributes.items()
-    ]
 
 
 def _attributes_text(attributes: Attributes) -> str:

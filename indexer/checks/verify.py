@@ -13,10 +13,12 @@ from embedder.errors import GalleryCorruptError, ImageError, SourceError
 from embedder.session import Embedder, check_precision
 from embedder.types import Embeddings
 from indexer.catalog.database import Catalog, catalog_view
+from indexer.catalog.read import CatalogView
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import read_manifest
 from indexer.gallery import Gallery
 from indexer.golden import GoldenSet
+from indexer.index.segment import Segment
 from indexer.live.compaction import CATALOG, SEGMENTS
 from indexer.live.ranking import check_search
 from indexer.live.snapshot import open_segment
@@ -57,10 +59,36 @@ def check_files(path: Path | str) -> None:
                     "from the catalogue: kinlens-index compact GALLERY --rebuild."
                 )
             try:
-                open_segment(generation / SEGMENTS / segment, "cpu", verify_hashes=True)
-                break
+                opened = open_segment(generation / SEGMENTS / segment, "cpu", verify_hashes=True)
             except FileNotFoundError:
                 missing = segment  # unless a compaction has replaced it meanwhile
+                continue
+            with catalog.reading() as view:
+                if view.state().segment == segment:
+                    _check_columns(view, opened)
+                    break
+
+
+def _check_columns(view: CatalogView, segment: Segment) -> None:
+    """The columns hold what the items said when the segment was made."""
+    if segment.columns is None:
+        return
+    changed = view.changed_since(view.state().segment_seq)
+    for ids, attributes in view.attributes():
+        rows = segment.positions_of(ids)
+        is_same = (rows >= 0) & ~np.isin(ids, changed)
+        own = [some for some, same in zip(attributes, is_same, strict=True) if same]
+        names = {*segment.columns.names}.union(*own)
+        for name in names:
+            column = segment.columns.get(name)
+            found = [[]] * len(own) if column is None else column.values_at(rows[is_same])
+            for number, some, values in zip(ids[is_same].tolist(), own, found, strict=True):
+                if values != ([some[name]] if name in some else []):
+                    raise GalleryCorruptError(
+                        f"The column {name!r} of the index has {values!r:.80} for item {number}, "
+                        f"which has {some.get(name)!r:.80}. Make the index again: kinlens-index "
+                        "compact GALLERY --rebuild."
+                    )
 
 
 def size_of(path: Path | str) -> int:

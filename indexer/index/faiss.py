@@ -12,8 +12,9 @@ from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError, InvalidParameterError
 from embedder.machine import core_count
 from embedder.types import Embeddings
+from indexer.bits import Bits, count_of, has_bits, positions_in
 from indexer.index.gpu import MAX_K, reason_of
-from indexer.index.kinds import KINDS, TUNED_AT, Bits, Effort, IndexKind, Kind, scaled
+from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind, Kind, scaled
 from indexer.index.plan import Plan
 from indexer.types import Ids, Progress, Scores
 
@@ -288,18 +289,6 @@ def reaching(
     return positions
 
 
-def count_of(allowed: Bits, size: int) -> int:
-    """How many positions below `size` a bitmap holds."""
-    whole, rest = divmod(size, 8)
-    count = int(np.bitwise_count(allowed[:whole]).sum(dtype=np.int64))
-    return count + (int(allowed[whole] & (2**rest - 1)).bit_count() if rest else 0)
-
-
-def positions_in(allowed: Bits, size: int) -> Ids:
-    """The positions below `size` that a bitmap holds, ascending."""
-    return np.flatnonzero(np.unpackbits(allowed, count=size, bitorder="little").view(np.bool_))
-
-
 def compare(queries: Embeddings, k: int, vectors: Embeddings, positions: Ids) -> tuple[Scores, Ids]:
     """The best `k` (Q, k) of the vectors at `positions`; -1 where there are fewer."""
     scores, found = nothing(len(queries), 0)
@@ -333,8 +322,7 @@ def _chunked(
 
 def _sifted(scores: Scores, positions: Ids, allowed: Bits, k: int) -> tuple[Scores, Ids]:
     """The first `k` answers of each row that are allowed; -1 where there are fewer."""
-    is_in = (allowed[positions >> 3] >> (positions & 7).astype(np.uint8)) & 1 == 1
-    is_in &= positions >= 0
+    is_in = has_bits(allowed, positions) & (positions >= 0)
     kept = np.argsort(~is_in, axis=1, kind="stable")[:, :k]
     positions = np.where(is_in, positions, -1)
     scores = np.where(is_in, scores, np.float32(-1))

@@ -13,16 +13,13 @@ from typing import Any, ClassVar, Literal
 import faiss
 import numpy as np
 from faiss.class_wrappers import add_to_referenced_objects
-from numpy.typing import NDArray
 
 from embedder.types import Embeddings
+from indexer.bits import Bits
 from indexer.index.gpu import GpuIndex, build_cagra
 
 IndexKind = Literal["flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq", "cagra"]
 Device = Literal["cpu", "cuda"]
-
-Bits = NDArray[np.uint8]
-"""A set of positions as a little-endian bitmap."""
 
 Parameters = Mapping[str, int]
 """What an index is built with, by name."""

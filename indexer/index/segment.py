@@ -4,14 +4,15 @@ segments/<name>/
   vectors.npy    float32 (N, D), by position; mapped into memory
   ids.npy        int64 (N,): the item number of each position, ascending but for the held out
   index.faiss    the compressed index; none for the kind flat
+  columns.bin    the attributes, see indexer.columns; a segment of an earlier version has none
   segment.json   SegmentManifest
 
 Held-out queries are left out of the index while it is tuned, then added: they come last.
 """
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -27,6 +28,9 @@ from embedder.bundle import sha256_of
 from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError
 from embedder.types import Embeddings
+from indexer.attributes import Schema
+from indexer.bits import Bits, positions_in
+from indexer.columns.columns import Attributes, Columns, ColumnsBuilder, write_columns
 from indexer.index.faiss import SegmentIndex
 from indexer.index.kinds import KINDS, Effort, IndexKind
 from indexer.index.plan import IndexSettings, Plan, plan_index
@@ -36,6 +40,7 @@ from indexer.types import Ids, Progress, places_of
 VECTORS = "vectors.npy"
 IDS = "ids.npy"
 INDEX = "index.faiss"
+COLUMNS = "columns.bin"
 MANIFEST = "segment.json"
 
 HASHED_BELOW = 64 * 2**20
@@ -101,7 +106,7 @@ def read_manifest(folder: Path) -> SegmentManifest:
             f"{brief(error)}. {_CURE}"
         ) from error
     expected = {VECTORS, IDS} | ({INDEX} if KINDS[manifest.kind].faiss_class else set())
-    if manifest.files.keys() != expected:
+    if manifest.files.keys() - {COLUMNS} != expected:
         raise GalleryCorruptError(
             f"{path} lists the files {sorted(manifest.files)}, an index of kind {manifest.kind} "
             f"has {sorted(expected)}. {_CURE}"
@@ -159,11 +164,15 @@ def brief(error: Exception) -> str:
 class Segment:
     """An open segment: `index` by position, `ids` (N,) the item number of each position.
 
-    `tuned` is the effort that reached the target.
+    `tuned` is the effort that reached the target; `columns` are the attributes by position, None
+    in a segment of an earlier version.
     """
 
-    def __init__(self, manifest: SegmentManifest, index: SegmentIndex, ids: Ids) -> None:
+    def __init__(
+        self, manifest: SegmentManifest, index: SegmentIndex, ids: Ids, columns: Columns | None
+    ) -> None:
         self.manifest = manifest
+        self.columns = columns
         self.tuned = manifest.tuned
         self.index = index
         self.ids = ids
@@ -183,7 +192,11 @@ class Segment:
         vectors = mapped(folder / VECTORS, np.float32, (manifest.size, manifest.dim))
         ids = mapped(folder / IDS, np.int64, (manifest.size,))
         codes = folder / INDEX if INDEX in manifest.files else None
-        return cls(manifest, SegmentIndex.open(manifest.kind, vectors, codes, device), ids)
+        columns = None
+        if COLUMNS in manifest.files:
+            columns = Columns.open(folder / COLUMNS, manifest.size)
+        index = SegmentIndex.open(manifest.kind, vectors, codes, device)
+        return cls(manifest, index, ids, columns)
 
     @property
     def settings(self) -> IndexSettings:
@@ -199,6 +212,28 @@ class Segment:
             last = places_of(ids, self.ids[split:])
             positions = np.where(last < 0, positions, last + split)
         return positions
+
+    def numbers_in(self, bits: Bits, after: int, limit: int | None) -> tuple[Ids, int | None]:
+        """Of the positions in the set the item numbers above `after`, ascending, at most `limit`;
+        and the highest number of all of them.
+        """
+        split = self.manifest.size - self.manifest.held_out
+        start = int(np.searchsorted(self.ids[:split], after, "right")) // 8
+        own = bits[start : (split + 7) // 8]
+        if limit is not None:  # the first 8 positions may be before `after`
+            reached = np.cumsum(np.bitwise_count(own), dtype=np.int64)
+            own = own[: int(np.searchsorted(reached, limit + 8)) + 1]
+        end = min(split, 8 * (start + len(own)))
+        positions = 8 * start + positions_in(own, end - 8 * start)
+        first = split // 8  # in whose byte the held-out positions begin
+        last = 8 * first + positions_in(bits[first:], self.manifest.size - 8 * first)
+        held = np.sort(self.ids[last[last >= split]])
+        found = np.concatenate([self.ids[positions], held])
+        found = np.sort(found[found > after])[:limit]
+        filled = np.flatnonzero(bits[: (split + 7) // 8])[-2:]
+        ends = [p for byte in filled for p in range(8 * byte, 8 * byte + 8) if p < split]
+        there = [int(self.ids[p]) for p in ends if bits[p >> 3] >> (p & 7) & 1]
+        return found, max([*there, *held[-1:].tolist()], default=None)
 
     def close(self) -> None:
         """Let go of the GPU; memory maps end with the last reader of their arrays."""
@@ -235,6 +270,34 @@ def write_vectors(folder: Path, ids: Ids, batches: Batches, settings: IndexSetti
         IDS: _write_array(folder / IDS, np.concatenate([ids[~is_held], ids[is_held]])),
     }
     return Vectors(plan, int(is_held.sum()), files, started)
+
+
+def write_attributes(
+    folder: Path,
+    written: Vectors,
+    ids: Ids,
+    batches: Iterable[tuple[Ids, Sequence[Attributes]]],
+    kinds: Schema,
+) -> Vectors:
+    """Write the attributes of the items `ids` (N,) as columns beside their vectors.
+
+    `batches` gives these items, in this order, with their attributes.
+
+    Raises: GalleryCorruptError, OSError.
+    """
+    is_held = _held_out(len(ids))
+    positions = np.empty(len(ids), np.int64)
+    positions[~is_held] = np.arange(len(ids) - is_held.sum())
+    positions[is_held] = np.arange(len(ids) - is_held.sum(), len(ids))
+    builder, start = ColumnsBuilder(len(ids), kinds), 0
+    for found, attributes in batches:
+        rows = slice(start, start + len(found))
+        start += len(found)
+        if not np.array_equal(ids[rows], found):
+            raise _out_of_step(ids, start)
+        builder.add(positions[rows].tolist(), attributes)
+    files = {**written.files, COLUMNS: write_columns(folder / COLUMNS, builder.columns())}
+    return replace(written, files=files)
 
 
 def write_segment(

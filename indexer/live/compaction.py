@@ -26,7 +26,7 @@ from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.read import State
 from indexer.folder.layout import disk_errors_explained
 from indexer.index.plan import IndexSettings
-from indexer.index.segment import SegmentManifest, write_segment, write_vectors
+from indexer.index.segment import SegmentManifest, write_attributes, write_segment, write_vectors
 from indexer.types import Progress
 
 CATALOG = "catalog.sqlite"
@@ -155,6 +155,7 @@ def _write(
         if not len(ids):
             return state, None
         vectors = write_vectors(stage, ids, view.iter_vectors(), settings)
+        vectors = write_attributes(stage, vectors, ids, view.attributes(), view.schema())
     return state, write_segment(stage, state.seq, vectors, settings, on_progress)
 
 

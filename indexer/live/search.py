@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
+from indexer.bits import Bits
 from indexer.catalog.read import Attributes, CatalogView, Row
-from indexer.filters.tree import Filter, In, check_attribute, check_boosted, check_grouped
-from indexer.index.kinds import Bits
-from indexer.live.facets import Columns, checked_names, counted
-from indexer.live.filter_cache import FilterCache, mask_of
+from indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
+from indexer.live.attributes import AttributesKeeper, StateAttributes
+from indexer.live.facets import checked_names, facet_of
 from indexer.live.ranking import (
     Candidate,
     Fetch,
@@ -36,6 +36,7 @@ from indexer.types import (
     Scores,
     SearchOptions,
     combined_query,
+    go_on,
 )
 
 _DEFAULTS = SearchOptions()
@@ -51,8 +52,7 @@ class Searcher:
     def __init__(self, snapshots: SnapshotKeeper, dim: int) -> None:
         self._snapshots = snapshots
         self._dim = dim
-        self._filters = FilterCache()
-        self._columns = Columns()
+        self._attributes = AttributesKeeper()
 
     def nearest(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
@@ -100,8 +100,9 @@ class Searcher:
         with self._snapshots.reading() as now:
             if now.snapshot.size:
                 check_grouped(grouping.by, now.view.schema())
-            source = _Groups(now, queries, grouping.by, options, self._mask(now, options))
-            reorder = _reorder(now, k, options)
+            mask, attributes = self._mask(now, options), self._attributes_of(now)
+            source = _Groups(now, attributes, queries, grouping.by, options, mask)
+            reorder = self._reorder(now, k, options)
             return best_groups(source, len(queries), k, grouping, options, reorder)
 
     def search_like(
@@ -149,47 +150,83 @@ class Searcher:
             raise InvalidParameterError(
                 f"No query for facets with min_score. Give some of shape (Q, {self._dim})."
             )
-        while True:  # each round reads a later state
-            with self._snapshots.reading() as now:
-                if not now.snapshot.size:
-                    return {name: Facet() for name in names}
-                schema = now.view.schema()
-                for name in names:
-                    check_attribute(name, schema, "count")
-                columns = self._columns.at(now.view, now.snapshot, names, options.checkpoint)
-                if columns is None:
-                    continue
-                rows = self._counted_rows(now, query, options, prefix)
-                return {
-                    name: counted(column, rows, schema[name])
-                    for name, column in zip(names, columns, strict=True)
-                }
+        with self._snapshots.reading() as now:
+            if not now.snapshot.size:
+                return {name: Facet() for name in names}
+            schema, attributes = now.view.schema(), self._attributes_of(now)
+            for name in names:
+                check_attribute(name, schema, "count")
+                if attributes.is_nearly_unique(name):
+                    raise InvalidParameterError(
+                        f"Facet {name!r}: nearly every item has a value of its own. Choose an "
+                        "attribute whose values are shared by several items."
+                    )
+            among = self._counted(now, attributes, query, options, prefix)
+            found = {}
+            for name in names:
+                options.checkpoint()
+                found[name] = facet_of(attributes.spread(name, among), schema[name])
+            return found
 
-    def _counted_rows(
-        self, now: Reading, query: Embeddings | None, options: SearchOptions, prefix: str
-    ) -> Ids | None:
-        """The rows of the items that fit; None for every row."""
-        snapshot, mask = now.snapshot, self._mask(now, options)
-        if prefix:
-            mask = _in_both(mask, mask_of(snapshot, now.view.with_prefix(prefix)))
-        if query is None or options.min_score is None or options.min_score <= -1:
-            rows = snapshot.rows(mask)
-        else:
+    def _counted(
+        self,
+        now: Reading,
+        attributes: StateAttributes,
+        query: Embeddings | None,
+        options: SearchOptions,
+        prefix: str,
+    ) -> FilterMask | None:
+        """The items to count; None for all."""
+        snapshot, mask = now.snapshot, None
+        if options.where is not None or prefix:
+            mask = self._among(now, options.where, prefix, options.checkpoint)
+        if query is not None and options.min_score is not None and options.min_score > -1:
             each = [query[n : n + 1] for n in range(len(query))]
             found = [_reaching(snapshot, one, options.min_score, options, mask) for one in each]
-            rows = np.unique(np.concatenate(found))
-        if not options.exclude:
-            return rows
-        left = np.ones(snapshot.row_count, np.bool_)
-        known = now.view.get(list(options.exclude))
-        left[snapshot.rows_of(np.array([*known], np.int64))] = False
-        return np.flatnonzero(left) if rows is None else rows[left[rows]]
+            mask = attributes.mask_of_rows(np.concatenate(found))
+        if options.exclude:
+            known = now.view.get(list(options.exclude))
+            rows = snapshot.rows_of(np.array([*known], np.int64))
+            excluded = attributes.mask_of_rows(rows)
+            mask = _in_both(mask, FilterMask(~excluded.segment, ~excluded.delta))
+        return mask
+
+    def _attributes_of(self, now: Reading) -> StateAttributes:
+        return self._attributes.at(now.view, self._snapshots.with_changes(now))
 
     def _mask(self, now: Reading, options: SearchOptions) -> FilterMask | None:
         """What a filter leaves. Raises: FilterError."""
         if options.where is None:
             return None
-        return self._filters.mask(now.view, now.snapshot, options.where)
+        return self._among(now, options.where, checkpoint=options.checkpoint)
+
+    def _among(
+        self,
+        now: Reading,
+        where: Filter | None,
+        prefix: str = "",
+        checkpoint: Callable[[], None] = go_on,
+    ) -> FilterMask:
+        """The items that fit and whose keys begin with `prefix`. Raises: FilterError."""
+        attributes, mask = self._attributes_of(now), None
+        if where is not None:
+            where.check(now.view.schema())
+            mask = attributes.mask(where, checkpoint)
+        if mask is None or prefix:
+            rows = now.snapshot.rows_of(now.view.with_prefix(prefix))
+            mask = _in_both(mask, attributes.mask_of_rows(rows))
+        return mask
+
+    def _reorder(self, now: Reading, k: int, options: SearchOptions) -> Reorder | None:
+        """How the first hits change places. Raises: FilterError."""
+        vectors_of = functools.partial(_vectors, now.snapshot)
+
+        def span(name: str) -> tuple[float, float]:
+            if now.snapshot.size:
+                check_boosted(name, now.view.schema())
+            return self._attributes_of(now).span(name) or (0.0, 0.0)
+
+        return reorder_of(options, k, vectors_of, span)
 
     def _hits(
         self, now: Reading, queries: Embeddings, k: int, options: SearchOptions
@@ -200,7 +237,7 @@ class Searcher:
             hits = _plain_hits(now.snapshot, read, queries, k, options, mask)
             if hits is not None:
                 return hits
-        fetch, reorder = _fetch(now, queries, options, mask), _reorder(now, k, options)
+        fetch, reorder = _fetch(now, queries, options, mask), self._reorder(now, k, options)
         vectors_of = functools.partial(_vectors, now.snapshot)
         return best_hits(fetch, len(queries), k, options, vectors_of, reorder)
 
@@ -315,18 +352,6 @@ def _vectors(snapshot: Snapshot, ids: Sequence[ItemId]) -> Embeddings:
     return in_order
 
 
-def _reorder(now: Reading, k: int, options: SearchOptions) -> Reorder | None:
-    """How the first hits change places. Raises: FilterError."""
-    vectors_of = functools.partial(_vectors, now.snapshot)
-
-    def span(name: str) -> tuple[float, float]:
-        if now.snapshot.size:
-            check_boosted(name, now.view.schema())
-        return now.view.span(name) or (0.0, 0.0)
-
-    return reorder_of(options, k, vectors_of, span)
-
-
 def _candidate(
     number: ItemId, score: float, key: str, attributes: Attributes, sha256: bytes
 ) -> Candidate:
@@ -365,19 +390,20 @@ def _check_fit(found: Mapping[ItemId, Row], where: Filter) -> None:
 class _Groups:
     """`indexer.live.ranking.GroupSource` of one state; what is read of a value is read once.
 
-    Filters on single values stay out of the cache of filters: they would push out those of users.
+    Masks of single values are not kept with those of filters, which they would push out.
     """
 
     def __init__(
         self,
         now: Reading,
+        attributes: StateAttributes,
         queries: Embeddings,
         by: str,
         options: SearchOptions,
         mask: FilterMask | None,
     ) -> None:
         self._now, self._queries, self._by, self._options = now, queries, by, options
-        self._mask = mask
+        self._attributes, self._mask = attributes, mask
         self.fetch = _fetch(now, queries, options, mask)
         self._of_values: dict[tuple[AttributeValue, ...], FilterMask] = {}
         self._ids: dict[AttributeValue, Ids] = {}
@@ -394,9 +420,9 @@ class _Groups:
 
     def members(self, row: int, values: Sequence[AttributeValue]) -> Iterator[Members]:
         self._options.checkpoint()
-        new = [value for value in values if value not in self._ids]
-        if new:
-            self._ids.update(self._now.view.grouped(self._by, new))
+        for value in values:
+            if value not in self._ids:
+                self._ids[value], _ = self._attributes.ids(self._with((value,)))
         for value in values:
             ids = self._ids.get(value, _NO_IDS)
             for start in range(0, len(ids), _BLOCK):
@@ -417,8 +443,7 @@ class _Groups:
         if values not in self._of_values:
             if len(self._of_values) >= _MASKS:
                 self._of_values.clear()
-            ids = self._now.view.matching(In(self._by, values))
-            self._of_values[values] = mask_of(self._now.snapshot, ids)
+            self._of_values[values] = self._attributes.having(self._by, values)
         return self._of_values[values]
 
     def _left(self, segment: Bits, delta: NDArray[np.bool_]) -> FilterMask:

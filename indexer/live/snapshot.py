@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from embedder.durable import hold
 from embedder.errors import GalleryCorruptError
 from embedder.machine import core_count
-from embedder.types import Embeddings
+from embedder.types import AttributeValue, Embeddings
+from indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
 from indexer.catalog.database import Catalog
-from indexer.catalog.read import CatalogView, State
-from indexer.index.faiss import positions_in, reaching
-from indexer.index.kinds import Bits, Effort
+from indexer.catalog.read import Attributes, CatalogView, State
+from indexer.index.faiss import reaching
+from indexer.index.kinds import Effort
 from indexer.index.segment import Segment
 from indexer.live.compaction import SEGMENTS, collect
 from indexer.types import Ids, Scores, places_of
@@ -116,7 +117,7 @@ class Delta:
         scores, positions = np.empty(shape, np.float32), np.empty(shape, np.int64)
         if not scores.size:
             return scores, positions
-        bitmap = None if chosen.all() else np.packbits(chosen, bitorder="little")
+        bitmap = None if chosen.all() else packed_bits(chosen)
         _compare(queries, self.vectors, scores, positions, bitmap)
         return np.clip(scores, -1, 1), np.where(positions < 0, -1, self.ids[positions])
 
@@ -144,6 +145,47 @@ def _compare(
     )
 
 
+@dataclass(frozen=True)
+class Changes:
+    """The attributes of the items that were added or changed after the segment, oldest first.
+
+    rows (E,): of a snapshot; of one row the last entry counts. attributes: the first E of them;
+    later changes append to the same list.
+    """
+
+    rows: Ids
+    attributes: list[Attributes]
+
+    def extended(self, rows: Ids, attributes: Sequence[Attributes]) -> "Changes":
+        """With later ones."""
+        if not len(rows):
+            return self
+        known = self.attributes
+        if len(known) > len(self.rows):  # another state has extended it already
+            known = known[: len(self.rows)]
+        known.extend(attributes)
+        return Changes(np.concatenate([self.rows, rows]), known)
+
+    def values(self, name: str) -> list[AttributeValue | None]:
+        """The value of an attribute in each entry (E,); None without one."""
+        if name not in self._values:
+            some = self.attributes[: len(self.rows)]
+            self._values[name] = [attributes.get(name) for attributes in some]
+        return self._values[name]
+
+    @functools.cached_property
+    def _values(self) -> dict[str, list[AttributeValue | None]]:
+        return {}
+
+    @functools.cached_property
+    def is_last(self) -> NDArray[np.bool_]:
+        """Which entries (E,) no later one replaces."""
+        found = np.zeros(len(self.rows), np.bool_)
+        _, places = np.unique(self.rows[::-1], return_index=True)
+        found[len(self.rows) - 1 - places] = True
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class FilterMask:
     """The items that a filter leaves: positions in the segment, rows of the delta."""
@@ -156,7 +198,8 @@ class FilterMask:
 class Snapshot:
     """The items of a state. `dead` marks positions of the segment that have been removed.
 
-    The segment, if there were any items, holds those of `state.segment_seq`.
+    The segment, if there were any items, holds those of `state.segment_seq`. `changes` are read
+    when a filter or a facet needs them first.
     """
 
     state: State
@@ -164,41 +207,48 @@ class Snapshot:
     dead: Bits
     dead_count: int
     delta: Delta
+    changes: Changes | None = None
 
     @classmethod
     def load(cls, view: CatalogView, state: State, segment: Segment | None) -> "Snapshot":
         """The snapshot of a state whose segment is open; with all that came after the segment."""
         segment_size = 0 if segment is None else len(segment.ids)
-        nobody = np.zeros((segment_size + 7) // 8, np.uint8)
         delta = Delta.of(*view.added_since(state.segment_seq))
-        return cls(state, segment, nobody, 0, delta)._without(view.removed_since(state.segment_seq))
+        loaded = cls(state, segment, empty_bits(segment_size), 0, delta)
+        return loaded._without(view.removed_since(state.segment_seq))
 
     def advanced(self, view: CatalogView, state: State) -> "Snapshot":
         """The snapshot of a later state with the same segment."""
         removed = view.removed_since(self.state.seq)
         delta = self.delta.changed(*view.added_since(self.state.seq), removed)
-        return replace(self, state=state, delta=delta)._without(removed)
+        later = replace(self, state=state, delta=delta)._without(removed)
+        if self.changes is None:
+            return later
+        changes = self.changes.extended(*later._changes_since(view, self.state.seq))
+        return replace(later, changes=changes)
+
+    def with_changes(self, view: CatalogView) -> "Snapshot":
+        """The same with the attributes of what came after the segment; `view` is of its state."""
+        if self.changes is not None:
+            return self
+        changes = Changes(np.empty(0, np.int64), [])
+        since = self._changes_since(view, self.state.segment_seq)
+        return replace(self, changes=changes.extended(*since))
+
+    def _changes_since(self, view: CatalogView, seq: int) -> tuple[Ids, list[Attributes]]:
+        found = view.attributes_since(seq)
+        rows = self.rows_of(np.array([number for number, _ in found], np.int64))
+        return rows, [attributes for _, attributes in found]
 
     @property
     def size(self) -> int:
         """Number of items that are alive."""
-        return self._segment_size - self.dead_count + self.delta.size
+        return self.segment_size - self.dead_count + self.delta.size
 
     @property
-    def row_count(self) -> int:
-        """Rows, also of removed items: positions of the segment, then the rows of the delta."""
-        return self._segment_size + len(self.delta.alive)
-
-    @property
-    def _segment_size(self) -> int:
+    def segment_size(self) -> int:
+        """Rows of the segment, also of removed items; the rows of the delta follow them."""
         return 0 if self.segment is None else len(self.segment.ids)
-
-    @property
-    def row_ids(self) -> Ids:
-        """The number of the item in each row."""
-        if self.segment is None:
-            return self.delta.ids
-        return np.concatenate([self.segment.ids, self.delta.ids])
 
     def rows_of(self, ids: Ids) -> Ids:
         """The row of each of these items, removed or not.
@@ -215,25 +265,16 @@ class Snapshot:
                 "An item of the catalogue is not in the index. Make the index again: "
                 "kinlens-index compact GALLERY --rebuild."
             )
-        rows[others] = self._segment_size + found
+        rows[others] = self.segment_size + found
         return rows
-
-    def rows(self, among: FilterMask | None) -> Ids | None:
-        """The rows of all items that `among` leaves, ascending; None if that is every row."""
-        bits, later = self._left(among)
-        if bits is None and later.all():
-            return None
-        bits = ~self.dead if bits is None else bits
-        positions = positions_in(bits, self._segment_size)
-        return np.concatenate([positions, self._segment_size + np.flatnonzero(later)])
 
     def reaching(self, query: Embeddings, least: float, among: FilterMask | None) -> Ids:
         """The rows of all items that `among` leaves whose score for the query (1, D) is at least
         `least`; by comparing with each.
         """
         bits, later = self._left(among)
-        own = np.packbits(later, bitorder="little")
-        rows = self._segment_size + reaching(self.delta.vectors, query, least, own)
+        own = packed_bits(later)
+        rows = self.segment_size + reaching(self.delta.vectors, query, least, own)
         if self.segment is None:
             return rows
         return np.concatenate([self.segment.index.reaching(query, least, bits), rows])
@@ -274,8 +315,8 @@ class Snapshot:
         Raises: GalleryCorruptError for an item that is not here.
         """
         rows = self.rows_of(ids)
-        is_later = rows >= self._segment_size
-        positions, rows = rows[~is_later], rows[is_later] - self._segment_size
+        is_later = rows >= self.segment_size
+        positions, rows = rows[~is_later], rows[is_later] - self.segment_size
         if among is not None:
             positions = positions[has_bits(among.segment, positions)]
             rows = rows[among.delta[rows]]
@@ -344,7 +385,7 @@ class Snapshot:
             return self
         positions = self.segment.positions_of(removed)
         dead = self.dead.copy()
-        set_bits(dead, positions[positions >= 0])
+        put_bits(dead, positions[positions >= 0], True)
         return replace(self, dead=dead, dead_count=int(np.bitwise_count(dead).sum()))
 
 
@@ -387,6 +428,17 @@ class SnapshotKeeper:
             f"The segment {state.segment} of the gallery is missing below {self.generation}. Make "
             "it again from the catalogue: kinlens-index compact GALLERY --rebuild."
         )
+
+    def with_changes(self, now: Reading) -> Snapshot:
+        """The snapshot of `now` with its `changes`."""
+        if now.snapshot.changes is not None:
+            return now.snapshot
+        with self._advancing:
+            current = self._snapshot
+            if current is not None and current.state == now.snapshot.state:
+                self._snapshot = current = current.with_changes(now.view)
+                return current
+        return now.snapshot.with_changes(now.view)
 
     def newest(self) -> Snapshot:
         """The snapshot of the newest state, for a search that reads no rows.
@@ -464,22 +516,6 @@ def open_segment(
 def _release(descriptor: int, on_release: Callable[[], None]) -> None:
     os.close(descriptor)
     on_release()
-
-
-def has_bits(bits: Bits, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of the positions are in the set."""
-    found: NDArray[np.bool_] = (bits[positions >> 3] >> (positions & 7).astype(np.uint8)) & 1 == 1
-    return found
-
-
-def set_bits(bits: Bits, positions: NDArray[np.int64]) -> None:
-    """Put positions into the set, in place."""
-    np.bitwise_or.at(bits, positions >> 3, np.left_shift(1, positions & 7).astype(np.uint8))
-
-
-def clear_bits(bits: Bits, positions: NDArray[np.int64]) -> None:
-    """Take positions out of the set, in place."""
-    np.bitwise_and.at(bits, positions >> 3, ~np.left_shift(1, positions & 7).astype(np.uint8))
 
 
 def _ordered(scores: Scores, ids: Ids, k: int) -> tuple[Scores, Ids]:

@@ -26,6 +26,7 @@ from indexer.checks.verify import (
     sampled,
     verify_gallery,
 )
+from indexer.filters.tree import Equals
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import BuildReport
@@ -112,14 +113,37 @@ def test_an_item_that_the_index_does_not_hold_is_found(built: Path) -> None:
     ids[0], vectors[0] = 1000, -vectors[0]
     restamped(segment, "ids.npy", np.sort(ids))
     restamped(segment, "vectors.npy", np.roll(vectors, -1, axis=0))
+    without_columns(segment)
     [problem] = verify_gallery(built).problems
     assert problem.key == "cup/a.png"
     assert "in place of itself" in problem.reason
 
 
-def restamped(segment: Path, name: str, rows: np.ndarray) -> None:
-    """Write other rows into a file of a segment, with a hash that fits."""
-    np.save(segment / name, rows)
+def without_columns(segment: Path) -> None:
+    """As an earlier version made it."""
+    manifest = json.loads((segment / "segment.json").read_text())
+    del manifest["files"]["columns.bin"]
+    (segment / "segment.json").write_text(json.dumps(manifest))
+
+
+def test_a_column_that_does_not_say_what_its_items_say_is_found(built: Path) -> None:
+    segment = segment_of(built)
+    data = (segment / "columns.bin").read_bytes()
+    restamped(segment, "columns.bin", data.replace(b"cuphat", b"cuphut"))
+    with pytest.raises(GalleryCorruptError, match=r"column 'class'.*'hut'.*'hat'.*--rebuild"):
+        verify_gallery(built)
+    assert Gallery.open(built).page(0, 9, Equals("class", "hut")).total == 3
+    with closing(Gallery.open(built)) as gallery:
+        gallery.compact()
+    assert verify_gallery(built).problems == ()
+
+
+def restamped(segment: Path, name: str, data: np.ndarray | bytes) -> None:
+    """Write other data into a file of a segment, with a hash that fits."""
+    if isinstance(data, bytes):
+        (segment / name).write_bytes(data)
+    else:
+        np.save(segment / name, data)
     manifest = json.loads((segment / "segment.json").read_text())
     manifest["files"][name] = {
         "bytes": (segment / name).stat().st_size,

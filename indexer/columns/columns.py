@@ -1,0 +1,316 @@
+"""The attributes of a segment as columns: what filters, facets, groups and sorting read.
+
+A column has the different values of one attribute, ascending, and for each row (position of the
+segment) the code of its value. At 10 million rows a column of few values takes 10 MB, and to
+evaluate a condition on it about 10 ms.
+
+Its file holds arrays, each at a multiple of 64 bytes, then a directory in JSON, then the length of
+the directory in 8 bytes. It is mapped into memory.
+"""
+
+import json
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.durable import FileFacts, HashedFile
+from embedder.errors import GalleryCorruptError
+from embedder.types import AttributeKind, AttributeValue
+from indexer.bits import Bits, has_bits, positions_in
+from indexer.columns.values import Values, from_arrays, joined, packed, to_arrays
+from indexer.types import Ids
+
+_ALIGNED = 64
+_SPARSE = 8  # a column is sparse where fewer than one row in so many has the attribute
+CHUNK = 2**20  # rows or codes looked at at a time, so that what is computed stays in the cache
+MERGED_AT_ONCE = 500_000  # values of all batches that are objects of Python at a time
+_CURE = "Make it again from the catalogue: kinlens-index compact GALLERY --rebuild."
+
+Attributes = Mapping[str, AttributeValue]
+Codes = NDArray[np.unsignedinteger[Any]]
+
+
+class Chosen:
+    """Some rows of a segment of `size` rows."""
+
+    def __init__(self, bits: Bits, size: int) -> None:
+        self.bits = bits
+        self.size = size
+
+    @cached_property
+    def rows(self) -> Ids:
+        """These rows, ascending."""
+        return positions_in(self.bits, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One attribute of a segment.
+
+    values (V,): ascending. counts (V,): number of rows with each value. present: number of rows
+    with any. codes: of a value its place + 1, so that 0 means none; dense, one for each row; or
+    sparse, one for each of `rows`, ascending, where a row with several values is listed for each.
+    """
+
+    kind: AttributeKind
+    values: Values
+    counts: NDArray[np.integer[Any]]
+    present: int
+    codes: Codes
+    rows: NDArray[np.uint32] | None
+
+    def having(self, wanted: NDArray[np.bool_] | tuple[int, int], size: int) -> Bits:
+        """The rows of a segment of `size` rows with a wanted value: (V + 1,) says of each code
+        whether it is wanted; or the first code and the one after the last.
+        """
+        if self.rows is None:
+            parts = [
+                np.packbits(_wanted(self.codes[start : start + CHUNK], wanted), bitorder="little")
+                for start in range(0, size, CHUNK)
+            ]
+            return np.concatenate([np.empty(0, np.uint8), *parts])
+        flags = np.zeros(size, np.bool_)
+        flags[self.rows[_wanted(self.codes, wanted)]] = True
+        return np.packbits(flags, bitorder="little")
+
+    def counted(self, chosen: Chosen) -> tuple[NDArray[np.int64], int]:
+        """How many of the chosen rows have each value (V,), and how many have any."""
+        if self.rows is None:
+            rows = chosen.rows
+            codes = self.codes[rows]
+            found = np.zeros(len(self.values) + 1, np.int64)
+            for start in range(0, len(codes), max(CHUNK, len(found))):
+                part = codes[start : start + max(CHUNK, len(found))]
+                found += np.bincount(part, minlength=len(found))
+            return found[1:], len(rows) - int(found[0])
+        is_chosen = has_bits(chosen.bits, self.rows)
+        found = np.bincount(self.codes[is_chosen], minlength=len(self.values) + 1)
+        rows = self.rows[is_chosen].astype(np.int64)
+        return found[1:], int(np.count_nonzero(np.diff(rows, prepend=-1)))
+
+    def values_at(self, rows: Ids) -> list[list[AttributeValue]]:
+        """The values of each of these rows (N,)."""
+        if self.rows is None:
+            starts, ends = rows, rows + 1
+        else:
+            starts = np.searchsorted(self.rows, rows, "left")
+            ends = np.searchsorted(self.rows, rows, "right")
+        return [
+            [self.values[code - 1] for code in self.codes[start:end].tolist() if code]
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
+
+
+class Columns:
+    """The columns of a segment of `size` rows by attribute; each is read when it is asked for.
+
+    Thread safe.
+    """
+
+    def __init__(self, size: int, columns: Mapping[str, Column]) -> None:
+        self.size = size
+        self._columns = dict(columns)
+
+    @classmethod
+    def open(cls, path: Path, size: int) -> "Columns":
+        """Map the file of a segment. Raises: GalleryCorruptError."""
+        return _Mapped(path, size)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The attributes that some row has."""
+        return [*self._columns]
+
+    def get(self, name: str) -> Column | None:
+        """The column of an attribute; None if no row has it."""
+        return self._columns.get(name)
+
+
+class _Mapped(Columns):
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(size, {})
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._data: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, "r"))
+            length = int(self._data[-8:].view("<u8")[0])
+            directory = json.loads(self._data[-8 - length : -8].tobytes())
+            self._directory: dict[str, dict[str, Any]] = dict(directory)
+        except (OSError, ValueError, TypeError) as error:
+            raise self._damaged(error) from error
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [*self._directory]
+
+    def get(self, name: str) -> Column | None:
+        with self._lock:
+            if name not in self._columns and name in self._directory:
+                self._columns[name] = self._read(self._directory[name])
+            return self._columns.get(name)
+
+    def _read(self, told: Mapping[str, Any]) -> Column:
+        try:
+            arrays = {name: self._array(*place) for name, place in told["arrays"].items()}
+            rows = arrays.pop("rows", None)
+            counts, codes = arrays.pop("counts"), arrays.pop("codes")
+            values = from_arrays(arrays)
+            column = Column(told["kind"], values, counts, int(told["present"]), codes, rows)
+        except (KeyError, ValueError, TypeError) as error:
+            raise self._damaged(error) from error
+        if len(codes) != (self.size if rows is None else len(rows)) or len(counts) != len(values):
+            raise self._damaged("its arrays do not fit together")
+        return column
+
+    def _array(self, dtype: str, start: int, count: int) -> NDArray[Any]:
+        end = start + count * np.dtype(dtype).itemsize
+        if not 0 <= start <= end <= len(self._data):
+            raise ValueError(f"an array ends at {end:,} of {len(self._data):,} bytes")
+        return self._data[start:end].view(dtype)
+
+    def _damaged(self, what: object) -> GalleryCorruptError:
+        return GalleryCorruptError(f"{self._path} is damaged: {what}. {_CURE}")
+
+
+def write_columns(path: Path, columns: Iterable[tuple[str, Column]]) -> FileFacts:
+    """Write columns, one at a time, into the new file `path`, unsynced. Raises: OSError."""
+    directory: dict[str, Any] = {}
+    with HashedFile(path) as file:
+        for name, column in columns:
+            own = {"codes": column.codes, "counts": column.counts, **to_arrays(column.values)}
+            if column.rows is not None:
+                own["rows"] = column.rows
+            places = {key: _append(file, array) for key, array in own.items()}
+            directory[name] = {"kind": column.kind, "present": column.present, "arrays": places}
+        text = json.dumps(directory).encode()
+        file.write(text)
+        file.write(len(text).to_bytes(8, "little"))
+    return file.facts
+
+
+def _append(file: HashedFile, array: NDArray[Any]) -> tuple[str, int, int]:
+    file.write(bytes(-file.facts.bytes % _ALIGNED))
+    start = file.facts.bytes
+    file.write(np.ascontiguousarray(array))
+    return array.dtype.str, start, len(array)
+
+
+class ColumnsBuilder:
+    """Makes the columns of a segment of `size` rows from attributes that come in batches.
+
+    Keeps the values of each batch once, and a code for each value of a row: about 40 bytes for an
+    item with five attributes, 30 more for a text that no other item has.
+    """
+
+    def __init__(self, size: int, kinds: Mapping[str, AttributeKind]) -> None:
+        self._size = size
+        self._kinds = kinds
+        self._batches: dict[str, list[_Batch]] = {}
+
+    def add(self, rows: Sequence[int], attributes: Sequence[Attributes]) -> None:
+        """The attributes of these rows; no row twice."""
+        found: dict[str, tuple[list[int], list[AttributeValue]]] = {}
+        for row, own in zip(rows, attributes, strict=True):
+            for name, value in own.items():
+                if name not in found:
+                    found[name] = [], []
+                found[name][0].append(row)
+                found[name][1].append(value)
+        for name, (places, values) in found.items():
+            batch = _Batch.of(places, values, self._kinds[name])
+            self._batches.setdefault(name, []).append(batch)
+
+    def columns(self) -> Iterator[tuple[str, Column]]:
+        """The columns by name, made one at a time; the builder is used up."""
+        for name in sorted(self._batches):
+            yield name, _column(self._batches.pop(name), self._kinds[name], self._size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The values of some rows: `codes` are places in `values`."""
+
+    rows: NDArray[np.uint32]
+    codes: Codes
+    values: Values
+
+    @classmethod
+    def of(cls, rows: Sequence[int], values: Sequence[Any], kind: AttributeKind) -> "_Batch":
+        different = sorted(set(values))
+        places = dict(zip(different, range(len(different)), strict=True))
+        codes = np.fromiter(map(places.__getitem__, values), np.uint32, len(values))
+        codes = codes.astype(np.min_scalar_type(len(different)))
+        return cls(np.array(rows, np.uint32), codes, packed(different, kind))
+
+
+def _column(batches: Sequence[_Batch], kind: AttributeKind, size: int) -> Column:
+    values, places = _merged([batch.values for batch in batches], kind)
+    dtype = np.min_scalar_type(len(values))
+    rows = np.concatenate([batch.rows for batch in batches])
+    codes = np.concatenate(
+        [
+            (own.astype(np.uint32) + 1)[batch.codes].astype(dtype)
+            for own, batch in zip(places, batches, strict=True)
+        ]
+    )
+    counts = np.bincount(codes, minlength=len(values) + 1)[1:]
+    counts = counts.astype(np.min_scalar_type(int(counts.max(initial=0))))
+    if _SPARSE * len(rows) < size:
+        order = np.argsort(rows, kind="stable")
+        return Column(kind, values, counts, len(rows), codes[order], rows[order])
+    dense = np.zeros(size, dtype)
+    dense[rows] = codes
+    return Column(kind, values, counts, len(rows), dense, None)
+
+
+def _merged(
+    parts: Sequence[Values], kind: AttributeKind
+) -> tuple[Values, list[NDArray[np.uint32]]]:
+    """All values of the parts, each once, ascending; and the place of each value of each part.
+
+    A range of values at a time, so that few of them are objects of Python at once.
+    """
+    places: list[Codes] = [np.empty(len(part), np.uint32) for part in parts]
+    merged: list[Values] = []
+    starts, count = [0] * len(parts), 0
+    for pivot in (*_pivots(parts), None):
+        ends = [
+            len(part) if pivot is None else bisect_left(part, pivot, start)
+            for part, start in zip(parts, starts, strict=True)
+        ]
+        some = [part[start:end] for part, start, end in zip(parts, starts, ends, strict=True)]
+        different: list[Any] = sorted({value for own in some for value in own})
+        place_of = dict(zip(different, range(count, count + len(different)), strict=True))
+        for own, place, start, end in zip(some, places, starts, ends, strict=True):
+            place[start:end] = np.fromiter(map(place_of.__getitem__, own), np.uint32, len(own))
+        merged.append(packed(different, kind))
+        starts, count = ends, count + len(different)
+    return joined(merged, kind), places
+
+
+def _pivots(parts: Sequence[Values]) -> Sequence[Any]:
+    """Values that cut the parts into ranges of about `MERGED_AT_ONCE`, ascending."""
+    pieces = -(-sum(map(len, parts)) // MERGED_AT_ONCE)
+    if pieces <= 1:
+        return []
+    drawn: list[Any] = sorted(
+        part[place]
+        for part in parts
+        for place in np.linspace(0, len(part) - 1, min(len(part), 4 * pieces)).astype(int).tolist()
+    )
+    return sorted({drawn[n * len(drawn) // pieces] for n in range(1, pieces)})
+
+
+def _wanted(codes: Codes, wanted: NDArray[np.bool_] | tuple[int, int]) -> NDArray[np.bool_]:
+    if isinstance(wanted, tuple):
+        first, end = wanted
+        # A code below the first one wraps around to a great number: one comparison in place of two.
+        return np.asarray(codes - codes.dtype.type(first) < end - first)
+    return wanted[codes]

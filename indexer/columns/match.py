@@ -1,0 +1,84 @@
+"""Which rows of a segment fit a filter, from its columns."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from embedder.types import AttributeValue
+from indexer.bits import Bits, empty_bits
+from indexer.columns.columns import Column, Columns
+from indexer.filters.tree import And, Condition, Equals, Filter, In, Not, Or
+
+Span = tuple[int, int]
+"""The code of the first value that fits, and the one after the last."""
+
+
+def rows_matching(where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> Bits:
+    """The rows that fit; an unused bit of the last byte may be anything.
+
+    `checkpoint` is called between conditions; what it raises ends the work.
+    """
+    if isinstance(where, Not):
+        return ~rows_matching(where.part, columns, checkpoint)
+    if isinstance(where, And):
+        return reduce(
+            np.bitwise_and, (rows_matching(part, columns, checkpoint) for part in where.parts)
+        )
+    if isinstance(where, Or):
+        return _one_of(where.parts, columns, checkpoint)
+    return _one_of([where], columns, checkpoint)
+
+
+def _one_of(parts: Sequence[Filter], columns: Columns, checkpoint: Callable[[], None]) -> Bits:
+    """The rows that fit one of the parts. Conditions on one attribute take one pass over it."""
+    found = empty_bits(columns.size)
+    spans: dict[str, list[Span]] = {}
+    for part in parts:
+        if isinstance(part, Condition):
+            column = columns.get(part.name)
+            if column is not None:
+                spans.setdefault(part.name, []).extend(_spans(part, column.values))
+        else:
+            found |= rows_matching(part, columns, checkpoint)
+    for name, own in spans.items():
+        checkpoint()
+        column = columns.get(name)
+        if column is not None and own:
+            found |= _having(column, own, columns.size)
+    return found
+
+
+def place_of(value: AttributeValue, values: Sequence[Any]) -> int | None:
+    """Where a value stands among ascending ones; None if it is not there."""
+    place = bisect_left(values, value)
+    return place if place < len(values) and values[place] == value else None
+
+
+def _spans(where: Condition, values: Sequence[Any]) -> list[Span]:
+    if isinstance(where, Equals | In):
+        wanted = (where.value,) if isinstance(where, Equals) else where.values
+        places = {place_of(value, values) for value in wanted} - {None}
+        return [(place + 1, place + 2) for place in places if place is not None]
+    first, end = 0, len(values)
+    for limit, value in where.limits:
+        if limit == "at_least":
+            first = bisect_left(values, value)
+        elif limit == "above":
+            first = bisect_right(values, value)
+        elif limit == "at_most":
+            end = bisect_right(values, value)
+        else:
+            end = bisect_left(values, value)
+    return [(first + 1, end + 1)] if first < end else []
+
+
+def _having(column: Column, spans: Sequence[Span], size: int) -> Bits:
+    if len(spans) == 1:
+        return column.having(spans[0], size)
+    wanted = np.zeros(len(column.values) + 1, np.bool_)
+    for first, end in spans:
+        wanted[first:end] = True
+    return column.having(wanted, size)

@@ -1,0 +1,300 @@
+"""What filters, facets and groups know of one state: the columns of its segment, and what was added
+or changed since, item by item.
+"""
+
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embedder.types import AttributeValue
+from indexer.bits import Bits, count_of, empty_bits, has_bits, put_bits
+from indexer.catalog.read import Attributes, CatalogView, State
+from indexer.columns.columns import Chosen, Columns, ColumnsBuilder
+from indexer.columns.match import place_of, rows_matching
+from indexer.columns.values import Values
+from indexer.filters.tree import Filter, In
+from indexer.index.segment import Segment
+from indexer.live.snapshot import Changes, FilterMask, Snapshot
+from indexer.types import Ids, go_on
+
+_KEPT_BYTES = 64 * 2**20  # of the filters that a segment keeps
+_LEAST_KEPT = 8
+_BATCH = 65_536  # items whose attributes are read at a time
+_MANY = 10_000  # different texts
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How the values of an attribute are spread over some items.
+
+    values, counts (V,): those of the segment, ascending, and how many items have each. later: other
+    values, with their counts. missing: how many items have none.
+    """
+
+    values: Values
+    counts: NDArray[np.int64]
+    later: Mapping[AttributeValue, int]
+    missing: int
+
+    @property
+    def different(self) -> int:
+        """Number of values that some item has."""
+        return int(np.count_nonzero(self.counts)) + len(self.later)
+
+    @property
+    def total(self) -> int:
+        """Number of items that have a value."""
+        return int(self.counts.sum()) + sum(self.later.values())
+
+    def count(self, value: AttributeValue) -> int:
+        """How many items have this value."""
+        place = place_of(value, self.values)
+        return self.later.get(value, 0) if place is None else int(self.counts[place])
+
+    def sizes(self) -> dict[int, int]:
+        """For each number of items, how many values have that many."""
+        found = Counter(self.later.values())
+        for items, values in enumerate(np.bincount(self.counts[self.counts > 0]).tolist()):
+            found[items] += values
+        return {items: values for items, values in sorted(found.items()) if values}
+
+    def ends(self) -> tuple[Any, Any] | None:
+        """The lowest and the highest value of an item."""
+        present = np.flatnonzero(self.counts)
+        known: list[Any] = [*self.later]
+        if len(present):
+            known += [self.values[int(present[0])], self.values[int(present[-1])]]
+        return (min(known), max(known)) if known else None
+
+
+class StateAttributes:
+    """The attributes of one state. Thread safe."""
+
+    def __init__(self, snapshot: Snapshot, changes: Changes, kept: "SegmentAttributes") -> None:
+        """`kept` is of the segment of the snapshot, `changes` are its changes."""
+        self.snapshot = snapshot
+        self.changes = changes
+        self._kept = kept
+        self._columns = kept.columns
+
+    def mask(self, where: Filter, checkpoint: Callable[[], None] = go_on) -> FilterMask:
+        """The items that fit; it is kept for the searches to come.
+
+        `where` must have been checked against the schema.
+        """
+        return self._kept.mask(where, self, checkpoint)
+
+    def having(self, name: str, values: Collection[AttributeValue]) -> FilterMask:
+        """The items that have one of these values of an attribute."""
+        bits = rows_matching(In(name, tuple(values)), self._columns, go_on)
+        wanted = set(values)
+        given = self.changes.values(name)
+        fit = np.fromiter((value in wanted for value in given), np.bool_, len(given))
+        return self.updated(bits, fit, 0)
+
+    def mask_of_rows(self, rows: Ids) -> FilterMask:
+        """The items in these rows."""
+        size = self._columns.size
+        bits, delta = empty_bits(size), np.zeros(len(self.snapshot.delta.alive), np.bool_)
+        is_later = rows >= size
+        put_bits(bits, rows[~is_later], True)
+        delta[rows[is_later] - size] = True
+        return FilterMask(bits, delta)
+
+    def count(self, among: FilterMask) -> int:
+        """How many items `among` leaves."""
+        later = np.count_nonzero(among.delta & self.snapshot.delta.alive)
+        return count_of(among.segment & ~self.snapshot.dead, self._columns.size) + int(later)
+
+    def is_nearly_unique(self, name: str) -> bool:
+        """Whether most items that have the attribute, a text, share its value with no other."""
+        column = self._columns.get(name)
+        if column is None or column.kind != "text":
+            return False
+        return len(column.values) > max(_MANY, column.present // 2)
+
+    def spread(self, name: str, among: FilterMask | None = None) -> Spread:
+        """How the values of an attribute are spread over all items, or those `among` leaves."""
+        column, size = self._columns.get(name), self._columns.size
+        stale = self._stale()
+        chosen = ~stale if among is None else among.segment & ~stale
+        count = count_of(chosen, size)
+        if column is None:
+            values: Values = []
+            counts, present = np.zeros(0, np.int64), 0
+        elif 2 * count <= size:
+            values = column.values
+            counts, present = column.counted(Chosen(chosen, size))
+        else:  # the others are fewer
+            values = column.values
+            others, without = column.counted(Chosen(~chosen, size))
+            counts, present = column.counts - others, column.present - without
+        given = Counter(self._later(name, among))
+        missing = count - present + given.pop(None, 0)
+        later: dict[AttributeValue, int] = {}
+        for value, items in given.items():
+            place = None if value is None else self._kept.place_of(name, value)
+            if place is not None:
+                counts[place] += items
+            elif value is not None:
+                later[value] = items
+        return Spread(values, counts, later, missing)
+
+    def span(self, name: str) -> tuple[float, float] | None:
+        """The lowest and the highest value of a number; None if no item has it."""
+        return self._kept.span(name, self)
+
+    def ids(
+        self, among: FilterMask, after: int = -1, limit: int | None = None
+    ) -> tuple[Ids, int | None]:
+        """The numbers above `after` of the items that `among` leaves, ascending, at most `limit`;
+        and the highest of all of them.
+        """
+        snapshot = self.snapshot
+        later = snapshot.delta.ids[among.delta & snapshot.delta.alive]
+        if snapshot.segment is None:
+            found, last = later[later > after], None
+        else:
+            bits = among.segment & ~snapshot.dead
+            own, last = snapshot.segment.numbers_in(bits, after, limit)
+            found = np.concatenate([own, later[later > after]])
+        return found[:limit], int(later[-1]) if len(later) else last
+
+    def updated(self, bits: Bits, fit: NDArray[np.bool_], start: int) -> FilterMask:
+        """From the rows of the segment that fit, also by the first `start` changes, which of all
+        changes fit (E,): the items that fit. Takes over `bits`.
+        """
+        rows, size = self.changes.rows, self._columns.size
+        is_later = rows >= size
+        delta = np.zeros(len(self.snapshot.delta.alive), np.bool_)
+        delta[rows[is_later] - size] = fit[is_later]
+        new, is_own = rows[start:], ~is_later[start:]
+        put_bits(bits, new[is_own], fit[start:][is_own])
+        return FilterMask(bits, delta)
+
+    def _later(self, name: str, among: FilterMask | None) -> list[AttributeValue | None]:
+        """The values of the items that came or changed after the segment; None for one without."""
+        snapshot, rows, size = self.snapshot, self.changes.rows, self._columns.size
+        is_counted = self.changes.is_last.copy()
+        is_later = rows >= size
+        alive = snapshot.delta.alive if among is None else snapshot.delta.alive & among.delta
+        is_counted[is_later] &= alive[rows[is_later] - size]
+        left = ~snapshot.dead if among is None else among.segment & ~snapshot.dead
+        is_counted[~is_later] &= has_bits(left, rows[~is_later])
+        values = self.changes.values(name)
+        return [values[entry] for entry in np.flatnonzero(is_counted).tolist()]
+
+    def _stale(self) -> Bits:
+        """The rows of the segment that its columns do not count: removed, or changed since."""
+        rows = self.changes.rows
+        stale = self.snapshot.dead.copy()
+        put_bits(stale, rows[rows < self._columns.size], True)
+        return stale
+
+
+class _Kept:
+    """A filter: which rows of the segment and which of its first changes fit."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.state: State | None = None
+        self.changes: list[Attributes] | None = None
+        self.fit: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self.mask: FilterMask | None = None
+
+    def at(self, where: Filter, now: StateAttributes, rows: Callable[[Filter], Bits]) -> FilterMask:
+        """The mask of a state, from that of the last one if it was earlier."""
+        changes = now.changes
+        if self.mask is not None and self.state == now.snapshot.state:
+            return self.mask
+        known, bits = len(self.fit), None if self.mask is None else self.mask.segment.copy()
+        if bits is None or self.changes is not changes.attributes or known > len(changes.rows):
+            known, bits = 0, rows(where)
+        some = changes.attributes[known : len(changes.rows)]
+        fit = np.fromiter(map(where.matches, some), np.bool_, len(some))
+        self.fit = np.concatenate([self.fit[:known], fit])
+        self.changes, self.state = changes.attributes, now.snapshot.state
+        self.mask = now.updated(bits, self.fit, known)
+        return self.mask
+
+
+class SegmentAttributes:
+    """The columns of a segment, and what was asked of them last. Thread safe."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+        self._filters: OrderedDict[Filter, _Kept] = OrderedDict()
+        self._most = max(_LEAST_KEPT, _KEPT_BYTES // max(1024, columns.size // 8))
+        self._places: dict[tuple[str, AttributeValue], int | None] = {}
+        self._spans: dict[str, tuple[State, tuple[float, float] | None]] = {}
+        self._lock = threading.Lock()
+
+    def mask(
+        self, where: Filter, now: StateAttributes, checkpoint: Callable[[], None]
+    ) -> FilterMask:
+        """The items of a state that fit. Threads that ask the same wait for one answer."""
+        with self._lock:
+            kept = self._filters.setdefault(where, _Kept())
+            self._filters.move_to_end(where)
+            while len(self._filters) > self._most:
+                self._filters.popitem(last=False)
+        with kept.lock:
+            return kept.at(where, now, lambda it: rows_matching(it, self.columns, checkpoint))
+
+    def place_of(self, name: str, value: AttributeValue) -> int | None:
+        """Where a value stands in the column of an attribute; None if it is not there."""
+        column = self.columns.get(name)
+        if column is None:
+            return None
+        if (name, value) not in self._places:
+            self._places[name, value] = place_of(value, column.values)
+        return self._places[name, value]
+
+    def span(self, name: str, now: StateAttributes) -> tuple[float, float] | None:
+        """The lowest and the highest value of a number."""
+        state, span = self._spans.get(name, (None, None))
+        if state != now.snapshot.state:
+            span = now.spread(name).ends()
+            self._spans[name] = now.snapshot.state, span
+        return span
+
+
+class AttributesKeeper:
+    """Gives out the attributes of a state. Thread safe."""
+
+    def __init__(self) -> None:
+        self._none = SegmentAttributes(Columns(0, {}))
+        self._kept: weakref.WeakKeyDictionary[Segment, SegmentAttributes]
+        self._kept = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def at(self, view: CatalogView, snapshot: Snapshot) -> StateAttributes:
+        """Those of a snapshot that has its changes and is the state of `view`."""
+        assert snapshot.changes is not None
+        if snapshot.segment is None:
+            return StateAttributes(snapshot, snapshot.changes, self._none)
+        with self._lock:
+            kept = self._kept.get(snapshot.segment)
+            if kept is None:
+                kept = SegmentAttributes(_columns_of(view, snapshot.segment))
+                self._kept[snapshot.segment] = kept
+        return StateAttributes(snapshot, snapshot.changes, kept)
+
+
+def _columns_of(view: CatalogView, segment: Segment) -> Columns:
+    """The columns of a segment; of an earlier version, which has none, from its items."""
+    if segment.columns is not None:
+        return segment.columns
+    builder = ColumnsBuilder(len(segment.ids), view.schema())
+    for ids, attributes in view.attributes(_BATCH):
+        rows = segment.positions_of(ids)
+        is_there = rows >= 0
+        own = [some for some, there in zip(attributes, is_there, strict=True) if there]
+        builder.add(rows[is_there].tolist(), own)
+    return Columns(len(segment.ids), dict(builder.columns()))

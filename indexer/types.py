@@ -27,9 +27,6 @@ a little more, and which of two equal items is found does not matter."""
 Progress = Callable[[int], None]
 """Told how much more is done since the last call: images, items or bytes."""
 
-GroupScore = Literal["best", "mean"]
-"""What a group is ranked by: its best item, or the mean over all its items."""
-
 
 CANDIDATES = 200
 """So many of the first hits, or groups, may change places; all others follow in plain order."""
@@ -205,13 +202,13 @@ class SearchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Search for groups: items with the same value of attribute `by`; each shows `size` items.
+    """Search for groups: items with the same value of attribute `by`, ranked by their best item;
+    each shows `size` items.
 
     Items without the attribute are groups of one.
     """
 
     by: str
-    score: GroupScore = "best"
     size: int = 1
 
 

@@ -49,7 +49,6 @@ class SearchOptions(TypedDict, total=False):
     min_probability: float | None
     filter: Filter | None
     group_by: str | None
-    group_score: Literal["best", "mean"] | None
     group_size: int | None
     distinct: bool | Literal["near"] | None
     exact: bool | None

@@ -33,7 +33,6 @@ from indexer.pictures import ANY_SIZE
 from indexer.types import (
     Group,
     Grouping,
-    GroupScore,
     SearchOptions,
     VectorStore,
     boost_of,
@@ -94,9 +93,6 @@ def search(
     group_by: Annotated[
         str | None, typer.Option(metavar="NAME", help="Search for groups with one value of it.")
     ] = None,
-    group_score: Annotated[
-        GroupScore, typer.Option(help="Rank groups by their best item, or by the mean of all.")
-    ] = "best",
     group_size: Annotated[int, typer.Option(min=1, help="Items to show of a group.")] = 1,
     distinct: Annotated[
         bool, typer.Option("--distinct", help="Of items with equal content only the best.")
@@ -151,7 +147,7 @@ def search(
             diversity=diversity,
             boost=boost_of(boost) if boost else None,
         )
-        grouping = Grouping(group_by, group_score, group_size) if group_by else None
+        grouping = Grouping(group_by, group_size) if group_by else None
         shape = Shape(k, wanted, grouping, facets.split(",") if facets else [])
         expected = None if embedder is None else embedder.bundle_id
         with stores.opened(gallery, bundle_id=expected, device=device) as store:

@@ -56,13 +56,11 @@ from indexer.folder.manifest import GalleryFacts
 from indexer.live.ranking import (
     Candidate,
     Fetch,
-    Members,
     Reorder,
     best_groups,
     best_hits,
     check_options,
     check_search,
-    contents_of,
 )
 from indexer.live.rerank import reorder_of
 from indexer.pictures import ItemImage, item_image
@@ -472,21 +470,6 @@ class _Groups:
 
     def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
         return self._best(row, n, self._with([value]))
-
-    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterator[Members]:
-        condition = both(self._now.condition(self._options.where), self._with(values))
-        fields = ["number", "sha256", "attributes", "vector"]
-        for page in self._now.pages(condition, fields):
-            self._options.checkpoint()
-            vectors = vectors_of(page, self._now.facts.dim)
-            scores = np.clip(vectors @ self._queries[row], -1, 1).astype(np.float64)
-            ids = np.array([int(found["number"]) for found in page], np.int64)
-            contents = contents_of([found["sha256"] for found in page])
-            places: dict[AttributeValue, list[int]] = {}
-            for place, found in enumerate(page):
-                places.setdefault(found["attributes"][self._by], []).append(place)
-            for value, at in places.items():
-                yield Members(value, ids[at], scores[at], contents[at])
 
     def _with(self, values: Sequence[AttributeValue]) -> str:
         return self._now.condition(In(self._by, tuple(values)))

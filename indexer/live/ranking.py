@@ -4,11 +4,10 @@ An engine hands over its `Fetch`; here more is fetched until no item that was no
 the answer.
 """
 
-import heapq
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue, Embeddings, Hit, ItemId
 from indexer.catalog.entries import NORM_TOLERANCE, ROUNDING, normalised, norms_of
-from indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, Ids, SearchOptions, places_of
+from indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, SearchOptions
 
 _EXPECTED_EXCLUDED = 100
 _BLOCK = 4096
@@ -30,9 +29,6 @@ _MOST_COMPARED = 10_000  # among so many of the best, what is near a better one 
 _COMPARED = 256  # candidates whose vectors are compared at a time
 
 T = TypeVar("T")
-
-Contents = NDArray[np.bytes_]
-"""The sha256 of each item as 32 bytes, shape (N,)."""
 
 _Key = tuple[bool | None, AttributeValue]
 
@@ -229,58 +225,6 @@ def hit(candidate: Candidate) -> Hit:
     return Hit(candidate.id, candidate.key, candidate.score, candidate.attributes)
 
 
-@dataclass(frozen=True, slots=True)
-class Members:
-    """Some items with the value `value`: their numbers (N,) and scores (N,) for one query.
-
-    Their contents (N,) are there if only distinct ones count.
-    """
-
-    value: AttributeValue
-    ids: Ids
-    scores: NDArray[np.float64]
-    contents: Contents | None = None
-
-    def left(self, known: Mapping[ItemId, float], options: SearchOptions) -> "Members":
-        """Those that are not excluded; the `known` have these scores."""
-        scores = self.scores.copy()
-        ids = np.array(sorted(known), np.int64)
-        is_known = places_of(self.ids, ids) >= 0
-        scores[is_known] = [known[number] for number in self.ids[is_known].tolist()]
-        kept = np.ones(len(self.ids), np.bool_)
-        if options.exclude:
-            kept = ~np.isin(self.ids, np.fromiter(options.exclude, np.int64))
-        contents = None if self.contents is None else self.contents[kept]
-        return Members(self.value, self.ids[kept], scores[kept], contents)
-
-
-def contents_of(sha256s: Sequence[str]) -> Contents:
-    """Contents from sha256 in hex."""
-    return np.array([bytes.fromhex(sha256) for sha256 in sha256s], dtype="S32")
-
-
-def mean_of(blocks: Sequence[Members], options: SearchOptions) -> float:
-    """The mean of all scores, correctly rounded; with `distinct` each content counts once, with
-    its best score. At least one item is left in the blocks.
-    """
-    scores = np.concatenate([block.scores for block in blocks])
-    if options.distinct:
-        contents = np.concatenate(
-            [block.contents for block in blocks if block.contents is not None]
-        )
-        order = np.argsort(contents)
-        ordered = contents[order]
-        starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-        scores = np.maximum.reduceat(scores[order], starts)
-    return math.fsum(_each(scores)) / len(scores)
-
-
-def _each(scores: NDArray[np.float64]) -> Iterator[float]:
-    """The numbers one by one; never all of them as objects."""
-    for start in range(0, len(scores), _BLOCK):
-        yield from scores[start : start + _BLOCK].tolist()
-
-
 class GroupSource(Protocol):
     """What an engine has to know for one search; all of it fits the filter of the search.
 
@@ -295,9 +239,6 @@ class GroupSource(Protocol):
 
     def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
         """The n best with this value."""
-
-    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterable[Members]:
-        """Every item with one of these values, in blocks, each of one value."""
 
 
 def best_groups(
@@ -336,7 +277,7 @@ def best_groups(
 
 @dataclass(frozen=True)
 class _Search:
-    """One query; `means` has the score of a group under its key, once all of it was looked at."""
+    """One query."""
 
     source: GroupSource
     row: int
@@ -345,13 +286,11 @@ class _Search:
     grouping: Grouping
     options: SearchOptions
     reorder: Reorder | None
-    means: dict[_Key, float] = field(default_factory=dict)
 
     def found(self, pool: Pool, first: int) -> list[Group]:
         """The answer, from the `first` best and then from ever more outside the groups found."""
-        settled = self._by_best if self.grouping.score == "best" else self._by_mean
         n, closed = first, 0
-        while (groups := settled(pool)) is None:
+        while (groups := self._settled(pool)) is None:
             keys = [self._key(own[0]) for own in self._split(pool)]
             values = [value for kind, value in keys if kind is not None][:_MOST_CLOSED]
             is_growing = len(values) > closed
@@ -360,43 +299,12 @@ class _Search:
             closed = len(values)
         return groups
 
-    def _by_best(self, pool: Pool) -> list[Group] | None:
+    def _settled(self, pool: Pool) -> list[Group] | None:
         found = [own for own in self._split(pool) if reaches(own[0].score, self.options.min_score)]
         if len(found) < self.reach and not pool.holds_all(self.options.min_score):
             return None
         shown = _page(found, lambda own: own[0], self.k, self.options, self.reorder)
         return [self._group(self._best_of(own), own[0].score) for own in shown]
-
-    def _by_mean(self, pool: Pool) -> list[Group] | None:
-        """No mean exceeds the best score: a group whose best is too low is not looked at."""
-        groups: list[tuple[float, list[Candidate]]] = []
-        top_means: list[float] = []
-        to_beat = -math.inf if self.options.min_score is None else self.options.min_score
-        split, step = self._split(pool), self.reach
-        while split and split[0][0].score >= to_beat:
-            chance = [own for own in split[:step] if own[0].score >= to_beat]
-            self._open(chance)
-            for own in chance:
-                mean = self.means.get(self._key(own[0]), own[0].score)
-                if mean >= to_beat:
-                    groups.append((mean, own))
-                    heapq.heappush(top_means, mean)
-                if len(top_means) > self.reach:
-                    heapq.heappop(top_means)
-                if len(top_means) == self.reach:
-                    to_beat = top_means[0]
-            split, step = split[step:], min(2 * step, _OPENED_AT_ONCE)
-        full = len(top_means) == self.reach and to_beat > pool.ceiling
-        if not full and not pool.holds_all(self.options.min_score):
-            return None
-        groups.sort(key=lambda group: (-group[0], group[1][0].id))
-        # A group stands for its mean where the first change places.
-        shown = _page(
-            groups,
-            lambda group: group[1][0]._replace(score=group[0]),
-            *(self.k, self.options, self.reorder),
-        )
-        return [self._group(self._best_of(own), mean) for mean, own in shown]
 
     def _split(self, pool: Pool) -> list[list[Candidate]]:
         """The certain candidates of each group, the groups in the order of their best."""
@@ -412,18 +320,6 @@ class _Search:
         if value is None:
             return None, candidate.sha256 if self.options.distinct else candidate.id
         return isinstance(value, bool), value
-
-    def _open(self, groups: Sequence[Sequence[Candidate]]) -> None:
-        """The means of these groups; those of `groups` keep the scores of the search."""
-        found = {self._key(own[0]): {c.id: c.score for c in own} for own in groups}
-        new = [key for key in found if key[0] is not None and key not in self.means]
-        if not new:
-            return
-        blocks: dict[_Key, list[Members]] = {}
-        for block in self.source.members(self.row, [value for _, value in new]):
-            key = (isinstance(block.value, bool), block.value)
-            blocks.setdefault(key, []).append(block.left(found[key], self.options))
-        self.means.update({key: mean_of(own, self.options) for key, own in blocks.items()})
 
     def _best_of(self, own: Sequence[Candidate]) -> Sequence[Candidate]:
         """As many as are shown, where `own` are the best of a group."""
@@ -452,10 +348,6 @@ class _Search:
 
 def _check_grouping(grouping: Grouping) -> None:
     check_at_least("size", grouping.size, 1)
-    if grouping.score not in ("best", "mean"):
-        raise InvalidParameterError(
-            f"Groups cannot be ranked by {grouping.score!r}. Choose 'best' or 'mean'."
-        )
 
 
 def check_search(k: int, options: SearchOptions, dim: int, queries: Embeddings) -> Embeddings:

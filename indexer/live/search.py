@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,13 +18,11 @@ from indexer.live.facets import checked_names, facet_of
 from indexer.live.ranking import (
     Candidate,
     Fetch,
-    Members,
     Reorder,
     best_groups,
     best_hits,
     check_options,
     check_search,
-    contents_of,
 )
 from indexer.live.rerank import reorder_of
 from indexer.live.snapshot import FilterMask, Reading, Snapshot, SnapshotKeeper
@@ -406,7 +404,6 @@ class _Groups:
         self._attributes, self._mask = attributes, mask
         self.fetch = _fetch(now, queries, options, mask)
         self._of_values: dict[tuple[AttributeValue, ...], FilterMask] = {}
-        self._ids: dict[AttributeValue, Ids] = {}
 
     def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
         if not values:
@@ -417,27 +414,6 @@ class _Groups:
     def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
         same = self._with((value,))
         return self._best(row, n, self._left(same.segment, same.delta))
-
-    def members(self, row: int, values: Sequence[AttributeValue]) -> Iterator[Members]:
-        self._options.checkpoint()
-        for value in values:
-            if value not in self._ids:
-                self._ids[value], _ = self._attributes.ids(self._with((value,)))
-        for value in values:
-            ids = self._ids.get(value, _NO_IDS)
-            for start in range(0, len(ids), _BLOCK):
-                self._options.checkpoint()
-                yield self._scored_members(row, value, ids[start : start + _BLOCK])
-
-    def _scored_members(self, row: int, value: AttributeValue, ids: Ids) -> Members:
-        """Scores from the vectors of the index; the rows are read only for their contents."""
-        ids, vectors = self._now.snapshot.vectors(ids, self._mask)
-        scores = np.clip(vectors @ self._queries[row], -1, 1).astype(np.float64)
-        if not self._options.distinct:
-            return Members(value, ids, scores)
-        known = _rows(self._now, ids.tolist(), self._options)
-        contents = contents_of([known[number][2].hex() for number in ids.tolist()])
-        return Members(value, ids, scores, contents)
 
     def _with(self, values: tuple[AttributeValue, ...]) -> FilterMask:
         if values not in self._of_values:

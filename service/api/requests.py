@@ -37,7 +37,6 @@ from indexer.types import (
     MAX_FACETS,
     Boost,
     Grouping,
-    GroupScore,
     boost_of,
 )
 from service.access.rates import account_of
@@ -333,9 +332,6 @@ class SearchFields(Strict):
     group_by: Annotated[
         str | None, Field(description="An attribute: answer with groups of items that share it.")
     ] = None
-    group_score: Annotated[
-        GroupScore, Field(description="Rank groups by their best item or by the mean of all.")
-    ] = "best"
     group_size: Annotated[
         _Natural, Field(description="How many items of each group; default 1.")
     ] = None
@@ -395,7 +391,7 @@ class SearchFields(Strict):
         """The same as a query. Raises: FilterError."""
         grouping = None
         if self.group_by:
-            grouping = Grouping(self.group_by, self.group_score, self.group_size or 1)
+            grouping = Grouping(self.group_by, self.group_size or 1)
         return Query(
             k=self.k or limits.default_k,
             offset=self.offset or 0,

@@ -93,7 +93,7 @@ class Query:
             (self.k, self.offset),
             (_plain(self.min_score), _plain(self.min_probability)),
             None if self.where is None else repr(self.where),
-            None if grouping is None else (grouping.by, grouping.score, grouping.size),
+            None if grouping is None else (grouping.by, grouping.size),
             (self.distinct, self.exact),
             self.best_view,
             self.facets,

@@ -1,7 +1,6 @@
 """A random shop, and what a gallery of it should answer: numpy over all vectors."""
 
 import hashlib
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -138,10 +137,8 @@ class Oracle:
         found = []
         for part in parts.values():
             kept = without_copies(part) if options.distinct else part
-            mean = math.fsum(score for score, _ in kept) / len(kept)
-            score = kept[0][0] if grouping.score == "best" else mean
-            if score >= lowest:
-                found.append((score, kept))
+            if kept[0][0] >= lowest:
+                found.append((kept[0][0], kept))
         found.sort(key=lambda group: (-round(group[0], 7), self.numbers[group[1][0][1].key]))
         return [
             (

@@ -110,10 +110,9 @@ def test_liked_items_are_not_in_their_own_answer(run: Run, built: Path) -> None:
     assert sorted(grouped) == sorted(set(PICTURES) - {"f.gif", keys[0]})
 
 
-@pytest.mark.parametrize("score", ["best", "mean"])
-def test_groups_are_shown_with_their_items(run: Run, built: Path, shop: Path, score: str) -> None:
+def test_groups_are_shown_with_their_items(run: Run, built: Path, shop: Path) -> None:
     ask = ("search", built, "--image", shop / "cup" / "a.png", "--bundle", "b")
-    options = ("--group-by", "class", "--group-score", score, "--group-size", "2", "-k", "3")
+    options = ("--group-by", "class", "--group-size", "2", "-k", "3")
     [groups] = printed(run(*ask, *options, "--json"))["groups"]
     assert sorted(str(group["value"]) for group in groups) == ["None", "cup", "hat"]
     [cup] = [group for group in groups if group["value"] == "cup"]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ from indexer.types import (
     Boost,
     Entry,
     Grouping,
-    GroupScore,
     SearchOptions,
     VectorStore,
     Written,
@@ -105,7 +103,6 @@ FILTERS: list[Filter] = [
     Not(And((Equals("colour", "red"), Not(Equals("sale", True))))),
     parse_filter('colour = "red" and (price < 4 or not sku in ("sku1", "sku2")) and sale = true'),
 ]
-SCORES: tuple[GroupScore, ...] = ("best", "mean")
 OPTIONS = [
     SearchOptions(),
     SearchOptions(min_score=0.2),
@@ -143,8 +140,8 @@ def test_search_and_groups_equal_brute_force(store: VectorStore) -> None:
                 assert_hits(hits, oracle.hits(query, k, options))
     cases = [("sku", size, options) for options in OPTIONS for size in (1, 3)]
     cases += [("price", 2, SearchOptions()), ("sale", 2, SearchOptions())]
-    for (by, size, options), score in product(cases, SCORES):
-        grouping = Grouping(by, score, size)
+    for by, size, options in cases:
+        grouping = Grouping(by, size)
         found_groups = store.search_groups(queries[:2], 8, grouping, options)
         for query, groups in zip(queries, found_groups, strict=False):
             assert_groups(groups, oracle.groups(query, 8, grouping, options))
@@ -196,9 +193,7 @@ def test_ties_copies_and_crowds_are_ranked_as_by_brute_force(store: VectorStore,
         )
         k = draw.choice([1, 2, 4, 300])
         assert_hits(store.search(query, k, options)[0], oracle.hits(query[0], k, options))
-        grouping = Grouping(
-            draw.choice(sorted(store.schema())), draw.choice(SCORES), draw.choice([1, 2, 50])
-        )
+        grouping = Grouping(draw.choice(sorted(store.schema())), draw.choice([1, 2, 50]))
         [groups] = store.search_groups(query, k, grouping, options)
         assert_groups(groups, oracle.groups(query[0], k, grouping, options))
 
@@ -462,10 +457,6 @@ REFUSED: dict[type[KinlensError], list[tuple[str, Callable[[VectorStore], object
         ),
         ("size = 0", lambda s: s.search_groups(QUERY, 1, Grouping("sku", size=0))),
         ("size = True", lambda s: s.search_groups(QUERY, 1, Grouping("sku", size=True))),
-        (
-            "'median'.*'best' or 'mean'",
-            lambda s: s.search_groups(QUERY, 1, Grouping("sku", "median")),
-        ),
         ("offset = -1", lambda s: s.search_groups(QUERY, 1, SKU, SearchOptions(offset=-1))),
         ("min_score = 2", lambda s: s.search_like(["key1"], [], 1, SearchOptions(min_score=2))),
         ("sale", lambda s: s.update({"key1": {"sale": 1}})),
@@ -752,7 +743,7 @@ def test_a_filter_as_large_as_they_may_be_is_answered(store: MilvusStore) -> Non
     for where in (wide, listed, deep):
         (hits,) = store.search(units(1), 40, SearchOptions(where=where))
         assert {h.key for h in hits} == {e.key for e in entries if where.matches(e.attributes)}
-        grouping = Grouping("sku", "mean")
+        grouping = Grouping("sku")
         found = store.search_groups(units(1), 40, grouping, SearchOptions(where=where))
         assert_groups(
             found[0],

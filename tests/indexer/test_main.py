@@ -90,7 +90,6 @@ def test_an_error_is_one_line_without_a_traceback(run: Run, tmp_path: Path) -> N
         ("search GALLERY --like a --vector b", "one of them alone"),
         ("search GALLERY --image a", "--image needs --bundle"),
         ("search GALLERY --vector a --unlike b", "--unlike needs at least one --like"),
-        ("search GALLERY --like a --group-score worst", "worst"),
         ("plan 100 8 --memory-mb 0", "--memory-mb"),
         ("plan 100 8 --target-recall 0", "--target-recall"),
     ],

@@ -121,18 +121,6 @@ def test_a_group_stands_where_its_best_item_would(gallery: Gallery) -> None:
         assert [group.hits[0].key for group in found] == expected
 
 
-def test_a_group_by_its_mean_stands_where_its_mean_says(gallery: Gallery) -> None:
-    gallery.add(no_copies(CANDIDATES - 20))
-    query, by_mean = units(1, seed=5), Grouping("sku", "mean")
-    [plain] = gallery.search_groups(query, 30, by_mean)
-    for weight in (0.0, 1e-9):
-        options = SearchOptions(boost=replace(PRICE, weight=weight))
-        [found] = gallery.search_groups(query, 30, by_mean, options)
-        assert [group.value for group in found] == [group.value for group in plain]
-    [varied] = gallery.search_groups(query, 30, by_mean, SearchOptions(diversity=0.1))
-    assert varied[0].value == plain[0].value
-
-
 def test_a_boost_scales_by_the_range_of_the_gallery_and_leaves_the_unknown_behind(
     gallery: Gallery,
 ) -> None:

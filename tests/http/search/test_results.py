@@ -291,15 +291,6 @@ def test_groups_are_ranked_by_their_best_and_each_shows_its_best_items(market) -
         assert group["probability"] == pytest.approx(own[0]["probability"], abs=2e-4)
 
 
-def test_groups_by_the_mean_have_the_mean_of_all_their_items(market) -> None:
-    hits = found(market, picture(3), k=COUNT)["hits"]
-    groups = found(market, picture(3), group_by="colour", group_score="mean")["groups"]
-    for group in groups:
-        scores = [h["score"] for h in hits if h["attributes"]["colour"] == group["value"]]
-        assert group["score"] == pytest.approx(np.mean(scores), abs=1e-6)
-    assert [g["score"] for g in groups] == sorted((g["score"] for g in groups), reverse=True)
-
-
 def test_an_unknown_attribute_to_group_by_is_named(market) -> None:
     body = {"images": [{"data": text_of(picture(0))}], "group_by": "size"}
     assert "'size'" in assert_problem(post(market, body), 422, "invalid-filter")["detail"]
@@ -409,7 +400,6 @@ def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(marke
         {"filter": "price < 6"},
         {"group_by": "colour"},
         {"group_by": "product"},
-        {"group_by": "colour", "group_score": "mean"},
         {"group_by": "colour", "group_size": 2},
         {"positives": ["001.png"]},
         {"positives": ["001.png", "002.png"]},

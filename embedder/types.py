@@ -1,6 +1,6 @@
 """The smallest vocabulary of the project: what rooms hand to each other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,9 +19,14 @@ Maps = NDArray[np.float32]
 ItemId = int
 """Number of an item inside one gallery; never given to another item or content."""
 
-AttributeValue = str | int | float | bool
-"""What an attribute of an item can be."""
+Scalar = str | int | float | bool
+"""One value of an attribute."""
 
+AttributeValue = Scalar | tuple[Scalar, ...]
+"""What an item has under the name of an attribute: a value, or several of one kind."""
+
+AttributeInput = AttributeValue | Sequence[Scalar]
+"""The same as it may be given: a list is stored as a tuple, an empty one not at all."""
 
 AttributeKind = Literal["text", "number", "boolean"]
 """What the values of an attribute are; whole and decimal numbers are of one kind."""
@@ -38,3 +43,15 @@ class Hit:
     key: str
     score: float
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+
+
+def values_in(value: AttributeValue | None) -> tuple[Scalar, ...]:
+    """The values of an item under one name; none if it does not have the attribute."""
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)
+
+
+def single(value: AttributeValue | None) -> Scalar | None:
+    """The value of an item under one name; None if there is none, or several."""
+    return None if isinstance(value, tuple) else value

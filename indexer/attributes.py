@@ -3,14 +3,16 @@
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
-from embedder.types import AttributeKind, AttributeValue
+from embedder.types import AttributeKind, AttributeValue, Scalar
 
 Schema = Mapping[str, AttributeKind]
 """The attributes of a gallery: name -> kind."""
 
 MAX_NAME = 128
 MAX_TEXT = 4096
+MAX_LIST = 1000
 _KINDS: Mapping[type, AttributeKind] = {
     bool: "boolean",
     str: "text",
@@ -22,8 +24,19 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+def as_stored(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Attributes as they are stored: lists as tuples, and none that are empty."""
+    if not any(isinstance(value, list | tuple) for value in attributes.values()):
+        return attributes
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in attributes.items()
+        if value not in ([], ())
+    }
+
+
 def kind_of(value: object) -> AttributeKind:
-    """The kind of a value. Raises: ValueError for None, a list and whatever else is no value."""
+    """The kind of one value. Raises: ValueError for None, a list and whatever is no value."""
     kind = _KINDS.get(type(value))
     if kind is not None:
         return kind
@@ -34,20 +47,40 @@ def kind_of(value: object) -> AttributeKind:
 
 
 def checked_kind(value: AttributeValue) -> AttributeKind:
-    """The kind of a value that can be stored and compared.
+    """The kind of a value, or of several, that can be stored and compared.
 
-    Raises: ValueError for no value, NaN, infinity, whole numbers beyond 64 bits, broken Unicode.
+    Raises: ValueError for no value, NaN, infinity, whole numbers beyond 64 bits, broken Unicode,
+        values of different kinds, too many or too long ones.
     """
+    if isinstance(value, tuple):
+        return _kind_of_all(value)
     kind = kind_of(value)
     if isinstance(value, str):
         if not value.isascii() and _SURROGATE.search(value):
             raise ValueError(f"{value!r:.80} is not valid Unicode")
+        if len(value) > MAX_TEXT:
+            raise ValueError(
+                f"a text has {len(value):,} characters, the limit is {MAX_TEXT:,}. Shorten it"
+            )
     elif isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{value} is not a finite number")
     elif not _SMALLEST <= value <= _LARGEST:
         raise ValueError(f"a whole number of {value.bit_length()} bits does not fit in 64 bits")
     return kind
+
+
+def _kind_of_all(values: tuple[Scalar, ...]) -> AttributeKind:
+    if len(values) > MAX_LIST:
+        raise ValueError(f"a list of {len(values):,} values; give at most {MAX_LIST:,}")
+    kinds = [checked_kind(value) for value in values]
+    for kind, value in zip(kinds, values, strict=True):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"a list with {values[0]!r:.80}, a {kinds[0]}, and {value!r:.80}, a {kind}. Give "
+                "values of one kind"
+            )
+    return kinds[0]
 
 
 def is_printable(text: str) -> bool:

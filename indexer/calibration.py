@@ -26,7 +26,7 @@ from embedder.calibration import (
     fit_curve,
 )
 from embedder.errors import CalibrationError
-from embedder.types import AttributeValue, Embeddings, Hit, ItemId
+from embedder.types import Embeddings, Hit, ItemId, Scalar, single, values_in
 from indexer.types import Group, Item, Progress, SearchOptions
 
 CALIBRATION = "calibration.json"
@@ -220,7 +220,7 @@ class Shares:
         return sum(
             share
             for hit, share in zip(self._hits, self._shares, strict=True)
-            if by in hit.attributes and _identity(hit.attributes[by]) == value
+            if value in map(_identity, values_in(hit.attributes.get(by)))
         )
 
     def of_none(self, hits: Iterable[Hit], groups: Iterable[Group] | None, by: str = "") -> float:
@@ -234,11 +234,11 @@ class Shares:
 
 
 def _product_of(hit: Hit, name: str) -> object:
-    value = hit.attributes.get(name)
+    value = single(hit.attributes.get(name))
     return ("item", hit.id) if value is None else _identity(value)
 
 
-def _identity(value: AttributeValue) -> object:
+def _identity(value: Scalar) -> object:
     return isinstance(value, bool), value  # 1 and true are two values
 
 
@@ -257,8 +257,8 @@ class Searched(Protocol):
     def last_id(self) -> ItemId: ...
 
     def product_counts(
-        self, name: str, values: Sequence[AttributeValue]
-    ) -> tuple[Sizes, Mapping[AttributeValue, int]]: ...
+        self, name: str, values: Sequence[Scalar]
+    ) -> tuple[Sizes, Mapping[Scalar, int]]: ...
 
     def search(
         self, queries: Embeddings, k: int, options: SearchOptions | None = None
@@ -279,7 +279,8 @@ def fit_gallery(
     if name is None:
         reason = "No attribute names the product of an item"
         return GalleryCalibration(items=size, last=last, gallery=reason)
-    names = {n: item.attributes[name] for n, item in enumerate(items) if name in item.attributes}
+    named = {n: single(item.attributes.get(name)) for n, item in enumerate(items)}
+    names = {n: value for n, value in named.items() if value is not None}
     sizes, counts = gallery.product_counts(name, [*{*names.values()}])
     names = {n: value for n, value in names.items() if value in counts}  # the rest has gone since
     products, images = sum(sizes.values()), sum(n * count for n, count in sizes.items())
@@ -305,12 +306,12 @@ def fit_gallery(
             f"need {MIN_VIEWS} images or more, or more images than the others"
         )
         return found.model_copy(update={"gallery": reason})
-    asked = _search_own(gallery, items, vectors, stand_ins, name, counts, on_progress)
+    asked = _search_own(gallery, items, vectors, stand_ins, name, names, counts, on_progress)
     return found.model_copy(update={"gallery": _fitted(asked, size, last)})
 
 
 def _stand_ins(
-    products: Mapping[int, AttributeValue], counts: Mapping[AttributeValue, int], sizes: Sizes
+    products: Mapping[int, Scalar], counts: Mapping[Scalar, int], sizes: Sizes
 ) -> list[tuple[int, int]]:
     """Which items search, each with the number of images that its product shall have.
 
@@ -326,7 +327,7 @@ def _stand_ins(
         sizes: how many products have so many images.
     """
     rng = np.random.default_rng(0)
-    turns: dict[AttributeValue, int] = {}
+    turns: dict[Scalar, int] = {}
     order = []
     for place in rng.permutation([*products]).tolist():
         turns[products[place]] = turns.get(products[place], 0) + 1
@@ -380,7 +381,8 @@ def fit_golden(
 def product_attribute(items: Sequence[Item]) -> str | None:
     """The first of `PRODUCTS` that half of the items have, with several values."""
     for name in PRODUCTS:
-        values = [item.attributes[name] for item in items if name in item.attributes]
+        named = [single(item.attributes.get(name)) for item in items]
+        values = [value for value in named if value is not None]
         if 2 * len(values) >= len(items) and len(set(values)) > 1:
             return name
     return None
@@ -392,7 +394,8 @@ def _search_own(
     vectors: Embeddings,
     chosen: Sequence[tuple[int, int]],
     name: str,
-    counts: Mapping[AttributeValue, int],
+    products: Mapping[int, Scalar],
+    counts: Mapping[Scalar, int],
     on_progress: Progress,
 ) -> list[list[Searches]]:
     """What each chosen item finds among the others, with so many images of its own product, and
@@ -400,13 +403,13 @@ def _search_own(
     """
     rng = np.random.default_rng(1)
     asked: list[list[Searches]] = []
-    most = max(counts[items[n].attributes[name]] for n, _ in chosen)
+    most = max(counts[products[n]] for n, _ in chosen)
     reach = min(CANDIDATES + 1 + most, _REACH)
     for start in range(0, len(chosen), _AT_ONCE):
         some = chosen[start : start + _AT_ONCE]
         found = gallery.search(vectors[[n for n, _ in some]], reach)
         for (n, size), hits in zip(some, found, strict=True):
-            own = items[n].attributes[name]
+            own = products[n]
             others = counts[own] - 1
             kept = rng.permutation(others) < size
             left = [hit for hit in hits if hit.id != items[n].id and hit.score < _COPY]

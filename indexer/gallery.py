@@ -31,7 +31,7 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, ItemId
+from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, ItemId, Scalar
 from indexer.attributes import Schema
 from indexer.calibration import (
     CALIBRATION,
@@ -338,8 +338,8 @@ class Gallery(Searcher):
             state = now.snapshot.state
             if seq != state.seq:
                 attributes = self._attributes_of(now)
-                kinds = now.view.schema().items()
-                facts = tuple(facts_of(name, kind, attributes) for name, kind in kinds)
+                kinds, every = now.view.schema().items(), attributes.selected()
+                facts = tuple(facts_of(name, kind, attributes, every) for name, kind in kinds)
                 self._facts = (state.seq, facts)
             return facts
 
@@ -406,8 +406,8 @@ class Gallery(Searcher):
             return view.last_id() or 0
 
     def product_counts(
-        self, name: str, values: Sequence[AttributeValue]
-    ) -> tuple[dict[int, int], dict[AttributeValue, int]]:
+        self, name: str, values: Sequence[Scalar]
+    ) -> tuple[dict[int, int], dict[Scalar, int]]:
         """For each count of items, the number of values of an attribute that have it; then the
         number of items of each of `values`.
         """
@@ -416,7 +416,7 @@ class Gallery(Searcher):
         counts = {value: spread.count(value) for value in values}
         return spread.sizes(), {value: count for value, count in counts.items() if count}
 
-    def has_more(self, name: str, value: AttributeValue, than: int) -> bool:
+    def has_more(self, name: str, value: Scalar, than: int) -> bool:
         """Whether more than so many items have this value of an attribute."""
         with self._snapshots.reading() as now:
             attributes = self._attributes_of(now)

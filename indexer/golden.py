@@ -31,7 +31,7 @@ from embedder.errors import (
     ItemNotFoundError,
     KinlensError,
 )
-from embedder.types import SHORT, AttributeValue, Hit
+from embedder.types import SHORT, Hit, Scalar, single
 from indexer.attributes import is_printable
 from indexer.filters.tree import Equals
 from indexer.intervals import Interval, over_classes, wilson
@@ -79,7 +79,7 @@ class Label(BaseModel, frozen=True, extra="forbid"):
 
     keys: tuple[str, ...] = ()
     attribute: str | None = None
-    value: AttributeValue | None = None
+    value: Scalar | None = None
     no_match: bool = False
 
     @property
@@ -441,7 +441,8 @@ def labelled(
         if query.no_match:
             yield vector, query.wanted, None
         elif query.keys:
-            stored = [item.attributes.get(product) for item in store.stored(query.keys).values()]
+            items = store.stored(query.keys).values()
+            stored = [single(item.attributes.get(product)) for item in items]
             named = {value for value in stored if value is not None}
             label = ", ".join(sorted(map(str, named))) or query.wanted
             if stored:
@@ -452,9 +453,7 @@ def labelled(
                     yield vector, str(query.value), query.judge()
 
 
-def _of_products(
-    query: GoldenQuery, product: str, named: set[AttributeValue]
-) -> Callable[[Hit], bool]:
+def _of_products(query: GoldenQuery, product: str, named: set[Scalar]) -> Callable[[Hit], bool]:
     is_named, known = query.judge(), [Equals(product, value) for value in named]
     return lambda hit: is_named(hit) or any(one.matches(hit.attributes) for one in known)
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError
-from embedder.types import AttributeKind, AttributeValue, Embeddings, Hit, ItemId
-from indexer.attributes import Schema
+from embedder.types import AttributeKind, AttributeValue, Embeddings, Hit, ItemId, Scalar
+from indexer.attributes import Schema, as_stored
 from indexer.filters.tree import Filter
 
 Ids = NDArray[np.int64]
@@ -53,9 +53,10 @@ _CANCELLED = 1e-3  # a combination of likes and dislikes that is shorter has no 
 class Entry:
     """An item to store: its unit vector (D,), and the sha256 (hex) of the content it was made of.
 
-    `path` is relative to the image root of the gallery; empty for an item without an image. With
-    `keeps`, attributes of a stored item that the entry does not give stay, as they are at the
-    moment of the write.
+    `path` is relative to the image root of the gallery; empty for an item without an image. An
+    attribute may have several values, as a list or a tuple; an empty one is omitted. With `keeps`,
+    attributes of a stored item that the entry does not give stay, as they are at the moment of the
+    write.
     """
 
     key: str
@@ -65,6 +66,9 @@ class Entry:
     path: str = ""
     format: str = ""
     keeps: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attributes", as_stored(self.attributes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +92,13 @@ class AttributeFacts:
     """How the values of an attribute are spread: what a page of filters is made of.
 
     `values` are the most frequent ones with their numbers of items; None for numbers of which there
-    are too many to choose from. `minimum` and `maximum` are of numbers.
+    are too many to choose from, and for texts of which nearly every item has its own. `minimum` and
+    `maximum` are of numbers.
     """
 
     name: str
     kind: AttributeKind
-    values: tuple[tuple[AttributeValue, int], ...] | None
+    values: tuple[tuple[Scalar, int], ...] | None
     minimum: float | None = None
     maximum: float | None = None
 
@@ -104,15 +109,16 @@ MAX_FACETS = 8
 
 @dataclass(frozen=True, slots=True)
 class Facet:
-    """How many of some items have which value of an attribute; `missing` have none.
+    """How many of some items have which value of an attribute; `missing` have none. An item with
+    several values counts for each.
 
     values: the most frequent texts or truth values first, at most `MAX_COUNTED_VALUES`, equal ones
-        by value; `other` items have another. Or all numbers, ascending, if there are few.
+        by value; `other` counts the others. Or all numbers, ascending, if there are few.
     bins: in place of values where numbers are many: lower end, upper end, items from the lower to
         below the upper end; the last bin has its upper end too.
     """
 
-    values: Sequence[tuple[AttributeValue, int]] | None = ()
+    values: Sequence[tuple[Scalar, int]] | None = ()
     bins: Sequence[tuple[float, float, int]] | None = None
     other: int = 0
     missing: int = 0
@@ -203,7 +209,7 @@ class SearchOptions:
 @dataclass(frozen=True, slots=True)
 class Grouping:
     """Search for groups: items with the same value of attribute `by`, ranked by their best item;
-    each shows `size` items.
+    each shows `size` items. An item with several values is in the group of each.
 
     Items without the attribute are groups of one.
     """
@@ -219,7 +225,7 @@ class Group:
     `value` is None for an item without the attribute.
     """
 
-    value: AttributeValue | None
+    value: Scalar | None
     score: float
     hits: Sequence[Hit]
 

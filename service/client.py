@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import httpx
 
-from embedder.types import AttributeValue
+from embedder.types import AttributeInput, Scalar
 from indexer.golden import GoldenQueries, GoldenQuery, GoldenRun, GoldenRuns
 from service import client_calls as calls
 from service import models as api
@@ -416,7 +416,7 @@ class AsyncKinlens(_Client):
         return await self._send(bytes, "GET", "galleries", gallery, "items", item_id, "image")
 
     async def patch(
-        self, gallery: str, changes: Mapping[str, Mapping[str, AttributeValue | None]]
+        self, gallery: str, changes: Mapping[str, Mapping[str, AttributeInput | None]]
     ) -> api.PatchAnswer:
         """Change attributes by key, all or none; None takes one away."""
         path = ("galleries", gallery, "items")
@@ -460,7 +460,7 @@ class AsyncKinlens(_Client):
         *,
         keys: Sequence[str] = (),
         attribute: str | None = None,
-        value: AttributeValue | None = None,
+        value: Scalar | None = None,
         name: str = "",
     ) -> GoldenQuery:
         """Label an image: items with these keys, or with this value of an attribute, are right for

@@ -12,7 +12,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from embedder.types import AttributeValue
+from embedder.types import AttributeInput
 from service.client_errors import AnswerError, ArgumentError, ImageReadError, problem_error
 from service.models import Problem, PutAnswer, PutResult
 
@@ -27,7 +27,7 @@ Crop = tuple[float, float, float, float]
 """left, top, width, height as fractions of the upright image."""
 
 Filter = str | Mapping[str, Any]
-Attributes = Mapping[str, AttributeValue]
+Attributes = Mapping[str, AttributeInput]
 
 Part = tuple[str, tuple[str | None, bytes | str]]
 """A part of a form: its name, the name of the file if it is one, and the content."""

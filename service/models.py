@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from embedder.types import AttributeValue
+from embedder.types import AttributeValue, Scalar
 
 JobKind = Literal["compact", "swap", "rebuild", "train"]
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
@@ -63,7 +63,7 @@ class HitModel(BaseModel):
 class GroupModel(BaseModel):
     """Items with the same value of an attribute, best first; null for an item without it."""
 
-    value: AttributeValue | None
+    value: Scalar | None
     score: float
     probability: Probability = None
     hits: list[HitModel]
@@ -85,7 +85,7 @@ class Timings(BaseModel):
 class AttributeCount(BaseModel):
     """A value of an attribute, and how many items have it."""
 
-    value: AttributeValue
+    value: Scalar
     count: int
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeKind, AttributeValue, Embeddings
-from indexer.attributes import MAX_TEXT, check_name, checked_kind, is_printable
+from indexer.attributes import as_stored, check_name, checked_kind, is_printable
 from indexer.types import Entry, Item
 
 MAX_KEY = 1024
@@ -114,7 +114,7 @@ def learn_kinds(
 
     Raises: InvalidParameterError naming attribute, kind, value and key.
     """
-    for name, value in attributes.items():
+    for name, value in as_stored(attributes).items():
         try:
             kind = checked_kind(value)
             known = kinds.get(name)
@@ -127,11 +127,6 @@ def learn_kinds(
             raise InvalidParameterError(
                 f"Attribute {name!r} is a {known}, and {key!r} has {value!r:.80}, a {kind}. Give "
                 f"it a {known}, or choose another name."
-            )
-        if isinstance(value, str) and len(value) > MAX_TEXT:
-            raise InvalidParameterError(
-                f"Attribute {name!r} of {key!r} has {len(value):,} characters, the limit is "
-                f"{MAX_TEXT:,}. Shorten it."
             )
 
 

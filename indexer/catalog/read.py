@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.types import AttributeValue, Embeddings, ItemId
-from indexer.attributes import Schema, is_printable
+from indexer.attributes import Schema, as_stored, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key
 from indexer.catalog.schema import (
     KEEPS_REMOVED,
@@ -336,10 +336,11 @@ class CatalogView:
         for row in rows:
             self._is_whole(row)
         # One text is parsed twice as fast as many.
-        found: tuple[list[dict[str, AttributeValue]], int] = _DECODE(
-            f"[{','.join([row[5] for row in rows])}]"
-        )
-        return found[0]
+        text = ",".join([row[5] for row in rows])
+        found: list[dict[str, AttributeValue]] = _DECODE(f"[{text}]")[0]
+        if "[" in text:
+            return [dict(as_stored(own)) for own in found]
+        return found
 
     def _is_whole(self, row: tuple[Any, ...]) -> bool:
         """True. Raises: GalleryCorruptError if the row does not fit its checksum."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from embedder.errors import InvalidParameterError, ItemNotFoundError
 from embedder.types import AttributeKind, AttributeValue, Embeddings, ItemId
+from indexer.attributes import as_stored
 from indexer.catalog.entries import checked_vectors, learn_kinds, with_stored
 from indexer.catalog.read import CatalogView
 from indexer.catalog.schema import (
@@ -95,6 +96,7 @@ class CatalogWriter(CatalogView):
         Raises: ItemNotFoundError for an unknown key; InvalidParameterError for a value of another
             kind; and then nothing was changed.
         """
+        changes = {key: _change(change) for key, change in changes.items()}
         found = self.find([*changes])
         missing = [key for key in changes if key not in found]
         if missing:
@@ -232,6 +234,11 @@ class CatalogWriter(CatalogView):
 
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         self.connection.executemany(sql, rows)
+
+
+def _change(change: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An empty list takes an attribute away, as None does."""
+    return {**dict.fromkeys(change), **as_stored(change)}
 
 
 def _item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:

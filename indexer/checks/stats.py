@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from embedder.types import AttributeValue
+from embedder.types import Scalar, values_in
 from indexer.folder.layout import GalleryFolder
 from indexer.folder.manifest import read_report
 from indexer.gallery import Gallery
@@ -51,12 +51,12 @@ def store_stats(store: VectorStore) -> StoreStats:
     """Count what is in a gallery, whatever its engine."""
     formats: Counter[str] = Counter()
     contents: set[str] = set()
-    values: dict[str, set[AttributeValue]] = {}
+    values: dict[str, set[Scalar]] = {}
     for item in store.items():
         formats[item.format] += 1
         contents.add(item.sha256)
         for name, value in item.attributes.items():
-            values.setdefault(name, set()).add(value)
+            values.setdefault(name, set()).update(values_in(value))
     return StoreStats(
         name=store.name,
         version=store.version,

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from embedder.errors import GalleryCorruptError, ImageError, SourceError
 from embedder.session import Embedder, check_precision
-from embedder.types import Embeddings
+from embedder.types import Embeddings, values_in
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.read import CatalogView
 from indexer.folder.layout import GalleryFolder
@@ -83,7 +83,7 @@ def _check_columns(view: CatalogView, segment: Segment) -> None:
             column = segment.columns.get(name)
             found = [[]] * len(own) if column is None else column.values_at(rows[is_same])
             for number, some, values in zip(ids[is_same].tolist(), own, found, strict=True):
-                if values != ([some[name]] if name in some else []):
+                if {*values} != {*values_in(some.get(name))}:
                     raise GalleryCorruptError(
                         f"The column {name!r} of the index has {values!r:.80} for item {number}, "
                         f"which has {some.get(name)!r:.80}. Make the index again: kinlens-index "

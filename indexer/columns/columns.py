@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError
-from embedder.types import AttributeKind, AttributeValue
+from embedder.types import AttributeKind, AttributeValue, Scalar
 from indexer.bits import Bits, has_bits, positions_in
 from indexer.columns.values import Values, from_arrays, joined, packed, to_arrays
 from indexer.types import Ids
@@ -56,7 +56,7 @@ class Column:
 
     values (V,): ascending. counts (V,): number of rows with each value. present: number of rows
     with any. codes: of a value its place + 1, so that 0 means none; dense, one for each row; or
-    sparse, one for each of `rows`, ascending, where a row with several values is listed for each.
+    sparse, one for each of `rows`, ascending, where a row with several values stands for each.
     """
 
     kind: AttributeKind
@@ -95,7 +95,7 @@ class Column:
         rows = self.rows[is_chosen].astype(np.int64)
         return found[1:], int(np.count_nonzero(np.diff(rows, prepend=-1)))
 
-    def values_at(self, rows: Ids) -> list[list[AttributeValue]]:
+    def values_at(self, rows: Ids) -> list[list[Scalar]]:
         """The values of each of these rows (N,)."""
         if self.rows is None:
             starts, ends = rows, rows + 1
@@ -216,13 +216,18 @@ class ColumnsBuilder:
 
     def add(self, rows: Sequence[int], attributes: Sequence[Attributes]) -> None:
         """The attributes of these rows; no row twice."""
-        found: dict[str, tuple[list[int], list[AttributeValue]]] = {}
+        found: dict[str, tuple[list[int], list[Scalar]]] = {}
         for row, own in zip(rows, attributes, strict=True):
             for name, value in own.items():
                 if name not in found:
                     found[name] = [], []
-                found[name][0].append(row)
-                found[name][1].append(value)
+                if isinstance(value, tuple):
+                    different = dict.fromkeys(value)
+                    found[name][0].extend([row] * len(different))
+                    found[name][1].extend(different)
+                else:
+                    found[name][0].append(row)
+                    found[name][1].append(value)
         for name, (places, values) in found.items():
             batch = _Batch.of(places, values, self._kinds[name])
             self._batches.setdefault(name, []).append(batch)
@@ -262,9 +267,10 @@ def _column(batches: Sequence[_Batch], kind: AttributeKind, size: int) -> Column
     )
     counts = np.bincount(codes, minlength=len(values) + 1)[1:]
     counts = counts.astype(np.min_scalar_type(int(counts.max(initial=0))))
-    if _SPARSE * len(rows) < size:
+    present = len(np.unique(rows))
+    if present < len(rows) or _SPARSE * len(rows) < size:
         order = np.argsort(rows, kind="stable")
-        return Column(kind, values, counts, len(rows), codes[order], rows[order])
+        return Column(kind, values, counts, present, codes[order], rows[order])
     dense = np.zeros(size, dtype)
     dense[rows] = codes
     return Column(kind, values, counts, len(rows), dense, None)

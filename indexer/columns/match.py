@@ -1,13 +1,13 @@
 """Which rows of a segment fit a filter, from its columns."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from embedder.types import AttributeValue
+from embedder.types import Scalar
 from indexer.bits import Bits, empty_bits
 from indexer.columns.columns import Column, Columns
 from indexer.filters.tree import And, Condition, Equals, Filter, In, Not, Or
@@ -51,7 +51,21 @@ def _one_of(parts: Sequence[Filter], columns: Columns, checkpoint: Callable[[], 
     return found
 
 
-def place_of(value: AttributeValue, values: Sequence[Any]) -> int | None:
+def rows_beyond(name: str, values: Collection[Scalar], columns: Columns) -> Bits:
+    """The rows that have another value of an attribute than these, or none."""
+    column = columns.get(name)
+    if column is None:
+        return ~empty_bits(columns.size)
+    wanted = np.ones(len(column.values) + 1, np.bool_)
+    places = {place_of(value, column.values) for value in values}
+    wanted[[place + 1 for place in places if place is not None]] = False
+    others = column.having(wanted, columns.size)
+    return (
+        others if column.rows is None else others | ~column.having((1, len(wanted)), columns.size)
+    )
+
+
+def place_of(value: Scalar, values: Sequence[Any]) -> int | None:
     """Where a value stands among ascending ones; None if it is not there."""
     place = bisect_left(values, value)
     return place if place < len(values) and values[place] == value else None

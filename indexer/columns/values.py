@@ -11,12 +11,12 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.types import AttributeKind, AttributeValue
+from embedder.types import AttributeKind, Scalar
 
 Arrays = Mapping[str, NDArray[Any]]
 """What values consist of on the disk, by name."""
 
-Values = Sequence[AttributeValue]
+Values = Sequence[Scalar]
 """Ascending, each once, all of one kind."""
 
 _WHOLE = 2**53  # up to here a float64 holds every whole number
@@ -119,7 +119,7 @@ def from_arrays(arrays: Arrays) -> Values:
         return Texts(arrays["data"], arrays["ends"])
     if "numbers" in arrays:
         return Numbers(arrays["numbers"])
-    found: list[AttributeValue] = json.loads(arrays["json"].tobytes())
+    found: list[Scalar] = json.loads(arrays["json"].tobytes())
     return found
 
 

@@ -15,7 +15,7 @@ from indexer.commands.console import SHOWN, err, errors_shown, print_report
 from indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from indexer.filters.text import parse_filter
 from indexer.gallery import Gallery
-from indexer.ingest.sources import csv_changes, parse_value, split_kind
+from indexer.ingest.sources import Typed, csv_changes, split_kind
 from indexer.types import MILVUS
 
 app = typer.Typer()
@@ -59,7 +59,9 @@ def update(
     assign: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="New value; NAME:number=VALUE for a new attribute."
+            "--set",
+            metavar="NAME=VALUE",
+            help="New value; NAME:number=VALUE or NAME:text[]=A|B for a new attribute.",
         ),
     ] = None,
     unset: Annotated[
@@ -73,7 +75,7 @@ def update(
     """Change attributes of items; their images and vectors stay. All changes are made, or none.
 
     A value has the type that the attribute has in the gallery. A new attribute is text, unless
-    NAME:number or NAME:boolean says otherwise.
+    NAME:number or NAME:boolean says otherwise. NAME:text[]=S|M|L sets several values.
     """
     _check_usage(keys, assign, unset, csv)
     with errors_shown(), stores.opened(gallery) as store:
@@ -173,15 +175,14 @@ def _assignment(text: str, schema: Schema) -> tuple[str, AttributeValue]:
     if not equals:
         raise InvalidParameterError(f"--set {text}: there is no '='. Write --set name=value.")
     if typed.strip() in schema:
-        name, kind = typed.strip(), schema[typed.strip()]
+        name, (kind, is_list) = typed.strip(), Typed(schema[typed.strip()])
     else:
         try:
-            name, given = split_kind(typed)
+            name, (kind, is_list) = split_kind(typed)
         except ValueError as error:
             raise InvalidParameterError(f"--set {text}: {error}=value.") from error
-        kind = given or schema.get(name, "text")
     try:
-        return name, parse_value(value, kind)
+        return name, Typed(kind or schema.get(name, "text"), is_list).value_of(value)
     except ValueError as error:
         raise InvalidParameterError(
             f"--set {text}: {name} is a {kind} and cannot be {value!r}: {error}."

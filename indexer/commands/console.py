@@ -127,4 +127,6 @@ def shown(attributes: Mapping[str, AttributeValue]) -> str:
 
 def written(value: AttributeValue) -> str:
     """A value as it is typed."""
+    if isinstance(value, tuple):
+        return "|".join(map(written, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

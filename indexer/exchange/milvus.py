@@ -30,7 +30,7 @@ from embedder.errors import (
     InvalidParameterError,
     ItemNotFoundError,
 )
-from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, Hit, ItemId
+from embedder.types import SHORT, AttributeKind, AttributeValue, Embeddings, Hit, ItemId, Scalar
 from indexer.attributes import Schema
 from indexer.catalog.entries import checked_keys, checked_vectors, learn_kinds, with_stored
 from indexer.exchange.milvus_collection import (
@@ -286,6 +286,7 @@ class MilvusStore:
         vectors = checked_vectors(entries, now.facts.dim)
         kinds = dict(now.kinds)
         for entry in entries:
+            _refuse_lists(entry.key, entry.attributes)
             learn_kinds(kinds, entry.key, entry.attributes)
         now.learn(kinds)
         written, size = Written(), now.page_rows
@@ -300,6 +301,7 @@ class MilvusStore:
         now = self._now()
         kinds = dict(now.kinds)
         for key, change in changes.items():
+            _refuse_lists(key, change)
             learn_kinds(kinds, key, {n: v for n, v in change.items() if v is not None})
         rows = now.strong().known([*changes], ENTRY)
         now.learn(kinds)
@@ -465,13 +467,13 @@ class _Groups:
         self._now, self._queries, self._by, self._options = now, queries, by, options
         self.fetch = _fetch(now, queries, options)
 
-    def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
+    def outside(self, row: int, values: Sequence[Scalar], n: int) -> list[Candidate]:
         return self._best(row, n, f"not ({self._with(values)})" if values else "")
 
-    def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
+    def inside(self, row: int, value: Scalar, n: int) -> list[Candidate]:
         return self._best(row, n, self._with([value]))
 
-    def _with(self, values: Sequence[AttributeValue]) -> str:
+    def _with(self, values: Sequence[Scalar]) -> str:
         return self._now.condition(In(self._by, tuple(values)))
 
     def _best(self, row: int, n: int, group: str) -> list[Candidate]:
@@ -554,6 +556,7 @@ def _fill(made: Collection, entries: Iterable[Entry], on_progress: Progress | No
     for batch in batches(entries, made.page_rows):
         vectors = checked_vectors(batch, made.facts.dim)
         for entry in batch:
+            _refuse_lists(entry.key, entry.attributes)
             learn_kinds(kinds, entry.key, entry.attributes)
         made.connection.call("insert", made.collection, list(map(row_of, batch, vectors)))
         keys.extend(hash(entry.key) for entry in batch)
@@ -566,15 +569,23 @@ def _fill(made: Collection, entries: Iterable[Entry], on_progress: Progress | No
     made.make_index(0 if count < EXACT_BELOW else 4 * math.isqrt(count))
 
 
-def _attribute_facts(
-    name: str, kind: AttributeKind, values: Sequence[AttributeValue]
-) -> AttributeFacts:
+def _attribute_facts(name: str, kind: AttributeKind, values: Sequence[Scalar]) -> AttributeFacts:
     common = tuple(Counter(values).most_common(MAX_COUNTED_VALUES + 1))
     if kind != "number":
         return AttributeFacts(name, kind, common[:MAX_COUNTED_VALUES])
     numbers = [float(value) for value in values]
     few = common if len(common) <= MAX_COUNTED_VALUES else None
     return AttributeFacts(name, kind, few, min(numbers, default=None), max(numbers, default=None))
+
+
+def _refuse_lists(key: str, attributes: Mapping[str, object]) -> None:
+    """Milvus compares no range with the values of a list. Raises: InvalidParameterError."""
+    for name, value in attributes.items():
+        if isinstance(value, list | tuple):
+            raise InvalidParameterError(
+                f"Attribute {name!r} of {key!r:.200} has several values, which a gallery on Milvus "
+                "does not store. Give it one value, or import the gallery into a folder."
+            )
 
 
 def _possible(ids: Iterable[ItemId]) -> list[ItemId]:

@@ -2,8 +2,9 @@
 
 A row is an item with its vector, a row group about 10,000 rows, so that memory holds one of them.
 Texts are compressed with zstd, vectors are not (they would not get smaller). The file's metadata
-holds facts about the gallery under `kinlens.NAME`. Whole and decimal numbers under one name make a
-column of structs, of which one part is filled.
+holds facts about the gallery under `kinlens.NAME`. Several values of an item make a list. Values of
+different types under one name, such as whole and decimal numbers, make a column of structs, of
+which one part is filled.
 """
 
 import contextlib
@@ -101,10 +102,25 @@ def _learn(types: dict[str, set[str]], attributes: Iterable[Mapping[str, Attribu
     is_new = False
     for values in attributes:
         for name, value in values.items():
-            found, known = _ARROW_NAMES[type(value)], types.setdefault(name, set())
+            found, known = _arrow_name(value), types.setdefault(name, set())
             is_new |= found not in known
             known.add(found)
     return is_new
+
+
+def _arrow_name(value: AttributeValue) -> str:
+    """The type of a value; numbers of a list are decimal if one of them is."""
+    if not isinstance(value, tuple):
+        return _ARROW_NAMES[type(value)]
+    found = {_ARROW_NAMES[type(one)] for one in value}
+    return f"list of {'double' if len(found) > 1 else found.pop()}"
+
+
+def _arrow_type(name: str) -> Any:
+    pa = _pyarrow()
+    element = name.removeprefix("list of ")
+    kind = pa.type_for_alias(element)
+    return kind if element == name else pa.list_(kind)
 
 
 def _schema(types: Mapping[str, set[str]], dim: int, facts: Mapping[str, str]) -> Any:
@@ -112,7 +128,7 @@ def _schema(types: Mapping[str, set[str]], dim: int, facts: Mapping[str, str]) -
     fields = [pa.field(name, pa.string(), nullable=False) for name in TEXTS]
     fields.append(pa.field(VECTOR, pa.list_(pa.float32(), dim), nullable=False))
     for name, found in sorted(types.items()):
-        parts = [(part, pa.type_for_alias(part)) for part in sorted(found)]
+        parts = [(part, _arrow_type(part)) for part in sorted(found)]
         kind = parts[0][1] if len(parts) == 1 else pa.struct(parts)
         fields.append(pa.field(f"{ATTRIBUTE}{name}", kind))
     metadata = {**facts, "dim": str(dim), "schema": SCHEMA}
@@ -129,7 +145,7 @@ def _table(entries: Sequence[Entry], schema: Any) -> Any:
         name = field.name.removeprefix(ATTRIBUTE)
         values: list[Any] = [entry.attributes.get(name) for entry in entries]
         if pa.types.is_struct(field.type):
-            values = [v if v is None else {_ARROW_NAMES[type(v)]: v} for v in values]
+            values = [v if v is None else {_arrow_name(v): v} for v in values]
         columns.append(pa.array(values, field.type))
     return pa.table(columns, schema=schema)
 
@@ -139,7 +155,9 @@ def _writer(file: Path, schema: Any) -> Any:
     packed = []  # as Parquet names columns, where a struct has names of its own inside
     for field in schema:
         parts = field.type if pa.types.is_struct(field.type) else ()
-        packed += [f"{field.name}.{part.name}" for part in parts] or [field.name]
+        named = [(f"{field.name}.{part.name}", part.type) for part in parts]
+        for name, kind in named or [(field.name, field.type)]:
+            packed.append(f"{name}.list.element" if pa.types.is_list(kind) else name)
     packed.remove(VECTOR)
     return pa.parquet.ParquetWriter(
         file,
@@ -170,14 +188,16 @@ def _checked_dim(path: Path, schema: Any) -> int:
     vector = schema.field(VECTOR).type
     if not pa.types.is_fixed_size_list(vector) or vector.value_type != pa.float32():
         raise SourceError(f"{path}: column {VECTOR} is {vector}, not fixed_size_list<float>[dim].")
-    known = [pa.type_for_alias(name) for name in _ARROW_NAMES.values()]
+    known = [_arrow_type(name) for name in _ARROW_NAMES.values()]
+    known += [pa.list_(kind) for kind in known]
     for field in schema:
         is_struct = pa.types.is_struct(field.type)
         found = [part.type for part in field.type] if is_struct else [field.type]
         if field.name.startswith(ATTRIBUTE) and not all(kind in known for kind in found):
             raise SourceError(
                 f"{path}: column {field.name} is {field.type}; an attribute is "
-                f"{', '.join(map(str, known))}, or a struct of these. Convert the column."
+                f"{', '.join(_ARROW_NAMES.values())}, a list of one of these, or a struct of "
+                "these. Convert the column."
             )
     return int(vector.list_size)
 
@@ -230,6 +250,7 @@ def _attributes(batch: Any) -> list[dict[str, AttributeValue]]:
             for values, found in zip(rows, batch.column(column).to_pylist(), strict=True):
                 parts = found.values() if isinstance(found, dict) else (found,)
                 value = next((part for part in parts if part is not None), None)
+                value = tuple(value) if isinstance(value, list) else value
                 if value is not None:
                     values[name] = value
     return rows

@@ -9,7 +9,7 @@ from lark import Lark, Token, Transformer, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from embedder.errors import FilterError
-from embedder.types import AttributeValue
+from embedder.types import Scalar
 from indexer.filters.tree import LIMITS, And, Equals, Filter, In, Not, Or, Range
 
 _Made = TypeVar("_Made")
@@ -94,19 +94,19 @@ class _Builder(Transformer[Token, Filter]):
     def negated(self, part: Filter) -> Filter:
         return Not(part)
 
-    def compared(self, name: Token, sign: Token, value: AttributeValue) -> Filter:
+    def compared(self, name: Token, sign: Token, value: Scalar) -> Filter:
         return _at(name, lambda: _comparison(name.value, sign, value))
 
-    def turned(self, value: AttributeValue, sign: Token, name: Token) -> Filter:
+    def turned(self, value: Scalar, sign: Token, name: Token) -> Filter:
         return _at(name, lambda: _comparison(name.value, _TURNED.get(sign, sign), value))
 
     def between(
         self,
-        first: AttributeValue,
+        first: Scalar,
         left: Token,
         name: Token,
         right: Token,
-        second: AttributeValue,
+        second: Scalar,
     ) -> Filter:
         if left[0] != right[0] or left[0] not in "<>":
             raise FilterError(
@@ -116,10 +116,10 @@ class _Builder(Transformer[Token, Filter]):
         limits = {LIMITS[_TURNED[left]]: first, LIMITS[right]: second}
         return _at(name, lambda: Range(name.value, **limits))
 
-    def among(self, name: Token, *values: AttributeValue) -> Filter:
+    def among(self, name: Token, *values: Scalar) -> Filter:
         return _at(name, lambda: In(name.value, values))
 
-    def not_among(self, name: Token, *values: AttributeValue) -> Filter:
+    def not_among(self, name: Token, *values: Scalar) -> Filter:
         return Not(self.among(name, *values))
 
     def name(self, token: Token) -> Token:
@@ -130,7 +130,7 @@ class _Builder(Transformer[Token, Filter]):
     def text(self, token: Token) -> str:
         return _ESCAPE.sub(lambda match: _ESCAPED.get(match[1], match[1]), token[1:-1])
 
-    def number(self, token: Token) -> AttributeValue:
+    def number(self, token: Token) -> Scalar:
         # Python reads no whole number of thousands of digits, and 40 are too many to be stored.
         return int(token[:40]) if _WHOLE.fullmatch(token) else float(token)
 
@@ -141,7 +141,7 @@ class _Builder(Transformer[Token, Filter]):
         return False
 
 
-def _comparison(name: str, sign: str, value: AttributeValue) -> Filter:
+def _comparison(name: str, sign: str, value: Scalar) -> Filter:
     if sign in LIMITS:
         return Range(name, **{LIMITS[sign]: value})
     equals = Equals(name, value)

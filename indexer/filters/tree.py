@@ -1,7 +1,7 @@
 """What a filter is: conditions on attributes, joined by and, or and not.
 
-A condition on an attribute that an item does not have is false; its negation is true. A boolean
-equals no number. Text is compared by code points.
+A condition on an attribute that an item does not have is false; its negation is true. Of several
+values it is enough that one fits. A boolean equals no number. Text is compared by code points.
 """
 
 import operator
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from embedder.errors import FilterError
-from embedder.types import AttributeKind, AttributeValue
+from embedder.types import AttributeKind, AttributeValue, Scalar
 from indexer.attributes import Schema, check_name, checked_kind, kind_of
 
 MAX_DEPTH = 64
@@ -58,7 +58,7 @@ class _Condition:
     def _shown(self) -> str:
         raise NotImplementedError
 
-    def _set_kind(self, values: tuple[AttributeValue, ...]) -> None:
+    def _set_kind(self, values: tuple[Scalar, ...]) -> None:
         """Raises: FilterError if the name or a value is none, or the kinds differ."""
         try:
             check_name(self.name)
@@ -79,7 +79,7 @@ class Equals(_Condition):
     """The attribute has this value."""
 
     name: str
-    value: AttributeValue
+    value: Scalar
     # Part of equality, so that true and 1 make different filters.
     kind: AttributeKind = field(init=False, repr=False)
     size: ClassVar = _Size(1, 1, 1)
@@ -90,7 +90,12 @@ class Equals(_Condition):
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
         """Whether an item with these attributes fits."""
         value = attributes.get(self.name)
-        return value is not None and value == self.value and kind_of(value) == self.kind
+        if isinstance(value, tuple):
+            return any(self._fits(one) for one in value)
+        return value is not None and self._fits(value)
+
+    def _fits(self, value: Scalar) -> bool:
+        return value == self.value and kind_of(value) == self.kind
 
     def _shown(self) -> str:
         return f"{self.value!r:.80}"
@@ -101,10 +106,10 @@ class In(_Condition):
     """The attribute has one of these values, all of one kind."""
 
     name: str
-    values: tuple[AttributeValue, ...]
+    values: tuple[Scalar, ...]
     kind: AttributeKind = field(init=False, repr=False)
     size: _Size = field(init=False, repr=False, compare=False)
-    _set: frozenset[AttributeValue] = field(init=False, repr=False, compare=False)
+    _set: frozenset[Scalar] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.values:
@@ -119,7 +124,12 @@ class In(_Condition):
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
         """Whether an item with these attributes fits."""
         value = attributes.get(self.name)
-        return value is not None and value in self._set and kind_of(value) == self.kind
+        if isinstance(value, tuple):
+            return any(self._fits(one) for one in value)
+        return value is not None and self._fits(value)
+
+    def _fits(self, value: Scalar) -> bool:
+        return value in self._set and kind_of(value) == self.kind
 
     def _shown(self) -> str:
         return f"{self.values[0]!r:.80}"
@@ -130,10 +140,10 @@ class Range(_Condition):
     """The attribute, a number or a text, lies between these limits; None is no limit."""
 
     name: str
-    at_least: AttributeValue | None = None
-    above: AttributeValue | None = None
-    at_most: AttributeValue | None = None
-    below: AttributeValue | None = None
+    at_least: Scalar | None = None
+    above: Scalar | None = None
+    at_most: Scalar | None = None
+    below: Scalar | None = None
     kind: AttributeKind = field(init=False, repr=False)
     size: ClassVar = _Size(1, 1, 2)
 
@@ -154,7 +164,7 @@ class Range(_Condition):
             )
 
     @property
-    def limits(self) -> list[tuple[str, AttributeValue]]:
+    def limits(self) -> list[tuple[str, Scalar]]:
         """The limits that are set, by the names of their fields."""
         values = (self.at_least, self.above, self.at_most, self.below)
         return [(n, v) for n, v in zip(_ABOVE, values, strict=True) if v is not None]
@@ -162,7 +172,12 @@ class Range(_Condition):
     def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
         """Whether an item with these attributes fits."""
         value = attributes.get(self.name)
-        if value is None or kind_of(value) != self.kind:
+        if isinstance(value, tuple):
+            return any(self._fits(one) for one in value)
+        return value is not None and self._fits(value)
+
+    def _fits(self, value: Scalar) -> bool:
+        if kind_of(value) != self.kind:
             return False
         return all(_ABOVE[name](value, limit) for name, limit in self.limits)
 

@@ -1,6 +1,7 @@
 """What to index: a folder of images, a CSV file with typed columns, or a list of a data set."""
 
 import csv
+import json
 import math
 import os
 import re
@@ -8,13 +9,13 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
 from embedder.errors import SourceError
 from embedder.formats import SUFFIXES
-from embedder.types import AttributeKind, AttributeValue
+from embedder.types import AttributeKind, AttributeValue, Scalar
 from indexer.attributes import Schema, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
 from indexer.pictures import printable, read_image
@@ -30,7 +31,7 @@ BOOLEANS = {"true": True, "false": False}
 _NO_KINDS: Schema = {}
 
 
-def parse_value(text: str, kind: AttributeKind) -> AttributeValue:
+def parse_value(text: str, kind: AttributeKind) -> Scalar:
     """The value that `text` says. Raises: ValueError, with what was expected."""
     word = text.strip()
     if kind == "text":
@@ -48,20 +49,46 @@ def parse_value(text: str, kind: AttributeKind) -> AttributeValue:
     return float(word)
 
 
-def split_kind(typed: str) -> tuple[str, AttributeKind | None]:
-    """`price:number` as its name and kind; None where no kind is given.
+def parse_values(text: str, kind: AttributeKind) -> AttributeValue:
+    """The values in `S|M|L`, or in a list as JSON has it: ["S", "M"]. Raises: ValueError."""
+    if not text.strip():
+        return ()
+    if text.lstrip().startswith("["):
+        try:
+            found = json.loads(text)
+            return tuple(
+                parse_value(json.dumps(one) if kind != "text" else one, kind) for one in found
+            )
+        except (ValueError, TypeError) as error:
+            raise ValueError('expected values such as S|M|L, or ["S", "M", "L"]') from error
+    return tuple(parse_value(part.strip(), kind) for part in text.split("|"))
 
-    Raises: ValueError for a kind that there is not.
+
+class Typed(NamedTuple):
+    """The kind of a column, None where it is not given, and whether a cell has several values."""
+
+    kind: AttributeKind | None
+    is_list: bool = False
+
+    def value_of(self, text: str) -> AttributeValue:
+        """What a cell says. Raises: ValueError."""
+        return (parse_values if self.is_list else parse_value)(text, self.kind or "text")
+
+
+def split_kind(typed: str) -> tuple[str, Typed]:
+    """The name and the type in `price:number`, or in `sizes:text[]` for several values.
+
+    Raises: ValueError for a type that there is not.
     """
     name, colon, kind = (part.strip() for part in typed.rpartition(":"))
     if not colon:
-        return typed.strip(), None
+        return typed.strip(), Typed(None)
     for known in KINDS:
-        if kind == known:
-            return name, known
+        if kind in (known, f"{known}[]"):
+            return name, Typed(known, kind != known)
     raise ValueError(
-        f"{typed!r} names the type {kind!r}; the types are {', '.join(KINDS)}. For a name with a "
-        f"colon write {typed}:text"
+        f"{typed!r} names the type {kind!r}; the types are {', '.join(KINDS)}, and with [] lists "
+        f"of these. For a name with a colon write {typed}:text"
     )
 
 
@@ -81,8 +108,9 @@ class Row:
 def read_table(file: Path, required: Sequence[str], kinds: Schema) -> Iterator[Row]:
     """The rows below the header of `file`, whose columns `required` stay text.
 
-    A column `price:number` has that type, a plain `price` the one in `kinds`, or is text; true and
-    false as text are refused, since a boolean was meant.
+    A column `price:number` has that type, `sizes:text[]` several values in a cell, as in S|M|L. A
+    plain `price` has the type in `kinds`, or is text; true and false as text are refused, since a
+    boolean was meant.
 
     Raises: SourceError for a missing file, column or value, and a value of another type.
     """
@@ -110,7 +138,7 @@ def _row(
     file: Path,
     line: int,
     row: list[str],
-    columns: Mapping[str, AttributeKind | None],
+    columns: Mapping[str, Typed],
     required: Sequence[str],
 ) -> Row:
     place = f"{file}:{line}"
@@ -125,8 +153,9 @@ def _row(
     return Row(line, place, cells, values)
 
 
-def _value(text: str, name: str, kind: AttributeKind | None, place: str) -> AttributeValue | None:
-    if kind not in ("text", None) and not text.strip():
+def _value(text: str, name: str, typed: Typed, place: str) -> AttributeValue | None:
+    kind = typed.kind
+    if (typed.is_list or kind not in ("text", None)) and not text.strip():
         return None
     if kind is None and text.strip().lower() in BOOLEANS:
         raise SourceError(
@@ -134,7 +163,7 @@ def _value(text: str, name: str, kind: AttributeKind | None, place: str) -> Attr
             f"{name}:text to keep the word."
         )
     try:
-        return parse_value(text, kind or "text")
+        return typed.value_of(text)
     except ValueError as error:
         raise SourceError(
             f"{place}: column {name} has {text!r}, {error}. Mend the value, leave it empty, or "
@@ -144,8 +173,8 @@ def _value(text: str, name: str, kind: AttributeKind | None, place: str) -> Attr
 
 def _checked_columns(
     file: Path, header: Sequence[str], required: Sequence[str], kinds: Schema
-) -> dict[str, AttributeKind | None]:
-    """The kind of each column by its name, in the order of the header; None: text unless it looks
+) -> dict[str, Typed]:
+    """The type of each column by its name, in the order of the header; None: text unless it looks
     like something else.
     """
     columns = [_column(file, typed, required, kinds) for typed in header]
@@ -164,13 +193,11 @@ def _checked_columns(
     return dict(columns)
 
 
-def _column(
-    file: Path, typed: str, required: Sequence[str], kinds: Schema
-) -> tuple[str, AttributeKind | None]:
+def _column(file: Path, typed: str, required: Sequence[str], kinds: Schema) -> tuple[str, Typed]:
     if typed.strip() in required:
-        return typed.strip(), "text"
+        return typed.strip(), Typed("text")
     try:
-        name, kind = split_kind(typed)
+        name, (kind, is_list) = split_kind(typed)
     except ValueError as error:
         raise SourceError(f"{file}: the column {error}.") from error
     known = kinds.get(name)
@@ -179,7 +206,7 @@ def _column(
             f"{file}: the column {typed.strip()} does not fit the gallery, where {name} is a "
             f"{known}. Name the column {name}, or give the attribute another name."
         )
-    return name, kind or known
+    return name, Typed(kind or known, is_list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +341,8 @@ def csv_source(
 ) -> Source:
     """The rows of a CSV file: columns `key` and `path`, any further column is an attribute.
 
-    A column `price:number` or `sale:boolean` has that type; others have the one in `kinds`, or are
+    A column `price:number` or `sale:boolean` has that type, and `sizes:text[]` several values in a
+    cell, as in S|M|L; others have the one in `kinds`, or are
     text. An empty cell of a number or boolean leaves the attribute out. Paths start from `root`, or
     from the folder of the file.
 

@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embedder.types import AttributeValue
+from embedder.types import Scalar
 from indexer.bits import Bits, count_of, empty_bits, has_bits, put_bits
 from indexer.catalog.read import Attributes, CatalogView, State
 from indexer.columns.columns import Chosen, Columns, ColumnsBuilder
-from indexer.columns.match import place_of, rows_matching
+from indexer.columns.match import place_of, rows_beyond, rows_matching
 from indexer.columns.values import Values
 from indexer.filters.tree import Filter, In
 from indexer.index.segment import Segment
 from indexer.live.snapshot import Changes, FilterMask, Snapshot
-from indexer.types import Ids, go_on
+from indexer.types import Facet, Ids, go_on
 
 _KEPT_BYTES = 64 * 2**20  # of the filters that a segment keeps
 _LEAST_KEPT = 8
+_MOST_FACETS = 256
 _BATCH = 65_536  # items whose attributes are read at a time
 _MANY = 10_000  # different texts
 
@@ -39,7 +40,7 @@ class Spread:
 
     values: Values
     counts: NDArray[np.int64]
-    later: Mapping[AttributeValue, int]
+    later: Mapping[Scalar, int]
     missing: int
 
     @property
@@ -49,10 +50,10 @@ class Spread:
 
     @property
     def total(self) -> int:
-        """Number of items that have a value."""
+        """Sum of all counts."""
         return int(self.counts.sum()) + sum(self.later.values())
 
-    def count(self, value: AttributeValue) -> int:
+    def count(self, value: Scalar) -> int:
         """How many items have this value."""
         place = place_of(value, self.values)
         return self.later.get(value, 0) if place is None else int(self.counts[place])
@@ -90,12 +91,22 @@ class StateAttributes:
         """
         return self._kept.mask(where, self, checkpoint)
 
-    def having(self, name: str, values: Collection[AttributeValue]) -> FilterMask:
+    def having(self, name: str, values: Collection[Scalar]) -> FilterMask:
         """The items that have one of these values of an attribute."""
         bits = rows_matching(In(name, tuple(values)), self._columns, go_on)
         wanted = set(values)
         given = self.changes.values(name)
-        fit = np.fromiter((value in wanted for value in given), np.bool_, len(given))
+        fit = np.fromiter((not wanted.isdisjoint(own) for own in given), np.bool_, len(given))
+        return self.updated(bits, fit, 0)
+
+    def beyond(self, name: str, values: Collection[Scalar]) -> FilterMask:
+        """The items that have another value of an attribute than these, or none."""
+        bits = rows_beyond(name, values, self._columns)
+        known = set(values)
+        given = self.changes.values(name)
+        fit = np.fromiter(
+            (not own or not known.issuperset(own) for own in given), np.bool_, len(given)
+        )
         return self.updated(bits, fit, 0)
 
     def mask_of_rows(self, rows: Ids) -> FilterMask:
@@ -119,36 +130,50 @@ class StateAttributes:
             return False
         return len(column.values) > max(_MANY, column.present // 2)
 
-    def spread(self, name: str, among: FilterMask | None = None) -> Spread:
-        """How the values of an attribute are spread over all items, or those `among` leaves."""
-        column, size = self._columns.get(name), self._columns.size
-        stale = self._stale()
-        chosen = ~stale if among is None else among.segment & ~stale
-        count = count_of(chosen, size)
+    def selected(self, among: FilterMask | None = None) -> "Selected":
+        """All items, or those that `among` leaves, to be counted."""
+        snapshot, rows, size = self.snapshot, self.changes.rows, self._columns.size
+        alive = snapshot.delta.alive if among is None else snapshot.delta.alive & among.delta
+        left = ~snapshot.dead if among is None else among.segment & ~snapshot.dead
+        is_counted, is_later = self.changes.is_last.copy(), rows >= size
+        is_counted[is_later] &= alive[rows[is_later] - size]
+        is_counted[~is_later] &= has_bits(left, rows[~is_later])
+        put_bits(left, rows[~is_later], False)  # what its columns say is outdated
+        return Selected(Chosen(left, size), np.flatnonzero(is_counted))
+
+    def spread(self, name: str, selected: "Selected | None" = None) -> Spread:
+        """How the values of an attribute are spread over all items, or the selected ones."""
+        selected = selected or self.selected()
+        column = self._columns.get(name)
         if column is None:
             values: Values = []
             counts, present = np.zeros(0, np.int64), 0
-        elif 2 * count <= size:
+        elif selected.is_most:  # the others are fewer
             values = column.values
-            counts, present = column.counted(Chosen(chosen, size))
-        else:  # the others are fewer
-            values = column.values
-            others, without = column.counted(Chosen(~chosen, size))
+            others, without = column.counted(selected.others)
             counts, present = column.counts - others, column.present - without
-        given = Counter(self._later(name, among))
-        missing = count - present + given.pop(None, 0)
-        later: dict[AttributeValue, int] = {}
-        for value, items in given.items():
-            place = None if value is None else self._kept.place_of(name, value)
-            if place is not None:
-                counts[place] += items
-            elif value is not None:
+        else:
+            values = column.values
+            counts, present = column.counted(selected.rows)
+        known = self.changes.values(name)
+        given = [known[entry] for entry in selected.entries.tolist()]
+        missing = selected.count - present + sum(not own for own in given)
+        later: dict[Scalar, int] = {}
+        for value, items in Counter(value for own in given for value in own).items():
+            place = self._kept.place_of(name, value)
+            if place is None:
                 later[value] = items
+            else:
+                counts[place] += items
         return Spread(values, counts, later, missing)
 
     def span(self, name: str) -> tuple[float, float] | None:
         """The lowest and the highest value of a number; None if no item has it."""
         return self._kept.span(name, self)
+
+    def facet(self, name: str, where: Filter | None, count: Callable[[], Facet]) -> Facet:
+        """What `count` says of all items that fit; kept until the gallery changes."""
+        return self._kept.facet(name, where, self.snapshot.state, count)
 
     def ids(
         self, among: FilterMask, after: int = -1, limit: int | None = None
@@ -178,24 +203,22 @@ class StateAttributes:
         put_bits(bits, new[is_own], fit[start:][is_own])
         return FilterMask(bits, delta)
 
-    def _later(self, name: str, among: FilterMask | None) -> list[AttributeValue | None]:
-        """The values of the items that came or changed after the segment; None for one without."""
-        snapshot, rows, size = self.snapshot, self.changes.rows, self._columns.size
-        is_counted = self.changes.is_last.copy()
-        is_later = rows >= size
-        alive = snapshot.delta.alive if among is None else snapshot.delta.alive & among.delta
-        is_counted[is_later] &= alive[rows[is_later] - size]
-        left = ~snapshot.dead if among is None else among.segment & ~snapshot.dead
-        is_counted[~is_later] &= has_bits(left, rows[~is_later])
-        values = self.changes.values(name)
-        return [values[entry] for entry in np.flatnonzero(is_counted).tolist()]
 
-    def _stale(self) -> Bits:
-        """The rows of the segment that its columns do not count: removed, or changed since."""
-        rows = self.changes.rows
-        stale = self.snapshot.dead.copy()
-        put_bits(stale, rows[rows < self._columns.size], True)
-        return stale
+class Selected:
+    """Some items: `rows` of the segment whose columns are up to date, and `entries` of what came
+    or changed after it.
+    """
+
+    def __init__(self, rows: Chosen, entries: Ids) -> None:
+        self.rows = rows
+        self.entries = entries
+        self.count = count_of(rows.bits, rows.size)
+        self.others = Chosen(~rows.bits, rows.size)
+
+    @property
+    def is_most(self) -> bool:
+        """Whether these are more than half of the rows."""
+        return 2 * self.count > self.rows.size
 
 
 class _Kept:
@@ -231,8 +254,9 @@ class SegmentAttributes:
         self.columns = columns
         self._filters: OrderedDict[Filter, _Kept] = OrderedDict()
         self._most = max(_LEAST_KEPT, _KEPT_BYTES // max(1024, columns.size // 8))
-        self._places: dict[tuple[str, AttributeValue], int | None] = {}
+        self._places: dict[tuple[str, Scalar], int | None] = {}
         self._spans: dict[str, tuple[State, tuple[float, float] | None]] = {}
+        self._facets: OrderedDict[tuple[str, Filter | None], tuple[State, Facet]] = OrderedDict()
         self._lock = threading.Lock()
 
     def mask(
@@ -247,7 +271,7 @@ class SegmentAttributes:
         with kept.lock:
             return kept.at(where, now, lambda it: rows_matching(it, self.columns, checkpoint))
 
-    def place_of(self, name: str, value: AttributeValue) -> int | None:
+    def place_of(self, name: str, value: Scalar) -> int | None:
         """Where a value stands in the column of an attribute; None if it is not there."""
         column = self.columns.get(name)
         if column is None:
@@ -263,6 +287,19 @@ class SegmentAttributes:
             span = now.spread(name).ends()
             self._spans[name] = now.snapshot.state, span
         return span
+
+    def facet(
+        self, name: str, where: Filter | None, state: State, count: Callable[[], Facet]
+    ) -> Facet:
+        """What `count` says of an attribute in a state; kept until it changes."""
+        known = self._facets.get((name, where))
+        if known is None or known[0] != state:
+            known = state, count()
+            with self._lock:
+                self._facets[name, where] = known
+                while len(self._facets) > _MOST_FACETS:
+                    self._facets.popitem(last=False)
+        return known[1]
 
 
 class AttributesKeeper:

@@ -12,7 +12,7 @@ import numpy as np
 
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeKind
-from indexer.live.attributes import Spread, StateAttributes
+from indexer.live.attributes import Selected, Spread, StateAttributes
 from indexer.types import MAX_COUNTED_VALUES, MAX_FACETS, AttributeFacts, Facet
 
 MAX_BINS = 20
@@ -43,13 +43,17 @@ def facet_of(spread: Spread, kind: AttributeKind) -> Facet:
     return Facet(shown, other=other, missing=spread.missing)
 
 
-def facts_of(name: str, kind: AttributeKind, attributes: StateAttributes) -> AttributeFacts:
-    """The facts of an attribute of this kind."""
-    spread = attributes.spread(name)
-    minimum, maximum = (spread.ends() if kind == "number" else None) or (None, None)
-    is_listed = not attributes.is_nearly_unique(name)
-    if kind == "number":
-        is_listed = spread.different <= MAX_COUNTED_VALUES
+def facts_of(
+    name: str, kind: AttributeKind, attributes: StateAttributes, selected: Selected
+) -> AttributeFacts:
+    """The facts of an attribute of this kind in the selected items."""
+    if attributes.is_nearly_unique(name):
+        return AttributeFacts(name, kind, None)
+    spread = attributes.spread(name, selected)
+    if kind != "number":
+        return AttributeFacts(name, kind, _most_frequent(spread))
+    minimum, maximum = spread.ends() or (None, None)
+    is_listed = spread.different <= MAX_COUNTED_VALUES
     values = _most_frequent(spread) if is_listed else None
     return AttributeFacts(name, kind, values, minimum, maximum)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError
-from embedder.types import AttributeValue, Embeddings, Hit, ItemId
+from embedder.types import AttributeValue, Embeddings, Hit, ItemId, Scalar, values_in
 from indexer.catalog.entries import NORM_TOLERANCE, ROUNDING, normalised, norms_of
 from indexer.types import CANDIDATES, MAX_BOOST, Group, Grouping, SearchOptions
 
@@ -30,7 +30,9 @@ _COMPARED = 256  # candidates whose vectors are compared at a time
 
 T = TypeVar("T")
 
-_Key = tuple[bool | None, AttributeValue]
+_Key = tuple[bool | None, Scalar]
+"""Of a group: None and what tells an item without a value; or whether the value is a boolean, and
+the value."""
 
 
 class Candidate(NamedTuple):
@@ -234,10 +236,10 @@ class GroupSource(Protocol):
     def fetch(self, rows: Sequence[int], n: int) -> list[list[Candidate]]:
         """The n best candidates of each of these queries."""
 
-    def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
-        """The n best without one of these values."""
+    def outside(self, row: int, values: Sequence[Scalar], n: int) -> list[Candidate]:
+        """The n best that have another value than these, or none."""
 
-    def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
+    def inside(self, row: int, value: Scalar, n: int) -> list[Candidate]:
         """The n best with this value."""
 
 
@@ -291,7 +293,7 @@ class _Search:
         """The answer, from the `first` best and then from ever more outside the groups found."""
         n, closed = first, 0
         while (groups := self._settled(pool)) is None:
-            keys = [self._key(own[0]) for own in self._split(pool)]
+            keys = [key for key, _ in self._split(pool)]
             values = [value for kind, value in keys if kind is not None][:_MOST_CLOSED]
             is_growing = len(values) > closed
             n = min(2 * n, max(n, _MOST_GROWTH * first)) if is_growing else 2 * n
@@ -300,30 +302,32 @@ class _Search:
         return groups
 
     def _settled(self, pool: Pool) -> list[Group] | None:
-        found = [own for own in self._split(pool) if reaches(own[0].score, self.options.min_score)]
+        least = self.options.min_score
+        found = [(key, own) for key, own in self._split(pool) if reaches(own[0].score, least)]
         if len(found) < self.reach and not pool.holds_all(self.options.min_score):
             return None
-        shown = _page(found, lambda own: own[0], self.k, self.options, self.reorder)
-        return [self._group(self._best_of(own), own[0].score) for own in shown]
+        shown = _page(found, lambda one: one[1][0], self.k, self.options, self.reorder)
+        return [self._group(key, self._best_of(key, own), own[0].score) for key, own in shown]
 
-    def _split(self, pool: Pool) -> list[list[Candidate]]:
+    def _split(self, pool: Pool) -> list[tuple[_Key, list[Candidate]]]:
         """The certain candidates of each group, the groups in the order of their best."""
         groups: dict[_Key, list[Candidate]] = {}
         for candidate in pool.candidates:
-            groups.setdefault(self._key(candidate), []).append(candidate)
-        kept = (list(remaining(own, self.options)) for own in groups.values())
+            for key in self._keys(candidate):
+                groups.setdefault(key, []).append(candidate)
+        kept = ((key, list(remaining(own, self.options))) for key, own in groups.items())
         # An excluded best makes a group come later.
-        return sorted((own for own in kept if own), key=lambda own: rank(own[0]))
+        return sorted(((key, own) for key, own in kept if own), key=lambda one: rank(one[1][0]))
 
-    def _key(self, candidate: Candidate) -> _Key:
-        value = candidate.attributes.get(self.grouping.by)
-        if value is None:
-            return None, candidate.sha256 if self.options.distinct else candidate.id
-        return isinstance(value, bool), value
+    def _keys(self, candidate: Candidate) -> list[_Key]:
+        values = dict.fromkeys(values_in(candidate.attributes.get(self.grouping.by)))
+        if not values:
+            return [(None, candidate.sha256 if self.options.distinct else candidate.id)]
+        return [(isinstance(value, bool), value) for value in values]
 
-    def _best_of(self, own: Sequence[Candidate]) -> Sequence[Candidate]:
+    def _best_of(self, key: _Key, own: Sequence[Candidate]) -> Sequence[Candidate]:
         """As many as are shown, where `own` are the best of a group."""
-        kind, value = self._key(own[0])
+        kind, value = key
         size = self.grouping.size
         if kind is None or len(own) >= size:
             return own
@@ -341,8 +345,8 @@ class _Search:
     def _ordered(self, members: Mapping[ItemId, Candidate]) -> list[Candidate]:
         return list(remaining(sorted(members.values(), key=rank), self.options))
 
-    def _group(self, members: Sequence[Candidate], score: float) -> Group:
-        value = members[0].attributes.get(self.grouping.by)
+    def _group(self, key: _Key, members: Sequence[Candidate], score: float) -> Group:
+        value = None if key[0] is None else key[1]
         return Group(value, score, [hit(c) for c in members[: self.grouping.size]])
 
 

@@ -1,19 +1,17 @@
 """Answers searches from one state: vectors from the snapshot, rows from the catalogue."""
 
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embedder.errors import GalleryCorruptError, InvalidParameterError, ItemNotFoundError
-from embedder.types import AttributeValue, Embeddings, Hit, ItemId
-from indexer.bits import Bits
+from embedder.types import Embeddings, Hit, ItemId, Scalar
 from indexer.catalog.read import Attributes, CatalogView, Row
 from indexer.filters.tree import Filter, check_attribute, check_boosted, check_grouped
-from indexer.live.attributes import AttributesKeeper, StateAttributes
+from indexer.live.attributes import AttributesKeeper, Selected, StateAttributes
 from indexer.live.facets import checked_names, facet_of
 from indexer.live.ranking import (
     Candidate,
@@ -79,7 +77,7 @@ class Searcher:
         queries = check_search(k, options, self._dim, queries)
         if options.where is None and _is_plain(k, options, len(queries)):
             snapshot = self._snapshots.newest()
-            read = functools.partial(self._snapshots.catalog.rows, seq=snapshot.state.seq)
+            read = partial(self._snapshots.catalog.rows, seq=snapshot.state.seq)
             hits = _plain_hits(snapshot, read, queries, k, options, None)
             if hits is not None:
                 return hits
@@ -159,12 +157,20 @@ class Searcher:
                         f"Facet {name!r}: nearly every item has a value of its own. Choose an "
                         "attribute whose values are shared by several items."
                     )
-            among = self._counted(now, attributes, query, options, prefix)
-            found = {}
-            for name in names:
+            selected: list[Selected] = []
+
+            def count(name: str) -> Facet:
                 options.checkpoint()
-                found[name] = facet_of(attributes.spread(name, among), schema[name])
-            return found
+                if not selected:  # for all attributes at once, when the first is counted
+                    among = self._counted(now, attributes, query, options, prefix)
+                    selected.append(attributes.selected(among))
+                return facet_of(attributes.spread(name, selected[0]), schema[name])
+
+            least = options.min_score
+            if prefix or options.exclude or (least is not None and least > -1):
+                return {name: count(name) for name in names}
+            where = options.where
+            return {name: attributes.facet(name, where, partial(count, name)) for name in names}
 
     def _counted(
         self,
@@ -217,7 +223,7 @@ class Searcher:
 
     def _reorder(self, now: Reading, k: int, options: SearchOptions) -> Reorder | None:
         """How the first hits change places. Raises: FilterError."""
-        vectors_of = functools.partial(_vectors, now.snapshot)
+        vectors_of = partial(_vectors, now.snapshot)
 
         def span(name: str) -> tuple[float, float]:
             if now.snapshot.size:
@@ -231,12 +237,12 @@ class Searcher:
     ) -> list[list[Hit]]:
         mask = self._mask(now, options)
         if _is_plain(k, options, len(queries)):
-            read = functools.partial(_rows, now, options=options)
+            read = partial(_rows, now, options=options)
             hits = _plain_hits(now.snapshot, read, queries, k, options, mask)
             if hits is not None:
                 return hits
         fetch, reorder = _fetch(now, queries, options, mask), self._reorder(now, k, options)
-        vectors_of = functools.partial(_vectors, now.snapshot)
+        vectors_of = partial(_vectors, now.snapshot)
         return best_hits(fetch, len(queries), k, options, vectors_of, reorder)
 
 
@@ -403,27 +409,22 @@ class _Groups:
         self._now, self._queries, self._by, self._options = now, queries, by, options
         self._attributes, self._mask = attributes, mask
         self.fetch = _fetch(now, queries, options, mask)
-        self._of_values: dict[tuple[AttributeValue, ...], FilterMask] = {}
+        self._of_values: dict[Scalar, FilterMask] = {}
 
-    def outside(self, row: int, values: Sequence[AttributeValue], n: int) -> list[Candidate]:
+    def outside(self, row: int, values: Sequence[Scalar], n: int) -> list[Candidate]:
         if not values:
             return self._best(row, n, self._mask)
-        same = self._with(tuple(values))
-        return self._best(row, n, self._left(~same.segment, ~same.delta))
+        return self._best(row, n, _in_both(self._mask, self._attributes.beyond(self._by, values)))
 
-    def inside(self, row: int, value: AttributeValue, n: int) -> list[Candidate]:
-        same = self._with((value,))
-        return self._best(row, n, self._left(same.segment, same.delta))
+    def inside(self, row: int, value: Scalar, n: int) -> list[Candidate]:
+        return self._best(row, n, _in_both(self._mask, self._with(value)))
 
-    def _with(self, values: tuple[AttributeValue, ...]) -> FilterMask:
-        if values not in self._of_values:
+    def _with(self, value: Scalar) -> FilterMask:
+        if value not in self._of_values:
             if len(self._of_values) >= _MASKS:
                 self._of_values.clear()
-            self._of_values[values] = self._attributes.having(self._by, values)
-        return self._of_values[values]
-
-    def _left(self, segment: Bits, delta: NDArray[np.bool_]) -> FilterMask:
-        return _in_both(self._mask, FilterMask(segment, delta))
+            self._of_values[value] = self._attributes.having(self._by, [value])
+        return self._of_values[value]
 
     def _best(self, row: int, n: int, mask: FilterMask | None) -> list[Candidate]:
         query = self._queries[row : row + 1]

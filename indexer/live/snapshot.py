@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from embedder.durable import hold
 from embedder.errors import GalleryCorruptError
 from embedder.machine import core_count
-from embedder.types import AttributeValue, Embeddings
+from embedder.types import Embeddings, Scalar, values_in
 from indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
 from indexer.catalog.database import Catalog
 from indexer.catalog.read import Attributes, CatalogView, State
@@ -166,15 +166,17 @@ class Changes:
         known.extend(attributes)
         return Changes(np.concatenate([self.rows, rows]), known)
 
-    def values(self, name: str) -> list[AttributeValue | None]:
-        """The value of an attribute in each entry (E,); None without one."""
+    def values(self, name: str) -> list[tuple[Scalar, ...]]:
+        """The different values of an attribute in each entry (E,)."""
         if name not in self._values:
             some = self.attributes[: len(self.rows)]
-            self._values[name] = [attributes.get(name) for attributes in some]
+            self._values[name] = [
+                tuple(dict.fromkeys(values_in(attributes.get(name)))) for attributes in some
+            ]
         return self._values[name]
 
     @functools.cached_property
-    def _values(self) -> dict[str, list[AttributeValue | None]]:
+    def _values(self) -> dict[str, list[tuple[Scalar, ...]]]:
         return {}
 
     @functools.cached_property

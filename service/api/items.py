@@ -75,7 +75,10 @@ def _plain(value: Any) -> Any:
     """A validator of the value of an attribute; what pydantic says of each kind would be long."""
     if isinstance(value, str | int | float | None):
         return value
-    raise custom_error(f"{shown(value)} is not a text, a number or true/false.")
+    if isinstance(value, list) and all(isinstance(one, str | int | float) for one in value):
+        return value
+    told = "is not a text, a number, true/false or a list of these"
+    raise custom_error(f"{shown(value)} {told}.")
 
 
 _Attributes = Annotated[

@@ -16,7 +16,7 @@ from typing import Any
 from embedder.bundle import MAP
 from embedder.errors import GalleryError, ImageError, SourceError, StateError
 from embedder.session import FASTER
-from embedder.types import AttributeValue
+from embedder.types import Scalar, single
 from indexer.gallery import Gallery
 from service.galleries.feedback import FeedbackStore
 from service.jobs.params import Plan, TrainParams, data_kind
@@ -226,16 +226,16 @@ def _write_pictures(context: Context, class_attribute: str, root: Path) -> dict[
     Raises: SourceError if fewer than four classes have two pictures; OSError.
     """
     shutil.rmtree(root, ignore_errors=True)
-    names: dict[AttributeValue, str] = {}
+    names: dict[Scalar, str] = {}
     written: dict[str, str] = {}
-    sizes: Counter[AttributeValue] = Counter()
+    sizes: Counter[Scalar] = Counter()
     left_out = 0
     read_image = context.read_image()
     with contextlib.closing(Gallery.open(context.plan.gallery, load_index=False)) as gallery:
         copied = context.progress("copy pictures", 0.0, _PREPARED, gallery.size)
         for item in gallery.items():
             copied(1)
-            value = item.attributes.get(class_attribute)
+            value = single(item.attributes.get(class_attribute))
             suffix = _SUFFIXES.get(item.format)
             try:
                 if value is None or suffix is None:

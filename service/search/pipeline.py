@@ -25,7 +25,7 @@ from embedder.errors import (
     ImageError,
     KinlensError,
 )
-from embedder.types import Embeddings, Hit, ItemId
+from embedder.types import Embeddings, Hit, ItemId, single
 from indexer.calibration import Calibrated, Shares, choose
 from indexer.gallery import Gallery as IndexedGallery
 from indexer.gallery import MilvusStore
@@ -456,7 +456,8 @@ def _prior_of(gallery: IndexedGallery, product: str, liked: Sequence[Item], prio
     """That no other item shows a product of these, which are no answer themselves. It is known if
     they name their product.
     """
-    values = [item.attributes[product] for item in liked if product in item.attributes]
+    named = [single(item.attributes.get(product)) for item in liked]
+    values = [value for value in named if value is not None]
     if len(values) < len(liked):
         return prior
     counts = Counter((isinstance(value, bool), value) for value in values)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embedder.types import AttributeValue, Hit
+from embedder.types import AttributeValue, Hit, values_in
 from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
 from indexer.types import Entry, Group, Grouping, SearchOptions, VectorStore
 
@@ -127,26 +127,26 @@ class Oracle:
     def groups(
         self, query: np.ndarray, k: int, grouping: Grouping, options: SearchOptions
     ) -> list[tuple[AttributeValue | None, float, list[str]]]:
-        parts: dict[object, list[tuple[float, Entry]]] = {}
+        parts: dict[tuple[bool | None, Any], list[tuple[float, Entry]]] = {}
         for score, e in self.ranked(query, options):
-            value = e.attributes.get(grouping.by)
             alone = e.sha256 if options.distinct else e.key
-            key = (None, alone) if value is None else (isinstance(value, bool), value)
-            parts.setdefault(key, []).append((score, e))
+            for value in dict.fromkeys(values_in(e.attributes.get(grouping.by))) or [None]:
+                key = (None, alone) if value is None else (isinstance(value, bool), value)
+                parts.setdefault(key, []).append((score, e))
         lowest = -2.0 if options.min_score is None else options.min_score
         found = []
-        for part in parts.values():
+        for (kind, value), part in parts.items():
             kept = without_copies(part) if options.distinct else part
             if kept[0][0] >= lowest:
-                found.append((kept[0][0], kept))
+                found.append((kept[0][0], kept, None if kind is None else value))
         found.sort(key=lambda group: (-round(group[0], 7), self.numbers[group[1][0][1].key]))
         return [
             (
-                kept[0][1].attributes.get(grouping.by),
+                value,
                 score,
                 [e.key for _, e in kept][: grouping.size],
             )
-            for score, kept in found[options.offset :][:k]
+            for score, kept, value in found[options.offset :][:k]
         ]
 
 

@@ -136,7 +136,7 @@ def test_a_segment_of_an_earlier_version_answers_and_gets_columns(gallery: Galle
         assert {item.key for item in old.page(0, 200, where).items} == expected
         facts = old.attribute_facts()
         old.compact()
-        assert (max(segments.iterdir()) / "columns.bin").is_file()
+        assert any((one / "columns.bin").is_file() for one in segments.iterdir())
         assert old.attribute_facts() == facts
         assert {item.key for item in old.page(0, 200, where).items} == expected
 

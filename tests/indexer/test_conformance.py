@@ -756,6 +756,17 @@ def test_a_filter_as_large_as_they_may_be_is_answered(store: MilvusStore) -> Non
 
 
 @milvus_alone
+def test_several_values_of_an_item_are_refused_by_name(store: MilvusStore) -> None:
+    message = r"'sizes' of 'a' has several values, which a gallery on Milvus does not store"
+    with pytest.raises(InvalidParameterError, match=message):
+        store.add([entry("a", units(1)[0], {"sizes": ["S", "M"]})])
+    store.add([entry("a", units(1)[0])])
+    with pytest.raises(InvalidParameterError, match=message):
+        store.update({"a": {"sizes": ["S"]}})
+    assert [dict(item.attributes) for item in store.items()] == [{}]
+
+
+@milvus_alone
 def test_two_processes_that_write_at_once_leave_one_item_for_each_key(
     store: MilvusStore, milvus_server: MilvusServer
 ) -> None:

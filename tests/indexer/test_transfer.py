@@ -267,7 +267,7 @@ COLUMNS = ("key", "path", "format", "sha256", "vector")
         ("vector", pa.array(ROWS, pa.list_(pa.float64(), DIM)), "column vector is fixed_size_list"),
         ("vector", fixed([row[:4] for row in ROWS], 4), "kinlens.dim is '8', expected 4"),
         ("attribute.price", pa.array([b"x"] * 4), "attribute.price is binary"),
-        ("attribute.price", pa.array([[1]] * 4), "attribute.price is list"),
+        ("attribute.price", pa.array([[b"x"]] * 4), "attribute.price is list"),
     ],
 )
 def test_a_column_that_is_missing_or_of_another_type_is_named(

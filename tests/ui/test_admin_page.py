@@ -174,7 +174,7 @@ def test_attributes_are_edited_as_rows_and_as_json_and_one_item_is_deleted_after
     row(page, "i/00.png").get_by_test_id("edit-item").click()
     edit = page.get_by_test_id("edit")
     edit.get_by_test_id("attributes-json").click()
-    edit.locator("textarea").fill('{"colour": ["red"]}')
+    edit.locator("textarea").fill('{"colour": {"red": 1}}')
     page.get_by_test_id("edit-save").click()
     expect(page.get_by_test_id("edit-error")).to_contain_text("colour must be a text")
     edit.locator("textarea").fill('{"colour": "pink"}')

@@ -7,7 +7,7 @@ import { chosen } from "/ui/admin/state.js";
 import { close } from "/ui/admin/work.js";
 import { problemOf } from "/ui/shared/alerts.js";
 import { announce, element, ui } from "/ui/shared/dom.js";
-import { plural } from "/ui/shared/format.js";
+import { plural, valueText } from "/ui/shared/format.js";
 import { pictureOf } from "/ui/shared/pictures.js";
 
 const WORDS = {
@@ -29,7 +29,7 @@ let onChanged = () => {};
 const mayEdit = (entry) => OPEN.includes(entry.state) && sending === null;
 
 function attributeText(attributes) {
-  const pairs = Object.entries(attributes).map(([name, value]) => `${name}: ${value}`);
+  const pairs = Object.entries(attributes).map(([name, value]) => `${name}: ${valueText(value)}`);
   return pairs.join(", ") || "No attributes";
 }
 

@@ -17,14 +17,15 @@ function checkedObject(text) {
   if (found === null || typeof found !== "object" || Array.isArray(found)) {
     throw new RangeError('Write one object, such as {"colour": "red", "price": 5}.');
   }
-  const wrong = Object.entries(found).find(([, value]) => !["string", "number", "boolean"].includes(typeof value));
-  if (wrong) throw new RangeError(`${wrong[0]} must be a text, a number, true or false.`);
+  const isOne = (value) => ["string", "number", "boolean"].includes(typeof value);
+  const wrong = Object.entries(found).find(([, value]) => !(Array.isArray(value) ? value.every(isOne) : isOne(value)));
+  if (wrong) throw new RangeError(`${wrong[0]} must be a text, a number, true or false, or a list of these.`);
   return found;
 }
 
-// Fields of one line would change these: line breaks, and spaces around a name.
+// Fields of one line would change these: several values, line breaks, and spaces around a name.
 const needsJson = (attributes) =>
-  Object.entries(attributes).some(([name, value]) => name !== name.trim() || /[\r\n]/.test(value));
+  Object.entries(attributes).some(([name, value]) => name !== name.trim() || Array.isArray(value) || /[\r\n]/.test(value));
 
 function valueField(kind, value) {
   if (kind === "boolean") {
@@ -129,7 +130,7 @@ export class AttributeEditor {
     try {
       const attributes = this.read();
       if (!this.isJson) return this.#showJson(attributes);
-      if (needsJson(attributes)) throw new RangeError("Line breaks, and spaces around a name, can only be written as JSON.");
+      if (needsJson(attributes)) throw new RangeError("Several values, line breaks, and spaces around a name can only be written as JSON.");
       this.#showRows(attributes);
     } catch (error) {
       this.error.textContent = error.message;

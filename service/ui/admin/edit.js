@@ -13,7 +13,7 @@ let answer = null;
 
 function changesBetween(before, after) {
   const gone = Object.keys(before).filter((name) => !Object.hasOwn(after, name));
-  const other = Object.entries(after).filter(([name, value]) => before[name] !== value);
+  const other = Object.entries(after).filter(([name, value]) => JSON.stringify(before[name]) !== JSON.stringify(value));
   return { ...Object.fromEntries(gone.map((name) => [name, null])), ...Object.fromEntries(other) };
 }
 

@@ -28,6 +28,7 @@ export function splitKey(key) {
 }
 
 export function valueText(value) {
+  if (Array.isArray(value)) return value.map(valueText).join(", ");
   if (value === true) return "yes";
   if (value === false) return "no";
   return typeof value === "number" ? String(Number(value.toPrecision(7))) : String(value);

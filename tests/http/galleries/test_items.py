@@ -106,6 +106,49 @@ def test_json_and_a_form_mean_the_same(shop, data) -> None:
     assert shop.put({"a": data[0]}, n=1, sale=True, t="x")["unchanged"] == 1
 
 
+def test_several_values_are_put_searched_counted_and_changed(shop, data) -> None:
+    sizes = [["S", "M"], ["M", "M", "L"], "L", []]
+    items = [
+        {"key": f"k{n}", "data": base64_of(data[n]), "attributes": {"sizes": own}}
+        for n, own in enumerate(sizes)
+    ]
+    put = shop.put_json(items).json()
+    assert put["added"] == 4, put
+    for _ in range(2):
+        listed = {item["key"]: item["attributes"].get("sizes") for item in shop.items()["items"]}
+        assert listed == {"k0": ["S", "M"], "k1": ["M", "M", "L"], "k2": "L", "k3": None}
+        for where, expected in (
+            ('sizes = "M"', {"k0", "k1"}),
+            ('sizes in ("S", "L")', {"k0", "k1", "k2"}),
+            ('not sizes = "M"', {"k2", "k3"}),
+        ):
+            found = shop.search(data[0], filter=where, k=9, facets=["sizes"]).json()
+            assert {hit["key"] for hit in found["hits"]} == expected, where
+        facet = shop.search(data[0], facets=["sizes"]).json()["facets"]["sizes"]
+        assert {one["value"]: one["count"] for one in facet["values"]} == {"M": 2, "L": 2, "S": 1}
+        assert facet["missing"] == 1
+        groups = shop.search(data[0], group_by="sizes", group_size=9).json()["groups"]
+        assert {(group["value"], len(group["hits"])) for group in groups} == {
+            ("S", 1),
+            ("M", 2),
+            ("L", 2),
+            (None, 1),
+        }
+        shop.compacted()
+    url = f"{shop.url}/items"
+    change = {"changes": {"k0": {"sizes": ["XL"]}, "k2": {"sizes": []}}}
+    assert shop.client.patch(url, json=change).json()["changed"] == 2
+    assert {i["key"]: i["attributes"].get("sizes") for i in shop.items()["items"]} == {
+        "k0": ["XL"],
+        "k1": ["M", "M", "L"],
+        "k2": None,
+        "k3": None,
+    }
+    wrong = {"changes": {"k0": {"sizes": ["XL", 5]}}}
+    problem = assert_problem(shop.client.patch(url, json=wrong), 422, "invalid-parameter")
+    assert "'XL', a text, and 5, a number" in problem["detail"]
+
+
 def test_an_item_that_does_not_fit_fails_alone_and_says_why(shop, data) -> None:
     answer = shop.put_form({"good": data[0], "bad": b"no image", "empty": b"", "fine": data[1]})
     assert answer.status_code == 200
@@ -156,7 +199,7 @@ def test_a_request_that_cannot_be_read_is_422_with_the_cure(shop, data) -> None:
         {"json": {"items": []}},
         {"json": {"items": [one] * 9}},
         {"json": {"items": [one | {"data": "%%%"}]}},
-        {"json": {"items": [one | {"attributes": {"a": [1]}}]}},
+        {"json": {"items": [one | {"attributes": {"a": [[1]]}}]}},
         {"json": {"items": [one | {"colour": "red"}]}},
         {"files": [("image", ("x", data[0]))]},
         {"files": [("image", ("x", data[0])), ("key", (None, "a")), ("key", (None, "b"))]},
@@ -216,7 +259,7 @@ def test_a_patch_changes_what_it_names_and_all_or_nothing(shop, data) -> None:
     unknown = {"changes": {"b": {"price": 5}, "z": {"price": 5}}}
     assert_problem(shop.client.patch(url, json=unknown), 404, "unknown-item")
     many = {"changes": {"b": {f"a{n}": n for n in range(MAX_ATTRIBUTES)}}}
-    for body in (many, {"changes": {}}, {}, {"changes": {"a": {"x": [1]}}}):
+    for body in (many, {"changes": {}}, {}, {"changes": {"a": {"x": [[1]]}}}):
         assert_problem(shop.client.patch(url, json=body), 422, "invalid-parameter")
     assert {item["key"]: item["attributes"] for item in shop.items()["items"]} == listed
 

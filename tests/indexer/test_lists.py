@@ -1,0 +1,159 @@
+"""Attributes with several values: sizes in stock, tags, categories."""
+
+import random
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embedder.errors import SourceError
+from indexer.checks.verify import check_files
+from indexer.exchange.parquet import export_gallery, read_dump
+from indexer.filters.text import parse_filter
+from indexer.filters.tree import Equals, In, Not, Range
+from indexer.gallery import Gallery
+from indexer.ingest.build import import_gallery
+from indexer.ingest.sources import csv_changes, csv_source
+from indexer.types import Entry, Grouping, SearchOptions
+from tests.indexer.oracle import BUNDLE, Oracle, entry, ids_of, random_filter, shop, units
+
+SIZES = ["S", "M", "L", "XL"]
+VALUES = {"sizes": [*SIZES, "none"], "lengths": [1, 2.5, 3, 40], "colour": ["red", "blue"]}
+
+
+def stock(count: int = 120, seed: int = 0) -> list[Entry]:
+    """Items with no size, one or several; with lists, single values and empty lists."""
+    draw = random.Random(seed)
+    entries = []
+    for one in shop(count, seed):
+        own: dict[str, Any] = {**one.attributes}
+        own["sizes"] = draw.choice([draw.sample(SIZES, draw.randint(0, 4)), draw.choice(SIZES)])
+        if draw.random() < 0.7:
+            own["lengths"] = [draw.choice([1, 2.5, 3, 40]) for _ in range(draw.randint(1, 3))]
+        entries.append(replace(one, attributes=own))
+    return entries
+
+
+def check_all(gallery: Gallery, entries: list[Entry], seed: int) -> None:
+    """Filters, facets, groups and pages say what looking at each item says."""
+    oracle, rng, query = Oracle(gallery, entries), random.Random(seed), units(1, 5)
+    for _ in range(25):
+        where = random_filter(rng, VALUES, 2)
+        options = SearchOptions(where=where, distinct=rng.random() < 0.5)
+        fitting = [e for _, e in oracle.ranked(query[0], options)]
+        assert gallery.page(0, 1, where).total == len(fitting), where
+        hits = gallery.search(query, 10, options)[0]
+        assert [h.key for h in hits] == [key for _, key in oracle.hits(query[0], 10, options)]
+        for name in ("sizes", "lengths"):
+            counts = dict(
+                gallery.facets([name], None, SearchOptions(where=where))[name].values or ()
+            )
+            given = [e.attributes[name] for e in fitting if name in e.attributes]
+            each = [v for own in given for v in ({*own} if isinstance(own, tuple) else {own})]
+            assert counts == {value: each.count(value) for value in each}
+        grouping = Grouping("sizes", rng.choice([1, 3]))
+        [groups] = gallery.search_groups(query, 9, grouping, options)
+        expected = oracle.groups(query[0], 9, grouping, options)
+        assert [(g.value, [h.key for h in g.hits]) for g in groups] == [
+            (value, keys) for value, _, keys in expected
+        ]
+
+
+def test_several_values_are_filtered_counted_and_grouped_after_any_changes(
+    gallery: Gallery,
+) -> None:
+    truth = {e.key: e for e in stock()}
+    gallery.add(truth.values())
+    check_all(gallery, [*truth.values()], 1)
+    gallery.compact()
+    check_all(gallery, [*truth.values()], 2)
+    changes: dict[str, Any] = {"key1": ["S", "S", "XL"], "key2": "M", "key3": None, "key4": []}
+    changes = {key: {"sizes": value} for key, value in changes.items()}
+    gallery.update(changes)
+    assert [item.attributes.get("sizes") for item in gallery.stored([*changes]).values()] == [
+        ("S", "S", "XL"),
+        "M",
+        None,
+        None,
+    ]
+    gallery.remove(["key7", "key8"])
+    gallery.add([entry("new", units(1, 77)[0], {"sizes": ["XXL", "M"]})])
+    current = {item.key: item.attributes for item in gallery.items()}
+    late = [
+        replace(truth.get(key, entry("new", units(1, 77)[0])), attributes=own)
+        for key, own in current.items()
+    ]
+    check_all(gallery, late, 3)
+    gallery.compact()
+    check_all(gallery, late, 4)
+    check_files(gallery.path)
+
+
+def test_equal_lists_change_nothing_and_an_empty_one_is_no_value(gallery: Gallery) -> None:
+    one = entry("a", units(1)[0], {"sizes": ["S", "M"], "tags": []})
+    assert dict(one.attributes) == {"sizes": ("S", "M")}
+    gallery.add([one])
+    again = gallery.add([entry("a", units(1)[0], {"sizes": ("S", "M")})])
+    assert (again.unchanged, again.updated) == (1, 0)
+    assert gallery.schema() == {"sizes": "text"}
+    assert gallery.page(0, 9, Not(Equals("sizes", "L"))).total == 1
+    assert gallery.page(0, 9, In("sizes", ("L", "M"))).total == 1
+
+
+def test_a_range_wants_one_value_between_both_limits(gallery: Gallery) -> None:
+    gallery.add([entry("a", units(1)[0], {"n": [1, 9]}), entry("b", units(2)[1], {"n": [4, 5]})])
+    for _ in range(2):
+        found = gallery.page(0, 9, Range("n", at_least=3, at_most=6)).items
+        assert [item.key for item in found] == ["b"]
+        gallery.compact()
+
+
+def test_lists_travel_through_parquet_and_csv(gallery: Gallery, tmp_path: Path) -> None:
+    gallery.add(stock(60))
+    file = tmp_path / "shop.parquet"
+    export_gallery(gallery, file, {"name": "shop", "bundle_id": BUNDLE})
+    import_gallery(read_dump(file), tmp_path / "copy")
+    with closing(Gallery.open(tmp_path / "copy")) as copy:
+        assert ids_of(copy).keys() == ids_of(gallery).keys()
+        for mine, other in zip(gallery.items(), copy.items(), strict=True):
+            assert mine.attributes == other.attributes
+    table = tmp_path / "list.csv"
+    (tmp_path / "a.png").write_bytes(b"")
+    table.write_text(
+        "key,path,sizes:text[],n:number[],on:boolean[]\n"
+        "a,a.png,S|M,1|2.5,true|false\n"
+        'b,a.png,"[""S|M"", ""L""]","[1, 2]",[true]\n'
+        "c,a.png,,,\n"
+    )
+    rows = {record.key: dict(record.attributes) for record in csv_source(table).records()}
+    assert rows == {
+        "a": {"sizes": ("S", "M"), "n": (1, 2.5), "on": (True, False)},
+        "b": {"sizes": ("S|M", "L"), "n": (1, 2), "on": (True,)},
+        "c": {},
+    }
+    changes = tmp_path / "changes.csv"
+    changes.write_text("key,sizes:text[]\nkey1,XL\nkey2,\n")
+    gallery.update(csv_changes(changes, gallery.schema()))
+    stored = gallery.stored(["key1", "key2"])
+    assert stored["key1"].attributes["sizes"] == ("XL",)
+    assert "sizes" not in stored["key2"].attributes
+    table.write_text("key,path,n:number[]\na,a.png,1|x\n")
+    with pytest.raises(SourceError, match=r"list\.csv:2: column n has '1\|x', expected a finite"):
+        [*csv_source(table).records()]
+    table.write_text("key,path,n:number[]\na,a.png,[1;2]\n")
+    with pytest.raises(SourceError, match=r"list\.csv:2: column n .*expected values such as S\|M"):
+        [*csv_source(table).records()]
+
+
+def test_a_product_with_several_values_names_no_product(gallery: Gallery) -> None:
+    """The probabilities of hits need one product for each item."""
+    vectors = units(60)
+    gallery.add(
+        entry(f"k{n}", v, {"product": ["a", "b"] if n % 3 == 0 else f"p{n // 4}"})
+        for n, v in enumerate(vectors)
+    )
+    found = gallery.calibrate("product")
+    assert found.labelled <= 60 + 20
+    assert parse_filter("product = 'a'").matches({"product": ("a", "b")})

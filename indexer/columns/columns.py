@@ -11,7 +11,7 @@ the directory in 8 bytes. It is mapped into memory.
 import json
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +29,15 @@ from indexer.types import Ids
 
 _ALIGNED = 64
 _SPARSE = 8  # a column is sparse where fewer than one row in so many has the attribute
+_FEW_SPANS = 4  # a comparison with each takes less time than a table of all codes
 CHUNK = 2**20  # rows or codes looked at at a time, so that what is computed stays in the cache
 MERGED_AT_ONCE = 500_000  # values of all batches that are objects of Python at a time
 _CURE = "Make it again from the catalogue: kinlens-index compact GALLERY --rebuild."
 
 Attributes = Mapping[str, AttributeValue]
 Codes = NDArray[np.unsignedinteger[Any]]
+Span = tuple[int, int]
+"""Codes of values that follow each other: the first, and the one after the last."""
 
 
 class Chosen:
@@ -66,18 +69,19 @@ class Column:
     codes: Codes
     rows: NDArray[np.uint32] | None
 
-    def having(self, wanted: NDArray[np.bool_] | tuple[int, int], size: int) -> Bits:
-        """The rows of a segment of `size` rows with a wanted value: (V + 1,) says of each code
-        whether it is wanted; or the first code and the one after the last.
+    def having(self, spans: Sequence[Span], size: int, *, others: bool = False) -> Bits:
+        """The rows of a segment of `size` rows with a value in one of these spans of codes; or
+        with one of the `others`, in a dense column also the rows without any.
         """
+        find = _finder(spans, len(self.values), others)
         if self.rows is None:
             parts = [
-                np.packbits(_wanted(self.codes[start : start + CHUNK], wanted), bitorder="little")
+                np.packbits(find(self.codes[start : start + CHUNK]), bitorder="little")
                 for start in range(0, size, CHUNK)
             ]
             return np.concatenate([np.empty(0, np.uint8), *parts])
         flags = np.zeros(size, np.bool_)
-        flags[self.rows[_wanted(self.codes, wanted)]] = True
+        flags[self.rows[find(self.codes)]] = True
         return np.packbits(flags, bitorder="little")
 
     def counted(self, chosen: Chosen) -> tuple[NDArray[np.int64], int]:
@@ -314,9 +318,21 @@ def _pivots(parts: Sequence[Values]) -> Sequence[Any]:
     return sorted({drawn[n * len(drawn) // pieces] for n in range(1, pieces)})
 
 
-def _wanted(codes: Codes, wanted: NDArray[np.bool_] | tuple[int, int]) -> NDArray[np.bool_]:
-    if isinstance(wanted, tuple):
-        first, end = wanted
-        # A code below the first one wraps around to a great number: one comparison in place of two.
-        return np.asarray(codes - codes.dtype.type(first) < end - first)
-    return wanted[codes]
+def _finder(
+    spans: Sequence[Span], values: int, others: bool
+) -> Callable[[Codes], NDArray[np.bool_]]:
+    """Tells which codes are in one of the spans, or in none."""
+    if len(spans) > _FEW_SPANS:
+        table = np.full(values + 1, others, np.bool_)
+        for first, end in spans:
+            table[first:end] = not others
+        return lambda codes: table.take(codes, mode="clip")  # which takes half as long as raise
+
+    def found(codes: Codes) -> NDArray[np.bool_]:
+        flags = np.zeros(len(codes), np.bool_)
+        for first, end in spans:
+            # A code below the first wraps around to a great number: one comparison in place of two.
+            flags |= codes - codes.dtype.type(first) < end - first
+        return ~flags if others else flags
+
+    return found

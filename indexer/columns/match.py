@@ -9,11 +9,8 @@ import numpy as np
 
 from embedder.types import Scalar
 from indexer.bits import Bits, empty_bits
-from indexer.columns.columns import Column, Columns
+from indexer.columns.columns import Columns, Span
 from indexer.filters.tree import And, Condition, Equals, Filter, In, Not, Or
-
-Span = tuple[int, int]
-"""The code of the first value that fits, and the one after the last."""
 
 
 def rows_matching(where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> Bits:
@@ -47,7 +44,7 @@ def _one_of(parts: Sequence[Filter], columns: Columns, checkpoint: Callable[[], 
         checkpoint()
         column = columns.get(name)
         if column is not None and own:
-            found |= _having(column, own, columns.size)
+            found |= column.having(own, columns.size)
     return found
 
 
@@ -56,13 +53,12 @@ def rows_beyond(name: str, values: Collection[Scalar], columns: Columns) -> Bits
     column = columns.get(name)
     if column is None:
         return ~empty_bits(columns.size)
-    wanted = np.ones(len(column.values) + 1, np.bool_)
-    places = {place_of(value, column.values) for value in values}
-    wanted[[place + 1 for place in places if place is not None]] = False
-    others = column.having(wanted, columns.size)
-    return (
-        others if column.rows is None else others | ~column.having((1, len(wanted)), columns.size)
+    others = column.having(
+        _spans(In(name, tuple(values)), column.values), columns.size, others=True
     )
+    if column.rows is None:
+        return others
+    return others | ~column.having([(1, len(column.values) + 1)], columns.size)
 
 
 def place_of(value: Scalar, values: Sequence[Any]) -> int | None:
@@ -87,12 +83,3 @@ def _spans(where: Condition, values: Sequence[Any]) -> list[Span]:
         else:
             end = bisect_left(values, value)
     return [(first + 1, end + 1)] if first < end else []
-
-
-def _having(column: Column, spans: Sequence[Span], size: int) -> Bits:
-    if len(spans) == 1:
-        return column.having(spans[0], size)
-    wanted = np.zeros(len(column.values) + 1, np.bool_)
-    for first, end in spans:
-        wanted[first:end] = True
-    return column.having(wanted, size)

@@ -112,7 +112,6 @@ _DAMAGED = {
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_NOTADB,
     sqlite3.SQLITE_ERROR,
-    sqlite3.SQLITE_TOOBIG,
 }
 _WRITE_CURES = {
     sqlite3.SQLITE_FULL: "The disk is full: free some space and try again",

@@ -10,7 +10,7 @@ import numpy as np
 from embedder.types import Scalar
 from indexer.bits import Bits, empty_bits
 from indexer.columns.columns import Columns, Span
-from indexer.filters.tree import And, Condition, Equals, Filter, In, Not, Or
+from indexer.filters.tree import And, Condition, Equals, Exists, Filter, In, Not, Or, StartsWith
 
 
 def rows_matching(where: Filter, columns: Columns, checkpoint: Callable[[], None]) -> Bits:
@@ -73,6 +73,12 @@ def _spans(where: Condition, values: Sequence[Any]) -> list[Span]:
         places = {place_of(value, values) for value in wanted} - {None}
         return [(place + 1, place + 2) for place in places if place is not None]
     first, end = 0, len(values)
+    if isinstance(where, Exists):
+        return [(1, end + 1)]
+    if isinstance(where, StartsWith):
+        first = bisect_left(values, where.start)
+        end = bisect_left(values, True, first, key=lambda text: not text.startswith(where.start))
+        return [(first + 1, end + 1)] if first < end else []
     for limit, value in where.limits:
         if limit == "at_least":
             first = bisect_left(values, value)

@@ -226,6 +226,4 @@ def _removed_where(store: stores.Store, text: str, dry_run: bool) -> Removed:
     where = parse_filter(text)
     if not dry_run:
         return Removed(removed=store.remove_where(where), dry_run=False)
-    where.check(store.schema())
-    count = sum(where.matches(item.attributes) for item in store.items())
-    return Removed(removed=count, dry_run=True)
+    return Removed(removed=store.page(0, 1, where).total, dry_run=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from embedder.errors import FilterError
 from embedder.types import AttributeValue
-from indexer.filters.tree import SIGNS, And, Equals, Filter, In, Not, Or, Range
+from indexer.filters.tree import SIGNS, And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
 
 MAX_LEVELS = 40
 """Milvus reads no message nested deeper than 100, and a level of a filter takes two."""
@@ -42,6 +42,10 @@ def _part(where: Filter) -> _Part:
         field = _field(where.name)
         limits = [f"{field} {SIGNS[n]} {literal(value)}" for n, value in where.limits]
         return _joined([(limit, 1) for limit in limits], "and")
+    if isinstance(where, Exists):
+        return f"exists {_field(where.name)}", 1
+    if isinstance(where, StartsWith):
+        return _beginning(where), 1
     if isinstance(where, And | Or):
         word = "and" if isinstance(where, And) else "or"
         return _joined([_part(part) for part in where.parts], word)
@@ -49,6 +53,15 @@ def _part(where: Filter) -> _Part:
         return _part(where.part.part)
     text, levels = _part(where.part)
     return f"not ({text})", levels + 1
+
+
+def _beginning(where: StartsWith) -> str:
+    if any(sign in where.start for sign in "%_\\"):
+        raise FilterError(
+            f"{where.name!r} starts with {where.start!r:.80}: Milvus takes no %, _ or backslash "
+            "there. Choose a shorter start."
+        )
+    return f"{_field(where.name)} like {literal(where.start + '%')}"
 
 
 def literal(value: AttributeValue) -> str:

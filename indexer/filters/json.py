@@ -4,17 +4,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from embedder.errors import FilterError
-from indexer.filters.tree import LIMITS, MAX_DEPTH, And, Equals, Filter, In, Not, Or, Range
+from indexer.filters.tree import (
+    LIMITS,
+    MAX_DEPTH,
+    And,
+    Equals,
+    Exists,
+    Filter,
+    In,
+    Not,
+    Or,
+    Range,
+    StartsWith,
+)
 
-_SIGNS = ("=", "==", "!=", *LIMITS, "in", "not in")
+_SIGNS = ("=", "==", "!=", *LIMITS, "in", "not in", "exists", "starts with")
 
 
 def filter_from_json(value: object) -> Filter:
     """The filter that a decoded JSON object says; several names in one object are joined by and.
 
     {"name": value}, {"name": {sign: value}} with the signs = != < <= > >=, {"name": {"in": [...]}},
-    {"name": {"not in": [...]}}, {"and": [...]}, {"or": [...]}, {"not": {...}}. Attributes that are
-    called and, or, not can be named in the text form alone.
+    {"name": {"not in": [...]}}, {"name": {"exists": true}}, {"name": {"starts with": "A"}},
+    {"and": [...]}, {"or": [...]}, {"not": {...}}. Attributes that are called and, or, not can be
+    named in the text form alone.
 
     Raises: FilterError with the place and what was expected there.
     """
@@ -46,7 +59,9 @@ def _compared(name: str, signs: Mapping[str, Any], place: str) -> Filter:
     if not signs or any(sign not in _SIGNS for sign in signs):
         raise _unexpected(dict(signs), place, f"an object with signs of {', '.join(_SIGNS)}")
     limits = {LIMITS[sign]: value for sign, value in signs.items() if sign in LIMITS}
-    parts = [_leaf(name, s, signs[s], f"{place}.{s}") for s in signs if s not in LIMITS]
+    parts: list[Filter] = [
+        _leaf(name, s, signs[s], f"{place}.{s}") for s in signs if s not in LIMITS
+    ]
     if limits:
         if None in limits.values():
             raise _unexpected(None, place, "a number or a text")
@@ -55,10 +70,18 @@ def _compared(name: str, signs: Mapping[str, Any], place: str) -> Filter:
 
 
 def _leaf(name: str, sign: str, value: Any, place: str) -> Filter:
+    found: Filter
     if sign in ("in", "not in"):
         if not isinstance(value, list | tuple):
             raise _unexpected(value, place, "a list of values")
         found = _at(place, lambda: In(name, tuple(value)))
+    elif sign == "starts with":
+        found = _at(place, lambda: StartsWith(name, value))
+    elif sign == "exists":
+        if not isinstance(value, bool):
+            raise _unexpected(value, place, "true or false")
+        found = _at(place, lambda: Exists(name))
+        return found if value else Not(found)
     else:
         found = _at(place, lambda: Equals(name, value))
     return Not(found) if sign in ("!=", "not in") else found

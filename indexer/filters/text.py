@@ -10,7 +10,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from embedder.errors import FilterError
 from embedder.types import Scalar
-from indexer.filters.tree import LIMITS, And, Equals, Filter, In, Not, Or, Range
+from indexer.filters.tree import LIMITS, And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
 
 _Made = TypeVar("_Made")
 MAX_TEXT = 200_000
@@ -26,6 +26,8 @@ _GRAMMAR = r"""
     | value OP name OP value -> between
     | name "in" "(" value ("," value)* ")" -> among
     | name "not" "in" "(" value ("," value)* ")" -> not_among
+    | name "exists" -> present
+    | name "starts" "with" value -> beginning
 name: BARE | QUOTED
 value: TEXT -> text
     | NUMBER -> number
@@ -52,6 +54,9 @@ _WORDS = {
     "FALSE": _VALUE,
     "OP": "a comparison such as =",
     "IN": "'in'",
+    "EXISTS": "'exists'",
+    "STARTS": "'starts with'",
+    "WITH": "'with'",
     "NOT": "'not'",
     "AND": "'and'",
     "OR": "'or'",
@@ -66,7 +71,8 @@ _SNIPPET = 40
 def parse_filter(text: str) -> Filter:
     """The filter that `text` says.
 
-    Comparisons: = == != < <= > >= in, not in, 5 <= name <= 9. Values: text in quotes, numbers,
+    Comparisons: = == != < <= > >= in, not in, 5 <= name <= 9, name exists, name starts with "A".
+    Values: text in quotes, numbers,
     true, false. A name with other characters than letters, digits and _ . - stands in back quotes.
 
     Raises: FilterError with the position and what was expected there.
@@ -118,6 +124,12 @@ class _Builder(Transformer[Token, Filter]):
 
     def among(self, name: Token, *values: Scalar) -> Filter:
         return _at(name, lambda: In(name.value, values))
+
+    def present(self, name: Token) -> Filter:
+        return _at(name, lambda: Exists(name.value))
+
+    def beginning(self, name: Token, start: Scalar) -> Filter:
+        return _at(name, lambda: StartsWith(name.value, cast(str, start)))
 
     def not_among(self, name: Token, *values: Scalar) -> Filter:
         return Not(self.among(name, *values))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from embedder.errors import FilterError
-from embedder.types import AttributeKind, AttributeValue, Scalar
+from embedder.types import AttributeKind, AttributeValue, Scalar, values_in
 from indexer.attributes import Schema, check_name, checked_kind, kind_of
 
 MAX_DEPTH = 64
@@ -186,6 +186,51 @@ class Range(_Condition):
 
 
 @dataclass(frozen=True, slots=True)
+class StartsWith(_Condition):
+    """The attribute, a text, begins with this one."""
+
+    name: str
+    start: str
+    kind: AttributeKind = field(init=False, repr=False)
+    size: ClassVar = _Size(1, 1, 1)
+
+    def __post_init__(self) -> None:
+        self._set_kind((self.start,))
+        if self.kind != "text":
+            raise FilterError(f"{self.name!r:.160} starts with {self.start!r:.80}: give a text.")
+
+    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether an item with these attributes fits."""
+        values = values_in(attributes.get(self.name))
+        return any(isinstance(value, str) and value.startswith(self.start) for value in values)
+
+    def _shown(self) -> str:
+        return f"{self.start!r:.80}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exists:
+    """The item has the attribute."""
+
+    name: str
+    size: ClassVar = _Size(1, 1, 0)
+
+    def __post_init__(self) -> None:
+        try:
+            check_name(self.name)
+        except ValueError as error:
+            raise FilterError(f"A filter cannot use this: {error}.") from error
+
+    def check(self, schema: Schema) -> None:
+        """Raises: FilterError for an attribute that is unknown."""
+        check_attribute(self.name, schema, "look for")
+
+    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether an item with these attributes fits."""
+        return self.name in attributes
+
+
+@dataclass(frozen=True, slots=True)
 class _Branch:
     """Several filters, at least two."""
 
@@ -245,10 +290,10 @@ class Not:
         return not self.part.matches(attributes)
 
 
-Condition = Equals | In | Range
+Condition = Equals | In | Range | StartsWith | Exists
 """A filter on one attribute."""
 
-Filter = Equals | In | Range | And | Or | Not
+Filter = Condition | And | Or | Not
 """Which items to look at; a value, so that equal filters have equal hashes."""
 
 

@@ -38,6 +38,7 @@ from indexer.types import (
 _DEFAULTS = SearchOptions()
 _NO_IDS: Ids = np.empty(0, np.int64)
 _MASKS = 64  # of values, kept for the other queries of a search
+_WIDER = 8  # times as many items are fetched where the last ones are equal
 _FEW = 1000  # items above a threshold that an index is asked for, to count them
 _BLOCK = 4096  # items whose rows or vectors are read at a time
 
@@ -261,18 +262,17 @@ def _plain_hits(
     options: SearchOptions,
     mask: FilterMask | None,
 ) -> list[list[Hit]] | None:
-    """As `best_hits` where every item counts for itself, in half the time; None for a tie at the
-    cut, or rows of another state. The index has ranked the items, and rows are read of those that
-    are shown.
+    """As `best_hits` where every item counts for itself, in half the time; None for rows of another
+    state. The index has ranked the items, and rows are read of those that are shown.
     """
     options.checkpoint()
     reach = options.offset + k
     least = -math.inf if options.min_score is None else options.min_score
     scores, ids = _nearest(snapshot, queries, reach + 1, options, mask)
     shown: list[list[tuple[ItemId, float]]] = []
-    for numbers, own in zip(ids.tolist(), scores.tolist(), strict=True):
+    for row, (numbers, own) in enumerate(zip(ids.tolist(), scores.tolist(), strict=True)):
         if len(own) > reach and own[reach - 1] <= own[reach] and numbers[reach] >= 0:
-            return None
+            numbers, own = _beyond_the_tie(snapshot, queries[row : row + 1], reach, options, mask)
         ranked = zip(numbers[options.offset : reach], own[options.offset : reach], strict=True)
         shown.append([(i, score) for i, score in ranked if i >= 0 and score >= least])
     wanted = {i for row in shown for i, _ in row}
@@ -280,6 +280,25 @@ def _plain_hits(
     if known is None or len(known) < len(wanted):
         return None
     return [[Hit(i, known[i][0], score, known[i][1]) for i, score in row] for row in shown]
+
+
+def _beyond_the_tie(
+    snapshot: Snapshot,
+    query: Embeddings,
+    reach: int,
+    options: SearchOptions,
+    mask: FilterMask | None,
+) -> tuple[list[ItemId], list[float]]:
+    """The best items with their scores, until all that equal the last of the first `reach` are
+    among them, as many copies of one picture do.
+    """
+    wanted = reach + 1
+    while True:
+        options.checkpoint()
+        wanted *= _WIDER
+        [scores], [ids] = _nearest(snapshot, query, wanted, options, mask)
+        if wanted >= snapshot.state.size or ids[-1] < 0 or scores[-1] < scores[reach - 1]:
+            return ids[: reach + 1].tolist(), scores[: reach + 1].tolist()
 
 
 def numbers_of(view: CatalogView, keys: Sequence[str]) -> list[ItemId]:

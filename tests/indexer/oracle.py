@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from embedder.types import AttributeValue, Hit, values_in
-from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
+from indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
 from indexer.types import Entry, Group, Grouping, SearchOptions, VectorStore
 
 BUNDLE = "b" * 64
@@ -80,7 +81,13 @@ def random_filter(
         return kind(tuple(parts))
     name = rng.choice([*values])
     known = values[name]
-    match rng.choice(["equals", "in", "range"]):
+    match rng.choice(["equals", "in", "range", "starts", "exists"]):
+        case "exists":
+            return Exists(name)
+        case "starts" if isinstance(known[0], str):
+            text = rng.choice(known)
+            text = re.split(r"[%_\\]", text)[0]  # which Milvus does not take
+            return StartsWith(name, text[: rng.randint(0, len(text))])
         case "in":
             return In(name, tuple(rng.choices(known, k=rng.randint(1, 4))))
         case "range" if not isinstance(known[0], bool):

@@ -8,7 +8,7 @@ from embedder.errors import FilterError
 from embedder.types import AttributeValue
 from indexer.filters.json import filter_from_json
 from indexer.filters.text import parse_filter
-from indexer.filters.tree import And, Equals, Filter, In, Not, Or, Range
+from indexer.filters.tree import And, Equals, Exists, Filter, In, Not, Or, Range, StartsWith
 from indexer.gallery import Gallery
 from tests.indexer.oracle import entry, random_filter, units
 
@@ -40,6 +40,10 @@ def as_json(where: Filter) -> dict[str, object]:
         return {where.name: where.value}
     if isinstance(where, In):
         return {where.name: {"in": list(where.values)}}
+    if isinstance(where, Exists):
+        return {where.name: {"exists": True}}
+    if isinstance(where, StartsWith):
+        return {where.name: {"starts with": where.start}}
     signs = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}
     return {where.name: {signs[limit]: value for limit, value in where.limits}}
 
@@ -55,6 +59,10 @@ def as_text(where: Filter) -> str:
         return f"{name} = {literal(where.value)}"
     if isinstance(where, In):
         return f"{name} in ({', '.join(map(literal, where.values))})"
+    if isinstance(where, Exists):
+        return f"{name} exists"
+    if isinstance(where, StartsWith):
+        return f"{name} starts with {literal(where.start)}"
     signs = {"at_least": "<=", "above": "<", "at_most": "<=", "below": "<"}
     lower, upper = (
         [(signs[limit], literal(value)) for limit, value in where.limits if limit in pair]

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from embedder.errors import SourceError
+from embedder.errors import FilterError, SourceError
 from indexer.checks.verify import check_files
 from indexer.exchange.parquet import export_gallery, read_dump
 from indexer.filters.text import parse_filter
 from indexer.filters.tree import Equals, In, Not, Range
 from indexer.gallery import Gallery
+from indexer.index.plan import IndexSettings
 from indexer.ingest.build import import_gallery
 from indexer.ingest.sources import csv_changes, csv_source
 from indexer.types import Entry, Grouping, SearchOptions
@@ -157,3 +158,46 @@ def test_a_product_with_several_values_names_no_product(gallery: Gallery) -> Non
     found = gallery.calibrate("product")
     assert found.labelled <= 60 + 20
     assert parse_filter("product = 'a'").matches({"product": ("a", "b")})
+
+
+def test_an_attribute_exists_or_begins_with_a_text(gallery: Gallery) -> None:
+    names = ["AB-1", "AB-2", "ABC", "b", None, ["x", "AB"], "\U0010ffff", "AB\U0010ffffz"]
+    gallery.add(
+        entry(f"k{n}", v, {} if name is None else {"sku": name, "n": n})
+        for n, (name, v) in enumerate(zip(names, units(8), strict=True))
+    )
+    for _ in range(2):
+        for text, expected in (
+            ("sku exists", {0, 1, 2, 3, 5, 6, 7}),
+            ("not sku exists", {4}),
+            ('sku starts with "AB"', {0, 1, 2, 5, 7}),
+            ('sku starts with "AB-" and n exists', {0, 1}),
+            ('not sku starts with ""', {4}),
+            ('sku starts with "\U0010ffff"', {6}),
+            ('sku starts with "zz"', set()),
+        ):
+            found = gallery.page(0, 9, parse_filter(text)).items
+            assert {int(item.key[1:]) for item in found} == expected, text
+        gallery.compact()
+    for text, message in (
+        ("size exists", "no attribute 'size' to look for"),
+        ('n starts with "1"', "'n' is a number"),
+        ("sku starts with 5", "give a text"),
+        ('sku starts "A"', "Expected 'with'"),
+    ):
+        with pytest.raises(FilterError, match=message):
+            gallery.page(0, 9, parse_filter(text))
+
+
+def test_copies_of_one_picture_keep_the_order_of_their_numbers(gallery: Gallery) -> None:
+    """Many more of them than are asked for: the lowest numbers are shown, as without an index."""
+    vectors = units(4000)
+    vectors[500:3500] = vectors[500]
+    gallery.add(entry(f"k{n}", v) for n, v in enumerate(vectors))
+    for kind in ("flat", "hnsw"):
+        gallery.compact(IndexSettings(kind=kind))
+        for k, offset in ((5, 0), (10, 100), (3500, 0)):
+            options = SearchOptions(offset=offset)
+            [hits] = gallery.search(vectors[500][None], k, options)
+            numbers = [hit.id for hit in hits if hit.score > 0.9999]
+            assert numbers == [*range(501 + offset, min(501 + offset + k, 3501))]

@@ -20,7 +20,7 @@ SMALLEST = {
     "clustered.py": "--rows 1000 --dim 32",
     "gallery.py": "--sizes 2k --dims 32 --rounds 2 --images 8",
     "gallery_gpu.py": "--rows 20000 --dims 32",
-    "facets.py": "--items 5000 --rounds 2",
+    "attributes.py": "--items 5000 --rounds 1",
     "duplicates.py": "--items 2000 --dims 32 --rounds 1",
     "memory.py": "--items 500 1000",
     "milvus_search.py": "--items 500 --dim 16 --searches 5",

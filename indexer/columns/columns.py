@@ -81,7 +81,8 @@ class Column:
             ]
             return np.concatenate([np.empty(0, np.uint8), *parts])
         flags = np.zeros(size, np.bool_)
-        flags[self.rows[find(self.codes)]] = True
+        # Not rows[...] with truth values, which takes three times as long.
+        flags[self.rows.take(np.flatnonzero(find(self.codes)))] = True
         return np.packbits(flags, bitorder="little")
 
     def counted(self, chosen: Chosen) -> tuple[NDArray[np.int64], int]:

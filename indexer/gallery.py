@@ -50,7 +50,7 @@ from indexer.catalog.entries import check_key, checked_keys, learn_kinds
 from indexer.catalog.read import CatalogView, State
 from indexer.catalog.write import CatalogWriter
 from indexer.exchange.milvus import MilvusStore as MilvusStore
-from indexer.filters.tree import Filter
+from indexer.filters.tree import Filter, check_attribute
 from indexer.folder.layout import PICTURES, GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import (
     PRECISIONS,
@@ -86,6 +86,7 @@ from indexer.types import (
     OnCall,
     Page,
     Progress,
+    SortBy,
     Written,
     milvus_address,
     unobserved,
@@ -316,11 +317,16 @@ class Gallery(Searcher):
         where: Filter | None = None,
         prefix: str = "",
         after: ItemId = -1,
+        sort_by: SortBy | None = None,
     ) -> Page:
         """Items from place `offset` on, at most `limit`, of those that fit `where`, whose keys
-        begin with `prefix` and whose numbers are above `after`; in the order of their numbers.
-        `total` and `last` are of all that fit, whatever their numbers. Raises: FilterError.
+        begin with `prefix` and whose numbers are above `after`; in the order of their numbers, or
+        of an attribute. `total` and `last` are of all that fit, whatever their numbers.
+
+        Raises: FilterError; InvalidParameterError for `after` with `sort_by`.
         """
+        if sort_by is not None:
+            return self._sorted_page(offset, limit, where, prefix, after, sort_by)
         if where is None and not prefix:
             with self._catalog.reading() as view:
                 ids = view.ids_from(offset, limit, after)
@@ -330,6 +336,27 @@ class Gallery(Searcher):
             attributes = self._attributes_of(now)
             ids, last = attributes.ids(among, after, offset + limit)
             return Page(attributes.count(among), now.view.known(ids[offset:]), last)
+
+    def _sorted_page(
+        self,
+        offset: int,
+        limit: int,
+        where: Filter | None,
+        prefix: str,
+        after: ItemId,
+        sort_by: SortBy,
+    ) -> Page:
+        if after >= 0:
+            raise InvalidParameterError(
+                f"after = {after} continues in the order of numbers. Omit it, or sort_by."
+            )
+        with self._snapshots.reading() as now:
+            check_attribute(sort_by.attribute, now.view.schema(), "sort by")
+            attributes = self._attributes_of(now)
+            among = self._among(now, where, prefix) if where or prefix else attributes.everything()
+            ids = attributes.sorted_ids(sort_by, among, offset + limit)[offset:]
+            _, last = attributes.ids(among, limit=0)
+            return Page(attributes.count(among), now.view.known(ids), last)
 
     def attribute_facts(self) -> tuple[AttributeFacts, ...]:
         """The values of each attribute, counted; remembered until the gallery changes."""

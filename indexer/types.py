@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.errors import InvalidParameterError
-from embedder.types import AttributeKind, AttributeValue, Embeddings, Hit, ItemId, Scalar
+from embedder.types import AttributeKind, AttributeValue, Embeddings, Hit, ItemId, Scalar, values_in
 from indexer.attributes import Schema, as_stored
 from indexer.filters.tree import Filter
 
@@ -165,6 +165,22 @@ class Boost:
     high: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SortBy:
+    """Order by the values of an attribute, items without it last. Of several values the lowest
+    counts, or the highest if `descending`.
+    """
+
+    attribute: str
+    descending: bool = False
+
+    def value_of(self, attributes: Mapping[str, AttributeValue]) -> Any:
+        """What an item with these attributes is sorted by; None if it has no value."""
+        values = values_in(attributes.get(self.attribute))
+        chosen = max if self.descending else min
+        return chosen(values) if values else None
+
+
 def go_on() -> None:
     """The checkpoint of a search that nobody ends early."""
 
@@ -185,6 +201,8 @@ class SearchOptions:
     diversity, boost: another order of the first `CANDIDATES` hits, or groups; the score of
         a hit stays its cosine similarity. Diversity d in [0, 1]: next comes the hit with the
         highest (1 - d) * its score - d * its similarity to the most similar hit before it.
+    sort_by: the first `CANDIDATES` hits, or groups, in the order of an attribute; without the two
+        above.
     checkpoint: called between pieces of the work; what it raises ends the search.
     """
 
@@ -198,12 +216,13 @@ class SearchOptions:
     effort: int | None = None
     diversity: float = 0.0
     boost: Boost | None = None
+    sort_by: SortBy | None = None
     checkpoint: Callable[[], None] = field(default=go_on, compare=False, repr=False)
 
     @property
     def reorders(self) -> bool:
         """Whether hits come in another order than that of their scores."""
-        return bool(self.diversity or self.boost)
+        return bool(self.diversity or self.boost or self.sort_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,10 +369,14 @@ class VectorStore(Protocol):
         where: Filter | None = None,
         prefix: str = "",
         after: ItemId = -1,
+        sort_by: SortBy | None = None,
     ) -> Page:
         """Items from place `offset` on, at most `limit`, of those that fit `where`, whose keys
-        begin with `prefix` and whose numbers are above `after`; in the order of their numbers.
-        `total` and `last` are of all that fit, whatever their numbers. Raises: FilterError.
+        begin with `prefix` and whose numbers are above `after`; in the order of their numbers, or
+        of an attribute. `total` and `last` are of all that fit, whatever their numbers.
+
+        Raises: FilterError; InvalidParameterError for `after` with `sort_by`, and on Milvus for
+            `sort_by`.
         """
 
     def items(self) -> Iterator[Item]:
@@ -466,6 +489,14 @@ def boost_of(text: str) -> Boost:
             f"boost = {text!r:.80} is not NAME:WEIGHT or NAME:WEIGHT:FROM:TO. Write price:-0.1, or "
             "price:-0.1:0:50 for prices from 0 to 50."
         ) from error
+
+
+def sort_by_of(text: str) -> SortBy:
+    """The order that is written NAME, NAME:asc or NAME:desc."""
+    name, _, direction = text.rpartition(":")
+    if direction in ("asc", "desc") and name:
+        return SortBy(name, direction == "desc")
+    return SortBy(text)
 
 
 def combined_query(liked: Embeddings, disliked: Embeddings) -> Embeddings:

@@ -354,12 +354,15 @@ class AsyncKinlens(_Client):
         after: int | None = None,
         filter: Filter | None = None,
         key_prefix: str = "",
+        sort_by: str = "",
         facets: Sequence[str] | None = None,
     ) -> api.ItemPage:
-        """A page of items, of those with numbers above `after`, in the order of their numbers; with
-        the values of the attributes `facets` counted over all that fits.
+        """A page of items, of those with numbers above `after`, in the order of their numbers, or
+        `sort_by` an attribute ("price", "price:desc"); with the values of the attributes `facets`
+        counted over all that fits.
         """
         page = {"offset": offset, "limit": limit, "after": after, "facets": facets}
+        page |= {"sort_by": sort_by or None}
         query = {**page, "filter": filter, "key_prefix": key_prefix}
         return await self._send(api.ItemPage, "GET", "galleries", gallery, "items", query=query)
 

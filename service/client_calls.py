@@ -55,6 +55,7 @@ class SearchOptions(TypedDict, total=False):
     facets: Sequence[str] | None
     diversity: float | None
     boost: str | None
+    sort_by: str | None
 
 
 class ImageSearchOptions(SearchOptions, total=False):

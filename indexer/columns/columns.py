@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError
 from embedder.types import AttributeKind, AttributeValue, Scalar
-from indexer.bits import Bits, has_bits, positions_in
+from indexer.bits import Bits, count_of, empty_bits, has_bits, positions_in
 from indexer.columns.values import Values, from_arrays, joined, packed, to_arrays
 from indexer.types import Ids
 
@@ -99,6 +99,46 @@ class Column:
         found = np.bincount(self.codes[is_chosen], minlength=len(self.values) + 1)
         rows = self.rows[is_chosen].astype(np.int64)
         return found[1:], int(np.count_nonzero(np.diff(rows, prepend=-1)))
+
+    def first(
+        self, chosen: Chosen, count: int, descending: bool
+    ) -> tuple[Ids, NDArray[np.int64], Bits, int]:
+        """The chosen rows with the lowest values, or the highest: fewer than `count` rows, with
+        their codes; and the set of rows whose code is the next one, with this code, so that both
+        are at least `count` rows. The code is 0 if there are not as many.
+        """
+        size, end = chosen.size, len(self.values) + 1
+        counts, _ = self.counted(chosen)
+        reached = np.cumsum(counts[::-1] if descending else counts)
+        wanted = count
+        while True:
+            step = int(np.searchsorted(reached, wanted))  # codes that are better than the next one
+            code = 0 if step == len(reached) else (end - 1 - step if descending else 1 + step)
+            span = (end - step, end) if descending else (1, 1 + step)
+            better = self.having([span], size) & chosen.bits
+            found = count_of(better, size)
+            equal = empty_bits(size)
+            if code:
+                equal = self.having([(code, code + 1)], size) & chosen.bits & ~better
+            if not code or found + count_of(equal, size) >= count:
+                rows = positions_in(better, size)
+                return rows, self._ends_at(rows, descending), equal, code
+            wanted *= 2  # rows with several values were counted more than once
+
+    def _ends_at(self, rows: Ids, highest: bool) -> NDArray[np.int64]:
+        """The lowest or highest code of each of these rows (N,), which have one."""
+        if self.rows is None:
+            return self.codes[rows].astype(np.int64)
+        starts = np.searchsorted(self.rows, rows, "left")
+        if not len(rows):
+            return np.zeros(0, np.int64)
+        ends = np.searchsorted(self.rows, rows, "right")
+        found = self.codes[starts].astype(np.int64)
+        chosen = np.maximum if highest else np.minimum
+        for step in range(1, int((ends - starts).max())):
+            there = starts + step < ends
+            found[there] = chosen(found[there], self.codes[starts[there] + step])
+        return found
 
     def values_at(self, rows: Ids) -> list[list[Scalar]]:
         """The values of each of these rows (N,)."""

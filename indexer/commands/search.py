@@ -37,6 +37,7 @@ from indexer.types import (
     VectorStore,
     boost_of,
     combined_query,
+    sort_by_of,
 )
 
 app = typer.Typer()
@@ -116,6 +117,10 @@ def search(
         str | None,
         typer.Option(metavar="NAME:WEIGHT[:FROM:TO]", help="Add a scaled numeric attribute."),
     ] = None,
+    sort_by: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[:desc]", help="The best 200 in the order of an attribute."),
+    ] = None,
     prior: Annotated[
         float,
         typer.Option(
@@ -146,6 +151,7 @@ def search(
             effort=effort,
             diversity=diversity,
             boost=boost_of(boost) if boost else None,
+            sort_by=sort_by_of(sort_by) if sort_by else None,
         )
         grouping = Grouping(group_by, group_size) if group_by else None
         shape = Shape(k, wanted, grouping, facets.split(",") if facets else [])

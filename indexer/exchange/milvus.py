@@ -51,7 +51,7 @@ from indexer.exchange.milvus_collection import (
     vectors_of,
 )
 from indexer.exchange.milvus_filters import literal
-from indexer.filters.tree import Filter, In, check_boosted, check_grouped
+from indexer.filters.tree import Filter, In, check_attribute, check_boosted, check_grouped
 from indexer.folder.manifest import GalleryFacts
 from indexer.live.ranking import (
     Candidate,
@@ -77,6 +77,7 @@ from indexer.types import (
     Page,
     Progress,
     SearchOptions,
+    SortBy,
     Written,
     combined_query,
     unobserved,
@@ -382,7 +383,13 @@ class MilvusStore:
         where: Filter | None = None,
         prefix: str = "",
         after: ItemId = -1,
+        sort_by: SortBy | None = None,
     ) -> Page:
+        if sort_by is not None:
+            raise InvalidParameterError(
+                f"sort_by = {sort_by.attribute!r:.160}: gallery {self.name} is on Milvus, which "
+                "lists items by number alone. Omit sort_by, or import the gallery into a folder."
+            )
         now = self._now()
         keys = f"key >= {literal(prefix)} and key < {literal(prefix + chr(0x10FFFF))}"
         condition = both(now.condition(where), keys if prefix else "")
@@ -508,6 +515,8 @@ def _reorder(now: Collection, k: int, options: SearchOptions) -> Reorder | None:
         if now.kinds or now.count():
             check_boosted(name, now.kinds)  # the server does not tell the range
 
+    if options.sort_by is not None and (now.kinds or now.count()):
+        check_attribute(options.sort_by.attribute, now.kinds, "sort by")
     return reorder_of(options, k, vectors, span)
 
 

@@ -21,7 +21,7 @@ from indexer.columns.values import Values
 from indexer.filters.tree import Filter, In
 from indexer.index.segment import Segment
 from indexer.live.snapshot import Changes, FilterMask, Snapshot
-from indexer.types import Facet, Ids, go_on
+from indexer.types import Facet, Ids, SortBy, go_on
 
 _KEPT_BYTES = 64 * 2**20  # of the filters that a segment keeps
 _LEAST_KEPT = 8
@@ -190,6 +190,44 @@ class StateAttributes:
             own, last = snapshot.segment.numbers_in(bits, after, limit)
             found = np.concatenate([own, later[later > after]])
         return found[:limit], int(later[-1]) if len(later) else last
+
+    def everything(self) -> FilterMask:
+        """A mask that leaves every item."""
+        delta = np.ones(len(self.snapshot.delta.alive), np.bool_)
+        return FilterMask(~empty_bits(self._columns.size), delta)
+
+    def sorted_ids(self, order: SortBy, among: FilterMask, limit: int) -> Ids:
+        """The numbers of the first `limit` items that `among` leaves, in the order of an attribute,
+        equal ones by number.
+        """
+        selected, size = self.selected(among), self._columns.size
+        column, segment = self._columns.get(order.attribute), self.snapshot.segment
+        ranked: list[tuple[Any, int]] = []
+        rest = selected.rows.bits
+        if column is not None and segment is not None:
+            rows, codes, bits, last = column.first(selected.rows, limit, order.descending)
+            places = (codes - 1).tolist()
+            values = [column.values[place] for place in places]
+            ranked = [*zip(values, segment.ids[rows].tolist(), strict=True)]
+            if last:
+                equal, _ = segment.numbers_in(bits, -1, limit)
+                ranked += [(column.values[last - 1], number) for number in equal.tolist()]
+            rest = rest & ~column.having([(1, len(column.values) + 1)], size)
+        without: list[int] = []
+        for entry in selected.entries.tolist():
+            value = order.value_of(self.changes.attributes[entry])
+            number = self.snapshot.number_of(int(self.changes.rows[entry]))
+            if value is None:
+                without.append(number)
+            else:
+                ranked.append((value, number))
+        ranked.sort(key=lambda one: one[1])
+        ranked.sort(key=lambda one: one[0], reverse=order.descending)
+        found = [number for _, number in ranked[:limit]]
+        if len(found) < limit and segment is not None:
+            own, _ = segment.numbers_in(rest, -1, limit - len(found))
+            without += own.tolist()
+        return np.array([*found, *sorted(without)][:limit], np.int64)
 
     def updated(self, bits: Bits, fit: NDArray[np.bool_], start: int) -> FilterMask:
         """From the rows of the segment that fit, also by the first `start` changes, which of all

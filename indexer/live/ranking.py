@@ -397,6 +397,10 @@ def check_options(k: int, options: SearchOptions) -> None:
 def _check_reordering(options: SearchOptions) -> None:
     """Raises: InvalidParameterError, unless diversity and boost are in range."""
     _check_number("diversity", options.diversity, 0, 1)
+    if options.sort_by and (options.diversity or options.boost):
+        raise InvalidParameterError(
+            "sort_by orders hits by an attribute alone. Omit diversity and boost, or sort_by."
+        )
     boost = options.boost
     if boost is None:
         return

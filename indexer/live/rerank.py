@@ -4,6 +4,7 @@ What each does to the answers and what it costs: docs/benchmarks.md, Diversity a
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from embedder.errors import InvalidParameterError
 from embedder.types import Embeddings
 from indexer.live.ranking import Candidate, Reorder
-from indexer.types import Boost, SearchOptions
+from indexer.types import Boost, SearchOptions, SortBy
 
 Span = Callable[[str], tuple[float, float] | None]
 """The lowest and highest value of a numeric attribute, None where they are not known; raises for
@@ -36,6 +37,8 @@ def reorder_of(
     """
     if not options.reorders:
         return None
+    if options.sort_by is not None:
+        return partial(_sorted, options.sort_by)
     boost = options.boost
     ends = None if boost is None else _ends(boost, span)
 
@@ -51,6 +54,14 @@ def reorder_of(
         return diverse(vectors, relevance, options.diversity, options.offset + k)
 
     return reorder
+
+
+def _sorted(order: SortBy, candidates: Sequence[Candidate]) -> Sequence[int]:
+    """The places of candidates by an attribute; equal ones stay in the order of their scores."""
+    values = [order.value_of(candidate.attributes) for candidate in candidates]
+    known = [place for place, value in enumerate(values) if value is not None]
+    known.sort(key=lambda place: values[place], reverse=order.descending)
+    return [*known, *(place for place, value in enumerate(values) if value is None)]
 
 
 def diverse(vectors: Embeddings, relevance: _Relevance, diversity: float, count: int) -> list[int]:

@@ -225,6 +225,8 @@ class Searcher:
     def _reorder(self, now: Reading, k: int, options: SearchOptions) -> Reorder | None:
         """How the first hits change places. Raises: FilterError."""
         vectors_of = partial(_vectors, now.snapshot)
+        if options.sort_by is not None and now.snapshot.size:
+            check_attribute(options.sort_by.attribute, now.view.schema(), "sort by")
 
         def span(name: str) -> tuple[float, float]:
             if now.snapshot.size:

@@ -252,6 +252,12 @@ class Snapshot:
         """Rows of the segment, also of removed items; the rows of the delta follow them."""
         return 0 if self.segment is None else len(self.segment.ids)
 
+    def number_of(self, row: int) -> int:
+        """The number of the item in a row."""
+        if row < self.segment_size and self.segment is not None:
+            return int(self.segment.ids[row])
+        return int(self.delta.ids[row - self.segment_size])
+
     def rows_of(self, ids: Ids) -> Ids:
         """The row of each of these items, removed or not.
 

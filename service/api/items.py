@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from embedder import errors
 from embedder.errors import InvalidParameterError
 from embedder.types import AttributeValue
-from indexer.types import Item, SearchOptions
+from indexer.types import Item, SearchOptions, sort_by_of
 from service.access.rates import account_of
 from service.api.galleries import (
     BODY_FAILURES,
@@ -196,11 +196,14 @@ async def items(
     after: Annotated[
         int | None, Query(ge=0, le=2**63 - 1, description="Only items with higher numbers.")
     ] = None,
+    sort_by: Annotated[
+        str | None, Query(description="NAME, NAME:asc or NAME:desc, in place of the numbers.")
+    ] = None,
     facets: Annotated[
         str | None, Query(description="Attributes to count over all that fits: colour,price.")
     ] = None,
 ) -> ItemPage:
-    """Items in the order of their numbers, new ones last.
+    """Items in the order of their numbers, new ones last, or of an attribute.
 
     To read all while some are added and removed, send the last number of a page as `after`.
     """
@@ -210,7 +213,8 @@ async def items(
 
         def read() -> ItemPage:
             above = -1 if after is None else after
-            page = gallery.page(offset, limit, fitting, key_prefix, above)
+            order = sort_by_of(sort_by) if sort_by else None
+            page = gallery.page(offset, limit, fitting, key_prefix, above, order)
             counts: dict[str, Any] = {}
             if facets:
                 wanted = SearchOptions(where=fitting)

@@ -37,7 +37,9 @@ from indexer.types import (
     MAX_FACETS,
     Boost,
     Grouping,
+    SortBy,
     boost_of,
+    sort_by_of,
 )
 from service.access.rates import account_of
 from service.http.bodies import (
@@ -266,6 +268,22 @@ def _boost(value: Any) -> Boost | None:
         raise custom_error(str(error)) from error
 
 
+def _sort_by(value: Any) -> SortBy | None:
+    """A validator of an order as text."""
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        raise custom_error(f"sort_by = {shown(value)} is not a text. Send price, or price:desc.")
+    return sort_by_of(value)
+
+
+_SORT_SCHEMA: dict[str, Any] = {
+    "anyOf": [{"type": "string"}, {"type": "null"}],
+    "default": None,
+    "examples": ["price", "price:desc"],
+    "description": "NAME, NAME:asc or NAME:desc: the best 200 in the order of an attribute, those "
+    "without it last. Scores stay as they are.",
+}
 _BOOST_SCHEMA: dict[str, Any] = {
     "anyOf": [{"type": "string"}, {"type": "null"}],
     "default": None,
@@ -353,6 +371,11 @@ class SearchFields(Strict):
         Field(description="Of the first 200, prefer what is unlike those before it; 0: not."),
     ] = None
     boost: Annotated[Boost | None, BeforeValidator(_boost), WithJsonSchema(_BOOST_SCHEMA)] = None
+    sort_by: Annotated[
+        SortBy | None,
+        BeforeValidator(_sort_by),
+        WithJsonSchema(_SORT_SCHEMA),
+    ] = None
     facets: Annotated[
         list[str],
         Field(
@@ -404,6 +427,7 @@ class SearchFields(Strict):
             facets=tuple(dict.fromkeys(self.facets)),
             diversity=self.diversity or 0.0,
             boost=self.boost,
+            sort_by=self.sort_by,
         )
 
 
@@ -433,10 +457,10 @@ class SearchRequest(SearchFields):
     @model_validator(mode="after")
     def _has_views(self) -> Self:
         others = (self.positives, self.negatives, self.distinct)
-        if self.combine == "best" and (any(others) or self.diversity or self.boost):
+        if self.combine == "best" and any((*others, self.diversity, self.boost, self.sort_by)):
             raise custom_error(
                 "combine = best is for images and crops, each looked for by itself; leave out "
-                "positives, negatives, distinct, diversity and boost, or send combine = "
+                "positives, negatives, distinct, diversity, boost and sort_by, or send combine = "
                 "mean."
             )
         return self

@@ -345,6 +345,7 @@ def find(
         exact=query.exact,
         diversity=query.diversity,
         boost=query.boost,
+        sort_by=query.sort_by,
     )
     asked = replace(options, checkpoint=abandoned.check)  # not kept: it ends with this search
     # The best of the whole gallery share the probability: a filter makes no product likelier.

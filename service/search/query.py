@@ -20,7 +20,7 @@ from indexer.calibration import Shares
 from indexer.checks.duplicates import LEAST_SCORE, near_score
 from indexer.filters.tree import Filter
 from indexer.gallery import Gallery
-from indexer.types import Boost, Facet, Group, Grouping, VectorStore
+from indexer.types import Boost, Facet, Group, Grouping, SortBy, VectorStore
 from service.encoding.model import Stages, View
 
 _HITS_OF_A_UNIT = 1_000
@@ -63,6 +63,7 @@ class Query:
     facets: tuple[str, ...] = ()
     diversity: float = 0.0
     boost: Boost | None = None
+    sort_by: SortBy | None = None
 
     @property
     def units(self) -> int:
@@ -97,7 +98,7 @@ class Query:
             (self.distinct, self.exact),
             self.best_view,
             self.facets,
-            (_plain(self.diversity), repr(self.boost)),
+            (_plain(self.diversity), repr(self.boost), repr(self.sort_by)),
         )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

@@ -41,6 +41,7 @@ from indexer.types import (
     Entry,
     Grouping,
     SearchOptions,
+    SortBy,
     VectorStore,
     Written,
 )
@@ -764,6 +765,16 @@ def test_several_values_of_an_item_are_refused_by_name(store: MilvusStore) -> No
     with pytest.raises(InvalidParameterError, match=message):
         store.update({"a": {"sizes": ["S"]}})
     assert [dict(item.attributes) for item in store.items()] == [{}]
+
+
+@milvus_alone
+def test_a_list_of_items_is_sorted_by_number_alone(store: MilvusStore) -> None:
+    store.add(shop(20))
+    with pytest.raises(InvalidParameterError, match=r"'price'.*lists items by number alone"):
+        store.page(0, 5, sort_by=SortBy("price"))
+    hits = store.search(units(1), 20, SearchOptions(sort_by=SortBy("price")))[0]
+    prices = [hit.attributes["price"] for hit in hits if "price" in hit.attributes]
+    assert prices == sorted(prices)
 
 
 @milvus_alone

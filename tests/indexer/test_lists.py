@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from embedder.errors import FilterError, SourceError
+from embedder.errors import FilterError, InvalidParameterError, SourceError
 from indexer.checks.verify import check_files
 from indexer.exchange.parquet import export_gallery, read_dump
 from indexer.filters.text import parse_filter
-from indexer.filters.tree import Equals, In, Not, Range
+from indexer.filters.tree import Equals, Filter, In, Not, Range
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import import_gallery
 from indexer.ingest.sources import csv_changes, csv_source
-from indexer.types import Entry, Grouping, SearchOptions
+from indexer.types import Boost, Entry, Grouping, SearchOptions, SortBy, sort_by_of
 from tests.indexer.oracle import BUNDLE, Oracle, entry, ids_of, random_filter, shop, units
 
 SIZES = ["S", "M", "L", "XL"]
@@ -201,3 +201,67 @@ def test_copies_of_one_picture_keep_the_order_of_their_numbers(gallery: Gallery)
             [hits] = gallery.search(vectors[500][None], k, options)
             numbers = [hit.id for hit in hits if hit.score > 0.9999]
             assert numbers == [*range(501 + offset, min(501 + offset + k, 3501))]
+
+
+def sorted_by(gallery: Gallery, order: SortBy, where: Filter | None) -> list[str]:
+    """The naive order: by the lowest or highest value, then by number; items without one last."""
+    items = [item for item in gallery.items() if where is None or where.matches(item.attributes)]
+    known = [item for item in items if order.value_of(item.attributes) is not None]
+    known.sort(key=lambda item: order.value_of(item.attributes), reverse=order.descending)
+    return [item.key for item in known] + [item.key for item in items if item not in known]
+
+
+def test_lists_of_items_are_sorted_by_an_attribute(gallery: Gallery) -> None:
+    entries = stock(150)
+    for step in range(3):
+        gallery.add([replace(e, key=f"{step}-{e.key}") for e in entries])
+        if step == 1:
+            gallery.compact()
+            gallery.remove([f"0-key{n}" for n in range(0, 150, 7)])
+            gallery.update({"0-key1": {"price": None}, "0-key2": {"price": 3.25, "sizes": ["A"]}})
+        for name in ("price", "sizes", "lengths", "sale", "colour"):
+            for descending in (False, True):
+                order = SortBy(name, descending)
+                for where in (None, Equals("colour", "red"), Range("price", above=100)):
+                    expected = sorted_by(gallery, order, where)
+                    for offset, limit in ((0, 1), (0, 9), (5, 40), (0, 1000), (1000, 5)):
+                        page = gallery.page(offset, limit, where, sort_by=order)
+                        keys = [item.key for item in page.items]
+                        assert keys == expected[offset : offset + limit], (name, descending, where)
+                        assert page.total == len(expected)
+    with pytest.raises(InvalidParameterError, match=r"after = 5 continues.*Omit it"):
+        gallery.page(0, 1, after=5, sort_by=SortBy("price"))
+    with pytest.raises(FilterError, match="no attribute 'weight' to sort by"):
+        gallery.page(0, 1, sort_by=SortBy("weight"))
+
+
+def test_hits_and_groups_are_sorted_by_an_attribute(gallery: Gallery) -> None:
+    gallery.add(stock(300))
+    query = units(1, 9)
+    for order in (SortBy("price"), SortBy("sizes", descending=True)):
+        best = gallery.search(query, 200)[0]
+        [found] = gallery.search(query, 200, SearchOptions(sort_by=order))
+        values = [order.value_of(hit.attributes) for hit in best]
+        known = sorted((v for v in values if v is not None), reverse=order.descending)
+        shown = [order.value_of(hit.attributes) for hit in found]
+        assert shown == known + [None] * values.count(None)
+        assert {hit.key for hit in found} == {hit.key for hit in best}
+        assert gallery.search(query, 10, SearchOptions(sort_by=order, offset=20))[0] == found[20:30]
+    groups = gallery.search_groups(
+        query, 5, Grouping("sku"), SearchOptions(sort_by=SortBy("price"))
+    )
+    prices = [group.hits[0].attributes.get("price") for group in groups[0]]
+    assert prices == sorted(prices)
+    for options in (
+        SearchOptions(sort_by=SortBy("price"), diversity=0.1),
+        SearchOptions(sort_by=SortBy("price"), boost=Boost("price", 0.1)),
+    ):
+        with pytest.raises(InvalidParameterError, match="sort_by orders hits"):
+            gallery.search(query, 5, options)
+    with pytest.raises(FilterError, match="no attribute 'weight' to sort by"):
+        gallery.search(query, 5, SearchOptions(sort_by=SortBy("weight")))
+    assert (sort_by_of("price"), sort_by_of("a:b:desc"), sort_by_of("price:asc")) == (
+        SortBy("price"),
+        SortBy("a:b", True),
+        SortBy("price"),
+    )

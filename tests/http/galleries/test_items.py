@@ -149,6 +149,33 @@ def test_several_values_are_put_searched_counted_and_changed(shop, data) -> None
     assert "'XL', a text, and 5, a number" in problem["detail"]
 
 
+def test_items_and_hits_are_sorted_by_an_attribute(shop, data) -> None:
+    prices = [30, None, 10, 20]
+    for number, price in enumerate(prices):
+        shop.put({f"k{number}": data[number]}, **({} if price is None else {"price": price}))
+    for order, expected in (
+        ("price", ["k2", "k3", "k0", "k1"]),
+        ("price:asc", ["k2", "k3", "k0", "k1"]),
+        ("price:desc", ["k0", "k3", "k2", "k1"]),
+    ):
+        listed = shop.items(sort_by=order)["items"]
+        assert [item["key"] for item in listed] == expected
+        assert [item["key"] for item in shop.items(sort_by=order, offset=1, limit=2)["items"]] == (
+            expected[1:3]
+        )
+        hits = shop.search(data[0], sort_by=order).json()["hits"]
+        assert [hit["key"] for hit in hits] == expected
+    problems = (
+        (shop.client.get(f"{shop.url}/items", params={"sort_by": "size"}), "'size' to sort by"),
+        (shop.client.get(f"{shop.url}/items", params={"sort_by": "price", "after": 1}), "after"),
+        (shop.search(data[0], sort_by="size"), "'size' to sort by"),
+        (shop.search(data[0], sort_by="price", diversity=0.2), "sort_by orders hits"),
+    )
+    for answer, text in problems:
+        assert answer.status_code == 422
+        assert text in answer.json()["detail"]
+
+
 def test_an_item_that_does_not_fit_fails_alone_and_says_why(shop, data) -> None:
     answer = shop.put_form({"good": data[0], "bad": b"no image", "empty": b"", "fine": data[1]})
     assert answer.status_code == 200

@@ -412,6 +412,7 @@ def test_every_part_of_a_question_gets_an_answer_of_its_own_from_the_cache(marke
         {"diversity": 0.3},
         {"boost": "price:0.1"},
         {"boost": "price:0.1:0:50"},
+        {"sort_by": "price"},
     ]
     document = market.client.get("/openapi.json").json()["paths"]["/search"]["post"]
     schema = document["requestBody"]["content"]["application/json"]["schema"]

@@ -93,7 +93,7 @@ from indexer.types import (
 )
 
 _PAGE = 1000
-_REMOVED_AT_ONCE = 10_000
+_AT_ONCE = 10_000  # items that one step of a change by filter takes
 _SPARSE = 10
 
 
@@ -643,30 +643,46 @@ class Gallery(Searcher):
         with self._writing() as writer:
             return writer.remove(ids)
 
-    def remove_where(self, where: Filter) -> int:
-        """Remove every item that fits, 10,000 in one step: how many.
+    def update_where(self, where: Filter, change: Mapping[str, AttributeValue | None]) -> int:
+        """Make one change of attributes in every item that fits, 10,000 in one step; None takes an
+        attribute away. How many items differ now. If it is cut short, the same call does the rest.
 
-        What is cut short has removed some of them; the same call removes the rest.
+        Raises: FilterError; InvalidParameterError for a value of another kind than the attribute
+            has; GalleryWriteError; GalleryBusyError.
+        """
+        return self._in_steps(
+            where,
+            "changed",
+            lambda writer, items: writer.update(dict.fromkeys([i.key for i in items], change)),
+        )
+
+    def remove_where(self, where: Filter) -> int:
+        """Remove every item that fits, 10,000 in one step: how many. If it is cut short, the same
+        call removes the rest.
 
         Raises: FilterError, GalleryWriteError, GalleryBusyError.
         """
+        return self._in_steps(where, "removed", CatalogWriter.remove_items)
+
+    def _in_steps(
+        self, where: Filter, done: str, work: Callable[[CatalogWriter, Sequence[Item]], int]
+    ) -> int:
         with self._snapshots.reading() as now:
             ids, _ = self._attributes_of(now).ids(self._among(now, where))
-        removed = 0
-        for start in range(0, len(ids), _REMOVED_AT_ONCE):
+        count = 0
+        for start in range(0, len(ids), _AT_ONCE):
             try:
                 with self._writing() as writer:
-                    items = writer.get(ids[start : start + _REMOVED_AT_ONCE]).values()
-                    fitting = [item for item in items if where.matches(item.attributes)]
-                    removed += writer.remove_items(fitting)
+                    items = writer.get(ids[start : start + _AT_ONCE]).values()
+                    count += work(writer, [i for i in items if where.matches(i.attributes)])
             except GalleryBusyError as error:
-                if not removed:
+                if not count:
                     raise
                 raise GalleryBusyError(
-                    f"{removed:,} of {len(ids):,} items were removed. Then: {error} Repeat the "
-                    "removal for the rest."
+                    f"{count:,} of {len(ids):,} items were {done}. Then: {error} Repeat the call "
+                    "for the rest."
                 ) from error
-        return removed
+        return count
 
     def forget_unused_attributes(self) -> None:
         """Forget attributes that no item has, and their kinds: for a gallery that nobody has seen.

@@ -332,6 +332,12 @@ class VectorStore(Protocol):
             InvalidParameterError for a value of another type than the attribute has.
         """
 
+    def update_where(self, where: Filter, change: Mapping[str, AttributeValue | None]) -> int:
+        """Make one change of attributes in every item that fits. How many items differ now.
+
+        Raises: FilterError; InvalidParameterError as `update`.
+        """
+
     def remove(self, keys: Iterable[str]) -> int:
         """Remove items by key; unknown keys are left out of the count.
 

@@ -18,6 +18,7 @@ from embedder.machine import installed_version
 from embedder.session import Embedder
 from service.access.rates import RateLimits
 from service.api import (
+    by_key,
     duplicates,
     feedback,
     golden,
@@ -79,6 +80,7 @@ def create_app(
     app.state.runtime = runtime
     for router in (
         search.build_router(runtime),
+        by_key.build_router(runtime),
         gallery_routes.router,
         items.router,
         golden.router,

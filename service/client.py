@@ -250,10 +250,10 @@ class AsyncKinlens(_Client):
         return await self._send(api.BatchAnswer, "POST", "search", "batch", json=body)
 
     async def similar(
-        self, gallery: str, item_id: int, **options: Unpack[calls.SearchOptions]
+        self, gallery: str, item: int | str, **options: Unpack[calls.SearchOptions]
     ) -> api.SearchAnswer:
         """The items most like one of the gallery, without it."""
-        path = ("galleries", gallery, "items", item_id, "similar")
+        path = ("galleries", gallery, *calls.item_path(item), "similar")
         return await self._send(api.SearchAnswer, "GET", *path, query=options)
 
     async def feedback(
@@ -272,7 +272,7 @@ class AsyncKinlens(_Client):
     async def explain(
         self,
         gallery: str,
-        item_id: int,
+        item: int | str,
         images: Images,
         *,
         crops: Sequence[Crop] = (),
@@ -283,7 +283,7 @@ class AsyncKinlens(_Client):
         options: calls.ImageSearchOptions = {"crops": crops}
         options |= {"positives": positives, "negatives": negatives}
         parts = await self._aside(calls.search_form, images, options)
-        path = ("galleries", gallery, "items", item_id, "explain")
+        path = ("galleries", gallery, *calls.item_path(item), "explain")
         return await self._send(api.ExplainAnswer, "POST", *path, parts=parts)
 
     async def galleries(self) -> api.Galleries:
@@ -410,13 +410,14 @@ class AsyncKinlens(_Client):
         path = ("galleries", gallery, "duplicates")
         return await self._send(api.DuplicatesAnswer, "GET", *path, query=query)
 
-    async def item(self, gallery: str, item_id: int) -> api.ItemModel:
-        """What is known of an item."""
-        return await self._send(api.ItemModel, "GET", "galleries", gallery, "items", item_id)
+    async def item(self, gallery: str, item: int | str) -> api.ItemModel:
+        """What is known of an item, by its number or its key."""
+        return await self._send(api.ItemModel, "GET", "galleries", gallery, *calls.item_path(item))
 
-    async def image(self, gallery: str, item_id: int) -> bytes:
+    async def image(self, gallery: str, item: int | str) -> bytes:
         """The picture of an item, as a browser can show it."""
-        return await self._send(bytes, "GET", "galleries", gallery, "items", item_id, "image")
+        path = ("galleries", gallery, *calls.item_path(item), "image")
+        return await self._send(bytes, "GET", *path)
 
     async def patch(
         self, gallery: str, changes: Mapping[str, Mapping[str, AttributeInput | None]]
@@ -424,6 +425,21 @@ class AsyncKinlens(_Client):
         """Change attributes by key, all or none; None takes one away."""
         path = ("galleries", gallery, "items")
         return await self._send(api.PatchAnswer, "PATCH", *path, json={"changes": changes})
+
+    async def patch_item(
+        self, gallery: str, key: str, changes: Mapping[str, AttributeInput | None]
+    ) -> api.PatchAnswer:
+        """Change attributes of one item; None takes one away."""
+        path = ("galleries", gallery, *calls.item_path(key))
+        return await self._send(api.PatchAnswer, "PATCH", *path, json=changes)
+
+    async def patch_where(
+        self, gallery: str, filter: Filter, changes: Mapping[str, AttributeInput | None]
+    ) -> api.PatchAnswer:
+        """Make one change of attributes in every item that fits a filter."""
+        body = {"filter": filter, "set": changes}
+        path = ("galleries", gallery, "items")
+        return await self._send(api.PatchAnswer, "PATCH", *path, json=body)
 
     async def remove(
         self, gallery: str, keys: Sequence[str], *, keep: Sequence[str] = ()
@@ -446,10 +462,11 @@ class AsyncKinlens(_Client):
         return await self._send(api.RemoveAnswer, "POST", *path, json={"filter": filter})
 
     async def remove_item(
-        self, gallery: str, item_id: int, version: str | None = None
+        self, gallery: str, item: int | str, version: str | None = None
     ) -> api.RemoveAnswer:
-        """Remove an item by its number, one of the generation `version` of the gallery."""
-        path, query = ("galleries", gallery, "items", item_id), {"version": version}
+        """Remove an item by its key, or by its number, one of the generation `version`."""
+        path = ("galleries", gallery, *calls.item_path(item))
+        query = {} if isinstance(item, str) else {"version": version}
         return await self._send(api.RemoveAnswer, "DELETE", *path, query=query, once=True)
 
     async def golden(self, gallery: str) -> GoldenQueries:
@@ -620,6 +637,8 @@ class Kinlens(_Client):
     item = _blocking(AsyncKinlens.item)
     image = _blocking(AsyncKinlens.image)
     patch = _blocking(AsyncKinlens.patch)
+    patch_item = _blocking(AsyncKinlens.patch_item)
+    patch_where = _blocking(AsyncKinlens.patch_where)
     remove = _blocking(AsyncKinlens.remove)
     remove_where = _blocking(AsyncKinlens.remove_where)
     restore = _blocking(AsyncKinlens.restore)

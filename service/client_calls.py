@@ -110,6 +110,11 @@ class NewItem:
     attributes: Attributes | None = None
 
 
+def item_path(item: int | str) -> tuple[int | str, ...]:
+    """Where an item is, by its number or its key."""
+    return ("items", "by-key", item) if isinstance(item, str) else ("items", item)
+
+
 def address(*parts: str | int) -> str:
     """A path of these parts, each quoted; a part of dots does not lead to another path."""
     quoted = (quote(str(part), safe="") for part in parts)

@@ -70,22 +70,26 @@ def update(
     csv: Annotated[
         Path | None, typer.Option(help="CSV list: column key, and the attributes to set.")
     ] = None,
+    where: WhereOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Change attributes of items; their images and vectors stay. All changes are made, or none.
+    """Change attributes of items; their images and vectors stay. All changes are made, or none;
+    with --where 10,000 in one step.
 
     A value has the type that the attribute has in the gallery. A new attribute is text, unless
     NAME:number or NAME:boolean says otherwise. NAME:text[]=S|M|L sets several values.
     """
-    _check_usage(keys, assign, unset, csv)
+    _check_usage(keys, assign, unset, csv, where)
     with errors_shown(), stores.opened(gallery) as store:
-        if csv:
-            changes: Mapping[str, Mapping[str, AttributeValue | None]]
-            changes = csv_changes(csv, store.schema())
+        changes: Mapping[str, Mapping[str, AttributeValue | None]]
+        values = assigned(assign or (), unset or (), store.schema())
+        if where:
+            fitting = parse_filter(where)
+            named = store.page(0, 1, fitting).total
+            report = Updated(named, store.update_where(fitting, values))
         else:
-            values = assigned(assign or (), unset or (), store.schema())
-            changes = dict.fromkeys(keys or (), values)
-        report = Updated(named=len(changes), changed=store.update(changes))
+            changes = csv_changes(csv, store.schema()) if csv else dict.fromkeys(keys or (), values)
+            report = Updated(len(changes), store.update(changes))
         if isinstance(store, Gallery):
             store.calibrate_if_outdated()  # items may have got their product
         print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
@@ -190,12 +194,20 @@ def _assignment(text: str, schema: Schema) -> tuple[str, AttributeValue]:
 
 
 def _check_usage(
-    keys: list[str] | None, assign: list[str] | None, unset: list[str] | None, csv: Path | None
+    keys: list[str] | None,
+    assign: list[str] | None,
+    unset: list[str] | None,
+    csv: Path | None,
+    where: str | None,
 ) -> None:
-    if csv and (keys or assign or unset):
+    if csv and (keys or assign or unset or where):
         raise typer.BadParameter("Give --csv, or keys with --set and --unset, not both.")
-    if not csv and not (keys and (assign or unset)):
-        raise typer.BadParameter("Give keys with --set or --unset, or a list with --csv.")
+    if keys and where:
+        raise typer.BadParameter("Give keys or --where, not both.")
+    if not csv and not ((keys or where) and (assign or unset)):
+        raise typer.BadParameter(
+            "Give keys or --where with --set or --unset, or a list with --csv."
+        )
 
 
 def _some(keys: Sequence[str]) -> str:

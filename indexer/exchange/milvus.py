@@ -88,6 +88,7 @@ EXACT_BELOW = 200_000
 
 _NAME = re.compile(r"(?!.*_[0-9a-f]{12}$)[A-Za-z][A-Za-z0-9_]{0,63}")
 _SAMPLE = 10_000
+_AT_ONCE = 1_000  # items that are changed at a time
 _SCHEMA_S = 60.0  # the swap of an alias waits for what else the server does
 _LEFT_OVER = timedelta(days=1)
 _SWAP_S = 3.0  # searches that began in the old generation end in it
@@ -297,6 +298,13 @@ class MilvusStore:
         if written.unchanged < len(entries):
             now.mark()
         return written
+
+    def update_where(self, where: Filter, change: Mapping[str, AttributeValue | None]) -> int:
+        now = self._now()
+        pages = now.pages(now.condition(where), ["key", "number"])
+        keys = [str(row["key"]) for page in pages for row in page]
+        parts = (keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE))
+        return sum(self.update(dict.fromkeys(part, change)) for part in parts)
 
     def update(self, changes: Mapping[str, Mapping[str, AttributeValue | None]]) -> int:
         now = self._now()

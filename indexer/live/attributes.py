@@ -250,7 +250,7 @@ class Selected:
     def __init__(self, rows: Chosen, entries: Ids) -> None:
         self.rows = rows
         self.entries = entries
-        self.count = count_of(rows.bits, rows.size)
+        self.count = rows.count
         self.others = Chosen(~rows.bits, rows.size)
 
     @property

@@ -3,11 +3,19 @@
 import hashlib
 from collections import Counter
 from dataclasses import replace
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
 from urllib.parse import quote
 
 from fastapi import APIRouter, HTTPException, Query, Request
-from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from embedder import errors
@@ -67,8 +75,8 @@ _MAX_OFFSET = 10**9
 _MAX_PREFIX = 1024
 _SHOWN = 80
 _FILTER = KINDS[errors.FilterError]
-_UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
-_WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
+UNKNOWN_ITEM = KINDS[errors.ItemNotFoundError]
+WRITES = (*CHANGE_FAILURES, *BODY_FAILURES)
 
 
 def _plain(value: Any) -> Any:
@@ -84,7 +92,7 @@ def _plain(value: Any) -> Any:
 _Attributes = Annotated[
     dict[str, Annotated[AttributeValue, BeforeValidator(_plain)]], Field(fail_fast=True)
 ]
-_Changes = Annotated[
+Changes = Annotated[
     dict[str, Annotated[AttributeValue | None, BeforeValidator(_plain)]], Field(fail_fast=True)
 ]
 _ATTRIBUTES: TypeAdapter[dict[str, AttributeValue]] = TypeAdapter(_Attributes)
@@ -114,17 +122,34 @@ class PutItems(Strict):
 
 
 class PatchItems(Strict):
-    """Attributes to change, by key; null takes one away, those not named stay."""
+    """Attributes to change, by key, or the same ones in all items that fit a filter; null takes one
+    away, those not named stay.
+    """
 
     model_config = ConfigDict(
         json_schema_extra={
-            "examples": [{"changes": {"shoes/0017.jpg": {"price": 49.9, "sale": None}}}]
+            "examples": [
+                {"changes": {"shoes/0017.jpg": {"price": 49.9, "sale": None}}},
+                {"filter": 'product = "boot-17"', "set": {"stock": 0}},
+            ]
         }
     )
 
-    changes: Annotated[
-        dict[str, _Changes], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)
-    ]
+    changes: (
+        Annotated[dict[str, Changes], Field(fail_fast=True, min_length=1, max_length=MAX_KEYS)]
+        | None
+    ) = None
+    filter: Annotated[
+        str | dict[str, JsonValue] | None, Field(description="As in a search: text or JSON.")
+    ] = None
+    set: Annotated[Changes, Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        by_filter = self.filter is not None, self.set is not None
+        if by_filter not in ((True, True), (False, False)) or any(by_filter) == bool(self.changes):
+            raise custom_error("Send changes by key; or a filter, with set for what fits it.")
+        return self
 
 
 class RemoveItems(Strict):
@@ -232,7 +257,7 @@ async def items(
         return await runtime.read("the items", read, served=served)
 
 
-@router.get("/{item_id}", responses=problems(*FAILURES, _UNKNOWN_ITEM), summary="Describe an item")
+@router.get("/{item_id}", responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item")
 async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
     """What is known of one item."""
     async with runtime.registry.find(name) as served:
@@ -243,7 +268,7 @@ async def item(runtime: Service, name: str, item_id: ItemId) -> ItemModel:
 
 @router.put(
     "",
-    responses=problems(*_WRITES, *IMAGE_FAILURES),
+    responses=problems(*WRITES, *IMAGE_FAILURES),
     summary="Put items",
     openapi_extra={"requestBody": {"required": True, "content": _PUT_CONTENT}},
 )
@@ -270,18 +295,25 @@ async def put(runtime: Service, name: str, request: Request) -> PutAnswer:
 
 @router.patch(
     "",
-    responses=problems(*_WRITES, _UNKNOWN_ITEM),
+    responses=problems(*WRITES, UNKNOWN_ITEM, _FILTER),
     summary="Change attributes",
     openapi_extra=body_docs(PatchItems),
 )
 async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
-    """Change attributes of items by key, all or none."""
+    """Change attributes of items by key, all or none; or of all that fit a filter, 10,000 in one
+    step.
+    """
     sent = await read_model(request, PatchItems)
-    changed = await runtime.items.patch(name, sent.changes)
+    if sent.changes is not None:
+        changed = await runtime.items.patch(name, sent.changes)
+    else:
+        where = await runtime.read("the filter", lambda: where_of(sent.filter), "filter")
+        assert where is not None
+        changed = await runtime.items.patch_where(name, where, sent.set or {})
     return PatchAnswer(changed=changed.count, version=changed.version)
 
 
-@router.delete("", responses=problems(*_WRITES), summary="Remove items by key")
+@router.delete("", responses=problems(*WRITES), summary="Remove items by key")
 async def remove(
     runtime: Service,
     name: str,
@@ -294,7 +326,7 @@ async def remove(
 
 @router.post(
     "/delete",
-    responses=problems(*_WRITES, _FILTER, KINDS[errors.GalleryConflictError]),
+    responses=problems(*WRITES, _FILTER, KINDS[errors.GalleryConflictError]),
     summary="Remove many items",
     openapi_extra=body_docs(RemoveItems),
 )
@@ -320,7 +352,7 @@ async def remove_many(runtime: Service, name: str, request: Request) -> RemoveAn
 
 @router.post(
     "/restore",
-    responses=problems(*_WRITES),
+    responses=problems(*WRITES),
     summary="Undo a removal",
     openapi_extra=body_docs(RestoreItems),
 )
@@ -336,7 +368,7 @@ async def restore(runtime: Service, name: str, request: Request) -> RestoreAnswe
     return RestoreAnswer(restored=len(items), items=items, version=done.version)
 
 
-@router.delete("/{item_id}", responses=problems(*_WRITES, _UNKNOWN_ITEM), summary="Remove an item")
+@router.delete("/{item_id}", responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item")
 async def remove_item(
     runtime: Service, name: str, item_id: ItemId, version: Version = None
 ) -> RemoveAnswer:

@@ -1,6 +1,6 @@
 """Pictures of items over HTTP."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BeforeValidator
@@ -27,6 +27,14 @@ _SIZE_TEXT = (
 )
 
 
+PictureSize = Annotated[Size | None, AS_SIZE, Query(description=_SIZE_TEXT)]
+PICTURE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: _PICTURE,
+    304: {"description": "Unchanged since the given ETag."},
+    **problems(*FAILURES, _UNKNOWN_ITEM),
+}
+
+
 def build_router(runtime: Runtime) -> APIRouter:
     """The routes of pictures."""
     router = APIRouter()
@@ -34,11 +42,7 @@ def build_router(runtime: Runtime) -> APIRouter:
     @router.get(
         "/galleries/{name}/items/{item_id}/image",
         response_class=Response,
-        responses={
-            200: _PICTURE,
-            304: {"description": "Unchanged since the given ETag."},
-            **problems(*FAILURES, _UNKNOWN_ITEM),
-        },
+        responses=PICTURE_ANSWERS,
         summary="The picture of an item",
     )
     async def item_image(
@@ -46,26 +50,34 @@ def build_router(runtime: Runtime) -> APIRouter:
         name: str,
         item_id: ItemId,
         version: Version = None,
-        size: Annotated[
-            Size | None,
-            AS_SIZE,
-            Query(description=_SIZE_TEXT),
-        ] = None,
+        size: PictureSize = None,
     ) -> Response:
-        """The picture as a browser can show it; items are found by number only."""
-        async with runtime.registry.find(name) as served:
-            gallery = served.gallery
-            served.check_generation(version)
-            etag = f'"{gallery.generation}-{item_id}{f"-{size}" if size else ""}"'
-            headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
-            if etag in request.headers.get("if-none-match", ""):
-                # It may have been removed.
-                await runtime.read("the picture", lambda: gallery.item(item_id), served=served)
-                return Response(status_code=304, headers=headers)
-            data, media_type = await _picture(runtime, served, item_id, size)
-        return Response(data, media_type=media_type, headers=headers)
+        """The picture as a browser can show it."""
+        return await picture_of(runtime, request, name, item_id, version, size)
 
     return router
+
+
+async def picture_of(
+    runtime: Runtime,
+    request: Request,
+    name: str,
+    item_id: int,
+    version: str | None,
+    size: int | None,
+) -> Response:
+    """The answer with the picture of an item."""
+    async with runtime.registry.find(name) as served:
+        gallery = served.gallery
+        served.check_generation(version)
+        etag = f'"{gallery.generation}-{item_id}{f"-{size}" if size else ""}"'
+        headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
+        if etag in request.headers.get("if-none-match", ""):
+            # It may have been removed.
+            await runtime.read("the picture", lambda: gallery.item(item_id), served=served)
+            return Response(status_code=304, headers=headers)
+        data, media_type = await _picture(runtime, served, item_id, size)
+    return Response(data, media_type=media_type, headers=headers)
 
 
 async def _picture(

@@ -37,8 +37,9 @@ from service.search.query import Answer, Query
 from service.settings import Settings
 
 _HEADERS = {"Cache-Control": "no-store"}
-_SIMILAR = (*FAILURES, KINDS[errors.ItemNotFoundError], KINDS[errors.FilterError])
-_SEARCH = (*_SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.SearchError])
+SIMILAR = (*FAILURES, KINDS[errors.ItemNotFoundError], KINDS[errors.FilterError])
+_SEARCH = (*SIMILAR, *BODY_FAILURES, *IMAGE_FAILURES, KINDS[errors.SearchError])
+EXPLAIN = (*_SEARCH, KINDS[errors.GalleryConflictError])
 _PNG = (  # red and blue, 8 x 8 px
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAGklEQVR42mM8ISfHAANhDKvgbCYGHGBw"
     "SgAAioUCFJLJ2DgAAAAASUVORK5CYII="
@@ -89,7 +90,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             200: {"description": "What was found."},
             **problems(*_SEARCH),
         },
-        openapi_extra=_search_docs(limits),
+        openapi_extra=search_docs(limits),
         summary="Search with images or items",
     )
     async def search(request: Request) -> Response:
@@ -132,38 +133,25 @@ def build_router(runtime: Runtime) -> APIRouter:
         response_model=SearchAnswer,
         responses={
             200: {"description": "What is similar, without the item itself."},
-            **problems(*_SIMILAR),
+            **problems(*SIMILAR),
         },
-        openapi_extra={"parameters": _parameters(SearchFields, limits)},
+        openapi_extra={"parameters": search_parameters(SearchFields, limits)},
         summary="Search with an item",
     )
     async def similar(
         request: Request, name: str, item_id: ItemId, version: Version = None
     ) -> Response:
         """The items that look most like this one, without it, best first."""
-        pairs = [pair for pair in request.query_params.multi_items() if pair[0] != "version"]
-        query = await read_fields(pairs, runtime)
-        await charge(request, [query])
-        query = replace(query, gallery=name, like=item_id, generation=version)
-        like = ""
-        if feedback is not None:
-            query, like = await _with_key(runtime, query)
-        answer = await while_connected(request, runtime.searching.search(query))
-        return _response(answer, feedback, like)
+        return await similar_to(runtime, request, name, item_id, version)
 
-    _add_explain(router, runtime, limits)
-    return router
-
-
-def _add_explain(router: APIRouter, runtime: Runtime, limits: Settings) -> None:
     @router.post(
         "/galleries/{name}/items/{item_id}/explain",
         response_model=ExplainAnswer,
         responses={
             200: {"description": "The share of the score that each region has."},
-            **problems(*_SEARCH, KINDS[errors.GalleryConflictError]),
+            **problems(*EXPLAIN),
         },
-        openapi_extra=_search_docs(limits),
+        openapi_extra=search_docs(limits),
         summary="Where a hit matches",
     )
     async def explain_hit(request: Request, name: str, item_id: ItemId) -> Response:
@@ -172,15 +160,36 @@ def _add_explain(router: APIRouter, runtime: Runtime, limits: Settings) -> None:
         The gallery is that of the address, and what chooses among hits changes nothing. It needs a
         bundle that was exported with a map (`has_map` of the gallery).
         """
-        query = await read_search(request, runtime)
-        if query.best_view:
-            raise errors.InvalidParameterError(
-                "combine = best is not for an explanation; send the image or crop "
-                "that found the hit."
-            )
-        await charge(request, [query])
-        answer = await while_connected(request, _explained(runtime, name, item_id, query))
-        return Response(to_json(answer), headers=_HEADERS, media_type=JSON)
+        return await explanation_of(runtime, request, name, item_id)
+
+    return router
+
+
+async def similar_to(
+    runtime: Runtime, request: Request, name: str, item_id: int, version: str | None
+) -> Response:
+    """The answer with the items that look most like this one; the rest is in the query string."""
+    pairs = [pair for pair in request.query_params.multi_items() if pair[0] != "version"]
+    query = await read_fields(pairs, runtime)
+    await charge(request, [query])
+    query = replace(query, gallery=name, like=item_id, generation=version)
+    like = ""
+    if runtime.feedback is not None:
+        query, like = await _with_key(runtime, query)
+    answer = await while_connected(request, runtime.searching.search(query))
+    return _response(answer, runtime.feedback, like)
+
+
+async def explanation_of(runtime: Runtime, request: Request, name: str, item_id: int) -> Response:
+    """The answer with the regions of query and item that make their score."""
+    query = await read_search(request, runtime)
+    if query.best_view:
+        raise errors.InvalidParameterError(
+            "combine = best is not for an explanation; send the image or crop that found the hit."
+        )
+    await charge(request, [query])
+    answer = await while_connected(request, _explained(runtime, name, item_id, query))
+    return Response(to_json(answer), headers=_HEADERS, media_type=JSON)
 
 
 async def _explained(runtime: Runtime, name: str, item_id: int, query: Query) -> ExplainAnswer:
@@ -276,7 +285,7 @@ def _timings(answer: Answer) -> dict[str, float]:
     return {name: round(getattr(answer.stages, name), 3) for name in Timings.model_fields}
 
 
-def _search_docs(limits: Settings) -> dict[str, Any]:
+def search_docs(limits: Settings) -> dict[str, Any]:
     content = {
         FORM: {"schema": _form(limits, limits.max_images)},
         JSON: {"schema": _schema(SearchRequest, limits), "examples": _REQUESTS},
@@ -284,7 +293,7 @@ def _search_docs(limits: Settings) -> dict[str, Any]:
         IMAGE: {"schema": _FILE},
     }
     return {
-        "parameters": _parameters(SearchRequest, limits),
+        "parameters": search_parameters(SearchRequest, limits),
         "requestBody": {"required": True, "content": content},
     }
 
@@ -353,7 +362,7 @@ def _form(limits: Settings, max_images: int) -> dict[str, Any]:
     }
 
 
-def _parameters(model: type[SearchFields], limits: Settings) -> list[dict[str, Any]]:
+def search_parameters(model: type[SearchFields], limits: Settings) -> list[dict[str, Any]]:
     """The same fields as a query string."""
     return [
         {

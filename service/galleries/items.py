@@ -37,7 +37,8 @@ from service.galleries.registry import Registry, Served
 
 T = TypeVar("T")
 Status = Literal["added", "replaced", "updated", "unchanged", "failed"]
-Changes = Mapping[str, Mapping[str, AttributeValue | None]]
+Change = Mapping[str, AttributeValue | None]
+Changes = Mapping[str, Change]
 
 MAX_ATTRIBUTES = 64
 """Attributes that one item may have."""
@@ -138,6 +139,10 @@ class Items:
         Raises: ItemNotFoundError, InvalidParameterError naming the attribute.
         """
         return await self._calling(gallery, lambda served: _patch(served.gallery, changes))
+
+    async def patch_where(self, gallery: str, where: Filter, change: Change) -> Changed:
+        """One change for every item that fits. Raises: FilterError, InvalidParameterError."""
+        return await self._calling(gallery, lambda own: _patch_where(own.gallery, where, change))
 
     async def remove(self, gallery: str, keys: Sequence[str], keep: Sequence[str] = ()) -> Changed:
         """Remove items by key; with `keep` only while one of these other keys is there. Uploaded
@@ -341,6 +346,16 @@ def _patch(gallery: Gallery, changes: Changes) -> Changed:
         if names - set(item.attributes):
             _check_count(key, names)
     return Changed(gallery.update(changes), gallery.version)
+
+
+def _patch_where(gallery: Gallery, where: Filter, change: Change) -> Changed:
+    new = {name for name, value in change.items() if value is not None} - gallery.schema().keys()
+    if new and len(gallery.schema()) + len(new) > MAX_ATTRIBUTES:
+        raise InvalidParameterError(
+            f"{', '.join(sorted(new)):.200}: with these the gallery has more than {MAX_ATTRIBUTES} "
+            "attributes, the limit of an item. Add new attributes by key."
+        )
+    return Changed(gallery.update_where(where, change), gallery.version)
 
 
 def _remove(served: Served, keys: Sequence[str], keep: Sequence[str]) -> Changed:

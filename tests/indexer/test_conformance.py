@@ -732,6 +732,22 @@ def test_the_server_reads_filters_as_python_does(store: MilvusStore) -> None:
         assert found == {e.key for e in entries if where.matches(e.attributes)}, where
 
 
+def test_one_change_is_made_in_all_items_that_fit(store: VectorStore) -> None:
+    store.add(shop(120))
+    where = Range("price", at_least=3)
+    expected = {item.key for item in store.items() if where.matches(item.attributes)}
+    assert store.update_where(where, {"price": 100, "colour": None, "new": True}) == len(expected)
+    assert store.update_where(where, {"price": 100, "colour": None, "new": True}) == 0
+    for item in store.items():
+        changed = item.attributes.get("price") == 100
+        assert changed == (item.key in expected) == item.attributes.get("new", False)
+        assert not (changed and "colour" in item.attributes)
+    with pytest.raises(FilterError, match="'size'"):
+        store.update_where(Equals("size", 1), {"price": 1})
+    with pytest.raises(InvalidParameterError, match="'price'"):
+        store.update_where(where, {"price": "dear"})
+
+
 @milvus_alone
 def test_a_filter_as_large_as_they_may_be_is_answered(store: MilvusStore) -> None:
     entries = shop(40)

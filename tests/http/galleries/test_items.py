@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -11,6 +12,7 @@ from indexer.gallery import Gallery, delete_gallery
 from service.api.items import MAX_KEYS
 from service.galleries.items import MAX_ATTRIBUTES
 from service.galleries.pictures import PictureFolder
+from service.galleries.renditions import SIDES_PX
 from tests.support.seams import GalleryFolder, adopt
 from tests.support.servers import GatedEmbedder
 from tests.support.shops import Shop, assert_problem, base64_of, sha256, start_shop
@@ -174,6 +176,85 @@ def test_items_and_hits_are_sorted_by_an_attribute(shop, data) -> None:
     for answer, text in problems:
         assert answer.status_code == 422
         assert text in answer.json()["detail"]
+
+
+def test_items_are_reached_by_key_on_every_route(shop, data) -> None:
+    """Keys of several parts, of odd characters, and of words that are parts of addresses."""
+    keys_ = ["shoes/red/17.png", "a b%2Fc?d#e", "by-key", "größe/👟", "17"]
+    for number, key in enumerate(keys_):
+        shop.put({key: data[number]}, n=number)
+    for number, key in enumerate(keys_):
+        for address in {quote(key, safe=""), quote(key, safe="/") if "%" not in key else ""} - {""}:
+            url = f"{shop.url}/items/by-key/{address}"
+            item = shop.client.get(url).json()
+            assert (item["key"], item["attributes"]) == (key, {"n": number})
+            similar = shop.client.get(f"{url}/similar", params={"k": 9}).json()["hits"]
+            assert {hit["key"] for hit in similar} == {*keys_} - {key}
+            picture = shop.client.get(f"{url}/image")
+            assert picture.content == shop.client.get(item["image"]).content
+            assert shop.client.get(f"{url}/image", params={"size": SIDES_PX[0]}).status_code == 200
+            changed = shop.client.patch(url, json={"n": number + 1, "sizes": ["S"]})
+            assert changed.json()["changed"] == 1
+            assert shop.client.get(url).json()["attributes"] == {"n": number + 1, "sizes": ["S"]}
+            assert shop.client.patch(url, json={"n": number, "sizes": None}).status_code == 200
+            explained = shop.client.post(f"{url}/explain", files={"image": ("a", data[0])})
+            assert explained.json()["key"] == key
+    for wrong in ({}, {"n": [[1]]}):
+        url = f"{shop.url}/items/by-key/17"
+        assert_problem(shop.client.patch(url, json=wrong), 422, "invalid-parameter")
+    for key in keys_:
+        url = f"{shop.url}/items/by-key/{quote(key, safe='')}"
+        assert shop.client.delete(url).json()["removed"] == 1
+        for answer in (
+            shop.client.get(url),
+            shop.client.delete(url),
+            shop.client.patch(url, json={"n": 1}),
+            shop.client.get(f"{url}/similar"),
+            shop.client.get(f"{url}/image"),
+            shop.client.post(f"{url}/explain", files={"image": ("a", data[0])}),
+        ):
+            assert_problem(answer, 404, "unknown-item")
+    long = f"{shop.url}/items/by-key/{'k' * 1025}"
+    assert_problem(shop.client.get(long), 422, "invalid-parameter")
+
+
+def test_one_request_changes_all_items_that_fit(shop, data) -> None:
+    url = f"{shop.url}/items"
+    for number, one in enumerate(data[:4]):
+        shop.put({f"k{number}": one}, product=f"p{number % 2}", stock=number)
+    for _ in range(2):
+        sold_out = {"filter": 'product = "p1"', "set": {"stock": 0, "sale": True}}
+        shop.client.patch(url, json=sold_out)
+        again = shop.client.patch(url, json=sold_out).json()
+        assert again["changed"] == 0
+        listed = {item["key"]: item["attributes"] for item in shop.items()["items"]}
+        assert [listed[f"k{n}"].get("sale") for n in range(4)] == [None, True, None, True]
+        assert [listed[f"k{n}"]["stock"] for n in range(4)] == [0, 0, 2, 0]
+        back = {"filter": {"sale": True}, "set": {"sale": None, "stock": 5}}
+        assert shop.client.patch(url, json=back).json()["changed"] == 2
+        shop.compacted()
+    wrong: list[tuple[dict[str, Any], str, str]] = [
+        ({"filter": 'size = "M"', "set": {"stock": 1}}, "invalid-filter", "'size'"),
+        ({"filter": "stock = 5", "set": {"stock": "few"}}, "invalid-parameter", "'stock'"),
+        ({"filter": "stock = 5"}, "invalid-parameter", "Send changes by key"),
+        ({"set": {"stock": 5}}, "invalid-parameter", "Send changes by key"),
+        ({"filter": "stock = 5", "set": {}}, "invalid-parameter", "set"),
+        (
+            {"changes": {"k0": {"a": 1}}, "filter": "stock = 5", "set": {"a": 1}},
+            "invalid-parameter",
+            "Send changes by key",
+        ),
+        (
+            {"filter": "stock = 5", "set": {f"a{n}": n for n in range(MAX_ATTRIBUTES)}},
+            "invalid-parameter",
+            str(MAX_ATTRIBUTES),
+        ),
+    ]
+    before = shop.items()["items"]
+    for body, name, text in wrong:
+        problem = assert_problem(shop.client.patch(url, json=body), 422, name)
+        assert text in problem["detail"], problem
+    assert shop.items()["items"] == before
 
 
 def test_an_item_that_does_not_fit_fails_alone_and_says_why(shop, data) -> None:

@@ -1,0 +1,136 @@
+"""Items by the key that a shop gave them: a SKU or a path, in place of our number.
+
+Slashes of a key may stand as they are or as %2F. A key that itself ends with /similar, /explain or
+/image is reached by its number alone.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request, Response
+from pydantic import Field, RootModel
+
+from embedder.errors import ItemNotFoundError
+from service.api.galleries import FAILURES, Version
+from service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
+from service.api.pictures import PICTURE_ANSWERS, PictureSize, picture_of
+from service.api.requests import SearchFields
+from service.api.search import (
+    EXPLAIN,
+    SIMILAR,
+    explanation_of,
+    search_docs,
+    search_parameters,
+    similar_to,
+)
+from service.http.bodies import body_docs, read_model
+from service.http.openapi import problems
+from service.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, SearchAnswer
+from service.runtime import Runtime
+
+_MAX_KEY = 1024
+Key = Annotated[str, Path(min_length=1, max_length=_MAX_KEY, description="The key of the item.")]
+_PREFIX = "/galleries/{name}/items/by-key/{key:path}"
+
+
+class KeyChanges(RootModel[Annotated[Changes, Field(min_length=1)]]):
+    """Attributes of one item to change; null takes one away, those not named stay."""
+
+
+def build_router(runtime: Runtime) -> APIRouter:
+    """The routes of items by key; those with a last word come before the plain ones."""
+    router, limits = APIRouter(), runtime.settings
+
+    @router.get(
+        f"{_PREFIX}/similar",
+        response_model=SearchAnswer,
+        responses={
+            200: {"description": "What is similar, without the item itself."},
+            **problems(*SIMILAR),
+        },
+        openapi_extra={"parameters": search_parameters(SearchFields, limits)},
+        summary="Search with an item by key",
+    )
+    async def similar(request: Request, name: str, key: Key, version: Version = None) -> Response:
+        """The items that look most like this one, without it, best first."""
+        number = await _number_of(runtime, name, key)
+        return await similar_to(runtime, request, name, number, version)
+
+    @router.post(
+        f"{_PREFIX}/explain",
+        response_model=ExplainAnswer,
+        responses={
+            200: {"description": "The share of the score that each region has."},
+            **problems(*EXPLAIN),
+        },
+        openapi_extra=search_docs(limits),
+        summary="Where a hit matches, by key",
+    )
+    async def explain(request: Request, name: str, key: Key) -> Response:
+        """The regions of query and hit that make their score; the request is that of the search."""
+        number = await _number_of(runtime, name, key)
+        return await explanation_of(runtime, request, name, number)
+
+    @router.get(
+        f"{_PREFIX}/image",
+        response_class=Response,
+        responses=PICTURE_ANSWERS,
+        summary="The picture of an item by key",
+    )
+    async def image(
+        request: Request, name: str, key: Key, version: Version = None, size: PictureSize = None
+    ) -> Response:
+        """The picture as a browser can show it."""
+        number = await _number_of(runtime, name, key)
+        return await picture_of(runtime, request, name, number, version, size)
+
+    @router.get(
+        _PREFIX, responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item by key"
+    )
+    async def item(name: str, key: Key) -> ItemModel:
+        """What is known of one item."""
+        async with runtime.registry.find(name) as served:
+            gallery = served.gallery
+            found = await runtime.read("the item", lambda: gallery.stored([key]), served=served)
+            if key not in found:
+                raise _unknown(name, key)
+            return item_model(name, gallery, found[key])
+
+    @router.patch(
+        _PREFIX,
+        responses=problems(*WRITES, UNKNOWN_ITEM),
+        summary="Change attributes of an item by key",
+        openapi_extra=body_docs(KeyChanges),
+    )
+    async def patch(request: Request, name: str, key: Key) -> PatchAnswer:
+        """Change attributes of one item: {"price": 49.9, "sale": null}."""
+        sent = await read_model(request, KeyChanges)
+        changed = await runtime.items.patch(name, {key: sent.root})
+        return PatchAnswer(changed=changed.count, version=changed.version)
+
+    @router.delete(
+        _PREFIX, responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item by key"
+    )
+    async def remove(name: str, key: Key) -> RemoveAnswer:
+        """Remove one item."""
+        removed = await runtime.items.remove(name, [key])
+        if not removed.count:
+            raise _unknown(name, key)
+        return RemoveAnswer(removed=removed.count, version=removed.version)
+
+    return router
+
+
+async def _number_of(runtime: Runtime, name: str, key: str) -> int:
+    """The number of the item with this key now. Raises: ItemNotFoundError."""
+    async with runtime.registry.find(name) as served:
+        gallery = served.gallery
+        found: Any = await runtime.read("the item", lambda: gallery.stored([key]), served=served)
+    if key not in found:
+        raise _unknown(name, key)
+    return int(found[key].id)
+
+
+def _unknown(name: str, key: str) -> ItemNotFoundError:
+    return ItemNotFoundError(
+        f"Gallery {name} has no item with the key {key!r:.200}. Keys are compared letter by letter."
+    )

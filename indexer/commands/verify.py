@@ -7,11 +7,9 @@ from typing import Annotated
 import typer
 
 from embedder.types import SHORT
-from indexer.checks.retune import tune_gallery
 from indexer.checks.verify import (
     VerifyReport,
     VerifySettings,
-    check_files,
     sample_size,
     size_of,
     verify_gallery,
@@ -49,9 +47,6 @@ def verify(
         Path | None, typer.Option(help="Vectors to measure recall with: .npy, (Q, D).")
     ] = None,
     target_recall: RecallOption = None,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Set the search parameters by --queries first.")
-    ] = False,
     device: DeviceOption = "cpu",
     allow_cpu_fallback: FallbackOption = False,
     precision: PrecisionOption = "fp32",
@@ -65,8 +60,6 @@ def verify(
     that stand under the wrong items go unnoticed. Without --queries recall is measured with stored
     vectors; with them it is that of your users.
     """
-    if tune and queries is None:
-        raise typer.BadParameter("--tune needs --queries: vectors that are not in the gallery.")
     with errors_shown():
         embedder = (
             options.open_embedder(bundle, device, allow_cpu_fallback, precision, engine)
@@ -74,9 +67,6 @@ def verify(
             else None
         )
         vectors = None if queries is None else options.read_vectors(queries)
-        if tune and vectors is not None:
-            check_files(gallery)
-            tune_gallery(gallery, vectors, target_recall)
         settings = VerifySettings(sample, image_root, vectors, target_recall)
         with progress(sample_size(size_of(gallery), sample), "Searching") as advance:
             report = verify_gallery(gallery, embedder, settings, advance)

@@ -24,7 +24,7 @@ from indexer.live.snapshot import Changes, FilterMask, Snapshot
 from indexer.types import Facet, Ids, SortBy, go_on
 
 _KEPT_BYTES = 64 * 2**20  # of the filters that a segment keeps
-_LEAST_KEPT = 8
+_LEAST_KEPT, _MOST_KEPT = 8, 64  # filters
 _MOST_FACETS = 256
 _BATCH = 65_536  # items whose attributes are read at a time
 _MANY = 10_000  # different texts
@@ -291,7 +291,8 @@ class SegmentAttributes:
     def __init__(self, columns: Columns) -> None:
         self.columns = columns
         self._filters: OrderedDict[Filter, _Kept] = OrderedDict()
-        self._most = max(_LEAST_KEPT, _KEPT_BYTES // max(1024, columns.size // 8))
+        fitting = _KEPT_BYTES // max(1, columns.size // 8)
+        self._most = min(max(fitting, _LEAST_KEPT), _MOST_KEPT)
         self._places: dict[tuple[str, Scalar], int | None] = {}
         self._spans: dict[str, tuple[State, tuple[float, float] | None]] = {}
         self._facets: OrderedDict[tuple[str, Filter | None], tuple[State, Facet]] = OrderedDict()

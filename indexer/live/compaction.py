@@ -59,13 +59,13 @@ class CompactReport(BaseModel, frozen=True):
 def due(segment_size: int, dead: int, delta: int) -> str | None:
     """Why a compaction is due, or None: 20 % removed, or many items after the segment.
 
-    `delta` counts removed ones as well: their numbers stay in memory and in the catalogue.
+    `delta` counts what was added or changed since, also if it was removed then: it stays in memory.
     """
     if segment_size and dead >= MAX_DEAD * segment_size:
         return f"{dead:,} of the {segment_size:,} items of the segment have been removed"
     limit = min(max(int(_DELTA_PART * segment_size), _SMALL_DELTA), _LARGE_DELTA)
     if delta >= limit:
-        return f"{delta:,} items came after the segment, the limit is {limit:,}"
+        return f"{delta:,} items were added or changed after the segment, the limit is {limit:,}"
     return None
 
 

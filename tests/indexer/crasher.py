@@ -21,7 +21,6 @@ import numpy as np
 from embedder.durable import set_fault_hook
 from embedder.errors import GalleryBusyError
 from embedder.types import AttributeValue, Embeddings
-from indexer.checks.retune import tune_gallery
 from indexer.filters.tree import Range
 from indexer.gallery import Gallery
 from indexer.ingest.build import import_gallery
@@ -177,11 +176,6 @@ def save(place: Path, name: str = "other") -> None:
 def restore_saved(place: Path) -> None:
     """`target` becomes what was saved."""
     restore(place / "saved", place / "target", replace=True)
-
-
-def tune(place: Path) -> None:
-    """Other search parameters for `target`."""
-    tune_gallery(place / "target", np.tile(np.eye(DIM, dtype=np.float32), (13, 1)), 0.5)
 
 
 def contents(path: Path) -> Contents:

@@ -10,7 +10,7 @@ import pytest
 
 from indexer.gallery import Gallery, current_generation
 from indexer.index.plan import IndexSettings
-from tests.indexer.conftest import Run, failure, flipped, printed, segment_of, usage
+from tests.indexer.conftest import Run, failure, flipped, printed, segment_of
 from tests.indexer.oracle import entry, units
 from tests.tiny import encoded, picture
 
@@ -41,17 +41,13 @@ def test_verify_reports_recall_and_ends_with_one_below_the_target(run: Run, tmp_
     low = run(*ask, "--target-recall", "0.99", "--json")
     assert low.exit_code == 1
     assert json.loads(low.stdout)["recall"] < 0.99
-    assert run(*ask, "--target-recall", "0.99", "--tune").exit_code == 0
-    assert run(*ask).stdout.splitlines()[-1].endswith("target 0.99 (index hnsw).")
 
 
-def test_tuning_needs_queries_that_fit(run: Run, built: Path, tmp_path: Path) -> None:
-    assert "--tune needs --queries" in usage(run("verify", built, "--tune"))
+def test_queries_to_verify_with_must_fit(run: Run, built: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "bad.npy", np.eye(5, dtype=np.float32))
-    for option in ([], ["--tune"]):
-        result = run("verify", built, "--queries", tmp_path / "bad.npy", *option)
-        assert "dimension 32" in failure(result)
-        assert "6 of 6" not in result.stderr
+    result = run("verify", built, "--queries", tmp_path / "bad.npy")
+    assert "dimension 32" in failure(result)
+    assert "6 of 6" not in result.stderr
 
 
 def test_compact_takes_in_what_came_since_and_says_the_recall(

@@ -150,21 +150,6 @@ def test_a_backup_that_dies_at_any_step_is_whole_or_not_there(place: Path) -> No
     assert len(seen) > 5
 
 
-def test_a_tuning_that_dies_at_any_step_leaves_a_gallery_that_can_be_saved_and_compacted(
-    place: Path,
-) -> None:
-    before = crasher.contents(place / "target")
-    points = 0
-    for _, copy in dying(crasher.tune, place):
-        crasher.save(copy)
-        assert crasher.contents(copy / "other") == before
-        with contextlib.closing(Gallery.open(copy / "target")) as gallery:
-            gallery.compact()
-        assert crasher.contents(copy / "target") == before
-        points += 1
-    assert points >= 3
-
-
 def test_a_removal_and_its_undo_that_die_at_any_step_are_whole_and_can_be_undone(
     place: Path,
 ) -> None:

@@ -235,7 +235,12 @@ def test_many_items_after_the_segment_make_a_compaction_due(gallery: Gallery) ->
     gallery.add(entries(range(100, 149)))
     assert gallery.needs_compaction() is None
     gallery.add(entries(range(149, 150)))
-    assert "50 items came after" in (gallery.needs_compaction() or "")
+    assert "50 items were added or changed" in (gallery.needs_compaction() or "")
+    gallery.compact()
+    gallery.update({item.key: {"n": -1} for item in [*gallery.items()][:49]})
+    assert gallery.needs_compaction() is None
+    gallery.update({item.key: {"n": -1} for item in gallery.items()})
+    assert "59 items were added or changed" in (gallery.needs_compaction() or "")
 
 
 def test_background_compaction_begins_at_a_fifth_removed_and_searches_go_on(

@@ -1,4 +1,4 @@
-"""Verification finds what is wrong and accepts what only looks alike; tuning; statistics."""
+"""Verification finds what is wrong and accepts what only looks alike; statistics."""
 
 import json
 import shutil
@@ -15,9 +15,7 @@ from embedder.errors import (
     BundleMismatchError,
     GalleryCorruptError,
     InvalidParameterError,
-    PlanError,
 )
-from indexer.checks.retune import tune_gallery
 from indexer.checks.stats import gallery_stats, store_stats
 from indexer.checks.verify import (
     VerifySettings,
@@ -244,38 +242,9 @@ def test_a_gallery_of_no_or_one_item_has_nothing_to_recall(tmp_path: Path) -> No
     assert (report.checked, report.recall, report.is_good) == (1, None, True)
 
 
-def test_tuning_stores_parameters_that_reach_the_target_of_the_queries(large: Path) -> None:
-    queries = units(200, 1)
-    settings = VerifySettings(queries=queries, target_recall=0.99)
-    assert not verify_gallery(large, settings=settings).is_good
-    tuned = tune_gallery(large, queries, 0.99)
-    report = verify_gallery(large, settings=settings)
-    assert report.is_good
-    assert report.recall == pytest.approx(tuned.recall, abs=0.005)
-    assert verify_gallery(large).target_recall == 0.99
-    with closing(Gallery.open(large)) as gallery:
-        gallery.remove(["item-1"])
-        gallery.compact()
-        segment = gallery.facts().segment
-    assert segment is not None
-    assert (segment.kind, segment.target_recall) == ("hnsw", 0.99)
-
-
-def test_what_cannot_be_tuned_is_refused(large: Path, tmp_path: Path) -> None:
-    Gallery.create(tmp_path / "empty", name="empty", bundle_id="b", dim=DIM).close()
-    queries = units(100, 1)
-    with pytest.raises(InvalidParameterError, match=r"has no index yet.*kinlens-index compact"):
-        tune_gallery(tmp_path / "empty", queries)
+def test_queries_of_another_length_are_refused(large: Path) -> None:
     with pytest.raises(InvalidParameterError, match=r"dimension 16"):
-        tune_gallery(large, queries[:, :8])
-    with pytest.raises(InvalidParameterError, match=r"dimension 16"):
-        verify_gallery(large, settings=VerifySettings(queries=queries[:, :8]))
-    with pytest.raises(InvalidParameterError, match=r"99 queries are too few.*at least 100"):
-        tune_gallery(large, queries[:99], 0.9)
-    for target in (1.0, 0.0, -0.5, 2.0):
-        with pytest.raises(PlanError, match="--target-recall"):
-            tune_gallery(large, queries, target)
-    assert verify_gallery(large).target_recall == 0.5
+        verify_gallery(large, settings=VerifySettings(queries=units(100, 1)[:, :8]))
 
 
 # The facts about a gallery.

@@ -104,8 +104,8 @@ class Column:
                 found = self._counts(parts)
             return found[1:], int(found[1:].sum())
         if _FEW_ROWS * chosen.count < len(self.rows):
-            starts = np.searchsorted(self.rows, chosen.rows.astype(np.uint32), "left")
-            lengths = np.searchsorted(self.rows, chosen.rows.astype(np.uint32), "right") - starts
+            starts, ends = self._places(chosen.rows)
+            lengths = ends - starts
             shifts = starts - (np.cumsum(lengths) - lengths)
             places = np.repeat(shifts, lengths) + np.arange(int(lengths.sum()))
             return self._counts([self.codes.take(places)])[1:], int(np.count_nonzero(lengths))
@@ -122,13 +122,24 @@ class Column:
         """How often each code (V + 1,) is in the parts."""
         found = np.zeros(len(self.values) + 1, np.int64)
         for part in parts:
-            if part.dtype == np.uint8 and not len(part) % 2:
+            if part.dtype == np.uint8 and len(part) == CHUNK:
                 # Two codes at a time, which takes half as long.
                 pairs = np.bincount(part.view(np.uint16), minlength=2**16).reshape(2**8, 2**8)
-                found += (pairs.sum(axis=0) + pairs.sum(axis=1))[: len(found)]
+                counts = np.trim_zeros(pairs.sum(axis=0) + pairs.sum(axis=1), "b")
             else:
-                found += np.bincount(part, minlength=len(found))
+                counts = np.bincount(part)
+            if len(counts) > len(found):
+                raise GalleryCorruptError(f"A column of the index has unknown values. {_CURE}")
+            found[: len(counts)] += counts
         return found
+
+    def _places(self, rows: Ids) -> tuple[Ids, Ids]:
+        """Where the codes of each of these rows (N,) begin and end."""
+        if self.rows is None:
+            return rows, rows + 1
+        # Of the type of `self.rows`, all of which would be converted otherwise.
+        asked = rows.astype(self.rows.dtype)
+        return np.searchsorted(self.rows, asked, "left"), np.searchsorted(self.rows, asked, "right")
 
     def first(
         self, chosen: Chosen, count: int, descending: bool
@@ -157,26 +168,17 @@ class Column:
 
     def _ends_at(self, rows: Ids, highest: bool) -> NDArray[np.int64]:
         """The lowest or highest code of each of these rows (N,), which have one."""
-        if self.rows is None:
-            return self.codes[rows].astype(np.int64)
-        starts = np.searchsorted(self.rows, rows, "left")
-        if not len(rows):
-            return np.zeros(0, np.int64)
-        ends = np.searchsorted(self.rows, rows, "right")
+        starts, ends = self._places(rows)
         found = self.codes[starts].astype(np.int64)
         chosen = np.maximum if highest else np.minimum
-        for step in range(1, int((ends - starts).max())):
+        for step in range(1, int((ends - starts).max(initial=0))):
             there = starts + step < ends
             found[there] = chosen(found[there], self.codes[starts[there] + step])
         return found
 
     def values_at(self, rows: Ids) -> list[list[Scalar]]:
         """The values of each of these rows (N,)."""
-        if self.rows is None:
-            starts, ends = rows, rows + 1
-        else:
-            starts = np.searchsorted(self.rows, rows, "left")
-            ends = np.searchsorted(self.rows, rows, "right")
+        starts, ends = self._places(rows)
         return [
             [self.values[code - 1] for code in self.codes[start:end].tolist() if code]
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
@@ -240,7 +242,10 @@ class _Mapped(Columns):
             column = Column(told["kind"], values, counts, int(told["present"]), codes, rows)
         except (KeyError, ValueError, TypeError) as error:
             raise self._damaged(error) from error
-        if len(codes) != (self.size if rows is None else len(rows)) or len(counts) != len(values):
+        fit = len(codes) == (self.size if rows is None else len(rows))
+        if rows is not None and len(rows):
+            fit &= int(rows[-1]) < self.size
+        if not fit or len(counts) != len(values):
             raise self._damaged("its arrays do not fit together")
         return column
 

@@ -5,6 +5,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,10 @@ def test_rows_that_match_are_those_whose_attributes_match(
         assert found[:count].astype(bool).tolist() == expected, where
 
 
-def test_a_column_gives_back_its_values_and_counts_them(tmp_path: Path) -> None:
+def test_a_column_gives_back_its_values_and_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_module, "CHUNK", 64)
     attributes = items(400)
     columns = built(tmp_path / "columns", attributes, 90)
     chosen = np.random.default_rng(0).random(400) < 0.4
@@ -118,6 +122,16 @@ def test_a_file_that_is_damaged_is_refused_by_name(tmp_path: Path) -> None:
         path.write_bytes(good[: -8 - length] + text + len(text).to_bytes(8, "little"))
         with pytest.raises(GalleryCorruptError, match=r"columns is damaged.*--rebuild"):
             Columns.open(path, 50).get("f")
+
+
+def test_codes_without_a_value_are_damage(tmp_path: Path) -> None:
+    columns = built(tmp_path / "columns", items(50), 50)
+    column = columns.get("f")
+    assert column is not None
+    codes = column.codes.copy()
+    codes[7] = 200
+    with pytest.raises(GalleryCorruptError, match=r"unknown values.*--rebuild"):
+        replace(column, codes=codes).counted(Chosen(bitmap(np.ones(50, bool)), 50))
 
 
 def test_a_segment_of_an_earlier_version_answers_and_gets_columns(gallery: Gallery) -> None:

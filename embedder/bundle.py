@@ -20,6 +20,7 @@ from typing import get_args
 import numpy as np
 from pydantic import ValidationError
 
+from embedder.durable import rename, sync_tree
 from embedder.errors import BundleCorruptError, BundleError, BundleNotFoundError
 from embedder.manifest import (
     FP32,
@@ -209,7 +210,8 @@ def write_bundle(
         text = json.dumps(page, indent=2, ensure_ascii=False)
         (stage / MANIFEST).write_text(text + "\n", encoding="utf-8")
         stage.chmod(0o755)
-        stage.replace(out)
+        sync_tree(stage, "bundle")  # else a power loss leaves an empty bundle
+        rename(stage, out, "bundle")
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise

@@ -802,6 +802,7 @@ class Gallery(Searcher):
             with self._snapshots.reading():
                 return
         except GalleryCorruptError as damage:
+            logging.getLogger(__name__).warning("the index is made again: %s", damage)
             try:
                 unless = functools.partial(_is_readable, self._snapshots)
                 compact(

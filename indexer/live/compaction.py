@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,11 +22,11 @@ from embedder.durable import (
     staged,
     sync_tree,
 )
-from embedder.errors import GalleryBusyError, GalleryError, KinlensError
+from embedder.errors import GalleryBusyError, GalleryError, GalleryWriteError, KinlensError
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.read import State
 from indexer.folder.layout import disk_errors_explained
-from indexer.index.plan import IndexSettings
+from indexer.index.plan import IndexSettings, Plan, plan_index
 from indexer.index.segment import SegmentManifest, write_attributes, write_segment, write_vectors
 from indexer.types import Progress
 
@@ -43,6 +44,7 @@ _DELTA_PART = 0.1
 KEEP_REMOVED_S = 86_400.0
 """How long a removal can be undone although compactions ran that nobody asked for."""
 
+_COLUMN_BYTES = 40  # of an item with five attributes
 _RETRY_S = 30.0
 _LONGEST_PAUSE_S = 3600.0
 _CLOSE_S = 2.0
@@ -154,9 +156,21 @@ def _write(
         ids = view.live_ids()
         if not len(ids):
             return state, None
+        _check_space(stage, plan_index(len(ids), view.dim, settings))
         vectors = write_vectors(stage, ids, view.iter_vectors(), settings)
         vectors = write_attributes(stage, vectors, ids, view.attributes(), view.schema())
     return state, write_segment(stage, state.seq, vectors, settings, on_progress)
+
+
+def _check_space(folder: Path, plan: Plan) -> None:
+    """Raises: GalleryWriteError where the new segment has no room beside the old one."""
+    needed_mb = plan.disk_mb + plan.n * _COLUMN_BYTES / 2**20
+    free_mb = shutil.disk_usage(folder).free / 2**20
+    if free_mb < needed_mb:
+        raise GalleryWriteError(
+            f"The compaction needs about {needed_mb:,.0f} MB in {folder.parent.parent}, but "
+            f"{free_mb:,.0f} MB are free. Make room; until then searches and changes go on."
+        )
 
 
 class BackgroundCompaction:

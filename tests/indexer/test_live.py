@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embedder.errors import GalleryBusyError, KinlensError, RecallError
+from embedder.errors import GalleryBusyError, GalleryWriteError, KinlensError, RecallError
 from indexer.filters.tree import And, Equals, Filter, Not, Range
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
@@ -375,7 +376,7 @@ def test_losing_every_race_is_no_damage(
 def test_a_removal_in_steps_that_a_build_cuts_short_says_how_far_it_came(
     gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("indexer.gallery._REMOVED_AT_ONCE", 7)
+    monkeypatch.setattr("indexer.gallery._AT_ONCE", 7)
     gallery.add(entries(range(20)))
     steps = itertools.count()
 
@@ -391,3 +392,18 @@ def test_a_removal_in_steps_that_a_build_cuts_short_says_how_far_it_came(
     assert keys(gallery) == {f"k{n}" for n in range(14, 20)}  # what is open answers on
     with pytest.raises(GalleryBusyError, match=r"was replaced by a build.*Open it again"):
         gallery.remove(["k15"])
+
+
+def test_a_compaction_without_room_is_refused_before_it_begins(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gallery.add(entries(range(9)))
+    gallery.compact()
+    gallery.add(entries(range(9, 12)))
+    before = gallery.facts().segment
+    few = shutil.disk_usage("/")._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: few)
+    with pytest.raises(GalleryWriteError, match=r"The compaction needs about .* MB are free"):
+        gallery.compact()
+    assert gallery.facts().segment == before
+    assert keys(gallery) == {f"k{n}" for n in range(12)}

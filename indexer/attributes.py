@@ -73,6 +73,8 @@ def checked_kind(value: AttributeValue) -> AttributeKind:
 def _kind_of_all(values: tuple[Scalar, ...]) -> AttributeKind:
     if len(values) > MAX_LIST:
         raise ValueError(f"a list of {len(values):,} values; give at most {MAX_LIST:,}")
+    if any(isinstance(value, list | tuple) for value in values):
+        raise ValueError("a list in a list. Give texts, numbers or true/false in a list")
     kinds = [checked_kind(value) for value in values]
     for kind, value in zip(kinds, values, strict=True):
         if kind != kinds[0]:

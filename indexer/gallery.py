@@ -63,6 +63,7 @@ from indexer.folder.manifest import (
     GalleryFacts as GalleryFacts,
 )
 from indexer.index.plan import IndexSettings
+from indexer.index.segment import COLUMNS
 from indexer.index.segment import read_manifest as read_segment_manifest
 from indexer.live.compaction import (
     CATALOG,
@@ -95,6 +96,9 @@ from indexer.types import (
 _PAGE = 1000
 _AT_ONCE = 10_000  # items that one step of a change by filter takes
 _SPARSE = 10
+_MANY = 10_000  # items, whose attributes take a tenth of a second to read
+MAX_SORTED = 10_000
+"""The end of a list of items that is sorted by an attribute."""
 
 
 class Gallery(Searcher):
@@ -349,6 +353,11 @@ class Gallery(Searcher):
         if after >= 0:
             raise InvalidParameterError(
                 f"after = {after} continues in the order of numbers. Omit it, or sort_by."
+            )
+        if offset + limit > MAX_SORTED:
+            raise InvalidParameterError(
+                f"offset + limit = {offset + limit:,}; at most {MAX_SORTED:,} items are sorted. "
+                "Narrow the list with a filter, or omit sort_by."
             )
         with self._snapshots.reading() as now:
             check_attribute(sort_by.attribute, now.view.schema(), "sort by")
@@ -827,7 +836,10 @@ class Gallery(Searcher):
             folder = self._generation / SEGMENTS / state.segment
             if not folder.is_dir():
                 return None  # a compaction has just replaced it
-            size = read_segment_manifest(folder).size
+            manifest = read_segment_manifest(folder)
+            if COLUMNS not in manifest.files and manifest.size >= _MANY:
+                return "its index has no columns, so the first filter has to read every item"
+            size = manifest.size
             self._segment_size = (state.segment, size)
         removed = view.removed_count()
         changed = view.count_changed(state.segment_seq)

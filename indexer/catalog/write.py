@@ -182,6 +182,7 @@ class CatalogWriter(CatalogView):
                 f"Segment {name} is of state {seq}, the catalogue is between {state.segment_seq} "
                 f"(its segment) and {state.seq}. Compact again."
             )
+        self._upgrade()
         self.connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
         self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
         self.connection.execute("DROP TABLE IF EXISTS attributes")  # of an earlier version
@@ -224,13 +225,17 @@ class CatalogWriter(CatalogView):
     def _next_seq(self) -> int:
         """The number of this write, counted when it first changes something."""
         if self._seq is None:
-            if self._all("PRAGMA user_version") != [(SCHEMA_VERSION,)]:
-                for statement in REMOVED:
-                    self.connection.execute(statement)
-                self.connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            self._upgrade()
             rows = self._all("UPDATE state SET seq = seq + 1 RETURNING seq")
             self._seq = int(rows[0][0])
         return self._seq
+
+    def _upgrade(self) -> None:
+        """A file of an earlier version becomes one that earlier software refuses."""
+        if self._all("PRAGMA user_version") != [(SCHEMA_VERSION,)]:
+            for statement in REMOVED:
+                self.connection.execute(statement)
+            self.connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         self.connection.executemany(sql, rows)

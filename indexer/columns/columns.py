@@ -149,8 +149,8 @@ class Column:
         are at least `count` rows. The code is 0 if there are not as many.
         """
         size, end = chosen.size, len(self.values) + 1
-        counts, _ = self.counted(chosen)
-        reached = np.cumsum(counts[::-1] if descending else counts)
+        counts = self.counts if chosen.count == size else self.counted(chosen)[0]
+        reached = np.cumsum(counts[::-1] if descending else counts, dtype=np.int64)
         wanted = count
         while True:
             step = int(np.searchsorted(reached, wanted))  # codes that are better than the next one
@@ -404,6 +404,7 @@ def _finder(
     spans: Sequence[Span], values: int, others: bool
 ) -> Callable[[Codes], NDArray[np.bool_]]:
     """Tells which codes are in one of the spans, or in none."""
+    spans = [(first, end) for first, end in spans if first < end]
     if len(spans) > _FEW_SPANS:
         table = np.full(values + 1, others, np.bool_)
         for first, end in spans:

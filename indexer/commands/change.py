@@ -90,8 +90,7 @@ def update(
         else:
             changes = csv_changes(csv, store.schema()) if csv else dict.fromkeys(keys or (), values)
             report = Updated(len(changes), store.update(changes))
-        if isinstance(store, Gallery):
-            store.calibrate_if_outdated()  # items may have got their product
+        stores.compact_if_due(store, False)
         print_report(report, json, f"{report.changed:,} of {report.named:,} items changed.")
 
 

@@ -218,6 +218,8 @@ def _listed(file: Path, store: VectorStore) -> list[NewQuery]:
             )
         label = Label(no_match=True)
         for name, value in given.items():
+            if isinstance(value, tuple):
+                raise SourceError(f"{row.place} has several values of {name}. Give one in a line.")
             label = Label(attribute=name, value=value)
             if name == _KEYS:
                 label = Label(keys=_split(str(value)))

@@ -56,12 +56,14 @@ def parse_values(text: str, kind: AttributeKind) -> AttributeValue:
     if text.lstrip().startswith("["):
         try:
             found = json.loads(text)
+            if kind == "text" and not all(isinstance(one, str) for one in found):
+                raise TypeError
             return tuple(
                 parse_value(json.dumps(one) if kind != "text" else one, kind) for one in found
             )
         except (ValueError, TypeError) as error:
             raise ValueError('expected values such as S|M|L, or ["S", "M", "L"]') from error
-    return tuple(parse_value(part.strip(), kind) for part in text.split("|"))
+    return tuple(parse_value(part.strip(), kind) for part in text.split("|") if part.strip())
 
 
 class Typed(NamedTuple):

@@ -60,10 +60,10 @@ class Spread:
 
     def sizes(self) -> dict[int, int]:
         """For each number of items, how many values have that many."""
+        sizes, values = np.unique(self.counts[self.counts > 0], return_counts=True)
         found = Counter(self.later.values())
-        for items, values in enumerate(np.bincount(self.counts[self.counts > 0]).tolist()):
-            found[items] += values
-        return {items: values for items, values in sorted(found.items()) if values}
+        found.update(dict(zip(sizes.tolist(), values.tolist(), strict=True)))
+        return dict(sorted(found.items()))
 
     def ends(self) -> tuple[Any, Any] | None:
         """The lowest and the highest value of an item."""

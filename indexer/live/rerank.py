@@ -99,7 +99,9 @@ def _ends(boost: Boost, span: Span) -> tuple[float, float]:
 def _scaled(candidates: Sequence[Candidate], boost: Boost, low: float, high: float) -> _Relevance:
     """The attribute of each, from 0 to 1; nobody's, if there is no range."""
     missing = low if boost.weight > 0 else high
-    values = np.array([c.attributes.get(boost.attribute, missing) for c in candidates], np.float64)
+    order = SortBy(boost.attribute, descending=boost.weight > 0)  # of several the preferred one
+    own = [order.value_of(candidate.attributes) for candidate in candidates]
+    values = np.array([missing if value is None else value for value in own], np.float64)
     if not low < high:
         return np.zeros(len(values), np.float32)
     return np.clip((values - low) / (high - low), 0, 1).astype(np.float32)

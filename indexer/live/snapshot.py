@@ -150,11 +150,13 @@ class Changes:
     """The attributes of the items that were added or changed after the segment, oldest first.
 
     rows (E,): of a snapshot; of one row the last entry counts. attributes: the first E of them;
-    later changes append to the same list.
+    later changes append to the same list. looked_at: the number of entries at which those that were
+    replaced are dropped next.
     """
 
     rows: Ids
     attributes: list[Attributes]
+    looked_at: int = 1024
 
     def extended(self, rows: Ids, attributes: Sequence[Attributes]) -> "Changes":
         """With later ones."""
@@ -164,7 +166,15 @@ class Changes:
         if len(known) > len(self.rows):  # another state has extended it already
             known = known[: len(self.rows)]
         known.extend(attributes)
-        return Changes(np.concatenate([self.rows, rows]), known)
+        found = Changes(np.concatenate([self.rows, rows]), known, self.looked_at)
+        if len(known) < self.looked_at:
+            return found
+        last = np.flatnonzero(found.is_last)
+        if 2 * len(last) > len(known):
+            return replace(found, looked_at=2 * len(known))
+        # A few items that are changed all the time must not fill the memory.
+        kept = [known[entry] for entry in last.tolist()]
+        return Changes(found.rows[last], kept, max(1024, 2 * len(kept)))
 
     def values(self, name: str) -> list[tuple[Scalar, ...]]:
         """The different values of an attribute in each entry (E,)."""
@@ -229,13 +239,16 @@ class Snapshot:
         changes = self.changes.extended(*later._changes_since(view, self.state.seq))
         return replace(later, changes=changes)
 
-    def with_changes(self, view: CatalogView) -> "Snapshot":
-        """The same with the attributes of what came after the segment; `view` is of its state."""
-        if self.changes is not None:
-            return self
-        changes = Changes(np.empty(0, np.int64), [])
-        since = self._changes_since(view, self.state.segment_seq)
-        return replace(self, changes=changes.extended(*since))
+    def with_changes(self, view: CatalogView, earlier: "Snapshot | None" = None) -> "Snapshot":
+        """The same with the attributes of what came after the segment; `view` is of its state. What
+        an `earlier` snapshot of the segment has is not read again.
+        """
+        changes, seq = Changes(np.empty(0, np.int64), []), self.state.segment_seq
+        if earlier is not None and earlier.changes is not None:
+            is_known = earlier.state.has_segment_of(self.state)
+            if is_known and earlier.state.seq <= self.state.seq:
+                changes, seq = earlier.changes, earlier.state.seq
+        return replace(self, changes=changes.extended(*self._changes_since(view, seq)))
 
     def _changes_since(self, view: CatalogView, seq: int) -> tuple[Ids, list[Attributes]]:
         found = view.attributes_since(seq)
@@ -416,6 +429,8 @@ class SnapshotKeeper:
         self._verify_hashes = verify_hashes
         self._snapshot: Snapshot | None = None
         self._advancing = threading.Lock()
+        self._loaded: Snapshot | None = None  # the last one whose changes were read
+        self._loading = threading.Lock()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reading]:
@@ -441,12 +456,14 @@ class SnapshotKeeper:
         """The snapshot of `now` with its `changes`."""
         if now.snapshot.changes is not None:
             return now.snapshot
+        with self._loading:  # not `_advancing`: other searches go on while many changes are read
+            found = now.snapshot.with_changes(now.view, self._loaded)
+            if self._loaded is None or not found.state.is_before(self._loaded.state):
+                self._loaded = found
         with self._advancing:
-            current = self._snapshot
-            if current is not None and current.state == now.snapshot.state:
-                self._snapshot = current = current.with_changes(now.view)
-                return current
-        return now.snapshot.with_changes(now.view)
+            if self._snapshot is now.snapshot:
+                self._snapshot = found
+        return found
 
     def newest(self) -> Snapshot:
         """The snapshot of the newest state, for a search that reads no rows.
@@ -496,7 +513,7 @@ class SnapshotKeeper:
     def forget(self) -> None:
         """Let go of the segment."""
         with self._advancing:
-            self._snapshot = None
+            self._snapshot = self._loaded = None
 
 
 def open_segment(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request, Response
 from pydantic import Field, RootModel
+from starlette.convertors import Convertor, register_url_convertor
 
 from embedder.errors import ItemNotFoundError
 from service.api.galleries import FAILURES, Version
@@ -22,6 +23,7 @@ from service.api.search import (
     search_parameters,
     similar_to,
 )
+from service.galleries.locations import VERSION_DIGITS
 from service.http.bodies import body_docs, read_model
 from service.http.openapi import problems
 from service.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, SearchAnswer
@@ -29,7 +31,23 @@ from service.runtime import Runtime
 
 _MAX_KEY = 1024
 Key = Annotated[str, Path(min_length=1, max_length=_MAX_KEY, description="The key of the item.")]
-_PREFIX = "/galleries/{name}/items/by-key/{key:path}"
+_ITEM = "/galleries/{name}/items/by-key/{key:item_key}"
+_PART = "/galleries/{name}/items/by-key/{key:path}"
+
+
+class _ItemKey(Convertor[str]):
+    """What is left of an address that does not end with a part of an item."""
+
+    regex = r".+(?<!/similar)(?<!/explain)(?<!/image)"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("item_key", _ItemKey())
 
 
 class KeyChanges(RootModel[Annotated[Changes, Field(min_length=1)]]):
@@ -41,7 +59,7 @@ def build_router(runtime: Runtime) -> APIRouter:
     router, limits = APIRouter(), runtime.settings
 
     @router.get(
-        f"{_PREFIX}/similar",
+        f"{_PART}/similar",
         response_model=SearchAnswer,
         responses={
             200: {"description": "What is similar, without the item itself."},
@@ -52,11 +70,11 @@ def build_router(runtime: Runtime) -> APIRouter:
     )
     async def similar(request: Request, name: str, key: Key, version: Version = None) -> Response:
         """The items that look most like this one, without it, best first."""
-        number = await _number_of(runtime, name, key)
-        return await similar_to(runtime, request, name, number, version)
+        number, generation = await _number_of(runtime, name, key)
+        return await similar_to(runtime, request, name, number, version or generation)
 
     @router.post(
-        f"{_PREFIX}/explain",
+        f"{_PART}/explain",
         response_model=ExplainAnswer,
         responses={
             200: {"description": "The share of the score that each region has."},
@@ -67,11 +85,11 @@ def build_router(runtime: Runtime) -> APIRouter:
     )
     async def explain(request: Request, name: str, key: Key) -> Response:
         """The regions of query and hit that make their score; the request is that of the search."""
-        number = await _number_of(runtime, name, key)
-        return await explanation_of(runtime, request, name, number)
+        number, generation = await _number_of(runtime, name, key)
+        return await explanation_of(runtime, request, name, number, generation)
 
     @router.get(
-        f"{_PREFIX}/image",
+        f"{_PART}/image",
         response_class=Response,
         responses=PICTURE_ANSWERS,
         summary="The picture of an item by key",
@@ -80,11 +98,11 @@ def build_router(runtime: Runtime) -> APIRouter:
         request: Request, name: str, key: Key, version: Version = None, size: PictureSize = None
     ) -> Response:
         """The picture as a browser can show it."""
-        number = await _number_of(runtime, name, key)
-        return await picture_of(runtime, request, name, number, version, size)
+        number, generation = await _number_of(runtime, name, key)
+        return await picture_of(runtime, request, name, number, version or generation, size)
 
     @router.get(
-        _PREFIX, responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item by key"
+        _ITEM, responses=problems(*FAILURES, UNKNOWN_ITEM), summary="Describe an item by key"
     )
     async def item(name: str, key: Key) -> ItemModel:
         """What is known of one item."""
@@ -96,7 +114,7 @@ def build_router(runtime: Runtime) -> APIRouter:
             return item_model(name, gallery, found[key])
 
     @router.patch(
-        _PREFIX,
+        _ITEM,
         responses=problems(*WRITES, UNKNOWN_ITEM),
         summary="Change attributes of an item by key",
         openapi_extra=body_docs(KeyChanges),
@@ -108,7 +126,7 @@ def build_router(runtime: Runtime) -> APIRouter:
         return PatchAnswer(changed=changed.count, version=changed.version)
 
     @router.delete(
-        _PREFIX, responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item by key"
+        _ITEM, responses=problems(*WRITES, UNKNOWN_ITEM), summary="Remove an item by key"
     )
     async def remove(name: str, key: Key) -> RemoveAnswer:
         """Remove one item."""
@@ -120,14 +138,17 @@ def build_router(runtime: Runtime) -> APIRouter:
     return router
 
 
-async def _number_of(runtime: Runtime, name: str, key: str) -> int:
-    """The number of the item with this key now. Raises: ItemNotFoundError."""
+async def _number_of(runtime: Runtime, name: str, key: str) -> tuple[int, str]:
+    """The number of the item with this key now, and the generation that it is of.
+
+    Raises: ItemNotFoundError.
+    """
     async with runtime.registry.find(name) as served:
         gallery = served.gallery
         found: Any = await runtime.read("the item", lambda: gallery.stored([key]), served=served)
     if key not in found:
         raise _unknown(name, key)
-    return int(found[key].id)
+    return int(found[key].id), gallery.generation[:VERSION_DIGITS]
 
 
 def _unknown(name: str, key: str) -> ItemNotFoundError:

@@ -308,7 +308,8 @@ async def patch(runtime: Service, name: str, request: Request) -> PatchAnswer:
         changed = await runtime.items.patch(name, sent.changes)
     else:
         where = await runtime.read("the filter", lambda: where_of(sent.filter), "filter")
-        assert where is not None
+        if where is None:
+            raise errors.FilterError("The filter is empty. To change single items, send changes.")
         changed = await runtime.items.patch_where(name, where, sent.set or {})
     return PatchAnswer(changed=changed.count, version=changed.version)
 

@@ -410,6 +410,15 @@ class SearchFields(Strict):
             isinstance(self.filter, str) and len(self.filter) <= _SHORT_FILTER
         )
 
+    @model_validator(mode="after")
+    def _is_sorted_or_likely(self) -> Self:
+        if self.sort_by is not None and self.min_probability is not None:
+            raise custom_error(
+                "min_probability is of the best hits, and sort_by chooses others for a page. Send "
+                "min_score with sort_by, or omit one of them."
+            )
+        return self
+
     def query(self, limits: Settings) -> Query:
         """The same as a query. Raises: FilterError."""
         grouping = None

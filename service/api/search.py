@@ -180,7 +180,9 @@ async def similar_to(
     return _response(answer, runtime.feedback, like)
 
 
-async def explanation_of(runtime: Runtime, request: Request, name: str, item_id: int) -> Response:
+async def explanation_of(
+    runtime: Runtime, request: Request, name: str, item_id: int, generation: str | None = None
+) -> Response:
     """The answer with the regions of query and item that make their score."""
     query = await read_search(request, runtime)
     if query.best_view:
@@ -188,12 +190,15 @@ async def explanation_of(runtime: Runtime, request: Request, name: str, item_id:
             "combine = best is not for an explanation; send the image or crop that found the hit."
         )
     await charge(request, [query])
-    answer = await while_connected(request, _explained(runtime, name, item_id, query))
+    answer = await while_connected(request, _explained(runtime, name, item_id, query, generation))
     return Response(to_json(answer), headers=_HEADERS, media_type=JSON)
 
 
-async def _explained(runtime: Runtime, name: str, item_id: int, query: Query) -> ExplainAnswer:
+async def _explained(
+    runtime: Runtime, name: str, item_id: int, query: Query, generation: str | None
+) -> ExplainAnswer:
     async with runtime.registry.find(name) as served:
+        served.check_generation(generation)
 
         def read() -> tuple[str, bytes]:
             item = served.gallery.item(item_id)

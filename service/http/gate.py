@@ -76,11 +76,12 @@ RULES = (
     Rule(frozenset({"POST"}), r"/feedback", "search", "picture", stores=True),
     Rule(_READ, r"/galleries/[^/]+/feedback", "admin"),
     Rule(_READ, r"/galleries/[^/]+/duplicates", "admin"),
-    Rule(frozenset({"POST"}), r"/galleries/[^/]+/items/[^/]+/explain", "search", "image"),
+    Rule(frozenset({"POST"}), r"/galleries/[^/]+/items/(.+)/explain", "search", "image"),
     Rule(_READ, r"/galleries(/.*)?", "search"),
     Rule(frozenset({"PUT"}), r"/galleries/[^/]+/items", "write", "batch"),
     Rule(_CHANGE, r"/galleries/[^/]+/items", "write", "keys"),
     Rule(frozenset({"POST"}), r"/galleries/[^/]+/items/(delete|restore)", "write", "keys"),
+    Rule(_CHANGE, r"/galleries/[^/]+/items/by-key/.*", "write", "keys"),
     Rule(_CHANGE, r"/galleries/[^/]+/items/.*", "write"),
 )
 """The first rule that fits counts; a route without one needs `admin` and takes a plain body."""

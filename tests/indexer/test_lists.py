@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from embedder.errors import FilterError, InvalidParameterError, SourceError
@@ -17,6 +18,7 @@ from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.ingest.build import import_gallery
 from indexer.ingest.sources import csv_changes, csv_source
+from indexer.live.snapshot import Changes
 from indexer.types import Boost, Entry, Grouping, SearchOptions, SortBy, sort_by_of
 from tests.indexer.oracle import BUNDLE, Oracle, entry, ids_of, random_filter, shop, units
 
@@ -265,3 +267,56 @@ def test_hits_and_groups_are_sorted_by_an_attribute(gallery: Gallery) -> None:
         SortBy("a:b", True),
         SortBy("price"),
     )
+
+
+def test_items_that_change_all_the_time_do_not_fill_the_memory(gallery: Gallery) -> None:
+    gallery.add(stock(40))
+    gallery.compact()
+    where = Range("price", at_least=50)
+    for step in range(120):
+        gallery.update({f"key{n}": {"price": (step + n) % 100} for n in range(40)})
+        expected = {f"key{n}" for n in range(40) if (step + n) % 100 >= 50}
+        assert {item.key for item in gallery.page(0, 99, where).items} == expected
+    changes, rows = Changes(np.zeros(0, np.int64), []), np.arange(40)
+    for step in range(1000):
+        changes = changes.extended(rows, [{"n": step + n} for n in range(40)])
+        assert len(changes.rows) == len(changes.attributes) < 2100
+    newest = dict(zip(changes.rows.tolist(), changes.attributes, strict=True))
+    assert newest == {n: {"n": 999 + n} for n in range(40)}
+
+
+@pytest.mark.parametrize("count", [255, 256])
+def test_any_number_of_values_is_sorted_from_both_ends(gallery: Gallery, count: int) -> None:
+    """255 values take the codes 1 to 255 of one byte."""
+    numbers = [n // 2 for n in range(2 * count)]
+    gallery.add(entry(f"k{n}", v, {"n": numbers[n]}) for n, v in enumerate(units(2 * count)))
+    gallery.compact()
+    for order, expected in ((SortBy("n"), "k0"), (SortBy("n", True), f"k{2 * count - 2}")):
+        assert [item.key for item in gallery.page(0, 1, sort_by=order).items] == [expected]
+    with pytest.raises(InvalidParameterError, match=r"10,001; at most 10,000 items are sorted"):
+        gallery.page(10_000, 1, sort_by=SortBy("n"))
+
+
+def test_a_boost_takes_the_preferred_of_several_values(gallery: Gallery) -> None:
+    vector = units(1)[0]
+    for key, sizes in (("low", [1, 2]), ("high", [2, 9]), ("one", 5), ("none", [])):
+        gallery.add([entry(key, vector, {"sizes": sizes, "n": 1}, content=key)])
+    for weight, best in ((0.1, "high"), (-0.1, "low")):
+        [hits] = gallery.search(vector[None], 4, SearchOptions(boost=Boost("sizes", weight)))
+        assert hits[0].key == best
+
+
+def test_a_list_in_a_list_is_refused(gallery: Gallery) -> None:
+    with pytest.raises(InvalidParameterError, match="a list in a list"):
+        gallery.add([entry("a", units(1)[0], {"sizes": (("S", "M"), "L")})])
+
+
+def test_a_csv_list_takes_no_empty_part_and_no_number_for_a_text(tmp_path: Path) -> None:
+    table = tmp_path / "list.csv"
+    (tmp_path / "a.png").write_bytes(b"")
+    table.write_text("key,path,sizes:text[]\na,a.png,S|M|\n")
+    [record] = csv_source(table).records()
+    assert record.attributes["sizes"] == ("S", "M")
+    table.write_text('key,path,sizes:text[]\na,a.png,"[38, 39]"\n')
+    with pytest.raises(SourceError, match=r"list\.csv:2: column sizes .*expected values such as"):
+        [*csv_source(table).records()]

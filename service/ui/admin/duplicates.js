@@ -104,7 +104,7 @@ function crowdOf({ items, examples, detail }) {
 
 function groupOf(items, canDelete, product) {
   const named = items.map(({ attributes }) => attributes[product]).filter((value) => value !== undefined);
-  const areOne = new Set(named).size < 2;
+  const areOne = new Set(named.map((value) => JSON.stringify(value))).size < 2;
   const text = `These items have different values of ${product}. Check that they are one product before you delete one.`;
   const note = areOne ? [] : [element("p", { className: "verdict attention", textContent: text })];
   const group = listOf([], "near-group", plural(items.length, "item"), ...note);

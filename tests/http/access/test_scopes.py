@@ -30,14 +30,17 @@ SCOPES: dict[str | None, str] = {
         GET /galleries      GET /galleries/{}   GET /galleries/{}/items
         GET /galleries/{}/items/{}              GET /galleries/{}/items/{}/image
         GET /galleries/{}/items/{}/similar      POST /feedback
-        GET /galleries/{}/items/{}/similar
-        POST /galleries/{}/items/{}/explain
+        GET /galleries/{}/items/{}/similar      POST /galleries/{}/items/{}/explain
+        GET /galleries/{}/items/by-key/{}       GET /galleries/{}/items/by-key/{}/image
+        GET /galleries/{}/items/by-key/{}/similar
+        POST /galleries/{}/items/by-key/{}/explain
     """,
     WRITE: """
         PUT /galleries/{}/items                 PATCH /galleries/{}/items
         DELETE /galleries/{}/items              POST /galleries/{}/items/delete
         POST /galleries/{}/items/restore
         DELETE /galleries/{}/items/{}           GET /galleries/{}/golden
+        PATCH /galleries/{}/items/by-key/{}     DELETE /galleries/{}/items/by-key/{}
         POST /galleries/{}/golden               DELETE /galleries/{}/golden/{}
         GET /galleries/{}/golden/{}/image       POST /galleries/{}/golden/run
         GET /galleries/{}/golden/runs

@@ -172,6 +172,7 @@ def test_items_and_hits_are_sorted_by_an_attribute(shop, data) -> None:
         (shop.client.get(f"{shop.url}/items", params={"sort_by": "price", "after": 1}), "after"),
         (shop.search(data[0], sort_by="size"), "'size' to sort by"),
         (shop.search(data[0], sort_by="price", diversity=0.2), "sort_by orders hits"),
+        (shop.search(data[0], sort_by="price", min_probability=0.2), "min_score with sort_by"),
     )
     for answer, text in problems:
         assert answer.status_code == 422
@@ -235,6 +236,7 @@ def test_one_request_changes_all_items_that_fit(shop, data) -> None:
         shop.compacted()
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"filter": 'size = "M"', "set": {"stock": 1}}, "invalid-filter", "'size'"),
+        ({"filter": "", "set": {"stock": 1}}, "invalid-filter", "The filter is empty"),
         ({"filter": "stock = 5", "set": {"stock": "few"}}, "invalid-parameter", "'stock'"),
         ({"filter": "stock = 5"}, "invalid-parameter", "Send changes by key"),
         ({"set": {"stock": 5}}, "invalid-parameter", "Send changes by key"),

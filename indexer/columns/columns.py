@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError
 from embedder.types import AttributeKind, AttributeValue, Scalar
-from indexer.bits import Bits, count_of, empty_bits, positions_in
+from indexer.bits import Bits, count_of, empty_bits, packed_bits, positions_in
 from indexer.columns.values import Values, from_arrays, joined, packed, to_arrays
 from indexer.types import Ids
 
@@ -86,13 +86,13 @@ class Column:
         """
         find = _finder(spans, len(self.values), others)
         if self.rows is None:
-            parts = [np.packbits(find(codes), bitorder="little") for (codes,) in _parts(self.codes)]
+            parts = [packed_bits(find(codes)) for (codes,) in _parts(self.codes)]
             return np.concatenate([np.empty(0, np.uint8), *parts])
         flags = np.zeros(size, np.bool_)
         for codes, rows in _parts(self.codes, self.rows):
             # Not rows[...] with truth values, which takes three times as long.
             flags[rows.take(np.flatnonzero(find(codes)))] = True
-        return np.packbits(flags, bitorder="little")
+        return packed_bits(flags)
 
     def counted(self, chosen: Chosen) -> tuple[NDArray[np.int64], int]:
         """How many of the chosen rows have each value (V,), and how many have any."""
@@ -144,9 +144,11 @@ class Column:
     def first(
         self, chosen: Chosen, count: int, descending: bool
     ) -> tuple[Ids, NDArray[np.int64], Bits, int]:
-        """The chosen rows with the lowest values, or the highest: fewer than `count` rows, with
-        their codes; and the set of rows whose code is the next one, with this code, so that both
-        are at least `count` rows. The code is 0 if there are not as many.
+        """The chosen rows with the lowest values, or the highest, until there are `count` of them.
+
+        Returns these rows and their codes, but for the last code that is needed: many rows may
+        share it, so they come as a set, and the code after it. It is 0 if all rows are in the first
+        part.
         """
         size, end = chosen.size, len(self.values) + 1
         counts = self.counts if chosen.count == size else self.counted(chosen)[0]
@@ -233,13 +235,13 @@ class _Mapped(Columns):
                 self._columns[name] = self._read(self._directory[name])
             return self._columns.get(name)
 
-    def _read(self, told: Mapping[str, Any]) -> Column:
+    def _read(self, entry: Mapping[str, Any]) -> Column:
         try:
-            arrays = {name: self._array(*place) for name, place in told["arrays"].items()}
+            arrays = {name: self._array(*place) for name, place in entry["arrays"].items()}
             rows = arrays.pop("rows", None)
             counts, codes = arrays.pop("counts"), arrays.pop("codes")
             values = from_arrays(arrays)
-            column = Column(told["kind"], values, counts, int(told["present"]), codes, rows)
+            column = Column(entry["kind"], values, counts, int(entry["present"]), codes, rows)
         except (KeyError, ValueError, TypeError) as error:
             raise self._damaged(error) from error
         fit = len(codes) == (self.size if rows is None else len(rows))

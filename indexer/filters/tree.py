@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from embedder.errors import FilterError
-from embedder.types import AttributeKind, AttributeValue, Scalar, values_in
+from embedder.types import AttributeKind, AttributeValue, Scalar
 from indexer.attributes import Schema, check_name, checked_kind, kind_of
 
 MAX_DEPTH = 64
@@ -55,6 +55,16 @@ class _Condition:
                 f"Compare it with a {kind}."
             )
 
+    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
+        """Whether an item with these attributes fits."""
+        value = attributes.get(self.name)
+        if isinstance(value, tuple):
+            return any(self._fits(one) for one in value)
+        return value is not None and self._fits(value)
+
+    def _fits(self, value: Scalar) -> bool:
+        raise NotImplementedError
+
     def _shown(self) -> str:
         raise NotImplementedError
 
@@ -87,13 +97,6 @@ class Equals(_Condition):
     def __post_init__(self) -> None:
         self._set_kind((self.value,))
 
-    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether an item with these attributes fits."""
-        value = attributes.get(self.name)
-        if isinstance(value, tuple):
-            return any(self._fits(one) for one in value)
-        return value is not None and self._fits(value)
-
     def _fits(self, value: Scalar) -> bool:
         return value == self.value and kind_of(value) == self.kind
 
@@ -120,13 +123,6 @@ class In(_Condition):
         self._set_kind(self.values)
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "_set", frozenset(self.values))
-
-    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether an item with these attributes fits."""
-        value = attributes.get(self.name)
-        if isinstance(value, tuple):
-            return any(self._fits(one) for one in value)
-        return value is not None and self._fits(value)
 
     def _fits(self, value: Scalar) -> bool:
         return value in self._set and kind_of(value) == self.kind
@@ -169,13 +165,6 @@ class Range(_Condition):
         values = (self.at_least, self.above, self.at_most, self.below)
         return [(n, v) for n, v in zip(_ABOVE, values, strict=True) if v is not None]
 
-    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether an item with these attributes fits."""
-        value = attributes.get(self.name)
-        if isinstance(value, tuple):
-            return any(self._fits(one) for one in value)
-        return value is not None and self._fits(value)
-
     def _fits(self, value: Scalar) -> bool:
         if kind_of(value) != self.kind:
             return False
@@ -199,10 +188,8 @@ class StartsWith(_Condition):
         if self.kind != "text":
             raise FilterError(f"{self.name!r:.160} starts with {self.start!r:.80}: give a text.")
 
-    def matches(self, attributes: Mapping[str, AttributeValue]) -> bool:
-        """Whether an item with these attributes fits."""
-        values = values_in(attributes.get(self.name))
-        return any(isinstance(value, str) and value.startswith(self.start) for value in values)
+    def _fits(self, value: Scalar) -> bool:
+        return isinstance(value, str) and value.startswith(self.start)
 
     def _shown(self) -> str:
         return f"{self.start!r:.80}"

@@ -230,8 +230,8 @@ class StateAttributes:
         return np.array([*found, *sorted(without)][:limit], np.int64)
 
     def updated(self, bits: Bits, fit: NDArray[np.bool_], start: int) -> FilterMask:
-        """From the rows of the segment that fit, also by the first `start` changes, which of all
-        changes fit (E,): the items that fit. Takes over `bits`.
+        """The items that fit. `bits` are the rows of the segment that fit after the first `start`
+        changes, and are changed in place; `fit` (E,) says which of all changes fit.
         """
         rows, size = self.changes.rows, self._columns.size
         is_later = rows >= size

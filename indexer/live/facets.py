@@ -1,4 +1,4 @@
-"""How the values of an attribute are told: as a facet of some items, or as a fact of a gallery."""
+"""Facets of items and facts of attributes, from the counts of their values."""
 
 import math
 import sys

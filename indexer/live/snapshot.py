@@ -239,15 +239,17 @@ class Snapshot:
         changes = self.changes.extended(*later._changes_since(view, self.state.seq))
         return replace(later, changes=changes)
 
-    def with_changes(self, view: CatalogView, earlier: "Snapshot | None" = None) -> "Snapshot":
-        """The same with the attributes of what came after the segment; `view` is of its state. What
-        an `earlier` snapshot of the segment has is not read again.
+    def with_changes(
+        self, view: CatalogView, earlier: tuple[State, Changes] | None = None
+    ) -> "Snapshot":
+        """The same with the attributes of what came after the segment; `view` is of its state. The
+        changes of an `earlier` state with this segment are not read again.
         """
         changes, seq = Changes(np.empty(0, np.int64), []), self.state.segment_seq
-        if earlier is not None and earlier.changes is not None:
-            is_known = earlier.state.has_segment_of(self.state)
-            if is_known and earlier.state.seq <= self.state.seq:
-                changes, seq = earlier.changes, earlier.state.seq
+        if earlier is not None:
+            state, known = earlier
+            if state.has_segment_of(self.state) and state.seq <= self.state.seq:
+                changes, seq = known, state.seq
         return replace(self, changes=changes.extended(*self._changes_since(view, seq)))
 
     def _changes_since(self, view: CatalogView, seq: int) -> tuple[Ids, list[Attributes]]:
@@ -429,7 +431,8 @@ class SnapshotKeeper:
         self._verify_hashes = verify_hashes
         self._snapshot: Snapshot | None = None
         self._advancing = threading.Lock()
-        self._loaded: Snapshot | None = None  # the last one whose changes were read
+        # Not a snapshot, which would keep a segment that a compaction has replaced.
+        self._loaded: tuple[State, Changes] | None = None
         self._loading = threading.Lock()
 
     @contextlib.contextmanager
@@ -458,8 +461,9 @@ class SnapshotKeeper:
             return now.snapshot
         with self._loading:  # not `_advancing`: other searches go on while many changes are read
             found = now.snapshot.with_changes(now.view, self._loaded)
-            if self._loaded is None or not found.state.is_before(self._loaded.state):
-                self._loaded = found
+            assert found.changes is not None
+            if self._loaded is None or not found.state.is_before(self._loaded[0]):
+                self._loaded = found.state, found.changes
         with self._advancing:
             if self._snapshot is now.snapshot:
                 self._snapshot = found
@@ -513,7 +517,7 @@ class SnapshotKeeper:
     def forget(self) -> None:
         """Let go of the segment."""
         with self._advancing:
-            self._snapshot = self._loaded = None
+            self._snapshot = None
 
 
 def open_segment(

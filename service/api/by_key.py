@@ -4,13 +4,14 @@ Slashes of a key may stand as they are or as %2F. A key that itself ends with /s
 /image is reached by its number alone.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 from pydantic import Field, RootModel
 from starlette.convertors import Convertor, register_url_convertor
 
 from embedder.errors import ItemNotFoundError
+from indexer.types import Item
 from service.api.galleries import FAILURES, Version
 from service.api.items import UNKNOWN_ITEM, WRITES, Changes, item_model
 from service.api.pictures import PICTURE_ANSWERS, PictureSize, picture_of
@@ -24,6 +25,7 @@ from service.api.search import (
     similar_to,
 )
 from service.galleries.locations import VERSION_DIGITS
+from service.galleries.registry import Served
 from service.http.bodies import body_docs, read_model
 from service.http.openapi import problems
 from service.models import ExplainAnswer, ItemModel, PatchAnswer, RemoveAnswer, SearchAnswer
@@ -107,11 +109,7 @@ def build_router(runtime: Runtime) -> APIRouter:
     async def item(name: str, key: Key) -> ItemModel:
         """What is known of one item."""
         async with runtime.registry.find(name) as served:
-            gallery = served.gallery
-            found = await runtime.read("the item", lambda: gallery.stored([key]), served=served)
-            if key not in found:
-                raise _unknown(name, key)
-            return item_model(name, gallery, found[key])
+            return item_model(name, served.gallery, await _stored(runtime, served, key))
 
     @router.patch(
         _ITEM,
@@ -144,11 +142,17 @@ async def _number_of(runtime: Runtime, name: str, key: str) -> tuple[int, str]:
     Raises: ItemNotFoundError.
     """
     async with runtime.registry.find(name) as served:
-        gallery = served.gallery
-        found: Any = await runtime.read("the item", lambda: gallery.stored([key]), served=served)
+        item = await _stored(runtime, served, key)
+        return item.id, served.gallery.generation[:VERSION_DIGITS]
+
+
+async def _stored(runtime: Runtime, served: Served, key: str) -> Item:
+    """The item with this key. Raises: ItemNotFoundError."""
+    gallery = served.gallery
+    found = await runtime.read("the item", lambda: gallery.stored([key]), served=served)
     if key not in found:
-        raise _unknown(name, key)
-    return int(found[key].id), gallery.generation[:VERSION_DIGITS]
+        raise _unknown(served.name, key)
+    return found[key]
 
 
 def _unknown(name: str, key: str) -> ItemNotFoundError:

@@ -85,8 +85,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, list) and all(isinstance(one, str | int | float) for one in value):
         return value
-    told = "is not a text, a number, true/false or a list of these"
-    raise custom_error(f"{shown(value)} {told}.")
+    expected = "a text, a number, true/false or a list of these"
+    raise custom_error(f"{shown(value)} is not {expected}.")
 
 
 _Attributes = Annotated[

@@ -112,13 +112,15 @@ def test_a_file_that_is_damaged_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(GalleryCorruptError, match=r"columns is damaged.*--rebuild"):
             Columns.open(path, 50)
     length = int.from_bytes(good[-8:], "little")
-    told = json.loads(good[-8 - length : -8])
+    directory = json.loads(good[-8 - length : -8])
     for change in (
         {"codes": ["|u1", 10**9, 50]},
         {"codes": ["|u1", 0, 49]},
         {"numbers": ["x", 0, 1]},
     ):
-        text = json.dumps({"f": told["f"] | {"arrays": told["f"]["arrays"] | change}}).encode()
+        text = json.dumps(
+            {"f": directory["f"] | {"arrays": directory["f"]["arrays"] | change}}
+        ).encode()
         path.write_bytes(good[: -8 - length] + text + len(text).to_bytes(8, "little"))
         with pytest.raises(GalleryCorruptError, match=r"columns is damaged.*--rebuild"):
             Columns.open(path, 50).get("f")
@@ -141,9 +143,9 @@ def test_a_segment_of_an_earlier_version_answers_and_gets_columns(gallery: Galle
     manifest = segment_of(gallery.path) / "segment.json"
     (manifest.parent / "columns.bin").unlink()
     segments = manifest.parent.parent
-    told = json.loads(manifest.read_text())
-    del told["files"]["columns.bin"]
-    manifest.write_text(json.dumps(told))
+    segment = json.loads(manifest.read_text())
+    del segment["files"]["columns.bin"]
+    manifest.write_text(json.dumps(segment))
     where = Or((Equals("colour", "red"), Range("price", above=3)))
     with closing(Gallery.open(gallery.path)) as old:
         expected = {e.key for e in entries if where.matches(e.attributes)}

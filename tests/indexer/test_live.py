@@ -407,3 +407,14 @@ def test_a_compaction_without_room_is_refused_before_it_begins(
         gallery.compact()
     assert gallery.facts().segment == before
     assert keys(gallery) == {f"k{n}" for n in range(12)}
+
+
+def test_a_filter_that_was_asked_once_keeps_no_replaced_segment(gallery: Gallery) -> None:
+    gallery.add(entries(range(20)))
+    gallery.compact()
+    gallery.update({"k3": {"n": -3}})
+    assert keys(gallery, Equals("n", -3)) == {"k3"}
+    gallery.compact()
+    gallery.search(entries(range(1))[0].vector[None], 1)
+    compaction.collect(generation_of(gallery.path))
+    assert len([*(generation_of(gallery.path) / "segments").iterdir()]) == 1

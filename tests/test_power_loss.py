@@ -47,10 +47,11 @@ class Disk:
         for name in ("rename", "replace"):
             patch.setattr(os, name, partial(self._move, getattr(os, name)))
 
-    def check(self) -> None:
-        """All that was published stays, with the folders on the way to it."""
+    def check(self, part: str = "") -> None:
+        """All that was published with `part` in its name stays, with the folders on its way."""
+        published = [name for name in self.published if part in name]
         for name, _ in chain.from_iterable(self._unsafe.values()):
-            if any(f"{one}/".startswith(f"{name}/") for one in self.published):
+            if any(f"{one}/".startswith(f"{name}/") for one in published):
                 self.faults.append(f"the name {name} was never synced")
         assert not self.faults
 
@@ -134,6 +135,7 @@ def test_an_upload_is_on_the_disk_when_it_is_acknowledged(disk: Disk, tmp_path: 
     try:
         shop.put({f"{number}.png": encoded(picture(number)) for number in range(3)})
         assert sum("/pictures/" in name for name in disk.published) == 3
-        disk.check()
+        disk.check("/pictures/")  # a calibration may be half written in the background
     finally:
         shop.close()
+    disk.check()

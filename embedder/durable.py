@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ Hook = Callable[[str], None]
 
 _hooks: list[Hook] = []
 _STAGE = ".stage-"
+_STALE_S = 3600.0
 
 
 def set_fault_hook(hook: Hook | None) -> None:
@@ -139,10 +141,14 @@ def in_use(folder: Path) -> bool:
 
 def sweep(parent: Path, prefix: str = _STAGE) -> None:
     """Remove what interrupted writes and removals left below `parent`. Raises: OSError."""
-    for folder in parent.iterdir():
+    for stage in parent.iterdir():
         with contextlib.suppress(OSError):  # somebody else removes it
-            if folder.name.startswith(prefix) and not in_use(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            if not stage.name.startswith(prefix) or in_use(stage):
+                continue
+            if stage.is_dir():
+                shutil.rmtree(stage, ignore_errors=True)
+            elif time.time() - stage.stat().st_mtime > _STALE_S:  # nobody marks a file as in use
+                stage.unlink()
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ from indexer.calibration import (
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.entries import check_key, checked_keys, learn_kinds
 from indexer.catalog.read import CatalogView, State
+from indexer.catalog.vectors import NUMBERS, VECTORS
 from indexer.catalog.write import CatalogWriter
 from indexer.exchange.milvus import MilvusStore as MilvusStore
 from indexer.filters.tree import Filter, check_attribute
@@ -63,7 +64,7 @@ from indexer.folder.manifest import (
     GalleryFacts as GalleryFacts,
 )
 from indexer.index.plan import IndexSettings
-from indexer.index.segment import COLUMNS
+from indexer.index.segment import HASHED_BELOW
 from indexer.index.segment import read_manifest as read_segment_manifest
 from indexer.live.compaction import (
     CATALOG,
@@ -71,6 +72,7 @@ from indexer.live.compaction import (
     SEGMENTS,
     BackgroundCompaction,
     CompactReport,
+    collect,
     compact,
     due,
 )
@@ -199,6 +201,8 @@ class Gallery(Searcher):
             )
             if load_index:
                 gallery._load()
+                if verify_hashes is not False:
+                    gallery._check_vectors(verify_hashes is True)
             return gallery
         except OSError as error:
             raise GalleryCorruptError(
@@ -286,7 +290,7 @@ class Gallery(Searcher):
                 generation=self.generation,
                 size=state.size,
                 delta=snapshot.delta.size,
-                tombstones=snapshot.dead_count,
+                tombstones=snapshot.dead_count - (0 if segment is None else segment.gone),
                 compaction_due=self._due(reading.view, state),
                 segment=segment,
             )
@@ -451,6 +455,16 @@ class Gallery(Searcher):
             spread = self._attributes_of(now).spread(name)
         counts = {value: spread.count(value) for value in values}
         return spread.sizes(), {value: count for value, count in counts.items() if count}
+
+    def counts(self) -> tuple[dict[str, int], int]:
+        """How many items have each format, and how many different contents there are."""
+        with self._catalog.reading() as view:
+            return view.formats(), view.count_contents()
+
+    def distinct(self, name: str) -> int:
+        """How many different values of an attribute the items have."""
+        with self._snapshots.reading() as now:
+            return self._attributes_of(now).spread(name).different
 
     def has_more(self, name: str, value: Scalar, than: int) -> bool:
         """Whether more than so many items have this value of an attribute."""
@@ -707,12 +721,14 @@ class Gallery(Searcher):
         *,
         wait: bool = False,
         keep_removed_s: float = 0.0,
+        from_scratch: bool = False,
         on_progress: Progress | None = None,
     ) -> CompactReport:
         """Make a new segment of all items and switch to it; searches and changes go on meanwhile.
         Then fit the probabilities of hits to it.
 
-        What was removed is erased, unless that was in the last `keep_removed_s` seconds.
+        What was removed can be brought back if that was in the last `keep_removed_s` seconds; if
+        this is 0, it is erased. `from_scratch` takes nothing from the segment so far.
 
         Without `settings` the kind of index, its target and its device stay as they are.
 
@@ -724,8 +740,11 @@ class Gallery(Searcher):
             settings or self.index_settings(),
             wait=wait,
             keep_removed_s=keep_removed_s,
+            from_scratch=from_scratch,
             on_progress=on_progress,
         )
+        self._snapshots.refresh()
+        collect(self._generation)
         try:
             self.calibrate()
         except KinlensError as error:  # the compaction itself is done, and the next change retries
@@ -775,6 +794,7 @@ class Gallery(Searcher):
                 (lambda: None) if only_calibrate else self.needs_compaction,
                 lambda progress: self.compact(keep_removed_s=KEEP_REMOVED_S, on_progress=progress),
                 self.calibrate_if_outdated,
+                self._snapshots.refresh,
                 on_error,
             )
             self._background.nudge()
@@ -819,6 +839,7 @@ class Gallery(Searcher):
                     self.index_settings(),
                     wait=True,
                     keep_removed_s=KEEP_REMOVED_S,
+                    from_scratch=True,
                     unless=unless,
                 )
             except GalleryError as failure:
@@ -827,6 +848,13 @@ class Gallery(Searcher):
                 raise damage from failure
         with self._snapshots.reading():
             return
+
+    def _check_vectors(self, also_large: bool) -> None:
+        """Compare the vectors with their checksums; those of a large gallery take too long."""
+        with self._catalog.reading() as view:
+            if also_large or 4 * self.dim * view.state().size < HASHED_BELOW:
+                for _ in view.iter_vectors():
+                    pass
 
     def _due(self, view: CatalogView, state: State) -> str | None:
         name, size = self._segment_size
@@ -837,13 +865,13 @@ class Gallery(Searcher):
             if not folder.is_dir():
                 return None  # a compaction has just replaced it
             manifest = read_segment_manifest(folder)
-            if COLUMNS not in manifest.files and manifest.size >= _MANY:
-                return "its index has no columns, so the first filter has to read every item"
-            size = manifest.size
+            if manifest.vectors is None and manifest.size >= _MANY:
+                return "an earlier version made its index"
+            size = manifest.items
             self._segment_size = (state.segment, size)
         removed = view.removed_count()
         changed = view.count_changed(state.segment_seq)
-        return due(size, removed, max(changed, state.size - size + removed))
+        return due(size, removed, max(changed, state.size - size + removed), view.dim)
 
     def _version_at(self, seq: int) -> str:
         return hashlib.sha256(f"{self.manifest.uid}:{seq}".encode()).hexdigest()
@@ -941,16 +969,21 @@ def copy_bytes(folder: Path | str) -> int:
     """
     generation = GalleryFolder(folder).current()
     with catalog_view(generation / CATALOG) as view:
-        segment = view.state().segment
+        segment, name = view.state().segment, view.file_name
+        size = 0
+        if view.file is not None:
+            size += view.file.bytes_of(view.file.numbers.rows_up_to(view.last_given()))
         # Not the size of the file: what came last may stand in its log alone.
         pages, page_bytes = (
             int(view.connection.execute(f"PRAGMA {name}").fetchone()[0])
             for name in ("page_count", "page_size")
         )
-    size = pages * page_bytes
+    size += pages * page_bytes
     files = [] if segment is None else (generation / SEGMENTS / segment).glob("*")
     with contextlib.suppress(FileNotFoundError):  # a compaction has replaced it meanwhile
         size += sum(file.stat().st_size for file in files)
+    with contextlib.suppress(FileNotFoundError):
+        size += (generation / VECTORS / str(name) / NUMBERS).stat().st_size
     return size
 
 

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import sqlite3
 import tarfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,11 @@ def kinlens_index(*arguments: object) -> Any:
     done = CliRunner().invoke(app, [*(str(argument) for argument in arguments), "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
+
+
+def current(path: Path) -> Path:
+    """The folder of the current generation."""
+    return path / "versions" / (path / "CURRENT").read_text().strip()
 
 
 def items_of(path: Path) -> dict[str, tuple[dict[str, Any], str, tuple[float, ...]]]:
@@ -96,13 +103,34 @@ def test_a_stored_gallery_is_changed_compacted_and_verified(stored: Path) -> Non
 
 @pytest.mark.parametrize("name", ["points", "codes"])
 def test_stored_galleries_of_approximate_kinds_are_searched(stored: Path, name: str) -> None:
-    """HNSW and IVF with RaBitQ codes over 640 vectors."""
+    """HNSW, and IVF with RaBitQ codes, which is compared with as it is, over 640 vectors."""
     gallery = Gallery.open(stored / name)
     entries = gallery.entries([f"p{n}" for n in range(640)])
     found = gallery.search(np.stack([entry.vector for entry in entries]), 1)
     hits = [hit.key == entry.key for [hit], entry in zip(found, entries, strict=True)]
     gallery.close()
     assert np.mean(hits) > 0.95
+
+
+@pytest.mark.parametrize("name", ["shop", "points", "codes"])
+def test_a_compaction_moves_the_vectors_of_a_stored_gallery_out_of_its_catalogue(
+    stored: Path, name: str
+) -> None:
+    before = items_of(stored / name)
+    generation = current(stored / name)
+    with closing(sqlite3.connect(generation / "catalog.sqlite")) as catalog:
+        assert catalog.execute("SELECT count(vector) FROM vectors").fetchone()[0] == len(before)
+    with closing(Gallery.open(stored / name)) as gallery:
+        gallery.compact()
+        assert (gallery.facts().segment or pytest.fail(name)).kind in ("flat", "hnsw")
+    with closing(sqlite3.connect(generation / "catalog.sqlite")) as catalog:
+        assert catalog.execute("SELECT count(vector) FROM vectors").fetchone()[0] == 0
+        assert catalog.execute("PRAGMA user_version").fetchone()[0] == 6
+    [rows] = generation.glob("vectors/*/rows.f32")
+    dim = len(next(iter(before.values()))[2])
+    assert rows.stat().st_size == 4 * dim * len(before)
+    assert items_of(stored / name) == before
+    kinlens_index("verify", stored / name)
 
 
 def test_a_stored_parquet_file_holds_the_same_items(stored: Path, tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
-"""The catalogue of a gallery: its items, their attributes and vectors. One SQLite file with a
-write-ahead log: readers see one state each and are never kept waiting, writers take turns.
+"""The catalogue of a gallery: its items and their attributes, in one SQLite file with a write-ahead
+log, and their vectors, in a file of their own. Readers see one state each and are never kept
+waiting, writers take turns.
 """
 
 import contextlib
+import os
 import sqlite3
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from embedder.errors import GalleryCorruptError, GalleryError
+from embedder.errors import GalleryCorruptError, GalleryError, GalleryWriteError
 from embedder.types import ItemId
 from indexer.catalog.read import CatalogView, Row, State
 from indexer.catalog.schema import (
@@ -19,6 +22,7 @@ from indexer.catalog.schema import (
     NEW_FILE,
     REMOVED,
     RESTORE,
+    SQLITE_ERRORS,
     TABLES,
     check_schema,
     error_code,
@@ -26,6 +30,7 @@ from indexer.catalog.schema import (
     seal,
     write_error,
 )
+from indexer.catalog.vectors import VECTORS, VectorFile
 from indexer.catalog.write import CatalogWriter
 
 _CACHE_KIB = 8192
@@ -34,6 +39,7 @@ _Idle = deque[sqlite3.Connection]
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_PATIENCE = 8  # times that vectors which are gone are looked up anew
 _CHECKPOINT_S = 1.0  # how long a write that finds the log long waits for searches to end
 
 
@@ -46,20 +52,26 @@ class Catalog:
         self._writable = writable
         self._unchanged: _Stamp | None = None
         self._idle: _Idle = deque()
+        self._file: VectorFile | None = None
+        self._opening = threading.Lock()
         self._closed = False
         self._log_limit = _KEEP_LOG_BYTES
 
     @classmethod
     def create(cls, path: Path, dim: int) -> None:
-        """Make the new, empty file for vectors of length `dim`. Raises: GalleryWriteError."""
+        """Make the new, empty file for vectors of length `dim`, and that for the vectors.
+
+        Raises: GalleryWriteError, OSError.
+        """
+        file = VectorFile.create(path.parent / VECTORS / os.urandom(4).hex(), dim)
         try:
             connection = sqlite3.connect(path, isolation_level=None)
             with contextlib.closing(connection):
                 connection.executescript("".join((NEW_FILE, TABLES, INDEXES, *REMOVED)))
-                connection.execute(FIRST_STATE, (dim, 0, 0, 0))
+                connection.execute(FIRST_STATE, (dim, file.name))
                 seal(connection)
                 connection.execute("PRAGMA journal_mode = WAL")
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             raise write_error(path, error) from error
 
     @classmethod
@@ -91,9 +103,9 @@ class Catalog:
         connection, idle = self._take()
         view = CatalogView(connection)
         try:
-            connection.execute("BEGIN")
+            self._begin(view)
             yield view
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             raise read_error(self.path, error) from error
         finally:
             del view.connection  # a view that outlives its block must fail
@@ -117,7 +129,7 @@ class Catalog:
         connection, idle = self._take()
         try:
             return read(CatalogView(connection), *args, **kwargs)
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             raise read_error(self.path, error) from error
         finally:
             self._give_back(connection, idle)
@@ -132,17 +144,52 @@ class Catalog:
         connection, idle = self._take()
         try:
             connection.execute("BEGIN IMMEDIATE")
-            yield CatalogWriter(connection)
+            writer = CatalogWriter(connection)
+            self._open_vectors(writer)  # no compaction removes them while this writes
+            yield writer
+            if writer.has_written and writer.file is not None:
+                writer.file.sync()
             connection.execute("COMMIT")
             self._shorten_log(connection)
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             raise write_error(self.path, error) from error
+        except OSError as error:
+            raise GalleryWriteError(
+                f"Nothing was written to {self.path.parent / VECTORS}: {error.strerror or error}. "
+                "Free space on the disk, check its limits and health, and try again."
+            ) from error
         finally:
             self._end(connection, idle)
+
+    def _begin(self, view: CatalogView) -> None:
+        """Begin the transaction of a view; it may meet vectors that a compaction removes."""
+        for _ in range(_PATIENCE):
+            view.connection.execute("BEGIN")
+            try:
+                return self._open_vectors(view)
+            except FileNotFoundError:
+                view.connection.execute("ROLLBACK")
+        raise GalleryCorruptError(
+            f"{self.path.parent / VECTORS} lacks the vectors of {self.path.name}. {RESTORE}."
+        )
+
+    def _open_vectors(self, view: CatalogView) -> None:
+        """Give a view its file of vectors. Raises: FileNotFoundError, GalleryCorruptError."""
+        name = view.file_name
+        if name is None:
+            return
+        with self._opening:
+            file = self._file
+            if file is None or file.name != name:
+                file = VectorFile(self.path.parent / VECTORS / name, view.dim)
+            # Between two writes it may be replaced, and is to leave the disk then.
+            self._file = None if self._writable or self._closed else file
+        view.file = file
 
     def close(self) -> None:
         """Close the idle connections; blocks that still run close theirs at their end."""
         self._closed = True
+        self._file = None
         while self._idle:
             self._idle.pop().close()
 
@@ -193,7 +240,7 @@ class Catalog:
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("PRAGMA secure_delete = FAST")
                 connection.execute(f"PRAGMA journal_size_limit = {_KEEP_LOG_BYTES}")
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             if connection is not None:
                 connection.close()
             raise read_error(self.path, error) from error

@@ -4,23 +4,26 @@ import functools
 import json
 import sqlite3
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from embedder.errors import GalleryCorruptError
 from embedder.types import AttributeValue, Embeddings, ItemId
 from indexer.attributes import Schema, as_stored, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key
 from indexer.catalog.schema import (
     KEEPS_REMOVED,
     NAMES,
-    STATE,
+    RESTORE,
+    StateRow,
     damaged,
     item_checksum,
+    read_state,
     row_checksum,
 )
+from indexer.catalog.vectors import VectorFile
 from indexer.types import Ids, Item, places_of
 
 # With its crc, an item is read whole: what an index says alone is not checked.
@@ -55,22 +58,21 @@ _CHANGED = f"""
 {_ITEM} INDEXED BY items_by_change WHERE changed_seq > ? ORDER BY id
 """
 _COUNT_CHANGED = "SELECT count(*) FROM items INDEXED BY items_by_change WHERE changed_seq > ?"
-_CHANGED_NUMBERS = """
-SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_change WHERE changed_seq > ?
-"""
 _REMOVED_IN_VAIN = """
 SELECT items.id FROM tombstones CROSS JOIN items ON items.id = tombstones.id
 WHERE tombstones.seq > ? LIMIT 1
 """
-_LIVE = "SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_change"
 _COUNTS = "SELECT (SELECT count(*) FROM items), (SELECT count(*) FROM vectors), size FROM state"
-_PREFIXED = """
-SELECT group_concat(id), count(*) FROM items INDEXED BY items_by_key WHERE key BETWEEN ? AND ?
-"""
 _LAST_KEY = "\U0010ffff" * MAX_KEY
+_LAST_NUMBER = 2**63 - 1
+_NUMBERS_AT_ONCE = 1_000_000  # item numbers in one answer of SQLite, which takes 1e9 bytes at most
 _DECODE = json.JSONDecoder().raw_decode  # json.loads without its questions
 _AS_VARIABLES = 50  # numbers that SQLite is given one by one: faster than as JSON
 _FROM_ID = "SELECT id FROM items WHERE id > ? ORDER BY id LIMIT ? OFFSET ?"
+
+
+Base = tuple[str | None, int]
+"""The name of a segment, None for none, and the `seq` of the state that it was made of."""
 
 
 class State(NamedTuple):
@@ -85,9 +87,10 @@ class State(NamedTuple):
         """Whether a write, or a compaction, lies between this and `other`."""
         return self.seq < other.seq or self.segment_seq < other.segment_seq
 
-    def has_segment_of(self, other: "State") -> bool:
-        """Whether both have one segment; removals that it took in are not told any more."""
-        return (self.segment, self.segment_seq) == (other.segment, other.segment_seq)
+    @property
+    def base(self) -> "Base":
+        """Its segment, and the state whose items that holds; earlier removals are forgotten."""
+        return self.segment, self.segment_seq
 
 
 Attributes = Mapping[str, AttributeValue]
@@ -103,19 +106,26 @@ class CatalogView:
     for what does not fit, and sqlite3.Error.
     """
 
-    __slots__ = ("connection",)
+    __slots__ = ("connection", "file")
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, file: VectorFile | None = None) -> None:
+        """`file` has the vectors; None for a catalogue of an earlier version, which has them."""
         self.connection = connection
+        self.file = file
 
     def state(self) -> State:
         """Where the catalogue stands."""
         return State(*self._state()[:4])
 
     @property
+    def file_name(self) -> str | None:
+        """The name of the file that has the vectors; None if the catalogue has them."""
+        return next(iter(self._state().vectors), None)
+
+    @property
     def dim(self) -> int:
         """Length of a vector."""
-        return int(self._state()[4])
+        return self._state().dim
 
     def schema(self) -> Schema:
         """Every attribute that was ever used, with its kind."""
@@ -184,8 +194,8 @@ class CatalogView:
 
     def live_ids(self) -> Ids:
         """The numbers of all items, ascending."""
-        # The smallest index has every number, and nearly in order.
-        ids = self._ids(_LIVE)
+        # The table of vectors is small where they are in a file of their own.
+        ids = self._numbers("items" if self.file is None else "vectors", ("id",), (-1,))
         self._check_numbers(len(ids), int(ids.sum()))
         return ids
 
@@ -200,7 +210,7 @@ class CatalogView:
         """
         for (number,) in self._all(_REMOVED_IN_VAIN, seq):
             raise damaged(self.connection, f"item {number} is there although it was removed")
-        return self._ids("SELECT group_concat(id), count(*) FROM tombstones WHERE seq > ?", seq)
+        return self._numbers("tombstones", ("seq", "id"), (seq, _LAST_NUMBER))
 
     def removed_count(self) -> int:
         """How many items were removed since the segment was made."""
@@ -235,7 +245,9 @@ class CatalogView:
 
     def changed_since(self, seq: int) -> Ids:
         """The numbers of items added after the write `seq`, or with other attributes since."""
-        return self._ids(_CHANGED_NUMBERS, seq)
+        columns = ("changed_seq", "added_seq", "id")
+        start = (seq, _LAST_NUMBER, _LAST_NUMBER)
+        return self._numbers("items INDEXED BY items_by_change", columns, start)
 
     def attributes_since(self, seq: int) -> list[tuple[ItemId, Attributes]]:
         """Items added after the write `seq`, or with other attributes since; ascending."""
@@ -254,6 +266,21 @@ class CatalogView:
         rows = self._all(_FROM_ID, after, limit, offset)
         return np.array([number for (number,) in rows], dtype=np.int64)
 
+    def formats(self) -> dict[str, int]:
+        """How many items have each format."""
+        return dict(self._all("SELECT format, count(*) FROM items GROUP BY format ORDER BY format"))
+
+    def count_contents(self) -> int:
+        """How many different contents the items have."""
+        [(count,)] = self._all("SELECT count(*) FROM (SELECT DISTINCT sha256 FROM items)")
+        return int(count)
+
+    def last_given(self) -> ItemId:
+        """The highest number that an item ever had; 0 if there was none."""
+        # AUTOINCREMENT keeps it, also when its item is gone.
+        rows = self._all("SELECT seq FROM sqlite_sequence WHERE name = 'items'")
+        return int(rows[0][0]) if rows else 0
+
     def last_id(self) -> ItemId | None:
         """The highest number of an item; None if there is none."""
         [(number,)] = self._all("SELECT max(id) FROM items")
@@ -268,7 +295,11 @@ class CatalogView:
         """The numbers of the items whose keys begin with `prefix`, ascending."""
         if not is_printable(prefix):  # no key has it; SQLite reads texts up to a NUL alone
             return np.empty(0, np.int64)
-        return self._ids(_PREFIXED, prefix, prefix + _LAST_KEY)
+        own = [*self.find([prefix]).values()]
+        found = self._numbers(
+            "items INDEXED BY items_by_key", ("key",), (prefix,), (prefix + _LAST_KEY,)
+        )
+        return np.sort(np.append(found, np.array(own, np.int64)))
 
     def iter_vectors(self, batch: int = 4096) -> Iterator[tuple[Ids, Embeddings]]:
         """Numbers (B,) and vectors (B, D) of all items, by ascending number."""
@@ -308,18 +339,18 @@ class CatalogView:
     def _check_numbers(self, count: int, total: int) -> None:
         """These are the numbers of all items."""
         row = self._state()
-        if (count, total) != (row[1], row[5]):
-            raise damaged(self.connection, f"{count:,} of {row[1]:,} items were found")
+        if (count, total) != (row.size, row.numbers):
+            raise damaged(self.connection, f"{count:,} of {row.size:,} items were found")
 
-    def _state(self) -> tuple[Any, ...]:
-        row: tuple[Any, ...] | None = self.connection.execute(STATE).fetchone()
+    def _state(self) -> StateRow:
+        row = read_state(self.connection)
         if row is None or not _is_whole_state(row):
             raise damaged(self.connection, "its state does not fit its checksum")
         return row
 
     def _names(self) -> list[Any]:
         rows = self._all(NAMES)
-        if row_checksum(rows) != self._state()[6]:
+        if row_checksum(rows) != self._state().names:
             raise damaged(self.connection, "the names of attributes do not fit their checksum")
         return rows
 
@@ -351,14 +382,33 @@ class CatalogView:
             pass  # not even bytes
         raise damaged(self.connection, f"item {row[0]} does not fit its checksum")
 
-    def _ids(self, sql: str, *parameters: Any) -> Ids:
-        # One text of all numbers: SQLite and NumPy make and read it three times as fast as Python
-        # makes one object for each row.
-        [(text, count)] = self._all(sql, *parameters)
-        return self._parsed(text, count)
-
-    def _parsed(self, text: str | None, count: int) -> Ids:
-        return np.sort(self._listed(text, count))
+    def _numbers(
+        self,
+        source: str,
+        columns: Sequence[str],
+        after: Sequence[int | str],
+        up_to: Sequence[int | str] = (),
+    ) -> Ids:
+        """The numbers of the rows of a table whose `columns`, by which it is ordered, are above
+        `after` and at most `up_to`; ascending.
+        """
+        order, marks = ", ".join(columns), ", ".join("?" * len(columns))
+        bound = f" AND ({order}) <= ({marks})" if up_to else ""
+        rows = f"FROM {source} WHERE ({order}) > ({marks}){bound} ORDER BY {order} LIMIT "
+        found: list[Ids] = []
+        while True:
+            # One text of many numbers: SQLite and NumPy make and read it three times as fast as
+            # Python makes one object for each row.
+            [(text, count)] = self._all(
+                f"SELECT group_concat(id), count(*) FROM (SELECT id {rows}{_NUMBERS_AT_ONCE})",  # noqa: S608
+                *after,
+                *up_to,
+            )
+            found.append(self._listed(text, count))
+            if count < _NUMBERS_AT_ONCE:
+                return np.sort(np.concatenate(found))
+            last = f"SELECT {order} {rows}1 OFFSET {_NUMBERS_AT_ONCE - 1}"
+            [after] = self._all(last, *after, *up_to)
 
     def _listed(self, text: str | None, count: int) -> Ids:
         try:
@@ -384,23 +434,31 @@ class CatalogView:
 
     def _arrays(self, rows: Sequence[tuple[int, int, Any]]) -> tuple[Ids, Embeddings]:
         if not rows:
-            return np.empty(0, np.int64), np.empty((0, self._state()[4]), np.float32)
-        numbers, checksums, vectors = zip(*rows, strict=True)
+            return np.empty(0, np.int64), np.empty((0, self.dim), np.float32)
+        numbers, checksums, stored = zip(*rows, strict=True)
+        blobs: Iterable[Any] = stored
+        ids = np.array(numbers, np.int64)
+        vectors: Embeddings | None = None
+        if self.file is not None and stored[0] is None:
+            blobs = vectors = self.file.read(ids)
         try:
-            found = (*map(zlib.crc32, vectors, numbers),)
+            found = (*map(zlib.crc32, blobs, numbers),)
         except TypeError:
             found = ()  # where a bit of the type has flipped it is not even bytes
         if found != checksums:
             what = f"one of the vectors {numbers[0]} to {numbers[-1]} does not fit its checksum"
+            if self.file is not None and vectors is not None:
+                raise GalleryCorruptError(f"{self.file.path} is damaged: {what}. {RESTORE}.")
             raise damaged(self.connection, what)
-        data: NDArray[np.float32] = np.frombuffer(bytearray().join(vectors), dtype=np.float32)
-        return np.array(numbers, dtype=np.int64), data.reshape(len(rows), -1)
+        if vectors is None:
+            vectors = np.frombuffer(bytearray().join(stored), np.float32).reshape(len(rows), -1)
+        return ids, vectors
 
 
 @functools.lru_cache(maxsize=64)
-def _is_whole_state(row: tuple[Any, ...]) -> bool:
+def _is_whole_state(row: StateRow) -> bool:
     """Remembered, for every search asks, and nearly always of the row that the last one read."""
-    return row_checksum(row[:-1]) == int(row[-1])
+    return row.checksum == row.crc
 
 
 def _json_ids(ids: Sequence[ItemId] | Ids) -> str:

@@ -8,7 +8,7 @@ import sqlite3
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from embedder.errors import (
     GalleryCorruptError,
@@ -17,18 +17,21 @@ from embedder.errors import (
 )
 from embedder.types import ItemId
 
-SCHEMA_VERSION = 5
-KEEPS_REMOVED = (4, 5)
+SCHEMA_VERSION = 6
+VECTORS_INSIDE = 5
+"""The last version with the vectors in the catalogue; the next compaction moves them out."""
+
+KEEPS_REMOVED = (4, 5, 6)
 """Versions with the table `removed`; the first change adds it to the file of another one."""
 
-_EARLIER = (2, 3, 4)
-"""Versions with a table of attributes, which nobody reads; the next compaction drops it. Their
-files are read and written."""
+_EARLIER = (2, 3, 4, 5)
+"""Versions whose files are read and written. Up to 4 they have a table of attributes, which nobody
+reads; the next compaction drops it."""
 RESTORE = "Restore a backup: kinlens-index restore"
 
 # secure_delete: what is removed is overwritten, where that costs no further write.
 NEW_FILE = f"""
-PRAGMA page_size = 16384;
+PRAGMA page_size = 4096;
 PRAGMA secure_delete = FAST;
 PRAGMA user_version = {SCHEMA_VERSION};
 """
@@ -36,7 +39,8 @@ PRAGMA user_version = {SCHEMA_VERSION};
 # items.added_seq: the write that added the item; changed_seq: the last one that changed it, so it
 # is never lower. items.attributes is JSON. An attribute name has one kind for ever.
 # crc is the checksum of its row; state.names that of all rows of `names`; state.numbers the sum of
-# the numbers of all items. names.total is not used any more.
+# the numbers of all items; state.vectors names the file with the vectors, of which `vectors` keeps
+# the checksums. names.total is not used any more.
 # removed: items that `restore` can bring back, with the write that removed them and its time in
 # seconds since 1970, until `adopt_segment` forgets them. A replaced item is not kept, since another
 # one has its key.
@@ -68,7 +72,8 @@ CREATE TABLE state (
     segment_seq INTEGER NOT NULL,
     numbers INTEGER NOT NULL,
     names INTEGER NOT NULL,
-    crc INTEGER NOT NULL
+    crc INTEGER NOT NULL,
+    vectors TEXT
 ) STRICT;
 CREATE TABLE items (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -84,7 +89,7 @@ CREATE TABLE items (
 CREATE TABLE vectors (
     id INTEGER PRIMARY KEY,
     crc INTEGER NOT NULL,
-    vector BLOB NOT NULL
+    vector BLOB
 ) STRICT;
 CREATE TABLE names (
     id INTEGER PRIMARY KEY,
@@ -104,8 +109,16 @@ CREATE INDEX items_by_content ON items (sha256);
 CREATE INDEX items_by_change ON items (changed_seq, added_seq);
 """
 NAMES = "SELECT id, name, kind, total FROM names ORDER BY id"
-STATE = "SELECT seq, size, segment, segment_seq, dim, numbers, names, crc FROM state WHERE only = 1"
-FIRST_STATE = "INSERT INTO state VALUES (1, ?, ?, ?, NULL, 0, ?, 0, 0)"
+FIRST_STATE = "INSERT INTO state VALUES (1, ?, 0, 0, NULL, 0, 0, 0, 0, ?)"
+_STATE = "SELECT * FROM state WHERE only = 1"  # the last column came with version 6
+VECTORS_OUT = """
+ALTER TABLE state ADD COLUMN vectors TEXT;
+CREATE TABLE checksums (id INTEGER PRIMARY KEY, crc INTEGER NOT NULL, vector BLOB) STRICT;
+INSERT INTO checksums SELECT id, crc, NULL FROM vectors;
+DROP TABLE vectors;
+ALTER TABLE checksums RENAME TO vectors;
+"""
+"""What makes a file of an earlier version one whose vectors are outside."""
 
 BUSY_S = 30.0
 _DAMAGED = {
@@ -122,12 +135,45 @@ _WRITE_CURES = {
 }
 
 
+class StateRow(NamedTuple):
+    """The row of `state`. vectors: the name of the file of vectors; () in an earlier version."""
+
+    seq: int
+    size: int
+    segment: str | None
+    segment_seq: int
+    dim: int
+    numbers: int
+    names: int
+    vectors: tuple[str, ...]
+    crc: int
+
+    @property
+    def checksum(self) -> int:
+        """What `crc` should be."""
+        return row_checksum((*self[:7], *self.vectors))
+
+
+def read_state(connection: sqlite3.Connection) -> StateRow | None:
+    """The row of `state`; None if there is none. Raises: sqlite3.Error."""
+    row: tuple[Any, ...] | None = connection.execute(_STATE).fetchone()
+    if row is None:
+        return None
+    _, dim, seq, size, segment, segment_seq, numbers, names, crc, *vectors = row
+    return StateRow(seq, size, segment, segment_seq, dim, numbers, names, (*vectors,), crc)
+
+
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""What SQLite raises; the latter where its message quotes damaged text."""
+
+
 def seal(connection: sqlite3.Connection) -> None:
     """Bring the checksums of `names` and `state` up to date. Raises: sqlite3.Error."""
     names = row_checksum(connection.execute(NAMES).fetchall())
-    [row] = connection.execute(STATE).fetchall()
-    crc = row_checksum((*row[:-2], names))
-    connection.execute("UPDATE state SET names = ?, crc = ?", (names, crc))
+    row = read_state(connection)
+    if row is not None:
+        crc = row._replace(names=names).checksum
+        connection.execute("UPDATE state SET names = ?, crc = ?", (names, crc))
 
 
 def check_schema(path: Path, connection: sqlite3.Connection) -> None:
@@ -164,7 +210,7 @@ def vector_checksum(number: ItemId, vector: bytes) -> int:
     return zlib.crc32(vector, number)
 
 
-def error_code(error: sqlite3.Error) -> int:
+def error_code(error: Exception) -> int:
     """The primary result code of SQLite; 0 where the error is not from SQLite itself."""
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
@@ -175,7 +221,7 @@ def damaged(connection: sqlite3.Connection, what: str) -> GalleryCorruptError:
     return GalleryCorruptError(f"{path} is damaged: {what}. {RESTORE}.")
 
 
-def read_error(path: Path, error: sqlite3.Error) -> GalleryError:
+def read_error(path: Path, error: Exception) -> GalleryError:
     """The error to raise for one met while reading the catalogue `path`."""
     if _is_damage(error):
         return GalleryCorruptError(f"{path} is damaged: {error}. {RESTORE}.")
@@ -185,7 +231,7 @@ def read_error(path: Path, error: sqlite3.Error) -> GalleryError:
     )
 
 
-def write_error(path: Path, error: sqlite3.Error) -> GalleryError:
+def write_error(path: Path, error: Exception) -> GalleryError:
     """The error to raise for one met while writing the catalogue `path`."""
     code = error_code(error)
     if _is_damage(error):
@@ -194,7 +240,8 @@ def write_error(path: Path, error: sqlite3.Error) -> GalleryError:
     return GalleryWriteError(f"Nothing was written to {path}: {error}. {cure}.")
 
 
-def _is_damage(error: sqlite3.Error) -> bool:
+def _is_damage(error: Exception) -> bool:
     # Text that is no UTF-8 has no code: Python itself says so.
-    is_text = isinstance(error, sqlite3.OperationalError) and not error_code(error)
+    is_text = isinstance(error, UnicodeDecodeError)
+    is_text |= isinstance(error, sqlite3.OperationalError) and not error_code(error)
     return is_text or error_code(error) in _DAMAGED

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from embedder.errors import InvalidParameterError, ItemNotFoundError
 from embedder.types import AttributeKind, AttributeValue, Embeddings, ItemId
 from indexer.attributes import as_stored
@@ -14,10 +16,13 @@ from indexer.catalog.read import CatalogView
 from indexer.catalog.schema import (
     REMOVED,
     SCHEMA_VERSION,
+    VECTORS_INSIDE,
+    VECTORS_OUT,
     item_checksum,
     seal,
     vector_checksum,
 )
+from indexer.catalog.vectors import VectorFile
 from indexer.types import Entry, Ids, Item, Written
 
 Attributes = Mapping[str, AttributeValue]
@@ -25,12 +30,14 @@ Changes = Mapping[str, Mapping[str, AttributeValue | None]]
 
 _INSERT_ITEM = "INSERT INTO items VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _INSERT_VECTOR = "INSERT INTO vectors VALUES (?, ?, ?)"
+_LATER_VECTORS = "SELECT id, crc, vector FROM vectors WHERE id > ? ORDER BY id LIMIT 4096"
 _UPDATE_ITEM = """
 UPDATE items SET path = ?, format = ?, attributes = ?, changed_seq = ?, crc = ? WHERE id = ?
 """
 _KEEP_REMOVED = """
 INSERT INTO removed
-SELECT items.id, key, path, sha256, format, attributes, items.crc, ?, ?, vectors.crc, vector
+SELECT items.id, key, path, sha256, format, attributes, items.crc, ?, ?, vectors.crc,
+    coalesce(vector, ?)
 FROM items JOIN vectors ON vectors.id = items.id WHERE items.id = ?
 """
 _KEPT = "SELECT 1 FROM removed WHERE seq > ? OR (at > ? AND at <= ?) LIMIT 1"
@@ -48,10 +55,11 @@ DELETE FROM names WHERE name NOT IN (
 class CatalogWriter(CatalogView):
     """A view that also writes. All its changes have one `seq`. Leave the block on an exception."""
 
-    __slots__ = ("_kinds", "_seq")
+    __slots__ = ("_kinds", "_seq", "has_written")
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: sqlite3.Connection, file: VectorFile | None = None) -> None:
+        super().__init__(connection, file)
+        self.has_written = False  # into the file
         self._seq: int | None = None
         self._kinds: dict[str, AttributeKind] = {**self.schema()}
 
@@ -128,7 +136,13 @@ class CatalogWriter(CatalogView):
         """Remove items that this writer has read; how many. `restore` can bring them back."""
         seq = self._next_seq() if items else 0
         at = int(time.time())
-        self._many(_KEEP_REMOVED, [(seq, at, item.id) for item in items])
+        vectors: Iterable[bytes | None] = [None] * len(items)
+        if self.file is not None:
+            vectors = map(bytes, self.vectors([item.id for item in items]))
+        self._many(
+            _KEEP_REMOVED,
+            [(seq, at, own, item.id) for own, item in zip(vectors, items, strict=True)],
+        )
         self._take_out(items)
         return len(items)
 
@@ -170,9 +184,17 @@ class CatalogWriter(CatalogView):
         self.connection.execute(_FORGET)
         seal(self.connection)
 
-    def adopt_segment(self, name: str | None, seq: int, keep_removed_s: float = 0.0) -> None:
+    def adopt_segment(
+        self,
+        name: str | None,
+        seq: int,
+        keep_removed_s: float = 0.0,
+        file: VectorFile | None = None,
+    ) -> None:
         """From now on segment `name` holds the items live at `seq`, if there were any. This counts
         as no write. Of what was removed by then, `restore` knows the last `keep_removed_s` seconds.
+
+        With `file` the vectors are there from now on; it has those of that state.
 
         Raises: InvalidParameterError for a `seq` before that of the segment so far, or to come.
         """
@@ -183,6 +205,8 @@ class CatalogWriter(CatalogView):
                 f"(its segment) and {state.seq}. Compact again."
             )
         self._upgrade()
+        if file is not None:
+            self._move_vectors(file)
         self.connection.execute("UPDATE state SET segment = ?, segment_seq = ?", (name, seq))
         self.connection.execute("DELETE FROM tombstones WHERE seq <= ?", (seq,))
         self.connection.execute("DROP TABLE IF EXISTS attributes")  # of an earlier version
@@ -198,12 +222,15 @@ class CatalogWriter(CatalogView):
 
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
         seq = self._next_seq()
-        # AUTOINCREMENT keeps the highest number ever given, also when its item is gone.
-        rows = self._all("SELECT seq FROM sqlite_sequence WHERE name = 'items'")
-        first = rows[0][0] + 1 if rows else 1
+        first = self.last_given() + 1
         numbered = [*enumerate(entries, first)]
         self._many(_INSERT_ITEM, [_item_row(number, e, seq) for number, e in numbered])
-        self._many(_INSERT_VECTOR, _vector_rows(first, vectors))
+        rows = _vector_rows(first, vectors)
+        if self.file is not None and rows:
+            self.file.write(np.arange(first, first + len(rows)), vectors)
+            self.has_written = True
+            rows = [(number, crc, None) for number, crc, _ in rows]
+        self._many(_INSERT_VECTOR, rows)
         numbers = sum(number for number, _ in numbered)
         self.connection.execute(_GROW, (len(entries), numbers))
 
@@ -230,12 +257,26 @@ class CatalogWriter(CatalogView):
             self._seq = int(rows[0][0])
         return self._seq
 
-    def _upgrade(self) -> None:
-        """A file of an earlier version becomes one that earlier software refuses."""
-        if self._all("PRAGMA user_version") != [(SCHEMA_VERSION,)]:
-            for statement in REMOVED:
+    def _move_vectors(self, file: VectorFile) -> None:
+        """Add to `file` what came after it was written; and nobody looks for vectors elsewhere."""
+        last = file.numbers.last
+        while rows := self._all(_LATER_VECTORS, last):
+            file.write(*self._arrays(rows))
+            last = rows[-1][0]
+        file.sync()
+        if self.file is None:
+            for statement in VECTORS_OUT.strip().split("\n"):
                 self.connection.execute(statement)
             self.connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self.connection.execute("UPDATE state SET vectors = ?", (file.name,))
+
+    def _upgrade(self) -> None:
+        """A file of an earlier version becomes one that earlier software refuses."""
+        [(version,)] = self._all("PRAGMA user_version")
+        if version < VECTORS_INSIDE:
+            for statement in REMOVED:
+                self.connection.execute(statement)
+            self.connection.execute(f"PRAGMA user_version = {VECTORS_INSIDE}")
 
     def _many(self, sql: str, rows: Iterable[tuple[Any, ...]]) -> None:
         self.connection.executemany(sql, rows)
@@ -254,7 +295,7 @@ def _item_row(number: ItemId, entry: Entry, seq: int) -> tuple[Any, ...]:
     return (number, entry.key, entry.path, content, entry.format, attributes, seq, seq, crc)
 
 
-def _vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, bytes]]:
+def _vector_rows(first: ItemId, vectors: Embeddings) -> list[tuple[int, int, bytes | None]]:
     """The rows of the vectors (N, D) of new items, whose numbers begin with `first`."""
     rows = enumerate((vector.tobytes() for vector in vectors), first)
     return [(number, vector_checksum(number, data), data) for number, data in rows]

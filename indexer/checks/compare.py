@@ -1,7 +1,6 @@
 """Two galleries of the same items by different models, compared before one replaces the other."""
 
 import contextlib
-from collections import Counter
 from collections.abc import Container, Sequence
 from statistics import median
 from time import perf_counter
@@ -10,11 +9,12 @@ import numpy as np
 from pydantic import BaseModel
 
 from embedder.errors import ItemNotFoundError
-from embedder.types import AttributeValue, Hit
+from embedder.types import AttributeValue, Hit, Scalar
 from indexer.gallery import Gallery
 from indexer.intervals import Interval, over_classes, wilson
 
 _SEED = 0
+_DRAWN = 10_000  # items, of which those that both galleries hold are asked for
 
 
 class Side(BaseModel, frozen=True):
@@ -67,15 +67,16 @@ def compare(
 
     Raises: GalleryCorruptError.
     """
-    classes = {item.key: item.attributes.get(class_attribute) for item in old.items()}
-    common = [key for key in _common(new, classes) if asked is None or key in asked]
-    keys = _sampled(common, sample)
-    sizes = Counter(_typed(value) for value in classes.values() if value is not None)
+    classes = _classes(old, new, class_attribute, sample, asked)
+    keys = [*classes]
+    known = {value for value in classes.values() if isinstance(value, Scalar)}
+    _, counts = old.product_counts(class_attribute, [*known])
+    sizes = {_typed(value): count for value, count in counts.items()}
     answers, times = zip(*(_answers(gallery, keys, k) for gallery in (old, new)), strict=True)
     judged = [
         key
         for key in keys
-        if sizes[_typed(classes[key])] > 1 and all(key in found for found in answers)
+        if sizes.get(_typed(classes[key]), 0) > 1 and all(key in found for found in answers)
     ]
     right = [
         [_right(found[key], class_attribute, classes[key]) for key in judged] for found in answers
@@ -96,15 +97,22 @@ def compare(
     )
 
 
-def _common(new: Gallery, keys: dict[str, AttributeValue | None]) -> list[str]:
-    return [item.key for item in new.items() if item.key in keys]
+def _classes(
+    old: Gallery, new: Gallery, name: str, sample: int, asked: Container[str] | None
+) -> dict[str, AttributeValue | None]:
+    """By key the classes of up to `sample` items that both galleries hold.
 
-
-def _sampled(keys: Sequence[str], sample: int) -> list[str]:
-    if len(keys) <= sample:
-        return list(keys)
-    chosen = np.random.default_rng(_SEED).choice(len(keys), sample, replace=False)
-    return [keys[number] for number in np.sort(chosen)]
+    They are drawn from some of a large gallery, so that its size costs no memory.
+    """
+    items = [
+        item for item in old.sample(max(_DRAWN, sample))[0] if asked is None or item.key in asked
+    ]
+    known = new.stored([item.key for item in items])
+    common = [item for item in items if item.key in known]
+    if len(common) > sample:
+        chosen = np.random.default_rng(_SEED).choice(len(common), sample, replace=False)
+        common = [common[number] for number in np.sort(chosen)]
+    return {item.key: item.attributes.get(name) for item in common}
 
 
 def _answers(

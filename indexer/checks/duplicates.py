@@ -305,9 +305,7 @@ def near_groups(
 
     Raises: InvalidParameterError for a score outside -1..1; GalleryCorruptError.
     """
-    ids, segment = gallery.ids(), gallery.facts().segment
-    # Many queries compare vectors in a third of the time that their 16 bit codes take.
-    exact = exact or (segment is not None and segment.kind == "fp16")
+    ids = gallery.ids()
     near = _Near(gallery, ids, SearchOptions(min_score=min_score, exact=exact), on_progress)
     is_taken = np.zeros(len(ids), np.bool_)
     groups: list[NearGroup] = []

@@ -24,8 +24,11 @@ from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError
 from embedder.types import AttributeKind, AttributeValue, Scalar
 from indexer.bits import Bits, count_of, empty_bits, packed_bits, positions_in
-from indexer.columns.values import Values, from_arrays, joined, packed, to_arrays
+from indexer.columns.values import Values, from_arrays, joined, packed, spliced, to_arrays
 from indexer.types import Ids
+
+COLUMN_BYTES = 40
+"""Of an item with five attributes."""
 
 _ALIGNED = 64
 _SPARSE = 8  # a column is sparse where fewer than one row in so many has the attribute
@@ -314,10 +317,22 @@ class ColumnsBuilder:
             batch = _Batch.of(places, values, self._kinds[name])
             self._batches.setdefault(name, []).append(batch)
 
-    def columns(self) -> Iterator[tuple[str, Column]]:
-        """The columns by name, made one at a time; the builder is used up."""
-        for name in sorted(self._batches):
-            yield name, _column(self._batches.pop(name), self._kinds[name], self._size)
+    def columns(
+        self, before: Columns | None = None, moved: Ids | None = None
+    ) -> Iterator[tuple[str, Column]]:
+        """The columns by name, made one at a time; the builder is used up.
+
+        With `before` they also have the rows of these earlier columns: `moved` gives the new row of
+        each, -1 for one to leave out, as all that were added must be.
+        """
+        names = {*self._batches} if before is None else {*self._batches, *before.names}
+        for name in sorted(names):
+            batches, kind = self._batches.pop(name, []), self._kinds[name]
+            old = None if before is None else before.get(name)
+            if old is None or moved is None:
+                yield name, _column(batches, kind, self._size)
+            elif (column := _followed(old, moved, batches, self._size)).present:
+                yield name, column
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,22 +353,84 @@ class _Batch:
 
 
 def _column(batches: Sequence[_Batch], kind: AttributeKind, size: int) -> Column:
+    return _from_entries(kind, *_entries(batches, kind), size)
+
+
+def _entries(
+    batches: Sequence[_Batch], kind: AttributeKind
+) -> tuple[Values, NDArray[np.uint32], Codes]:
+    """All values, and of each entry (E,) the row and the code."""
     values, places = _merged([batch.values for batch in batches], kind)
     dtype = np.min_scalar_type(len(values))
-    rows = np.concatenate([batch.rows for batch in batches])
-    codes = np.concatenate(
+    none = np.empty(0, np.uint32)
+    rows = np.concatenate([none, *(batch.rows for batch in batches)])
+    codes = [
+        (own.astype(np.uint32) + 1)[batch.codes].astype(dtype)
+        for own, batch in zip(places, batches, strict=True)
+    ]
+    return values, rows, np.concatenate([none.astype(dtype), *codes])
+
+
+def _followed(old: Column, moved: Ids, batches: Sequence[_Batch], size: int) -> Column:
+    """A column with the rows of an old one, where they are now, and further ones.
+
+    What both have in common is not looked at value by value: a column may have millions.
+    """
+    rows, codes = old.rows, old.codes
+    if rows is None:
+        rows = np.flatnonzero(codes).astype(np.uint32)
+        codes = codes[rows]
+    found = moved[rows]
+    stays = found >= 0
+    if not stays.all():
+        found, codes = found[stays], codes[stays]
+    used = np.bincount(codes, minlength=len(old.values) + 1)[1:] > 0
+    new, new_rows, new_codes = _entries(batches, old.kind)
+    places = np.array([bisect_left(old.values, value) for value in new], np.int64)
+    is_known = np.array(
         [
-            (own.astype(np.uint32) + 1)[batch.codes].astype(dtype)
-            for own, batch in zip(places, batches, strict=True)
+            place < len(old.values) and old.values[place] == value
+            for place, value in zip(places.tolist(), new, strict=True)
+        ],
+        np.bool_,
+    )
+    used[places[is_known]] = True
+    inserted = places[~is_known]
+    others = packed(
+        [v for v, known in zip(new, is_known.tolist(), strict=True) if not known], old.kind
+    )
+    values = spliced(old.values, used, inserted, others, old.kind)
+    dtype = np.min_scalar_type(len(values))
+    # A value stands after those that are kept, and after those that were inserted before it.
+    kept = np.concatenate([[0], np.cumsum(used)])
+    of_old = kept[:-1] + np.searchsorted(inserted, np.arange(len(used)), "right")
+    of_new = np.empty(len(new), np.int64)
+    of_new[~is_known] = kept[inserted] + np.arange(len(inserted))
+    of_new[is_known] = of_old[places[is_known]]
+    all_codes = np.concatenate(
+        [
+            np.concatenate([[0], of_old + 1]).astype(dtype)[codes],
+            np.concatenate([[0], of_new + 1]).astype(dtype)[new_codes],
         ]
     )
+    return _from_entries(
+        old.kind, values, np.concatenate([found.astype(np.uint32), new_rows]), all_codes, size
+    )
+
+
+def _from_entries(
+    kind: AttributeKind, values: Values, rows: NDArray[np.uint32], codes: Codes, size: int
+) -> Column:
+    """The column of these entries (E,): a row and a code each."""
     counts = np.bincount(codes, minlength=len(values) + 1)[1:]
     counts = counts.astype(np.min_scalar_type(int(counts.max(initial=0))))
-    present = len(np.unique(rows))
+    flags = np.zeros(size, np.bool_)
+    flags[rows] = True
+    present = int(np.count_nonzero(flags))
     if present < len(rows) or _SPARSE * len(rows) < size:
         order = np.argsort(rows, kind="stable")
         return Column(kind, values, counts, present, codes[order], rows[order])
-    dense = np.zeros(size, dtype)
+    dense = np.zeros(size, codes.dtype)
     dense[rows] = codes
     return Column(kind, values, counts, len(rows), dense, None)
 

@@ -104,6 +104,46 @@ def joined(parts: Sequence[Values], kind: AttributeKind) -> Values:
     return packed([value for part in parts for value in part], kind)
 
 
+def spliced(
+    values: Values,
+    kept: NDArray[np.bool_],
+    places: NDArray[np.int64],
+    new: Values,
+    kind: AttributeKind,
+) -> Values:
+    """The values (V,) that are kept, with `new` ones (M,) in between, each before the value at its
+    place, ascending.
+    """
+    before = np.concatenate([[0], np.cumsum(kept)])[places]  # of those that are kept
+    if isinstance(values, Texts) and isinstance(new, Texts):
+        lengths = np.diff(values.ends, prepend=0)
+        data = values.data if kept.all() else values.data[np.repeat(kept, lengths)]
+        lengths = lengths[kept]
+        starts = np.concatenate([[0], np.cumsum(lengths)])[before].tolist()
+        ends = [0, *new.ends.tolist()]
+        pieces, last = [], 0
+        for place, start in enumerate(starts):
+            pieces += [data[last:start], new.data[ends[place] : ends[place + 1]]]
+            last = start
+        both = np.insert(lengths, before, np.diff(new.ends, prepend=0))
+        return Texts(np.concatenate([*pieces, data[last:]]), np.cumsum(both))
+    if isinstance(values, Numbers) and isinstance(new, Numbers):
+        own, others = values.array[kept], new.array
+        if own.dtype != others.dtype and _is_exact(own) and _is_exact(others):
+            own, others = own.astype(np.float64), others.astype(np.float64)
+        if own.dtype == others.dtype:
+            return Numbers(np.insert(own, before, others))
+    left = [value for value, stays in zip(values, kept.tolist(), strict=True) if stays]
+    return packed(sorted([*left, *new]), kind)
+
+
+def _is_exact(array: NDArray[Any]) -> bool:
+    """Whether float64 holds all of these numbers."""
+    if array.dtype != np.int64:
+        return array.dtype == np.float64
+    return not len(array) or bool(max(-int(array.min()), int(array.max())) <= _WHOLE)
+
+
 def to_arrays(values: Values) -> Arrays:
     """What `from_arrays` makes the same values of."""
     if isinstance(values, Texts):

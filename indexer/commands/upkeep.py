@@ -81,6 +81,7 @@ def compact(
             facts = opened.facts()
             chosen = given_settings(index, memory_mb, target_recall, device)
             has_changed = facts.delta or facts.tombstones or opened.has_removed()
+            has_changed = has_changed or bool(facts.segment and facts.segment.gone)
             if not (rebuild or chosen or has_changed):
                 done = CompactReport(segment=None, manifest=None, elapsed_s=0.0)
                 text = "Nothing has changed since the index was made; --rebuild makes it anew."
@@ -89,7 +90,9 @@ def compact(
             before = IndexSettings() if facts.segment is None else facts.segment.settings
             settings = replace(before, **chosen) if chosen else None
             with progress(facts.size, "Indexing") as advance:
-                report = opened.compact(settings, wait=True, on_progress=advance)
+                report = opened.compact(
+                    settings, wait=True, from_scratch=rebuild, on_progress=advance
+                )
         print_report(report, json, _text(report))
 
 

@@ -12,7 +12,7 @@ from embedder.durable import FileFacts, HashedFile
 from embedder.errors import GalleryCorruptError, InvalidParameterError
 from embedder.machine import core_count
 from embedder.types import Embeddings
-from indexer.bits import Bits, count_of, has_bits, positions_in
+from indexer.bits import Bits, count_of, has_bits, packed_bits, positions_in
 from indexer.index.gpu import MAX_K, reason_of
 from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind, Kind, scaled
 from indexer.index.plan import Plan
@@ -33,11 +33,12 @@ CHUNK_BYTES = 64 * 2**20
 EXACT_BELOW = 20_000
 EXACT_PART = 0.02
 SCAN_EXACT_PART = 0.1
-"""Filters that leave at most so many vectors, or this part (of flat and fp16), are answered by
+"""Filters that leave at most so many vectors, or this part (of flat), are answered by
 comparing with all that are left: measured, it is faster from there on."""
 
 _CANDIDATE_BYTES = 12
 _EXCESS, _EXCESS_LEAST = 1.5, 16
+_MOST = 4  # to compare with all is faster where no more than one in so many is left out
 _WIDER = 8  # a second try where a filter leaves nothing near a query
 _HARDER = 4  # k_factor where neighbours are far away: codes tell them apart less well
 _NODE = 8  # comparisons that a step of a graph costs
@@ -55,6 +56,7 @@ class SegmentIndex:
     def __init__(
         self, kind: IndexKind, vectors: Embeddings, codes: faiss.Index | None, device: str = "cpu"
     ) -> None:
+        """`codes` hold the rows of `vectors` that are searched; a kind without codes, all."""
         self.kind = kind
         self._kind = KINDS[kind]
         self._vectors = vectors
@@ -65,49 +67,74 @@ class SegmentIndex:
 
     @classmethod
     def build(
-        cls, plan: Plan, vectors: Embeddings, on_progress: Progress | None = None
+        cls,
+        plan: Plan,
+        vectors: Embeddings,
+        rows: Ids | None = None,
+        on_progress: Progress | None = None,
     ) -> "SegmentIndex":
-        """Index the contiguous `vectors` (N, D), which are kept and not copied.
+        """Index the contiguous `vectors` (N, D), which are kept and not copied; of a kind that
+        `grows`, these rows alone.
 
         Raises: InvalidParameterError, ProviderError.
         """
         _check(vectors, plan.dim)
         kind = KINDS[plan.kind]
+        rows = np.arange(len(vectors)) if rows is None else rows
         codes = None
         if kind.faiss_class is not None:
-            _set_threads(core_count() if len(vectors) >= _LARGE else 1)
-            codes = kind.codes(vectors, plan.parameters)
+            _set_threads(core_count() if len(rows) >= _LARGE else 1)
+            codes = kind.codes(vectors, rows, plan.parameters)
         if kind.grows:
-            _grow(codes, vectors, on_progress)
+            _grow(codes, vectors, rows, on_progress)
         elif on_progress is not None:
-            on_progress(len(vectors))
+            on_progress(len(rows))
         return cls(plan.kind, vectors, codes, plan.device)
 
     @classmethod
     def open(
-        cls, kind: IndexKind, vectors: Embeddings, path: Path | None, device: str = "cpu"
+        cls,
+        kind: IndexKind,
+        vectors: Embeddings,
+        path: Path | None,
+        device: str = "cpu",
+        count: int | None = None,
     ) -> "SegmentIndex":
-        """Map what `save` wrote; no path for the kind flat. FAISS trusts the file.
+        """Map what `save` wrote of `count` rows, None for all; no path for the kind flat. FAISS
+        trusts the file.
 
         Raises: GalleryCorruptError, ProviderError.
         """
-        codes = None if path is None else _read_codes(path, KINDS[kind], vectors)
-        return cls(kind, vectors, codes, device)
+        if path is None:
+            return cls(kind, vectors, None, device)
+        shape = (len(vectors) if count is None else count, vectors.shape[1])
+        return cls(kind, vectors, _read_codes(path, KINDS[kind], shape), device)
+
+    @classmethod
+    def followed(
+        cls, kind: IndexKind, path: Path, vectors: Embeddings, count: int, moved: Ids
+    ) -> "SegmentIndex":
+        """What `save` wrote of `count` rows, over other `vectors`: `moved` has the new row of each
+        of those rows, -1 for one that has gone. Of a kind that `follows`.
+
+        Raises: GalleryCorruptError.
+        """
+        codes = _read_codes(path, KINDS[kind], (count, vectors.shape[1]))
+        # FAISS looks at each bit alone; rows that it never had are no harm.
+        codes.remove_ids(faiss.IDSelectorBitmap(packed_bits(moved < 0)))
+        if not np.array_equal(moved[moved >= 0], np.flatnonzero(moved >= 0)):
+            for place in range(codes.nlist):
+                if size := codes.invlists.list_size(place):
+                    rows = faiss.rev_swig_ptr(codes.invlists.get_ids(place), size)
+                    rows[:] = moved[rows]
+        return cls(kind, vectors, codes)
 
     def extended(
-        self, plan: Plan, vectors: Embeddings, on_progress: Progress | None = None
+        self, plan: Plan, rows: Ids, on_progress: Progress | None = None
     ) -> "SegmentIndex":
-        """The index of longer `vectors` that begin with those of this one, which is used up.
-
-        Raises: ProviderError.
-        """
-        if self._kind.grows:
-            _grow(self._codes, vectors, on_progress)
-            return SegmentIndex(self.kind, vectors, self._codes, plan.device)
-        self.close()
-        if on_progress is not None:
-            on_progress(len(vectors) - self.size)
-        return self.build(plan, vectors)
+        """The index of these further rows as well, of a kind that `grows`; this one is used up."""
+        _grow(self._codes, self._vectors, rows, on_progress)
+        return SegmentIndex(self.kind, self._vectors, self._codes, plan.device)
 
     def save(self, path: Path) -> FileFacts:
         """Write the compressed index to the new file `path`, without the vectors.
@@ -216,11 +243,21 @@ class SegmentIndex:
     def _brute_force(
         self, queries: Embeddings, k: int, allowed: Bits | None = None
     ) -> tuple[Scores, Ids]:
-        if allowed is not None:
+        if not k or not len(queries):
+            return nothing(len(queries), k)
+        if allowed is None:
+            return ordered(*_found_by(self._flat, queries, k))
+        left_out = self.size - count_of(allowed, self.size)
+        if _MOST * left_out > self.size:
             return compare(queries, k, self._vectors, positions_in(allowed, self.size))
-        if not k:
-            return nothing(len(queries), 0)
-        return ordered(*_found_by(self._flat, queries, k))
+        # To fetch more and drop them takes less than to copy what is allowed.
+        wide = k + min(left_out, int(_EXCESS * k * left_out / self.size) + _EXCESS_LEAST)
+        scores, positions = _sifted(*ordered(*_found_by(self._flat, queries, wide)), allowed, k)
+        short = np.flatnonzero(positions[:, -1] < 0)
+        if len(short):
+            rows = positions_in(allowed, self.size)
+            scores[short], positions[short] = compare(queries[short], k, self._vectors, rows)
+        return scores, positions
 
     def _overfetch(
         self, queries: Embeddings, k: int, wide: int, effort: Effort, allowed: Bits | None
@@ -382,17 +419,17 @@ def _flat_over(vectors: Embeddings) -> faiss.IndexFlatIP:
     return index
 
 
-def _grow(codes: faiss.Index, vectors: Embeddings, on_progress: Progress | None) -> None:
-    """Add the rows of `vectors` that `codes` does not have yet."""
-    _set_threads(core_count() if len(vectors) >= _LARGE else 1)
-    for start in range(codes.ntotal, len(vectors), CHUNK):
-        batch = vectors[start : start + CHUNK]
-        codes.add(batch)
+def _grow(codes: faiss.Index, vectors: Embeddings, rows: Ids, on_progress: Progress | None) -> None:
+    """Add these rows of `vectors` to codes that do not have them yet."""
+    _set_threads(core_count() if len(rows) >= _LARGE else 1)
+    for start in range(0, len(rows), CHUNK):
+        batch = rows[start : start + CHUNK]
+        codes.add_with_ids(vectors[batch], batch)
         if on_progress is not None:
             on_progress(len(batch))
 
 
-def _read_codes(path: Path, kind: Kind, vectors: Embeddings) -> faiss.Index:
+def _read_codes(path: Path, kind: Kind, shape: tuple[int, int]) -> faiss.Index:
     try:
         codes = faiss.read_index(str(path), kind.read_flags)
     except (RuntimeError, MemoryError) as error:
@@ -400,12 +437,13 @@ def _read_codes(path: Path, kind: Kind, vectors: Embeddings) -> faiss.Index:
             f"{path} is not a readable index: it is missing, truncated or damaged "
             f"({reason_of(error)}). {_CURE}"
         ) from error
-    found = (type(codes), codes.metric_type, codes.ntotal, codes.d)
-    if found != (kind.faiss_class, faiss.METRIC_INNER_PRODUCT, *vectors.shape):
+    own = faiss.downcast_index(codes.index) if isinstance(codes, faiss.IndexIDMap) else codes
+    found = (type(own), codes.metric_type, codes.ntotal, codes.d)
+    if found != (kind.faiss_class, faiss.METRIC_INNER_PRODUCT, *shape):
         raise GalleryCorruptError(
             f"{path} holds {codes.ntotal:,} vectors of length {codes.d} in a "
-            f"{type(codes).__name__}, but the segment has {len(vectors):,} of length "
-            f"{vectors.shape[1]} in an index of kind {kind.name}. {_CURE}"
+            f"{type(own).__name__}, but the segment has {shape[0]:,} of length "
+            f"{shape[1]} in an index of kind {kind.name}. {_CURE}"
         )
     return codes
 

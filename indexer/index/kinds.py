@@ -17,8 +17,9 @@ from faiss.class_wrappers import add_to_referenced_objects
 from embedder.types import Embeddings
 from indexer.bits import Bits
 from indexer.index.gpu import GpuIndex, build_cagra
+from indexer.types import Ids
 
-IndexKind = Literal["flat", "fp16", "hnsw", "ivf-pq", "ivf-rabitq", "cagra"]
+IndexKind = Literal["flat", "hnsw", "ivf-pq", "cagra"]
 Device = Literal["cpu", "cuda"]
 
 Parameters = Mapping[str, int]
@@ -28,7 +29,6 @@ TUNED_AT = 10
 """The number of answers that an effort is tuned for."""
 
 FLAT_BYTES = 200e6
-FP16_BYTES = 2 * FLAT_BYTES
 GPU_FLAT_BYTES = 2e9
 HNSW_MAX = 500_000
 """Lists of codes answer sooner and are smaller: at 200,000 x 128 IVF-PQ took 232 us (p50) and 51
@@ -64,7 +64,7 @@ _TUNE_QUERIES = 1000
 class Effort:
     """How hard an index tries to find 10 answers; for more it tries harder in proportion.
 
-    value: efSearch (hnsw, cagra) or nprobe (ivf); 0 for flat and fp16. k_factor: so many times k
+    value: efSearch (hnsw, cagra) or nprobe (ivf); 0 for flat. k_factor: so many times k
     candidates are compared at full precision.
     """
 
@@ -77,7 +77,8 @@ class Kind(ABC):
 
     devices: what it is made on. least_recall: known beforehand. is_scan: looks at all vectors, so
     it knows no effort. is_graph: walks a graph, whose steps cost more than comparisons. grows:
-    vectors can be added to its codes. k_factors: what tuning may choose. faiss_class, read_flags,
+    rows can be added to its codes. follows: rows can be taken out of
+    them as well. k_factors: what tuning may choose. faiss_class, read_flags,
     write_flags: of the file of codes.
     """
 
@@ -87,6 +88,7 @@ class Kind(ABC):
     is_scan: ClassVar[bool] = False
     is_graph: ClassVar[bool] = False
     grows: ClassVar[bool] = True
+    follows: ClassVar[bool] = False
     k_factors: ClassVar[tuple[int, ...]] = (2, 4, 8)
     faiss_class: ClassVar[type | None] = None
     read_flags: ClassVar[int] = faiss.IO_FLAG_MMAP_IFC
@@ -125,15 +127,20 @@ class Kind(ABC):
         return 0.0
 
     @abstractmethod
-    def codes(self, vectors: Embeddings, parameters: Parameters) -> faiss.Index:
-        """The trained index of codes of `vectors` (N, D), empty if it `grows`.
+    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
+        """The index of codes, trained for these rows of `vectors` (N, D), empty if it `grows`. Its
+        answers are rows.
 
         Raises: ProviderError.
         """
 
     def searched(self, codes: faiss.Index, flat: faiss.IndexFlatIP) -> faiss.Index:
         """What is searched: codes whose candidates are compared at full precision."""
-        return faiss.IndexRefine(codes, flat)
+        # FAISS wants as many codes as vectors, but some vectors have none.
+        size, flat.ntotal = flat.ntotal, codes.ntotal
+        found = faiss.IndexRefine(codes, flat)
+        flat.ntotal = found.ntotal = size
+        return found
 
     def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> GpuIndex:
         """What is searched on the GPU. Raises: ProviderError."""
@@ -179,7 +186,7 @@ class Flat(Kind):
     def memory_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
         return 4.0 * n * dim
 
-    def codes(self, vectors: Embeddings, parameters: Parameters) -> faiss.Index:
+    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
         raise NotImplementedError
 
     def on_gpu(self, vectors: Embeddings, codes: faiss.Index | None) -> GpuIndex:
@@ -189,30 +196,6 @@ class Flat(Kind):
         self, nlist: int, size: int, effort: Effort, k: int, allowed: Bits | None = None
     ) -> faiss.SearchParameters:
         return faiss.SearchParameters()
-
-
-class Fp16(Kind):
-    """Half the bytes of flat in the same time; scores are exact all the same."""
-
-    name = "fp16"
-    least_recall = 0.999
-    is_scan = True
-    faiss_class = faiss.IndexScalarQuantizer
-
-    def suits(self, n: int, dim: int, device: str) -> bool:
-        return 4.0 * n * dim <= FP16_BYTES
-
-    def reason(self, n: int, dim: int) -> str:
-        return f"{_size(n, dim)} of vectors: a scan at half precision takes about 10 ms"
-
-    def code_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        return 2.0 * n * dim
-
-    def codes(self, vectors: Embeddings, parameters: Parameters) -> faiss.Index:
-        dim = vectors.shape[1]
-        codes = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_fp16, _IP)
-        codes.train(vectors[:1])
-        return codes
 
 
 class Hnsw(Kind):
@@ -239,12 +222,12 @@ class Hnsw(Kind):
         inserted = n * _HNSW_S * math.log2(n + 1) * _wider(dim) * effort
         return (_truth_s(n, dim) + inserted) / cores
 
-    def codes(self, vectors: Embeddings, parameters: Parameters) -> faiss.Index:
+    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
         dim, m = vectors.shape[1], parameters["m"]
         codes = faiss.IndexHNSWSQ(dim, faiss.ScalarQuantizer.QT_8bit, m, _IP)
         codes.hnsw.efConstruction = parameters["ef_construction"]
-        codes.train(sample_of(vectors, _SQ_SAMPLE))
-        return codes
+        codes.train(sample_of(vectors, rows, _SQ_SAMPLE))
+        return _by_row(codes)
 
     def efforts(self, size: int, nlist: int) -> list[int]:
         return list(_doubling(16, min(_MAX_SEARCH, max(16, size))))
@@ -255,22 +238,23 @@ class Hnsw(Kind):
         return faiss.SearchParametersHNSW(efSearch=value, **selected)
 
 
-class Lists(Kind):
-    """Inverted lists of codes, whose centroids come from spherical k-means."""
+class IvfPq(Kind):
+    """Inverted lists, whose centroids come from spherical k-means, of 4-bit product codes of pairs
+    of numbers, compared in registers (FastScan).
+    """
 
+    name = "ivf-pq"
+    follows = True
+    k_factors = (4, 8, 16, 32, 64)
+    faiss_class = faiss.IndexIVFPQFastScan
     # FAISS copies the lists of an IVF into memory of its own; mapped, they would be there twice.
     read_flags = 0
 
-    @abstractmethod
-    def code(self, parameters: Parameters) -> str:
-        """The name of the code for FAISS' factory."""
-
-    @abstractmethod
-    def bytes_each(self, dim: int, parameters: Parameters) -> float:
-        """Of the code of a vector."""
-
     def suits(self, n: int, dim: int, device: str) -> bool:
         return True
+
+    def reason(self, n: int, dim: int) -> str:
+        return f"{n:,} vectors are too many for a graph"
 
     def problem(self, n: int, dim: int) -> str | None:
         if n >= PQ_MIN:
@@ -281,12 +265,12 @@ class Lists(Kind):
         )
 
     def parameters(self, n: int, dim: int) -> dict[str, int]:
-        return {"nlist": lists_for(n)}
+        return {"nlist": lists_for(n), "pq_m": dim if dim % 2 else dim // 2}
 
     def code_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
         nlist = parameters["nlist"]
         # FastScan keeps codes in blocks of 32, so half a block a list is empty.
-        stored = (n + 16 * nlist) * self.bytes_each(dim, parameters) + 8 * n
+        stored = (n + 16 * nlist) * parameters["pq_m"] * PQ_BITS / 8 + 8 * n
         graph = _graph_bytes(_COARSE_M) if nlist >= COARSE_HNSW_FROM else 0
         return stored + nlist * (4 * dim + graph)
 
@@ -303,19 +287,20 @@ class Lists(Kind):
         train = min(n, TRAIN_PER_LIST * nlist) * assign * _KMEANS_ROUNDS
         return (_truth_s(n, dim) + train + n * (assign + _ENCODE_S)) / cores
 
-    def codes(self, vectors: Embeddings, parameters: Parameters) -> faiss.Index:
+    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
         """From many lists on, each round of k-means finds the nearest one through a graph."""
         dim, nlist = vectors.shape[1], parameters["nlist"]
         has_graph = nlist >= COARSE_HNSW_FROM
         coarse = f"_HNSW{_COARSE_M}" if has_graph else ""
-        codes = faiss.index_factory(dim, f"IVF{nlist}{coarse},{self.code(parameters)}", _IP)
+        code = f"PQ{parameters['pq_m']}x{PQ_BITS}fs"
+        codes = faiss.index_factory(dim, f"IVF{nlist}{coarse},{code}", _IP)
         codes.cp.spherical = True
         codes.cp.niter = _KMEANS_ROUNDS
         codes.cp.min_points_per_centroid = 1  # the plan has seen to it; else FAISS warns
         codes.cp.max_points_per_centroid = TRAIN_PER_LIST
         assigner = faiss.IndexHNSWFlat(dim, _KMEANS_M, _IP) if has_graph else faiss.IndexFlatIP(dim)
         codes.clustering_index = assigner
-        codes.train(sample_of(vectors, TRAIN_PER_LIST * nlist))
+        codes.train(sample_of(vectors, rows, TRAIN_PER_LIST * nlist))
         codes.clustering_index = None  # it does not own it
         return codes
 
@@ -330,51 +315,6 @@ class Lists(Kind):
             coarse = faiss.SearchParametersHNSW(efSearch=2 * nprobe)
             selected = {**selected, "quantizer_params": coarse}
         return faiss.SearchParametersIVF(nprobe=nprobe, **selected)
-
-
-class IvfPq(Lists):
-    """4-bit product codes of pairs of numbers, compared in registers (FastScan)."""
-
-    name = "ivf-pq"
-    k_factors = (4, 8, 16, 32, 64)
-    faiss_class = faiss.IndexIVFPQFastScan
-
-    def reason(self, n: int, dim: int) -> str:
-        return f"{n:,} vectors are too many for a graph"
-
-    def problem(self, n: int, dim: int) -> str | None:
-        if dim % 2 and n >= PQ_MIN:
-            return (
-                f"The index ivf-pq cuts a vector into pairs of numbers, but {dim} is odd. "
-                "Choose --index ivf-rabitq or hnsw."
-            )
-        return super().problem(n, dim)
-
-    def parameters(self, n: int, dim: int) -> dict[str, int]:
-        return {"nlist": lists_for(n), "pq_m": dim // 2}
-
-    def code(self, parameters: Parameters) -> str:
-        return f"PQ{parameters['pq_m']}x{PQ_BITS}fs"
-
-    def bytes_each(self, dim: int, parameters: Parameters) -> float:
-        return parameters["pq_m"] * PQ_BITS / 8
-
-
-class IvfRabitq(Lists):
-    """One bit a number (Gao and Long 2024, https://arxiv.org/abs/2405.12497)."""
-
-    name = "ivf-rabitq"
-    k_factors = (8, 16, 32, 64, 128)
-    faiss_class = faiss.IndexIVFRaBitQFastScan
-
-    def reason(self, n: int, dim: int) -> str:
-        return "the smallest index"
-
-    def code(self, parameters: Parameters) -> str:
-        return "RaBitQfs"
-
-    def bytes_each(self, dim: int, parameters: Parameters) -> float:
-        return dim / 8 + 8
 
 
 class Cagra(Hnsw):
@@ -409,7 +349,7 @@ class Cagra(Hnsw):
     def build_s(self, n: int, dim: int, parameters: Parameters, cores: int) -> float:
         return n * _CAGRA_S
 
-    def codes(self, vectors: Embeddings, parameters: Parameters) -> faiss.Index:
+    def codes(self, vectors: Embeddings, rows: Ids, parameters: Parameters) -> faiss.Index:
         return build_cagra(vectors, parameters)
 
     def searched(self, codes: faiss.Index, flat: faiss.IndexFlatIP) -> faiss.Index:
@@ -432,9 +372,7 @@ class Cagra(Hnsw):
         return self._parameters(nlist, scaled(effort.value, k, size), selected)
 
 
-KINDS: Mapping[IndexKind, Kind] = {
-    kind.name: kind for kind in (Flat(), Fp16(), Hnsw(), IvfPq(), IvfRabitq(), Cagra())
-}
+KINDS: Mapping[IndexKind, Kind] = {kind.name: kind for kind in (Flat(), Hnsw(), IvfPq(), Cagra())}
 """Every kind; on each device from the one for few vectors to that for most."""
 
 
@@ -461,12 +399,21 @@ def scaled(value: int, k: int, size: int) -> int:
     return min(value + min(value, 2 * TUNED_AT) * max(0, k - TUNED_AT) // TUNED_AT, size)
 
 
-def sample_of(vectors: Embeddings, count: int) -> Embeddings:
-    """Up to `count` rows, drawn evenly; always the same ones."""
-    if count >= len(vectors):
-        return np.ascontiguousarray(vectors)
-    rows = np.random.default_rng(0).choice(len(vectors), count, replace=False, shuffle=False)
-    return vectors[np.sort(rows)]
+def sample_of(vectors: Embeddings, rows: Ids, count: int) -> Embeddings:
+    """Up to `count` of these rows, drawn evenly; always the same ones."""
+    if count < len(rows):
+        drawn = np.random.default_rng(0).choice(len(rows), count, replace=False, shuffle=False)
+        rows = rows[np.sort(drawn)]
+    # All vectors are read where they are mapped.
+    return np.ascontiguousarray(vectors) if len(rows) == len(vectors) else vectors[rows]
+
+
+def _by_row(codes: faiss.Index) -> faiss.Index:
+    """Codes that answer with the rows they were added under, in place of their own count."""
+    found = faiss.IndexIDMap(codes)
+    found.own_fields = True
+    codes.this.own(False)
+    return found
 
 
 def _doubling(first: int, last: int) -> Iterator[int]:

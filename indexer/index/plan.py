@@ -17,6 +17,7 @@ from indexer.index.kinds import KINDS, Device, IndexKind, Kind, kinds_on
 _MIB = 2**20
 _BASE_BUILD_MB = 100.0  # batches on their way from the catalogue to the file, held-out queries
 _BUILD_ITEM_BYTES = 60  # measured by benchmarks/memory.py: keys and numbers of items
+_ITEM_DISK_BYTES = 600  # its row in the catalogue with five attributes, and their columns
 _WRITE_BYTES_PER_S = 200e6
 
 MAX_DIM = 8192
@@ -45,7 +46,8 @@ class Plan:
     """An index that fits, and what it costs.
 
     memory_mb: resident while searching (on the GPU for cuda); build_memory_mb: while building.
-    mapped_mb: full-precision vectors, read from the disk through the page cache.
+    mapped_mb: full-precision vectors, read from the disk through the page cache. code_bytes: of the
+    index alone. disk_mb: of the whole gallery.
     """
 
     kind: IndexKind
@@ -54,6 +56,7 @@ class Plan:
     device: str
     memory_mb: float
     mapped_mb: float
+    code_bytes: float
     disk_mb: float
     build_memory_mb: float
     build_minutes: float
@@ -107,6 +110,23 @@ def plan_index(n: int, dim: int, settings: IndexSettings) -> Plan:
     return plan
 
 
+def plans_for(n: int, dim: int, settings: IndexSettings) -> list[Plan]:
+    """The index to make, and with `auto` those to make if it misses the target recall: smaller
+    ones, then larger ones, as far as they fit. Raises: as `plan_index`.
+    """
+    first = plan_index(n, dim, settings)
+    if settings.kind != "auto":
+        return [first]
+    kinds = kinds_on(settings.device)
+    place = kinds.index(KINDS[first.kind])
+    plans = [
+        _plan(kind, n, dim, settings, f"{first.kind} misses the target recall")
+        for kind in (*kinds[place + 1 :], *kinds[:place][::-1])
+        if not kind.problem(n, dim)
+    ]
+    return [first, *(plan for plan in plans if _fits(plan, _budget_mb(settings)))]
+
+
 def check_target(kind: IndexKind, target_recall: float) -> None:
     """Raises: PlanError for a target out of range, or that no index of this kind can promise."""
     if not 0 < target_recall <= 1:
@@ -147,7 +167,7 @@ def _preferred(n: int, dim: int, device: str, target_recall: float) -> list[tupl
 
 def _plan(kind: Kind, n: int, dim: int, settings: IndexSettings, reason: str) -> Plan:
     parameters = kind.parameters(n, dim)
-    full = 4.0 * n * dim
+    full, codes = 4.0 * n * dim, kind.code_bytes(n, dim, parameters)
     written_s = full / _WRITE_BYTES_PER_S
     return Plan(
         kind=kind.name,
@@ -156,7 +176,8 @@ def _plan(kind: Kind, n: int, dim: int, settings: IndexSettings, reason: str) ->
         device=settings.device,
         memory_mb=kind.memory_bytes(n, dim, parameters) / _MIB,
         mapped_mb=full / _MIB,
-        disk_mb=(full + kind.code_bytes(n, dim, parameters) + 8.0 * n) / _MIB,
+        code_bytes=codes,
+        disk_mb=(full + codes + _ITEM_DISK_BYTES * n) / _MIB,
         build_memory_mb=(kind.build_bytes(n, dim, parameters) + _BUILD_ITEM_BYTES * n) / _MIB
         + _BASE_BUILD_MB,
         build_minutes=(written_s + kind.build_s(n, dim, parameters, core_count())) / 60,

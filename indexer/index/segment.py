@@ -1,53 +1,56 @@
-"""The vectors of one state of a gallery, indexed and immutable on the disk.
+"""The index over the vectors of one state of a gallery, with their attributes; immutable.
 
 segments/<name>/
-  vectors.npy    float32 (N, D), by position; mapped into memory
-  ids.npy        int64 (N,): the item number of each position, ascending but for the held out
-  index.faiss    the compressed index; none for the kind flat
-  columns.bin    the attributes, see indexer.columns; a segment of an earlier version has none
+  index.faiss    the compressed index of the rows of live items; none for the kind flat
+  gone.bin       a bit for each row of the vectors that has no live item
+  columns.bin    the attributes by row, see indexer.columns
   segment.json   SegmentManifest
 
-Held-out queries are left out of the index while it is tuned, then added: they come last.
+A position is a row of the file of vectors (indexer.catalog.vectors), which is read where it lies. A
+segment of an earlier version has its own vectors.npy and, in ids.npy, the item of each position.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from embedder.bundle import sha256_of
 from embedder.durable import FileFacts, HashedFile
-from embedder.errors import GalleryCorruptError
+from embedder.errors import GalleryCorruptError, RecallError
 from embedder.types import Embeddings
-from indexer.attributes import Schema
-from indexer.bits import Bits, positions_in
-from indexer.columns.columns import Attributes, Columns, ColumnsBuilder, write_columns
+from indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
+from indexer.catalog.vectors import VECTORS, RowNumbers, VectorFile
+from indexer.columns.columns import Column, Columns, write_columns
 from indexer.index.faiss import SegmentIndex
-from indexer.index.kinds import KINDS, Effort, IndexKind
-from indexer.index.plan import IndexSettings, Plan, plan_index
-from indexer.index.tune import Tuned, tune
+from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind
+from indexer.index.plan import IndexSettings, Plan, plans_for
+from indexer.index.tune import Measure, Tuned, tune
 from indexer.types import Ids, Progress, places_of
 
-VECTORS = "vectors.npy"
-IDS = "ids.npy"
+_log = logging.getLogger(__name__)
+
 INDEX = "index.faiss"
+GONE = "gone.bin"
 COLUMNS = "columns.bin"
 MANIFEST = "segment.json"
+
+_OWN_VECTORS, _OWN_IDS = "vectors.npy", "ids.npy"  # of an earlier version
 
 HASHED_BELOW = 64 * 2**20
 """Bytes up to which a file's hash is checked on every opening."""
 
 _CURE = "Make the index again from the catalogue: kinlens-index compact GALLERY --rebuild."
 _SHORT = 12
+_FORMER = ("fp16", "ivf-rabitq")
 
 HELD_OUT = 1000
 """Queries that are held out to tune with; at most one in ten vectors."""
@@ -55,19 +58,29 @@ HELD_OUT = 1000
 SMALL = 64
 """Below so many vectors none is held out: the index is tuned with its own vectors."""
 
-Batches = Iterable[tuple[Ids, Embeddings]]
+TESTED = 300
+"""Queries that say whether an index that was brought up to date is still good enough."""
+
+_HARDER = 2  # times the effort with which it was found good
+
+OUTGROWN = 2
+"""An index that has grown so many times since it was trained is trained again."""
 
 
 class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     """What a segment holds and how it was made.
 
-    seq: the state whose items it holds. recall: at 10, measured with `held_out` queries that were
-    not in the index yet; 0 of them if the gallery was too small and its own vectors were used.
+    seq: the state whose items it holds. size: positions, `gone` of which have no item. vectors: the
+    file that they are rows of; None in an earlier version. recall: at 10, measured with `held_out`
+    queries that were not in the index yet; 0 of them if the gallery was too small and its own
+    vectors were used. trained_on: how many vectors there were when it was trained.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 2
     seq: int = Field(ge=0)
     size: int = Field(ge=1)
+    gone: int = Field(default=0, ge=0)
+    vectors: str | None = None
     dim: int = Field(ge=1)
     kind: IndexKind
     parameters: dict[str, int]
@@ -76,12 +89,18 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     recall: float = Field(ge=0, le=1)
     target_recall: float = Field(gt=0, le=1)
     held_out: int = Field(ge=0)
+    trained_on: int = Field(default=0, ge=0)
     build_s: float = Field(ge=0)
     created_at: str = Field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
     settings: IndexSettings
     files: dict[str, FileFacts]
+
+    @property
+    def items(self) -> int:
+        """Number of items."""
+        return self.size - self.gone
 
     @property
     def tuned(self) -> Effort:
@@ -99,19 +118,31 @@ def read_manifest(folder: Path) -> SegmentManifest:
     """The manifest of a segment. Raises: GalleryCorruptError."""
     path = folder / MANIFEST
     try:
-        manifest = SegmentManifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(data, dict) and data.get("kind") in _FORMER:
+            data = _as_flat(data)
+        manifest = SegmentManifest.model_validate(data)
     except (OSError, ValueError) as error:
         raise GalleryCorruptError(
             f"{path} is not a segment manifest that this version of Kinlens can read: "
             f"{brief(error)}. {_CURE}"
         ) from error
-    expected = {VECTORS, IDS} | ({INDEX} if KINDS[manifest.kind].faiss_class else set())
+    expected = {GONE} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
+    expected |= {INDEX} if KINDS[manifest.kind].faiss_class else set()
     if manifest.files.keys() - {COLUMNS} != expected:
         raise GalleryCorruptError(
             f"{path} lists the files {sorted(manifest.files)}, an index of kind {manifest.kind} "
             f"has {sorted(expected)}. {_CURE}"
         )
     return manifest
+
+
+def _as_flat(data: dict[str, Any]) -> dict[str, Any]:
+    """A segment of a kind that is not made any more: its vectors are compared with as they are."""
+    files = {name: facts for name, facts in data["files"].items() if name != INDEX}
+    settings = {**data["settings"], "kind": "auto"}
+    plain = {"kind": "flat", "parameters": {}, "effort": 0, "k_factor": 1, "recall": 1.0}
+    return {**data, **plain, "files": files, "settings": settings}
 
 
 def check_file(path: Path, facts: FileFacts, verify_hash: bool | None) -> None:
@@ -161,21 +192,57 @@ def brief(error: Exception) -> str:
     return str(error)
 
 
-class Segment:
-    """An open segment: `index` by position, `ids` (N,) the item number of each position.
+class Numbers(Protocol):
+    """Which item each position is of."""
 
-    `tuned` is the effort that reached the target; `columns` are the attributes by position, None
-    in a segment of an earlier version.
+    def of(self, rows: Ids) -> Ids:
+        """The number of the item of each position."""
+
+    def rows_of(self, ids: Ids) -> Ids:
+        """The position of each item; -1 for one that has none."""
+
+
+class _OwnNumbers:
+    """Those of a segment of an earlier version, whose last positions are in no order."""
+
+    def __init__(self, ids: Ids) -> None:
+        self._ids = ids
+        self._order = np.argsort(ids, kind="stable")
+        self._sorted = ids[self._order]
+
+    def of(self, rows: Ids) -> Ids:
+        found: Ids = self._ids[rows]
+        return found
+
+    def rows_of(self, ids: Ids) -> Ids:
+        places = places_of(ids, self._sorted)
+        return np.where(places < 0, -1, self._order[places])
+
+
+class Segment:
+    """An open segment: `index` by position, `numbers` the item of each position.
+
+    `gone` are positions without an item; `tuned` is the effort that reached the target; `columns`
+    are the attributes by position, None in a segment of an earlier version.
     """
 
     def __init__(
-        self, manifest: SegmentManifest, index: SegmentIndex, ids: Ids, columns: Columns | None
+        self,
+        manifest: SegmentManifest,
+        index: SegmentIndex,
+        numbers: Numbers,
+        gone: Bits,
+        columns: Columns | None,
+        file: VectorFile | None,
     ) -> None:
         self.manifest = manifest
+        self.size = manifest.size
         self.columns = columns
         self.tuned = manifest.tuned
         self.index = index
-        self.ids = ids
+        self.numbers = numbers
+        self.gone = gone
+        self._file = file  # which stays on the disk as long as it is open
 
     @classmethod
     def open(
@@ -184,56 +251,73 @@ class Segment:
         """Map the files of a segment. Sizes are always checked; hashes too with `verify_hashes`,
         and if that is None those of small files.
 
-        Raises: GalleryCorruptError, ProviderError.
+        Raises: GalleryCorruptError, ProviderError; FileNotFoundError if its vectors are gone.
         """
         manifest = read_manifest(folder)
         for name, facts in manifest.files.items():
             check_file(folder / name, facts, verify_hashes)
-        vectors = mapped(folder / VECTORS, np.float32, (manifest.size, manifest.dim))
-        ids = mapped(folder / IDS, np.int64, (manifest.size,))
+        numbers: Numbers
+        if manifest.vectors is None:
+            shape = (manifest.size, manifest.dim)
+            vectors: Embeddings = mapped(folder / _OWN_VECTORS, np.float32, shape)
+            numbers = _OwnNumbers(mapped(folder / _OWN_IDS, np.int64, shape[:1]))
+            gone, file = empty_bits(manifest.size), None
+        else:
+            file = VectorFile(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
+            vectors, numbers = file.rows(manifest.size), file.numbers
+            gone = np.fromfile(folder / GONE, np.uint8)
+            if len(gone) != (manifest.size + 7) // 8:
+                raise GalleryCorruptError(f"{folder / GONE} has another length. {_CURE}")
         codes = folder / INDEX if INDEX in manifest.files else None
         columns = None
         if COLUMNS in manifest.files:
             columns = Columns.open(folder / COLUMNS, manifest.size)
-        index = SegmentIndex.open(manifest.kind, vectors, codes, device)
-        return cls(manifest, index, ids, columns)
+        index = SegmentIndex.open(manifest.kind, vectors, codes, device, manifest.items)
+        return cls(manifest, index, numbers, gone, columns, file)
 
     @property
     def settings(self) -> IndexSettings:
         """What was asked for when it was made."""
         return self.manifest.settings
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether an earlier version has made it."""
+        return self.manifest.vectors is None
+
+    @property
+    def unindexed(self) -> int:
+        """How many positions without an item the index does not have."""
+        return 0 if self.index.kind == "flat" else self.manifest.gone
+
     def positions_of(self, ids: Ids) -> Ids:
         """The position of each item (N,); -1 where the segment does not have it."""
-        ids = np.asarray(ids, np.int64)
-        split = self.manifest.size - self.manifest.held_out
-        positions = places_of(ids, self.ids[:split])
-        if self.manifest.held_out:
-            last = places_of(ids, self.ids[split:])
-            positions = np.where(last < 0, positions, last + split)
-        return positions
+        positions = self.numbers.rows_of(np.asarray(ids, np.int64))
+        is_there = (positions >= 0) & (positions < self.size)
+        if self.manifest.gone:
+            is_there &= ~has_bits(self.gone, np.where(is_there, positions, 0))
+        return np.where(is_there, positions, -1)
 
     def numbers_in(self, bits: Bits, after: int, limit: int | None) -> tuple[Ids, int | None]:
         """Of the positions in the set the item numbers above `after`, ascending, at most `limit`;
         and the highest number of all of them.
         """
-        split = self.manifest.size - self.manifest.held_out
-        start = int(np.searchsorted(self.ids[:split], after, "right")) // 8
-        own = bits[start : (split + 7) // 8]
+        if not isinstance(self.numbers, RowNumbers):
+            found = np.sort(self.numbers.of(positions_in(bits, self.size)))
+            last = int(found[-1]) if len(found) else None
+            return found[found > after][:limit], last
+        first = self.numbers.rows_up_to(after) // 8
+        own = bits[first:]
         if limit is not None:  # the first 8 positions may be before `after`
             reached = np.cumsum(np.bitwise_count(own), dtype=np.int64)
             own = own[: int(np.searchsorted(reached, limit + 8)) + 1]
-        end = min(split, 8 * (start + len(own)))
-        positions = 8 * start + positions_in(own, end - 8 * start)
-        first = split // 8  # in whose byte the held-out positions begin
-        last = 8 * first + positions_in(bits[first:], self.manifest.size - 8 * first)
-        held = np.sort(self.ids[last[last >= split]])
-        found = np.concatenate([self.ids[positions], held])
-        found = np.sort(found[found > after])[:limit]
-        filled = np.flatnonzero(bits[: (split + 7) // 8])[-2:]
-        ends = [p for byte in filled for p in range(8 * byte, 8 * byte + 8) if p < split]
-        there = [int(self.ids[p]) for p in ends if bits[p >> 3] >> (p & 7) & 1]
-        return found, max([*there, *held[-1:].tolist()], default=None)
+        count = min(8 * len(own), self.size - 8 * first)
+        found = self.numbers.of(8 * first + positions_in(own, max(count, 0)))
+        filled = np.flatnonzero(bits)[-2:]
+        ends = [p for byte in filled.tolist() for p in range(8 * byte, 8 * byte + 8)]
+        there = [p for p in ends if p < self.size and bits[p >> 3] >> (p & 7) & 1]
+        last = int(self.numbers.of(np.array(there[-1:], np.int64))[0]) if there else None
+        return found[found > after][:limit], last
 
     def close(self) -> None:
         """Let go of the GPU; memory maps end with the last reader of their arrays."""
@@ -241,97 +325,85 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Vectors:
-    """The vectors of a segment to be: on the disk in their order, and the index that they get."""
-
-    plan: Plan
-    held_out: int
-    files: dict[str, FileFacts]
-    started: float
-
-
-def write_vectors(folder: Path, ids: Ids, batches: Batches, settings: IndexSettings) -> Vectors:
-    """Write the vectors of the items `ids` (N,), ascending, N >= 1, into the empty `folder`.
-
-    `batches` gives these items and their vectors, in this order. Nothing is synced.
-
-    Raises: PlanError, GalleryCorruptError, OSError.
+class Rows:
+    """What a segment is made of: the first `size` rows of a file of vectors, of which `gone`
+    (size,) have no item; at least one has.
     """
-    started = perf_counter()
-    batches = iter(batches)
-    first = next(batches, None)
-    if first is None:
-        raise _out_of_step(ids, 0)
-    dim = first[1].shape[1]
-    plan = plan_index(len(ids), dim, settings)
-    is_held = _held_out(len(ids))
-    files = {
-        VECTORS: _write_vectors(folder / VECTORS, ids, is_held, chain([first], batches), dim),
-        IDS: _write_array(folder / IDS, np.concatenate([ids[~is_held], ids[is_held]])),
-    }
-    return Vectors(plan, int(is_held.sum()), files, started)
+
+    file: VectorFile
+    size: int
+    gone: NDArray[np.bool_]
+
+    @property
+    def live(self) -> Ids:
+        """The rows that have an item, ascending."""
+        return np.flatnonzero(~self.gone)
 
 
-def write_attributes(
-    folder: Path,
-    written: Vectors,
-    ids: Ids,
-    batches: Iterable[tuple[Ids, Sequence[Attributes]]],
-    kinds: Schema,
-) -> Vectors:
-    """Write the attributes of the items `ids` (N,) as columns beside their vectors.
-
-    `batches` gives these items, in this order, with their attributes.
-
-    Raises: GalleryCorruptError, OSError.
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The segment so far, in a folder: `moved` (N,) is the new row of each of its positions, -1 for
+    one without an item, then or now.
     """
-    is_held = _held_out(len(ids))
-    positions = np.empty(len(ids), np.int64)
-    positions[~is_held] = np.arange(len(ids) - is_held.sum())
-    positions[is_held] = np.arange(len(ids) - is_held.sum(), len(ids))
-    builder, start = ColumnsBuilder(len(ids), kinds), 0
-    for found, attributes in batches:
-        rows = slice(start, start + len(found))
-        start += len(found)
-        if not np.array_equal(ids[rows], found):
-            raise _out_of_step(ids, start)
-        builder.add(positions[rows].tolist(), attributes)
-    files = {**written.files, COLUMNS: write_columns(folder / COLUMNS, builder.columns())}
-    return replace(written, files=files)
+
+    folder: Path
+    manifest: SegmentManifest
+    moved: Ids
 
 
 def write_segment(
     folder: Path,
     seq: int,
-    written: Vectors,
+    rows: Rows,
+    columns: Iterable[tuple[str, Column]],
     settings: IndexSettings,
     on_progress: Progress | None = None,
+    before: Before | None = None,
 ) -> SegmentManifest:
-    """Index what `write_vectors` has written into `folder`, and write the manifest.
+    """Index rows, and write a segment of them into the empty `folder`; nothing is synced.
 
-    `on_progress` is called with how many more vectors are indexed, N in all.
+    `before` is the segment so far, whose index is brought up to date where that will do.
+    `on_progress` is called with how many more vectors are indexed.
 
-    Raises: RecallError, ProviderError, OSError.
+    Raises: PlanError, RecallError, ProviderError, OSError.
     """
-    plan, files = written.plan, dict(written.files)
-    vectors = mapped(folder / VECTORS, np.float32, (plan.n, plan.dim))
-    target = settings.target_recall
-    index, tuned = _indexed(plan, vectors, written.held_out, target, on_progress)
+    started = perf_counter()
+    live = rows.live
+    plans = plans_for(len(live), rows.file.dim, settings)
+    vectors = rows.file.rows(rows.size)
+    files = {
+        GONE: _write(folder / GONE, packed_bits(rows.gone)),
+        COLUMNS: write_columns(folder / COLUMNS, columns),
+    }
+    plan, made = plans[0], None
+    if before is not None and _can_follow(before.manifest, plan, settings):
+        made = _updated(before, plan, vectors, live, on_progress)
+    while made is None:
+        plan = plans.pop(0)
+        try:
+            made = _indexed(plan, vectors, live, settings.target_recall, on_progress)
+        except RecallError as error:
+            if not plans:
+                raise
+            _log.warning("%s The index %s is made instead.", error, plans[0].kind)
     if KINDS[plan.kind].faiss_class:
-        files[INDEX] = index.save(folder / INDEX)
-    index.close()
+        files[INDEX] = made.index.save(folder / INDEX)
+    made.index.close()
     manifest = SegmentManifest(
         seq=seq,
-        size=plan.n,
+        size=rows.size,
+        gone=rows.size - len(live),
+        vectors=rows.file.name,
         dim=plan.dim,
         kind=plan.kind,
-        parameters=dict(plan.parameters),
-        effort=tuned.effort.value,
-        k_factor=tuned.effort.k_factor,
-        recall=tuned.recall,
-        target_recall=target,
-        held_out=written.held_out,
-        build_s=perf_counter() - written.started,
+        parameters=made.parameters,
+        effort=made.tuned.effort.value,
+        k_factor=made.tuned.effort.k_factor,
+        recall=made.tuned.recall,
+        target_recall=settings.target_recall,
+        held_out=made.queries,
+        trained_on=made.trained_on,
+        build_s=perf_counter() - started,
         settings=settings,
         files=files,
     )
@@ -339,61 +411,108 @@ def write_segment(
     return manifest
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    index: SegmentIndex
+    tuned: Tuned
+    queries: int
+    trained_on: int
+    parameters: dict[str, int]
+
+
 def _indexed(
-    plan: Plan, vectors: Embeddings, held_out: int, target: float, on_progress: Progress | None
-) -> tuple[SegmentIndex, Tuned]:
-    split = len(vectors) - held_out
-    index = SegmentIndex.build(plan, vectors[:split], on_progress)
-    tuned = tune(index, vectors[split:] if held_out else vectors, target)
-    return (index.extended(plan, vectors, on_progress) if held_out else index), tuned
+    plan: Plan, vectors: Embeddings, live: Ids, target: float, on_progress: Progress | None
+) -> _Made:
+    """Held-out queries are left out of the index while it is tuned, then added."""
+    kind = KINDS[plan.kind]
+    if kind.is_scan:  # which finds what is asked for
+        index = SegmentIndex.build(plan, vectors, live, on_progress)
+        return _Made(
+            index, tune(index, vectors[live[:SMALL]], target), 0, len(live), dict(plan.parameters)
+        )
+    is_held = _held_out(len(live))
+    kept, held = live[~is_held], live[is_held]
+    queries = vectors[held] if len(held) else vectors[live]
+    if kind.grows:
+        flags = np.zeros(len(vectors), np.bool_)
+        flags[kept] = True
+        index = SegmentIndex.build(plan, vectors, kept, on_progress)
+        tuned = tune(index, queries, target, allowed=packed_bits(flags))
+        index = index.extended(plan, held, on_progress)
+    else:  # made twice, since nothing can be added to it
+        index = SegmentIndex.build(plan, vectors[kept], None, on_progress)
+        tuned = tune(index, queries, target)
+        index.close()
+        index = SegmentIndex.build(plan, vectors)
+    return _Made(index, tuned, len(held), len(live), dict(plan.parameters))
+
+
+def _can_follow(before: SegmentManifest, plan: Plan, settings: IndexSettings) -> bool:
+    """Whether an index can be brought up to date in place of one that is made anew."""
+    return (
+        KINDS[plan.kind].follows
+        and (before.kind, before.target_recall) == (plan.kind, settings.target_recall)
+        and before.parameters.keys() == plan.parameters.keys()
+        and before.trained_on <= OUTGROWN * plan.n
+        and plan.n <= OUTGROWN * before.trained_on
+    )
+
+
+def _updated(
+    before: Before, plan: Plan, vectors: Embeddings, live: Ids, on_progress: Progress | None
+) -> _Made | None:
+    manifest = before.manifest
+    moved = before.moved
+    index = SegmentIndex.followed(
+        manifest.kind, before.folder / INDEX, vectors, manifest.items, moved
+    )
+    kept = moved[moved >= 0]
+    flags = np.zeros(len(vectors), np.bool_)
+    flags[kept] = True
+    fresh = live[~flags[live]]
+    tuned = Tuned(manifest.tuned, manifest.recall)
+    if len(fresh) >= SMALL and len(kept):
+        queries = vectors[fresh[_drawn(len(fresh), TESTED)]]
+        try:
+            tuned = _tested(index, queries, packed_bits(flags), manifest)
+        except RecallError:
+            return None
+        if (
+            tuned.effort.value * tuned.effort.k_factor
+            > _HARDER * manifest.effort * manifest.k_factor
+        ):
+            return None
+    if on_progress is not None:
+        on_progress(len(kept))
+    index = index.extended(plan, fresh, on_progress)
+    return _Made(index, tuned, manifest.held_out, manifest.trained_on, manifest.parameters)
+
+
+def _tested(
+    index: SegmentIndex, queries: Embeddings, allowed: Bits, manifest: SegmentManifest
+) -> Tuned:
+    """The effort so far, if it still finds enough; or a greater one. Raises: RecallError."""
+    target = manifest.target_recall
+    found = Measure(index, queries, min(TUNED_AT, index.size), target, allowed)(manifest.tuned)
+    if found.tuned.recall >= target:
+        return found.tuned
+    return tune(index, queries, target, allowed=allowed)
 
 
 def _held_out(n: int) -> NDArray[np.bool_]:
     """Which of `n` vectors are held out; always the same ones."""
     is_held = np.zeros(n, np.bool_)
     if n >= SMALL:
-        count = min(HELD_OUT, n // 10)
-        is_held[np.random.default_rng(0).choice(n, count, replace=False, shuffle=False)] = True
+        is_held[_drawn(n, min(HELD_OUT, n // 10))] = True
     return is_held
 
 
-def _write_vectors(
-    path: Path, ids: Ids, is_held: NDArray[np.bool_], batches: Batches, dim: int
-) -> FileFacts:
-    held: list[Embeddings] = []
+def _drawn(n: int, count: int) -> Ids:
+    """Up to `count` of `n` places; always the same ones."""
+    return np.random.default_rng(0).choice(n, min(n, count), replace=False, shuffle=False)
+
+
+def _write(path: Path, array: NDArray[np.uint8]) -> FileFacts:
     with HashedFile(path) as file:
-        shape = {"descr": "<f4", "fortran_order": False, "shape": (len(ids), dim)}
-        npy.write_array_header_1_0(file, shape)
-        for rows, vectors in _in_step(ids, batches):
-            held.append(vectors[is_held[rows]])
-            file.write(np.ascontiguousarray(vectors[~is_held[rows]], dtype=np.float32))
-        file.write(np.concatenate(held).astype(np.float32, copy=False))
-    return file.facts
-
-
-def _in_step(ids: Ids, batches: Batches) -> Iterator[tuple[slice, Embeddings]]:
-    """The vectors with the rows they belong to. Raises: GalleryCorruptError."""
-    start = 0
-    for found, vectors in batches:
-        rows = slice(start, start + len(found))
-        start += len(found)
-        if not np.array_equal(ids[rows], found):
-            break
-        yield rows, vectors
-    else:
-        if start == len(ids):
-            return
-    raise _out_of_step(ids, start)
-
-
-def _out_of_step(ids: Ids, start: int) -> GalleryCorruptError:
-    return GalleryCorruptError(
-        f"The catalogue lists {len(ids):,} items, but their vectors do not follow the list up to "
-        f"item {start:,}. Restore a backup (kinlens-index restore) or build the gallery again."
-    )
-
-
-def _write_array(path: Path, array: NDArray[np.int64]) -> FileFacts:
-    with HashedFile(path) as file:
-        npy.write_array(file, array, version=(1, 0))
+        file.write(array)
     return file.facts

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from embedder.errors import RecallError
 from embedder.types import Embeddings
+from indexer.bits import Bits
 from indexer.index.faiss import SegmentIndex
 from indexer.index.kinds import KINDS, TUNED_AT, Effort
 from indexer.types import SAME_SCORE, Ids, Scores
@@ -33,8 +34,15 @@ def recall_at(found: Ids, truth: Ids) -> float:
     return hits / truth.size
 
 
-def tune(index: SegmentIndex, queries: Embeddings, target: float, k: int = TUNED_AT) -> Tuned:
-    """The fastest effort that reaches the recall `target` at `k`, measured on `queries` (Q, D).
+def tune(
+    index: SegmentIndex,
+    queries: Embeddings,
+    target: float,
+    k: int = TUNED_AT,
+    allowed: Bits | None = None,
+) -> Tuned:
+    """The fastest effort that reaches the recall `target` at `k`, measured on `queries` (Q, D);
+    `allowed` are the positions that the index has, None for all.
 
     The queries must not be in the index. Aims two standard errors of their mean recall above the
     target, but not beyond half of what is missing to 1.
@@ -44,7 +52,7 @@ def tune(index: SegmentIndex, queries: Embeddings, target: float, k: int = TUNED
     kind = KINDS[index.kind]
     if kind.is_scan:
         queries = queries[:_SCAN_QUERIES]
-    measure = _Measure(index, queries, min(k, index.size), target)
+    measure = Measure(index, queries, min(k, index.size), target, allowed)
     best: Tuned | None = None
     fastest = math.inf
     for k_factor in kind.k_factors:
@@ -66,34 +74,43 @@ def tune(index: SegmentIndex, queries: Embeddings, target: float, k: int = TUNED
 
 
 @dataclass(frozen=True, slots=True)
-class _Tried:
+class Tried:
+    """The recall with an effort, the time it took, and whether it is enough for a target."""
+
     tuned: Tuned
     seconds: float
     is_enough: bool
 
 
-class _Measure:
+class Measure:
     """Recall and time of a search with an effort, against exact answers."""
 
-    def __init__(self, index: SegmentIndex, queries: Embeddings, k: int, target: float) -> None:
+    def __init__(
+        self,
+        index: SegmentIndex,
+        queries: Embeddings,
+        k: int,
+        target: float,
+        allowed: Bits | None = None,
+    ) -> None:
         self._index = index
         self._queries = queries
         self._k = k
         self._target = target
-        self._worst: Scores = index.exact(queries, k)[0][:, -1:]
+        self._worst: Scores = index.exact(queries, k, allowed)[0][:, -1:]
         self.seen: list[Tuned] = []
 
-    def __call__(self, effort: Effort) -> _Tried:
+    def __call__(self, effort: Effort) -> Tried:
         started = perf_counter()
         scores, _ = self._index.search(self._queries, self._k, effort)
         seconds = perf_counter() - started
         recalls = (scores >= self._worst - SAME_SCORE).mean(axis=1) if scores.size else np.ones(1)
         recall = float(recalls.mean())
         self.seen.append(Tuned(effort, recall))
-        return _Tried(self.seen[-1], seconds, recall >= _aim(self._target, recalls))
+        return Tried(self.seen[-1], seconds, recall >= _aim(self._target, recalls))
 
 
-def _smallest(measure: _Measure, k_factor: int, values: list[int]) -> _Tried | None:
+def _smallest(measure: Measure, k_factor: int, values: list[int]) -> Tried | None:
     """The first of ever larger values that is enough, by halving between the last two."""
     low = 0
     for high in values:

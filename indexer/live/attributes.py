@@ -208,7 +208,7 @@ class StateAttributes:
             rows, codes, bits, last = column.first(selected.rows, limit, order.descending)
             places = (codes - 1).tolist()
             values = [column.values[place] for place in places]
-            ranked = [*zip(values, segment.ids[rows].tolist(), strict=True)]
+            ranked = [*zip(values, segment.numbers.of(rows).tolist(), strict=True)]
             if last:
                 equal, _ = segment.numbers_in(bits, -1, limit)
                 ranked += [(column.values[last - 1], number) for number in equal.tolist()]
@@ -367,10 +367,10 @@ def _columns_of(view: CatalogView, segment: Segment) -> Columns:
     """The columns of a segment; of an earlier version, which has none, from its items."""
     if segment.columns is not None:
         return segment.columns
-    builder = ColumnsBuilder(len(segment.ids), view.schema())
+    builder = ColumnsBuilder(segment.size, view.schema())
     for ids, attributes in view.attributes(_BATCH):
         rows = segment.positions_of(ids)
         is_there = rows >= 0
         own = [some for some, there in zip(attributes, is_there, strict=True) if there]
         builder.add(rows[is_there].tolist(), own)
-    return Columns(len(segment.ids), dict(builder.columns()))
+    return Columns(segment.size, dict(builder.columns()))

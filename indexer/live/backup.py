@@ -6,7 +6,7 @@ A backup is a folder in the layout of a gallery, so it opens as it is, with one 
     CURRENT
     golden.sqlite          the golden set, if there is one
     versions/<generation>/ manifest.json, report.json, calibration.json, precisions.json,
-                           catalog.sqlite, segments/<name>/
+                           catalog.sqlite, vectors/<name>/, segments/<name>/
 
 A backup and what is restored from it are generations of their own: their items change separately
 from then on, so nothing that somebody remembers of one may be taken for another. Each copy is read
@@ -34,6 +34,7 @@ from embedder.errors import (
 from indexer.calibration import CALIBRATION
 from indexer.catalog.database import Catalog, catalog_view
 from indexer.catalog.read import State
+from indexer.catalog.vectors import VECTORS
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import (
     PRECISIONS,
@@ -53,7 +54,7 @@ from indexer.types import Progress
 
 REPORT = "backup.json"
 
-_PAGES = 1024  # of a catalogue, copied between two calls of the progress: 16 MiB
+_PAGES = 1024  # of a catalogue, copied between two calls of the progress: 4 MiB
 _PATIENCE = 8  # a segment that is replaced while it is copied is looked up anew that often
 
 
@@ -183,9 +184,9 @@ def _check(generation: Path, state: State) -> None:
 
 
 def _copy_state(source: Path, target: Path, on_progress: Progress) -> State:
-    """The catalogue, then the segment that this copy of it names."""
+    """The catalogue with its vectors, then the segment that this copy of it names."""
     for _ in range(_PATIENCE):
-        state = _copy_catalog(source / CATALOG, target / CATALOG, on_progress)
+        state = _copy_catalog(source, target, on_progress)
         if state.segment is None or _is_copied(
             source / SEGMENTS / state.segment, target / SEGMENTS / state.segment, on_progress
         ):
@@ -204,17 +205,20 @@ def _copy_catalog(source: Path, target: Path, on_progress: Progress) -> State:
         on_progress(page_size * (total - remaining - done))
         done = total - remaining
 
-    target.unlink(missing_ok=True)
+    (target / CATALOG).unlink(missing_ok=True)
+    shutil.rmtree(target / VECTORS, ignore_errors=True)
     # The transaction of the view lasts, so that all steps copy one state.
     with (
-        catalog_view(source) as view,
-        contextlib.closing(sqlite3.connect(target, isolation_level=None)) as write,
+        catalog_view(source / CATALOG) as view,
+        contextlib.closing(sqlite3.connect(target / CATALOG, isolation_level=None)) as write,
     ):
         write.execute("PRAGMA synchronous = OFF")  # the whole tree is synced before it is renamed
         page_size = view.connection.execute("PRAGMA page_size").fetchone()[0]
         state = view.state()
         with disk_errors_explained(target):
             view.connection.backup(write, pages=_PAGES, progress=report)
+            if view.file is not None:
+                view.file.copy_to(target / VECTORS / view.file.name, view.last_given(), on_progress)
     return state
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 from pydantic import BaseModel
 
 from embedder.durable import (
@@ -17,22 +18,43 @@ from embedder.durable import (
     holder,
     in_use,
     is_stage,
+    make_folder,
     reach,
     rename,
     staged,
     sync_tree,
 )
-from embedder.errors import GalleryBusyError, GalleryError, GalleryWriteError, KinlensError
+from embedder.errors import (
+    GalleryBusyError,
+    GalleryCorruptError,
+    GalleryError,
+    GalleryWriteError,
+    KinlensError,
+)
+from embedder.types import Embeddings
 from indexer.catalog.database import Catalog, catalog_view
-from indexer.catalog.read import State
+from indexer.catalog.read import CatalogView, State
+from indexer.catalog.vectors import VECTORS, VectorFile
+from indexer.columns.columns import COLUMN_BYTES, Columns, ColumnsBuilder
 from indexer.folder.layout import disk_errors_explained
 from indexer.index.plan import IndexSettings, Plan, plan_index
-from indexer.index.segment import SegmentManifest, write_attributes, write_segment, write_vectors
-from indexer.types import Progress
+from indexer.index.segment import (
+    COLUMNS,
+    Before,
+    Rows,
+    SegmentManifest,
+    check_file,
+    read_manifest,
+    write_segment,
+)
+from indexer.types import Ids, Progress, places_of
 
 CATALOG = "catalog.sqlite"
 SEGMENTS = "segments"
 _LOCK = "COMPACT"
+
+MAX_GONE = 1 / 3
+"""Part of the rows of vectors that may be of removed items before they are written anew."""
 
 MAX_DEAD = 0.2
 """Part of a segment that may be removed items before a compaction is due."""
@@ -40,12 +62,13 @@ MAX_DEAD = 0.2
 _SMALL_DELTA = 10_000
 _LARGE_DELTA = 100_000
 _DELTA_PART = 0.1
+_DELTA_BYTES = 32 * 2**20  # of vectors, with which each query is compared
 
 KEEP_REMOVED_S = 86_400.0
 """How long a removal can be undone although compactions ran that nobody asked for."""
 
-_COLUMN_BYTES = 40  # of an item with five attributes
 _RETRY_S = 30.0
+_LOOK_S = 1.0
 _LONGEST_PAUSE_S = 3600.0
 _CLOSE_S = 2.0
 
@@ -58,7 +81,7 @@ class CompactReport(BaseModel, frozen=True):
     elapsed_s: float
 
 
-def due(segment_size: int, dead: int, delta: int) -> str | None:
+def due(segment_size: int, dead: int, delta: int, dim: int) -> str | None:
     """Why a compaction is due, or None: 20 % removed, or many items after the segment.
 
     `delta` counts what was added or changed since, also if it was removed then: it stays in memory.
@@ -66,6 +89,7 @@ def due(segment_size: int, dead: int, delta: int) -> str | None:
     if segment_size and dead >= MAX_DEAD * segment_size:
         return f"{dead:,} of the {segment_size:,} items of the segment have been removed"
     limit = min(max(int(_DELTA_PART * segment_size), _SMALL_DELTA), _LARGE_DELTA)
+    limit = min(limit, _DELTA_BYTES // (4 * dim))
     if delta >= limit:
         return f"{delta:,} items were added or changed after the segment, the limit is {limit:,}"
     return None
@@ -77,13 +101,16 @@ def compact(
     *,
     wait: bool = False,
     keep_removed_s: float = 0.0,
+    from_scratch: bool = False,
     unless: Callable[[], bool] = lambda: False,
     on_progress: Progress | None = None,
 ) -> CompactReport:
     """Make a segment of everything that is in the catalogue now, and switch to it.
 
-    What was removed in the last `keep_removed_s` seconds can still be brought back afterwards.
-    `unless` is asked when all others are kept out: if it is true by then, nothing is done.
+    The segment so far is brought up to date where that will do, unless this is to begin
+    `from_scratch`. What was removed in the last `keep_removed_s` seconds can still be brought back
+    afterwards; if that is 0, the vectors of all that was removed are erased. `unless` is asked when
+    all others are kept out: if it is true by then, nothing is done.
 
     Raises: GalleryBusyError if another process does so and this is not to `wait`; PlanError,
         RecallError, and then the gallery stays as it is; GalleryWriteError.
@@ -100,7 +127,8 @@ def compact(
         segments.mkdir(exist_ok=True)
         collect(generation)
         with staged(segments) as stage:  # which marks it as in use until the catalogue names it
-            state, manifest = _write(stage, catalog, settings, on_progress)
+            work = _Work(generation, settings, keep_removed_s <= 0, from_scratch, on_progress)
+            state, file, manifest = work.write(stage, catalog)
             name = None
             if manifest is not None:
                 name = f"{state.seq:012d}-{os.urandom(4).hex()}"
@@ -108,22 +136,23 @@ def compact(
                 rename(stage, segments / name, "segment")
             reach("adopt: before commit")
             with catalog.writing() as writer:
-                writer.adopt_segment(name, state.seq, keep_removed_s)
+                writer.adopt_segment(name, state.seq, keep_removed_s, file)
             reach("adopt: after commit")
         collect(generation)
     return CompactReport(segment=name, manifest=manifest, elapsed_s=perf_counter() - started)
 
 
 def collect(generation: Path) -> None:
-    """Remove segments that nobody reads any more, also while a compaction runs."""
+    """Remove segments and vectors that nobody reads any more, also while a compaction runs."""
     with contextlib.suppress(OSError, GalleryError):
-        folders = [one for one in (generation / SEGMENTS).iterdir() if not is_stage(one)]
-        idle = [folder for folder in folders if not in_use(folder)]
+        places = [generation / SEGMENTS, generation / VECTORS]
+        folders = [one for place in places if place.is_dir() for one in place.iterdir()]
+        idle = [folder for folder in folders if not is_stage(folder) and not in_use(folder)]
         # Looked up afterwards: what a compaction has let go of by now is current, or was.
         with catalog_view(generation / CATALOG) as view:
-            current = view.state().segment
+            current = (view.state().segment, view.file_name)
         for folder in idle:
-            if folder.name != current:
+            if folder.name not in current:
                 discard(folder)
 
 
@@ -146,25 +175,125 @@ def alone(generation: Path, wait: bool) -> Iterator[None]:
         yield
 
 
-def _write(
-    stage: Path, catalog: Catalog, settings: IndexSettings, on_progress: Progress | None
-) -> tuple[State, SegmentManifest | None]:
-    """A segment of one state of the catalogue; None if that is empty."""
-    # The transaction ends before the long work: as long as it lasts, the log only grows.
-    with catalog.reading() as view:
-        state = view.state()
-        ids = view.live_ids()
-        if not len(ids):
-            return state, None
-        _check_space(stage, plan_index(len(ids), view.dim, settings))
-        vectors = write_vectors(stage, ids, view.iter_vectors(), settings)
-        vectors = write_attributes(stage, vectors, ids, view.attributes(), view.schema())
-    return state, write_segment(stage, state.seq, vectors, settings, on_progress)
+class _Work:
+    """The writing of one compaction."""
+
+    def __init__(
+        self,
+        generation: Path,
+        settings: IndexSettings,
+        erases: bool,
+        from_scratch: bool,
+        on_progress: Progress | None,
+    ) -> None:
+        self._generation = generation
+        self._settings = settings
+        self._erases = erases
+        self._from_scratch = from_scratch
+        self._on_progress = on_progress
+
+    def write(
+        self, stage: Path, catalog: Catalog
+    ) -> tuple[State, VectorFile | None, SegmentManifest | None]:
+        """A segment of one state of the catalogue, None if that is empty; and the vectors, if they
+        were written anew.
+        """
+        # The transaction ends before the long work: as long as it lasts, the log only grows.
+        with catalog.reading() as view:
+            state, ids, file = view.state(), view.live_ids(), view.file
+            anew = self._written_anew(view, ids) if self._is_to_write(view, ids) else None
+            if not len(ids):
+                return state, anew, None
+            _check_space(stage, plan_index(len(ids), view.dim, self._settings), 0)
+            rows = _rows(anew or view.file, ids, view.last_given())
+            before = None if self._from_scratch else self._before(state, file, anew, ids, rows)
+            builder = ColumnsBuilder(rows.size, view.schema())
+            columns, moved = None, None
+            if before is None or file is None:
+                for numbers, attributes in view.attributes():
+                    builder.add(rows.file.numbers.rows_of(numbers).tolist(), attributes)
+            else:
+                changed = view.attributes_since(state.segment_seq)
+                numbers = np.array([number for number, _ in changed], np.int64)
+                builder.add(
+                    rows.file.numbers.rows_of(numbers).tolist(), [own for _, own in changed]
+                )
+                columns = Columns.open(before.folder / COLUMNS, before.manifest.size)
+                old, moved = file.numbers.rows_of(numbers), before.moved.copy()
+                moved[old[(old >= 0) & (old < len(moved))]] = -1
+        manifest = write_segment(
+            stage,
+            state.seq,
+            rows,
+            builder.columns(columns, moved),
+            self._settings,
+            self._on_progress,
+            before,
+        )
+        return state, anew, manifest
+
+    def _is_to_write(self, view: CatalogView, ids: Ids) -> bool:
+        """Whether the vectors are written anew, without the rows of removed items."""
+        if view.file is None:
+            return True
+        size = view.file.numbers.rows_up_to(view.last_given())
+        gone = size - len(ids)
+        # The graph of a GPU has all rows.
+        is_wanted = self._erases or self._settings.device == "cuda" or gone > MAX_GONE * size
+        return gone > 0 and is_wanted
+
+    def _written_anew(self, view: CatalogView, ids: Ids) -> VectorFile:
+        folder = self._generation / VECTORS
+        make_folder(folder, "vectors")
+        _check_space(folder, None, 4 * len(ids) * view.dim)
+        with staged(folder) as stage:
+            VectorFile.write_anew(stage, view.dim, ids, view.last_given(), self._batches(view))
+            sync_tree(stage, "vectors")
+            name = os.urandom(4).hex()
+            rename(stage, folder / name, "vectors")
+            return VectorFile(folder / name, view.dim)
+
+    def _batches(self, view: CatalogView) -> Iterator[tuple[Ids, Embeddings]]:
+        """The vectors of all items; a compaction that is given up ends here as well."""
+        for batch in view.iter_vectors():
+            if self._on_progress is not None:
+                self._on_progress(0)
+            yield batch
+
+    def _before(
+        self, state: State, file: VectorFile | None, anew: VectorFile | None, ids: Ids, rows: Rows
+    ) -> Before | None:
+        """The segment so far, if it is of this version and whole."""
+        if state.segment is None or file is None:
+            return None
+        folder = self._generation / SEGMENTS / state.segment
+        try:
+            manifest = read_manifest(folder)
+            if manifest.vectors != file.name:
+                return None
+            for name, facts in manifest.files.items():  # what is damaged must not live on
+                check_file(folder / name, facts, verify_hash=True)
+        except GalleryCorruptError:
+            return None
+        places = np.arange(manifest.size)
+        if anew is not None:
+            return Before(folder, manifest, places_of(file.numbers.of(places), ids))
+        return Before(folder, manifest, np.where(rows.gone[: manifest.size], -1, places))
 
 
-def _check_space(folder: Path, plan: Plan) -> None:
-    """Raises: GalleryWriteError where the new segment has no room beside the old one."""
-    needed_mb = plan.disk_mb + plan.n * _COLUMN_BYTES / 2**20
+def _rows(file: VectorFile | None, ids: Ids, last_given: int) -> Rows:
+    """The rows of a file up to the last number, of which those of the items `ids` are live."""
+    assert file is not None
+    gone = np.ones(file.numbers.rows_up_to(last_given), np.bool_)
+    gone[file.numbers.rows_of(ids)] = False
+    return Rows(file, len(gone), gone)
+
+
+def _check_space(folder: Path, plan: Plan | None, others: float) -> None:
+    """Raises: GalleryWriteError where what is to be written has no room beside what is there."""
+    needed_mb = others / 2**20
+    if plan is not None:
+        needed_mb += (plan.code_bytes + plan.n * COLUMN_BYTES) / 2**20
     free_mb = shutil.disk_usage(folder).free / 2**20
     if free_mb < needed_mb:
         raise GalleryWriteError(
@@ -177,8 +306,10 @@ class BackgroundCompaction:
     """Looks after a gallery from the first `nudge` until it is closed.
 
     `due` says why a compaction is due, or None; `compact` does it and reports its progress.
-    `otherwise` is done where none is due. A failure is logged, kept in `last_error` and handed to
-    `on_error`. It is tried again after a pause that doubles each time, up to an hour.
+    `otherwise` is done where none is due, and `refresh` each second that nothing happens: another
+    process may have made a segment, which no search should have to open. A failure is logged, kept
+    in `last_error` and handed to `on_error`. It is tried again after a pause that doubles each
+    time, up to an hour.
     """
 
     def __init__(
@@ -186,6 +317,7 @@ class BackgroundCompaction:
         due: Callable[[], str | None],
         compact: Callable[[Progress], object],
         otherwise: Callable[[], object],
+        refresh: Callable[[], object],
         on_error: Callable[[KinlensError], None] | None = None,
         retry_s: float = _RETRY_S,
     ) -> None:
@@ -193,6 +325,7 @@ class BackgroundCompaction:
         self._due = due
         self._compact = compact
         self._otherwise = otherwise
+        self._refresh = refresh
         self._on_error = on_error
         self._pause_s = self._retry_s = retry_s
         self._nudged = threading.Event()
@@ -214,10 +347,15 @@ class BackgroundCompaction:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while self._nudged.wait() and not self._closed.is_set():
+        while not self._closed.is_set():
+            is_nudged = self._nudged.wait(_LOOK_S)
             self._nudged.clear()
+            if self._closed.is_set():
+                return
             try:
-                if self._due():
+                if not is_nudged:
+                    self._refresh()
+                elif self._due():
                     self._compact(self._step)
                 else:
                     self._otherwise()

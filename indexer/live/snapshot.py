@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.durable import hold
-from embedder.errors import GalleryCorruptError
+from embedder.errors import GalleryCorruptError, GalleryError
 from embedder.machine import core_count
 from embedder.types import Embeddings, Scalar, values_in
 from indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
 from indexer.catalog.database import Catalog
-from indexer.catalog.read import Attributes, CatalogView, State
+from indexer.catalog.read import Attributes, Base, CatalogView, State
 from indexer.index.faiss import reaching
 from indexer.index.kinds import Effort
 from indexer.index.segment import Segment
@@ -33,6 +33,7 @@ from indexer.types import Ids, Scores, places_of
 
 _FIRST_CAPACITY = 256  # of a delta
 _SPARE = 2  # how many times the expected number of removed items a search fetches in excess
+_COLLECT_S = 0.1
 _PATIENCE = 8  # a segment that is gone when it is to be opened is looked up anew that often
 
 
@@ -215,6 +216,7 @@ class Snapshot:
     """
 
     state: State
+    base: Base
     segment: Segment | None
     dead: Bits
     dead_count: int
@@ -224,13 +226,15 @@ class Snapshot:
     @classmethod
     def load(cls, view: CatalogView, state: State, segment: Segment | None) -> "Snapshot":
         """The snapshot of a state whose segment is open; with all that came after the segment."""
-        segment_size = 0 if segment is None else len(segment.ids)
         delta = Delta.of(*view.added_since(state.segment_seq))
-        loaded = cls(state, segment, empty_bits(segment_size), 0, delta)
+        gone, count = empty_bits(0), 0
+        if segment is not None:
+            gone, count = segment.gone, segment.manifest.gone
+        loaded = cls(state, state.base, segment, gone, count, delta)
         return loaded._without(view.removed_since(state.segment_seq))
 
     def advanced(self, view: CatalogView, state: State) -> "Snapshot":
-        """The snapshot of a later state with the same segment."""
+        """The snapshot of a later state, with this segment, although there may be a newer one."""
         removed = view.removed_since(self.state.seq)
         delta = self.delta.changed(*view.added_since(self.state.seq), removed)
         later = replace(self, state=state, delta=delta)._without(removed)
@@ -239,17 +243,13 @@ class Snapshot:
         changes = self.changes.extended(*later._changes_since(view, self.state.seq))
         return replace(later, changes=changes)
 
-    def with_changes(
-        self, view: CatalogView, earlier: tuple[State, Changes] | None = None
-    ) -> "Snapshot":
+    def with_changes(self, view: CatalogView, earlier: "_Loaded | None" = None) -> "Snapshot":
         """The same with the attributes of what came after the segment; `view` is of its state. The
         changes of an `earlier` state with this segment are not read again.
         """
-        changes, seq = Changes(np.empty(0, np.int64), []), self.state.segment_seq
-        if earlier is not None:
-            state, known = earlier
-            if state.has_segment_of(self.state) and state.seq <= self.state.seq:
-                changes, seq = known, state.seq
+        changes, seq = Changes(np.empty(0, np.int64), []), self.base[1]
+        if earlier is not None and earlier.base == self.base and earlier.seq <= self.state.seq:
+            changes, seq = earlier.changes, earlier.seq
         return replace(self, changes=changes.extended(*self._changes_since(view, seq)))
 
     def _changes_since(self, view: CatalogView, seq: int) -> tuple[Ids, list[Attributes]]:
@@ -265,12 +265,12 @@ class Snapshot:
     @property
     def segment_size(self) -> int:
         """Rows of the segment, also of removed items; the rows of the delta follow them."""
-        return 0 if self.segment is None else len(self.segment.ids)
+        return 0 if self.segment is None else self.segment.size
 
     def number_of(self, row: int) -> int:
         """The number of the item in a row."""
         if row < self.segment_size and self.segment is not None:
-            return int(self.segment.ids[row])
+            return int(self.segment.numbers.of(np.array([row]))[0])
         return int(self.delta.ids[row - self.segment_size])
 
     def rows_of(self, ids: Ids) -> Ids:
@@ -348,7 +348,7 @@ class Snapshot:
         found = self.segment.index.vectors(positions)
         if len(rows):
             found = np.concatenate([found, self.delta.vectors[rows]])
-        return np.concatenate([self.segment.ids[positions], self.delta.ids[rows]]), found
+        return np.concatenate([self.segment.numbers.of(positions), self.delta.ids[rows]]), found
 
     def _in_segment(
         self,
@@ -372,8 +372,9 @@ class Snapshot:
     def _despite_dead(self, queries: Embeddings, k: int, effort: Effort) -> tuple[Scores, Ids]:
         """Fetch a few more than k and drop the dead: much faster than asking FAISS to skip them."""
         assert self.segment is not None
-        excess = 1 + int(_SPARE * k * self.dead_count / len(self.segment.ids))
-        wanted = k + min(excess, self.dead_count)
+        dead = self.dead_count - self.segment.unindexed
+        excess = 1 + int(_SPARE * k * dead / self.segment.size)
+        wanted = k + min(excess, dead)
         scores, positions = self.segment.index.search(queries, wanted, effort)
         is_dead = has_bits(self.dead, positions)
         is_dead |= positions < 0
@@ -383,7 +384,7 @@ class Snapshot:
         scores = np.take_along_axis(np.where(is_dead, np.float32(-np.inf), scores), order, axis=1)
         ids = self._numbers(np.take_along_axis(np.where(is_dead, -1, positions), order, axis=1))
         short = np.flatnonzero((ids < 0).any(axis=1))
-        if len(short) and len(self.segment.ids) - self.dead_count > 0:
+        if len(short) and self.segment.size - self.dead_count > 0:
             again = self._search(queries[short], k, effort, ~self.dead)
             width = again[0].shape[1]
             scores[short, :width], ids[short, :width] = again
@@ -398,7 +399,7 @@ class Snapshot:
 
     def _numbers(self, positions: NDArray[np.int64]) -> Ids:
         assert self.segment is not None
-        ids: Ids = self.segment.ids[positions]
+        ids = self.segment.numbers.of(positions)
         is_missing = positions < 0
         return np.where(is_missing, -1, ids) if np.count_nonzero(is_missing) else ids
 
@@ -410,6 +411,14 @@ class Snapshot:
         dead = self.dead.copy()
         put_bits(dead, positions[positions >= 0], True)
         return replace(self, dead=dead, dead_count=int(np.bitwise_count(dead).sum()))
+
+
+class _Loaded(NamedTuple):
+    """The changes of the state `seq` after a segment."""
+
+    base: Base
+    seq: int
+    changes: Changes
 
 
 class Reading(NamedTuple):
@@ -429,10 +438,14 @@ class SnapshotKeeper:
         self.generation = generation
         self._device = device
         self._verify_hashes = verify_hashes
+        self._collector = _Collector(generation)
+        self._opener: threading.Thread | None = None
+        self._next: tuple[Base, Segment | None] | None = None
+        self._failed: Base | None = None
         self._snapshot: Snapshot | None = None
         self._advancing = threading.Lock()
         # Not a snapshot, which would keep a segment that a compaction has replaced.
-        self._loaded: tuple[State, Changes] | None = None
+        self._loaded: _Loaded | None = None
         self._loading = threading.Lock()
 
     @contextlib.contextmanager
@@ -462,8 +475,8 @@ class SnapshotKeeper:
         with self._loading:  # not `_advancing`: other searches go on while many changes are read
             found = now.snapshot.with_changes(now.view, self._loaded)
             assert found.changes is not None
-            if self._loaded is None or not found.state.is_before(self._loaded[0]):
-                self._loaded = found.state, found.changes
+            if self._loaded is None or self._loaded.seq <= found.state.seq:
+                self._loaded = _Loaded(found.base, found.state.seq, found.changes)
         with self._advancing:
             if self._snapshot is now.snapshot:
                 self._snapshot = found
@@ -475,7 +488,7 @@ class SnapshotKeeper:
         Raises: GalleryCorruptError.
         """
         current = self._snapshot
-        if current is not None and current.state == self.catalog.state():
+        if current is not None and current.state == self.catalog.state() and self._next is None:
             return current
         with self.reading() as reading:
             return reading.snapshot
@@ -483,7 +496,7 @@ class SnapshotKeeper:
     def at(self, view: CatalogView, state: State) -> Snapshot | None:
         """The snapshot of `state`; None if this transaction is older than what others have seen."""
         current = self._snapshot
-        if current is None or current.state != state:
+        if current is None or current.state != state or self._next is not None:
             with self._advancing:
                 current = self._advanced(view, state)
         return current
@@ -492,9 +505,14 @@ class SnapshotKeeper:
         current = self._snapshot
         if current is not None and state.is_before(current.state):
             return None
-        if current is None or not state.has_segment_of(current.state):
+        following, self._next = self._next, None
+        if current is None:
             current = Snapshot.load(view, state, self._opened(state))
-        elif current.state.seq < state.seq:
+        elif current.base != state.base and following is not None and following[0] == state.base:
+            current = Snapshot.load(view, state, following[1])
+        elif current.base != state.base and not self._can_wait(current, state):
+            current = Snapshot.load(view, state, self._opened(state))
+        elif current.state != state:
             current = current.advanced(view, state)
         if current.size != state.size:
             raise GalleryCorruptError(
@@ -511,13 +529,61 @@ class SnapshotKeeper:
             self.generation / SEGMENTS / state.segment,
             self._device,
             self._verify_hashes,
-            functools.partial(collect, self.generation),
+            self._collector,
         )
 
+    def _can_wait(self, current: Snapshot, state: State) -> bool:
+        """Whether searches can go on in the segment so far while the new one is opened."""
+        if current.state.seq < state.segment_seq or self._failed == state.base:
+            return False  # the catalogue has forgotten what was removed before
+        if self._opener is None or not self._opener.is_alive():
+            self._opener = threading.Thread(target=self.refresh, name="segment")
+            self._opener.start()
+        return True
+
+    def refresh(self) -> None:
+        """Open the newest segment, if it is not in use yet, while searches go on."""
+        base: Base | None = None
+        try:
+            state, current = self.catalog.state(), self._snapshot
+            base = state.base
+            if current is not None and current.base != base:
+                self._next = base, self._opened(state)
+                self.newest()
+        except FileNotFoundError:
+            return  # a compaction has replaced it meanwhile
+        except GalleryError:
+            self._failed = base  # the next search says why
+
     def forget(self) -> None:
-        """Let go of the segment."""
+        """Let go of the segment; what nobody reads any more has been removed afterwards."""
+        if self._opener is not None and self._opener is not threading.current_thread():
+            self._opener.join()
         with self._advancing:
-            self._snapshot = None
+            self._snapshot = self._next = None
+        self._collector.finish()
+
+
+class _Collector:
+    """Removes what nobody reads any more from a generation, in a thread: no search waits for it."""
+
+    def __init__(self, generation: Path) -> None:
+        self._generation = generation
+        self._timer: threading.Timer | None = None
+
+    def __call__(self) -> None:
+        # Not at once: the segment that is let go of has its files open until this returns.
+        if self._timer is None or not self._timer.is_alive():
+            self._timer = threading.Timer(_COLLECT_S, collect, (self._generation,))
+            self._timer.start()
+
+    def finish(self) -> None:
+        """Do it now, if it is to be done."""
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+            collect(self._generation)
 
 
 def open_segment(
@@ -538,7 +604,7 @@ def open_segment(
         if isinstance(error, GalleryCorruptError) and not folder.is_dir():
             raise FileNotFoundError(folder) from error  # it was being removed
         raise
-    weakref.finalize(segment, _release, descriptor, on_release)
+    weakref.finalize(segment, _release, descriptor, on_release).atexit = False
     return segment
 
 

@@ -146,6 +146,16 @@ def segment_of(gallery: Path) -> Path:
     return segment
 
 
+def rows_of(gallery: Path) -> Path:
+    """The file of its vectors."""
+    [folder] = (generation_of(gallery) / "vectors").iterdir()
+    return folder / "rows.f32"
+
+
+def zeroed(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
 def truncated(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
@@ -153,7 +163,8 @@ def truncated(file: Path) -> None:
 def flipped(file: Path) -> None:
     """A bit in the middle; nobody reads the zeros of a page of SQLite that is nearly empty."""
     data = bytearray(file.read_bytes())
-    data[next(n for n in range(len(data) // 2, len(data)) if data[n])] ^= 1
+    middle = len(data) // 2
+    data[next((n for n in range(middle, len(data)) if data[n]), middle)] ^= 1
     file.write_bytes(data)
 
 

@@ -26,11 +26,11 @@ from indexer.types import Entry
 from tests.indexer.conftest import (
     DAMAGES,
     catalog_of,
-    flipped,
     generation_of,
     segment_of,
     small_files,
     truncated,
+    zeroed,
 )
 from tests.support.seams import backup
 
@@ -193,7 +193,7 @@ def test_only_what_belongs_to_a_segment_is_copied_and_nothing_may_be_missing(
     own = {path.name for path in segment_of(tmp_path / "saved").iterdir()}
     assert {path.name for path in segment.iterdir()} - own == {"tmp", "notes.txt"}
     assert content(tmp_path / "saved") == content(shop)
-    for name in ("ids.npy", "segment.json"):
+    for name in ("gone.bin", "segment.json"):
         (segment / name).rename(tmp_path / name)
         with pytest.raises(GalleryCorruptError, match=rf"{segment / name}"):
             backup(shop, tmp_path / "other")
@@ -222,10 +222,10 @@ def test_progress_counts_about_what_was_foretold(shop: Path, tmp_path: Path) -> 
     ("name", "damage"),
     [
         *(("catalog.sqlite", damage) for damage in (*DAMAGES, repeated_page)),
-        *(("vectors.npy", damage) for damage in DAMAGES),
+        *(("rows.f32", damage) for damage in (truncated, zeroed)),
         ("manifest.json", truncated),
         ("report.json", Path.unlink),
-        ("ids.npy", flipped),
+        ("gone.bin", truncated),
     ],
 )
 def test_a_damaged_backup_is_refused_by_the_name_of_the_file_and_nothing_is_touched(

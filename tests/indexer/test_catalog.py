@@ -279,7 +279,7 @@ def test_a_commit_waits_for_the_disk(gallery: Gallery, monkeypatch: pytest.Monke
     [writer] = opened
     pragmas = ("synchronous", "journal_mode", "page_size", "secure_delete")
     found = [writer.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas]
-    assert found == [2, "wal", 16384, 2]
+    assert found == [2, "wal", 4096, 2]
 
 
 @pytest.fixture
@@ -459,7 +459,7 @@ def sample(made: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("statement", "match"),
     [
-        ("UPDATE vectors SET vector = zeroblob(64) WHERE id = 3", "vectors 2 to"),
+        ("UPDATE vectors SET crc = 7 WHERE id = 3", "vectors 2 to"),
         (SWAPPED, "vectors 2 to"),
         ("UPDATE items SET attributes = '{}' WHERE id = 3", "item 3 does not fit"),
         ("UPDATE items SET key = 'other' WHERE id = 3", "item 3 does not fit"),
@@ -471,8 +471,8 @@ def sample(made: Path, tmp_path: Path) -> Path:
         ("INSERT INTO tombstones VALUES (2, 3)", "item 3 is there although"),
         ("UPDATE vectors SET id = 1 WHERE id = 3", "vectors 1 to"),
         ("DELETE FROM vectors WHERE id = 2", "390 items, 389 vectors and a size of 390"),
-        ("PRAGMA user_version = 1", r"schema 1, this version reads 5\. .*kinlens-index build"),
-        ("PRAGMA user_version = 6", r"schema 6, this version reads 5\. .*Install a newer version"),
+        ("PRAGMA user_version = 1", r"schema 1, this version reads 6\. .*kinlens-index build"),
+        ("PRAGMA user_version = 7", r"schema 7, this version reads 6\. .*Install a newer version"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_named(sample: Path, statement: str, match: str) -> None:

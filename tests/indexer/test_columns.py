@@ -144,7 +144,7 @@ def test_a_segment_of_an_earlier_version_answers_and_gets_columns(gallery: Galle
     (manifest.parent / "columns.bin").unlink()
     segments = manifest.parent.parent
     segment = json.loads(manifest.read_text())
-    del segment["files"]["columns.bin"]
+    del segment["files"]["columns.bin"], segment["files"]["gone.bin"]
     manifest.write_text(json.dumps(segment))
     where = Or((Equals("colour", "red"), Range("price", above=3)))
     with closing(Gallery.open(gallery.path)) as old:

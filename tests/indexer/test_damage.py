@@ -24,6 +24,7 @@ from tests.indexer.conftest import (
     fails_at,
     faults,
     generation_of,
+    rows_of,
     segment_of,
     small_files,
     truncated,
@@ -39,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "gallery"
     with closing(Gallery.create(folder, name="g", bundle_id=BUNDLE, dim=DIM)) as gallery:
         gallery.add(entry(f"k{n}", f"content {n}", n) for n in range(COUNT - 10))
-        gallery.compact(IndexSettings(kind="fp16"))
+        gallery.compact(IndexSettings(kind="hnsw"))
         gallery.add(entry(f"k{n}", f"content {n}", n) for n in range(COUNT - 10, COUNT))
     return folder
 
@@ -65,7 +66,7 @@ def check(gallery: Gallery) -> None:
     assert [row[0].key for row in hits] == [f"k{n}" for n in range(0, COUNT, 7)]
 
 
-@pytest.mark.parametrize("name", ["vectors.npy", "index.faiss", "ids.npy", "segment.json", "."])
+@pytest.mark.parametrize("name", ["index.faiss", "gone.bin", "columns.bin", "segment.json", "."])
 @pytest.mark.parametrize("damage", [*DAMAGES, lambda file: file.write_bytes(b"")])
 def test_a_damaged_segment_is_made_again_from_the_catalogue(
     path: Path, name: str, damage: Callable[[Path], object]
@@ -203,7 +204,7 @@ def test_old_segments_are_removed_without_a_word_to_compactions(
 
     monkeypatch.setattr(compaction, "in_use", in_use)
     compaction.collect(generation_of(path))
-    assert looked == [segment_of(path)]
+    assert looked == [segment_of(path), rows_of(path).parent]
 
 
 @pytest.mark.parametrize("moment", ["segment: after rename", "adopt: before commit"])

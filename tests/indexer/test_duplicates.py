@@ -303,7 +303,7 @@ def test_a_crowd_is_more_than_20_items_and_more_than_a_part_in_100(
     assert sizes == (([copies], []) if is_crowd else ([], [copies]))
 
 
-@pytest.mark.parametrize("kind", ["ivf-rabitq", "hnsw", "fp16"])
+@pytest.mark.parametrize("kind", ["ivf-pq", "hnsw"])
 def test_the_score_comes_from_stored_vectors_whatever_the_index(
     gallery: Gallery, kind: IndexKind
 ) -> None:

@@ -135,7 +135,7 @@ def test_each_value_and_bin_is_a_filter_that_leaves_as_many(gallery: Gallery) ->
     assert gallery.page(0, 1, Range("weight", at_least=low, at_most=high)).total == last
 
 
-@pytest.mark.parametrize("kind", ["fp16", "hnsw"])
+@pytest.mark.parametrize("kind", ["hnsw", "ivf-pq"])
 def test_above_a_threshold_an_index_counts_what_a_search_without_end_lists(
     gallery: Gallery, kind: str
 ) -> None:

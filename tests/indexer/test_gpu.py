@@ -13,6 +13,7 @@ import pytest
 
 from embedder.errors import EngineUnavailableError, PlanError, ProviderError
 from embedder.types import Embeddings
+from indexer.catalog.vectors import VectorFile
 from indexer.index import gpu
 from indexer.index.gpu import GpuIndex, build_cagra, gpu_memory_mb, why_no_gpu
 from indexer.index.plan import IndexSettings
@@ -21,12 +22,12 @@ from tests.indexer.oracle import bitmap, clumped, units
 from tests.support.seams import (
     Effort,
     GpuThread,
+    Rows,
     Segment,
     SegmentIndex,
     plan_index,
     recall_at,
     write_segment,
-    write_vectors,
 )
 
 N, DIM = 20_000, 64
@@ -136,13 +137,16 @@ def test_flat_on_the_gpu_answers_as_on_the_cpu(gallery: Embeddings) -> None:
 def test_cagra_is_built_tuned_saved_and_answers_on_both(
     gallery: Embeddings, tmp_path: Path
 ) -> None:
-    ids, queries = np.arange(N), clumped(200, DIM, seed=9)
+    ids, queries = np.arange(1, N + 1), clumped(200, DIM, seed=9)
     settings = IndexSettings(kind="cagra", device="cuda")
-    written = write_vectors(tmp_path, ids, [(ids, gallery)], settings)
-    manifest = write_segment(tmp_path, 1, written, settings)
+    for name in ("vectors/rows", "segments/one"):
+        (tmp_path / name).mkdir(parents=True)
+    file = VectorFile.write_anew(tmp_path / "vectors/rows", DIM, ids, N, [(ids, gallery)])
+    folder = tmp_path / "segments/one"
+    manifest = write_segment(folder, 1, Rows(file, N, np.zeros(N, np.bool_)), (), settings)
     assert manifest.recall >= 0.98
     for device in ("cuda", "cpu"):
-        segment = Segment.open(tmp_path, device=device)
+        segment = Segment.open(folder, device=device)
         truth = segment.index.exact(queries, 10)
         for allowed in (None, bitmap(np.ones(N, bool))):
             found = segment.index.search(queries, 10, manifest.tuned, allowed)

@@ -136,7 +136,7 @@ def test_filters_are_right_after_any_changes(gallery: Gallery) -> None:
     assert len(truth) > 20
 
 
-@pytest.mark.parametrize("kind", ["flat", "fp16", "hnsw"])
+@pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_removed_items_take_no_place_among_the_hits(gallery: Gallery, kind: str) -> None:
     added = entries(range(600))
     gallery.add(added)
@@ -163,14 +163,14 @@ def test_old_segments_go_when_their_last_reader_has_left(gallery: Gallery, out: 
     assert "k0" not in keys(gallery)
     assert first.is_dir()  # the reader has not searched since
     assert "k0" not in keys(reader)
+    until(lambda: len([*segments.iterdir()]) == 1)
     [second] = segments.iterdir()
     assert second != first
     gallery.compact()
     [third] = set(segments.iterdir()) - {second}
     reader.close()
-    assert second.is_dir()  # this gallery has not searched since
     assert len(keys(gallery)) == 29
-    assert [*segments.iterdir()] == [third]
+    until(lambda: [*segments.iterdir()] == [third])
 
 
 def test_items_removed_before_the_first_segment_stay_away_from_a_reader_that_knew_them(

@@ -33,6 +33,7 @@ from tests.indexer.conftest import (
     catalog_of,
     flipped,
     generation_of,
+    rows_of,
     segment_of,
     truncated,
 )
@@ -90,40 +91,6 @@ def test_vectors_under_the_wrong_items_are_found_with_the_images_only(
     assert verify_gallery(built).problems == ()
 
 
-def test_an_index_that_holds_other_vectors_than_the_catalogue_is_found(built: Path) -> None:
-    segment = segment_of(built)
-    vectors = np.load(segment / "vectors.npy")
-    ids = np.load(segment / "ids.npy").tolist()
-    gallery = Gallery.open(built)
-    swapped = [ids.index(gallery.stored([key])[key].id) for key in ("hat/c.webp", "f.gif")]
-    gallery.close()
-    vectors[swapped] = vectors[swapped[::-1]]
-    restamped(segment, "vectors.npy", vectors)
-    report = verify_gallery(built)
-    assert sorted(problem.key for problem in report.problems) == ["f.gif", "hat/c.webp"]
-    assert "but the stored vectors give" in report.problems[0].reason
-
-
-def test_an_item_that_the_index_does_not_hold_is_found(built: Path) -> None:
-    segment = segment_of(built)
-    ids = np.load(segment / "ids.npy")
-    vectors = np.load(segment / "vectors.npy")
-    ids[0], vectors[0] = 1000, -vectors[0]
-    restamped(segment, "ids.npy", np.sort(ids))
-    restamped(segment, "vectors.npy", np.roll(vectors, -1, axis=0))
-    without_columns(segment)
-    [problem] = verify_gallery(built).problems
-    assert problem.key == "cup/a.png"
-    assert "in place of itself" in problem.reason
-
-
-def without_columns(segment: Path) -> None:
-    """As an earlier version made it."""
-    manifest = json.loads((segment / "segment.json").read_text())
-    del manifest["files"]["columns.bin"]
-    (segment / "segment.json").write_text(json.dumps(manifest))
-
-
 def test_a_column_that_does_not_say_what_its_items_say_is_found(built: Path) -> None:
     segment = segment_of(built)
     data = (segment / "columns.bin").read_bytes()
@@ -132,7 +99,7 @@ def test_a_column_that_does_not_say_what_its_items_say_is_found(built: Path) -> 
         verify_gallery(built)
     assert Gallery.open(built).page(0, 9, Equals("class", "hut")).total == 3
     with closing(Gallery.open(built)) as gallery:
-        gallery.compact()
+        gallery.compact(from_scratch=True)
     assert verify_gallery(built).problems == ()
 
 
@@ -168,11 +135,13 @@ def test_images_that_are_gone_changed_or_moved_are_named(
 
 def test_damaged_files_are_found_and_not_mended_in_silence(built: Path) -> None:
     for name, damage, message in (
-        ("vectors.npy", flipped, r"vectors\.npy has sha256 .*compact GALLERY --rebuild"),
-        ("ids.npy", flipped, r"ids\.npy has sha256 .*compact GALLERY --rebuild"),
-        ("vectors.npy", Path.unlink, r"compact GALLERY --rebuild"),
+        ("columns.bin", flipped, r"columns\.bin has sha256 .*compact GALLERY --rebuild"),
+        ("gone.bin", Path.unlink, r"compact GALLERY --rebuild"),
+        ("rows.f32", flipped, r"vectors 1 to 6 does not fit its checksum.*kinlens-index restore"),
+        ("rows.f32", truncated, r"rows\.f32 has 3 vectors.* truncated.*kinlens-index restore"),
+        ("rows.f32", Path.unlink, r"kinlens-index restore"),
     ):
-        file = segment_of(built) / name
+        file = rows_of(built) if name == "rows.f32" else segment_of(built) / name
         good = file.read_bytes()
         damage(file)
         with pytest.raises(GalleryCorruptError, match=message):

@@ -1,0 +1,274 @@
+"""What a gallery costs as it grows, and what it costs to keep up with changes.
+
+    python benchmarks/growth.py --sizes 10k 100k 1m --dims 128
+    python benchmarks/growth.py --sizes 10m --dims 128 --path DIR --parts catch-up sustained
+
+Vectors: benchmarks/clustered.py; each item has five attributes, one of them its own. With --path
+the galleries are kept there and used again.
+
+    build       seconds of an import, its peak memory, bytes on the disk by kind
+    write       bytes that reach the disk for an item that is added, alone and in batches of 32
+    search      recall@10 and p50 of one query, in a fresh process, and its memory
+    catch-up    --adds items are added, then a compaction brings the index up to date while one
+                thread searches; p50 and the longest search against those of before, and recall
+    sustained   --rate adds a second for --minutes with compactions in the background
+
+Each figure is of one run on cores that do nothing else. The last lines fit a power of the number of
+items to each figure where there are three sizes or more.
+"""
+
+import contextlib
+import json
+import statistics
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from clustered import clustered_batches, clustered_later, clustered_queries
+from harness import fresh, heading, made_gallery, memory_mb, options, row, timed_ms, verdict
+
+from embedder.types import AttributeValue, Embeddings
+from indexer.folder.layout import GalleryFolder
+from indexer.gallery import Gallery
+from indexer.live.compaction import KEEP_REMOVED_S
+from indexer.types import Entry, SearchOptions
+
+PARTS = ("build", "write", "search", "catch-up", "sustained")
+COLOURS = ("red", "green", "blue", "black", "white", "grey", "pink", "brown")
+RECALL_QUERIES = 200
+Figures = dict[str, float]
+
+
+def main() -> None:
+    asked = options(
+        __doc__, sizes=["10k", "100k"], dims=[128], parts=list(PARTS[:4]), path=".",
+        adds=100_000, rate=1000, minutes=10.0,
+    )  # fmt: skip
+    found: dict[int, Figures] = {}
+    with contextlib.ExitStack() as stack:
+        root = Path(asked.path)
+        if asked.path == ".":
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for size in asked.sizes:
+            for dim in asked.dims:
+                n = count_of(size)
+                found[n] = measured(root / f"{size}-{dim}", n, dim, asked)
+                print(json.dumps({"items": n, "dim": dim, **found[n]}), flush=True)
+    if len(found) > 2:
+        heading("figure", "exponent")
+        for name in next(iter(found.values())):
+            values = [figures[name] for figures in found.values()]
+            if all(value > 0 for value in values):
+                row(name, float(np.polyfit(np.log([*found]), np.log(values), 1)[0]))
+
+
+def count_of(size: str) -> int:
+    """10k is 10,000."""
+    return int(size.rstrip("km")) * {"k": 1000, "m": 1_000_000}.get(size[-1], 1)
+
+
+def measured(path: Path, n: int, dim: int, asked: Namespace) -> Figures:
+    figures: Figures = {}
+    if not (path / "CURRENT").exists():
+        figures |= fresh(built, path, n, dim)
+    figures |= disk_mb(path)
+    parts: dict[str, Callable[[], Figures]] = {
+        "write": lambda: written(path, n, dim),
+        "search": lambda: fresh(searched, path, n, dim),
+        "catch-up": lambda: caught_up(path, n, dim, asked.adds),
+        "sustained": lambda: sustained(path, n, dim, asked.rate, asked.minutes),
+    }
+    for name, part in parts.items():
+        if name in asked.parts:
+            figures |= part()
+    return figures
+
+
+def built(path: Path, n: int, dim: int) -> Figures:
+    started = time.perf_counter()
+    made_gallery(path, partial(clustered_batches, n, dim), n, dim, attributes)
+    elapsed = time.perf_counter() - started
+    return {"build, s": elapsed, "build, peak MB": memory_mb()["VmHWM"]}
+
+
+def attributes(number: int) -> dict[str, AttributeValue]:
+    """Five of them; `sku` is of this item alone."""
+    return {
+        "colour": COLOURS[number * 7919 % 8],
+        "brand": f"brand {number * 104_729 % 1000}",
+        "price": number * 15_485_863 % 100_000 / 100,
+        "sale": number % 3 == 0,
+        "sku": f"SKU-{number:09d}",
+    }
+
+
+def disk_mb(path: Path) -> Figures:
+    """Of the current generation, by what it is for."""
+    generation = GalleryFolder(path).current()
+    total = {"catalogue, MB": 0.0, "vectors, MB": 0.0, "columns, MB": 0.0, "codes, MB": 0.0}
+    kinds = {".f32": "vectors, MB", ".npy": "vectors, MB", ".faiss": "codes, MB"}
+    for file in generation.rglob("*"):
+        if file.is_file():
+            kind = "columns, MB" if file.name == "columns.bin" else kinds.get(file.suffix)
+            total[kind or "catalogue, MB"] += file.stat().st_blocks * 512 / 1e6
+    return total
+
+
+def later(n: int, dim: int, count: int) -> Iterator[Entry]:
+    """Items that come later, under keys that nobody has used."""
+    began = time.time_ns()
+    for number, vector in enumerate(clustered_later(n, dim, seed=began % 1000, count=count)):
+        key = f"later {began} {number}"
+        yield Entry(key, vector, f"{began + number:064x}", attributes(n + number))
+
+
+def written(path: Path, n: int, dim: int) -> Figures:
+    figures: Figures = {}
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        for batch, count in ((1, 100), (32, 3200)):
+            items = [*later(n, dim, count)]
+            before, size = disk_writes(), gallery.size
+            for start in range(0, count, batch):
+                gallery.add(items[start : start + batch])
+            assert gallery.size == size + count
+            figures[f"written for an item in batches of {batch}, KB"] = (
+                (disk_writes() - before) / count / 1e3
+            )
+    return figures
+
+
+def disk_writes() -> int:
+    """Bytes that this process has sent to the disk."""
+    text = Path("/proc/self/io").read_text(encoding="ascii")
+    return int(text.split("write_bytes: ")[1].split()[0])
+
+
+def searched(path: Path, n: int, dim: int) -> Figures:
+    before = memory_mb()
+    started = time.perf_counter()
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        queries = clustered_queries(n, dim)
+        gallery.search(queries[:1], 10)
+        first = time.perf_counter() - started
+        times = [timed_ms(partial(gallery.search, query[None], 10)) for query in queries]
+        after = memory_mb()
+        return {
+            "open and first search, s": first,
+            "p50, ms": statistics.median(times),
+            "memory, MB": after["RssAnon"] - before["RssAnon"],
+            "recall@10": recall(gallery, queries),
+        }
+
+
+def recall(gallery: Gallery, queries: Embeddings) -> float:
+    """Part of the true ten nearest neighbours that a search finds."""
+    queries = queries[:RECALL_QUERIES]
+    truth, _ = gallery.nearest(queries, 10, SearchOptions(exact=True))
+    found, _ = gallery.nearest(queries, 10)
+    return float((found >= truth[:, -1:] - 1e-6).mean())
+
+
+class Searching(threading.Thread):
+    """Searches one query after the other until it is stopped; `times_ms` of each."""
+
+    def __init__(self, gallery: Gallery, queries: Embeddings) -> None:
+        super().__init__(daemon=True)
+        self.times_ms: list[float] = []
+        self._gallery, self._queries = gallery, queries
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.005):
+            query = self._queries[len(self.times_ms) % len(self._queries)]
+            self.times_ms.append(timed_ms(partial(self._gallery.search, query[None], 10)))
+
+    def stop(self) -> list[float]:
+        self._stopped.set()
+        self.join()
+        return self.times_ms
+
+
+def caught_up(path: Path, n: int, dim: int, adds: int) -> Figures:
+    """Searches in this process, the compaction in another one, as on a host with two workers."""
+    queries = clustered_queries(n, dim)
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        started = time.perf_counter()
+        items = [*later(n, dim, adds)]
+        made = time.perf_counter() - started
+        for start in range(0, adds, 1000):
+            gallery.add(items[start : start + 1000])
+        added = time.perf_counter() - started - made
+        gallery.search(queries[:1], 10)
+        quiet = [timed_ms(partial(gallery.search, query[None], 10)) for query in queries]
+        searching = Searching(gallery, queries)
+        searching.start()
+        elapsed, trained_on = fresh(compacted, path)
+        beside = searching.stop()
+        until = time.monotonic() + 60
+        while gallery.facts().delta and time.monotonic() < until:
+            gallery.search(queries[:1], 10)
+            time.sleep(0.1)
+        verdict(f"compaction after {adds:,} adds, s", elapsed, 60, at_most=True)
+        ratio = statistics.median(beside) / statistics.median(quiet)
+        verdict("p50 during the compaction, times that of before", ratio, 2, at_most=True)
+        return {
+            "adds a second in batches of 1,000": adds / added,
+            "compaction, s": elapsed,
+            "items when the index was trained": trained_on,
+            "p50 before it, ms": statistics.median(quiet),
+            "p50 during it, ms": statistics.median(beside),
+            "longest search during it, ms": max(beside),
+            "recall@10 after it": recall(gallery, queries),
+        }
+
+
+def compacted(path: Path) -> tuple[float, int]:
+    with contextlib.closing(Gallery.open(path, load_index=False)) as gallery:
+        report = gallery.compact(keep_removed_s=KEEP_REMOVED_S)
+        assert report.manifest is not None
+        return report.elapsed_s, report.manifest.trained_on
+
+
+def sustained(path: Path, n: int, dim: int, rate: int, minutes: float) -> Figures:
+    """Adds in batches of a tenth of a second, while one thread searches."""
+    queries = clustered_queries(n, dim)
+    with contextlib.closing(Gallery.open(path)) as gallery:
+        items = [*later(n, dim, int(rate * minutes * 60))]
+        segments = {current(gallery)}
+        gallery.compact_in_background()
+        searching = Searching(gallery, queries)
+        searching.start()
+        started, deltas = time.perf_counter(), []
+        step = max(1, rate // 10)
+        for start in range(0, len(items), step):
+            gallery.add(items[start : start + step])
+            ahead = started + (start + step) / rate - time.perf_counter()
+            time.sleep(max(0.0, ahead))
+            if start % (100 * step) == 0:
+                deltas.append(gallery.facts().delta)
+                segments.add(current(gallery))
+        elapsed = time.perf_counter() - started
+        times = searching.stop()
+        return {
+            "adds a second": len(items) / elapsed,
+            "compactions": len(segments) - 1,
+            "largest delta": max(deltas),
+            "p50 meanwhile, ms": statistics.median(times),
+            "p99 meanwhile, ms": float(np.quantile(times, 0.99)),
+            "longest search meanwhile, ms": max(times),
+            "recall@10 at the end": recall(gallery, queries),
+        }
+
+
+def current(gallery: Gallery) -> str:
+    segment = gallery.facts().segment
+    return "" if segment is None else segment.created_at
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The vectors of a generation: one file of rows, which grows in the order of item numbers.
+
+vectors/<name>/
+  rows.f32       float32 (D,) a row; a row is written once, and synced before its item is committed
+  numbers.npy    int64 (B + 1,): the item numbers of the first B rows, ascending, then the highest
+                 number that had been given when they were written; none if no row was left out
+
+A row of a removed item stays until the file is written anew, by a compaction. Rows are mapped into
+memory: searches read them where they are. The checksum of each is in the catalogue.
+"""
+
+import contextlib
+import mmap
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.lib import format as npy
+
+from embedder.durable import hold, sync
+from embedder.errors import GalleryCorruptError
+from embedder.types import Embeddings
+from indexer.types import Ids, Progress, places_of
+
+VECTORS = "vectors"
+"""The folder of a generation in which they are."""
+
+ROWS = "rows.f32"
+NUMBERS = "numbers.npy"
+_RESTORE = "Restore a backup: kinlens-index restore."
+_COPIED = 4096  # rows at a time
+_NO_IDS: Ids = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RowNumbers:
+    """Which item each row is of: the first rows are of the items `base` (B,), ascending, the others
+    of the numbers above `last`, one after the other.
+    """
+
+    base: Ids
+    last: int
+
+    def of(self, rows: Ids) -> Ids:
+        """The number of the item of each row."""
+        later: Ids = rows + (self.last + 1 - len(self.base))
+        if not len(self.base):
+            return later
+        places = np.minimum(rows, len(self.base) - 1)
+        return np.where(rows < len(self.base), self.base[places], later)
+
+    def rows_of(self, ids: Ids) -> Ids:
+        """The row of each item; -1 for one that has none."""
+        later = ids + (len(self.base) - self.last - 1)
+        return np.where(ids > self.last, later, places_of(ids, self.base))
+
+    def rows_up_to(self, number: int) -> int:
+        """How many rows the items have whose numbers are at most this."""
+        if number > self.last:
+            return len(self.base) + number - self.last
+        return int(np.searchsorted(self.base, number, "right"))
+
+
+class VectorFile:
+    """The open vectors of a generation, which stay on the disk meanwhile. Thread safe; `write` and
+    `sync` are for the one process that changes the gallery.
+    """
+
+    def __init__(self, folder: Path, dim: int) -> None:
+        """Open that in `folder`. Raises: FileNotFoundError if it is gone; GalleryCorruptError."""
+        with contextlib.ExitStack() as held:
+            held.callback(os.close, hold(folder))
+            self.folder = folder
+            self.dim = dim
+            self.numbers = _numbers(folder / NUMBERS)
+            self.path = folder / ROWS
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+            held.callback(os.close, self._descriptor)
+            self._mapped: Embeddings = np.empty((0, dim), np.float32)
+            self._mapping = threading.Lock()
+            weakref.finalize(self, held.pop_all().close)
+
+    @classmethod
+    def create(cls, folder: Path, dim: int) -> "VectorFile":
+        """A new, empty file in the new folder. Raises: OSError."""
+        folder.mkdir(parents=True)
+        (folder / ROWS).touch(exist_ok=False)
+        return cls(folder, dim)
+
+    @classmethod
+    def write_anew(
+        cls, folder: Path, dim: int, ids: Ids, last: int, batches: Iterable[tuple[Ids, Embeddings]]
+    ) -> "VectorFile":
+        """A new file in the empty folder with these items (N,), ascending, and no other rows.
+
+        `batches` gives them with their vectors, in this order; `last` is the highest number that
+        was ever given. Nothing is synced.
+
+        Raises: GalleryCorruptError if the batches have other items; OSError.
+        """
+        start = 0
+        with (folder / ROWS).open("xb") as file:
+            for found, vectors in batches:
+                if not np.array_equal(ids[start : start + len(found)], found):
+                    break
+                file.write(np.ascontiguousarray(vectors, np.float32).data)
+                start += len(found)
+        if start < len(ids):
+            raise GalleryCorruptError(
+                f"The catalogue lists {len(ids):,} items, but their vectors do not follow the list "
+                f"from item {start:,} on. {_RESTORE}"
+            )
+        if last != len(ids) or (len(ids) and ids[-1] != last):
+            with (folder / NUMBERS).open("xb") as file:
+                npy.write_array(file, np.append(ids, last), version=(1, 0))
+        return cls(folder, dim)
+
+    @property
+    def name(self) -> str:
+        """Under which the catalogue knows it."""
+        return self.folder.name
+
+    def rows(self, count: int) -> Embeddings:
+        """The first `count` rows (count, D), mapped. Raises: GalleryCorruptError."""
+        mapped = self._mapped
+        if count > len(mapped):
+            with self._mapping:
+                mapped = self._mapped = self._map(count)
+        return mapped[:count]
+
+    def read(self, ids: Ids) -> Embeddings:
+        """The vectors (N, D) of these items. Raises: GalleryCorruptError."""
+        rows = self.numbers.rows_of(ids)
+        if not len(rows):
+            return np.empty((0, self.dim), np.float32)
+        if rows.min() < 0:
+            raise GalleryCorruptError(
+                f"{self.path} has no vector of item {ids[rows < 0][0]}. {_RESTORE}"
+            )
+        return self.rows(int(rows.max()) + 1)[rows]
+
+    def write(self, ids: Ids, vectors: Embeddings) -> None:
+        """Put the vectors (N, D) of items into their rows, unsynced; no item that was committed may
+        have one of these rows. Raises: OSError.
+        """
+        rows = self.numbers.rows_of(ids)
+        data = np.ascontiguousarray(vectors, np.float32)
+        ends = np.append(np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)).tolist()
+        start = 0
+        with self.path.open("r+b", buffering=0) as file:
+            for end in ends if len(rows) else []:
+                file.seek(int(rows[start]) * self._row_bytes)
+                left = data[start:end].data.cast("B")
+                while left:
+                    left = left[file.write(left) :]
+                start = end
+
+    def sync(self) -> None:
+        """Bring what was written to the disk. Raises: OSError."""
+        sync(self.path, "write")
+
+    def copy_to(self, folder: Path, last_given: int, on_progress: Progress) -> None:
+        """Copy the rows of all items up to a number into the new folder, unsynced. Raises: OSError,
+        GalleryCorruptError.
+        """
+        folder.mkdir(parents=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(self.folder / NUMBERS, folder / NUMBERS)
+            on_progress((folder / NUMBERS).stat().st_size)
+        rows = self.rows(self.numbers.rows_up_to(last_given))
+        with (folder / ROWS).open("xb") as file:
+            for start in range(0, len(rows), _COPIED):
+                on_progress(file.write(rows[start : start + _COPIED].data))
+
+    def bytes_of(self, rows: int) -> int:
+        """The length of the file up to so many rows."""
+        return rows * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        return 4 * self.dim
+
+    def _map(self, count: int) -> Embeddings:
+        # To map more than there is would kill the process with SIGBUS.
+        found = os.fstat(self._descriptor).st_size // self._row_bytes
+        if found < count:
+            raise GalleryCorruptError(
+                f"{self.path} has {found:,} vectors, the catalogue counts {count:,}: the file was "
+                f"truncated. {_RESTORE}"
+            )
+        data = mmap.mmap(self._descriptor, found * self._row_bytes, access=mmap.ACCESS_READ)
+        return np.frombuffer(data, np.float32).reshape(found, self.dim)
+
+
+def _numbers(path: Path) -> RowNumbers:
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        return RowNumbers(_NO_IDS, 0)
+    except (OSError, ValueError) as error:
+        raise GalleryCorruptError(f"{path} is not an array: {error}. {_RESTORE}") from error
+    if found.dtype != np.int64 or found.ndim != 1 or not len(found):
+        raise GalleryCorruptError(f"{path} holds {found.dtype} {found.shape}. {_RESTORE}")
+    numbers = np.asarray(found)  # indexing a memmap itself takes ten times as long
+    return RowNumbers(numbers[:-1], int(numbers[-1]))

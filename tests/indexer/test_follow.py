@@ -1,0 +1,158 @@
+"""A compaction brings the segment up to date, and what it leaves out is as if made anew."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from indexer.checks.verify import check_files
+from indexer.gallery import Gallery
+from indexer.index.plan import IndexSettings
+from indexer.types import Entry, SearchOptions
+from tests.indexer.conftest import flipped, generation_of, rows_of, segment_of
+from tests.indexer.oracle import BUNDLE, clumped, units
+from tests.support.seams import recall_at
+from tests.support.waiting import until
+
+N, DIM = 3000, 32
+VECTORS = clumped(2 * N, DIM)
+KEEP = 86_400.0
+
+
+def made(number: int, price: float | None = None) -> Entry:
+    """An item with a unique attribute, a common one, a rare one and a list."""
+    attributes: dict[str, Any] = {
+        "sku": f"sku-{number:05d}",
+        "colour": ("red", "green", "blue")[number % 3],
+        "price": number % 50 if price is None else price,
+        "sizes": ["S", "M", "L"][: number % 4],
+    }
+    if number % 20 == 0:
+        attributes["sale"] = number % 40 == 0
+    return Entry(f"k{number}", VECTORS[number], f"{number:064x}", attributes)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gallery with lists of codes, trained on all of it."""
+    path = tmp_path_factory.mktemp("follow") / "shop"
+    with closing(Gallery.create(path, name="shop", bundle_id=BUNDLE, dim=DIM)) as gallery:
+        gallery.add(made(number) for number in range(N))
+        gallery.compact(IndexSettings(kind="ivf-pq", target_recall=0.95))
+    return path
+
+
+@pytest.fixture
+def gallery(stored: Path, tmp_path: Path) -> Iterator[Gallery]:
+    """A copy of it."""
+    with closing(Gallery.open(shutil.copytree(stored, tmp_path / "shop"))) as gallery:
+        yield gallery
+
+
+def change(gallery: Gallery) -> None:
+    """Items come, go, are replaced, and change; values come and go with them."""
+    gallery.remove(f"k{number}" for number in range(0, N, 9))
+    gallery.add(made(number) for number in range(N, N + 400))
+    gallery.add(Entry(f"k{n}", VECTORS[n + N], f"{n + N:064x}", {"sku": "new"}) for n in (1, 2, 4))
+    gallery.update({"k5": {"price": 7.5}, "k7": {"colour": None}, "k8": {"sizes": ["XL"]}})
+    gallery.remove(["k10", f"k{N + 1}"])
+
+
+def seen(gallery: Gallery) -> object:
+    """What filters, facets and searches say."""
+    found, _ = gallery.nearest(VECTORS[:50], 10, SearchOptions(exact=True))
+    columns = {fact.name: fact for fact in gallery.attribute_facts()}
+    return gallery.size, found.round(5).tolist(), columns, [i.key for i in gallery.items()]
+
+
+def stored_rows(gallery: Gallery) -> int:
+    """Rows of vectors on the disk, when those that nobody reads have gone."""
+    folder = generation_of(gallery.path) / "vectors"
+    until(lambda: len([*folder.iterdir()]) == 1)
+    return rows_of(gallery.path).stat().st_size // (4 * DIM)
+
+
+def recall(gallery: Gallery) -> float:
+    queries = clumped(200, DIM, seed=9)
+    truth = gallery.nearest(queries, 10, SearchOptions(exact=True))[1]
+    return recall_at(gallery.nearest(queries, 10)[1], truth)
+
+
+@pytest.mark.parametrize("keep_removed_s", [KEEP, 0.0])
+def test_what_came_and_went_is_brought_into_the_index_with_its_old_centroids(
+    gallery: Gallery, keep_removed_s: float
+) -> None:
+    change(gallery)
+    before = seen(gallery)
+    manifest = gallery.compact(keep_removed_s=keep_removed_s).manifest
+    assert manifest is not None
+    assert (manifest.trained_on, manifest.items) == (N, gallery.size)
+    assert seen(gallery) == before
+    assert recall(gallery) >= 0.93
+    check_files(gallery.path)
+    rows = stored_rows(gallery)
+    assert (rows == gallery.size) == (keep_removed_s == 0) == (manifest.gone == 0)
+    change(gallery)  # once more, over rows with gaps or over numbers with gaps
+    before = seen(gallery)
+    gallery.compact(keep_removed_s=KEEP)
+    assert seen(gallery) == before
+    assert recall(gallery) >= 0.93
+    check_files(gallery.path)
+    gallery.compact(from_scratch=True)
+    assert seen(gallery) == before
+
+
+def test_vectors_of_removed_items_are_erased_by_a_compaction_that_keeps_nothing(
+    gallery: Gallery,
+) -> None:
+    def is_there() -> bool:
+        files = [file for file in gallery.path.rglob("*") if file.is_file()]
+        return any(VECTORS[9].tobytes() in file.read_bytes() for file in files)
+
+    gallery.remove(["k9"])
+    assert is_there()
+    gallery.compact(keep_removed_s=KEEP)
+    assert is_there()
+    assert [item.key for item in gallery.restore(["k9"])] == ["k9"]
+    gallery.remove(["k9"])
+    gallery.compact()
+    gallery.close()  # which writes the log of the catalogue back
+    assert not is_there()
+
+
+def test_rows_are_written_anew_when_a_third_of_them_has_gone(gallery: Gallery) -> None:
+    for part in (5, 4):
+        gallery.remove([item.key for item in gallery.items() if item.id % part == 0])
+        gallery.compact(keep_removed_s=KEEP)
+    assert stored_rows(gallery) == gallery.size == 1800
+    assert recall(gallery) >= 0.93
+
+
+def test_an_index_is_trained_again_when_it_has_outgrown_its_training(gallery: Gallery) -> None:
+    gallery.add(made(number) for number in range(N, 2 * N))
+    gallery.add([Entry("one more", VECTORS[0], "f" * 64)])
+    manifest = gallery.compact(keep_removed_s=KEEP).manifest
+    assert manifest is not None
+    assert manifest.trained_on == 2 * N + 1
+
+
+def test_an_index_that_finds_too_little_of_what_is_new_is_trained_again(gallery: Gallery) -> None:
+    """The old ones are in clumps, the new ones everywhere."""
+    others = units(2000, 4, DIM)
+    gallery.add(Entry(f"o{n}", row, f"{n + 9**9:064x}") for n, row in enumerate(others))
+    manifest = gallery.compact(keep_removed_s=KEEP).manifest
+    assert manifest is not None
+    assert (manifest.trained_on, manifest.held_out) == (N + 2000, 500)
+    assert recall(gallery) >= 0.93
+
+
+def test_a_damaged_index_is_not_brought_up_to_date(gallery: Gallery) -> None:
+    flipped(segment_of(gallery.path) / "index.faiss")
+    change(gallery)
+    manifest = gallery.compact(keep_removed_s=KEEP).manifest
+    assert manifest is not None
+    assert manifest.trained_on == gallery.size
+    assert recall(gallery) >= 0.93

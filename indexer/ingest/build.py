@@ -32,7 +32,7 @@ from indexer.folder.manifest import (
     write_manifest,
 )
 from indexer.gallery import Gallery
-from indexer.index.plan import IndexSettings, Plan, plan_index
+from indexer.index.plan import ITEM_DISK_BYTES, IndexSettings, Plan, plan_index
 from indexer.ingest.add import Ingest, Rest
 from indexer.ingest.embed import EmbedSettings, Failure, refuse_unreadable
 from indexer.ingest.sources import Source, check_attributes
@@ -40,7 +40,6 @@ from indexer.types import Dump, Progress, checked_name
 
 _CHUNK = 4096
 _SAME_VECTOR = 1e-6
-_ROW_BYTES = 500  # an item in the catalogue, without its vector
 
 
 class BuildReport(BaseModel, frozen=True):
@@ -280,8 +279,8 @@ def _without_attributes(gallery: Gallery) -> None:
 
 
 def needed_mb(plan: Plan, written: int = 0) -> float:
-    """Space that a build takes, in MiB: index, and catalogue but for items that are `written`."""
-    return plan.disk_mb + max(0, plan.n - written) * (4 * plan.dim + _ROW_BYTES) / 2**20
+    """Space that a build takes, in MiB, but for that of the items that are `written`."""
+    return plan.disk_mb - min(plan.n, written) * (4 * plan.dim + ITEM_DISK_BYTES) / 2**20
 
 
 def _report(work: Ingest, elapsed_s: float) -> BuildReport:

@@ -6,6 +6,7 @@ the old one. The keeper gives out that of the newest state.
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import weakref
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.durable import hold
-from embedder.errors import GalleryCorruptError, GalleryError
+from embedder.errors import GalleryCorruptError
 from embedder.machine import core_count
 from embedder.types import Embeddings, Scalar, values_in
 from indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
@@ -34,6 +35,7 @@ from indexer.types import Ids, Scores, places_of
 _FIRST_CAPACITY = 256  # of a delta
 _SPARE = 2  # how many times the expected number of removed items a search fetches in excess
 _COLLECT_S = 0.1
+_ROUNDED = np.float32(2e-6)  # by which scores of one pair of vectors may differ
 _PATIENCE = 8  # a segment that is gone when it is to be opened is looked up anew that often
 
 
@@ -324,13 +326,28 @@ class Snapshot:
         if k < 1:  # as many as there are
             return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
         if self.segment is not None and not len(self.delta.alive):
-            return _ordered(*self._in_segment(queries, k, among, exact, effort), k)
-        found = self.delta.nearest(queries, k, None if among is None else among.delta)
-        if self.segment is None:
-            return _ordered(*found, k)
-        segment = self._in_segment(queries, k, among, exact, effort)
-        scores = np.concatenate([segment[0], found[0]], axis=1)
-        return _ordered(scores, np.concatenate([segment[1], found[1]], axis=1), k)
+            scores, ids = self._in_segment(queries, k, among, exact, effort)
+        else:
+            scores, ids = self.delta.nearest(queries, k, None if among is None else among.delta)
+            if self.segment is not None:
+                found = self._in_segment(queries, k, among, exact, effort)
+                scores = np.concatenate([found[0], scores], axis=1)
+                ids = np.concatenate([found[1], ids], axis=1)
+        scores, ids = _ordered(scores, ids, k)
+        return (scores, ids) if len(queries) == 1 else self._settled(queries, scores, ids)
+
+    def _settled(self, queries: Embeddings, scores: Scores, ids: Ids) -> tuple[Scores, Ids]:
+        """The same where equal vectors have equal scores: of many queries FAISS rounds a score as
+        it comes, in a block of vectors, a list of candidates or the delta.
+        """
+        gaps = scores[:, :-1] - scores[:, 1:]
+        for row in np.flatnonzero(((gaps > 0) & (gaps < _ROUNDED)).any(axis=1)).tolist():
+            numbers, vectors = self.vectors(ids[row][ids[row] >= 0])
+            exact = np.einsum("nd,d->n", vectors, queries[row])
+            order = np.lexsort((numbers, -exact))
+            scores[row, : len(order)] = np.clip(exact[order], -1, 1)
+            ids[row, : len(order)] = numbers[order]
+        return scores, ids
 
     def vectors(self, ids: Ids, among: FilterMask | None = None) -> tuple[Ids, Embeddings]:
         """Numbers (N,) and vectors (N, D) of those of the items that `among` leaves, in any order.
@@ -439,6 +456,7 @@ class SnapshotKeeper:
         self._device = device
         self._verify_hashes = verify_hashes
         self._collector = _Collector(generation)
+        self._refreshing = threading.Lock()
         self._opener: threading.Thread | None = None
         self._next: tuple[Base, Segment | None] | None = None
         self._failed: Base | None = None
@@ -543,6 +561,8 @@ class SnapshotKeeper:
 
     def refresh(self) -> None:
         """Open the newest segment, if it is not in use yet, while searches go on."""
+        if not self._refreshing.acquire(blocking=False):
+            return
         base: Base | None = None
         try:
             state, current = self.catalog.state(), self._snapshot
@@ -551,9 +571,12 @@ class SnapshotKeeper:
                 self._next = base, self._opened(state)
                 self.newest()
         except FileNotFoundError:
-            return  # a compaction has replaced it meanwhile
-        except GalleryError:
-            self._failed = base  # the next search says why
+            pass  # a compaction has replaced it meanwhile
+        except Exception as error:  # memory for one; it is to end in no silence
+            logging.getLogger(__name__).warning("a new segment cannot be opened: %s", error)
+            self._failed = base  # so that the next search says why
+        finally:
+            self._refreshing.release()
 
     def forget(self) -> None:
         """Let go of the segment; what nobody reads any more has been removed afterwards."""

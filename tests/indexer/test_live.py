@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +23,8 @@ from indexer.index.plan import IndexSettings
 from indexer.live import compaction
 from indexer.types import Entry, SearchOptions
 from tests.indexer.conftest import catalog_of, faults, generation_of
-from tests.indexer.oracle import DIM, units
-from tests.support.seams import CatalogView, State
+from tests.indexer.oracle import BUNDLE, DIM, clumped, units
+from tests.support.seams import CatalogView, Segment, State
 from tests.support.waiting import until
 
 QUERY = units(1, 99)
@@ -171,6 +173,65 @@ def test_old_segments_go_when_their_last_reader_has_left(gallery: Gallery, out: 
     reader.close()
     assert len(keys(gallery)) == 29
     until(lambda: [*segments.iterdir()] == [third])
+
+
+@pytest.mark.parametrize("kind", ["flat", "hnsw", "ivf-pq"])
+def test_equal_vectors_are_in_the_order_of_their_numbers_also_among_many_queries(
+    tmp_path: Path, kind: str
+) -> None:
+    """Wherever they are: in the segment or after it. Short vectors are never rounded so."""
+    gallery = Gallery.create(tmp_path / "wide", name="wide", bundle_id=BUNDLE, dim=512)
+    vectors = clumped(1500, 512)
+    vectors[::150] = vectors[700]
+    items = [Entry(f"k{n}", v, f"{n:064x}") for n, v in enumerate(vectors)]
+    gallery.add(items[:1400])
+    gallery.compact(IndexSettings(kind=kind, target_recall=0.9))
+    gallery.add(items[1400:])
+    gallery.add([Entry("last", vectors[0], "e" * 64)])
+    queries = clumped(400, 512, seed=5) + 9 * vectors[0]
+    queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    seen = 0
+    for hits in gallery.search(queries, 20):
+        found = [hit for hit in hits if (hit.id - 1) % 150 == 0 or hit.id in (701, 1501)]
+        assert [hit.id for hit in found] == sorted(hit.id for hit in found)
+        assert len({hit.score for hit in found}) <= 1
+        seen += len(found) == 12
+    assert seen > 100
+    gallery.close()
+
+
+def test_searches_go_on_while_a_new_segment_is_opened(
+    gallery: Gallery, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also through changes, which they see at once."""
+    gallery.add(entries(range(30)))
+    gallery.compact()
+    gate, opened = threading.Event(), []
+    original = Segment.open
+
+    def slow(folder: Path, **options: Any) -> Segment:
+        if "segment" in threading.current_thread().name:
+            gate.wait(60)
+            opened.append(folder.name)
+        return original(folder, **options)
+
+    with closing(Gallery.open(out)) as reader:
+        assert len(keys(reader)) == 30
+        monkeypatch.setattr(Segment, "open", slow)
+        gallery.remove(["k0"])
+        assert len(keys(reader)) == 29
+        gallery.compact()
+        assert keys(reader) == keys(gallery)
+        gallery.add(entries(range(30, 33)))
+        gallery.remove(["k1", "k31"])
+        gallery.update({"k2": {"n": 7}})
+        assert keys(reader) == keys(gallery)
+        assert reader.page(0, 9, Equals("n", 7)).total == gallery.page(0, 9, Equals("n", 7)).total
+        assert (reader.facts().delta, opened) == (2, [])
+        gate.set()
+        until(lambda: opened)
+        until(lambda: reader.facts().segment == gallery.facts().segment)
+        assert keys(reader) == keys(gallery)
 
 
 def test_items_removed_before_the_first_segment_stay_away_from_a_reader_that_knew_them(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
 from typing import Literal
 
 import numpy as np
@@ -25,8 +26,9 @@ Scalar = str | int | float | bool
 AttributeValue = Scalar | tuple[Scalar, ...]
 """What an item has under the name of an attribute: a value, or several of one kind."""
 
-AttributeInput = AttributeValue | Sequence[Scalar]
-"""The same as it may be given: a list is stored as a tuple, an empty one not at all."""
+AttributeInput = AttributeValue | date | Sequence[Scalar | date]
+"""The same as it may be given: a list is stored as a tuple, an empty one not at all, and a date or
+time as `date_text` writes it."""
 
 AttributeKind = Literal["text", "number", "boolean"]
 """What the values of an attribute are; whole and decimal numbers are of one kind."""
@@ -43,6 +45,16 @@ class Hit:
     key: str
     score: float
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
+
+
+def date_text(value: date) -> str:
+    """A date as 2026-11-25; a time as 2026-11-25T10:30:00Z: in whole seconds and in UTC, which one
+    without a zone is taken for. So texts are in the order of time.
+    """
+    if not isinstance(value, datetime):
+        return value.isoformat()
+    moment = value if value.tzinfo is None else value.astimezone(UTC).replace(tzinfo=None)
+    return f"{moment.isoformat(timespec='seconds')}Z"
 
 
 def values_in(value: AttributeValue | None) -> tuple[Scalar, ...]:

@@ -3,9 +3,10 @@
 import math
 import re
 from collections.abc import Mapping
+from datetime import date
 from typing import Any
 
-from embedder.types import AttributeKind, AttributeValue, Scalar
+from embedder.types import AttributeKind, AttributeValue, Scalar, date_text
 
 Schema = Mapping[str, AttributeKind]
 """The attributes of a gallery: name -> kind."""
@@ -25,14 +26,18 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def as_stored(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Attributes as they are stored: lists as tuples, and none that are empty."""
-    if not any(isinstance(value, list | tuple) for value in attributes.values()):
+    """Attributes as they are stored: lists as tuples, none that are empty, and dates as texts."""
+    if not any(isinstance(value, list | tuple | date) for value in attributes.values()):
         return attributes
     return {
-        name: tuple(value) if isinstance(value, list) else value
+        name: tuple(map(_plain, value)) if isinstance(value, list | tuple) else _plain(value)
         for name, value in attributes.items()
         if value not in ([], ())
     }
+
+
+def _plain(value: Any) -> Any:
+    return date_text(value) if isinstance(value, date) else value
 
 
 def kind_of(value: object) -> AttributeKind:

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypedDict, TypeVar
 from urllib.parse import quote
@@ -12,7 +13,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from embedder.types import AttributeInput
+from embedder.types import AttributeInput, date_text
 from service.client_errors import AnswerError, ArgumentError, ImageReadError, problem_error
 from service.models import Problem, PutAnswer, PutResult
 
@@ -134,12 +135,17 @@ def fields(options: Mapping[str, Any]) -> dict[str, Any]:
 def json_of(value: object) -> str:
     """JSON. Raises: ArgumentError for what has none."""
     try:
-        return json.dumps(value, allow_nan=False, default=dict)  # other mappings than dict too
+        return json.dumps(value, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
             f"{value!r:.{_SHOWN}} cannot be sent as JSON: {error}. Send texts, finite numbers, "
-            "booleans, and lists and mappings of these."
+            "booleans, dates, and lists and mappings of these."
         ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Dates, and other mappings than dict."""
+    return date_text(value) if isinstance(value, date) else dict(value)
 
 
 def search_form(images: Images, options: ImageSearchOptions) -> list[Part]:

@@ -15,7 +15,7 @@ from indexer.commands.console import SHOWN, err, errors_shown, print_report
 from indexer.commands.options import JsonOption, NoCompactOption, StoreArgument, WhereOption
 from indexer.filters.text import parse_filter
 from indexer.gallery import Gallery
-from indexer.ingest.sources import Typed, csv_changes, split_kind
+from indexer.ingest.sources import DATE, Typed, csv_changes, split_kind
 from indexer.types import MILVUS
 
 app = typer.Typer()
@@ -178,15 +178,16 @@ def _assignment(text: str, schema: Schema) -> tuple[str, AttributeValue]:
     if not equals:
         raise InvalidParameterError(f"--set {text}: there is no '='. Write --set name=value.")
     if typed.strip() in schema:
-        name, (kind, is_list) = typed.strip(), Typed(schema[typed.strip()])
+        name, found = typed.strip(), Typed(schema[typed.strip()])
     else:
         try:
-            name, (kind, is_list) = split_kind(typed)
+            name, found = split_kind(typed)
         except ValueError as error:
             raise InvalidParameterError(f"--set {text}: {error}=value.") from error
     try:
-        return name, Typed(kind or schema.get(name, "text"), is_list).value_of(value)
+        return name, found._replace(kind=found.kind or schema.get(name, "text")).value_of(value)
     except ValueError as error:
+        kind = DATE if found.is_date else found.kind
         raise InvalidParameterError(
             f"--set {text}: {name} is a {kind} and cannot be {value!r}: {error}."
         ) from error

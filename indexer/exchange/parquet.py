@@ -189,15 +189,17 @@ def _checked_dim(path: Path, schema: Any) -> int:
     if not pa.types.is_fixed_size_list(vector) or vector.value_type != pa.float32():
         raise SourceError(f"{path}: column {VECTOR} is {vector}, not fixed_size_list<float>[dim].")
     known = [_arrow_type(name) for name in _ARROW_NAMES.values()]
-    known += [pa.list_(kind) for kind in known]
     for field in schema:
         is_struct = pa.types.is_struct(field.type)
         found = [part.type for part in field.type] if is_struct else [field.type]
-        if field.name.startswith(ATTRIBUTE) and not all(kind in known for kind in found):
+        kinds = [kind.value_type if pa.types.is_list(kind) else kind for kind in found]
+        if field.name.startswith(ATTRIBUTE) and not all(
+            kind in known or pa.types.is_date(kind) or pa.types.is_timestamp(kind) for kind in kinds
+        ):
             raise SourceError(
                 f"{path}: column {field.name} is {field.type}; an attribute is "
-                f"{', '.join(_ARROW_NAMES.values())}, a list of one of these, or a struct of "
-                "these. Convert the column."
+                f"{', '.join(_ARROW_NAMES.values())}, a date or timestamp, a list of one of "
+                "these, or a struct of these. Convert the column."
             )
     return int(vector.list_size)
 

@@ -8,6 +8,7 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from datetime import date, datetime
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -15,13 +16,16 @@ import numpy as np
 
 from embedder.errors import SourceError
 from embedder.formats import SUFFIXES
-from embedder.types import AttributeKind, AttributeValue, Scalar
+from embedder.types import AttributeKind, AttributeValue, Scalar, date_text
 from indexer.attributes import Schema, is_printable
 from indexer.catalog.entries import MAX_KEY, is_key, learn_kinds
 from indexer.pictures import printable, read_image
 
 KINDS: tuple[AttributeKind, ...] = get_args(AttributeKind)
 """Every kind of attribute, as it stands after the colon of a typed name."""
+
+DATE = "date"
+"""A text that is checked to be one, and written so that texts are in the order of time."""
 
 _WHOLE = re.compile(r"[+-]?\d+")
 _DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
@@ -31,11 +35,17 @@ BOOLEANS = {"true": True, "false": False}
 _NO_KINDS: Schema = {}
 
 
-def parse_value(text: str, kind: AttributeKind) -> Scalar:
+def parse_value(text: str, kind: str) -> Scalar:
     """The value that `text` says. Raises: ValueError, with what was expected."""
     word = text.strip()
     if kind == "text":
         return text
+    if kind == DATE:
+        try:
+            short = len(word) <= len("2026-11-25")
+            return date_text((date if short else datetime).fromisoformat(word))
+        except ValueError as error:
+            raise ValueError("expected a date such as 2026-11-25 or 2026-11-25T10:30Z") from error
     if kind == "boolean":
         if word.lower() not in BOOLEANS:
             raise ValueError("expected true or false")
@@ -49,18 +59,17 @@ def parse_value(text: str, kind: AttributeKind) -> Scalar:
     return float(word)
 
 
-def parse_values(text: str, kind: AttributeKind) -> AttributeValue:
+def parse_values(text: str, kind: str) -> AttributeValue:
     """The values in `S|M|L`, or in a list as JSON has it: ["S", "M"]. Raises: ValueError."""
     if not text.strip():
         return ()
     if text.lstrip().startswith("["):
         try:
             found = json.loads(text)
-            if kind == "text" and not all(isinstance(one, str) for one in found):
+            is_text = kind in ("text", DATE)
+            if is_text and not all(isinstance(one, str) for one in found):
                 raise TypeError
-            return tuple(
-                parse_value(json.dumps(one) if kind != "text" else one, kind) for one in found
-            )
+            return tuple(parse_value(one if is_text else json.dumps(one), kind) for one in found)
         except (ValueError, TypeError) as error:
             raise ValueError('expected values such as S|M|L, or ["S", "M", "L"]') from error
     return tuple(parse_value(part.strip(), kind) for part in text.split("|") if part.strip())
@@ -71,10 +80,12 @@ class Typed(NamedTuple):
 
     kind: AttributeKind | None
     is_list: bool = False
+    is_date: bool = False
 
     def value_of(self, text: str) -> AttributeValue:
         """What a cell says. Raises: ValueError."""
-        return (parse_values if self.is_list else parse_value)(text, self.kind or "text")
+        kind = DATE if self.is_date else self.kind or "text"
+        return (parse_values if self.is_list else parse_value)(text, kind)
 
 
 def split_kind(typed: str) -> tuple[str, Typed]:
@@ -88,9 +99,11 @@ def split_kind(typed: str) -> tuple[str, Typed]:
     for known in KINDS:
         if kind in (known, f"{known}[]"):
             return name, Typed(known, kind != known)
+    if kind in (DATE, f"{DATE}[]"):
+        return name, Typed("text", kind != DATE, is_date=True)
     raise ValueError(
-        f"{typed!r} names the type {kind!r}; the types are {', '.join(KINDS)}, and with [] lists "
-        f"of these. For a name with a colon write {typed}:text"
+        f"{typed!r} names the type {kind!r}; the types are {', '.join((*KINDS, DATE))}, and with "
+        f"[] lists of these. For a name with a colon write {typed}:text"
     )
 
 
@@ -157,7 +170,7 @@ def _row(
 
 def _value(text: str, name: str, typed: Typed, place: str) -> AttributeValue | None:
     kind = typed.kind
-    if (typed.is_list or kind not in ("text", None)) and not text.strip():
+    if (typed.is_list or typed.is_date or kind not in ("text", None)) and not text.strip():
         return None
     if kind is None and text.strip().lower() in BOOLEANS:
         raise SourceError(
@@ -199,16 +212,16 @@ def _column(file: Path, typed: str, required: Sequence[str], kinds: Schema) -> t
     if typed.strip() in required:
         return typed.strip(), Typed("text")
     try:
-        name, (kind, is_list) = split_kind(typed)
+        name, found = split_kind(typed)
     except ValueError as error:
         raise SourceError(f"{file}: the column {error}.") from error
     known = kinds.get(name)
-    if kind and known and kind != known:
+    if found.kind and known and found.kind != known:
         raise SourceError(
             f"{file}: the column {typed.strip()} does not fit the gallery, where {name} is a "
             f"{known}. Name the column {name}, or give the attribute another name."
         )
-    return name, Typed(kind or known, is_list)
+    return name, found._replace(kind=found.kind or known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -340,7 +340,8 @@ class Snapshot:
         """The same where equal vectors have equal scores: of many queries FAISS rounds a score as
         it comes, in a block of vectors, a list of candidates or the delta.
         """
-        gaps = scores[:, :-1] - scores[:, 1:]
+        with np.errstate(invalid="ignore"):  # between two that are missing
+            gaps = scores[:, :-1] - scores[:, 1:]
         for row in np.flatnonzero(((gaps > 0) & (gaps < _ROUNDED)).any(axis=1)).tolist():
             numbers, vectors = self.vectors(ids[row][ids[row] >= 0])
             exact = np.einsum("nd,d->n", vectors, queries[row])

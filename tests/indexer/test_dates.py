@@ -4,7 +4,6 @@ from contextlib import closing
 from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from embedder.types import date_text
@@ -72,7 +71,7 @@ def test_dates_are_filtered_and_sorted_from_python_and_parquet(tmp_path: Path) -
         export_gallery(gallery, tmp_path / "shop.parquet", facts)
     table = pq.read_table(tmp_path / "shop.parquet")
     place = table.schema.get_field_index("attribute.added")
-    moments = [np.datetime64(text.rstrip("Z"), "us") for text in TEXTS]
+    moments = [datetime.fromisoformat(text).replace(tzinfo=UTC) for text in TEXTS]
     stamped = table.set_column(
         place, "attribute.added", pa.array(moments, pa.timestamp("us", "UTC"))
     )

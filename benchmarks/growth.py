@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from clustered import clustered_batches, clustered_later, clustered_queries
+from clustered import clustered_batches, clustered_queries, clusters_of
 from harness import fresh, heading, made_gallery, memory_mb, options, row, timed_ms, verdict
 
 from embedder.types import AttributeValue, Embeddings
@@ -120,9 +120,10 @@ def disk_mb(path: Path) -> Figures:
 
 
 def later(n: int, dim: int, count: int) -> Iterator[Entry]:
-    """Items that come later, under keys that nobody has used."""
+    """Items of the same products that come later, under keys that nobody has used."""
     began = time.time_ns()
-    for number, vector in enumerate(clustered_later(n, dim, seed=began % 1000, count=count)):
+    vectors, _ = clusters_of(n, dim).draw(count, np.random.default_rng(began))
+    for number, vector in enumerate(vectors):
         key = f"later {began} {number}"
         yield Entry(key, vector, f"{began + number:064x}", attributes(n + number))
 

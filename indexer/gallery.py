@@ -201,8 +201,7 @@ class Gallery(Searcher):
             )
             if load_index:
                 gallery._load()
-                if verify_hashes is not False:
-                    gallery._check_vectors(verify_hashes is True)
+                gallery._check_vectors(verify_hashes)
             return gallery
         except OSError as error:
             raise GalleryCorruptError(
@@ -744,6 +743,8 @@ class Gallery(Searcher):
             on_progress=on_progress,
         )
         self._snapshots.refresh()
+        with self._catalog.reading():  # which lets go of vectors that were written anew
+            pass
         collect(self._generation)
         try:
             self.calibrate()
@@ -849,12 +850,22 @@ class Gallery(Searcher):
         with self._snapshots.reading():
             return
 
-    def _check_vectors(self, also_large: bool) -> None:
-        """Compare the vectors with their checksums; those of a large gallery take too long."""
+    def _check_vectors(self, verify_hashes: bool | None) -> None:
+        """Compare the vectors with their checksums, where that does not take too long. A damaged
+        one is named in the log: it must not keep all others from being searched.
+
+        Raises: GalleryCorruptError if `verify_hashes`.
+        """
         with self._catalog.reading() as view:
-            if also_large or 4 * self.dim * view.state().size < HASHED_BELOW:
-                for _ in view.iter_vectors():
-                    pass
+            is_small = 4 * self.dim * view.state().size < HASHED_BELOW
+            if verify_hashes or (verify_hashes is None and is_small):
+                try:
+                    for _ in view.iter_vectors():
+                        pass
+                except GalleryCorruptError as damage:
+                    if verify_hashes:
+                        raise
+                    logging.getLogger(__name__).error("%s", damage)
 
     def _due(self, view: CatalogView, state: State) -> str | None:
         name, size = self._segment_size

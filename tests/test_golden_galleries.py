@@ -133,6 +133,23 @@ def test_a_compaction_moves_the_vectors_of_a_stored_gallery_out_of_its_catalogue
     kinlens_index("verify", stored / name)
 
 
+def test_what_was_removed_before_or_after_a_conversion_is_erased(
+    stored: Path, tmp_path: Path
+) -> None:
+    """Also from the pages of the catalogue that the vectors have left, and from a backup."""
+    before = items_of(stored / "points")
+    gone = [np.array(before[f"p{n}"][2], np.float32).tobytes() for n in range(10)]
+    kinlens_index("compact", stored / "points")
+    kinlens_index("remove", stored / "points", *(f"p{n}" for n in range(10)), "--no-compact")
+    kinlens_index("compact", stored / "points")
+    kinlens_index("backup", stored / "points", "--out", tmp_path / "saved")
+    for file in [*(stored / "points").rglob("*"), *(tmp_path / "saved").rglob("*")]:
+        if file.is_file():
+            data = file.read_bytes()
+            assert not any(vector in data for vector in gone), file
+    assert len(items_of(stored / "points")) == 630
+
+
 def test_a_stored_parquet_file_holds_the_same_items(stored: Path, tmp_path: Path) -> None:
     kinlens_index("import", stored / "shop.parquet", "--out", tmp_path / "imported")
     assert items_of(tmp_path / "imported") == items_of(stored / "shop")

@@ -6,7 +6,6 @@ waiting, writers take turns.
 import contextlib
 import os
 import sqlite3
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +38,8 @@ _Idle = deque[sqlite3.Connection]
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_LARGE_BYTES = 64 * 2**20
+_MOST_FREE = 0.1  # part of the pages of a large file
 _PATIENCE = 8  # times that vectors which are gone are looked up anew
 _CHECKPOINT_S = 1.0  # how long a write that finds the log long waits for searches to end
 
@@ -53,7 +54,6 @@ class Catalog:
         self._unchanged: _Stamp | None = None
         self._idle: _Idle = deque()
         self._file: VectorFile | None = None
-        self._opening = threading.Lock()
         self._closed = False
         self._log_limit = _KEEP_LOG_BYTES
 
@@ -178,13 +178,29 @@ class Catalog:
         name = view.file_name
         if name is None:
             return
-        with self._opening:
-            file = self._file
-            if file is None or file.name != name:
-                file = VectorFile(self.path.parent / VECTORS / name, view.dim)
-            # Between two writes it may be replaced, and is to leave the disk then.
-            self._file = None if self._writable or self._closed else file
-        view.file = file
+        view.file = VectorFile.open(self.path.parent / VECTORS / name, view.dim)
+        if not (self._writable or self._closed):
+            self._file = view.file  # kept open; a writer may be idle while it is replaced
+
+    def shrink(self) -> None:
+        """Give back unused pages, in which what was removed can still be read, and from an earlier
+        version all vectors; of a large file only if there are many, since writes wait meanwhile.
+
+        Raises: GalleryError.
+        """
+        connection, idle = self._take()
+        try:
+            [(free,)] = connection.execute("PRAGMA freelist_count").fetchall()
+            [(pages,)] = connection.execute("PRAGMA page_count").fetchall()
+            [(page_size,)] = connection.execute("PRAGMA page_size").fetchall()
+            is_large = pages * page_size > _LARGE_BYTES
+            if not is_large or free > _MOST_FREE * pages:
+                connection.execute("VACUUM")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except SQLITE_ERRORS as error:
+            raise write_error(self.path, error) from error
+        finally:
+            self._end(connection, idle)
 
     def close(self) -> None:
         """Close the idle connections; blocks that still run close theirs at their end."""

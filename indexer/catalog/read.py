@@ -446,9 +446,13 @@ class CatalogView:
         except TypeError:
             found = ()  # where a bit of the type has flipped it is not even bytes
         if found != checksums:
-            what = f"one of the vectors {numbers[0]} to {numbers[-1]} does not fit its checksum"
+            place = next(n for n, crc in enumerate(checksums) if found[n : n + 1] != (crc,))
+            what = f"the vector of item {numbers[place]} does not fit its checksum"
             if self.file is not None and vectors is not None:
-                raise GalleryCorruptError(f"{self.file.path} is damaged: {what}. {RESTORE}.")
+                raise GalleryCorruptError(
+                    f"{self.file.path} is damaged: {what}. {RESTORE}, or remove the item and add "
+                    "its image again."
+                )
             raise damaged(self.connection, what)
         if vectors is None:
             vectors = np.frombuffer(bytearray().join(stored), np.float32).reshape(len(rows), -1)

@@ -2,8 +2,8 @@
 
 vectors/<name>/
   rows.f32       float32 (D,) a row; a row is written once, and synced before its item is committed
-  numbers.npy    int64 (B + 1,): the item numbers of the first B rows, ascending, then the highest
-                 number that had been given when they were written; none if no row was left out
+  numbers.npy    int64 (B + 2,): the item numbers of the first B rows, ascending, then the highest
+                 number that had been given when they were written, and the checksum of all these
 
 A row of a removed item stays until the file is written anew, by a compaction. Rows are mapped into
 memory: searches read them where they are. The checksum of each is in the catalogue.
@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import weakref
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,15 +70,17 @@ class RowNumbers:
 class VectorFile:
     """The open vectors of a generation, which stay on the disk meanwhile. Thread safe; `write` and
     `sync` are for the one process that changes the gallery.
+
+    `last` is the highest number that had been given when it was written.
     """
 
     def __init__(self, folder: Path, dim: int) -> None:
-        """Open that in `folder`. Raises: FileNotFoundError if it is gone; GalleryCorruptError."""
+        """See `open`."""
         with contextlib.ExitStack() as held:
             held.callback(os.close, hold(folder))
             self.folder = folder
             self.dim = dim
-            self.numbers = _numbers(folder / NUMBERS)
+            self.numbers, self.last = _numbers(folder / NUMBERS)
             self.path = folder / ROWS
             self._descriptor = os.open(self.path, os.O_RDONLY)
             held.callback(os.close, self._descriptor)
@@ -86,11 +89,22 @@ class VectorFile:
             weakref.finalize(self, held.pop_all().close)
 
     @classmethod
+    def open(cls, folder: Path, dim: int) -> "VectorFile":
+        """That in `folder`; all who have it open in a process share it.
+
+        Raises: FileNotFoundError if it is gone; GalleryCorruptError.
+        """
+        with _sharing:
+            file = _shared.get(folder)
+            if file is None:
+                file = _shared[folder] = cls(folder, dim)
+            return file
+
+    @classmethod
     def create(cls, folder: Path, dim: int) -> "VectorFile":
         """A new, empty file in the new folder. Raises: OSError."""
         folder.mkdir(parents=True)
-        (folder / ROWS).touch(exist_ok=False)
-        return cls(folder, dim)
+        return cls.write_anew(folder, dim, _NO_IDS, 0, ())
 
     @classmethod
     def write_anew(
@@ -115,10 +129,10 @@ class VectorFile:
                 f"The catalogue lists {len(ids):,} items, but their vectors do not follow the list "
                 f"from item {start:,} on. {_RESTORE}"
             )
-        if last != len(ids) or (len(ids) and ids[-1] != last):
-            with (folder / NUMBERS).open("xb") as file:
-                npy.write_array(file, np.append(ids, last), version=(1, 0))
-        return cls(folder, dim)
+        numbers = np.append(ids, last)
+        with (folder / NUMBERS).open("xb") as file:
+            npy.write_array(file, np.append(numbers, zlib.crc32(numbers.data)), version=(1, 0))
+        return cls.open(folder, dim)
 
     @property
     def name(self) -> str:
@@ -160,6 +174,12 @@ class VectorFile:
                     left = left[file.write(left) :]
                 start = end
 
+    def lengthen(self, last_given: int) -> None:
+        """Have rows for all numbers up to this, also for those of items that came and went."""
+        size = self.bytes_of(self.numbers.rows_up_to(last_given))
+        if self.path.stat().st_size < size:
+            os.truncate(self.path, size)
+
     def sync(self) -> None:
         """Bring what was written to the disk. Raises: OSError."""
         sync(self.path, "write")
@@ -169,9 +189,8 @@ class VectorFile:
         GalleryCorruptError.
         """
         folder.mkdir(parents=True)
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(self.folder / NUMBERS, folder / NUMBERS)
-            on_progress((folder / NUMBERS).stat().st_size)
+        shutil.copyfile(self.folder / NUMBERS, folder / NUMBERS)
+        on_progress((folder / NUMBERS).stat().st_size)
         rows = self.rows(self.numbers.rows_up_to(last_given))
         with (folder / ROWS).open("xb") as file:
             for start in range(0, len(rows), _COPIED):
@@ -197,14 +216,22 @@ class VectorFile:
         return np.frombuffer(data, np.float32).reshape(found, self.dim)
 
 
-def _numbers(path: Path) -> RowNumbers:
+_shared: "weakref.WeakValueDictionary[Path, VectorFile]" = weakref.WeakValueDictionary()
+_sharing = threading.Lock()
+
+
+def _numbers(path: Path) -> tuple[RowNumbers, int]:
+    """What the file says, and its last number. Raises: FileNotFoundError, GalleryCorruptError."""
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except FileNotFoundError:
-        return RowNumbers(_NO_IDS, 0)
+        raise
     except (OSError, ValueError) as error:
         raise GalleryCorruptError(f"{path} is not an array: {error}. {_RESTORE}") from error
-    if found.dtype != np.int64 or found.ndim != 1 or not len(found):
-        raise GalleryCorruptError(f"{path} holds {found.dtype} {found.shape}. {_RESTORE}")
-    numbers = np.asarray(found)  # indexing a memmap itself takes ten times as long
-    return RowNumbers(numbers[:-1], int(numbers[-1]))
+    is_whole = found.dtype == np.int64 and found.ndim == 1 and len(found) > 1
+    if not is_whole or zlib.crc32(found[:-1].data) != found[-1]:
+        raise GalleryCorruptError(f"{path} does not fit its checksum. {_RESTORE}")
+    base, last = found[:-2], int(found[-2])
+    if len(base) == last:  # none is left out, so nothing need be looked up
+        return RowNumbers(_NO_IDS, 0), last
+    return RowNumbers(base, last), last

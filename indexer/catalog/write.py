@@ -138,7 +138,8 @@ class CatalogWriter(CatalogView):
         at = int(time.time())
         vectors: Iterable[bytes | None] = [None] * len(items)
         if self.file is not None:
-            vectors = map(bytes, self.vectors([item.id for item in items]))
+            # As they are: what is damaged must go as well, and `restore` looks at it.
+            vectors = map(bytes, self.file.read(np.array([item.id for item in items], np.int64)))
         self._many(
             _KEEP_REMOVED,
             [(seq, at, own, item.id) for own, item in zip(vectors, items, strict=True)],
@@ -214,10 +215,12 @@ class CatalogWriter(CatalogView):
             # Without a condition SQLite drops whole pages, in place of a row at a time.
             now = time.time()
             kept = (seq, now - keep_removed_s, now)  # a clock that was set back keeps nothing
+            self.connection.execute("PRAGMA secure_delete = ON")  # also pages that become free
             if self._all(_KEPT, *kept):
                 self.connection.execute(_ERASE, kept)
             else:
                 self.connection.execute("DELETE FROM removed")
+            self.connection.execute("PRAGMA secure_delete = FAST")
         seal(self.connection)
 
     def _insert(self, entries: Sequence[Entry], vectors: Embeddings) -> None:
@@ -259,10 +262,11 @@ class CatalogWriter(CatalogView):
 
     def _move_vectors(self, file: VectorFile) -> None:
         """Add to `file` what came after it was written; and nobody looks for vectors elsewhere."""
-        last = file.numbers.last
+        last = file.last
         while rows := self._all(_LATER_VECTORS, last):
             file.write(*self._arrays(rows))
             last = rows[-1][0]
+        file.lengthen(self.last_given())
         file.sync()
         if self.file is None:
             for statement in VECTORS_OUT.strip().split("\n"):

@@ -1,7 +1,7 @@
 """Two galleries of the same items by different models, compared before one replaces the other."""
 
 import contextlib
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 from time import perf_counter
 
@@ -59,7 +59,7 @@ def compare(
     class_attribute: str = "class",
     k: int = 10,
     sample: int = 1000,
-    asked: Container[str] | None = None,
+    asked: Collection[str] | None = None,
 ) -> Comparison:
     """Ask both galleries for the neighbours of up to `sample` items that both hold.
 
@@ -98,15 +98,16 @@ def compare(
 
 
 def _classes(
-    old: Gallery, new: Gallery, name: str, sample: int, asked: Container[str] | None
+    old: Gallery, new: Gallery, name: str, sample: int, asked: Collection[str] | None
 ) -> dict[str, AttributeValue | None]:
     """By key the classes of up to `sample` items that both galleries hold.
 
     They are drawn from some of a large gallery, so that its size costs no memory.
     """
-    items = [
-        item for item in old.sample(max(_DRAWN, sample))[0] if asked is None or item.key in asked
-    ]
+    if asked is None:
+        items, _ = old.sample(max(_DRAWN, sample))
+    else:
+        items = [*old.stored(sorted(asked)).values()]
     known = new.stored([item.key for item in items])
     common = [item for item in items if item.key in known]
     if len(common) > sample:

@@ -326,9 +326,13 @@ class ColumnsBuilder:
         each, -1 for one to leave out, as all that were added must be.
         """
         names = {*self._batches} if before is None else {*self._batches, *before.names}
-        for name in sorted(names):
+        for name in sorted(names & self._kinds.keys()):  # a name may have been forgotten
             batches, kind = self._batches.pop(name, []), self._kinds[name]
             old = None if before is None else before.get(name)
+            if old is not None and old.kind != kind:  # forgotten, and learned again
+                old = None
+            if old is None and not batches:
+                continue
             if old is None or moved is None:
                 yield name, _column(batches, kind, self._size)
             elif (column := _followed(old, moved, batches, self._size)).present:

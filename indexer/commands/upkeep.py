@@ -70,7 +70,7 @@ def compact(
     device: IndexDeviceOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Make a new index of all items that are in the gallery; searches and changes go on meanwhile.
+    """Bring the index up to date with what is in the gallery; searches and changes go on meanwhile.
 
     Items that came since the last index get into it; removed ones leave the disk and cannot be
     brought back. What no
@@ -80,8 +80,9 @@ def compact(
         with contextlib.closing(Gallery.open(gallery)) as opened:
             facts = opened.facts()
             chosen = given_settings(index, memory_mb, target_recall, device)
-            has_changed = facts.delta or facts.tombstones or opened.has_removed()
-            has_changed = has_changed or bool(facts.segment and facts.segment.gone)
+            has_changed = bool(facts.delta or facts.tombstones or opened.has_removed())
+            if facts.segment is not None:  # or an earlier version has made it
+                has_changed |= facts.segment.gone > 0 or facts.segment.vectors is None
             if not (rebuild or chosen or has_changed):
                 done = CompactReport(segment=None, manifest=None, elapsed_s=0.0)
                 text = "Nothing has changed since the index was made; --rebuild makes it anew."

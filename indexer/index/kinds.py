@@ -275,8 +275,7 @@ class IvfPq(Kind):
         return stored + nlist * (4 * dim + graph)
 
     def build_bytes(self, n: int, dim: int, parameters: Parameters) -> float:
-        rows = TRAIN_PER_LIST * parameters["nlist"]
-        sample = 4.0 * dim * rows if rows < n else 0.0  # all vectors are read where they are mapped
+        sample = 4.0 * dim * min(n, TRAIN_PER_LIST * parameters["nlist"])
         return self.code_bytes(n, dim, parameters) + sample
 
     def build_s(self, n: int, dim: int, parameters: Parameters, cores: int) -> float:

@@ -10,6 +10,7 @@ A position is a row of the file of vectors (indexer.catalog.vectors), which is r
 segment of an earlier version has its own vectors.npy and, in ids.npy, the item of each position.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable
@@ -31,9 +32,9 @@ from indexer.bits import Bits, empty_bits, has_bits, packed_bits, positions_in
 from indexer.catalog.vectors import VECTORS, RowNumbers, VectorFile
 from indexer.columns.columns import Column, Columns, write_columns
 from indexer.index.faiss import SegmentIndex
-from indexer.index.kinds import KINDS, TUNED_AT, Effort, IndexKind
+from indexer.index.kinds import KINDS, Effort, IndexKind
 from indexer.index.plan import IndexSettings, Plan, plans_for
-from indexer.index.tune import Measure, Tuned, tune
+from indexer.index.tune import Measure, Tuned, least_effort, tune
 from indexer.types import Ids, Progress, places_of
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,11 @@ SMALL = 64
 TESTED = 300
 """Queries that say whether an index that was brought up to date is still good enough."""
 
-_HARDER = 2  # times the effort with which it was found good
+REFERENCE = 8
+"""So many times the lists and candidates give the answers that it is compared with."""
+
+HARDER = 2
+"""An index that needs so many times the effort of its training is trained again."""
 
 OUTGROWN = 2
 """An index that has grown so many times since it was trained is trained again."""
@@ -73,7 +78,8 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     seq: the state whose items it holds. size: positions, `gone` of which have no item. vectors: the
     file that they are rows of; None in an earlier version. recall: at 10, measured with `held_out`
     queries that were not in the index yet; 0 of them if the gallery was too small and its own
-    vectors were used. trained_on: how many vectors there were when it was trained.
+    vectors were used. trained_on: how many vectors there were when it was trained; trained_effort:
+    the effort that was found then.
     """
 
     schema_version: Literal[1, 2] = 2
@@ -90,12 +96,19 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
     target_recall: float = Field(gt=0, le=1)
     held_out: int = Field(ge=0)
     trained_on: int = Field(default=0, ge=0)
+    trained_effort: Effort | None = None
     build_s: float = Field(ge=0)
     created_at: str = Field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds")
     )
     settings: IndexSettings
     files: dict[str, FileFacts]
+    digest: str = ""
+
+    @property
+    def computed_digest(self) -> str:
+        """sha256 (hex) of everything else."""
+        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
 
     @property
     def items(self) -> int:
@@ -110,6 +123,7 @@ class SegmentManifest(BaseModel, frozen=True, extra="forbid"):
 
 def write_manifest(folder: Path, manifest: SegmentManifest) -> None:
     """Write the manifest into a folder that nobody reads yet. Raises: OSError."""
+    manifest = manifest.model_copy(update={"digest": manifest.computed_digest})
     text = manifest.model_dump_json(indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
@@ -127,6 +141,8 @@ def read_manifest(folder: Path) -> SegmentManifest:
             f"{path} is not a segment manifest that this version of Kinlens can read: "
             f"{brief(error)}. {_CURE}"
         ) from error
+    if manifest.vectors and manifest.digest != manifest.computed_digest:
+        raise GalleryCorruptError(f"{path} is damaged: it does not match its digest. {_CURE}")
     expected = {GONE} if manifest.vectors else {_OWN_VECTORS, _OWN_IDS}
     expected |= {INDEX} if KINDS[manifest.kind].faiss_class else set()
     if manifest.files.keys() - {COLUMNS} != expected:
@@ -263,7 +279,7 @@ class Segment:
             numbers = _OwnNumbers(mapped(folder / _OWN_IDS, np.int64, shape[:1]))
             gone, file = empty_bits(manifest.size), None
         else:
-            file = VectorFile(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
+            file = VectorFile.open(folder.parent.parent / VECTORS / manifest.vectors, manifest.dim)
             vectors, numbers = file.rows(manifest.size), file.numbers
             gone = np.fromfile(folder / GONE, np.uint8)
             if len(gone) != (manifest.size + 7) // 8:
@@ -274,16 +290,6 @@ class Segment:
             columns = Columns.open(folder / COLUMNS, manifest.size)
         index = SegmentIndex.open(manifest.kind, vectors, codes, device, manifest.items)
         return cls(manifest, index, numbers, gone, columns, file)
-
-    @property
-    def settings(self) -> IndexSettings:
-        """What was asked for when it was made."""
-        return self.manifest.settings
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether an earlier version has made it."""
-        return self.manifest.vectors is None
 
     @property
     def unindexed(self) -> int:
@@ -403,6 +409,7 @@ def write_segment(
         target_recall=settings.target_recall,
         held_out=made.queries,
         trained_on=made.trained_on,
+        trained_effort=made.trained_effort,
         build_s=perf_counter() - started,
         settings=settings,
         files=files,
@@ -417,6 +424,7 @@ class _Made:
     tuned: Tuned
     queries: int
     trained_on: int
+    trained_effort: Effort
     parameters: dict[str, int]
 
 
@@ -427,9 +435,7 @@ def _indexed(
     kind = KINDS[plan.kind]
     if kind.is_scan:  # which finds what is asked for
         index = SegmentIndex.build(plan, vectors, live, on_progress)
-        return _Made(
-            index, tune(index, vectors[live[:SMALL]], target), 0, len(live), dict(plan.parameters)
-        )
+        return _trained(index, tune(index, vectors[live[:SMALL]], target), 0, plan)
     is_held = _held_out(len(live))
     kept, held = live[~is_held], live[is_held]
     queries = vectors[held] if len(held) else vectors[live]
@@ -444,7 +450,11 @@ def _indexed(
         tuned = tune(index, queries, target)
         index.close()
         index = SegmentIndex.build(plan, vectors)
-    return _Made(index, tuned, len(held), len(live), dict(plan.parameters))
+    return _trained(index, tuned, len(held), plan)
+
+
+def _trained(index: SegmentIndex, tuned: Tuned, queries: int, plan: Plan) -> _Made:
+    return _Made(index, tuned, queries, plan.n, tuned.effort, dict(plan.parameters))
 
 
 def _can_follow(before: SegmentManifest, plan: Plan, settings: IndexSettings) -> bool:
@@ -470,33 +480,47 @@ def _updated(
     flags = np.zeros(len(vectors), np.bool_)
     flags[kept] = True
     fresh = live[~flags[live]]
-    tuned = Tuned(manifest.tuned, manifest.recall)
+    tuned, trained = Tuned(manifest.tuned, manifest.recall), manifest.trained_effort
+    trained = trained or manifest.tuned
     if len(fresh) >= SMALL and len(kept):
-        queries = vectors[fresh[_drawn(len(fresh), TESTED)]]
         try:
-            tuned = _tested(index, queries, packed_bits(flags), manifest)
+            tuned = _tested(index, vectors[fresh[_drawn(len(fresh), TESTED)]], manifest, trained)
         except RecallError:
             return None
-        if (
-            tuned.effort.value * tuned.effort.k_factor
-            > _HARDER * manifest.effort * manifest.k_factor
-        ):
+        if _work(tuned.effort) > HARDER * _work(trained):
             return None
     if on_progress is not None:
         on_progress(len(kept))
     index = index.extended(plan, fresh, on_progress)
-    return _Made(index, tuned, manifest.held_out, manifest.trained_on, manifest.parameters)
+    return _Made(
+        index,
+        tuned,
+        manifest.held_out,
+        manifest.trained_on,
+        trained,
+        manifest.parameters,
+    )
 
 
 def _tested(
-    index: SegmentIndex, queries: Embeddings, allowed: Bits, manifest: SegmentManifest
+    index: SegmentIndex, queries: Embeddings, manifest: SegmentManifest, trained: Effort
 ) -> Tuned:
-    """The effort so far, if it still finds enough; or a greater one. Raises: RecallError."""
-    target = manifest.target_recall
-    found = Measure(index, queries, min(TUNED_AT, index.size), target, allowed)(manifest.tuned)
-    if found.tuned.recall >= target:
-        return found.tuned
-    return tune(index, queries, target, allowed=allowed)
+    """The effort of the training, else that so far, if it still finds enough; else a greater one.
+
+    Raises: RecallError.
+    """
+    so_far = manifest.tuned
+    reference = Effort(REFERENCE * so_far.value, REFERENCE * so_far.k_factor)
+    measure = Measure(index, queries, manifest.target_recall, reference=reference)
+    for effort in dict.fromkeys((trained, so_far)):
+        tried = measure(effort)
+        if tried.tuned.recall + tried.error >= measure.target:  # what few queries miss by chance
+            return tried.tuned
+    return least_effort(measure)
+
+
+def _work(effort: Effort) -> int:
+    return effort.value * effort.k_factor
 
 
 def _held_out(n: int) -> NDArray[np.bool_]:

@@ -49,10 +49,15 @@ def tune(
 
     Raises: RecallError.
     """
-    kind = KINDS[index.kind]
-    if kind.is_scan:
+    if KINDS[index.kind].is_scan:
         queries = queries[:_SCAN_QUERIES]
-    measure = Measure(index, queries, min(k, index.size), target, allowed)
+    return least_effort(Measure(index, queries, target, k, allowed))
+
+
+def least_effort(measure: "Measure") -> Tuned:
+    """The fastest effort that reaches the target of a measurement. Raises: RecallError."""
+    index, target = measure.index, measure.target
+    kind = KINDS[index.kind]
     best: Tuned | None = None
     fastest = math.inf
     for k_factor in kind.k_factors:
@@ -66,48 +71,61 @@ def tune(
         best = max(measure.seen, key=lambda tuned: tuned.recall)
     if best.recall < target:
         raise RecallError(
-            f"The index {index.kind} finds {best.recall:.4f} of the true {k} nearest neighbours at "
-            f"its greatest effort, the target is {target}. Lower --target-recall or choose another "
-            "--index (flat is exact)."
+            f"The index {index.kind} finds {best.recall:.4f} of the true {measure.k} nearest "
+            f"neighbours at its greatest effort, the target is {target}. Lower --target-recall or "
+            "choose another --index (flat is exact)."
         )
     return best
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The recall with an effort, the time it took, and whether it is enough for a target."""
+    """The recall with an effort, its standard error, the time it took, and whether it is enough for
+    a target.
+    """
 
     tuned: Tuned
+    error: float
     seconds: float
     is_enough: bool
 
 
 class Measure:
-    """Recall and time of a search with an effort, against exact answers."""
+    """Recall and time of a search with an effort, against exact answers; or against those of a much
+    greater effort, the `reference`, which takes less time than to compare with all vectors.
+    """
 
     def __init__(
         self,
         index: SegmentIndex,
         queries: Embeddings,
-        k: int,
         target: float,
+        k: int = TUNED_AT,
         allowed: Bits | None = None,
+        reference: Effort | None = None,
     ) -> None:
-        self._index = index
+        self.index = index
+        self.target = target
+        self.k = min(k, index.size)
         self._queries = queries
-        self._k = k
-        self._target = target
-        self._worst: Scores = index.exact(queries, k, allowed)[0][:, -1:]
+        if reference is None:
+            truth, _ = index.exact(queries, self.k, allowed)
+        else:
+            truth, _ = index.search(queries, self.k, reference)
+        self._worst: Scores = truth[:, -1:]
         self.seen: list[Tuned] = []
 
     def __call__(self, effort: Effort) -> Tried:
         started = perf_counter()
-        scores, _ = self._index.search(self._queries, self._k, effort)
+        scores, _ = self.index.search(self._queries, self.k, effort)
         seconds = perf_counter() - started
         recalls = (scores >= self._worst - SAME_SCORE).mean(axis=1) if scores.size else np.ones(1)
         recall = float(recalls.mean())
         self.seen.append(Tuned(effort, recall))
-        return Tried(self.seen[-1], seconds, recall >= _aim(self._target, recalls))
+        error = _error(recalls)
+        # Two errors above the target, but not beyond half of what is missing to 1.
+        aim = min(self.target + 2 * error, (1 + self.target) / 2)
+        return Tried(self.seen[-1], error, seconds, recall >= aim)
 
 
 def _smallest(measure: Measure, k_factor: int, values: list[int]) -> Tried | None:
@@ -130,8 +148,8 @@ def _smallest(measure: Measure, k_factor: int, values: list[int]) -> Tried | Non
     return found
 
 
-def _aim(target: float, recalls: NDArray[np.float64]) -> float:
-    """What the mean of the `recalls` (Q,) must be. They are measured, not the neighbours counted:
-    those of one query are found or missed together."""
-    error = recalls.std(ddof=1) / math.sqrt(len(recalls)) if len(recalls) > 1 else 0.0
-    return min(target + 2 * float(error), (1 + target) / 2)
+def _error(recalls: NDArray[np.float64]) -> float:
+    """The standard error of the mean of the `recalls` (Q,). They are measured, not the neighbours
+    counted: those of one query are found or missed together.
+    """
+    return float(recalls.std(ddof=1)) / math.sqrt(len(recalls)) if len(recalls) > 1 else 0.0

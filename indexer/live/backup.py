@@ -33,7 +33,7 @@ from embedder.errors import (
 )
 from indexer.calibration import CALIBRATION
 from indexer.catalog.database import Catalog, catalog_view
-from indexer.catalog.read import State
+from indexer.catalog.read import CatalogView, State
 from indexer.catalog.vectors import VECTORS
 from indexer.folder.layout import GalleryFolder, disk_errors_explained
 from indexer.folder.manifest import (
@@ -184,20 +184,27 @@ def _check(generation: Path, state: State) -> None:
 
 
 def _copy_state(source: Path, target: Path, on_progress: Progress) -> State:
-    """The catalogue with its vectors, then the segment that this copy of it names."""
+    """One state of the catalogue, with the segment and the vectors that it names."""
     for _ in range(_PATIENCE):
-        state = _copy_catalog(source, target, on_progress)
-        if state.segment is None or _is_copied(
-            source / SEGMENTS / state.segment, target / SEGMENTS / state.segment, on_progress
-        ):
-            return state
+        with catalog_view(source / CATALOG) as view, contextlib.ExitStack() as held:
+            state = view.state()
+            if state.segment is not None:
+                try:  # first, since the others take long enough for a compaction
+                    held.callback(os.close, hold(source / SEGMENTS / state.segment))
+                except FileNotFoundError:
+                    continue
+            _copy_catalog(view, target, on_progress)
+            if state.segment is None or _is_copied(
+                source / SEGMENTS / state.segment, target / SEGMENTS / state.segment, on_progress
+            ):
+                return state
     raise GalleryBusyError(
         f"Compactions of {source.parent.parent} keep replacing what is to be copied, "
         f"{_PATIENCE} times by now. Try again when they have ended."
     )
 
 
-def _copy_catalog(source: Path, target: Path, on_progress: Progress) -> State:
+def _copy_catalog(view: CatalogView, target: Path, on_progress: Progress) -> None:
     done = page_size = 0
 
     def report(_: int, remaining: int, total: int) -> None:
@@ -208,18 +215,13 @@ def _copy_catalog(source: Path, target: Path, on_progress: Progress) -> State:
     (target / CATALOG).unlink(missing_ok=True)
     shutil.rmtree(target / VECTORS, ignore_errors=True)
     # The transaction of the view lasts, so that all steps copy one state.
-    with (
-        catalog_view(source / CATALOG) as view,
-        contextlib.closing(sqlite3.connect(target / CATALOG, isolation_level=None)) as write,
-    ):
+    with contextlib.closing(sqlite3.connect(target / CATALOG, isolation_level=None)) as write:
         write.execute("PRAGMA synchronous = OFF")  # the whole tree is synced before it is renamed
         page_size = view.connection.execute("PRAGMA page_size").fetchone()[0]
-        state = view.state()
         with disk_errors_explained(target):
             view.connection.backup(write, pages=_PAGES, progress=report)
             if view.file is not None:
                 view.file.copy_to(target / VECTORS / view.file.name, view.last_given(), on_progress)
-    return state
 
 
 def _is_copied(source: Path, target: Path, on_progress: Progress) -> bool:

@@ -22,6 +22,7 @@ from embedder.durable import (
     reach,
     rename,
     staged,
+    sweep,
     sync_tree,
 )
 from embedder.errors import (
@@ -123,22 +124,17 @@ def compact(
     ):
         if unless():
             return CompactReport(segment=None, manifest=None, elapsed_s=0.0)
-        segments = generation / SEGMENTS
-        segments.mkdir(exist_ok=True)
+        (generation / SEGMENTS).mkdir(exist_ok=True)
+        if (generation / VECTORS).is_dir():
+            sweep(generation / VECTORS)
         collect(generation)
-        with staged(segments) as stage:  # which marks it as in use until the catalogue names it
-            work = _Work(generation, settings, keep_removed_s <= 0, from_scratch, on_progress)
-            state, file, manifest = work.write(stage, catalog)
-            name = None
-            if manifest is not None:
-                name = f"{state.seq:012d}-{os.urandom(4).hex()}"
-                sync_tree(stage, "segment")
-                rename(stage, segments / name, "segment")
-            reach("adopt: before commit")
-            with catalog.writing() as writer:
-                writer.adopt_segment(name, state.seq, keep_removed_s, file)
-            reach("adopt: after commit")
-        collect(generation)
+        try:
+            work = _Work(generation, settings, keep_removed_s, from_scratch, on_progress)
+            name, manifest = work.run(catalog)
+            if keep_removed_s <= 0:
+                catalog.shrink()
+        finally:
+            collect(generation)
     return CompactReport(segment=name, manifest=manifest, elapsed_s=perf_counter() - started)
 
 
@@ -182,17 +178,32 @@ class _Work:
         self,
         generation: Path,
         settings: IndexSettings,
-        erases: bool,
+        keep_removed_s: float,
         from_scratch: bool,
         on_progress: Progress | None,
     ) -> None:
         self._generation = generation
         self._settings = settings
-        self._erases = erases
+        self._keep_removed_s = keep_removed_s
         self._from_scratch = from_scratch
         self._on_progress = on_progress
 
-    def write(
+    def run(self, catalog: Catalog) -> tuple[str | None, SegmentManifest | None]:
+        """Write and adopt a segment; its name and manifest, None for an empty gallery."""
+        segments, name = self._generation / SEGMENTS, None
+        with staged(segments) as stage:  # which marks it as in use until the catalogue names it
+            state, file, manifest = self._write(stage, catalog)
+            if manifest is not None:
+                name = f"{state.seq:012d}-{os.urandom(4).hex()}"
+                sync_tree(stage, "segment")
+                rename(stage, segments / name, "segment")
+            reach("adopt: before commit")
+            with catalog.writing() as writer:
+                writer.adopt_segment(name, state.seq, self._keep_removed_s, file)
+            reach("adopt: after commit")
+        return name, manifest
+
+    def _write(
         self, stage: Path, catalog: Catalog
     ) -> tuple[State, VectorFile | None, SegmentManifest | None]:
         """A segment of one state of the catalogue, None if that is empty; and the vectors, if they
@@ -239,7 +250,9 @@ class _Work:
         size = view.file.numbers.rows_up_to(view.last_given())
         gone = size - len(ids)
         # The graph of a GPU has all rows.
-        is_wanted = self._erases or self._settings.device == "cuda" or gone > MAX_GONE * size
+        is_wanted = (
+            self._keep_removed_s <= 0 or self._settings.device == "cuda" or gone > MAX_GONE * size
+        )
         return gone > 0 and is_wanted
 
     def _written_anew(self, view: CatalogView, ids: Ids) -> VectorFile:
@@ -251,7 +264,7 @@ class _Work:
             sync_tree(stage, "vectors")
             name = os.urandom(4).hex()
             rename(stage, folder / name, "vectors")
-            return VectorFile(folder / name, view.dim)
+            return VectorFile.open(folder / name, view.dim)
 
     def _batches(self, view: CatalogView) -> Iterator[tuple[Ids, Embeddings]]:
         """The vectors of all items; a compaction that is given up ends here as well."""
@@ -285,7 +298,13 @@ def _rows(file: VectorFile | None, ids: Ids, last_given: int) -> Rows:
     """The rows of a file up to the last number, of which those of the items `ids` are live."""
     assert file is not None
     gone = np.ones(file.numbers.rows_up_to(last_given), np.bool_)
-    gone[file.numbers.rows_of(ids)] = False
+    rows = file.numbers.rows_of(ids)
+    if len(rows) and rows.min() < 0:
+        raise GalleryCorruptError(
+            f"{file.path} has no vector of item {ids[rows < 0][0]}. Restore a backup: "
+            "kinlens-index restore."
+        )
+    gone[rows] = False
     return Rows(file, len(gone), gone)
 
 

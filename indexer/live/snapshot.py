@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embedder.durable import hold
-from embedder.errors import GalleryCorruptError
+from embedder.errors import GalleryCorruptError, GalleryError
 from embedder.machine import core_count
 from embedder.types import Embeddings, Scalar, values_in
 from indexer.bits import Bits, empty_bits, has_bits, packed_bits, put_bits
@@ -35,6 +36,7 @@ from indexer.types import Ids, Scores, places_of
 _FIRST_CAPACITY = 256  # of a delta
 _SPARE = 2  # how many times the expected number of removed items a search fetches in excess
 _COLLECT_S = 0.1
+_RETRY_S = 60.0  # after which a segment that could not be opened is tried again
 _ROUNDED = np.float32(2e-6)  # by which scores of one pair of vectors may differ
 _PATIENCE = 8  # a segment that is gone when it is to be opened is looked up anew that often
 
@@ -460,7 +462,8 @@ class SnapshotKeeper:
         self._refreshing = threading.Lock()
         self._opener: threading.Thread | None = None
         self._next: tuple[Base, Segment | None] | None = None
-        self._failed: Base | None = None
+        self._failed: tuple[Base | None, float] = (None, 0.0)
+        self._is_closed = False
         self._snapshot: Snapshot | None = None
         self._advancing = threading.Lock()
         # Not a snapshot, which would keep a segment that a compaction has replaced.
@@ -524,13 +527,17 @@ class SnapshotKeeper:
         current = self._snapshot
         if current is not None and state.is_before(current.state):
             return None
-        following, self._next = self._next, None
-        if current is None:
-            current = Snapshot.load(view, state, self._opened(state))
-        elif current.base != state.base and following is not None and following[0] == state.base:
-            current = Snapshot.load(view, state, following[1])
-        elif current.base != state.base and not self._can_wait(current, state):
-            current = Snapshot.load(view, state, self._opened(state))
+        if current is None or (
+            current.base != state.base
+            and not self._is_next(state.base)
+            and not self._can_wait(current, state)
+        ):
+            with self._refreshing:  # another thread may be opening it
+                pass
+            segment = self._taken() if self._is_next(state.base) else self._opened(state)
+            current = Snapshot.load(view, state, segment)
+        elif self._is_next(state.base):
+            current = Snapshot.load(view, state, self._taken())
         elif current.state != state:
             current = current.advanced(view, state)
         if current.size != state.size:
@@ -553,7 +560,7 @@ class SnapshotKeeper:
 
     def _can_wait(self, current: Snapshot, state: State) -> bool:
         """Whether searches can go on in the segment so far while the new one is opened."""
-        if current.state.seq < state.segment_seq or self._failed == state.base:
+        if current.state.seq < state.segment_seq:
             return False  # the catalogue has forgotten what was removed before
         if self._opener is None or not self._opener.is_alive():
             self._opener = threading.Thread(target=self.refresh, name="segment")
@@ -568,21 +575,40 @@ class SnapshotKeeper:
         try:
             state, current = self.catalog.state(), self._snapshot
             base = state.base
-            if current is not None and current.base != base:
-                self._next = base, self._opened(state)
-                self.newest()
+            if self._is_closed or current is None or current.base == base or self._has_failed(base):
+                return
+            self._next = base, self._opened(state)
         except FileNotFoundError:
-            pass  # a compaction has replaced it meanwhile
-        except Exception as error:  # memory for one; it is to end in no silence
+            return  # a compaction has replaced it meanwhile
+        except Exception as error:  # memory for one; searches go on in the segment so far
             logging.getLogger(__name__).warning("a new segment cannot be opened: %s", error)
-            self._failed = base  # so that the next search says why
+            self._failed = base, time.monotonic()
+            return
         finally:
             self._refreshing.release()
+        with contextlib.suppress(GalleryError):  # a search says why
+            self.newest()
+
+    def _has_failed(self, base: Base) -> bool:
+        """Whether this segment could not be opened a short time ago."""
+        failed, when = self._failed
+        return failed == base and time.monotonic() - when < _RETRY_S
+
+    def _is_next(self, base: Base) -> bool:
+        return self._next is not None and self._next[0] == base
+
+    def _taken(self) -> Segment | None:
+        """The segment that was opened in advance."""
+        following, self._next = self._next, None
+        return None if following is None else following[1]
 
     def forget(self) -> None:
         """Let go of the segment; what nobody reads any more has been removed afterwards."""
+        self._is_closed = True
         if self._opener is not None and self._opener is not threading.current_thread():
             self._opener.join()
+        with self._refreshing:
+            pass
         with self._advancing:
             self._snapshot = self._next = None
         self._collector.finish()
@@ -597,9 +623,8 @@ class _Collector:
 
     def __call__(self) -> None:
         # Not at once: the segment that is let go of has its files open until this returns.
-        if self._timer is None or not self._timer.is_alive():
-            self._timer = threading.Timer(_COLLECT_S, collect, (self._generation,))
-            self._timer.start()
+        self._timer = threading.Timer(_COLLECT_S, collect, (self._generation,))
+        self._timer.start()
 
     def finish(self) -> None:
         """Do it now, if it is to be done."""

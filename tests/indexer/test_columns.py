@@ -4,7 +4,6 @@ import json
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from embedder.errors import GalleryCorruptError, InvalidParameterError
 from indexer.columns import columns as columns_module
 from indexer.columns.columns import Chosen, Columns, ColumnsBuilder, write_columns
 from indexer.columns.match import rows_matching
-from indexer.filters.tree import Equals, In, Not, Or, Range
+from indexer.filters.tree import Equals, In, Not, Range
 from indexer.gallery import Gallery
 from indexer.types import SearchOptions, go_on
-from tests.indexer.conftest import segment_of
 from tests.indexer.oracle import bitmap, entry, random_filter, shop, units
 
 TEXTS = ["red", "", "grün", "\0", "👟", "Z", "a", "ab", "\uffff", "\U00010000"]
@@ -134,27 +132,6 @@ def test_codes_without_a_value_are_damage(tmp_path: Path) -> None:
     codes[7] = 200
     with pytest.raises(GalleryCorruptError, match=r"unknown values.*--rebuild"):
         replace(column, codes=codes).counted(Chosen(bitmap(np.ones(50, bool)), 50))
-
-
-def test_a_segment_of_an_earlier_version_answers_and_gets_columns(gallery: Gallery) -> None:
-    entries = shop(200)
-    gallery.add(entries)
-    gallery.compact()
-    manifest = segment_of(gallery.path) / "segment.json"
-    (manifest.parent / "columns.bin").unlink()
-    segments = manifest.parent.parent
-    segment = json.loads(manifest.read_text())
-    del segment["files"]["columns.bin"], segment["files"]["gone.bin"]
-    manifest.write_text(json.dumps(segment))
-    where = Or((Equals("colour", "red"), Range("price", above=3)))
-    with closing(Gallery.open(gallery.path)) as old:
-        expected = {e.key for e in entries if where.matches(e.attributes)}
-        assert {item.key for item in old.page(0, 200, where).items} == expected
-        facts = old.attribute_facts()
-        old.compact()
-        assert any((one / "columns.bin").is_file() for one in segments.iterdir())
-        assert old.attribute_facts() == facts
-        assert {item.key for item in old.page(0, 200, where).items} == expected
 
 
 def test_pages_follow_each_other_in_the_order_of_numbers(gallery: Gallery) -> None:

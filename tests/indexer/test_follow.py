@@ -1,20 +1,22 @@
 """A compaction brings the segment up to date, and what it leaves out is as if made anew."""
 
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from embedder.errors import GalleryCorruptError
 from indexer.checks.verify import check_files
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
 from indexer.types import Entry, SearchOptions
-from tests.indexer.conftest import flipped, generation_of, rows_of, segment_of
+from tests.indexer.conftest import faults, flipped, generation_of, rows_of, segment_of, truncated
 from tests.indexer.oracle import BUNDLE, clumped, units
-from tests.support.seams import recall_at
+from tests.support.seams import Segment, backup, recall_at
 from tests.support.waiting import until
 
 N, DIM = 3000, 32
@@ -156,3 +158,100 @@ def test_a_damaged_index_is_not_brought_up_to_date(gallery: Gallery) -> None:
     assert manifest is not None
     assert manifest.trained_on == gallery.size
     assert recall(gallery) >= 0.93
+
+
+def test_an_item_that_comes_and_goes_while_vectors_are_written_anew_leaves_a_whole_file(
+    gallery: Gallery, tmp_path: Path
+) -> None:
+    """Its number has no row in the new file, which has to have one all the same."""
+
+    def come_and_go(point: str) -> None:
+        if point == "adopt: before commit":
+            gallery.add([Entry("late", VECTORS[0], "c" * 64), Entry("gone", VECTORS[1], "d" * 64)])
+            gallery.remove(["gone"])
+
+    gallery.remove(["k0"])
+    with faults(come_and_go):
+        gallery.compact()
+    assert gallery.size == N
+    backup(gallery.path, tmp_path / "backup")
+    gallery.compact(keep_removed_s=KEEP)
+    gallery.compact()
+    check_files(gallery.path)
+    assert recall(gallery) >= 0.93
+
+
+def test_a_compaction_that_erases_leaves_one_file_also_where_nobody_searches(
+    gallery: Gallery,
+) -> None:
+    with closing(Gallery.open(gallery.path, load_index=False)) as other:
+        gallery.close()
+        other.remove(["k9"])
+        other.compact()
+    folder = generation_of(gallery.path) / "vectors"
+    assert len([*folder.iterdir()]) == 1
+
+
+def test_attributes_that_were_forgotten_since_are_not_brought_along(gallery: Gallery) -> None:
+    """Their name may be of another kind by now."""
+    gallery.update({f"k{n}": {"price": None, "colour": None} for n in range(N)})
+    gallery.forget_unused_attributes()
+    gallery.update({"k1": {"price": "on request"}})
+    gallery.compact(keep_removed_s=KEEP)
+    facts = {fact.name: fact.values for fact in gallery.attribute_facts()}
+    assert facts["price"] == (("on request", 1),)
+    assert "colour" not in facts
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, flipped, truncated])
+def test_numbers_of_rows_that_are_gone_or_damaged_are_named(
+    gallery: Gallery, damage: Callable[[Path], object]
+) -> None:
+    gallery.remove(["k9"])
+    gallery.compact()
+    gallery.close()
+    damage(rows_of(gallery.path).with_name("numbers.npy"))
+    with pytest.raises(GalleryCorruptError, match=r"kinlens-index restore"):
+        Gallery.open(gallery.path, verify_hashes=False)
+
+
+def test_one_damaged_vector_is_named_and_its_item_can_be_removed(
+    gallery: Gallery, caplog: pytest.LogCaptureFixture
+) -> None:
+    gallery.close()
+    file = rows_of(gallery.path)
+    data = bytearray(file.read_bytes())
+    data[4 * DIM * 9 + 2] ^= 1
+    file.write_bytes(data)
+    with closing(Gallery.open(gallery.path)) as opened:
+        assert "the vector of item 10 does not fit its checksum" in caplog.text
+        assert opened.search(VECTORS[50:51], 1)[0][0].key == "k50"
+        with pytest.raises(GalleryCorruptError, match="vector of item 10 "):
+            opened.entries(["k9"])
+        opened.remove(["k9"])
+        opened.add([made(9)])
+        opened.compact()
+        check_files(opened.path)
+
+
+def test_searches_go_on_where_a_new_segment_cannot_be_opened(
+    gallery: Gallery, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Gallery.open(gallery.path)) as reader:
+        assert reader.search(VECTORS[7:8], 1)[0][0].key == "k7"
+        original = Segment.open
+
+        def broken(folder: Path, **options: Any) -> Segment:
+            if threading.current_thread().name == "segment":
+                raise MemoryError
+            return original(folder, **options)
+
+        monkeypatch.setattr(Segment, "open", broken)
+        gallery.remove(["k7"])
+        assert reader.search(VECTORS[7:8], 1)[0][0].key != "k7"
+        gallery.compact(keep_removed_s=KEEP)
+        for _ in range(3):
+            assert reader.search(VECTORS[8:9], 1)[0][0].key == "k8"
+        until(lambda: "a new segment cannot be opened" in caplog.text)
+        gallery.remove(["k8"])
+        assert reader.search(VECTORS[8:9], 1)[0][0].key != "k8"

@@ -1,6 +1,5 @@
 """Verification finds what is wrong and accepts what only looks alike; statistics."""
 
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from embedder.bundle import sha256_of
+from embedder.durable import FileFacts
 from embedder.errors import (
     BundleMismatchError,
     GalleryCorruptError,
@@ -27,6 +27,7 @@ from indexer.checks.verify import (
 from indexer.filters.tree import Equals
 from indexer.gallery import Gallery
 from indexer.index.plan import IndexSettings
+from indexer.index.segment import read_manifest, write_manifest
 from indexer.ingest.build import BuildReport
 from tests.indexer.conftest import (
     CountingEmbedder,
@@ -109,12 +110,10 @@ def restamped(segment: Path, name: str, data: np.ndarray | bytes) -> None:
         (segment / name).write_bytes(data)
     else:
         np.save(segment / name, data)
-    manifest = json.loads((segment / "segment.json").read_text())
-    manifest["files"][name] = {
-        "bytes": (segment / name).stat().st_size,
-        "sha256": sha256_of(segment / name),
-    }
-    (segment / "segment.json").write_text(json.dumps(manifest))
+    manifest = read_manifest(segment)
+    file = segment / name
+    facts = FileFacts(bytes=file.stat().st_size, sha256=sha256_of(file))
+    write_manifest(segment, manifest.model_copy(update={"files": {**manifest.files, name: facts}}))
 
 
 def test_images_that_are_gone_changed_or_moved_are_named(
@@ -137,7 +136,7 @@ def test_damaged_files_are_found_and_not_mended_in_silence(built: Path) -> None:
     for name, damage, message in (
         ("columns.bin", flipped, r"columns\.bin has sha256 .*compact GALLERY --rebuild"),
         ("gone.bin", Path.unlink, r"compact GALLERY --rebuild"),
-        ("rows.f32", flipped, r"vectors 1 to 6 does not fit its checksum.*kinlens-index restore"),
+        ("rows.f32", flipped, r"vector of item 4 does not fit its checksum.*kinlens-index restore"),
         ("rows.f32", truncated, r"rows\.f32 has 3 vectors.* truncated.*kinlens-index restore"),
         ("rows.f32", Path.unlink, r"kinlens-index restore"),
     ):

@@ -825,8 +825,8 @@ class Gallery(Searcher):
             self._background.nudge()
 
     def _load(self) -> None:
-        """The catalogue holds every vector, so a segment that is damaged can be made again; of
-        several processes that open the gallery, the first one does it.
+        """A segment that is damaged is made again from the catalogue and the vectors; of several
+        processes that open the gallery, the first one does it.
         """
         try:
             with self._snapshots.reading():

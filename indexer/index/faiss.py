@@ -38,7 +38,7 @@ comparing with all that are left: measured, it is faster from there on."""
 
 _CANDIDATE_BYTES = 12
 _EXCESS, _EXCESS_LEAST = 1.5, 16
-_MOST = 4  # to compare with all is faster where no more than one in so many is left out
+_MOST = 4  # where at most one vector in so many is left out, all are compared with
 _WIDER = 8  # a second try where a filter leaves nothing near a query
 _HARDER = 4  # k_factor where neighbours are far away: codes tell them apart less well
 _NODE = 8  # comparisons that a step of a graph costs

@@ -76,10 +76,9 @@ class Kind(ABC):
     """What differs from one kind of index to another; n vectors of length dim.
 
     devices: what it is made on. least_recall: known beforehand. is_scan: looks at all vectors, so
-    it knows no effort. is_graph: walks a graph, whose steps cost more than comparisons. grows:
-    rows can be added to its codes. follows: rows can be taken out of
-    them as well. k_factors: what tuning may choose. faiss_class, read_flags,
-    write_flags: of the file of codes.
+    it knows no effort. is_graph: walks a graph, whose steps cost more than comparisons. grows: rows
+    can be added to its codes. follows: rows can be taken out of them as well. k_factors: what
+    tuning may choose. faiss_class, read_flags, write_flags: of the file of codes.
     """
 
     name: ClassVar[IndexKind]
@@ -403,7 +402,7 @@ def sample_of(vectors: Embeddings, rows: Ids, count: int) -> Embeddings:
     if count < len(rows):
         drawn = np.random.default_rng(0).choice(len(rows), count, replace=False, shuffle=False)
         rows = rows[np.sort(drawn)]
-    # All vectors are read where they are mapped.
+    # All of them are read where they are mapped.
     return np.ascontiguousarray(vectors) if len(rows) == len(vectors) else vectors[rows]
 
 

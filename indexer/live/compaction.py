@@ -144,7 +144,7 @@ def collect(generation: Path) -> None:
         places = [generation / SEGMENTS, generation / VECTORS]
         folders = [one for place in places if place.is_dir() for one in place.iterdir()]
         idle = [folder for folder in folders if not is_stage(folder) and not in_use(folder)]
-        # Looked up afterwards: what a compaction has let go of by now is current, or was.
+        # Looked up afterwards: a compaction may have named one of them meanwhile.
         with catalog_view(generation / CATALOG) as view:
             current = (view.state().segment, view.file_name)
         for folder in idle:
